@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
+from data_prep.clients import KINDS, SCHEMES
 from data_prep.publish import hash_of_json, sealed, sha256_of, unsealed, write_json
 from data_prep.settings import Settings, UserError, near_path, nearest
 
@@ -65,7 +66,7 @@ class Shard(Settings):
     name: Word
     """Of the index and the paths in the dataset directory, without their endings; unique in the dataset."""
     file: str
-    """The tar: relative to the dataset directory, or a URL of http, https or s3."""
+    """The tar: relative to the dataset directory, or a URL of a web server or a store."""
     num_samples: int
     num_bytes: int
     """Of the whole tar."""
@@ -81,8 +82,8 @@ class Shard(Settings):
             raise ValueError(f"{value!r} is no path")
         if value.startswith("pipe:"):
             raise ValueError(f"{value!r} is neither a path nor a URL: a command is run from a config or a command line alone")
-        if "://" in value and not value.startswith(("http://", "https://", "s3://")):
-            raise ValueError(f"{value!r} is neither a path nor a URL of http, https or s3")
+        if "://" in value and value.partition("://")[0] not in KINDS:
+            raise ValueError(f"{value!r} is neither a path nor a URL of {SCHEMES}")
         return value
 
     @property
@@ -206,6 +207,11 @@ def load_manifest(directory: Path | str) -> Manifest:
         raise DatasetError(f"{path.parent}: {_no_dataset(path.parent)}") from None
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read ({error.strerror}); mend that, or rebuild the dataset") from None
+    return parse_manifest(data, path)
+
+
+def parse_manifest(data: bytes, path: Path | str) -> Manifest:
+    """`path` stands for where it lies."""
     try:
         tree = json.loads(data)
         version = tree.get("schema_version")

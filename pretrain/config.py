@@ -8,10 +8,12 @@ Long because all settings of a training stand here, each with its sentence.
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from data_prep.local_copy import local_copy
 from data_prep.manifest import Filter
 from data_prep.settings import Settings
 from pretrain.auto_augment import parse_policy
@@ -75,7 +77,7 @@ class MixedDataset(Settings):
     """A further dataset to train on."""
 
     dataset: str = Field(examples=["data/more"])
-    """A directory that `data_prep build` or `index` has finished."""
+    """A directory, or a URL of one, that `data_prep build` or `index` has finished."""
     split: str = "train"
     """The split of it to train on."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[0.5])
@@ -86,15 +88,23 @@ class ReadingSettings(Settings):
     """A dataset that is read, and where its shards are kept if they are remote: how the section `data` of every verb begins."""
 
     dataset: str = Field(examples=["data/mine"])
-    """A directory that `data_prep build` or `index` has finished."""
+    """A directory that `data_prep build` or `index` has finished; or its URL, such as gs://bucket/mine."""
     cache_dir: str | None = Field(None, examples=["/scratch/shards"])
     """Copies of remote shards, shared by the ranks and jobs of a node; by default a directory of the user's under the system's
-    for temporary files."""
+    for temporary files. And of the index of a dataset behind a URL; by default ~/.cache/wide-mlps."""
     cache_gb: float = Field(50, gt=0)
     """Room for these copies; those that were not used for longest make way."""
     storage: dict[str, Any] = Field(default_factory=dict, exclude=True, examples=[{"anon": True}])
     """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3. They may be secrets, so no dump of the settings holds
     them."""
+
+    @property
+    def directory(self) -> Path:
+        """Where the dataset is read; that of a URL appears now (local_copy.py)."""
+        return self.directory_of(self.dataset)
+
+    def directory_of(self, dataset: str) -> Path:
+        return local_copy(dataset, storage=self.storage, cache_dir=self.cache_dir)
 
 
 class PixelOrder(Settings):

@@ -55,10 +55,22 @@ def _options(text: str) -> dict[str, Any]:
     return options
 
 
+def place(text: str) -> Path | str:
+    """A URL stays one: Path makes one slash of two."""
+    return text if "://" in text else Path(text)
+
+
+def directory_of(options: argparse.Namespace, dataset: Path | str | None = None) -> Path:
+    """Where `dataset`, by default the verb's own, is read: of one behind a URL all but its shards is copied first."""
+    from data_prep.local_copy import local_copy
+
+    return local_copy(dataset or options.dataset, storage=options.storage)
+
+
 _WORKERS = "processes (default: one per core)"
 _STORAGE = 'of remote shards: options for fsspec, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\''
 SHARED: dict[str, dict[str, dict[str, Any]]] = {
-    "dataset": {"dataset": {"type": Path, "help": "the directory that build, merge, index or subset wrote"}},
+    "dataset": {"dataset": {"type": place, "help": "the directory that build, merge, index or subset wrote, or its URL"}},
     "config": {
         "config": {"nargs": "?", "help": "a YAML file with the settings"},
         "overrides": {"nargs": "*", "default": [], "help": "key.path=value, such as image_size=64"},

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from data_prep.commands import FAULTY, OK, add_verb, counted, print_table
+from data_prep.commands import FAULTY, OK, add_verb, counted, directory_of, print_table
 from data_prep.explain import Verbs, at_least
 
 NOTHING_CHANGED = "the dataset was not changed"
@@ -32,7 +32,7 @@ def add_verbs(verbs: Verbs) -> None:
 def _verify(options: argparse.Namespace) -> int:
     from data_prep.check.verify import verify
 
-    found = verify(options.dataset, num_workers=options.workers, storage=options.storage)
+    found = verify(directory_of(options), num_workers=options.workers, storage=options.storage)
     if options.json:
         counts = {"samples": found.manifest.num_written, "num_faults": found.num_faults}
         print(json.dumps({"dataset": str(options.dataset), **counts, "faults": found.faults, "notes": found.notes}))
@@ -51,7 +51,9 @@ def _verify(options: argparse.Namespace) -> int:
 def _stats(options: argparse.Namespace) -> int:
     from data_prep.check.stats import SPREAD, spread, stats
 
-    found = stats(options.dataset, recompute=options.recompute, num_workers=options.workers, storage=options.storage)
+    directory = directory_of(options)
+    found = stats(directory, recompute=options.recompute, num_workers=options.workers, storage=options.storage)
+    found["dataset"] = str(options.dataset)
     if options.json:
         print(json.dumps(found))
         return OK
@@ -97,9 +99,8 @@ def _show(options: argparse.Namespace) -> int:
     from data_prep.images.sheet import check_out, save_sheet
 
     check_out(options.out)
-    sheet = contact_sheet(
-        options.dataset, split=options.split, shard=options.shard, count=options.count, seed=options.seed, storage=options.storage
-    )
+    chosen = {name: getattr(options, name) for name in ("split", "shard", "count", "seed", "storage")}
+    sheet = contact_sheet(directory_of(options), **chosen)
     save_sheet(sheet, options.out)
     print(f"{options.out}: {sheet.width} x {sheet.height} pixels")
     return OK

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from data_prep.commands import OK, add_verb, counted, print_table
+from data_prep.commands import OK, add_verb, counted, directory_of, place, print_table
 from data_prep.explain import Verbs, at_least
 from data_prep.publish import write_atomic
 from data_prep.settings import validate
@@ -19,7 +19,9 @@ def add_verbs(verbs: Verbs) -> None:
     words = "some samples of a dataset as another dataset, without copying a picture"
     examples = "data_prep subset data/mine --out data/mine-tenth --fraction 0.1"
     after_a_stop = "nothing was published; run the same command again"
-    subset = add_verb(verbs, "subset", _subset, "dataset", "json", help=words, after_a_stop=after_a_stop, examples=examples)
+    subset = add_verb(
+        verbs, "subset", _subset, "dataset", "storage", "json", help=words, after_a_stop=after_a_stop, examples=examples
+    )
     subset.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new dataset directory")
     subset.add_argument("--fraction", type=float, help="this share of every class, such as 0.1")
     subset.add_argument("--count", type=at_least(1), metavar="N", help="N samples, in the proportions of the classes")
@@ -44,7 +46,7 @@ def add_verbs(verbs: Verbs) -> None:
         "colour are compared by pixels alone.",
     )
     words = "a dataset that stays whole; repeatable"
-    dedup.add_argument("--against", type=Path, action="append", default=[], metavar="DIR", help=words)
+    dedup.add_argument("--against", type=place, action="append", default=[], metavar="DIR", help=words)
     dedup.add_argument("--split", action="append", help="a split that may lose samples (train); repeatable")
     how = dedup.add_mutually_exclusive_group()
     how.add_argument("--near", type=int, metavar="N", help=f"bits of 64 in which near pictures differ at most ({NEAR})")
@@ -58,7 +60,7 @@ def _subset(options: argparse.Namespace) -> int:
 
     names = ("fraction", "count", "per_class", "split", "seed", "classes_file", "exclude")
     selection = validate(Selection, {name: getattr(options, name) for name in names})
-    manifest = subset(options.dataset, options.out, selection)
+    manifest = subset(directory_of(options), options.out, selection)
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
     excluded = manifest.source.get("exclude_paths")
     if options.json:
@@ -81,8 +83,8 @@ def _dedup(options: argparse.Namespace) -> int:
         check_out(options.out)
     near = NEAR if options.near is None else options.near
     found = find_duplicates(
-        options.dataset,
-        against=tuple(options.against),
+        directory_of(options),
+        against=tuple(directory_of(options, each) for each in options.against),
         splits=tuple(options.split or ["train"]),
         near=None if options.exact else near,
         cache=options.hashes,

@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from data_prep.manifest import MANIFEST_NAME, DatasetError, Manifest, load_manifest
+from data_prep.local_copy import local_copy
+from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.publish import hash_of_json, write_json
-from data_prep.settings import SettingsError, read_yaml, validate
+from data_prep.settings import SettingsError, UserError, read_yaml, validate
 from finetune.config import ShortRunSettings
 from finetune.split import check_split
 from pretrain.checkpoints.card import ModelCard
@@ -111,7 +112,7 @@ class Evaluation:
     @classmethod
     def of(cls, settings: EvaluateSettings, *, verify: bool = True, checkpoint: Checkpoint | None = None) -> "Evaluation":
         """`verify`: the weights are held to their hash, unless a checkpoint is given."""
-        manifest = load_manifest(settings.data.dataset)
+        manifest = load_manifest(settings.data.directory)
         check_split(manifest, settings.data.split, directory=settings.data.dataset)
         checkpoint = checkpoint or Checkpoint.open(settings.pretrained, verify=verify)
         if not settings.views:
@@ -219,7 +220,7 @@ def is_evaluated(settings: EvaluateSettings) -> bool:
         return _is_begun(run_dir, {})  # no, or an error: another's
     check_source(run_dir, settings.pretrained)
     checkpoint = Checkpoint.found(settings.pretrained)
-    if checkpoint is None or not (Path(settings.data.dataset) / MANIFEST_NAME).exists():
+    if checkpoint is None or not (Path(settings.data.dataset) / MANIFEST_NAME).exists():  # so of one behind a URL
         return (run_dir / IDENTITY).exists()
     return Evaluation.of(settings, checkpoint=checkpoint).stored_result() is not None
 
@@ -230,8 +231,8 @@ def _is_begun(run_dir: Path, facts: dict[str, Any]) -> bool:
 
 def _content_of(dataset: str) -> str | None:
     try:
-        return load_manifest(dataset).content_hash
-    except DatasetError:  # gone since
+        return load_manifest(local_copy(dataset, storage=None)).content_hash
+    except (UserError, OSError):  # gone since
         return None
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,7 @@ def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] 
     """The result, on the first rank."""
     settings, manifest, checkpoint = evaluation.settings, evaluation.manifest, evaluation.checkpoint
     numbers = class_numbers(checkpoint.card, manifest, dataset=settings.data.dataset)
-    part = Part(Path(settings.data.dataset), manifest, settings.data.split, numbers)
+    part = Part(settings.data.directory, manifest, settings.data.split, numbers)
     with (
         session(
             settings,

@@ -38,11 +38,11 @@ def _run(verb: str, options: argparse.Namespace) -> int:
     if finished_before(run_dir, settings.pretrained, world):
         return OK
     check_place(settings.features_place, field="features_dir")
-    manifest = load_manifest(data.dataset)
+    manifest = load_manifest(data.directory)
     holdout = settings.holdout_split if isinstance(settings, ProbeSettings) else None
     for split in (data.train_split, data.test_split, *([holdout] if holdout else [])):
         check_split(manifest, split, directory=data.dataset)
-    check_apart(data.dataset, manifest, train=data.train_split, test=data.test_split, holdout=holdout)
+    check_apart(data.directory, manifest, train=data.train_split, test=data.test_split, holdout=holdout)
     checkpoint = None
     if settings.pretrained is not None:
         # its weights are read and hashed once, by one process of a node; the session compares what the ranks have found

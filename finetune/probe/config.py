@@ -81,7 +81,7 @@ class FeatureSettings(ShortRunSettings):
     def used(self, manifest: Manifest) -> list[tuple[Part, str]]:
         """What is learned from, and what is judged."""
         uses = {self.data.train_split: "training", self.data.test_split: "evaluation"}
-        return [(Part(Path(self.data.dataset), manifest, split), use) for split, use in uses.items()]
+        return [(Part(self.data.directory, manifest, split), use) for split, use in uses.items()]
 
 
 class ProbeSettings(FeatureSettings):

@@ -130,7 +130,7 @@ class FeatureMaker:
 
     def tables(self, split: str, views: Sequence[int | None]) -> list[Table]:
         """Of a split in each of `views`; None is the plain pictures."""
-        part = Part(Path(self.settings.data.dataset), self.manifest, split)
+        part = Part(self.settings.data.directory, self.manifest, split)
         places = {self.cache.place_of(split, view): view for view in views}
         with reading([part], self.settings.data, image_size=self.backbone.image_size) as reader:
             PROGRESS.mark(f"looking for features of {split}")

@@ -39,7 +39,7 @@ are read."""
 
 def knn(settings: KnnSettings, world: World, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
     """The result, on the first rank. `checkpoint`: of `settings.pretrained`."""
-    manifest, run_dir = load_manifest(settings.data.dataset), Path(settings.run_dir)
+    manifest, run_dir = load_manifest(settings.data.directory), Path(settings.run_dir)
     used = settings.used(manifest)
     with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="knn") as (device, tracker):
         stats, size = settings.channel_stats, settings.data.image_size

@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
 def probe(settings: ProbeSettings, world: World, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
     """The result, on the first rank. `checkpoint`: of `settings.pretrained`."""
-    manifest, run_dir = load_manifest(settings.data.dataset), Path(settings.run_dir)
+    manifest, run_dir = load_manifest(settings.data.directory), Path(settings.run_dir)
     used = settings.used(manifest)
     with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="probe") as (device, tracker):
         stats, size = settings.channel_stats, settings.data.image_size
@@ -188,7 +188,7 @@ def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMak
             "dataset": manifest.name,
             "stored_crop": manifest.crop,
             "stored_interpolation": manifest.interpolation,
-            "stored_size": Part(Path(settings.data.dataset), manifest, settings.data.train_split).stored_size(backbone.image_size),
+            "stored_size": Part(settings.data.directory, manifest, settings.data.train_split).stored_size(backbone.image_size),
             "fed_interpolation": maker.cache.fed.plain_filter,
             "channel_mean": mean,
             "channel_std": std,

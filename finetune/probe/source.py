@@ -9,7 +9,6 @@ blocks of one forward pass per rank, whatever the size of the heads' batches.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,7 +140,7 @@ def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached |
     with ExitStack() as opened:
         readers = {}
         for split in dict.fromkeys(each.split for each in wanted.values()):
-            part = Part(Path(settings.data.dataset), maker.manifest, split)
+            part = Part(settings.data.directory, maker.manifest, split)
             readers[split] = opened.enter_context(reading([part], settings.data, image_size=maker.backbone.image_size))
         yield Streamed(maker, wanted, readers)
 

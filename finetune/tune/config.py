@@ -88,9 +88,9 @@ def repeats_of(settings: TuneSettings) -> list[TuneSettings]:
     folds: Sequence[int | None] = [None]
     if settings.folds:
         directory, split = settings.data.dataset, settings.data.train_split
-        manifest = load_manifest(directory)
+        manifest = load_manifest(settings.data.directory)
         manifest.split(split, directory=directory)
-        folds = range(num_folds(Part(Path(directory), manifest, split)))
+        folds = range(num_folds(Part(settings.data.directory, manifest, split)))
         if not folds:
             raise ValueError(f"folds: split {split!r} of {directory} has none; leave it out")
     return [_repeat(settings, seed=seed, fold=fold) for fold in folds for seed in settings.seeds or (None,)]

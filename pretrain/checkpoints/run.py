@@ -22,9 +22,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from data_prep.manifest import MANIFEST_NAME, DatasetError, load_manifest
+from data_prep.local_copy import local_copy
+from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.publish import withdraw, write_atomic, write_json
-from data_prep.settings import Settings, SettingsError, differences, dump, read_yaml, validate, verbs_of
+from data_prep.settings import Settings, SettingsError, UserError, differences, dump, read_yaml, validate, verbs_of
 from pretrain.config import DataSettings, TrainingSettings, parse_length
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.ranks.preemption import StopFlag
@@ -214,8 +215,9 @@ def _is_moved(old: Any, new: Any) -> bool:
             for a, b in zip(old, new, strict=True)
         )
     try:
-        return load_manifest(str(old)).pixels_hash == load_manifest(str(new)).pixels_hash
-    except DatasetError:  # one of them is gone: nothing shows that they are the same
+        one, other = (load_manifest(local_copy(str(each), storage=None)).pixels_hash for each in (old, new))
+        return one == other
+    except (UserError, OSError):  # one of them is gone: nothing shows that they are the same
         return False
 
 

@@ -234,19 +234,20 @@ def load_training_data(data: DataSettings) -> TrainingData:
     """Loads the manifests; raises what only they can tell."""
     if data.stream:
         return _load_stream(data)
-    manifest = load_manifest(data.dataset)
+    manifest = load_manifest(data.directory)
     _labelled(manifest, data.train_split, field="data.train_split", directory=data.dataset)
     if data.eval_split is not None:
         _labelled(manifest, data.eval_split, field="data.eval_split", directory=data.dataset)
-    found = [Part(Path(data.dataset), manifest, data.train_split, fold=data.fold)]
+    found = [Part(data.directory, manifest, data.train_split, fold=data.fold)]
     count = num_folds(found[0])
     if data.fold is not None and data.fold >= count:
         has = f"has {count} folds, numbered from 0" if count else "has no folds; leave data.fold out"
         raise ValueError(f"data.fold: {data.fold} will not do, split {data.train_split!r} of {data.dataset} {has}")
     for number, other in enumerate(data.also):
-        also = load_manifest(other.dataset)
+        directory = data.directory_of(other.dataset)
+        also = load_manifest(directory)
         _labelled(also, other.split, field=f"data.also.{number}.split", directory=other.dataset)
-        found.append(Part(Path(other.dataset), also, other.split))
+        found.append(Part(directory, also, other.split))
     _check_sizes(data, found)
     _check_names(found)
     weights = mixture_weights([data.weight, *(other.weight for other in data.also)], [part.content.num_samples for part in found])
@@ -263,9 +264,10 @@ def _load_stream(data: DataSettings) -> StreamData:
     assert data.num_classes is not None and size is not None
     classes = tuple(map(str, range(data.num_classes)))
     if data.eval_dataset is not None and data.eval_split is not None:
-        of_evaluation = load_manifest(data.eval_dataset)
+        directory = data.directory_of(data.eval_dataset)
+        of_evaluation = load_manifest(directory)
         _labelled(of_evaluation, data.eval_split, field="data.eval_split", directory=data.eval_dataset)
-        evaluated, classes = Part(Path(data.eval_dataset), of_evaluation, data.eval_split), of_evaluation.classes
+        evaluated, classes = Part(directory, of_evaluation, data.eval_split), of_evaluation.classes
         if len(classes) != data.num_classes:
             raise ValueError(f"data.num_classes: {data.num_classes:,}, but {data.eval_dataset} has {len(classes):,}; set that")
     named = re.search(r"([\w.+-]+?)[-_]?\d*\.(tar|tgz)\b", urls[0])

@@ -30,10 +30,10 @@ class Shards(Dataset[tuple[Any, int]]):
 
     def __init__(self, dataset: Path | str, split: str, *, image_size: int | None = None, transform: Transform | None = None):
         """`image_size`: of datasets that keep their pictures' own sizes."""
-        manifest = load_manifest(dataset)
-        self.classes, self.num_samples = manifest.classes, manifest.split(split, directory=dataset).num_samples
-        self.part, self.image_size, self.transform = Part(Path(dataset), manifest, split), image_size, transform
         self.settings = ReadingSettings(dataset=str(dataset))
+        manifest = load_manifest(self.settings.directory)
+        self.classes, self.num_samples = manifest.classes, manifest.split(split, directory=dataset).num_samples
+        self.part, self.image_size, self.transform = Part(self.settings.directory, manifest, split), image_size, transform
         self._reader: ShardReader | None = None
 
     def __len__(self) -> int:

@@ -228,7 +228,7 @@ def test_a_classes_file_of_windows_begins_with_a_mark_and_one_of_another_encodin
 # ---- what reads a dataset again ----------------------------------------------------------------------------------
 
 
-def every_verb(dataset: Path, storage: str, out: Path, *, num_workers: int = 1) -> dict[str, int]:
+def every_verb(dataset: Path | str, storage: str, out: Path, *, num_workers: int = 1) -> dict[str, int]:
     """The exit codes."""
     words = {
         "verify": ["--workers", str(num_workers)],

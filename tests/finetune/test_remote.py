@@ -57,11 +57,12 @@ def test_every_verb_over_http_gives_bit_for_bit_what_the_disk_gives(
     local = findings(shapes, tmp_path / "local", folder)
     with web(shapes) as (address, server):
         server.faults = {"train-000001.tar": [500, "cut"], "val-000000.tar": ["cut", "wrong"]}
-        dataset, cache = elsewhere(shapes, tmp_path / "far", address), tmp_path / "cache"
-        found = findings(dataset, tmp_path / "remote", folder, data={"cache_dir": str(cache)})
+        cache = tmp_path / "cache"
+        found = findings(shapes, tmp_path / "remote", folder, data={"dataset": address, "cache_dir": str(cache)})
     shards = [each for split in load_manifest(shapes).splits.values() for each in split.shards]
     assert found == local
-    assert sum(server.gets.values()) == len(shards) + 4, "each came once, but for the faults"
+    assert set(server.gets) == {path.name for path in shapes.iterdir() if path.suffix != ".json"} - {".lock"} | {"manifest.json"}
+    assert sum(server.gets.values()) == len(server.gets) + 4, "each came once, but for the faults"
     assert {path.stem for path in cache.glob("*.tar")} == {each.sha256 for each in shards}
     assert not list(cache.glob("*.user"))
 

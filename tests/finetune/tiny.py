@@ -143,7 +143,7 @@ def opened(settings: FeatureSettings) -> Checkpoint | None:
 
 def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -> FeatureMaker:
     """`changes`: other fields of the backbone."""
-    manifest = load_manifest(settings.data.dataset)
+    manifest = load_manifest(settings.data.directory)
     backbone = replace(open_backbone(opened(settings), manifest, device=CPU, channel_stats=settings.channel_stats), **changes)
     return FeatureMaker(settings, manifest, backbone, world, CPU)
 

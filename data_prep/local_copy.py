@@ -1,0 +1,131 @@
+"""A dataset whose directory is a URL: all of it but the shards is copied to this machine, and the shards are read where they lie.
+
+    CACHE/datasets/KEY/     KEY: of the URL and of what its manifest says
+      manifest.json         written last; the dataset's own, but that each shard's `file` is a URL
+      ...                   indices, paths, annotations and rejected.jsonl, as they are there
+
+Invariants: every file of a copy has the hash that the manifest gives when a process first uses it; another manifest at the URL is
+another KEY, so a copy never changes under its reader; a process that has opened a URL reads that copy of it to its end.
+"""
+
+import hashlib
+import json
+import os
+import posixpath
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from data_prep.clients import MissingError, shown
+from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, parse_manifest, save_manifest
+from data_prep.progress import progress
+from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, sole_writer, write_atomic
+from data_prep.remote import FIRST_PAUSE_S, NUM_ATTEMPTS, ContentError, join, read_bytes, tried
+from data_prep.settings import UserError
+
+NUM_THREADS = 16
+_OPENED: dict[tuple[str, str], Path] = {}
+"""(URL, storage options as JSON) -> the copy that this process reads."""
+
+
+def local_copy(dataset: Path | str, *, storage: Mapping[str, Any] | None, cache_dir: str | None = None) -> Path:
+    """The directory to read: of a dataset on this disk its own.
+
+    `storage` None: as this process has opened that URL before, else without options. `cache_dir` None: the user's cache.
+    """
+    url = str(dataset).rstrip("/")
+    if url.startswith("file://"):
+        return Path(url.removeprefix("file://"))
+    if "://" not in url:
+        return Path(dataset)
+    if url != shown(url):
+        raise UserError(f"{shown(url)}: holds a password or a query, which would stand in records; give it as a storage option")
+    options = json.dumps(dict(storage or {}), sort_keys=True, default=str)
+    key = next((known for known in _OPENED if storage is None and known[0] == url), (url, options))
+    if key not in _OPENED:
+        user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wide-mlps"
+        _OPENED[key] = _copied(url, Path(cache_dir) if cache_dir else user, dict(storage or {}))
+    return _OPENED[key]
+
+
+def _copied(url: str, cache: Path, storage: dict[str, Any]) -> Path:
+    address = join(url, MANIFEST_NAME)
+    try:
+        manifest = parse_manifest(read_bytes(address, storage=storage), shown(address))
+    except MissingError as error:
+        raise DatasetError(f"{shown(url)}: no finished dataset is there ({error})") from None
+    directory = cache / "datasets" / hash_of_json([url, manifest.hash])[:32]
+    if (directory / MANIFEST_NAME).is_file() and not _missing(directory, manifest):
+        return directory
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with sole_writer(directory.parent, wait=True, notice=f"{shown(url)}: another process copies its index; waiting"):
+            directory.mkdir(exist_ok=True)
+            remove_leftovers(directory)
+            _fill(url, directory, _missing(directory, manifest), storage)
+            save_manifest(directory, _with_addresses(url, manifest))
+    except OSError as error:
+        if error.errno is None:  # the store's fault, not the disk's
+            raise
+        raise UserError(f"data.cache_dir: {cache}: {error.strerror}; name another directory of your own") from None
+    return directory
+
+
+def _missing(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """Files of the dataset, beside its shards, that are not there as they should be -> their sha256."""
+    files = {REJECTED_NAME: manifest.rejected_sha256}
+    for split in manifest.splits.values():
+        files |= {each.file: each.sha256 for each in split.annotations.values()}
+        files |= {each.index_file: each.index_sha256 for each in split.shards}
+        files |= {each.paths_file: each.paths_sha256 for each in split.shards}
+
+    def is_right(name: str) -> bool:
+        return (directory / name).is_file() and sha256_of(directory / name) == files[name]
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        return {name: files[name] for name, right in zip(files, pool.map(is_right, files), strict=True) if not right}
+
+
+def _fill(url: str, directory: Path, files: dict[str, str], storage: dict[str, Any]) -> None:
+    def fetch(name: str) -> None:
+        address = join(url, name)
+
+        def attempt() -> bytes:
+            data = read_bytes(address, storage=storage)
+            if hashlib.sha256(data).hexdigest() != files[name]:
+                raise ContentError(f"{shown(address)}: is not what the manifest there says; write that dataset again")
+            return data
+
+        write_atomic(directory / name, tried(address, attempt, num_attempts=NUM_ATTEMPTS, first_pause_s=FIRST_PAUSE_S))
+
+    title = f"copying the index of {shown(url)}"
+    with ThreadPoolExecutor(NUM_THREADS) as pool, progress(title, total=len(files), unit="files") as line:
+        try:
+            for _ in pool.map(fetch, files):
+                line.advance()
+        except ContentError as error:
+            raise DatasetError(str(error)) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _with_addresses(url: str, manifest: Manifest) -> Manifest:
+    splits = {}
+    for name, split in manifest.splits.items():
+        shards = tuple(each.model_copy(update={"file": _address(url, each.file)}) for each in split.shards)
+        splits[name] = split.model_copy(update={"shards": shards})
+    return manifest.model_copy(update={"splits": splits})
+
+
+def _address(url: str, file: str) -> str:
+    """Of a shard; never outside the bucket, or the host, that the dataset is in."""
+    if "://" in file:
+        return file
+    if posixpath.isabs(file):
+        raise DatasetError(f"{shown(url)}: its shards are on the disk where it was made, such as {file}; index them where they are")
+    scheme, _, rest = url.partition("://")
+    place, _, folder = rest.partition("/")
+    path = posixpath.join("/", folder, quote(file) if scheme.startswith("http") else file)
+    return f"{scheme}://{place}{posixpath.normpath(path)}"

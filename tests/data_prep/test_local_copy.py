@@ -1,0 +1,125 @@
+"""A dataset whose directory is a URL: every verb reads it as it reads the directory itself."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_prep import local_copy
+from data_prep.check.stats import stats
+from data_prep.cli import main
+from data_prep.local_copy import _address
+from data_prep.manifest import DatasetError, load_manifest
+from data_prep.settings import UserError
+from pretrain.config import DataSettings
+from pretrain.data.datasets import TrainingData, load_training_data
+from pretrain.data.reader import reading
+from tests.data_prep.conftest import Refused
+from tests.data_prep.samples import files_of
+from tests.data_prep.stock import Web, forget_credentials, s3_server, web
+from tests.data_prep.test_index_remote import every_verb
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_credentials(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("data_prep.remote.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("data_prep.local_copy.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("data_prep.local_copy._OPENED", {})
+
+
+@pytest.fixture
+def dataset(shapes: Path, tmp_path: Path) -> Path:
+    """To damage."""
+    return Path(shutil.copytree(shapes, tmp_path / "there" / "shapes"))
+
+
+@pytest.fixture
+def there(dataset: Path) -> Iterator[tuple[str, Web]]:
+    """The URL of the dataset, and the server."""
+    with web(dataset.parent) as (address, server):
+        yield f"{address}/shapes", server
+
+
+def pictures(data: TrainingData) -> np.ndarray[Any, Any]:
+    with reading(data.parts, data.settings) as reader:
+        return reader.images(np.arange(reader.num_samples)).numpy()
+
+
+def test_every_verb_and_a_training_read_a_url_in_s3_as_the_directory(
+    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, url = files_of(shapes), "s3://pictures/some/deep"
+    with s3_server(shapes, names="*", prefix="some/deep") as storage:
+        options = json.loads(storage)
+        assert set(every_verb(url, storage, tmp_path).values()) == {0}
+        assert main(["subset", url, "--out", str(tmp_path / "half"), "--fraction", "0.5", "--storage", storage]) == 0
+        said = capsys.readouterr()
+        assert f"{url}: 312 samples, every one as the manifest says" in said.out and "secret-word" not in said.out + said.err
+        assert main(["subset", str(shapes), "--out", str(tmp_path / "x" / "half"), "--fraction", "0.5"]) == 0
+        halves = [load_manifest(tmp_path / place).content_hash for place in ("half", "x/half")]
+        assert halves[0] == halves[1]
+        far = load_training_data(DataSettings(dataset=url, storage=options, cache_dir=str(tmp_path / "shards")))
+        near = load_training_data(DataSettings(dataset=str(shapes)))
+        assert far.content_hash == near.content_hash and far.parts[0].directory != shapes
+        assert (pictures(far) == pictures(near)).all()
+        assert stats(far.parts[0].directory) | {"dataset": ""} == stats(shapes) | {"dataset": ""}
+    assert files_of(shapes) == before
+    assert not any(b"secret-word" in data for data in files_of(tmp_path / "cache").values())
+
+
+def test_a_copy_is_made_once_and_mended_and_another_manifest_makes_another(
+    dataset: Path, there: tuple[str, Web], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, server = there
+    server.faults = {"shapes/train-000000.npy": ["wrong", "cut", 500]}
+
+    def opened() -> Path:
+        monkeypatch.setattr("data_prep.local_copy._OPENED", {})
+        return local_copy.local_copy(url, storage={})
+
+    first = opened()
+    assert local_copy.local_copy(url, storage=None) == first  # as it was opened before: no server is asked
+    assert server.gets["shapes/train-000000.npy"] == 4 and server.gets["shapes/manifest.json"] == 1
+    whole, seen = files_of(first), dict(server.gets)
+    (first / "train-000000.npy").write_bytes(b"x")
+    (first / "train-000000.paths").unlink()
+    assert opened() == first and files_of(first) == whole
+    fetched = {name for name, count in server.gets.items() if count > seen[name]}
+    assert fetched == {f"shapes/{name}" for name in ("manifest.json", "train-000000.npy", "train-000000.paths")}
+    assert main(["subset", str(dataset), "--out", str(dataset.parent / "new"), "--fraction", "0.5"]) == 0
+    for path in (dataset.parent / "new").iterdir():
+        shutil.copy(path, dataset)
+    assert opened() != first and files_of(first) == whole
+
+
+def test_what_is_no_dataset_or_holds_a_secret_is_one_line(
+    dataset: Path, there: tuple[str, Web], tmp_path: Path, refused: Refused
+) -> None:
+    url, server = there
+    refused(main(["verify", f"{url}x"]), f"{url}x: no finished dataset is there ({url}x/manifest.json: there is no such file")
+    refused(main(["verify", f"{url}?key=word"]), f"{url}: holds a password or a query, which would stand in records")
+    server.faults = {"shapes/val-000000.npy": ["wrong"] * 9}
+    refused(main(["verify", url]), f"{url}/val-000000.npy: is not what the manifest there says; write that dataset again")
+    (tmp_path / "cache").rename(tmp_path / "gone")
+    (tmp_path / "cache").write_text("a file")
+    refused(main(["verify", url]), f"data.cache_dir: {tmp_path}/cache/wide-mlps: Not a directory; name another")
+
+
+def test_a_shard_stays_in_the_bucket_of_its_dataset() -> None:
+    assert _address("gs://bucket/a/b", "train-0.tar") == "gs://bucket/a/b/train-0.tar"
+    assert _address("s3://bucket", "../../a b.tar") == "s3://bucket/a b.tar"
+    assert _address("http://host", "../a b.tar") == "http://host/a%20b.tar"
+    assert _address("hf://datasets/me/mine@v1", "x/../y.tar") == "hf://datasets/me/mine@v1/y.tar"
+    assert _address("az://c@account.dfs.core.windows.net/d", "s3://other/y.tar") == "s3://other/y.tar"
+    with pytest.raises(DatasetError, match="its shards are on the disk where it was made, such as /etc/passwd"):
+        _address("s3://bucket/a", "/etc/passwd")
+    with pytest.raises(UserError, match="holds a password"):
+        local_copy.local_copy("s3://me:word@bucket/a", storage={})
