@@ -178,6 +178,11 @@ def read_points(paths: Iterable[Path]) -> list[Point]:
 
 def collect(plans: Sequence[Plan], *, partial: bool = False) -> list[Point]:
     """`partial`: of what is finished; else what is not is an error that names it."""
+    names = [Path(plan.path).stem for plan in plans]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise SettingsError(
+            f"{twice[0]}: two of the plans are called so, and points tell plans apart by their names; leave one out"
+        )
     found, undone = list[Point](), list[str]()
     for plan in plans:
         labels = dict[Path, Mapping[str, str]]()

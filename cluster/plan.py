@@ -202,6 +202,8 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
     for stage in plan.stages:
         if stage not in todo:
             print(f"{stage.name}: finished, not submitted")
+    if plan.figure and not todo:
+        print(f"figure: analysis figure {path} draws it here, cluster/submit cluster/figure.slurm {path} on a node")
     return OK
 
 

@@ -98,32 +98,30 @@ def with_runs(tables: Sequence[Filled]) -> list[Filled]:
 def draw(tables: Sequence[Filled], path: Path) -> None:
     """Our number above, the paper's and the gap below it; green where ours is not worse."""
     tables = with_runs(tables)
-    with looks(*(text for table in tables for text in (*table.columns, *(line.name for line in table.lines)))):
-        save(_drawn(tables), path)
+    names = [line.name for table in tables for line in table.lines]
+    with looks(*names, *(column for table in tables for column in table.columns)):
+        save(_drawn(tables, longest=max(map(len, names))), path)
 
 
-def _drawn(tables: Sequence[Filled]) -> Figure:
-    longest = max(len(line.name) for table in tables for line in table.lines)
+def _drawn(tables: Sequence[Filled], *, longest: int) -> Figure:
     name_inches = max(NAME_INCHES, CHARACTER_INCHES * longest + 0.3)
-    own = "what the papers have no row or column for"
-    titles = [f"{table.title}, top-1 in %: {f'beside {table.source}' if table.source else own}" for table in tables]
-    width = max(
-        name_inches + CELL_INCHES * max(len(table.columns) for table in tables), TITLE_INCHES * max(len(each) for each in titles)
-    )
+    beside = [f"beside {table.source}" if table.source else "what the papers have no row or column for" for table in tables]
+    titles = [f"{table.title}, top-1 in %: {words}" for table, words in zip(tables, beside, strict=True)]
+    used = [name_inches + CELL_INCHES * len(table.columns) for table in tables]
+    width = max(*used, *(TITLE_INCHES * len(title) for title in titles))
     heights = [LINE_INCHES * (len(table.lines) + 1) for table in tables]
     figure = Figure(figsize=(width, sum(heights) + 0.5 * len(tables)))
     panels = figure.subplots(len(tables), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, table, title in zip(panels, tables, titles, strict=True):
+    for axes, table, title, inches in zip(panels, tables, titles, used, strict=True):
         axes.set_title(title, fontsize=11)
         axes.set_axis_off()
-        used = name_inches + CELL_INCHES * len(table.columns)
         drawn = axes.table(
             [[legible(name), *cells] for name, *cells in in_words(table, between="\n")[1]],
             colLabels=["", *(legible(each if len(each) <= LONGEST else each[: LONGEST - 3] + "...") for each in table.columns)],
-            colWidths=[name_inches / used, *[CELL_INCHES / used] * len(table.columns)],
+            colWidths=[name_inches / inches, *[CELL_INCHES / inches] * len(table.columns)],
             cellLoc="center",
             edges="horizontal",
-            bbox=(0, 0, used / width, 1),
+            bbox=(0, 0, inches / width, 1),
         )
         drawn.auto_set_font_size(False)
         for (row, column), cell in drawn.get_celld().items():
@@ -132,7 +130,7 @@ def _drawn(tables: Sequence[Filled]) -> Figure:
                 cell.set_text_props(ha="left")
                 cell.PAD = 0.02
             elif row:
-                mean, gap = table.lines[row - 1].cells[column - 1].mean, table.lines[row - 1].cells[column - 1].gap
-                kind = "not run" if mean is None else "ours" if gap is None else "better" if gap >= 0 else "worse"
+                ours = table.lines[row - 1].cells[column - 1]
+                kind = "not run" if ours.mean is None else "ours" if ours.gap is None else "better" if ours.gap >= 0 else "worse"
                 cell.set_text_props(color=COLOURS[kind])
     return figure

@@ -144,6 +144,8 @@ def test_what_is_not_finished_is_named(plan: Plan, shapes: Path, capsys: pytest.
     Path("runs/probe-seed-4-6epochs/result.json").unlink()
     with pytest.raises(SettingsError, match="study: probe 3: not finished; run the plan to its end, or give --partial"):
         collect([plan])
+    with pytest.raises(SettingsError, match="study: two of the plans are called so"):  # each of its runs would count twice
+        collect([plan, plan], partial=True)
     words = ["analysis", "points", "study.yaml", "--out", "all.parquet"]
     assert main(words[1:]) == 2
     assert main([*words[1:], "--partial"]) == 0

@@ -101,7 +101,8 @@ def test_a_whole_plan(slurm: Cluster) -> None:
 
     (slurm.root / "later.yaml").rename(plan)
     before = slurm("squeue", "--noheader", "--states=all", "--format=%i")
-    assert slurm("cluster/submit", plan.name).count(": finished, not submitted") == 8
+    said = slurm("cluster/submit", plan.name)
+    assert said.count(": finished, not submitted") == 8 and "cluster/submit cluster/figure.slurm whole.yaml" in said
     assert slurm("squeue", "--noheader", "--states=all", "--format=%i") == before
 
 
