@@ -8,9 +8,9 @@ takes nothing along.
     RUN/mirror/state.json                       which run's mirror that is, and which of its starts RUN's records are of
 
 Before anything is read in RUN, on every node, by one process after the other (`bring`):
-1. The newest start is read. If RUN has been part of it, RUN's own records are as new as the mirror's, or newer: they stay.
-2. Else RUN takes over the mirror's records, if it is empty and has the same settings, or is of that run already; delivered.json is
-   read before the journal, and written behind it, so that it never names lines that the journal has not.
+1. The newest start is read. RUN has to be of that run already, or empty, with the same settings.
+2. Unless RUN has been part of that start, or is at a later step, it takes over the mirror's records. delivered.json is read before
+   the journal, and written behind it, so that it never names lines that the journal has not.
 3. The newest checkpoint that is newer than RUN's own is fetched and held to its hashes; in the place of a damaged one, that before
    it. On the first rank's node the best comes along. 4. state.json.
 
@@ -39,6 +39,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -75,6 +76,7 @@ from pretrain.checkpoints.run import (
     CONFIG_FILE,
     RESULT,
     WEIGHTS,
+    check_settings,
     checkpoints_dir,
     finished_result,
     list_checkpoints,
@@ -109,11 +111,12 @@ def bring(settings: TrainingSettings, world: World) -> None:
     mirror = Mirror.of(settings)
     if mirror is None:
         return
-    notice = f"{settings.run_dir}: another rank of this node is reading {mirror}"
+    notice = f"{settings.run_dir}: waiting for another rank of this node, which reads {mirror}"
     with doing(f"{mirror}: looking for what {settings.run_dir} lacks", enabled=world.is_first), mirror.held(notice):
         mirror.bring(settings, is_first=world.is_first)
         if world.is_first and finished_result(mirror.run_dir, settings):
             mirror.complete()
+    check_settings(mirror.run_dir, settings)  # it may hold more now
 
 
 class Mirror:
@@ -139,27 +142,36 @@ class Mirror:
         try:
             with _alive(), sole_writer(self.run_dir / "mirror", wait=True, notice=notice):
                 yield
-        except (RemoteError, MissingError) as error:
+        except RemoteError as error:
             remedy = "try again when it can be reached, or set checkpoint.mirror=null to go on from run_dir alone"
             raise UserError(f"checkpoint.mirror: {error}; {remedy}") from None
+        except UserError as error:
+            raise error if str(error).startswith(str(self)) else UserError(f"checkpoint.mirror: {error}") from None
 
     # ---- 1 to 4: what RUN lacks
 
     def bring(self, settings: TrainingSettings, *, is_first: bool) -> None:
         newest, state = self._newest_start(), self._state()
-        if newest is None or self._is_newest(state, newest):
+        if newest is None and is_first:  # who may not write there learns it before torch is imported
+            write_bytes(b"", self._at("starts", "probe"), storage=self._storage)
+            self._remove("starts/probe")
+        if newest is None:
             return
-        if "run" not in state:
-            if list_checkpoints(self.run_dir) or (self.run_dir / RESULT).exists():
+        own, has_newest_records = list_checkpoints(self.run_dir), self._is_newest(state, newest)
+        if not state:
+            if own or (self.run_dir / RESULT).exists():
                 raise SettingsError(f"{self} belongs to another run ({_who(newest)}) than {self.run_dir}; name another mirror")
             self._check_settings(settings, newest)
-        self._take_records(settings, newest)
-        remove_leftovers(checkpoints_dir(self.run_dir))
-        self._write_state(newest, fetched=state.get("fetched", []))
-        own = list_checkpoints(self.run_dir)
+        self.look()
+        if not has_newest_records:
+            self._write_state(newest | {"number": newest["number"] - 1}, fetched=state.get("fetched", []))  # if killed, once more
+            if not own or max(self.whole, default=-1) >= step_of(own[-1]):
+                self._take_records(settings, newest)
         brought = self.fetch_newer(step_of(own[-1]) if own else -1, is_first=is_first)
         if brought is not None and is_first:
             self._fetch_best(brought)
+        if not has_newest_records:
+            self._write_state(newest, fetched=self._state()["fetched"])
 
     def _newest_start(self) -> dict[str, Any] | None:
         names = [name for name in self._names("starts") if name.removesuffix(".json").isdigit()]
@@ -216,6 +228,7 @@ class Mirror:
         """The newest whole one of the mirror that is newer than this step. Of a node that only reads, what was fetched sooner goes:
         no rule of the first rank's removes it."""
         self.look()
+        remove_leftovers(checkpoints_dir(self.run_dir))  # of who was killed here
         for step in sorted((step for step in self.whole if step > than), reverse=True):
             try:
                 found = self.fetch(step)
@@ -296,7 +309,11 @@ class Mirror:
 
     def look(self) -> None:
         """What is whole there."""
-        steps = {int(name.split("/")[0].removeprefix("step-")) for name in self._names("checkpoints") if name.endswith(HASHES)}
+        steps = {
+            int(name.split("/")[0].removeprefix("step-"))
+            for name in self._names("checkpoints")
+            if fnmatch(name, f"step-*/{HASHES}")
+        }
         self.whole = {step: self.whole.get(step) for step in sorted(steps)}
 
     def place(self, step: int) -> Path:
@@ -445,10 +462,11 @@ class MirrorWriter:
                 return  # `close` says so
             if left_s is not None and left_s() <= 0:
                 self._stop.set()
-                last, whole = list_checkpoints(self._mirror.run_dir)[-1], max(self._mirror.whole, default=None)
-                counts = "nothing there to go on from" if whole is None else f"step {whole:,} counts there"
+                last, whole = list_checkpoints(self._mirror.run_dir)[-1:], max(self._mirror.whole, default=None)
+                counts = "there is none to go on from" if whole is None else f"that of step {whole:,} counts"
                 why = self._fault or "checkpoint.grace_s has passed"
-                self._warn(f"the checkpoint of step {step_of(last):,} is not whole there, so {counts} ({why})")
+                if last:
+                    self._warn(f"the checkpoint of step {step_of(last[0]):,} is not whole there, so {counts} ({why})")
                 return
 
     def close(self, *, finished: bool) -> None:

@@ -178,6 +178,31 @@ def test_damage_in_the_store_falls_back_to_the_one_before(tmp_path: Path, capsys
     assert writer.mirror is not None and writer.mirror.wait(20) and whole(tmp_path / "store") == [1, 2]
 
 
+def test_a_disk_that_is_ahead_of_the_store_keeps_what_it_has(tmp_path: Path) -> None:
+    """Of three starts on two disks the last, on the first disk again: its own checkpoint was never brought there."""
+    first = Node(tmp_path / "a", tmp_path / "store")
+    first.mirror.push(save(first.run_dir, 1))
+    save(first.run_dir, 5)
+    first.record("tracking/journal.jsonl", b"five")
+    second = Node(tmp_path / "b", tmp_path / "store")
+    second.record("tracking/journal.jsonl", b"two")
+    second.mirror.push(save(second.run_dir, 2))
+    again = Node(tmp_path / "a", tmp_path / "store")
+    assert steps(again.run_dir) == [1, 5] and (again.run_dir / "tracking/journal.jsonl").read_bytes() == b"five"
+    writer = again.writer(Retention(1))
+    assert writer.mirror is not None and writer.mirror.wait(20)
+    assert whole(tmp_path / "store") == [1, 5] and (tmp_path / "store/tracking/journal.jsonl").read_bytes() == b"five"
+
+
+def test_a_run_whose_checkpoints_were_removed_does_not_begin_anew_with_other_settings(tmp_path: Path) -> None:
+    node = Node(tmp_path / "a", tmp_path / "store")
+    node.mirror.push(save(node.run_dir, 1))
+    shutil.rmtree(node.run_dir / "checkpoints")
+    with pytest.raises(SettingsError, match=r"optimizer\.lr: 0\.5"):
+        Node(tmp_path / "a", tmp_path / "store", optimizer={"lr": 0.5})
+    assert steps(node.run_dir) == [1]
+
+
 def test_what_is_damaged_on_the_disk_comes_from_the_store(tmp_path: Path) -> None:
     node = Node(tmp_path / "a", tmp_path / "store")
     for step in (1, 2):
@@ -311,7 +336,7 @@ def test_who_is_stopped_waits_for_the_store_no_longer_than_it_has(
     said = capsys.readouterr().err
     assert whole(tmp_path / "store") == ([1] if is_late else [1, 2])
     assert (
-        ": the checkpoint of step 2 is not whole there, so step 1 counts there (checkpoint.grace_s has passed)" in said
+        ": the checkpoint of step 2 is not whole there, so that of step 1 counts (checkpoint.grace_s has passed)" in said
     ) == is_late
 
 
