@@ -18,7 +18,9 @@ def add_verbs(verbs: Verbs) -> None:
         epilog="analysis spectra runs/mine --out runs/mine-spectra",
     )
     spectra.add_argument("--fig4", action="store_true", help="no run: Figure 4 right; a minute on a core")
-    spectra.add_argument("--figs1", action="store_true", help="no run: Figure S.1 centre, and the largest one against Omega; seconds")
+    spectra.add_argument(
+        "--figs1", action="store_true", help="no run: Figure S.1 centre, and the largest one against Omega; seconds"
+    )
     spectra.set_defaults(run=_spectra)
     structure = verbs.add_parser(
         "structure",

@@ -166,8 +166,9 @@ def check_books(pretrained: Path, dataset: Path, group: Path) -> None:
 
 def test_folds_are_trained_on_alone(pretrained: Path, folded: tuple[Path, np.ndarray], tmp_path: Path) -> None:
     dataset, bits = folded
-    config = write_tuning(tmp_path, pretrained, dataset)
-    finish(start_tuning(config, tmp_path / "run", "folds=true", UNTRACKED, "train.duration=1 steps", "seeds=[1]"))
+    config, store = write_tuning(tmp_path, pretrained, dataset), tmp_path / "store"
+    words = ["folds=true", UNTRACKED, "train.duration=1 steps", "seeds=[1]", f"checkpoint.mirror=file://{store}"]
+    finish(start_tuning(config, tmp_path / "run", *words))
     with pytest.raises(CheckpointError, match=r"its repetitions do; name one of them: \S+/fold-0-seed-1, .*fold-2-seed-1$"):
         Checkpoint.open(tmp_path / "run")
     names = sorted(path.parent.name for path in (tmp_path / "run").glob("*/result.json"))
@@ -184,6 +185,16 @@ def test_folds_are_trained_on_alone(pretrained: Path, folded: tuple[Path, np.nda
         epochs, samples = data.order(seed=0, global_batch_size=8).locate(np.arange(2 * len(members)))
         for epoch in range(2):
             np.testing.assert_array_equal(np.sort(samples[epochs == epoch]), members)
+    # on another disk, where the mirror has all of them but one
+    (store / "result.json").unlink()
+    shutil.rmtree(store / "fold-1-seed-1")
+    finish(start_tuning(config, tmp_path / "other", *words))
+    assert result_of(tmp_path / "other")["eval/top1"] == result_of(tmp_path / "run")["eval/top1"]
+    for name in names:
+        one, two = (final_state(tmp_path / place / name) for place in ("run", "other"))
+        assert one and all(torch.equal(two[each], one[each]) for each in one)
+        is_new = (store / name / "starts" / "0001.json").read_text().count(f"{tmp_path}/other/")
+        assert is_new == (name == "fold-1-seed-1") and not (store / name / "starts" / "0002.json").exists()
 
 
 def test_folds_and_seeds_that_will_not_do(
