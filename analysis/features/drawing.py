@@ -79,7 +79,10 @@ def _over_density(known: Sequence[Row]) -> Figure:
         sds, between = ([facts[f"diagonal_{name}"] for facts in members] for name in ("std_over_pairs", "interval_over_batches"))
         what, bounds = "± SD over pairs", np.array([sds, sds], float)
         if None in sds:
-            what, bounds = "95 % over batches", abs(np.array([each or (np.nan, np.nan) for each in between]).T - means)
+            what, bounds = (
+                "95 % over batches" if any(between) else "no interval",
+                abs(np.array([each or (np.nan, np.nan) for each in between]).T - means),
+            )
         label = f"{legible(model)} ({what})"
         axes.errorbar(densities, means, yerr=np.nan_to_num(bounds), label=label, capsize=2, **look)
         if members[0]["ceiling_a"] is not None:
