@@ -10,7 +10,7 @@ BUDGETS = {
     "pretrain": 16_300,
     "finetune": 5_650,
     "cluster": 3_500,  # with its shell
-    "analysis": 6_300,
+    "analysis": 5_925,
     "demo.py": 300,  # with install.sh
     "tests": 33_400,
 }
