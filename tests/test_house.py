@@ -25,6 +25,7 @@ PAGES = ("README.md", "docs/data.md", "docs/training.md", "docs/transfer.md", "d
 """Each builds on what the one before has made."""
 MANY_FILES = {
     "data_prep": "the files of the contract, which the floors above import, stand in one place beside the rooms",
+    "data_prep/sources": "a file for each archive layout",
     "pretrain/models": "a file for each family of models, and for what each costs",
     "cluster": "what one passes to sbatch stands in one place: templates, the site's settings, and the commands beside them",
 }

@@ -13,6 +13,7 @@ from data_prep.sources.base import Arrangement, Source
 from data_prep.sources.cifar import CifarSettings, CifarSource
 from data_prep.sources.dataset import DatasetSettings, DatasetSource
 from data_prep.sources.folder import FolderSettings, FolderSource
+from data_prep.sources.huggingface import HuggingFaceSettings, HuggingFaceSource
 from data_prep.sources.imagenet1k import ImageNet1kSettings, ImageNet1kSource
 from data_prep.sources.imagenet21k import ImageNet21kSettings, ImageNet21kSource
 from data_prep.sources.mnist import MnistSettings, MnistSource
@@ -31,6 +32,7 @@ SourceSettings = Annotated[
     | MnistSettings
     | Stl10Settings
     | TinyImageNetSettings
+    | HuggingFaceSettings
     | DatasetSettings,
     Field(discriminator="kind"),
 ]
@@ -44,6 +46,7 @@ _SOURCES: dict[type[Any], type[Any]] = {
     MnistSettings: MnistSource,
     Stl10Settings: Stl10Source,
     TinyImageNetSettings: TinyImageNetSource,
+    HuggingFaceSettings: HuggingFaceSource,
     DatasetSettings: DatasetSource,
 }
 

@@ -107,3 +107,15 @@ def move_to_val(inventory: Inventory, arrangement: Arrangement, *, count: Callab
         held[drawn[: count(len(places))]] = True
     splits = arrangement.splits | {"train": train[~held], "val": train[held]}
     return replace(arrangement, splits=splits, num_held_out=int(held.sum()))
+
+
+def hold_out(inventory: Inventory, arrangement: Arrangement, *, share: float, seed: int) -> Arrangement:
+    """A `share` of each class of `train` as `val`, where there is no other split: at least one picture of two, none of one."""
+    if list(arrangement.splits) != ["train"] or not share:
+        return arrangement
+
+    def count(total: int) -> int:
+        return max(1, round(total * share)) if total > 1 else 0
+
+    moved = move_to_val(inventory, arrangement, count=count, seed=seed)
+    return moved if moved.num_held_out else arrangement

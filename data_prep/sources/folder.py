@@ -18,7 +18,7 @@ from data_prep.archives.inventory import Container, Entries, Entry, Inventory, O
 from data_prep.archives.labels import Row, class_names, read_labels, rows_of_files
 from data_prep.publish import hash_of_json
 from data_prep.settings import Settings, printable
-from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container, move_to_val
+from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container, hold_out
 
 SPLIT_NAMES = ("train", "val", "test")
 NUM_ENDINGS = 5
@@ -93,7 +93,7 @@ class FolderSource(Source):
         return Entries.of(listed, label=[numbers[rows[name].label] if name in rows else UNLABELLED for name, _, _ in listed])
 
     def arrange(self, inventory: Inventory) -> Arrangement:
-        is_input, share = inventory.sizes != NO_PICTURE, self.settings.val_share
+        is_input = inventory.sizes != NO_PICTURE
         others = (PurePosixPath(printable(inventory.name(row))).suffix.lower() for row in np.flatnonzero(~is_input).tolist())
         counts = Counter(f"{ending} files" if ending else "files without an ending" for ending in others).most_common()
         left_out = dict(counts[:NUM_ENDINGS]) | {"other files": sum(count for _, count in counts[NUM_ENDINGS:])}
@@ -104,14 +104,7 @@ class FolderSource(Source):
             of_row = np.array([rows[name].split or "train" for name in names])
             splits = {str(split): splits["train"][of_row == split] for split in np.unique(of_row)}
         arrangement = Arrangement(splits, left_out=left_out)
-        if list(splits) != ["train"] or not share:
-            return arrangement
-
-        def count(total: int) -> int:
-            return max(1, round(total * share)) if total > 1 else 0
-
-        moved = move_to_val(inventory, arrangement, count=count, seed=self.settings.seed)
-        return moved if moved.num_held_out else arrangement
+        return hold_out(inventory, arrangement, share=self.settings.val_share, seed=self.settings.seed)
 
     def read(self, entry: Entry) -> bytes:
         return read_file(self.path, entry)

@@ -103,24 +103,6 @@ def test_wids_finds_every_sample_by_the_index_beside_our_shards(
         found.close()
 
 
-def test_datasets_of_hugging_face_reads_what_we_build(
-    shards: dict[str, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    for encoding in ("raw", "jpeg"):  # in shards that mix formats it takes only the first
-        (extension,) = EXTENSIONS[encoding]
-        for split in ("train", "val"):
-            ours = [shard for shard in shards[encoding] if shard.name.startswith(split)]
-            expected = [each for shard in ours for each in by_index(shard)]
-            files = {split: [str(shard) for shard in ours]}
-            found = datasets.load_dataset("webdataset", data_files=files, split=split, streaming=True)
-            for sample, (pixels, label) in zip(found, expected, strict=True):
-                assert sample["cls"] == label
-                np.testing.assert_array_equal(np.asarray(sample[extension].convert("RGB")), pixels)
-
-
 def test_no_trace_of_time_or_user_is_in_a_tar(shards: dict[str, list[Path]]) -> None:
     for shard in [*shards["raw"], *shards["jpeg"], *shards["keep"]]:
         with tarfile.open(shard) as archive:

@@ -1,0 +1,142 @@
+"""Hugging Face's `datasets` and ours: what it has saved is built of the very bytes that it reads, and it reads what we build."""
+
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from data_prep.cli import main
+from data_prep.manifest import load_manifest, load_paths
+from tests.data_prep.conftest import Refused
+from tests.data_prep.samples import build, encoded, files_of, picture, write_classes
+
+CLASSES = ["ant", "bee", "cat"]
+COUNTS = {"train": 11, "validation": 4}
+
+
+def saved(split: str, *, label: Any = None) -> datasets.Dataset:
+    """Of pictures in PNG and JPEG; the labels are classes with names unless others are given."""
+    numbers = range(COUNTS[split]) if split == "train" else range(20, 20 + COUNTS[split])
+    kind = datasets.ClassLabel(names=CLASSES) if label is None else datasets.Value(label)
+    value = {"string": lambda number: CLASSES[number % 3]}.get(label, lambda number: number % 3)
+    data = [{"bytes": encoded(picture(seed=number), "PNG" if number % 2 else "JPEG"), "path": None} for number in numbers]
+    rows = {"id": list(numbers), "img": data, "fine": [value(number) for number in numbers]}
+    return datasets.Dataset.from_dict(
+        rows, features=datasets.Features({"id": datasets.Value("int64"), "img": datasets.Image(), "fine": kind})
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> None:
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same data in each form."""
+    root = tmp_path_factory.mktemp("huggingface")
+    both = datasets.DatasetDict({split: saved(split) for split in COUNTS})
+    both.save_to_disk(root / "disk", num_shards={"train": 3, "validation": 1})
+    (root / "parquet" / "data").mkdir(parents=True)
+    both["train"].select(range(6)).to_parquet(
+        root / "parquet" / "data" / "train-00000-of-00002.parquet", batch_size=4
+    )  # in row groups
+    both["train"].select(range(6, 11)).to_parquet(root / "parquet" / "data" / "train-00001-of-00002.parquet")
+    both["validation"].to_parquet(root / "parquet" / "data" / "validation-00000-of-00001.parquet")
+    return {name: root / name for name in ("disk", "parquet")}
+
+
+def pack(source: Path, out: Path, *words: str) -> int:
+    base = ["encoding=keep", "image_size=16", "num_workers=1", "samples_per_shard=4", f"source.path={source}"]
+    return main(["build", "--source", "huggingface", "--out", str(out), *base, *words])
+
+
+def stored(directory: Path, split: str) -> Counter[tuple[bytes, str]]:
+    """(the picture's bytes, its class) by the index alone."""
+    manifest, found = load_manifest(directory), Counter[tuple[bytes, str]]()
+    for shard in manifest.splits[split].shards:
+        content = (directory / shard.file).read_bytes()
+        for offset, length, label in np.load(directory / shard.index_file).tolist():
+            found[content[offset : offset + length], manifest.classes[label]] += 1
+    return found
+
+
+@pytest.mark.parametrize("form", ["disk", "parquet"])
+def test_every_picture_and_class_is_what_datasets_reads_itself(places: dict[str, Path], tmp_path: Path, form: str) -> None:
+    assert pack(places[form], tmp_path / "out") == 0
+    loaded = datasets.load_from_disk(places["disk"])
+    for split, ours in (("train", "train"), ("validation", "val")):
+        rows = loaded[split].cast_column("img", datasets.Image(decode=False))
+        expected = Counter((row["img"]["bytes"], CLASSES[row["fine"]]) for row in rows)
+        assert stored(tmp_path / "out", ours) == expected and sum(expected.values()) == COUNTS[split]
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.source["kind"] == "huggingface" and str(places[form]) not in manifest.model_dump_json()
+    paths = [path for shard in manifest.splits["train"].shards for path in load_paths(tmp_path / "out", shard)]
+    assert len(set(paths)) == 11 and all(path.startswith(("train/data-", "data/train-")) for path in paths)
+
+
+def test_one_split_has_some_held_out_and_the_number_of_workers_changes_no_byte(places: dict[str, Path], tmp_path: Path) -> None:
+    file = places["parquet"] / "data" / "train-00000-of-00002.parquet"
+    for workers in (1, 2):
+        assert pack(file, tmp_path / str(workers) / "out", f"num_workers={workers}", "source.val_share=0.5") == 0
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
+    manifest = load_manifest(tmp_path / "1" / "out")
+    assert manifest.num_held_out == 3 and set(manifest.splits) == {"train", "val"}
+
+
+@pytest.mark.parametrize("label", ["string", "int64"])
+def test_labels_without_names_are_words_in_their_order_or_numbers(tmp_path: Path, label: str) -> None:
+    saved("train", label=label).save_to_disk(tmp_path / "saved")
+    words = ["source.columns={label: fine}", "source.val_share=0"]
+    assert pack(tmp_path / "saved", tmp_path / "out", *words) == 0
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.classes == (tuple(CLASSES) if label == "string" else ("0", "1", "2"))
+    names = dict(zip(manifest.classes, CLASSES, strict=True))
+    numbers = range(COUNTS["train"])
+    expected = Counter((encoded(picture(seed=each), "PNG" if each % 2 else "JPEG"), CLASSES[each % 3]) for each in numbers)
+    assert Counter({(data, names[name]): count for (data, name), count in stored(tmp_path / "out", "train").items()}) == expected
+
+
+def test_a_missing_picture_is_a_reject_and_mistakes_are_one_line(places: dict[str, Path], tmp_path: Path, refused: Refused) -> None:
+    pictures = [{"bytes": encoded(picture(seed=1)), "path": "a.jpg"}, {"bytes": None, "path": "/etc/passwd"}, None]
+    table = pyarrow.table({"image": pictures, "other": pictures, "label": [0, 0, 1], "class": [0, None, 1]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    out, file, choice = tmp_path / "out", tmp_path / "a.parquet", "source.columns={image: image, label: label}"
+    columns = "of image, other, label, class"
+    refused(pack(file, out), f"2 columns that may be the label, {columns}; set source.columns={{label: NAME}}")
+    refused(
+        pack(file, out, "source.columns={label: label}"),
+        f"2 columns that may be the image, {columns}; set source.columns={{image: NAME}}",
+    )
+    refused(pack(file, out, "source.columns={label: lable}"), "has no column 'lable', only image, other, label, class")
+    refused(pack(tmp_path, tmp_path.parent / "o", "source.columns={label: image}"), "which is neither integers nor words")
+    (tmp_path / "none").mkdir()
+    refused(pack(tmp_path / "none", out), "is neither a folder of save_to_disk nor of Parquet files")
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    refused(pack(tmp_path / "cut.parquet", out), "is cut or damaged")
+    assert pack(file, out, choice, "max_reject_share=1", "source.val_share=0") == 0
+    assert load_manifest(out).num_written == 1 and load_manifest(out).num_rejected == 2
+
+
+def test_datasets_reads_what_we_build(tmp_path: Path) -> None:
+    source = write_classes(tmp_path / "source", {"train/ant": 7, "train/bee": 6})
+    for encoding, extension in (("raw", "ppm"), ("jpeg", "jpg")):
+        out = tmp_path / encoding
+        assert build(source, out, f"encoding={encoding}", "samples_per_shard=5") == 0
+        expected = stored(out, "train")
+        files = {"train": [str(path) for path in sorted(out.glob("*.tar"))]}
+        found = datasets.load_dataset("webdataset", data_files=files, split="train", streaming=True)
+        classes = load_manifest(out).classes
+
+        def pixels(data: bytes) -> bytes:
+            return Image.open(io.BytesIO(data)).convert("RGB").tobytes()
+
+        read = Counter((sample[extension].convert("RGB").tobytes(), classes[sample["cls"]]) for sample in found)
+        assert read == Counter({(pixels(data), name): count for (data, name), count in expected.items()}) and len(read) == 13
