@@ -86,7 +86,7 @@ class Run:
 
     @property
     def dataset(self) -> Path:
-        return self.path_of(str(self.data.get("dataset", "")))
+        return self.path_of(str(self.data.get("eval_dataset") or self.data.get("dataset", "")))
 
     @property
     def split(self) -> str:
@@ -145,7 +145,7 @@ class Run:
     def num_images(self) -> int | None:
         """That were trained on, of one split or of its fold; of a mixture the parts are not told apart here."""
         split, manifest = str(self.data.get("train_split", "")), self.manifest
-        if manifest is None or split not in manifest.splits or self.data.get("also"):
+        if manifest is None or split not in manifest.splits or self.data.get("also") or self.data.get("stream"):
             return None
         try:
             return Part(self.dataset, manifest, split, fold=self.data.get("fold")).num_samples
