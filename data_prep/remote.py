@@ -87,12 +87,6 @@ def listing(pattern: str, *, storage: dict[str, Any]) -> list[str]:
     return [f"{parts.scheme}://{parts.netloc}/{name.partition('/')[2]}" for name in found]
 
 
-def opened(url: str, *, storage: dict[str, Any]) -> IO[bytes]:
-    """To be read from its beginning to its end; errors are those of the store."""
-    file: IO[bytes] = client(url, storage).open(url, "rb")
-    return file
-
-
 @contextlib.contextmanager
 def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int) -> Iterator[Version]:
     """The file of `url` stands at `place` within the block."""

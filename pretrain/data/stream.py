@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from data_prep import remote
+from data_prep.clients import client
 from data_prep.images import Rejection, decode_square
 from data_prep.manifest import PICTURES
 from data_prep.settings import UserError
@@ -170,7 +171,7 @@ class Stream:
     @contextmanager
     def _stream(self, url: str) -> Iterator[IO[bytes]]:
         if urlsplit(url).scheme in STORES:
-            with closing(remote.opened(url, storage=self._settings.storage)) as file:
+            with closing(client(url, self._settings.storage).open(url, "rb")) as file:
                 yield file
             return
         from webdataset import gopen
