@@ -18,9 +18,7 @@ def add_verbs(verbs: Verbs) -> None:
         epilog="analysis spectra runs/mine --out runs/mine-spectra",
     )
     spectra.add_argument("--fig4", action="store_true", help="no run: Figure 4 right; a minute on a core")
-    spectra.add_argument(
-        "--figs1", action="store_true", help="no run: Figure S.1 centre, and the largest one against Omega; seconds"
-    )
+    spectra.add_argument("--figs1", action="store_true", help="no run: Figure S.1 centre, and the largest against Omega; seconds")
     spectra.set_defaults(run=_spectra)
     structure = verbs.add_parser(
         "structure",
@@ -72,19 +70,12 @@ def _spectra(options: argparse.Namespace) -> int:
     with doing("loading torch"):
         from analysis.matrices import initial, spectra
         from analysis.matrices.weights import checkpoints_of
-    if options.fig4:
-        rows = initial.widths(initial.SIDES[::4] if options.quick else initial.SIDES, seeds=2 if options.quick else 10)
-        figures = {"": initial.draw_widths(rows, what="Ω = 2^19, γ = 2")}
-        return written(write(options.out, facts=initial.facts_of(rows), read=(), rows=rows, figures=figures))
-    if options.figs1:
-        centre = initial.sparser(seeds=2 if options.quick else 50, whole=True)
-        right = initial.sparser((0.5, 1.0, 1.5), omegas=(100, 300, 1_000, 3_000), seeds=2 if options.quick else 10, whole=False)
-        figures = {"": initial.draw_sparser(centre, right)}
-        return written(write(options.out, facts={"seeds": len(centre)}, read=(), rows=[*centre, *right], figures=figures))
+    if not options.runs:
+        rows, facts, figure = (initial.figure_4 if options.fig4 else initial.figure_s1)(quick=options.quick)
+        return written(write(options.out, facts=facts, read=(), rows=rows, figures={"": figure}))
     device = device_of(options.device).type
-    runs = checkpoints_of(options.runs, newest_only=options.quick)
+    runs, read = checkpoints_of(options.runs, newest_only=options.quick)
     rows = list(spectra.spectra(runs, device=device))
-    read = [opened.directory for checkpoints in runs.values() for opened in checkpoints]
     return written(write(options.out, facts={"device": device}, read=read, rows=rows, figures=spectra.draw(rows)))
 
 
@@ -95,13 +86,12 @@ def _structure(options: argparse.Namespace) -> int:
         from analysis.matrices.spectra import LARGEST_DENSE
         from analysis.matrices.weights import checkpoints_of
     device = device_of(options.device).type
-    runs = checkpoints_of(options.runs, newest_only=options.quick)
+    runs, read = checkpoints_of(options.runs, newest_only=options.quick)
     rows = list(structure.distances(runs, randoms=1 if options.quick else 3, device=device))
     if left_out := dict.fromkeys(f"{row['run']}, {row['name']} ({row['form']})" for row in rows if not row["random"]):
         print(f"left out, with a prime side or more than {LARGEST_DENSE:,} entries:", *left_out, sep="\n  ")
     bound = structure.bound_on_random_matrices()
     figures = {"prop33": structure.draw_bound(bound)} | ({"": structure.draw(rows)} if rows else {})
-    read = [opened.directory for checkpoints in runs.values() for opened in checkpoints]
     largest = {kind: max(ratios) for kind, ratios in bound.items()}
     facts = {"device": device, "proposition 3.3": {"holds": max(largest.values()) <= 1 + 1e-12, "largest ratio": largest}}
     return written(write(options.out, facts=facts, read=read, rows=rows, figures=figures))

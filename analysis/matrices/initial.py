@@ -76,13 +76,20 @@ def widths(sides: Sequence[tuple[int, int]] = SIDES, *, omega: float = OMEGA, ga
     return of_seeds(cases, seeds=seeds, measure=measure)
 
 
-def facts_of(rows: Sequence[Row]) -> dict[str, Any]:
-    """At the greatest width: measured mean and deviation beside the laws."""
-    width = max(row["width"] for row in rows)
-    widest = [row for row in rows if row["width"] == width]
+def figure_4(*, quick: bool) -> tuple[Sequence[Row], Row, Figure]:
+    """Rows; at the greatest width the measured mean and deviation beside the laws; the picture."""
+    rows = widths(SIDES[::4] if quick else SIDES, seeds=2 if quick else 10)
+    widest = [row for row in rows if row["width"] == max(each["width"] for each in rows)]
     found = [row["sw_mlp"] for row in widest]
-    measured = {"width": width, "measured": float(np.mean(found)), "deviation": _sd(found) if len(found) > 1 else None}
-    return {"widest": measured | {name: widest[0][name] for name in LAWS}, "seeds": len(widest)}
+    measured = {"width": widest[0]["width"], "measured": float(np.mean(found)), "deviation": _sd(found)}
+    facts = {"widest": measured | {name: widest[0][name] for name in LAWS}, "seeds": len(widest)}
+    return rows, facts, draw_widths(rows, what="Ω = 2^19, γ = 2")
+
+
+def figure_s1(*, quick: bool) -> tuple[Sequence[Row], Row, Figure]:
+    centre = sparser(seeds=2 if quick else 50, whole=True)
+    right = sparser((0.5, 1.0, 1.5), omegas=(100, 300, 1_000, 3_000), seeds=2 if quick else 10, whole=False)
+    return [*centre, *right], {"seeds": len(centre)}, draw_sparser(centre, right)
 
 
 def draw_widths(rows: Sequence[Row], *, what: str) -> Figure:

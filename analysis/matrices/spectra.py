@@ -26,6 +26,7 @@ from matplotlib.ticker import MaxNLocator
 from scipy.sparse import csr_matrix
 
 from analysis.matrices.weights import Array, Matrix, steps_of
+from analysis.output import draw_band
 from data_prep.images.lettering import legible
 from finetune.looks import COLOURS, GREY, MARKERS, looks, panels
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -175,9 +176,8 @@ def draw_lines(rows: Sequence[Row], shown: Mapping[str, Value], *, x: str) -> Fi
                     for row in own:
                         if step in (None, row["step"]) and (found := value(row)) is not None:
                             groups.setdefault(row[x], []).append(found)
-                    low, high = (list(map(each, groups.values())) for each in (min, max))
-                    panel.plot([*groups], [fmean(each) for each in groups.values()], color=colours[run], lw=1, **style)
-                    panel.fill_between([*groups], low, high, color=colours[run], alpha=0.15, linewidth=0)
+                    low, mean, high = (list(map(each, groups.values())) for each in (min, fmean, max))
+                    draw_band(panel, [*groups], low, mean, high, color=colours[run], lw=1, **style)
             panel.set(title=title, xlabel=x)
             panel.set_ylim(bottom=0)
             panel.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))

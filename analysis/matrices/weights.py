@@ -78,14 +78,15 @@ def initial_model(opened: Checkpoint) -> ImageModel | None:
     return build_model(card.model, num_classes=len(card.classes), image_size=card.image_size, seed=settings["train"]["seed"])
 
 
-def checkpoints_of(places: list[Path], *, newest_only: bool) -> dict[str, list[Checkpoint]]:
-    """By the run's name, which is its path where two are named alike. Of a run all its checkpoints, of a checkpoint that one."""
+def checkpoints_of(places: list[Path], *, newest_only: bool) -> tuple[dict[str, list[Checkpoint]], list[Path]]:
+    """By the run's name, which is its path where two are named alike; of a run all its checkpoints, of a checkpoint that one. And
+    where all of them lie."""
     found: dict[str, list[Checkpoint]] = {}
     names = [name_of(place) for place in places]
     for place, name in zip(places, names, strict=True):
         steps = [] if newest_only else list_checkpoints(place)
         found[name if names.count(name) == 1 else str(place)] = [Checkpoint.open(each) for each in steps or [place]]
-    return found
+    return found, [opened.directory for checkpoints in found.values() for opened in checkpoints]
 
 
 def steps_of(runs: dict[str, list[Checkpoint]], *, what: str) -> Iterator[tuple[str, ModelCard, int, list[Matrix], list[Matrix]]]:

@@ -9,11 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogFormatter, NullLocator
 
+from analysis.output import draw_band, mark
 from analysis.sweeps.curves import Band
 from analysis.sweeps.series import TITLES, By, Place, Value
 from analysis.sweeps.statistics import Facts
 from data_prep.images.lettering import legible, short
-from finetune.looks import COLOURS, COLUMN, GREY, MARKERS, PAGE, looks, panels
+from finetune.looks import COLUMN, GREY, PAGE, looks, panels
 
 FEW = 8
 """Where that many values of x have room, each gets a tick."""
@@ -29,8 +30,9 @@ def draw_sweep(places: Sequence[Place], facts: Facts, by: By) -> Figure:
         figure, tops, bottoms = _panels(len(facets), with_pairs=any(place.minus_normal for place in places))
         for (panel, facet), (number, hue) in product(enumerate(facets), enumerate(hues)):
             own = [place for place in places if (place.facet, place.hue) == (facet, hue)]
-            shift, colour = (number - (len(hues) - 1) / 2) * 0.12, COLOURS[number % len(COLOURS)]
-            _line(tops[panel], own, scale, shift=shift, colour=colour, marker=MARKERS[number % len(MARKERS)])
+            shift, style = (number - (len(hues) - 1) / 2) * 0.12, mark(number)
+            colour = style["color"]
+            _line(tops[panel], own, scale, shift=shift, style=style)
             if found := optima.get((facet, hue)):
                 tops[panel].axvline(found["at"], color=colour, linestyle="--", linewidth=0.8)
                 tops[panel].axvspan(found["low"], found["high"], color=colour, alpha=0.08, linewidth=0)
@@ -106,18 +108,18 @@ def _log(axes: Axes, which: Literal["x", "y"], *, base: int = 10) -> None:
     axis.set_minor_formatter(LogFormatter(base=base))
 
 
-def _line(axes: Axes, places: Sequence[Place], scale: _Scale, *, shift: float, colour: str, marker: str) -> None:
+def _line(axes: Axes, places: Sequence[Place], scale: _Scale, *, shift: float, style: dict[str, Any]) -> None:
     if not places:
         return
     x, means = [scale.at(place.x, shift) for place in places], np.array([100 * place.mean for place in places])
     sds, label = [100 * (place.row["error_sd"] or 0.0) for place in places], legible(short(places[0].hue, length=32))
     line = "-" if scale.is_number else ""
-    axes.errorbar(x, means, yerr=sds, label=label, capsize=2, elinewidth=0.8, linestyle=line, color=colour, marker=marker)
+    axes.errorbar(x, means, yerr=sds, label=label, capsize=2, elinewidth=0.8, linestyle=line, **style)
     spread = np.array([100 * (place.binomial or 0.0) for place in places])
     if scale.is_number and len(places) > 1:
-        axes.fill_between(x, means - spread, means + spread, color=colour, alpha=0.12, linewidth=0)
+        axes.fill_between(x, means - spread, means + spread, color=style["color"], alpha=0.12, linewidth=0)
     else:
-        axes.errorbar(x, means, yerr=spread, linestyle="", color=colour, alpha=0.25, elinewidth=4)
+        axes.errorbar(x, means, yerr=spread, linestyle="", color=style["color"], alpha=0.25, elinewidth=4)
 
 
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
@@ -134,11 +136,10 @@ def draw_curves(bands: Sequence[Band]) -> Figure:
     with looks(*facets, *hues):
         figure, axes = panels(len(facets), height=2.0)
         for band in bands:
-            panel, colour = axes[facets.index(band.facet)], COLOURS[hues.index(band.hue) % len(COLOURS)]
-            words = ", ".join(filter(None, [legible(band.hue), band.curve]))
-            style, marker = "-" if band.curve == "test" else "--", "o" if len(band.epochs) == 1 else ""
-            panel.plot(band.epochs, band.losses.mean(0), style, color=colour, label=words, marker=marker)
-            panel.fill_between(band.epochs, band.losses.min(0), band.losses.max(0), color=colour, alpha=0.2, linewidth=0)
+            panel, style = axes[facets.index(band.facet)], mark(hues.index(band.hue))
+            style |= {"linestyle": "-" if band.curve == "test" else "--", "marker": "o" if len(band.epochs) == 1 else ""}
+            style |= {"label": ", ".join(filter(None, [legible(band.hue), band.curve]))}
+            draw_band(panel, band.epochs, band.losses.min(0), band.losses.mean(0), band.losses.max(0), **style)
             panel.set(title=legible(band.facet), xlabel="epochs")
         axes[0].set_ylabel("loss (nats)")
         _legend(figure, axes)
@@ -153,10 +154,10 @@ def draw_widths(rows: Sequence[Facts]) -> Figure:
         for (axes, key), (number, name) in product(
             zip(both, titles, strict=True), enumerate(dict.fromkeys(row["omega_name"] for row in rows))
         ):
-            own, colour = [row for row in rows if row["omega_name"] == name], COLOURS[number % len(COLOURS)]
-            axes.plot([row["channels"] for row in own], [row[key] for row in own], color=colour, label=f"Ω = {name}")
-            widest = max(own, key=lambda row: row["width"])
-            axes.plot(widest["channels"], widest[key], MARKERS[number % len(MARKERS)], color=colour)
+            own = [row for row in rows if row["omega_name"] == name]
+            widest = max(range(len(own)), key=lambda at: own[at]["width"])
+            places = [row["channels"] for row in own], [row[key] for row in own]
+            axes.plot(*places, label=f"Ω = {name}", markevery=[widest], **mark(number))
             axes.set(xlabel="channels C", ylabel=titles[key])
             _log(axes, "x")
             _log(axes, "y")
