@@ -280,8 +280,10 @@ def _of_model(card: ModelCard) -> dict[str, Any]:
     cost = cost_of(spec, num_classes=len(card.classes), image_size=size)
     width, omega = width_and_connections(spec, image_size=size)
     found: dict[str, Any] = {name: getattr(spec, name, None) for name in ("kind", "depth", "patch_size")}
-    found |= {"model": spec.label, "width": width, "omega": omega, "multiply_adds": cost.multiply_adds}
-    found |= {"parameters": cost.num_parameters, "block_parameters": num_block_parameters(spec, image_size=size)}
+    found |= {"model": spec.label, "width": width, "omega": omega}
+    if cost.multiply_adds:  # which of any other model of timm's nobody knows
+        found |= {"multiply_adds": cost.multiply_adds, "parameters": cost.num_parameters}
+        found["block_parameters"] = num_block_parameters(spec, image_size=size)
     match spec:
         case MlpSpec():
             found["gamma"] = spec.expansion if spec.bottleneck == "inverted" else 1.0

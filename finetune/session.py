@@ -196,7 +196,7 @@ def recorded(
         )
         model, origin = (card.model.label, card.origin) if card else ("pixels", "")
         splits = " and ".join(f"{part.split} ({part.num_samples:,} pictures)" for part, _ in used)
-        of = f"of `{checkpoint.directory.absolute()}`" if checkpoint else "without a model"
+        of = f"of `{checkpoint.name}`" if checkpoint else "without a model"
         title = f"**{tags['task']}** on **{manifest.name}**, {splits}: {model}, {of}"
         tags = run_tags(dataset=manifest.name, target=target_of(manifest), model=model) | {"origin": origin} | tags
         tracker = Tracker(
@@ -218,7 +218,7 @@ def recorded(
 def register(tracker: Tracker, checkpoint: Checkpoint, results: Mapping[str, float], *, target: str) -> None:
     """Results of a task on a dataset stand as tags of the weights' version in the model registry, under the name of the run that
     made them (of one of several seeds with that of their group)."""
-    place, card = (checkpoint.run_dir or checkpoint.directory).absolute(), checkpoint.card
+    place, card = (checkpoint.run_dir or checkpoint.home).absolute(), checkpoint.card
     is_repeat = (place.parent / CONFIG_FILE).is_file()
     model = f"{place.parent.name}-{place.name}" if is_repeat else place.name
     model, target = (re.sub(r"[^\w. -]", "-", name) for name in (model, target))  # as a store takes names of models and tags

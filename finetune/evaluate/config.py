@@ -155,7 +155,7 @@ class Evaluation:
 
     @property
     def run_dir(self) -> Path:
-        settings, folder = self.settings, self.checkpoint.directory.absolute()
+        settings, folder = self.settings, self.checkpoint.home
         if settings.run_dir is not None:
             return Path(settings.run_dir)
         place = folder.with_name(f"{folder.name}-evaluations")
@@ -167,7 +167,7 @@ class Evaluation:
     @property
     def tracking(self) -> TrackingSettings:
         """Where the settings leave it open, with the run that made the weights: a parent is known in its own store alone."""
-        asked, base = self.settings.tracking, self.owner or self.checkpoint.directory.absolute()
+        asked, base = self.settings.tracking, self.owner or self.checkpoint.home
         known, changes = RunIdentity.known(base), dict[str, str]()
         if known is None and not asked.uri and "MLFLOW_TRACKING_URI" not in os.environ:
             changes["uri"] = f"sqlite:///{(base.parent / 'mlflow.db').resolve()}"

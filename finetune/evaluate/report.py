@@ -94,7 +94,7 @@ def _result(
     return {f"eval/{name}": value for name, value in scores.items()} | {
         "identity": evaluation.identity,
         "model": evaluation.card.model.label,
-        "pretrained": str(evaluation.checkpoint.directory),
+        "pretrained": evaluation.checkpoint.origin or str(evaluation.checkpoint.directory),
         "step": evaluation.card.step,
         "run_dir": str(evaluation.run_dir),
         "num_samples": len(answers),

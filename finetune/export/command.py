@@ -11,9 +11,11 @@ from data_prep.explain import Verbs
 from data_prep.progress import doing
 from data_prep.publish import make_directory
 from data_prep.settings import SettingsError, UserError, load_settings
-from finetune.export.config import ExportSettings
+from finetune.export.config import ONNX, PT2, ExportSettings
 from finetune.verbs import end_on_signals, show, split_config
-from pretrain.checkpoints.checkpoint import HASHES, MODEL, Checkpoint, fault_of
+from pretrain.checkpoints.card import MODEL
+from pretrain.checkpoints.checkpoint import HASHES, Checkpoint, fault_of
+from pretrain.checkpoints.hub import HUB, check_access, check_name, push
 from pretrain.cli import OK
 from pretrain.ranks.world import read_world
 
@@ -28,10 +30,13 @@ def add_verbs(verbs: Verbs) -> None:
     export.add_argument("out", nargs="?", help="the directory to write; after a YAML file it is a setting, out=DIR")
     export.add_argument("--formats", help="with commas between (default: timm,onnx,torch); timm is always there")
     export.add_argument("--with-preprocessing", action="store_true", help="graphs take uint8 pictures and normalise")
+    export.add_argument("--push-to", metavar="USER/NAME", help="a repository on the Hugging Face hub that gets it as one commit")
+    export.add_argument("--revision", metavar="BRANCH", help="of that repository (default: main)")
     export.add_argument("overrides", nargs="*", default=[], help="key=value, such as license=apache-2.0")
     export.add_argument("--show", action="store_true", help="print the resolved settings and stop")
     export.epilog = """finetune export runs/mine exports/mine license=apache-2.0
-finetune export configs/export/demo.yaml pretrained=runs/mine out=exports/mine"""
+finetune export configs/export/demo.yaml pretrained=runs/mine out=exports/mine
+finetune export runs/mine exports/mine --push-to USER/NAME license=apache-2.0"""
     export.set_defaults(run=_export, schema="finetune.export.config:ExportSettings")
 
 
@@ -45,6 +50,7 @@ def _export(options: argparse.Namespace) -> int:
         words.append(f"formats={json.dumps([word.strip() for word in options.formats.split(',')])}")
     if options.with_preprocessing:
         words.append("with_preprocessing=true")
+    words += [f"{key}={json.dumps(word)}" for key in ("push_to", "revision") if (word := getattr(options, key)) is not None]
     settings = load_settings(ExportSettings, path=config, overrides=words)
     if options.show:
         return show(settings)
@@ -56,9 +62,13 @@ def _export(options: argparse.Namespace) -> int:
             f"sees pixels in an order of its own (data.pixel_permutation {source.card.pixel_permutation}), which others do not have"
         )
         raise UserError(f"pretrained: {settings.pretrained} {why}; export a run without it")
+    if settings.push_to is not None:
+        check_name(settings.push_to, field="push_to")
+        check_access(settings.push_to, private=settings.private)
     if _is_whole(settings, source):
-        print(f"{out}: exported before, and whole; name another directory to do it anew")
-        return OK
+        again = "" if settings.push_to else "; name another directory to do it anew"
+        print(f"{out}: exported before, and whole{again}")
+        return _push(settings)
     _check_libraries(settings)
     _check_space(out, num_bytes=(source.directory / MODEL).stat().st_size * (1 + len(settings.graphs)))
     options.started = True
@@ -67,6 +77,18 @@ def _export(options: argparse.Namespace) -> int:
         from finetune.export.export import export
 
     print("\n".join(export(settings, source)))
+    return _push(settings)
+
+
+def _push(settings: ExportSettings) -> int:
+    """What stands in `out`, whole."""
+    if settings.push_to is not None:
+        with doing(f"{settings.push_to}: sending {settings.out}"):
+            graphs = (ONNX, f"{ONNX}.data", PT2)
+            pushed = push(
+                Path(settings.out), settings.push_to, revision=settings.revision, private=settings.private, obsolete=graphs
+            )
+        print(f"{pushed}: one commit; others take it as pretrained={HUB}{settings.push_to}")
     return OK
 
 

@@ -39,10 +39,21 @@ class ExportSettings(Settings):
     """Where to look for evaluations, probes and tunings of these weights, for the model card; by default in the folder that the run
     lies in."""
 
+    push_to: str | None = Field(None, examples=["user/mine"])
+    """A repository on the Hugging Face hub, USER/NAME, that gets the export as one commit each time; it is made where it is not
+    there. The token is the hub's own (`hf auth login`, or HF_TOKEN)."""
+    revision: str | None = Field(None, examples=["v2"])
+    """The branch there that the commit goes to; null: main."""
+    private: bool = True
+    """Whether a repository that is made is private; with true, one that is public already is refused."""
+
     @model_validator(mode="after")
     def _graphs_are_asked_for(self) -> "ExportSettings":
         if self.with_preprocessing and not self.graphs:
             raise ValueError("with_preprocessing: true changes nothing without a graph; add onnx or torch to formats")
+        if self.push_to is None and (self.revision is not None or not self.private):
+            field = "private" if self.revision is None else "revision"
+            raise ValueError(f"{field}: changes nothing without push_to; set push_to=USER/NAME, or leave it out")
         return self
 
     @property

@@ -25,8 +25,8 @@ from finetune.export.config import ONNX, PT2, README, RECORD, ExportSettings
 from finetune.export.graphs import Agreement
 from finetune.export.model_card import Facts, input_name, readme
 from finetune.runs import results_of, run_of
-from pretrain.checkpoints.card import CONFIG, config_of, timms_own
-from pretrain.checkpoints.checkpoint import HASHES, MODEL, Checkpoint
+from pretrain.checkpoints.card import CONFIG, MODEL, config_of, timms_own
+from pretrain.checkpoints.checkpoint import HASHES, Checkpoint
 from pretrain.checkpoints.files import load_model, write_tensors
 from pretrain.checkpoints.foreign import to_timm
 from pretrain.checkpoints.run import CONFIG_FILE
@@ -45,7 +45,7 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
     """The lines to print."""
     out, card = Path(settings.out), source.card
     model, run = load_model(source).eval(), run_of(source.directory)
-    beside = (run.directory if run else source.directory).parent
+    beside = (run.directory if run else source.home).parent
     beside = beside.parent if (beside / CONFIG_FILE).exists() else beside  # of repetitions the folder that all of them lie in
     beside = Path(settings.results_from) if settings.results_from else beside
     places = [beside, run.directory] if run else [beside]

@@ -113,7 +113,7 @@ def _model_rows(facts: Facts) -> list[tuple[str, str]]:
     return [
         ("Architecture", f"{card.model.label} ({fields})"),
         ("Parameters", f"{facts.num_parameters:,}"),
-        ("Multiply-adds", f"{cost.multiply_adds:,} for one image"),
+        ("Multiply-adds", f"{cost.multiply_adds:,} for one image" if cost.multiply_adds else UNKNOWN),
         ("Input", f"{card.image_size} x {card.image_size} pixels, RGB, on the scale 0..1, then normalised"),
         ("Pictures", f"{squares}; fed with {card.fed_interpolation}"),
         ("Mean", mean),
@@ -167,22 +167,23 @@ def _use(facts: Facts) -> str:
     given = f"{name}, (batch, 3, {size}, {size}), float32, normalised as above"
     if settings.with_preprocessing:
         given = f"{name}, (batch, {size}, {size}, 3), uint8, as decoded"
+    place = f"hf-hub:{settings.push_to}" if settings.push_to else "DIRECTORY"
     text = f"""In timm (from the hub, or `local-dir:DIRECTORY`){known}:
 
 ```python
 import timm
 {registered}
 
-model = timm.create_model("hf-hub:OWNER/NAME", pretrained=True).eval()
+model = timm.create_model("hf-hub:{settings.push_to or "OWNER/NAME"}", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 ```
 
 With the commands of wide-mlps:
 
 ```sh
-finetune predict DIRECTORY PICTURES --out predictions.csv
-finetune evaluate pretrained=DIRECTORY dataset=DATASET
-finetune tune CONFIG pretrained=DIRECTORY
+finetune predict {place} PICTURES --out predictions.csv
+finetune evaluate pretrained={place} dataset=DATASET
+finetune tune CONFIG pretrained={place}
 ```"""
     onnx = f"""
 

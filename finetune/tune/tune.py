@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from data_prep.settings import UserError
 from finetune.session import recorded, register, start_accelerator
 from finetune.tune.config import TuneEngineSettings, TuneSettings, summary
 from pretrain.augment.augmentation import Normalisation, Prepared
@@ -25,6 +26,7 @@ from pretrain.loop.train import Task, train
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.layers.buffers import average_over_ranks, kept_buffers, restore_buffers
+from pretrain.models.spec import TimmModelSpec
 from pretrain.optim import build_optimizer, counts_steps, set_lr
 from pretrain.ranks.collectives import any_rank, on_all_ranks
 from pretrain.ranks.preemption import Interrupted, StopFlag, entered
@@ -61,6 +63,9 @@ class Tuning(Task):
         if settings.init == "scratch":
             return build_model(card.model, num_classes=num_classes, image_size=card.image_size, seed=settings.train.seed)
         model = load_model(self._checkpoint)
+        if isinstance(card.model, TimmModelSpec) and not cast(Any, model).layers():
+            does = "timm does not split its weights into layers, as tune needs them"
+            raise UserError(f"pretrained: {settings.pretrained}: {does}; probe, knn and evaluate take it")
         model.reset_classifier(num_classes)
         if settings.new_head == "torch":
             with torch.random.fork_rng(devices=[]):

@@ -1,6 +1,8 @@
 """The card of weights, config.json beside them: what makes them usable, in our words and in timm's. No torch here."""
 
+import importlib.util
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,9 @@ from pydantic import Field, ValidationError
 from data_prep.manifest import CropPolicy, Filter, Manifest
 from data_prep.settings import UserError
 from pretrain.config import PixelOrder
-from pretrain.models.spec import MixerSpec, ModelSpec
+from pretrain.models.spec import TIMM_NORM_EPS, AnySpec, MixerSpec, ModelSpec, TimmModelSpec
 
-CONFIG = "config.json"
+CONFIG, MODEL = "config.json", "model.safetensors"
 
 
 class CheckpointError(UserError):
@@ -127,12 +129,89 @@ def read_card(directory: Path) -> ModelCard:
     path = directory / CONFIG
     try:
         tree = json.loads(path.read_text())
-        if isinstance(tree, dict) and "pretrained_cfg" in tree and "model" not in tree:
-            raise CheckpointError("it is of a model of timm's own: pretrain import makes its weights usable here")
+        if is_of_timm(tree):
+            return _card_of_timm(tree, shapes=_shapes_in(directory / MODEL))
         fields = {key: value for key, value in tree.items() if key not in _TIMM_KEYS} if isinstance(tree, dict) else tree
         return ModelCard.model_validate_json(json.dumps(fields))
     except ValidationError as error:
         fault = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
         raise CheckpointError(f"{path}: cannot be read ({fault})") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, LookupError, struct.error) as error:
         raise CheckpointError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+
+
+# ---- folders that timm has written -----------------------------------------------------------------------------------
+
+_SYNSETS = {
+    1000: "imagenet", 11221: "imagenet21k_miil", 11821: "imagenet12k", 21841: "imagenet22k", 21842: "imagenet22k_ms",
+    21843: "imagenet21k_goog",
+}  # fmt: skip
+"""timm's lists of WordNet's names, by how many classes they have, as timm itself tells them apart."""
+
+
+def is_of_timm(tree: Any) -> bool:
+    """Whether a config.json is timm's alone."""
+    return isinstance(tree, dict) and "pretrained_cfg" in tree and "architecture" in tree and "model" not in tree
+
+
+def _card_of_timm(tree: dict[str, Any], *, shapes: dict[str, list[int]]) -> ModelCard:
+    """As far as this project has the architecture itself, its own; else one that timm builds."""
+    told, name = tree["pretrained_cfg"], tree["architecture"]
+    arguments = {key: value for key, value in (tree.get("model_args") or {}).items() if key not in ("num_classes", "in_chans")}
+    colours, height, width = told["input_size"]
+    if colours != 3 or height != width:
+        raise CheckpointError(f"{name} takes pictures of {width} x {height} in {colours} colours; here they are square and RGB")
+    if not isinstance(told.get("classifier"), str):
+        raise CheckpointError(f"{name} has no classifier, or several; here a model has one")
+    count, head = tree.get("num_classes", told.get("num_classes", 0)), shapes.get(f"{told['classifier']}.weight")
+    if told.get("fixed_input_size"):
+        arguments = {"img_size": height} | arguments
+    arguments |= {"global_pool": told["global_pool"]} if "global_pool" in told else {}
+    return ModelCard(
+        model=_mixer_of_timm(name, arguments)
+        or TimmModelSpec(
+            kind="timm_model",
+            name=name,
+            arguments=json.dumps(arguments, sort_keys=True),
+            num_features=head[1] if head and count else tree["num_features"],
+        ),
+        image_size=height,
+        classes=tuple(tree.get("label_names") or told.get("label_names") or _classes_of_timm(count)),
+        channel_mean=tuple(told["mean"]),
+        channel_std=tuple(told["std"]),
+        dataset=told.get("tag") or "not stated",
+        fed_interpolation="bicubic" if told.get("interpolation") == "bicubic" else "bilinear",
+        timm_transform={key: told[key] for key in ("interpolation", "crop_pct", "crop_mode") if key in told},
+    )
+
+
+def _mixer_of_timm(name: str, arguments: dict[str, Any]) -> AnySpec | None:
+    known = next((sizes for sizes, mixer in TIMM_MIXERS.items() if mixer == name), None)
+    if known is None or not arguments.keys() <= {"img_size", "mlp_ratio", "global_pool"}:
+        return None
+    patch_size, depth, channels = known
+    token_hidden, channel_hidden = (int(ratio * channels) for ratio in arguments.get("mlp_ratio", (0.5, 4.0)))
+    return MixerSpec(
+        kind="mixer",
+        patch_size=patch_size,
+        num_channels=channels,
+        depth=depth,
+        token_hidden=token_hidden,
+        channel_hidden=channel_hidden,
+        norm_eps=TIMM_NORM_EPS,
+    )
+
+
+def _classes_of_timm(count: int) -> list[str]:
+    """In the order of the classifier; numbers where timm has no list."""
+    package = importlib.util.find_spec("timm")  # to import it would import torch
+    if count not in _SYNSETS or package is None or package.origin is None:
+        return [f"class_{number:05d}" for number in range(count)]
+    return (Path(package.origin).parent / "data" / "_info" / f"{_SYNSETS[count]}_synsets.txt").read_text().split()
+
+
+def _shapes_in(path: Path) -> dict[str, list[int]]:
+    """Of the tensors of a safetensors file, by its head alone."""
+    with path.open("rb") as file:
+        head = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    return {name: each["shape"] for name, each in head.items() if name != "__metadata__"}

@@ -25,12 +25,13 @@ from data_prep.manifest import MANIFEST_NAME
 from data_prep.progress import doing
 from data_prep.publish import sha256_of
 from data_prep.settings import SettingsError, near_path
-from pretrain.checkpoints.card import CONFIG, CheckpointError, ModelCard, read_card
+from pretrain.checkpoints.card import CONFIG, MODEL, CheckpointError, ModelCard, read_card
+from pretrain.checkpoints.hub import HubError, fetch, is_on_hub
 from pretrain.checkpoints.run import CONFIG_FILE, begun_with, checkpoint_at, checkpoints_dir, list_checkpoints
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import read_world
 
-MODEL, OPTIMIZER, TRAINER, HASHES = "model.safetensors", "optimizer.safetensors", "trainer.json", "sha256.json"
+OPTIMIZER, TRAINER, HASHES = "optimizer.safetensors", "trainer.json", "sha256.json"
 LATEST = "latest"
 
 
@@ -40,15 +41,22 @@ class Checkpoint:
     card: ModelCard
     hashes: Mapping[str, str]
     """By file; {} where a folder came without."""
+    origin: str = ""
+    """On the hub, with its commit: hf-hub:USER/NAME@COMMIT; "" of what lies on a disk of ours."""
 
     @classmethod
     def open(cls, place: Path | str, *, verify: bool = True) -> "Checkpoint":
         """What a user means by `place`: a checkpoint, a folder of weights, or a run, of which it is the newest whole checkpoint; or
-        RUN@50epochs, that of an earlier step.
+        RUN@50epochs, that of an earlier step; or a name on the hub (hub.py).
 
         `verify`: the weights are held to their hash, which reads them; one process of a node need do that for a checkpoint that is
         named itself. Of a run every process verifies, so that all fall back alike from one that is damaged.
         """
+        name, origin = str(place), ""
+        if is_on_hub(name):
+            place, origin = fetch(name, files=(MODEL, CONFIG, HASHES))
+            if not (place / MODEL).is_file() or not (place / CONFIG).is_file():
+                raise CheckpointError(f"{name}: has no {MODEL} with a {CONFIG}, and no other file is read; name another")
         place = checkpoint_at(str(place)) or Path(place)
         if not (place / MODEL).is_file():
             newest = cls.newest(place, to_read=True)
@@ -58,8 +66,9 @@ class Checkpoint:
         with doing(f"{place}: reading its weights", enabled=read_world(dict(os.environ)).is_first):
             fault = fault_of(place, needed=(MODEL, CONFIG)) if verify and (place / HASHES).exists() else None
         if fault is not None:
-            raise CheckpointError(f"{place}: no checkpoint there is whole ({fault}); copy it again, or use another")
-        return cls.read(place)
+            remedy = "remove it, and it is fetched again" if origin else "copy it again, or use another"
+            raise CheckpointError(f"{place}: no checkpoint there is whole ({fault}); {remedy}")
+        return cls.read(place, origin=origin)
 
     @classmethod
     def newest(cls, run_dir: Path, *, to_read: bool = False) -> "Checkpoint | None":
@@ -81,21 +90,39 @@ class Checkpoint:
         return None
 
     @classmethod
-    def read(cls, directory: Path) -> "Checkpoint":
+    def read(cls, directory: Path, *, origin: str = "") -> "Checkpoint":
         """One that has been verified already, by this process or by another of its node."""
         try:
             hashes = json.loads((directory / HASHES).read_text())
         except (OSError, ValueError):
             hashes = {}
-        return cls(directory, read_card(directory), hashes)
+        card = read_card(directory)
+        if origin:  # it goes along with what is made of the weights
+            card = card.model_copy(update={"origin": f"{origin}, {card.origin}" if card.origin else origin})
+        return cls(directory, card, hashes, origin)
 
     @classmethod
     def found(cls, place: str) -> "Checkpoint | None":
         """What `place` means, its weights unread; None where it is gone, or not there yet, as who opens it will say."""
         try:
+            if is_on_hub(place):
+                directory, origin = fetch(place, files=(CONFIG, HASHES))
+                return cls.read(directory, origin=origin) if (directory / HASHES).is_file() else cls.open(place, verify=False)
             return cls.read(checkpoint_at(place) or (list_checkpoints(Path(place)) or [Path(place)])[-1])
-        except (CheckpointError, OSError):
+        except (CheckpointError, HubError, OSError):
             return None
+
+    @property
+    def name(self) -> str:
+        """Under which others find it."""
+        return self.origin or str(self.directory.absolute())
+
+    @property
+    def home(self) -> Path:
+        """Beside which lies what is made of it. What came from the hub lies in a cache, which is no place for that."""
+        if not self.origin:
+            return self.directory.absolute()
+        return (Path("runs") / self.origin.partition("@")[0].rpartition("/")[2]).absolute()
 
     @cached_property
     def sha256(self) -> str:
@@ -105,7 +132,8 @@ class Checkpoint:
     @property
     def mark(self) -> dict[str, Any]:
         """What a run that begins with these weights records of them."""
-        return {"weights_sha256": self.sha256, "weights_step": self.card.step}
+        mark = {"weights_sha256": self.sha256, "weights_step": self.card.step}
+        return mark | ({"weights_from": self.origin} if self.origin else {})
 
     @property
     def run_dir(self) -> Path | None:

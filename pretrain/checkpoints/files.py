@@ -34,14 +34,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from data_prep.publish import atomic_directory, sha256_of, withdraw, write_atomic, write_json
-from pretrain.checkpoints.card import CONFIG, CheckpointError, ModelCard, config_of
-from pretrain.checkpoints.checkpoint import HASHES, LATEST, MODEL, OPTIMIZER, TRAINER, Checkpoint
-from pretrain.checkpoints.foreign import by_our_names
+from pretrain.checkpoints.card import CONFIG, MODEL, CheckpointError, ModelCard, config_of, is_of_timm
+from pretrain.checkpoints.checkpoint import HASHES, LATEST, OPTIMIZER, TRAINER, Checkpoint
+from pretrain.checkpoints.foreign import by_our_names, model_of_timm
 from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints, step_of
 from pretrain.checkpoints.weights import check_finite, check_fit, load_strictly, needed_shapes, shapes
 from pretrain.engine.step import EngineState
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
+from pretrain.models.spec import TimmModelSpec
 from pretrain.ranks.hangs import PROGRESS
 
 BEST = "best.json"
@@ -264,6 +265,8 @@ def _read_best(run_dir: Path) -> Best | None:
 
 
 def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    if _is_of_timm(checkpoint):
+        return load_model(checkpoint).state_dict()
     path = checkpoint.directory / MODEL
     try:
         return by_our_names(read_tensors(path), checkpoint.card.model)
@@ -271,7 +274,15 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: cannot be read ({error}); copy it again, or use another") from None
 
 
+def _is_of_timm(checkpoint: Checkpoint) -> bool:
+    """What timm has written, and we have no architecture for; not what was trained on here since."""
+    tree = json.loads((checkpoint.directory / CONFIG).read_text())
+    return isinstance(checkpoint.card.model, TimmModelSpec) and is_of_timm(tree)
+
+
 def load_model(checkpoint: Checkpoint) -> ImageModel:
+    if _is_of_timm(checkpoint):
+        return model_of_timm(checkpoint.directory, card=checkpoint.card)
     card, weights = checkpoint.card, load_weights(checkpoint)
     model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
     load_strictly(model, weights, source=checkpoint.directory, label=card.model.label)

@@ -14,14 +14,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_prep.settings import UserError
-from pretrain.checkpoints.weights import Shapes, check_finite, check_fit, first, shapes
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.weights import Shapes, check_finite, check_fit, first, load_strictly, shapes
 from pretrain.models.build import build_model
+from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import TIMM_NORM_EPS, Activation, AnySpec, MixerSpec, MlpSpec
 
 Flattening = Literal["chw", "hwc"]
@@ -190,6 +193,32 @@ def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]
     }
     patches = (spec.num_channels, 3, spec.patch_size, spec.patch_size)
     return theirs | {"stem.proj.weight": theirs["stem.proj.weight"].reshape(patches)}
+
+
+@torch.no_grad()
+def model_of_timm(directory: Path, *, card: ModelCard) -> ImageModel:
+    """Of a folder that timm has written: read by timm, put into the model that the card names, and held to timm's answers."""
+    import timm  # takes seconds, which no other folder need spend
+
+    source = f"{directory}, of timm's {card.model.label}"
+    try:
+        theirs = timm.create_model(f"local-dir:{directory}", pretrained=True).eval()
+        head = theirs.get_classifier()
+        assert isinstance(head, nn.Linear | nn.Conv2d | nn.Identity), f"its classifier is a {type(head).__name__}"
+        prefix = next(name for name, module in theirs.named_modules() if module is head) + "."
+        ours = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size).eval()
+        x_BCHW = torch.rand(2, 3, card.image_size, card.image_size, generator=torch.Generator().manual_seed(0))
+        weights = theirs.state_dict()
+        renamed = {name: f"body.{name}" for name in weights} | {f"{prefix}{part}": f"head.{part}" for part in ("weight", "bias")}
+        taken = {renamed[name]: tensor.flatten(1) if name == f"{prefix}weight" else tensor for name, tensor in weights.items()}
+        load_strictly(ours, taken, source=source, label=card.model.label)
+        expected, found = theirs(x_BCHW) if card.classes else theirs.forward_head(theirs.forward_features(x_BCHW)), ours(x_BCHW)
+        apart = float((found - expected.flatten(1)).abs().max() / expected.abs().max())
+        assert apart < 1e-4, f"its answers are {apart:.1e} of the largest apart"
+    except (AttributeError, AssertionError, RuntimeError, LookupError, TypeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{source}: cannot be taken apart into features and a classifier ({reason}); name another model") from None
+    return ours
 
 
 def by_our_names(weights: dict[str, Tensor], spec: AnySpec) -> dict[str, Tensor]:

@@ -70,8 +70,8 @@ from data_prep.remote import (
     write_bytes,
 )
 from data_prep.settings import SettingsError, UserError, differences, dump, parse_yaml, validate
-from pretrain.checkpoints.card import CONFIG, CheckpointError
-from pretrain.checkpoints.checkpoint import HASHES, MODEL, OPTIMIZER, TRAINER, Checkpoint, fault_of
+from pretrain.checkpoints.card import CONFIG, MODEL, CheckpointError
+from pretrain.checkpoints.checkpoint import HASHES, OPTIMIZER, TRAINER, Checkpoint, fault_of
 from pretrain.checkpoints.run import (
     CONFIG_FILE,
     RESULT,

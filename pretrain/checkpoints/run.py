@@ -26,6 +26,7 @@ from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.publish import withdraw, write_atomic, write_json
 from data_prep.settings import Settings, SettingsError, UserError, differences, dump, read_yaml, validate, verbs_of
+from pretrain.checkpoints.hub import is_on_hub
 from pretrain.config import DataSettings, TrainingSettings, parse_length
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.ranks.preemption import StopFlag
@@ -65,9 +66,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def run_and_length(place: str) -> tuple[str, str]:
-    """(RUN, 50epochs) of RUN@50epochs; any other place as it is, and nothing."""
+    """(RUN, 50epochs) of RUN@50epochs; any other place as it is, and nothing (on the hub @ is followed by a revision)."""
     name, at, words = place.rpartition("@")
-    return (name, words) if at and "/" not in words and not Path(place).exists() else (place, "")
+    return (name, words) if at and not is_on_hub(place) and "/" not in words and not Path(place).exists() else (place, "")
 
 
 def checkpoint_at(place: str) -> Path | None:

@@ -94,7 +94,7 @@ class Meter:
 
     global_batch_size: int
     flops_per_image: float
-    """Of the forward pass; backward is twice that."""
+    """Of the forward pass; backward is twice that. 0 where nobody knows."""
     peak_teraflops: float
     """Of all ranks together."""
     device: torch.device
@@ -127,11 +127,11 @@ class Meter:
         self.peak_teraflops = max(self.peak_teraflops, teraflops)  # what was measured on a busy machine may be too low
         found = {
             "usage/images_per_s": images_per_s,
-            "usage/teraflops": teraflops,
-            "usage/mfu": teraflops / self.peak_teraflops,
             "usage/data_wait_share": self._wait_s / elapsed_s,
             "usage/peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
+        if self.flops_per_image:
+            found |= {"usage/teraflops": teraflops, "usage/mfu": teraflops / self.peak_teraflops}
         if self.device.type == "cuda":
             found["usage/peak_gpu_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 2**30
             found["usage/peak_gpu_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / 2**30

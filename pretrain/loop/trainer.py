@@ -367,5 +367,7 @@ def in_words(reading: dict[str, float], scores: Scores | None) -> str:
     if scores is not None:
         parts.append(f"top-1 {100 * scores.top1:.1f} %")
     if "usage/images_per_s" in reading:
-        parts += [f"{reading['usage/images_per_s']:,.0f} images/s", f"MFU {100 * reading['usage/mfu']:.0f} %"]
+        parts.append(f"{reading['usage/images_per_s']:,.0f} images/s")
+    if "usage/mfu" in reading:
+        parts.append(f"MFU {100 * reading['usage/mfu']:.0f} %")
     return "  ".join(parts)

@@ -11,7 +11,7 @@ from pretrain.models.mixer import Mixer
 from pretrain.models.mlp import Mlp
 from pretrain.models.presets import preset, spec_of
 from pretrain.models.sparse_mlp import SparseMlp
-from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmModelSpec, TimmSpec
 from pretrain.models.structured import StructuredMlp
 
 
@@ -52,7 +52,7 @@ def _with_biases(spec: AnySpec, *, num_classes: int, image_size: int) -> ImageMo
             return SparseMlp(spec, **size)
         case StructuredMlpSpec():
             return StructuredMlp(spec, **size)
-        case TimmSpec():
+        case TimmSpec() | TimmModelSpec():
             from pretrain.models.timm_baselines import TimmModel
 
             return TimmModel(spec, **size)

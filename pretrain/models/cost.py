@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmModelSpec, TimmSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,6 +40,9 @@ class Cost:
 
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
+    """Zeros for any other model of timm's, of which no formula is known here."""
+    if isinstance(spec, TimmModelSpec):
+        return Cost()
     stem, blocks, num_features = _parts(spec, image_size=image_size)
     return stem + blocks + _linear(num_features, num_classes)
 
@@ -72,6 +75,8 @@ def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
             return Cost(), _resnet18(image_size), 512
         case TimmSpec():
             return Cost(), _vit_b_4(image_size), 768
+        case TimmModelSpec():
+            return Cost(), Cost(), spec.num_features
 
 
 def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
@@ -253,7 +258,7 @@ def width_and_connections(spec: AnySpec, *, image_size: int) -> tuple[int | None
             return width, spec.density * (spec.expansion or 1.0) * width**2
         case StructuredMlpSpec():
             return spec.num_rows * spec.num_columns, None
-        case TimmSpec():
+        case TimmSpec() | TimmModelSpec():
             return None, None
 
 

@@ -278,6 +278,25 @@ class TimmSpec(Settings):
             raise ValueError(f"data.image_size: {image_size} is less than the stem of a ResNet takes; give 7 or more")
 
 
+class TimmModelSpec(Settings):
+    """Any model of timm's, as `pretrained: timm:NAME` finds it; not to be written by hand."""
+
+    kind: Literal["timm_model"]
+    name: str = Field(examples=["resnet50"])
+    """As timm registers it, without a tag."""
+    arguments: str = Field("{}", examples=['{"img_size": 224}'])
+    """JSON: what timm builds it with."""
+    num_features: int = Field(ge=1, examples=[2048])
+    """What its classifier sees of a picture."""
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    def check(self, *, image_size: int) -> None:
+        """timm knows."""
+
+
 def check_unread(expansion: float, *, where: str) -> None:
     if expansion != EXPANSION:
         raise ValueError(f"model.expansion: {expansion:g} changes nothing with {where}; leave it at {EXPANSION:g}")
@@ -293,5 +312,5 @@ def nearest_divisor(whole: int, wanted: int) -> int:
     return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - wanted))
 
 
-AnySpec = MlpSpec | MixerSpec | SparseMlpSpec | StructuredMlpSpec | TimmSpec
+AnySpec = MlpSpec | MixerSpec | SparseMlpSpec | StructuredMlpSpec | TimmSpec | TimmModelSpec
 ModelSpec = Annotated[AnySpec, Field(discriminator="kind")]

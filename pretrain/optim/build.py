@@ -59,13 +59,15 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
     """Groups by (decayed or not) x learning rate; `lr_scale` is what `set_lr` multiplies with, `is_decayed` holds with a decay of
     0, too."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
-    num_layers = 1 + max(_layer(name) for name, _ in model.named_parameters())
+    known: dict[str, int] = getattr(model, "layers", dict)()
+    layers = {name: known.get(name, _layer(name)) for name, _ in model.named_parameters()}
+    num_layers = 1 + max(layers.values())
     if num_layers == 1 and settings.layer_decay < 1:
         raise UserError(
             f"optimizer.layer_decay: {settings.layer_decay} will not do, the model has no blocks in a row; leave it out"
         )
     for name, parameter in model.named_parameters():
-        scale = _lr_scale(name, settings, num_layers=num_layers)
+        scale = _lr_scale(name, settings, layer=layers[name], num_layers=num_layers)
         groups.setdefault((settings.decay == "all" or _is_of_matrix(model, name, parameter), scale), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": settings.weight_decay if decayed else 0.0, "is_decayed": decayed, "lr_scale": scale}
@@ -73,11 +75,11 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
     ]
 
 
-def _lr_scale(name: str, settings: OptimizerSettings, *, num_layers: int) -> float:
+def _lr_scale(name: str, settings: OptimizerSettings, *, layer: int, num_layers: int) -> float:
     """The head has its own; below it the last block has the body's whole rate, and each layer a share of the one above it."""
     if name.startswith("head."):
         return settings.head_lr_scale
-    layer = num_layers - 1 if name.startswith("norm") else _layer(name)
+    layer = num_layers - 1 if name.startswith("norm") else layer
     return float(settings.layer_decay ** (num_layers - 1 - layer))
 
 

@@ -1,0 +1,250 @@
+"""Weights on the hub (one that `tests.hub` serves): pushed and taken again, timm's, and what a hub may refuse."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from huggingface_hub import constants, file_download
+from timm.models import save_for_hf
+
+from data_prep.manifest import load_manifest
+from finetune.cli import main
+from pretrain.checkpoints.card import read_card
+from pretrain.checkpoints.checkpoint import Checkpoint, check_source
+from pretrain.checkpoints.files import load_model, save_folder
+from pretrain.checkpoints.hub import fetch
+from pretrain.models.build import pooled_features
+from pretrain.models.cost import num_features_of
+from pretrain.models.spec import MixerSpec, TimmModelSpec
+from tests.finetune.tiny import judge, plain_logits
+from tests.hub import TOKEN, Hub, serving
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of httpx2, in huggingface_hub's uploads
+FILES = ("model.safetensors", "config.json", "sha256.json")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """For huggingface_hub in this process, which has read its variables already."""
+    with serving() as found:
+        for name, value in {
+            "ENDPOINT": found.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, found.url),
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+            "HF_HUB_DISABLE_XET": True,
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.chdir(tmp_path)
+        yield found
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """By a command that fails: one line, which names no token."""
+    assert main([*words]) != 0
+    text = capsys.readouterr().err.strip()
+    assert "\n" not in text
+    assert TOKEN not in text
+    return text
+
+
+# ---- ours --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_what_is_pushed_is_taken_again(
+    hub: Hub, folder: Path, shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", str(folder), "out", "--formats", "timm", "--push-to", "user/mine"]
+    assert main(words) == 0
+    repository = hub.repositories["user/mine"]
+    (first,) = repository.branches["main"]
+    assert repository.private
+    assert repository.files[first] == files_of(tmp_path / "out")
+    assert hub.lfs, "the weights are large"
+    assert "hf-hub:user/mine" in repository.files[first]["README.md"].decode()
+    assert f"hf-hub:user/mine@{first}: one commit" in capsys.readouterr().out
+
+    there, here = Checkpoint.open("hf-hub:user/mine"), Checkpoint.open(folder)
+    assert (there.origin, there.sha256) == (f"hf-hub:user/mine@{first}", here.sha256)
+    assert there.card == here.card.model_copy(update={"origin": there.origin})
+    result = judge(Path("hf-hub:user/mine"), shapes, None)
+    assert (result["pretrained"], result["weights_from"]) == (there.origin, there.origin)
+    assert Path(result["run_dir"]).parent == tmp_path / "runs/mine-evaluations"
+    logits, labels = plain_logits(folder, shapes)
+    assert result["eval/top1"] == pytest.approx(float((logits.argmax(1).numpy() == labels).mean()))
+
+    hub.put("user/mine", files_of(tmp_path / "out") | {"model.onnx": b"of an export before", "theirs.txt": b"kept"})
+    assert main(["export", str(folder), "again", *words[3:], "license=mit"]) == 0
+    newest = repository.files[repository.branches["main"][-1]]
+    assert len(repository.branches["main"]) == 3
+    assert newest == files_of(tmp_path / "again") | {"theirs.txt": b"kept"}
+
+    assert main([*words, "--revision", "v2"]) == 0
+    assert len(repository.branches["main"]) == 3
+    assert repository.files[repository.branches["v2"][-1]]["README.md"] == (tmp_path / "out/README.md").read_bytes()
+    assert fetch("hf-hub:user/mine@v2", files=FILES)[1].endswith(repository.branches["v2"][-1])
+    assert Checkpoint.open(f"hf-hub:user/mine@{first}").origin.endswith(first)
+
+
+def test_an_export_is_private_unless_asked(hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["export", str(folder), "out", "--formats", "timm", "--push-to", "user/open"]
+    hub.put("user/open", {"README.md": b"for all"})
+    assert "user/open is public; add private=false" in said(capsys, *words)
+    assert not Path("out").exists(), "it is asked before the work"
+    assert main([*words, "private=false"]) == 0
+    assert len(hub.repositories["user/open"].branches["main"]) == 2
+
+
+def test_a_branch_that_moves_on_is_other_weights(hub: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit that a run began with is in its record; offline, the cache answers."""
+    hub.put("user/mine", files_of(folder))
+    begun = Checkpoint.open("hf-hub:user/mine")
+    assert begun.mark["weights_from"] == begun.origin
+    (tmp_path / "weights.json").write_text(json.dumps(begun.mark))
+    check_source(tmp_path, "hf-hub:user/mine")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked = len(hub.asked)
+    assert Checkpoint.open("hf-hub:user/mine") == begun
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert len(hub.asked) == asked
+
+    card = read_card(folder)
+    save_folder(tmp_path / "other", card=card, weights={n: t + 1 for n, t in load_model(begun).state_dict().items()})
+    hub.put("user/mine", files_of(tmp_path / "other"))
+    with pytest.raises(ValueError, match="pretrained: hf-hub:user/mine holds other weights now than those"):
+        check_source(tmp_path, "hf-hub:user/mine")
+    check_source(tmp_path, begun.origin)
+
+
+# ---- what a hub may refuse ---------------------------------------------------------------------------------------------
+
+
+def test_each_refusal_is_one_line(
+    hub: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.put("user/gated", files_of(folder), gated=True)
+    hub.put("user/private", files_of(folder), private=True)
+    hub.put("user/pickle", {"pytorch_model.bin": b"\x80", "config.json": b"{}"})
+    hub.put("user/damaged", files_of(folder) | {"model.safetensors": b"0" * 30_000})
+
+    def asked(name: str) -> str:
+        return said(capsys, "predict", name, str(tmp_path), "--out", "p.csv")
+
+    assert f"is gated; ask for it at {hub.url}/user/gated, then hf auth login" in asked("hf-hub:user/gated")
+    assert "is not there, or not for you; check its name" in asked("hf-hub:user/missing")
+    assert "there is no revision 'v9'; name a branch" in asked("hf-hub:user/gated@v9")
+    assert "has no model.safetensors with a config.json" in asked("hf-hub:user/pickle")
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.bin")), "a pickle was fetched"
+    assert "model.safetensors has changed); remove it, and it is fetched again" in asked("hf-hub:user/damaged")
+    assert "hf-hub:mine: mine is no name on the hub; write USER/NAME" in asked("hf-hub:mine")
+    assert "timm has no weights of this name on the hub; near are resnet50" in asked("timm:resnet50x")
+
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    push = ["export", str(folder), "out", "--push-to", "user/mine"]
+    for text in (asked("hf-hub:user/private"), said(capsys, *push)):
+        assert "the hub refuses the token (401); hf auth login, or set HF_TOKEN anew" in text
+        assert "hf_of_nobody" not in text
+    monkeypatch.delenv("HF_TOKEN")
+    assert "user/mine needs a token, and there is none; hf auth login" in said(capsys, *push)
+    assert "is not there, or not for you" in asked("hf-hub:user/private")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "and HF_HUB_OFFLINE is set; unset it once, or run hf download user/private" in asked("hf-hub:user/private")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "and the hub cannot be reached" in asked("hf-hub:user/private")
+
+
+def test_a_transfer_that_is_cut_goes_on(
+    hub: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None, time=file_download.time.time))
+    hub.put("user/mine", files_of(folder))
+    hub.cut_after, hub.num_cuts = 0, 100
+    assert "the transfer broke off (" in said(capsys, "predict", "hf-hub:user/mine", str(tmp_path), "--out", "p.csv")
+    hub.cut_after, hub.num_cuts = 30_000, 2
+    assert Checkpoint.open("hf-hub:user/mine").sha256 == Checkpoint.open(folder).sha256
+    assert hub.num_cuts == 0
+
+
+@pytest.mark.processes
+def test_a_name_is_looked_up_before_torch(hub: Hub, folder: Path, tmp_path: Path) -> None:
+    """In a process of its own, by the variables that users set."""
+    hub.put("user/mine", files_of(folder))
+    code = """
+import sys
+from pretrain.checkpoints.checkpoint import Checkpoint
+print(Checkpoint.open("hf-hub:user/mine").origin, [name for name in ("torch", "timm", "safetensors") if name in sys.modules])
+"""
+    places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    command, here = [sys.executable, "-c", code], Path(__file__).parents[2]
+    done = subprocess.run(command, check=False, cwd=here, env=os.environ | places, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    commit = hub.repositories["user/mine"].branches["main"][0]
+    assert done.stdout.split() == [f"hf-hub:user/mine@{commit}", "[]"]
+    assert done.stderr == ""
+    assert list((tmp_path / "home").rglob("model.safetensors"))
+
+
+# ---- timm's ------------------------------------------------------------------------------------------------------------
+
+TIMMS = {
+    "test_vit.r160_in1k": {"img_size": 32},
+    "test_resnet.r160_in1k": {},
+    "test_convnext.r160_in1k": {},
+    "mobilenetv3_small_050.lamb_in1k": {},
+    "mixer_s32_224.untagged": {"img_size": 32, "mlp_ratio": (0.1, 0.25)},
+}
+"""Names and what they are built with here: a transformer, convolutions with batch norm, one whose classifier lies deeper, one whose
+head has a hidden layer, and what this project has itself."""
+
+
+def timms(hub: Hub, name: str, classes: tuple[str, ...]) -> torch.nn.Module:
+    """Put on the hub by timm's own saver, with random weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = timm.create_model(name.partition(".")[0], num_classes=len(classes), **TIMMS[name])
+        for tensor in model.state_dict().values():  # running statistics of something, and a classifier that is not zero
+            if tensor.is_floating_point():
+                tensor.add_(0.05 * torch.rand_like(tensor))
+    size = {"input_size": (3, 32, 32), "label_names": classes, "interpolation": "bicubic"}
+    place = Path("saved") / name
+    save_for_hf(model, place, model_config={"pretrained_cfg": size, "label_names": list(classes)}, safe_serialization=True)
+    hub.put(f"timm/{name}", files_of(place))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", TIMMS)
+def test_a_model_of_timm_answers_as_there(hub: Hub, name: str, shapes: Path, tmp_path: Path) -> None:
+    classes = load_manifest(shapes).classes
+    theirs, x = timms(hub, name, classes), torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    checkpoint = Checkpoint.open(f"timm:{name}")
+    card = checkpoint.card
+    assert (card.classes, card.image_size, card.fed_interpolation) == (classes, 32, "bicubic")
+    assert isinstance(card.model, MixerSpec if name.startswith("mixer") else TimmModelSpec)
+    assert card.origin == f"hf-hub:timm/{name}@{checkpoint.directory.name}"
+
+    ours = load_model(checkpoint).eval()
+    with torch.no_grad():
+        features = theirs.forward_head(theirs.forward_features(x), pre_logits=True)
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(pooled_features(ours, x), features, rtol=1e-4, atol=1e-5)
+    assert num_features_of(card.model, image_size=32) == features.shape[1]
+    save_folder(tmp_path / "again", card=card, weights=ours.state_dict())  # as a probe or a tuning saves it
+    again = load_model(Checkpoint.open(tmp_path / "again")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), ours(x), rtol=0, atol=0)

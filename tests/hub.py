@@ -1,0 +1,265 @@
+"""A hub on loopback, for huggingface_hub's own client: repositories of models with branches and commits, in memory.
+
+What the client asks for is read in its source (hf_api, _commit_api, lfs, file_download); git and xet are left out. Who has no good
+token sees no private repository.
+"""
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_of_the_tests"
+LARGE = 20_000
+"""Bytes from which on a file is sent by LFS."""
+
+
+@dataclass
+class Repository:
+    private: bool = False
+    gated: bool = False
+    branches: dict[str, list[str]] = field(default_factory=lambda: {"main": []})
+    """Commits, the newest last."""
+    files: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """By commit."""
+
+    def commit(self, branch: str, files: dict[str, bytes]) -> str:
+        number = sum(map(len, self.branches.values()))
+        sha = hashlib.sha1(f"{branch}{number}{sorted(files)}".encode()).hexdigest()
+        self.files[sha] = files
+        self.branches[branch].append(sha)
+        return sha
+
+    def at(self, revision: str) -> str | None:
+        if revision in self.files:
+            return revision
+        return (self.branches.get(revision) or [None])[-1]
+
+
+@dataclass
+class Hub:
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    lfs: dict[str, bytes] = field(default_factory=dict)
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    """Method and path of each request."""
+    cut_after: int | None = None
+    """Bytes of a file after which the connection breaks off."""
+    num_cuts: int = 0
+    """How often it will."""
+    url: str = ""
+
+    def put(self, name: str, files: dict[str, bytes], *, branch: str = "main", **changes: Any) -> str:
+        repository = self.repositories.setdefault(name, Repository(**changes))
+        repository.branches.setdefault(branch, [])
+        return repository.commit(branch, files)
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class RefusedError(Exception):
+    def __init__(self, status: int, code: str = "", message: str = ""):
+        super().__init__(status)
+        self.status, self.headers = status, {"X-Error-Code": code, "X-Error-Message": message}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *words: Any) -> None: ...
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def _answer(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append((self.command, path))
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        try:
+            for pattern, method in _ROUTES.items():
+                if found := re.fullmatch(pattern, f"{self.command} {path}"):
+                    method(self, *found.groups())
+                    return
+            raise RefusedError(404)
+        except RefusedError as refused:
+            self._send(refused.status, b"", refused.headers)
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if self.hub.num_cuts and self.hub.cut_after is not None and len(body) > self.hub.cut_after and status in (200, 206):
+            self.hub.num_cuts -= 1
+            self.close_connection = True
+            body = body[: self.hub.cut_after]
+        self.wfile.write(body)
+
+    def _json(self, tree: Any, status: int = 200) -> None:
+        self._send(status, json.dumps(tree).encode(), {"Content-Type": "application/json"})
+
+    # ---- who asks for what -----------------------------------------------------------------------------------------------
+
+    def _is_known(self) -> bool:
+        given = self.headers.get("Authorization")
+        if given not in (None, f"Bearer {TOKEN}"):
+            raise RefusedError(401, message="Invalid credentials in Authorization header")
+        return given is not None
+
+    def _repository(self, name: str) -> Repository:
+        is_known, found = self._is_known(), self.hub.repositories.get(name)
+        if found is None or (found.private and not is_known):
+            raise RefusedError(404 if is_known else 401, "RepoNotFound", "Repository not found")
+        return found
+
+    def _commit(self, name: str, revision: str) -> tuple[Repository, str]:
+        repository = self._repository(name)
+        found = repository.at(revision)
+        if found is None:
+            raise RefusedError(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return repository, found
+
+    def whoami(self) -> None:
+        if not self._is_known():
+            raise RefusedError(401)
+        self._json({"type": "user", "name": "user"})
+
+    def info(self, name: str, revision: str | None) -> None:
+        repository = self._repository(name)
+        sha = self._commit(name, revision)[1] if revision else repository.at("main")
+        self._json({"id": name, "sha": sha, "private": repository.private, "siblings": []})
+
+    def tree(self, name: str, revision: str) -> None:
+        is_empty = self._repository(name).branches.get(revision) == []  # nothing was ever committed there
+        files = {} if is_empty else self._repository(name).files[self._commit(name, revision)[1]]
+        self._json([_entry(path, content) for path, content in sorted(files.items())])
+
+    def resolve(self, name: str, revision: str, path: str) -> None:
+        repository, sha = self._commit(name, revision)
+        if repository.gated:
+            raise RefusedError(403, "GatedRepo", f"Access to model {name} is restricted")
+        content = repository.files[sha].get(path)
+        if content is None:
+            raise RefusedError(404, "EntryNotFound", "Entry not found")
+        headers = {"X-Repo-Commit": sha, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+        if ranged := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+            start = int(ranged[1])
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            self._send(206, content[start:], headers)
+        else:
+            self._send(200, content, headers)
+
+    # ---- what is written -------------------------------------------------------------------------------------------------
+
+    def create(self) -> None:
+        if not self._is_known():
+            raise RefusedError(401)
+        given = json.loads(self.body)
+        name = "/".join(filter(None, (given["organization"], given["name"])))
+        if name in self.hub.repositories:
+            self._json({"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}, 409)
+            return
+        self.hub.repositories[name] = Repository(private=given.get("visibility") == "private" or given.get("private") is True)
+        self._json({"url": f"{self.hub.url}/{name}", "name": name})
+
+    def branch(self, name: str, branch: str) -> None:
+        branches = self._repository(name).branches
+        if branch in branches:
+            raise RefusedError(409)
+        branches[branch] = list(branches["main"])
+        self._json({})
+
+    def preupload(self, name: str, revision: str) -> None:
+        repository = self._repository(name)
+        there = repository.files.get(repository.at(revision) or "", {})
+        modes = [
+            {
+                "path": each["path"],
+                "uploadMode": "lfs" if each["size"] >= LARGE else "regular",
+                "shouldIgnore": False,
+                "oid": _entry(each["path"], there[each["path"]])["oid"] if each["path"] in there else None,
+            }
+            for each in json.loads(self.body)["files"]
+        ]
+        self._json({"files": modes})
+
+    def batch(self, name: str) -> None:
+        self._repository(name)
+        objects = [
+            {**each, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}"}}}
+            for each in json.loads(self.body)["objects"]
+        ]
+        self._json({"transfer": "basic", "objects": objects})
+
+    def store(self, oid: str) -> None:
+        assert hashlib.sha256(self.body).hexdigest() == oid
+        self.hub.lfs[oid] = self.body
+        self._send(200, b"")
+
+    def commit(self, name: str, branch: str) -> None:
+        repository = self._repository(name)
+        if branch not in repository.branches:
+            raise RefusedError(404, "RevisionNotFound", f"Invalid rev id: {branch}")
+        files = dict(repository.files.get(repository.at(branch) or "", {}))
+        for line in self.body.splitlines():
+            order = json.loads(line)
+            match order["key"], order["value"]:
+                case "file", value:
+                    files[value["path"]] = base64.b64decode(value["content"])
+                case "lfsFile", value:
+                    files[value["path"]] = self.hub.lfs[value["oid"]]
+                case "deletedFile", value:
+                    del files[value["path"]]
+        sha = repository.commit(branch, files)
+        self._json({"commitUrl": f"{self.hub.url}/{name}/commit/{sha}", "commitOid": sha, "hookOutput": ""})
+
+    def approve(self) -> None:
+        self._json({"warnings": [], "errors": []})
+
+
+def _entry(path: str, content: bytes) -> dict[str, Any]:
+    blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    found: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": blob}
+    if len(content) >= LARGE:
+        found["oid"] = hashlib.sha256(content).hexdigest()
+        found["lfs"] = {"oid": found["oid"], "size": len(content), "pointerSize": 134}
+    return found
+
+
+_NAME = r"([^/]+/[^/]+?)"
+_ROUTES = {
+    r"GET /api/whoami-v2": _Handler.whoami,
+    rf"GET /api/models/{_NAME}(?:/revision/(.+))?": _Handler.info,
+    rf"GET /api/models/{_NAME}/tree/(.+)": _Handler.tree,
+    rf"(?:GET|HEAD) /{_NAME}/resolve/([^/]+)/(.+)": _Handler.resolve,
+    r"POST /api/repos/create": _Handler.create,
+    rf"POST /api/models/{_NAME}/branch/(.+)": _Handler.branch,
+    rf"POST /api/models/{_NAME}/preupload/(.+)": _Handler.preupload,
+    rf"POST /{_NAME}\.git/info/lfs/objects/batch": _Handler.batch,
+    r"PUT /lfs/(.+)": _Handler.store,
+    rf"POST /api/models/{_NAME}/commit/(.+)": _Handler.commit,
+    r"POST /api/validate-yaml": _Handler.approve,
+}
