@@ -5,15 +5,18 @@ for remote.py to say, so a client's own patience is turned off as far as it can 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from data_prep.settings import UserError
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30, 60
+
+
+T = TypeVar("T")
 
 
 class Kind(NamedTuple):
@@ -35,7 +38,7 @@ _HF = Kind("huggingface_hub", "hf", "HF_TOKEN, hf auth login", "token=false")
 KINDS = {"http": _HTTP, "https": _HTTP, "s3": _S3, "gs": _GS, **dict.fromkeys(("az", "abfs", "abfss"), _AZ), "hf": _HF}
 """By scheme."""
 SCHEMES = "http(s)://, s3://, gs://, az:// or hf://"
-_QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*")
+_QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*|[?][^\s'\")]*=[^\s'\")]*")
 _EXPIRED = re.compile(r"expired|RequestExpired|TokenRefreshRequired|RefreshError|TokenRetrievalError|SSOToken", re.IGNORECASE)
 _SKEWED = re.compile(r"RequestTimeTooSkewed|reasonable timeframe|date header too old", re.IGNORECASE)
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError"}
@@ -110,15 +113,20 @@ def info(url: str, storage: dict[str, Any], *, silence_s: float) -> dict[str, An
     system = client(url, storage, silence_s=silence_s, retries=False)
     if url.startswith("hf://"):  # which remembers what it has once listed
         return dict(system.info(url, refresh=True, expand_info=True))
-    try:
-        found = system.info(url)
-    except OSError as error:
-        if url.startswith("s3://") and _status(error) in (400, 403):
-            system.cat_file(url, start=0, end=1)  # a HEAD is refused without a reason; this is refused with one
-        raise
+    found = asked(url, system, system.info)
     if found.get("type") == "directory":
         raise MissingError(f"{shown(url)}: is a folder, no file; name what is in it")
     return dict(found)
+
+
+def asked(url: str, system: Any, question: Callable[[str], T]) -> T:
+    """What the client answers; of s3 a refusal comes with its reason, which a HEAD is not given."""
+    try:
+        return question(url)
+    except OSError as error:
+        if url.startswith("s3://") and _status(error) in (400, 403):
+            system.cat_file(url, start=0, end=1)
+        raise
 
 
 def is_refused(error: Exception) -> bool:

@@ -304,8 +304,12 @@ def write_bytes(data: bytes, url: str, *, storage: dict[str, Any], only_if_new: 
 
 def read_bytes(url: str, *, storage: dict[str, Any]) -> bytes:
     """MissingError: there is none."""
-    found: bytes = _tried(url, lambda: client(url, storage).cat_file(url), num_attempts=NUM_ATTEMPTS)
-    return found
+
+    def read() -> bytes:
+        system = client(url, storage)
+        return bytes(clients.asked(url, system, system.cat_file))
+
+    return _tried(url, read, num_attempts=NUM_ATTEMPTS)
 
 
 def names_under(url: str, *, storage: dict[str, Any]) -> list[str]:

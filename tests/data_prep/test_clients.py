@@ -1,0 +1,139 @@
+"""What the clients of stores say of a mistake is one line with its remedy; what a provider's chain renews goes on by itself."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import clients
+from data_prep.remote import read_bytes, shown, version
+from data_prep.settings import UserError
+from tests.data_prep.stock import forget_credentials
+
+Answer = tuple[int, bytes]
+
+
+class Store:
+    """A server on loopback that says what it is told to."""
+
+    def __init__(self) -> None:
+        self.answer: Callable[[BaseHTTPRequestHandler], Answer] = lambda request: (500, b"")
+        self.num_requests = 0
+        self.address = ""
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    forget_credentials(monkeypatch)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    found = Store()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found.num_requests += 1
+            status, body = found.answer(self)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":  # whose answers give no reason
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found.address = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield found
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def xml(code: str) -> bytes:
+    return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>No.</Message></Error>".encode()
+
+
+@pytest.mark.parametrize(
+    ("url", "status", "body", "words"),
+    [
+        ("s3://b/a", 403, xml("RequestTimeTooSkewed"), "the store finds this machine's clock wrong; set it"),
+        ("s3://b/a", 400, xml("ExpiredToken"), r"the credentials have expired; renew them \(AWS_\*"),
+        ("s3://b/a", 403, xml("AccessDenied"), "access is refused; give credentials .* requester_pays=true where the reader pays"),
+        ("s3://b/a", 404, xml("NoSuchBucket"), "there is no such bucket; mend the address, or make it"),
+        ("gs://b/a", 400, "Bucket is a requester pays bucket but no user project provided.", "the reader pays there; .*PROJECT"),
+        ("gs://b/a", 401, "Anonymous caller does not have storage.objects.get access", "access is refused; give credentials"),
+        ("gs://b/a", 403, "me@x does not have storage.objects.get access", "access is refused; give credentials .*gcloud"),
+        ("gs://b/a", 404, "The specified bucket does not exist.", "there is no such file; mend the address"),
+    ],
+)
+def test_a_refusal_is_one_line_and_asked_for_once_more_at_most(
+    store: Store, url: str, status: int, body: str | bytes, words: str
+) -> None:
+    data = body if isinstance(body, bytes) else json.dumps({"error": {"code": status, "message": body}}).encode()
+    store.answer = lambda request: (status, data)
+    storage = {"key": "me", "secret": "word"} if url.startswith("s3") else {"token": "anon", "project": "mine"}
+    options = storage | {"endpoint_url": store.address}
+    for ask in (partial(version, num_attempts=4), read_bytes)[
+        url.startswith("s3") and status != 403 :
+    ]:  # a client of s3 takes long
+        with pytest.raises(UserError, match=f"^{url}: {words}") as caught:
+            ask(url, storage=options)
+        assert "\n" not in str(caught.value) and "word" not in str(caught.value)
+    assert store.num_requests <= 8
+
+
+def test_credentials_that_expire_in_the_middle_are_read_anew(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+    def renew(token: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {token}\naws_secret_access_key = x\n")
+
+    good = "first"
+
+    def answer(request: BaseHTTPRequestHandler) -> Answer:
+        is_good = f"Credential={good}/" in request.headers["Authorization"]
+        return (200, b"content") if is_good else (400, xml("ExpiredToken"))
+
+    store.answer, options = answer, {"endpoint_url": store.address}
+    renew("first")
+    assert read_bytes("s3://b/a", storage=options) == b"content"
+    good = "second"
+    with pytest.raises(UserError, match="the credentials have expired"):
+        read_bytes("s3://b/a", storage=options)
+    renew("second")
+    assert read_bytes("s3://b/a", storage=options) == b"content"
+    assert version("s3://b/a", storage=options, num_attempts=1).num_bytes == 7
+
+
+def test_a_client_that_cannot_be_made_is_one_line(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("s3://b/a", {"endpoint_url": store.address}, "access is refused; give credentials"),
+        ("s3://b/a", {"endpoint_url": "minio:9000", "anon": True}, "storage.endpoint_url: is no address; write it as https://"),
+        ("ftp://b/a", {}, r"ftp://b/a: ftp:// is no store that can be read; use http\(s\)://, s3://"),
+    ]
+    for url, storage, words in cases:
+        with pytest.raises(UserError, match=words):
+            version(url, storage=storage, num_attempts=4)
+    monkeypatch.setattr(clients, "find_spec", lambda name: None)
+    for scheme, extra in (("s3", "remote"), ("gs", "gcs"), ("az", "azure"), ("hf", "hf")):
+        with pytest.raises(UserError, match=rf"^{scheme}://: \w+ is not installed; pip install 'wide-mlps\[{extra}\]'"):
+            version(f"{scheme}://b/a", storage={}, num_attempts=1)
+
+
+def test_no_password_and_no_query_is_printed_and_a_place_is() -> None:
+    for url in ("abfs://box@account.dfs.core.windows.net/a", "hf://datasets/me/mine@v1/a", "s3://b/a-?.tar", "gs://b/a b"):
+        assert shown(url) == url
+    for url in ("s3://me:word@b/a", "s3://word@b/a", "az://c:word@b/a", "https://word@b/a?key=word", "gs://b/a?key=word"):
+        assert shown(url).endswith("://b/a")
