@@ -88,7 +88,10 @@ def _over_density(known: Sequence[Row]) -> Figure:
         if members[0]["ceiling_a"] is not None:
             axes.axhline(members[0]["ceiling_a"], color=look["color"], linestyle="--", linewidth=1)
         axes.plot(densities, floors, color=GREY, linestyle=":", linewidth=1)
-    for line, label in (("--", "ceiling: other seeds of the first"), (":", "floor: shuffled pictures")):
+    legend = {":": "floor: shuffled pictures"}
+    if any(facts["ceiling_a"] is not None for facts in known):
+        legend["--"] = "ceiling: other seeds of the first"
+    for line, label in legend.items():
         axes.plot([], [], color=GREY, linestyle=line, linewidth=1, label=label)
     axes.xaxis.set_major_formatter(lambda value, _: f"1/{1 / value:,.0f}" if value < 1 else "1")
     axes.legend(loc="best")
