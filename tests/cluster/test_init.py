@@ -61,7 +61,7 @@ def test_the_wheel_requires_one_pil_and_holds_every_config_and_job_script(wheel:
         (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
     configs = {f"cluster/{path.relative_to(REPOSITORY)}" for path in REPOSITORY.glob("configs/*/*.*")}
     files = {f"cluster/{path.name}" for path in (REPOSITORY / "cluster").iterdir() if path.is_file() and path.suffix != ".py"}
-    files |= {str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("pretrain/start/*.yaml")}
+    files |= {str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("pretrain/start/*.yaml")} | {"analysis/paper.html"}
     assert names == configs | files - {"cluster/apptainer.def"} and len(configs) > 20
     assert re.findall(r"^Requires-Dist: (pillow\S*?)[><=;]", metadata, re.MULTILINE) == ["pillow"]
     assert {"onnx", "remote"} <= set(re.findall(r"^Provides-Extra: (\S+)", metadata, re.MULTILINE))
