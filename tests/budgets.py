@@ -10,7 +10,7 @@ BUDGETS = {
     "pretrain": 16_600,
     "finetune": 5_650,
     "cluster": 3_500,  # with its shell
-    "analysis": 5_925,
+    "analysis": 5_620,
     "demo.py": 300,  # with install.sh
     "tests": 33_400,
 }
