@@ -6,7 +6,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 BUDGETS = {
-    "data_prep": 11_000,
+    "data_prep": 11_300,
     "pretrain": 16_600,
     "finetune": 5_650,
     "cluster": 3_500,  # with its shell

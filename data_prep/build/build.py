@@ -14,15 +14,15 @@ there to the same bytes.
 import hashlib
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from data_prep.archives.inventory import open_inventory
 from data_prep.build.config import BuildSettings
+from data_prep.build.destination import hand_over, occupied
 from data_prep.build.merge import check_reject_share, publish, refuse_changed, with_limit
 from data_prep.build.parts import forget_parts, own_place
-from data_prep.build.shards import Rejected, Sample, ShardRecord, finished_record, write_shard
+from data_prep.build.shards import Rejected, Sample, ShardRecord, delivered, finished_record, write_shard
 from data_prep.build.workplan import ShardPlan, Workplan, prepare
 from data_prep.images import Rejection, convert, naming
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
@@ -35,9 +35,9 @@ MAX_INPUT_BYTES = 1 << 30
 
 def build(settings: BuildSettings) -> Manifest:
     """The finished dataset of `settings.out`; safe to call again after any interruption."""
-    directory = Path(settings.out)
+    directory = settings.directory
     source = open_source(settings.source, num_workers=settings.num_workers)
-    with own_place(directory), worker_pool(settings.num_workers) as pool:
+    with own_place(directory), occupied(settings), worker_pool(settings.num_workers) as pool:
         work = prepare(settings, source, pool)
         if (directory / MANIFEST_NAME).exists():
             manifest = with_limit(directory, load_manifest(directory), settings.max_reject_share)
@@ -45,8 +45,9 @@ def build(settings: BuildSettings) -> Manifest:
             records = write_shards(work, work.shards, source, pool)
             refuse_changed(work, source, pool)
             manifest = publish(work, source, records)
+        hand_over(settings)
         forget_parts(directory)
-    check_reject_share(directory, manifest)
+    check_reject_share(settings.out, manifest)
     return manifest
 
 
@@ -57,13 +58,14 @@ def write_shards(work: Workplan, plans: tuple[ShardPlan, ...], source: Source, p
 
 
 def write_planned(work: Workplan, source: Source, plan: ShardPlan) -> ShardRecord:
-    directory, parts_id = work.directory, work.parts_id
-    done = finished_record(directory, plan.name, plan_hash=parts_id)
+    place, parts_id = work.settings, work.parts_id
+    done = finished_record(place, plan.name, plan_hash=parts_id)
     if done is not None:
         Tally.add(plan.stop - plan.start)
         return done
     rejected: list[Rejected] = []
-    return write_shard(directory, plan.name, _samples(work, source, plan, rejected), plan_hash=parts_id, rejected=rejected)
+    samples = _samples(work, source, plan, rejected)
+    return delivered(place, write_shard(work.directory, plan.name, samples, plan_hash=parts_id, rejected=rejected))
 
 
 def _samples(work: Workplan, source: Source, plan: ShardPlan, rejected: list[Rejected]) -> Iterator[Sample]:

@@ -6,17 +6,18 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from data_prep.build.destination import Destination
 from data_prep.images import ImageSpec
 from data_prep.settings import NumWorkers, read_lines
 from data_prep.sources import SourceSettings, SyntheticSettings
 
 
-class BuildSettings(ImageSpec):
+class BuildSettings(ImageSpec, Destination):
     of_verb = "data_prep build"
     source: SourceSettings
     """Which archives or folders are read, by `kind`."""
     out: str = Field(examples=["data/mine"])
-    """The dataset directory."""
+    """The dataset directory, or the URL of one in a store (s3://, gs://, az://, hf://; with `work`)."""
     name: str | None = Field(None, examples=["my-pictures"])
     """What the dataset is called in manifests and reports; by default the last part of `out`."""
     classes: tuple[str, ...] | None = Field(None, min_length=1, examples=[["cat", "dog"]])
@@ -41,14 +42,14 @@ class BuildSettings(ImageSpec):
         """Synthetic pictures are written beside the dataset unless `images_dir` names another place."""
         if not isinstance(self.source, SyntheticSettings) or self.source.images_dir is not None:
             return self
-        out = Path(self.out)
+        out = self.directory
         source = self.source.model_copy(update={"images_dir": str(out.with_name(out.name + "-images"))})
         return self.model_copy(update={"source": source})
 
     @model_validator(mode="after")
     def _out_is_not_the_source(self) -> "BuildSettings":
         path = self.source.images_dir if isinstance(self.source, SyntheticSettings) else getattr(self.source, "path", None)
-        if path is not None and Path(self.out).resolve().is_relative_to(Path(path).resolve()):
+        if path is not None and self.directory.resolve().is_relative_to(Path(path).resolve()):
             raise ValueError(f"out: {self.out!r} is the source itself, or in it; name another directory")
         return self
 
@@ -67,7 +68,7 @@ class BuildSettings(ImageSpec):
 
     @property
     def dataset_name(self) -> str:
-        return self.name or Path(self.out).resolve().name
+        return self.name or self.last_name
 
     def settled(self) -> "BuildSettings":
         """The same, wherever and under whatever name `merge` finds it."""
@@ -75,6 +76,9 @@ class BuildSettings(ImageSpec):
         paths = {key: getattr(self.source, key, None) for key in ("path", "real", "images_dir", *table)}
         settled = {key: str(Path(path).resolve()) for key, path in paths.items() if path is not None}
         source = self.source.model_copy(update=settled)
-        kept, out = self.kept_classes, str(Path(self.out).resolve())
+        kept, out = self.kept_classes, self.out if self.is_remote else str(Path(self.out).resolve())
+        work = None if self.work is None else str(Path(self.work).resolve())
         classes = {"classes": None if kept is None else tuple(sorted(kept)), "classes_file": None}
-        return self.model_copy(update={"name": self.dataset_name, "out": out, "source": source, **classes})
+        return self.model_copy(
+            update={"name": self.dataset_name, "out": out, "work": work, "out_storage": {}, "source": source, **classes}
+        )

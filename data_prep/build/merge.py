@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from data_prep import __version__
 from data_prep.archives.inventory import open_inventory
 from data_prep.build.config import BuildSettings
+from data_prep.build.destination import Destination, finished_manifest, hand_over, occupy
 from data_prep.build.parts import forget_parts, sole_builder
 from data_prep.build.shards import ShardRecord, damaged_files, load_record
 from data_prep.build.workplan import Workplan, load_begun, outline_of
@@ -56,25 +57,34 @@ class TooManyRejected(ValueError):  # noqa: N818
         self.manifest = manifest
 
 
-def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest:
-    """Publishes the dataset that array tasks have written into `directory`; with `trust`, without reading the shards again."""
+def merge(place: Destination, *, num_workers: int, trust: bool = False) -> Manifest:
+    """Publishes the dataset that array tasks have written into `place`; with `trust`, without reading the shards again."""
+    directory = place.directory
+    if place.is_remote and not (directory / PARTS).is_dir() and (finished := finished_manifest(place)):
+        check_reject_share(place.out, finished)
+        return finished
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; name the one that the tasks wrote to")
     if not (directory / PARTS).is_dir() and not (directory / MANIFEST_NAME).exists():
         raise UserError(f"{directory}: holds no parts of a build; run data_prep build CONFIG --task i/n first")
     with sole_builder(directory):
+        occupy(place)
         work = None if (directory / MANIFEST_NAME).exists() else load_begun(directory)
         if work is None:
             manifest = load_manifest(directory)
         else:
+            if work.settings.out != place.out and place.is_remote:
+                raise UserError(f"work: {directory} is of {work.settings.out}; name that, or the other's --work")
+            work = work.under(work.settings.model_copy(update=place.model_dump()))
             records = _verified_records(work, num_workers=num_workers, trust=trust)
             source = open_source(work.settings.source, num_workers=num_workers)
             if _is_here(work.settings):
                 with worker_pool(num_workers) as pool:
                     refuse_changed(work, source, pool)
             manifest = publish(work, source, records)
+        hand_over(place)
         forget_parts(directory)
-    check_reject_share(directory, manifest)
+    check_reject_share(place.out, manifest)
     return manifest
 
 
@@ -142,13 +152,15 @@ def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[
             records.append(record)
             if record.plan_hash != work.parts_id or record.num_inputs != plan.stop - plan.start:
                 faults[number] = f"{plan.name} is of another build"
+            elif work.settings.is_remote and record.stored is None:
+                faults[number] = f"{plan.name} is not in the store"
     tars = {path.stem for path in directory.glob("*.tar") if not path.name.startswith(TEMPORARY_PREFIX)}
     strangers = sorted(tars - {plan.name for plan in work.shards})
     if strangers:
         raise UserError(f"{directory}: {strangers[0]}.tar is no part of this build; move it elsewhere, then merge")
     if not faults:
-        check, shards = partial(damaged_files, directory, trust=trust), [record.shard for record in records]
-        damaged = sweep(check, shards, title="verifying parts", unit="shards", num_workers=num_workers)
+        check = partial(damaged_files, work.settings, trust=trust)
+        damaged = sweep(check, records, title="verifying parts", unit="shards", num_workers=num_workers)
         faults = {number: f"{files[0]} is not as it was written" for number, files in enumerate(damaged) if files}
     if faults:
         tasks = ", ".join(f"{number}/{num_tasks}" for number in sorted({number % num_tasks for number in faults}))
@@ -263,12 +275,12 @@ def with_limit(directory: Path, manifest: Manifest, max_reject_share: float) -> 
     return manifest
 
 
-def check_reject_share(directory: Path, manifest: Manifest) -> None:
+def check_reject_share(out: Path | str, manifest: Manifest) -> None:
     """Every time, not only when the dataset is written."""
     share, allowed = manifest.num_rejected / max(1, manifest.num_read), manifest.max_reject_share
     if share > allowed:
         raise TooManyRejected(
             manifest,
-            f"{directory}: {manifest.num_rejected:,} of {manifest.num_read:,} inputs were rejected ({share:.1%}, allowed "
-            f"{allowed:.1%}); read {directory / REJECTED_NAME}, then mend the source or raise max_reject_share",
+            f"{out}: {manifest.num_rejected:,} of {manifest.num_read:,} inputs were rejected ({share:.1%}, allowed "
+            f"{allowed:.1%}); read {out}/{REJECTED_NAME}, then mend the source or raise max_reject_share",
         )

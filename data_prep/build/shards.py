@@ -6,7 +6,8 @@ in this order, each atomically:
 1. `X.tar`, the samples;
 2. `X.npy`, the index, and `X.paths`, where each sample came from;
 3. `PARTS/X.json`, the record, which carries its own hash. A shard with a record of the same build is done; anything else is
-   written anew.
+   written anew;
+4. of a dataset that goes to a store: the tar is uploaded, the record says so, the tar here is removed.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.build.destination import Destination, deliver_tar, is_as_delivered
 from data_prep.build.parts import read_record, write_record
 from data_prep.images import EncodedImage
 from data_prep.images.channels import ChannelSums, ChannelTotals
@@ -57,6 +59,8 @@ class ShardRecord(Settings):
     rejected: tuple[Rejected, ...]
     extensions: tuple[str, ...] = ()
     """Of the pictures, where they were built here."""
+    stored: str | None = None
+    """What the store calls its tar, which is then no longer here."""
 
     @classmethod
     def of(cls, shard: Shard, channels: ChannelSums, rejected: list[Rejected], **more: Any) -> "ShardRecord":
@@ -120,13 +124,25 @@ def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
     return {str(label): int(count) for label, count in zip(seen, counts, strict=True)}
 
 
-def finished_record(directory: Path, name: str, *, plan_hash: str) -> ShardRecord | None:
+def delivered(place: Destination, record: ShardRecord) -> ShardRecord:
+    """The record of a shard that is in the store, if the dataset goes to one."""
+    if not place.is_remote or record.stored is not None:
+        return record
+    record = record.model_copy(update={"stored": deliver_tar(place, record.shard)})
+    write_record(place.directory, record.shard.name, record)
+    (place.directory / record.shard.file).unlink()
+    return record
+
+
+def finished_record(place: Destination, name: str, *, plan_hash: str) -> ShardRecord | None:
     """The record of a shard that this very build has finished before, with its files still as they were."""
     try:
-        record = load_record(directory, name)
+        record = load_record(place.directory, name)
     except (OSError, ValueError):
         return None
-    return record if record.plan_hash == plan_hash and not damaged_files(directory, record.shard) else None
+    if record.plan_hash != plan_hash or damaged_files(place, record, trust=False):
+        return None
+    return delivered(place, record)
 
 
 def load_record(directory: Path, name: str) -> ShardRecord:
@@ -137,10 +153,16 @@ def load_record(directory: Path, name: str) -> ShardRecord:
     return record
 
 
-def damaged_files(directory: Path, shard: Shard, *, trust: bool = False) -> list[str]:
-    """The files of a shard that are missing or not as they were written; with `trust`, by their sizes."""
-    hashes = {shard.file: shard.sha256, shard.index_file: shard.index_sha256, shard.paths_file: shard.paths_sha256}
+def damaged_files(place: Destination, record: ShardRecord, *, trust: bool) -> list[str]:
+    """The files of a shard that are missing or not as they were written; with `trust`, by their sizes. Of a tar in a store it is
+    asked whether it is what was uploaded."""
+    directory, shard = place.directory, record.shard
+    hashes = {shard.index_file: shard.index_sha256, shard.paths_file: shard.paths_sha256}
     damaged = []
+    if record.stored is None:
+        hashes = {shard.file: shard.sha256, **hashes}
+    elif not is_as_delivered(place, shard, record.stored):
+        damaged.append(shard.file)
     for file, sha256 in hashes.items():
         path = directory / file
         try:

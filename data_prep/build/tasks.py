@@ -22,6 +22,7 @@ from uuid import uuid4
 
 from data_prep.build.build import write_shards
 from data_prep.build.config import BuildSettings
+from data_prep.build.destination import occupy
 from data_prep.build.parts import AT_WORK, claim, tasks_at_work
 from data_prep.build.workplan import Workplan, begun_by_others, prepare
 from data_prep.manifest import MANIFEST_NAME, PARTS
@@ -48,7 +49,7 @@ class ArrayTask:
 
 def build_task(settings: BuildSettings, task: ArrayTask) -> int:
     """Writes the shards of one task; returns their number."""
-    directory = Path(settings.out)
+    directory = settings.directory
     source = open_source(settings.source, num_workers=settings.num_workers)
     _refuse_merged(directory)
     claim(directory)
@@ -60,6 +61,7 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
         failure = directory / PARTS / "failed.json"
         before = _read(failure)
         with sole_writer(directory, wait=True, notice=others):
+            occupy(settings)
             _refuse_merged(directory)
             if tasks_at_work(directory):
                 work = begun_by_others(settings, source, num_tasks=task.total)

@@ -67,7 +67,7 @@ class Workplan(Settings):
 
     @property
     def directory(self) -> Path:
-        return Path(self.settings.out)
+        return self.settings.directory
 
     @property
     def parts_id(self) -> str:
@@ -88,7 +88,7 @@ class Workplan(Settings):
 
 def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_tasks: int = 1) -> Workplan:
     """The plan of this build in `settings.out`; the caller holds the directory alone."""
-    directory = Path(settings.out)
+    directory = settings.directory
     exclusions = load_exclusions(settings.exclude)
     config = described(settings, source, exclusions)
     before, is_finished = load_begun(directory), (directory / MANIFEST_NAME).exists()
@@ -120,7 +120,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
 
 def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) -> Workplan:
     """The plan that other tasks are working on, if it is ours and the source is still as they found it."""
-    directory = Path(settings.out)
+    directory = settings.directory
     begun = load_begun(directory)
     assert begun is not None  # whoever is at work has one
     config = described(settings, source, load_exclusions(settings.exclude))
@@ -143,7 +143,8 @@ def load_begun(directory: Path) -> Workplan | None:
     """The plan that stands in `directory`, wherever it was made."""
     try:
         begun = read_record(directory, BEGUN, Workplan)
-        return begun.under(begun.settings.model_copy(update={"out": str(directory)}))
+        place = "work" if begun.settings.is_remote else "out"
+        return begun.under(begun.settings.model_copy(update={place: str(directory)}))
     except FileNotFoundError:
         return None
     except ValueError:
@@ -161,7 +162,7 @@ def _check_decoder(directory: Path, begun: Workplan | None) -> None:
 
 def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -> dict[str, Any]:
     """What decides the bytes of the dataset: not the number of workers, and no path of this machine."""
-    others = {"out", "num_workers", "max_reject_share", "classes_file"}
+    others = {"out", "work", "out_storage", "num_workers", "max_reject_share", "classes_file"}
     kept, config = settings.kept_classes, settings.model_dump(mode="json", exclude=others)
     classes = None if kept is None else sorted(kept)
     of_files = {
@@ -176,7 +177,7 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
 def _listed(settings: BuildSettings, source: Source, pool: Executor, *, before: Workplan | None) -> Inventory:
     """The inventory of the source: the one that stands, if nothing says that it has changed, or else a new candidate."""
     outline = outline_of(settings, source)
-    directory = Path(settings.out) / PARTS / INVENTORY_NAME
+    directory = settings.directory / PARTS / INVENTORY_NAME
     if before is not None and (directory / HEAD_NAME).exists():
         inventory = Inventory(directory)
         if inventory.outline == outline and all(container.stamp for container in outline.containers):
@@ -237,7 +238,7 @@ def _write_plan(
     arrangement = source.arrange(inventory)
     _refuse_empty(source, inventory, arrangement)
     labels, classes, left_out = _renumber(settings, inventory, arrangement)
-    directory, shards = Path(settings.out), []
+    directory, shards = settings.directory, []
     dropped = exclusions.rows(inventory)
     if exclusions.paths and not len(dropped):
         raise UserError(

@@ -44,7 +44,7 @@ def add_verb(
     return parser
 
 
-def _options(text: str) -> dict[str, Any]:
+def json_options(text: str) -> dict[str, Any]:
     """They may be secrets, and are not repeated in errors."""
     try:
         options = json.loads(text)
@@ -74,11 +74,12 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
     "config": {
         "config": {"nargs": "?", "help": "a YAML file with the settings"},
         "overrides": {"nargs": "*", "default": [], "help": "key.path=value, such as image_size=64"},
-        "--out": {"metavar": "DIR", "help": "the dataset directory (short for out=DIR)"},
+        "--out": {"metavar": "DIR", "help": "the dataset directory, or its URL in a store (short for out=DIR)"},
+        "--work": {"metavar": "DIR", "help": "if --out is a URL: where unfinished work lies (short for work=DIR)"},
         "--show": {"action": "store_true", "help": "print the resolved settings and stop"},
     },
     "workers": {"--workers": {"type": at_least(1), "default": num_cores(), "metavar": "N", "help": _WORKERS}},
-    "storage": {"--storage": {"type": _options, "default": {}, "metavar": "JSON", "help": _STORAGE}},
+    "storage": {"--storage": {"type": json_options, "default": {}, "metavar": "JSON", "help": _STORAGE}},
     "json": {"--json": {"action": "store_true", "help": "print the result as JSON"}},
 }  # fmt: skip
 """Options that several verbs have, by the word that a verb asks for them with."""
@@ -93,6 +94,8 @@ def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[st
         raise UserError(f"{config}: is a directory, no config; for a folder of pictures write --source folder source.path={config}")
     if options.out:
         shortcuts = [*shortcuts, f"out={json.dumps(options.out)}"]
+    if options.work:
+        shortcuts = [*shortcuts, f"work={json.dumps(options.work)}"]
     return load_settings(schema, path=config, overrides=[*overrides, *shortcuts])
 
 

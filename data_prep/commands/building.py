@@ -6,16 +6,16 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep.commands import FAULTY, OK, add_verb, counted, settings_of
+from data_prep.commands import FAULTY, OK, add_verb, counted, json_options, settings_of
 from data_prep.explain import Verbs
 from data_prep.manifest import REJECTED_NAME, Manifest, load_rejected
-from data_prep.settings import dump
+from data_prep.settings import S, dump, validate
 
 if TYPE_CHECKING:
     from data_prep.build.config import BuildSettings
+    from data_prep.build.destination import Destination
 
 GOES_ON = "what is finished is kept, the same command goes on from there"
 REMEDIES = {
@@ -50,7 +50,11 @@ def add_verbs(verbs: Verbs) -> None:
     build.add_argument("--task", metavar="i/n", help="only the i-th of n parts (from 0), for job arrays; then: data_prep merge")
     words = "verify what array tasks have written, then publish the dataset"
     how = {"after_a_stop": GOES_ON, "examples": "data_prep merge data/mine"}
-    merge = add_verb(verbs, "merge", _merge, "dataset", "workers", "json", help=words, **how)
+    merge = add_verb(verbs, "merge", _merge, "workers", "json", help=words, **how)
+    merge.add_argument("dataset", help="the directory, or the URL, that the tasks wrote to")
+    merge.add_argument("--work", metavar="DIR", help="of a URL: the directory of unfinished work that the tasks shared")
+    options = 'of a URL: options for fsspec, such as \'{"endpoint_url": "..."}\''
+    merge.add_argument("--storage", type=json_options, default={}, metavar="JSON", help=options)
     merge.add_argument("--trust", action="store_true", help="do not read the shards again: only their sizes are checked")
     words = "make a dataset of WebDataset shards of others (local, http, s3), which stay as they are"
     examples = "data_prep index --out data/theirs --train 'shards/{000..146}.tar' label=json:class"
@@ -67,10 +71,16 @@ def settings_to_build(options: argparse.Namespace) -> "BuildSettings":
     return settings_of(BuildSettings, options, [f"source.kind={options.source}"] if options.source else [])
 
 
+def shown(settings: S) -> S:
+    """Without what may be a secret."""
+    names = [name for name in ("storage", "out_storage") if hasattr(settings, name)]
+    return settings.model_copy(update={name: dict.fromkeys(getattr(settings, name), "...") for name in names})
+
+
 def _build(options: argparse.Namespace) -> int:
     settings = settings_to_build(options)
     if options.show:
-        print(dump(settings), end="")
+        print(dump(shown(settings)), end="")
         return OK
     if options.task is not None:
         from data_prep.build.tasks import ArrayTask, build_task
@@ -79,21 +89,24 @@ def _build(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps({"dataset": settings.out, "task": options.task, "shards": num_shards}))
             return OK
-        is_next = f"after the last task: data_prep merge {settings.out}"
+        work = f" --work {settings.work}" if settings.work else ""
+        is_next = f"after the last task: data_prep merge {settings.out}{work}"
         if "SLURM_ARRAY_JOB_ID" in os.environ:
             is_next = "when all tasks are done the merge publishes the dataset (cluster/data_prep.slurm has queued it)"
         print(f"{settings.out}: task {options.task} has its {num_shards} shard{'s' * (num_shards != 1)}; {is_next}")
         return OK
     from data_prep.build.build import build
 
-    return _published(lambda: build(settings), settings.out, as_json=options.json)
+    return _published(lambda: build(settings), settings, as_json=options.json)
 
 
 def _merge(options: argparse.Namespace) -> int:
+    from data_prep.build.destination import Destination
     from data_prep.build.merge import merge
 
-    directory, how = options.dataset, {"num_workers": options.workers, "trust": options.trust}
-    return _published(lambda: merge(directory, **how), str(directory), as_json=options.json)
+    given = {"out": options.dataset, "work": options.work, "out_storage": options.storage}
+    place, how = validate(Destination, given), {"num_workers": options.workers, "trust": options.trust}
+    return _published(lambda: merge(place, **how), place, as_json=options.json)
 
 
 def _index(options: argparse.Namespace) -> int:
@@ -103,19 +116,19 @@ def _index(options: argparse.Namespace) -> int:
     splits = [f"splits.{split}={json.dumps(given)}" for split, given in patterns.items() if given]
     settings = settings_of(IndexSettings, options, splits)
     if options.show:
-        shown = settings.model_copy(update={"storage": dict.fromkeys(settings.storage, "...")})
-        print(dump(shown), end="")
+        print(dump(shown(settings)), end="")
         return OK
 
     from data_prep.index.index import index
 
-    return _published(lambda: index(settings), settings.out, as_json=options.json)
+    return _published(lambda: index(settings), settings, as_json=options.json)
 
 
-def _published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> int:
+def _published(publish: Callable[[], Manifest], place: "Destination", *, as_json: bool) -> int:
     from data_prep.build.merge import TooManyRejected
+    from data_prep.remote import join, read_bytes
 
-    code = OK
+    code, out = OK, place.out
     try:
         manifest = publish()
     except TooManyRejected as error:
@@ -129,10 +142,14 @@ def _published(publish: Callable[[], Manifest], out: str, *, as_json: bool) -> i
         return code
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
     print(f"{out}: {len(manifest.classes)} classes, {manifest.image_size} px {manifest.encoding}, {sizes}")
-    where = f"; {Path(out) / REJECTED_NAME} says which and why" if manifest.num_rejected else ""
+    where = f"; {out}/{REJECTED_NAME} says which and why" if manifest.num_rejected else ""
     print(f"read {manifest.num_read:,} = written {manifest.num_written:,} + rejected {manifest.num_rejected:,}{where}")
     if manifest.num_rejected:
-        rejects = load_rejected(out, manifest)
+        if place.is_remote:
+            found = read_bytes(join(out, REJECTED_NAME), storage=place.out_storage)
+            rejects = [json.loads(line) for line in found.splitlines()]
+        else:
+            rejects = load_rejected(out, manifest)
         [(reason, count)] = Counter(reject["reason"] for reject in rejects).most_common(1)
         example = next(reject for reject in rejects if reject["reason"] == reason)
         remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""

@@ -1,15 +1,15 @@
 """Settings of `data_prep index`: which shards, what is their label, and what a reader makes of their pictures."""
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from data_prep.build.destination import Destination
 from data_prep.images.decoding import MAX_PIXELS, PIXEL_BUDGET
 from data_prep.manifest import CropPolicy, Filter
 from data_prep.remote import NUM_ATTEMPTS
-from data_prep.settings import NumWorkers, Settings, SettingsError, read_lines
+from data_prep.settings import NumWorkers, SettingsError, read_lines
 
 
 def _several(value: object) -> object:
@@ -19,12 +19,12 @@ def _several(value: object) -> object:
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_several, json_schema_input_type=str | list[str]), Field(min_length=1)]
 
 
-class IndexSettings(Settings):
+class IndexSettings(Destination):
     of_verb = "data_prep index"
     splits: dict[str, Patterns] = Field(min_length=1, examples=[{"train": "shards/{000..146}.tar"}])
     """Of each split: local paths, http(s):// or s3:// URLs, with {000..146}, {a,b} and (but for http) *."""
     out: str = Field(examples=["data/theirs"])
-    """The dataset directory. The shards stay where they are."""
+    """The dataset directory, or the URL of one in a store (with `work`). The shards stay where they are."""
     name: str | None = Field(None, examples=["their-pictures"])
     """What the dataset is called in manifests and reports; by default the last part of `out`."""
     storage: dict[str, Any] = Field(default_factory=dict, examples=[{"anon": True}])
@@ -73,7 +73,7 @@ class IndexSettings(Settings):
 
     @property
     def dataset_name(self) -> str:
-        return self.name or Path(self.out).name
+        return self.name or self.last_name
 
     def class_names(self) -> tuple[str, ...] | None:
         if self.classes_file is None:

@@ -17,14 +17,14 @@ same shards on disk, behind http or in s3 make the same dataset, but for `file`.
 import json
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.build.destination import OWN_MARK, hand_over, occupied
 from data_prep.build.merge import check_reject_share, manifest_of, with_limit
-from data_prep.build.parts import BEGUN, forget_parts, of_another, own_place, read_record, record_path, write_record
+from data_prep.build.parts import BEGUN, forget_parts, of_another, own_place, read_record, write_record
 from data_prep.build.shards import ShardRecord, count_labels, write_index, write_paths
 from data_prep.build.workplan import all_in_one
 from data_prep.images.decoding import decoder_version
@@ -64,9 +64,9 @@ class StockRecord(Settings):
 
 def index(settings: IndexSettings) -> Manifest:
     """The finished dataset of `settings.out`; safe to call again after any interruption."""
-    directory, shards = Path(settings.out), list_shards(settings)
+    directory, shards = settings.directory, list_shards(settings)
     plan = _plan(settings, shards)
-    with own_place(directory):
+    with own_place(directory), occupied(settings):
         _refuse_unfinished_of_another(plan)
         remove_leftovers(directory, directory / PARTS)
         if (directory / MANIFEST_NAME).exists():
@@ -81,8 +81,9 @@ def index(settings: IndexSettings) -> Manifest:
             if damaged := sorted(each for each in found if isinstance(each, str)):
                 raise UserError(all_in_one(damaged))
             manifest = publish(plan, shards, [each for each in found if isinstance(each, StockRecord)])
+        hand_over(settings)
         forget_parts(directory)
-    check_reject_share(directory, manifest)
+    check_reject_share(settings.out, manifest)
     return manifest
 
 
@@ -115,7 +116,7 @@ def _refuse_unfinished_of_another(plan: IndexPlan) -> None:
         return
     except ValueError:
         begun = None
-    if all(path == record_path(plan.directory, BEGUN) for path in (plan.directory / PARTS).glob("*.json")):
+    if {path.stem for path in (plan.directory / PARTS).glob("*.json")} <= {BEGUN, OWN_MARK}:
         return  # it ended before its first shard
     if begun is None or begun.plan_hash != plan.hash:
         raise of_another(plan.directory, begun.config if begun else {}, plan.config)

@@ -67,7 +67,12 @@ def list_shards(settings: IndexSettings) -> list[StockShard]:
     odd = next((place for _, _, place in places if place.encode(errors="ignore").decode() != place), None)
     if odd is not None:
         raise UserError(f"splits: {odd} is not named in UTF-8; rename it, or name a link to it")
-    directory = Path(settings.out)
+    directory = settings.directory
+    local = next((place for _, _, place in places if settings.is_remote and "://" not in place), None)
+    if local is not None:
+        raise UserError(
+            f"splits: {local} lies on this disk, and who reads {remote.shown(settings.out)} may not have it; upload it first"
+        )
     titles = _titles([place for _, _, place in places])
     return [
         StockShard(f"{split}-{number:06d}", split, place, _file(place, directory), title)

@@ -58,7 +58,7 @@ class IndexPlan:
 
     @property
     def directory(self) -> Path:
-        return Path(self.settings.out)
+        return self.settings.directory
 
 
 @dataclass
