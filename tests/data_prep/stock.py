@@ -173,8 +173,8 @@ def forget_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def s3_server(folder: Path, *, names: str = "*.tar", prefix: str = "some") -> Iterator[str]:
-    """The storage options, as JSON, of an s3 server whose bucket `pictures` holds the files of `folder` as PREFIX/NAME."""
+def s3_server(folder: Path) -> Iterator[str]:
+    """The storage options, as JSON, of an s3 server whose bucket `pictures` holds the tars of `folder` as some/NAME."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -187,8 +187,8 @@ def s3_server(folder: Path, *, names: str = "*.tar", prefix: str = "some") -> It
     keys = {"aws_access_key_id": "me", "aws_secret_access_key": "secret-word", "region_name": "us-east-1"}
     client = boto3.client("s3", endpoint_url=address, **keys)
     client.create_bucket(Bucket="pictures")
-    for path in sorted(folder.glob(names)):
-        client.put_object(Bucket="pictures", Key=f"{prefix}/{path.name}", Body=path.read_bytes())
+    for path in sorted(folder.glob("*.tar")):
+        client.put_object(Bucket="pictures", Key=f"some/{path.name}", Body=path.read_bytes())
     client.close()
     try:
         yield json.dumps({"endpoint_url": address, "key": "me", "secret": "secret-word"})

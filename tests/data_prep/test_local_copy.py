@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 
 from data_prep import local_copy
-from data_prep.check.stats import stats
 from data_prep.cli import main
 from data_prep.local_copy import _address
 from data_prep.manifest import DatasetError, load_manifest
+from data_prep.remote import write_bytes
 from data_prep.settings import UserError
 from pretrain.config import DataSettings
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.data.reader import reading
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import files_of
-from tests.data_prep.stock import Web, forget_credentials, s3_server, web
+from tests.data_prep.stock import Web, forget_credentials, index, web
 from tests.data_prep.test_index_remote import every_verb
+from tests.stores import EACH, Store, started
 
 pytestmark = pytest.mark.processes
 
@@ -53,26 +54,65 @@ def pictures(data: TrainingData) -> np.ndarray[Any, Any]:
         return reader.images(np.arange(reader.num_samples)).numpy()
 
 
-def test_every_verb_and_a_training_read_a_url_in_s3_as_the_directory(
-    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(params=EACH)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    with started(request.param, tmp_path) as found:
+        yield found
+
+
+def test_every_verb_and_a_training_read_a_url_as_the_directory_whatever_the_network_does(
+    shapes: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, url = files_of(shapes), "s3://pictures/some/deep"
-    with s3_server(shapes, names="*", prefix="some/deep") as storage:
-        options = json.loads(storage)
-        assert set(every_verb(url, storage, tmp_path).values()) == {0}
-        assert main(["subset", url, "--out", str(tmp_path / "half"), "--fraction", "0.5", "--storage", storage]) == 0
-        said = capsys.readouterr()
-        assert f"{url}: 312 samples, every one as the manifest says" in said.out and "secret-word" not in said.out + said.err
-        assert main(["subset", str(shapes), "--out", str(tmp_path / "x" / "half"), "--fraction", "0.5"]) == 0
-        halves = [load_manifest(tmp_path / place).content_hash for place in ("half", "x/half")]
-        assert halves[0] == halves[1]
-        far = load_training_data(DataSettings(dataset=url, storage=options, cache_dir=str(tmp_path / "shards")))
-        near = load_training_data(DataSettings(dataset=str(shapes)))
-        assert far.content_hash == near.content_hash and far.parts[0].directory != shapes
-        assert (pictures(far) == pictures(near)).all()
-        assert stats(far.parts[0].directory) | {"dataset": ""} == stats(shapes) | {"dataset": ""}
+    for name, value in {"FIRST_PAUSE_S": 0.01, "SILENCE_S": 1}.items():
+        monkeypatch.setattr(f"pretrain.data.store.store.{name}", value)
+    before, url, storage = files_of(shapes), store.url("some", "deep"), json.dumps(store.storage)
+    for path in sorted(shapes.iterdir()):
+        write_bytes(path.read_bytes(), f"{url}/{path.name}", storage=store.storage)
+    for kind, name in (
+        ("cut", "manifest.json"),
+        (500, "train-000001.npy"),
+        ("wrong", "train-000002.npy"),
+        ("cut", "val-000000.tar"),
+    ):
+        store.fail(kind, method="GET", path=name)
+    assert set(every_verb(url, storage, tmp_path).values()) == {0}
+    assert main(["subset", url, "--out", str(tmp_path / "half"), "--fraction", "0.5", "--storage", storage]) == 0
+    said = capsys.readouterr()
+    assert f"{url}: 312 samples, every one as the manifest says" in said.out
+    assert main(["subset", str(shapes), "--out", str(tmp_path / "x" / "half"), "--fraction", "0.5"]) == 0
+    halves = [load_manifest(tmp_path / place).content_hash for place in ("half", "x/half")]
+    assert halves[0] == halves[1]
+    far = load_training_data(DataSettings(dataset=url, storage=store.storage, cache_dir=str(tmp_path / "shards")))
+    near = load_training_data(DataSettings(dataset=str(shapes)))
+    assert far.content_hash == near.content_hash and far.parts[0].directory != shapes
+    for number, kind in enumerate(("cut", 503, "wrong", "stall")):
+        store.fail(kind, method="GET", path=f"train-00000{number}.tar")
+    assert (pictures(far) == pictures(near)).all()
+    assert all(not fault.count for fault in store.faults)
     assert files_of(shapes) == before
-    assert not any(b"secret-word" in data for data in files_of(tmp_path / "cache").values())
+    secret = next(reversed(store.storage.values()))
+    assert secret not in said.out + said.err
+    assert not any(secret.encode() in data for data in files_of(tmp_path / "cache").values())
+
+
+def test_patterns_list_a_store_and_versions_tell_contents_apart(
+    shapes: Path, store: Store, tmp_path: Path, refused: Refused
+) -> None:
+    tars = sorted(shapes.glob("train-*.tar"))[:2]
+    for path in tars:
+        write_bytes(path.read_bytes(), store.url("some", path.name), storage=store.storage)
+    how = [f"storage={json.dumps(store.storage)}"]
+    assert index(tmp_path / "far", store.url("some", "train-*.tar"), *how) == 0
+    assert index(tmp_path / "near", list(tars)) == 0
+    far, near = load_manifest(tmp_path / "far"), load_manifest(tmp_path / "near")
+    assert far.content_hash == near.content_hash
+    assert [shard.file for shard in far.splits["train"].shards] == [store.url("some", path.name) for path in tars]
+    store.requests.clear()
+    assert index(tmp_path / "far", store.url("some", "train-*.tar"), *how) == 0
+    write_bytes(tars[0].read_bytes(), store.url("some", tars[1].name), storage=store.storage)
+    refused(index(tmp_path / "far", store.url("some", "train-*.tar"), *how), f"{tars[1].name}: has changed since it was indexed")
+    refused(index(tmp_path / "new", store.url("some", "gone.tar"), *how), "/gone.tar: there is no such file; mend the address")
+    refused(index(tmp_path / "new", store.url("some"), *how), "/some: is a folder, no file; name what is in it")
 
 
 def test_a_copy_is_made_once_and_mended_and_another_manifest_makes_another(
