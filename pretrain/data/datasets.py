@@ -17,6 +17,7 @@ import numpy as np
 from braceexpand import braceexpand
 
 from data_prep import __version__
+from data_prep.clients import KINDS
 from data_prep.manifest import (
     MANIFEST_NAME,
     CropPolicy,
@@ -37,7 +38,7 @@ from pretrain.models.spec import ModelSpec
 FOLDS = "folds"
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of its colours."""
-STORES = ("s3", "gs", "az", "abfs", "abfss", "hf")
+STORES = tuple(scheme for scheme in KINDS if scheme not in ("http", "https"))
 """From which a stream is read through fsspec, with data.storage; other URLs are opened by webdataset."""
 _OPENED = ("", "file", "pipe", "http", "https", "ftp", "sftp", "ftps", "scp", "ais", "htgs", *STORES)
 Statistic = tuple[float, float, float]
@@ -319,7 +320,11 @@ def expand_shards(words: str) -> tuple[str, ...]:
             continue
         if (path / MANIFEST_NAME).is_file():
             raise ValueError(f"data.dataset: {path} is an indexed dataset; leave data.stream out, and it resumes exactly")
-        hint = f"name its shards, such as {path}/{{000..146}}.tar" if path.is_dir() else "write {000..146} for a range, not *"
+        hint = (
+            f"name its shards, such as {path}/{{000..146}}.tar"
+            if path.is_dir()
+            else "correct the list (a range is {000..146}, not *), or put it there"
+        )
         raise ValueError(f"data.dataset: {url or words!r} is no file; {hint}")
     return tuple(urls)
 

@@ -285,7 +285,7 @@ class StreamBatches(Generic[T]):
         self._stream, self._finish, self._waits, self._pin, self._num_threads = stream, finish, waits, pin, num_threads
         self._positions, self._samples = plan.sequence(consumed=consumed, rank=rank), stream.samples(consumed=consumed)
         self._buffers, self._pool = BufferPool(), lone_threads(num_threads, pin=pin)
-        self._taker = ThreadPoolExecutor(1, thread_name_prefix="stream")
+        self._taker = lone_threads(1, pin=pin)
         self._ahead: deque[Future[T]] = deque()
         for _ in range(prefetch):
             self._request()

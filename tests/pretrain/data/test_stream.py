@@ -22,6 +22,7 @@ from data_prep.manifest import Shard
 from data_prep.settings import UserError, validate
 from pretrain.checkpoints.card import read_card
 from pretrain.checkpoints.run import list_checkpoints
+from pretrain.cli import main
 from pretrain.config import DataSettings
 from pretrain.data.bad_samples import BadSampleLog
 from pretrain.data.datasets import StreamData, expand_shards, load_training_data
@@ -264,6 +265,17 @@ def test_a_log_names_a_sample_once(tmp_path: Path, capsys: pytest.CaptureFixture
         log.note(Unreadable(0, position, "a.tar", "k", "cut"), 1)
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_preview_shows_what_a_stream_feeds(shards: Path, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    stream = f'"{shards}/part-{{00..11}}.tar", stream: true, num_classes: {CLASSES}, samples_per_epoch: 80, image_size: {SIZE}'
+    train = "train: {duration: 1 epochs, global_batch_size: 8}"
+    config.write_text(
+        f"run_dir: r\nmodel: {{kind: mlp, depth: 1, width: 8}}\ndata: {{dataset: {stream}, eval_split: null}}\n{train}\n"
+    )
+    assert main(["preview", str(config), "--count", "8", "--out", str(tmp_path / "sheet.png")]) == 0
+    assert Image.open(tmp_path / "sheet.png").width > 8 * SIZE
 
 
 @pytest.mark.processes
