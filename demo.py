@@ -95,9 +95,7 @@ def main() -> int:
         code = code or run_stage(command)
     print(*margins(), sep="\n")
     print("checkpoints:", *(f"  {path}" for path in sorted(RUNS.glob("*/checkpoints/step-*"))), sep="\n")
-    print(
-        f"MLflow page: .venv/bin/mlflow server --backend-store-uri {STORE} --workers 1 --port 5000   then open http://127.0.0.1:5000"
-    )
+    print("MLflow page: .venv/bin/python -m pretrain serve runs/demo --port 5000   then open http://127.0.0.1:5000")
     return code
 
 

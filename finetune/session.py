@@ -204,7 +204,7 @@ def recorded(
             params=flatten(settings.model_dump(mode="json")) | {"content_hash": manifest.content_hash},
             tags=with_note(tags, title=title, run_dir=run_dir),
             datasets=tuple(dataset_of(part, context) for part, context in used),
-            is_sent=tracking.enabled,
+            settings=tracking,
         )
         tracker.artifact(run_dir / CONFIG_FILE)
         try:

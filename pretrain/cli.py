@@ -1,4 +1,4 @@
-"""Command line of the second floor: `pretrain start | train | preview | show | models | widths | plan | import | sync`.
+"""Command line of the second floor: `pretrain start | train | preview | show | models | widths | plan | import | sync | serve`.
 
 Heavy imports wait until the config is known to be good.
 """
@@ -32,13 +32,14 @@ from pretrain.checkpoints.run import (
     run_and_length,
     steps_of,
 )
-from pretrain.config import PretrainSettings, check_against_ranks, parse_length
+from pretrain.config import PretrainSettings, check_against_ranks, check_installed, parse_length
 from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.models.spec import Activation
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
-from pretrain.ranks.world import World, read_world
+from pretrain.ranks.world import World, free_port, read_world
+from pretrain.tracking.sinks import SINKS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,10 +114,19 @@ pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_di
     widths.set_defaults(run=_widths)
     _add_plan(verbs.add_parser("plan", help="what each ZeRO stage would cost a named model on a cluster"))
     _add_import(verbs.add_parser("import", help="make a folder like a checkpoint of foreign weights"))
-    sync = verbs.add_parser("sync", help="deliver what a run's journal still holds to MLflow")
+    sync = verbs.add_parser("sync", help="deliver what a run's journal still holds to MLflow, or write it for another tool")
     sync.epilog = "pretrain sync runs/mine"
     sync.add_argument("run_dir", type=Path, help="of the run")
+    sync.add_argument("--to", choices=("mlflow", *SINKS), default="mlflow", help="or write it for another tool (default: mlflow)")
     sync.set_defaults(run=_sync)
+    serve = verbs.add_parser("serve", help="show the runs of a folder in MLflow, and write to its store for all of them")
+    serve.epilog = "pretrain serve runs"
+    serve.add_argument("folder", type=Path, help="with mlflow.db in it, or to be")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="the name that others reach this machine by (default: 127.0.0.1, nobody else)"
+    )
+    serve.add_argument("--port", type=at_least(1), help="(default: one that is free)")
+    serve.set_defaults(run=_serve)
 
 
 def _add_config(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], *, help: str) -> argparse.ArgumentParser:
@@ -381,10 +391,31 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _sync(options: argparse.Namespace) -> int:
+    if not (options.run_dir / "tracking" / "identity.json").exists():
+        raise ValueError(f"{options.run_dir}: is not a run directory with a journal; give runs/NAME")
+    if options.to != "mlflow":
+        check_installed(options.to)
+        from pretrain.tracking.delivery import write_sinks
+
+        print(f"{options.run_dir / 'tracking' / options.to}: {write_sinks(options.run_dir, options.to):,} events of the journal")
+        return OK
     with doing("loading MLflow"):
         from pretrain.tracking.delivery import sync
 
-    if not (options.run_dir / "tracking" / "identity.json").exists():
-        raise ValueError(f"{options.run_dir}: is not a run directory with a journal; give runs/NAME")
     print(f"{options.run_dir}: {sync(options.run_dir):,} bytes of the journal delivered")
+    return OK
+
+
+def _serve(options: argparse.Namespace) -> int:
+    if not options.folder.is_dir():
+        raise UserError(f"{options.folder}: is no folder; {near_path(options.folder) or 'give the one that runs are in'}")
+    try:
+        port = options.port or free_port(options.host)
+    except OSError as error:
+        raise UserError(f"--host: {options.host} is no name of this machine ({error.strerror}); see hostname -f") from None
+    with doing("loading MLflow"):
+        from pretrain.tracking.server import serve
+
+    options.started = True
+    serve(options.folder, host=options.host, port=port)
     return OK

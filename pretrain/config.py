@@ -8,10 +8,11 @@ Long because all settings of a training stand here, each with its sentence.
 
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from data_prep.local_copy import local_copy
 from data_prep.manifest import Filter
@@ -468,8 +469,27 @@ class TrackingSettings(Settings):
     """The MLflow experiment that the run appears in."""
     uri: str | None = Field(None, examples=["sqlite:///runs/mlflow.db"])
     """An MLflow store or server; by default MLFLOW_TRACKING_URI, else runs/mlflow.db beside the runs."""
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field((), examples=[["tensorboard"]])
+    """Other tools whose files in RUN/tracking get the figures while the run lasts; `pretrain sync RUN --to` writes them later."""
     peak_teraflops: float | None = Field(None, gt=0, examples=[312.0])
     """What a rank's device can do at best, for MFU; by default its data sheet's rate, else a measured one."""
+
+    @field_validator("sinks")
+    @classmethod
+    def _sinks_are_installed(cls, sinks: tuple[str, ...]) -> tuple[str, ...]:
+        check_installed(*sinks)
+        return sinks
+
+    @model_validator(mode="after")
+    def _sinks_need_a_deliverer(self) -> Self:
+        if self.sinks and not self.enabled:
+            raise ValueError("sinks: are written by what delivers to MLflow; set enabled=true, or `pretrain sync RUN --to` later")
+        return self
+
+
+def check_installed(*sinks: str) -> None:
+    if "wandb" in sinks and find_spec("wandb") is None:
+        raise ValueError("wandb: is not installed; pip install 'wide-mlps[wandb]'")
 
 
 Resume = Literal["auto", "must", "never"]

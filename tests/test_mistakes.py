@@ -295,6 +295,8 @@ MISTAKES = [
     ("pretrain import points.csv --out o --activation swish", "--activation: 'swish' is not one of them; known: gelu, identity, relu, silu, tanh"),
     ("pretrain import points.csv --out pics", "out: pics exists and is not these weights; name another out"),
     ("pretrain sync shapes", "shapes: is not a run directory with a journal; give runs/NAME"),
+    ("pretrain serve nowhere", "nowhere: is no folder; "),
+    ("pretrain serve shapes --host 192.0.2.1", "--host: 192.0.2.1 is no name of this machine (Cannot assign requested address); see hostname -f"),
     ("pretrain start nowhere", "nowhere"),
     ("finetune probe train.yaml", "this is a config of pretrain train, not of finetune probe; run pretrain train train.yaml"),
     ("finetune tune probe.yaml", "this is a config of finetune probe or finetune knn or finetune evaluate, not of finetune tune; run finetune probe probe.yaml"),

@@ -38,7 +38,7 @@ RESULT, CONFIG_FILE, WEIGHTS = "result.json", "config.yaml", "weights.json"
 MAY_CHANGE = (
     "resume", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "features", "cache_gb",
     "chunk_mb",
-    "tracking.enabled", "tracking.peak_teraflops",
+    "tracking.enabled", "tracking.peak_teraflops", "tracking.sinks",
     "engine.zero_stage", "engine.offload", "engine.activation_checkpointing", "engine.compile",
     "engine.timeout_s", "engine.heartbeat_timeout_s", "engine.hang_timeout_s", "engine.lock_wait_s",
     "data.cache_dir", "data.cache_gb", "data.check", "data.max_bad_share", "data.stage_dir",

@@ -337,7 +337,7 @@ def open_tracker(task: Task, settings: PretrainSettings, world: World, *, num_we
         params=flatten(settings.model_dump(mode="json")) | facts,
         tags=training_tags(settings, data, num_weights=num_weights) | task.tags,
         datasets=datasets_of(data),
-        is_sent=tracking.enabled,
+        settings=tracking,
     )
     tracker.artifact(run_dir / CONFIG_FILE)
     if tracking.enabled:

@@ -80,7 +80,7 @@ def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
     return int(environment.get("SLURM_NTASKS_PER_NODE", num_tasks))
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -13,19 +13,22 @@ status is the journal's; where that has no end, and there is no trainer any more
 
 import json
 import os
+import random
 import select
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from data_prep.publish import Superseded, check_not_superseded, sole_writer, use_workspace, write_json
+from data_prep.publish import Busy, Superseded, check_not_superseded, sole_writer, use_workspace, write_json
 from data_prep.settings import UserError
 from pretrain.ranks.preemption import SIGNALS
 from pretrain.ranks.starts import is_at_work
+from pretrain.tracking.sinks import Sinks
 from pretrain.tracking.tracker import RunIdentity, Status, readable_events
 
 POLL_S = 1.0
@@ -63,11 +66,19 @@ class Delivery:
         self._is_known = self.run_id is None
         """Whether the store has the run, as far as has been asked."""
 
-    def deliver(self) -> None:
-        """Sends all complete lines; raises what the store raises, having kept what arrived."""
+    def deliver(self, *, wait: bool = False) -> None:
+        """Sends all complete lines; raises what the store raises, having kept what arrived, and `Busy` while another process writes
+        to the store, unless it is to `wait` for that one."""
+        if self._has_news():
+            with self.store.lease(wait=wait):
+                self._deliver()
+
+    def _has_news(self) -> bool:
         if not self._journal_path.exists():
-            return
-        self.store.check_in_place()
+            return False
+        return not self._is_known or bool(self._owed) or self._journal_path.stat().st_size > self.offset
+
+    def _deliver(self) -> None:
         if not self._is_known:
             if not self.store.has_run(self.run_id or ""):  # the store was made anew
                 self.run_id, self.offset, self.ended, self._owed, self._status = None, 0, False, [], None
@@ -95,12 +106,13 @@ class Delivery:
             del self._owed[0]
             self._keep_position()
 
-    def set_status(self, status: Status | str) -> None:
+    def set_status(self, status: Status | str, *, wait: bool = False) -> None:
         if self.run_id is not None and self._status != status:
-            check_not_superseded(self.directory)
-            self.store.adopt(self.run_id, self.identity)  # the parent may have been delivered meanwhile
-            self.store.set_status(self.run_id, status)
-            self._status = status
+            with self.store.lease(wait=wait):
+                check_not_superseded(self.directory)
+                self.store.adopt(self.run_id, self.identity)  # the parent may have been delivered meanwhile
+                self.store.set_status(self.run_id, status)
+                self._status = status
 
     def _keep_position(self) -> None:
         write_json(self._position_path, {"run_id": self.run_id, "offset": self.offset, "owed": self._owed})
@@ -148,9 +160,9 @@ def sync(run_dir: Path) -> int:
         delivery, attempt = Delivery(run_dir), 1
         while True:
             try:
-                delivery.deliver()
+                delivery.deliver(wait=True)
                 if not delivery.ended and not is_at_work(run_dir):  # it died, and so did its deliverer
-                    delivery.set_status("FAILED")
+                    delivery.set_status("FAILED", wait=True)
                 return delivery.num_bytes_sent
             except UserError:
                 raise
@@ -164,16 +176,25 @@ def sync(run_dir: Path) -> int:
             attempt += 1
 
 
-def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s: float) -> int:
+def write_sinks(run_dir: Path, *names: str) -> int:
+    """All that the journal has, for other tools; the number of its events."""
+    with sole_writer(run_dir / "tracking"), closing(Sinks(run_dir, names)) as sinks:
+        return sinks.write()
+
+
+def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s: float, sinks: Sequence[str] = ()) -> int:
     """The deliverer's whole work: until the trainer closes its end of the pipe, then until all has arrived or time is up."""
-    with sole_writer(run_dir / "tracking", wait=True):  # for the deliverer of a trainer that was killed just now
-        delivery, wait_s, closed_at_s, reported = Delivery(run_dir), POLL_S, None, ""
+    with ExitStack() as stack:
+        stack.enter_context(sole_writer(run_dir / "tracking", wait=True))  # for the deliverer of a trainer that was killed just now
+        others = stack.enter_context(closing(Sinks(run_dir, sinks)))
+        delivery, wait_s, closed_at_s, fault, reported = Delivery(run_dir), POLL_S, None, "", ""
         while True:
             if closed_at_s is not None:
                 time.sleep(min(wait_s, 4.0))
             elif select.select([trainer], [], [], wait_s)[0]:  # end of file: the trainer is done, or dead
                 closed_at_s, wait_s = time.monotonic(), POLL_S
             try:
+                others.write()
                 delivery.deliver()
                 if not delivery.ended:
                     # also where nothing is new: the one before may have reported FAILED, after this trainer had started
@@ -183,6 +204,8 @@ def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s
                 wait_s, reported = POLL_S, ""
             except Superseded:
                 return 0
+            except Busy as error:  # the next turn is soon, and uneven, as others wait with us
+                wait_s, fault = random.uniform(0.05, 0.5), f"others still write to the store ({error})"
             except Exception as error:  # noqa: BLE001
                 # whatever the store raises, the journal keeps the events, and the next round tries again
                 fault = delivery.store.fault_of(error)
@@ -190,6 +213,8 @@ def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s
                     print(f"{time.strftime('%F %T')} {fault}", file=sys.stderr, flush=True)
                 wait_s, reported = min(60.0, wait_s * 2), fault
             if closed_at_s is not None and time.monotonic() - closed_at_s > close_timeout_s:
+                if fault != reported:
+                    print(f"{time.strftime('%F %T')} {fault}", file=sys.stderr, flush=True)
                 return 1
 
 
@@ -201,11 +226,12 @@ def _main() -> int:
     log = open(run_dir / "tracking" / "delivery.log", "a", encoding="utf-8")
     os.dup2(log.fileno(), sys.stderr.fileno())
     os.dup2(log.fileno(), sys.stdout.fileno())
-    if sys.argv[3:]:
-        use_workspace(Path(sys.argv[3]), under=run_dir)
+    if sys.argv[4:]:
+        use_workspace(Path(sys.argv[4]), under=run_dir)
     with suppress(Superseded):
         check_not_superseded(run_dir)  # started again by a trainer that has woken up, it does not even take the lock
-        return deliver_while_training(run_dir, sys.stdin.buffer, close_timeout_s=float(sys.argv[2]))
+        sinks = [name for name in sys.argv[3].split(",") if name]
+        return deliver_while_training(run_dir, sys.stdin.buffer, close_timeout_s=float(sys.argv[2]), sinks=sinks)
     return 0
 
 

@@ -87,6 +87,18 @@ def node_report(world: World, run_dir: Path) -> Callable[[], dict[str, Any]]:
     return report
 
 
+SHARED = ("nfs", "nfs4", "lustre", "beegfs", "cifs", "smb3", "9p", "fuse.sshfs")
+"""File systems of many nodes on which SQLite's locks are known to be slow or to stay on one node."""
+
+
+def shared_kind(path: Path, *, mounts: Callable[..., Any] = psutil.disk_partitions) -> str | None:
+    """The kind of the path's file system, if it is one of those."""
+    whole = path.absolute()
+    above = [mount for mount in mounts(all=True) if whole.is_relative_to(mount.mountpoint)]
+    kind = str(max(above, key=lambda mount: len(mount.mountpoint)).fstype) if above else ""
+    return kind if kind in SHARED else None
+
+
 def _network() -> tuple[int, int]:
     """(bytes sent, bytes received) by all interfaces but loopback."""
     counters = psutil.net_io_counters(pernic=True)

@@ -7,6 +7,10 @@ Where no server is named the store is an SQLite file (`EmbeddedStore`): it appea
 makes one aside, and publishes it unless another process has been faster. A file that is there is never migrated here: MLflow does
 so piece by piece, outside a transaction, so a process that dies on the way leaves a store that nobody can use, and others may be
 writing. What cannot be used is named with a remedy, and the runs' journals hold all of it.
+
+It has one writer at a time, whichever node it is on: who writes holds the lock in the folder of its files meanwhile (`lease`), and
+the journals of the others wait. A server of that store (server.py) holds it as long as it serves, and leaves its address beside
+the file: then everybody writes through it.
 """
 
 import logging
@@ -15,8 +19,9 @@ import shutil
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +32,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
-from data_prep.publish import TEMPORARY_PREFIX, Superseded, make_directory, sync
+from data_prep.publish import TEMPORARY_PREFIX, Superseded, make_directory, sole_writer, sync
 from data_prep.settings import UserError
 from pretrain.tracking.tracker import RunIdentity
 
@@ -37,6 +42,8 @@ _MAY_PASS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDE
 _LONGEST_FAULT = 300
 LOCKED_S = 20.0
 """How long a reader of an SQLite file waits for those that write."""
+ANSWER_S = 5.0
+"""How long a server may take to say that it is there."""
 _SQLITE = "sqlite:///"
 _BESIDE = ("-journal", "-wal", "-shm")
 """What SQLite writes beside a database and rolls back into whatever has its name."""
@@ -48,10 +55,31 @@ class Store:
     def __init__(self, uri: str):
         self.uri = uri
         self._embedded = EmbeddedStore.of(uri)
+        self._served_at: str | None = None
+        self._is_leased = False
 
-    def check_in_place(self) -> None:
-        if self._embedded is not None:
+    @contextmanager
+    def lease(self, *, wait: bool = False) -> Iterator[None]:
+        """The right to write, for as long as the block lasts; of one that is held already, nothing. Raises `Busy` where another
+        process has it, unless it is to `wait`."""
+        if self._embedded is None or self._is_leased:
+            yield
+            return
+        served_at = self._embedded.server()
+        if served_at != self._served_at:
+            self._served_at = served_at
+            self.__dict__.pop("_client", None)
+        if served_at is not None:
+            yield
+            return
+        notice = f"{self._embedded.path}: waiting for others that deliver to it"
+        with sole_writer(self._embedded.files, wait=wait, notice=notice):
             self._embedded.check_in_place()
+            self._is_leased = True
+            try:
+                yield
+            finally:
+                self._is_leased = False
 
     def has_run(self, run_id: str) -> bool:
         """Not, where the store was lost and made anew."""
@@ -203,9 +231,9 @@ class Store:
     def _client(self) -> "MlflowClient":
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is raised as well
-        if self._embedded is not None:
+        if self._embedded is not None and self._served_at is None:
             self._embedded.open()
-        return MlflowClient(tracking_uri=self.uri)
+        return MlflowClient(tracking_uri=self._served_at or self.uri)
 
 
 class EmbeddedStore:
@@ -213,6 +241,8 @@ class EmbeddedStore:
         self.path = path
         self.files = path.parent.absolute() / "mlartifacts"
         """Where it keeps files."""
+        self.address = path.with_name(path.name + ".server")
+        """Where a server of it says where it is."""
         self._file: tuple[int, int] | None = None
 
     @staticmethod
@@ -221,6 +251,25 @@ class EmbeddedStore:
         path = uri.removeprefix(_SQLITE).partition("?")[0]
         is_file = uri.startswith(_SQLITE) and path not in ("", ":memory:") and not path.startswith("file:")
         return EmbeddedStore(Path(path)) if is_file else None
+
+    @property
+    def uri(self) -> str:
+        return f"{_SQLITE}{self.path.absolute()}"
+
+    def server(self) -> str | None:
+        """The address of a server that answers."""
+        with suppress(FileNotFoundError):
+            address = self.address.read_text()
+            return address if self.answers(address) else None
+        return None
+
+    @staticmethod
+    def answers(address: str) -> bool:
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=ANSWER_S):
+                return True
+        except (OSError, ValueError):
+            return False
 
     def open(self) -> None:
         """Afterwards there is a whole store of the MLflow that is installed; otherwise a UserError names what is there, and a

@@ -38,8 +38,9 @@ from data_prep.images.sheet import save_sheet
 from data_prep.publish import atomic_file, workspace_of, write_json
 from data_prep.settings import Settings
 from pretrain.checkpoints.card import CONFIG
+from pretrain.config import TrackingSettings
 from pretrain.ranks.launch import describe
-from pretrain.tracking.node import EVERY_S
+from pretrain.tracking.node import EVERY_S, shared_kind
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -85,6 +86,9 @@ class RunIdentity(Settings):
         path = run_dir / IDENTITY
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, identity.model_dump(mode="json"))
+        if identity.uri.startswith("sqlite:///") and (kind := shared_kind(Path(identity.uri.removeprefix("sqlite:///")))):
+            slow = f"{identity.uri} lies on {kind}, where its locks are slow and may not reach other nodes"
+            print(f"tracking: {slow}; of many runs at once: sbatch cluster/mlflow.slurm, or MLFLOW_TRACKING_URI", file=sys.stderr)
         return identity
 
     @staticmethod
@@ -95,8 +99,8 @@ class RunIdentity(Settings):
 
 
 class Tracker:
-    """Without a run directory (other ranks) every call is a no-op. Any thread may call. With `is_sent` false the journal is all:
-    no deliverer, and no pictures."""
+    """Without a run directory (other ranks) every call is a no-op. Any thread may call. Where tracking is not enabled the
+    journal is all: no deliverer, and no pictures."""
 
     def __init__(
         self,
@@ -106,18 +110,18 @@ class Tracker:
         tags: dict[str, str],
         datasets: tuple[dict[str, str], ...] = (),
         close_timeout_s: float = 20.0,
-        is_sent: bool = True,
+        settings: TrackingSettings = TrackingSettings(),  # noqa: B008 (frozen)
     ):
         self._journal: Journal | None = None
         self._deliverer: subprocess.Popen[bytes] | None = None
         self._lock, self._closing, self._threads = threading.RLock(), threading.Event(), list[threading.Thread]()
         if run_dir is None:
             return
-        self.run_dir, self._close_timeout_s = run_dir, close_timeout_s
+        self.run_dir, self._close_timeout_s, self._settings = run_dir, close_timeout_s, settings
         self._log, self._has_reported = run_dir / "tracking" / "delivery.log", False
         self._journal = Journal(run_dir / "tracking" / "journal.jsonl")
         self._journal.append({"event": "start", "params": params, "tags": tags, "datasets": list(datasets)})
-        if is_sent:
+        if settings.enabled:
             self._start_deliverer()
         self._started_s = time.monotonic()
 
@@ -222,7 +226,10 @@ class Tracker:
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         workspace = [str(found)] if (found := workspace_of(self.run_dir)) else []
         self._deliverer = subprocess.Popen(
-            [sys.executable, "-m", "pretrain.tracking.delivery", str(self.run_dir), str(self._close_timeout_s), *workspace],
+            [
+                *(sys.executable, "-m", "pretrain.tracking.delivery"),
+                *(str(self.run_dir), str(self._close_timeout_s), ",".join(self._settings.sinks), *workspace),
+            ],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the trainer's business; it closes the pipe when it is done
             env={name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},

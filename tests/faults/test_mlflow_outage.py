@@ -18,9 +18,11 @@ import uvicorn
 from mlflow import MlflowClient
 from PIL import Image
 
+from data_prep.publish import Busy, sole_writer
 from pretrain.ranks.world import free_port
+from pretrain.tracking.delivery import Delivery, sync
 from pretrain.tracking.store import make_database
-from pretrain.tracking.tracker import RunIdentity, Tracker
+from pretrain.tracking.tracker import Journal, RunIdentity, Tracker
 from tests.moments import wait_until
 
 STEPS_BETWEEN = 60
@@ -30,14 +32,14 @@ FORK = multiprocessing.get_context("fork")
 class Server:
     """`mlflow server --workers 1` on loopback, from where it has imported its application: a fork saves those seconds."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, name: str = "server.db"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of starlette's
             import mlflow.server.fastapi_app  # noqa: F401 (once, for all forks)
 
-        self.store, self.port = f"sqlite:///{folder}/server.db", free_port()
+        self.store, self.port = f"sqlite:///{folder}/{name}", free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
-        make_database(folder / "server.db", files=folder / "artifacts")  # or its first answer would take too long
+        make_database(folder / name, files=folder / "artifacts")  # or its first answer would take too long
         self._settings = {
             "_MLFLOW_SERVER_FILE_STORE": self.store,
             "_MLFLOW_SERVER_ARTIFACT_ROOT": "mlflow-artifacts:/",
@@ -90,6 +92,36 @@ class Training:
             self.tracker.metrics({"train/loss": 1 / self.step, "train/lr": 0.1}, step=self.step)
             if self.step % STEPS_BETWEEN == 0:
                 self.tracker.picture("first", lambda: Image.new("RGB", (8, 8)), step=self.step)
+
+
+@pytest.mark.usefixtures("capsys")  # the server's fork closes all files, that of pytest's other capture with them
+def test_a_served_store_is_written_by_its_server_alone_and_by_the_runs_when_that_has_gone(tmp_path: Path) -> None:
+    """As `pretrain serve` does it: it holds the lease, and leaves its address."""
+    address, run_dirs = tmp_path / "mlflow.db.server", [tmp_path / name for name in ("first", "second")]
+    for run_dir in run_dirs:
+        RunIdentity.of(run_dir, experiment="served", uri=None)
+        journal = Journal(run_dir / "tracking" / "journal.jsonl")
+        journal.append({"event": "start", "params": {}, "tags": {}})
+        journal.append({"event": "metrics", "step": 1, "values": {"loss": 0.5}})
+        journal.append({"event": "end", "status": "FINISHED"})
+        assert journal.close(timeout_s=30)
+    server = Server(tmp_path, "mlflow.db").start()
+    try:
+        with sole_writer(tmp_path / "mlartifacts"):
+            with pytest.raises(Busy):
+                Delivery(run_dirs[0]).deliver()
+            address.write_text(server.uri)
+            assert sync(run_dirs[0]) > 0
+    finally:
+        server.signal(signal.SIGKILL)  # and leaves its address
+    assert sync(run_dirs[1]) > 0
+    client = MlflowClient(tracking_uri=server.store)
+    experiment = client.get_experiment_by_name("served")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    assert sorted(str(run.info.run_name) for run in runs) == ["first", "second"]
+    for run in runs:
+        assert [point.value for point in client.get_metric_history(run.info.run_id, "loss")] == [0.5]
 
 
 def test_an_outage_costs_no_metric_no_step_and_no_truth(

@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 
 from data_prep.settings import UserError
 from pretrain.tracking import store
-from pretrain.tracking.delivery import Delivery, sync
+from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
 from pretrain.tracking.store import EmbeddedStore, Store
 from pretrain.tracking.tracker import Journal, RunIdentity
 
@@ -78,6 +78,36 @@ def test_runs_that_start_together_have_one_whole_store(tmp_path: Path) -> None:
     assert sync_apart(*run_dirs) == [0, 0]
     assert sorted(runs_in(tmp_path / "mlflow.db")) == ["ext0", "ext1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ext0", "ext1", "mlartifacts", "mlflow.db"]
+
+
+@pytest.mark.usefixtures("quickly")
+def test_of_eight_deliverers_one_writes_at_a_time_and_no_point_is_lost(tmp_path: Path) -> None:
+    """As while a sweep trains: none is told of a lock, nobody meets another in the file."""
+    run_dirs = [tmp_path / f"run{number}" for number in range(8)]
+    for run_dir in run_dirs:
+        write_run(run_dir)
+    inside = tmp_path / "inside"
+
+    def deliver(run_dir: Path) -> None:
+        send = Delivery._send
+
+        def alone(self: Delivery, events: list[dict[str, Any]]) -> None:
+            inside.mkdir()  # fails where another is at it
+            send(self, events)
+            inside.rmdir()
+
+        Delivery._send = alone  # type: ignore[method-assign]
+        reader, writer = os.pipe()
+        os.close(writer)  # the trainer has ended
+        assert deliver_while_training(run_dir, open(reader, "rb"), close_timeout_s=300) == 0
+
+    processes = [FORK.Process(target=deliver, args=(run_dir,)) for run_dir in run_dirs]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 8
+    assert sorted(runs_in(tmp_path / "mlflow.db")) == sorted(path.name for path in run_dirs)
 
 
 @pytest.mark.usefixtures("quickly")

@@ -5,12 +5,13 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from pretrain.ranks.world import World
-from pretrain.tracking.node import NodeSampler, node_report, open_nvml
+from pretrain.tracking.node import NodeSampler, node_report, open_nvml, shared_kind
 
 DRIVER = r"""
 #include <string.h>
@@ -46,6 +47,17 @@ def test_a_sample_of_this_node_bears_mlflows_names(tmp_path: Path) -> None:
 def test_a_run_directory_that_is_gone_costs_its_disk_alone(tmp_path: Path) -> None:
     values = NodeSampler(tmp_path / "gone").sample()
     assert "cpu_utilization_percentage" in values and not [name for name in values if name.startswith("disk")]
+
+
+def test_the_file_system_of_a_path_is_that_of_the_nearest_mount() -> None:
+    kinds = {"/": "ext4", "/home": "nfs4", "/home/scratch": "xfs", "/work": "lustre"}
+    mounts = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in kinds.items()]
+    found = {
+        place: shared_kind(Path(place), mounts=lambda all: mounts)
+        for place in ("/home/me/runs", "/home/scratch/runs", "/work", "/homes")
+    }
+    assert found == {"/home/me/runs": "nfs4", "/home/scratch/runs": None, "/work": "lustre", "/homes": None}
+    assert shared_kind(Path("runs")) is None  # by what this machine says itself
 
 
 def test_a_driver_or_a_disk_that_hangs_holds_up_no_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ import pytest
 from mlflow import MlflowClient
 from PIL import Image
 
-from data_prep.publish import Superseded, use_workspace
+from data_prep.publish import LOCK, Superseded, use_workspace
 from data_prep.settings import UserError
+from pretrain.config import TrackingSettings
 from pretrain.ranks.starts import started
 from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
 from pretrain.tracking.store import Store
@@ -158,7 +159,7 @@ def test_a_run_that_is_not_sent_keeps_its_journal_alone(tmp_path: Path, store: P
     """`pretrain sync` may send it later."""
     run_dir = tmp_path / "run"
     identity(run_dir)
-    run = Tracker(run_dir, params={"lr": 0.1}, tags={"task": "pretrain"}, is_sent=False)
+    run = Tracker(run_dir, params={"lr": 0.1}, tags={"task": "pretrain"}, settings=TrackingSettings(enabled=False))
     run.metrics({"loss": 1.0}, step=1)
     run.picture("first", lambda: Image.new("RGB", (8, 8)), step=0)
     run.close("FINISHED")
@@ -207,7 +208,7 @@ def picture(run_dir: Path, *, step: int) -> dict[str, Any]:
 
 
 def files(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file())
+    return sorted(path.name for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file() and path.name != LOCK)
 
 
 def test_a_run_that_died_unseen_has_failed_but_not_while_its_trainer_lives(tmp_path: Path, store: Path) -> None:

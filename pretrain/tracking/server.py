@@ -1,0 +1,88 @@
+"""`pretrain serve FOLDER`: MLflow's page of the runs in a folder, and the one writer of their embedded store while it lasts.
+
+1. The lease of the store is taken, and kept: no deliverer writes to the file any more (store.py).
+2. `mlflow server` is started on it, in a process group of its own, and is waited for until it answers.
+3. Its address is left beside the store. Deliverers, on whatever node, ask that first and write through the server.
+4. At a signal the address goes, then the server, then the lease: what deliverers could not send waits in their journals.
+
+Killed at any point it leaves no lock (the kernel frees that), and at worst an address that nobody answers at: deliverers then go
+back to the file.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from data_prep.publish import sole_writer, write_atomic
+from data_prep.settings import UserError
+from pretrain.ranks.launch import describe
+from pretrain.tracking.store import EmbeddedStore
+
+READY_S = 180.0
+"""A server needs half a minute, on a busy node more."""
+ENDING_S = 15.0
+
+
+class _Stopped(Exception):  # noqa: N818
+    pass
+
+
+def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (as `signal` calls it)
+    raise _Stopped
+
+
+def serve(folder: Path, *, host: str, port: int) -> None:
+    """Until a signal; raises UserError where the server ends by itself."""
+    store = EmbeddedStore(folder / "mlflow.db")
+    with sole_writer(store.files, wait=True, notice=f"{store.path}: waiting for others that deliver to it, or serve it"):
+        store.open()
+        address = f"http://{host}:{port}"
+        with _server(store, host=host, port=port) as server:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+                signal.signal(number, _stop)
+            began_s = time.monotonic()
+            try:
+                while not store.answers(address):
+                    if server.poll() is not None or time.monotonic() - began_s > READY_S:
+                        end = describe(server.returncode) if server.poll() is not None else f"no answer in {READY_S:.0f} s"
+                        raise UserError(
+                            f"mlflow server: {end} (its last words are above); is {host}:{port} taken? --port takes another"
+                        )
+                    time.sleep(0.5)
+                write_atomic(store.address, address.encode())
+                print(f"{folder}: served at {address}; runs of this folder write through it. Ctrl-C ends it", flush=True)
+                raise UserError(f"mlflow server: {describe(server.wait())} (its last words are above); the same command again")
+            except _Stopped:
+                print(f"{folder}: no longer served; runs write to {store.path} again", flush=True)
+            finally:
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+                    signal.signal(number, signal.SIG_IGN)
+                store.address.unlink(missing_ok=True)
+                _end(server)
+
+
+def _server(store: EmbeddedStore, *, host: str, port: int) -> subprocess.Popen[bytes]:
+    options = {
+        "--backend-store-uri": store.uri,
+        "--artifacts-destination": store.files.as_uri(),
+        "--host": host,
+        "--port": str(port),
+        "--workers": "1",  # more would be as many writers
+        "--allowed-hosts": ",".join(f"{name}:{port}" for name in (host, "localhost", "127.0.0.1")),
+    }
+    words = [sys.executable, "-m", "mlflow", "server", *(word for pair in options.items() for word in pair)]
+    return subprocess.Popen(words, start_new_session=True, stdout=sys.stderr)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """With its workers and theirs."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(ENDING_S)
