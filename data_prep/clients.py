@@ -140,6 +140,8 @@ def refuse_hopeless(url: str, error: Exception) -> None:
         raise _wrong_options(url, error) from None
     if isinstance(error, ValueError) and "Invalid endpoint" in str(error):
         raise UserError("storage.endpoint_url: is no address; write it as https://HOST:PORT") from None
+    if type(error).__name__ == "HfUriError":
+        raise UserError(f"{shown(url)}: is no address of the hub; write it as hf://datasets/USER/NAME/FILE") from None
     kind, facts, status = KINDS.get(url.partition("://")[0], _HTTP), _facts(error), _status(error)
     names = {each.__name__ for found in _chain(error) for each in type(found).__mro__}
     if names & _NOT_ON_THE_HUB:

@@ -5,6 +5,8 @@ Invariants: an object that we write appears whole, and the store's bytes are com
 server says) or there is none; what may pass is tried again, with a growing pause; what will not pass (no such file, no right to
 it) is reported at once, after credentials that may have expired were read anew. Storage options hold secrets: they go to fsspec
 alone. Query strings may hold secrets, too, not least those that a server redirects to: no error shows one.
+
+Long because reading and writing share attempts, refusals and what may be printed.
 """
 
 import contextlib

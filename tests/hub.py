@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_of_the_tests"
 LARGE = 20_000
@@ -157,6 +157,11 @@ class _Handler(BaseHTTPRequestHandler):
         files = {} if is_empty else self._repository(name).files[self._commit(name, revision)[1]]
         self._json([_entry(path, content) for path, content in sorted(files.items())])
 
+    def paths_info(self, name: str, revision: str) -> None:
+        repository, sha = self._commit(name, revision)
+        asked = json.loads(self.body)["paths"] if self.body.startswith(b"{") else parse_qs(self.body.decode())["paths"]
+        self._json([_entry(path, repository.files[sha][path]) for path in asked if path in repository.files[sha]])
+
     def resolve(self, name: str, revision: str, path: str) -> None:
         repository, sha = self._commit(name, revision)
         if repository.gated:
@@ -165,10 +170,10 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             raise RefusedError(404, "EntryNotFound", "Entry not found")
         headers = {"X-Repo-Commit": sha, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
-        if ranged := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            start = int(ranged[1])
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-            self._send(206, content[start:], headers)
+        if ranged := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, last = int(ranged[1]), int(ranged[2] or len(content) - 1)
+            headers["Content-Range"] = f"bytes {start}-{last}/{len(content)}"
+            self._send(206, content[start : last + 1], headers)
         else:
             self._send(200, content, headers)
 
@@ -252,9 +257,10 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
 _NAME = r"([^/]+/[^/]+?)"
 _ROUTES = {
     r"GET /api/whoami-v2": _Handler.whoami,
-    rf"GET /api/models/{_NAME}(?:/revision/(.+))?": _Handler.info,
-    rf"GET /api/models/{_NAME}/tree/(.+)": _Handler.tree,
-    rf"(?:GET|HEAD) /{_NAME}/resolve/([^/]+)/(.+)": _Handler.resolve,
+    rf"GET /api/(?:models|datasets)/{_NAME}(?:/revision/(.+))?": _Handler.info,
+    rf"GET /api/(?:models|datasets)/{_NAME}/tree/(.+)": _Handler.tree,
+    rf"POST /api/datasets/{_NAME}/paths-info/(.+)": _Handler.paths_info,
+    rf"(?:GET|HEAD) /(?:datasets/)?{_NAME}/resolve/([^/]+)/(.+)": _Handler.resolve,
     r"POST /api/repos/create": _Handler.create,
     rf"POST /api/models/{_NAME}/branch/(.+)": _Handler.branch,
     rf"POST /api/models/{_NAME}/preupload/(.+)": _Handler.preupload,

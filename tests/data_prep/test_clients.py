@@ -121,6 +121,7 @@ def test_a_client_that_cannot_be_made_is_one_line(store: Store, monkeypatch: pyt
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("s3://b/a", {"endpoint_url": store.address}, "access is refused; give credentials"),
         ("s3://b/a", {"endpoint_url": "minio:9000", "anon": True}, "storage.endpoint_url: is no address; write it as https://"),
+        ("hf://datasets/me", {}, "hf://datasets/me: is no address of the hub; write it as hf://datasets/USER/NAME/FILE"),
         ("ftp://b/a", {}, r"ftp://b/a: ftp:// is no store that can be read; use http\(s\)://, s3://"),
     ]
     for url, storage, words in cases:

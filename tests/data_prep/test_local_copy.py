@@ -18,6 +18,7 @@ from data_prep.settings import UserError
 from pretrain.config import DataSettings
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.data.reader import reading
+from tests import hub
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import Web, forget_credentials, index, web
@@ -113,6 +114,30 @@ def test_patterns_list_a_store_and_versions_tell_contents_apart(
     refused(index(tmp_path / "far", store.url("some", "train-*.tar"), *how), f"{tars[1].name}: has changed since it was indexed")
     refused(index(tmp_path / "new", store.url("some", "gone.tar"), *how), "/gone.tar: there is no such file; mend the address")
     refused(index(tmp_path / "new", store.url("some"), *how), "/some: is a folder, no file; name what is in it")
+
+
+def test_the_hub_is_read_in_ranges_by_revision_and_with_a_token(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    monkeypatch.setattr("data_prep.remote.RANGE_BYTES", 20_000)
+    files, url = {path.name: path.read_bytes() for path in shapes.iterdir()}, "hf://datasets/me/mine"
+    with hub.serving() as server:
+        server.put("me/mine", files, private=True)
+        server.put("me/mine", {"manifest.json": b"{}"}, branch="other")
+        storage = {"endpoint": server.url, "token": hub.TOKEN}
+        far = load_training_data(DataSettings(dataset=url, storage=storage, cache_dir=str(tmp_path / "shards")))
+        assert (pictures(far) == pictures(load_training_data(DataSettings(dataset=str(shapes))))).all()
+        how = f"storage={json.dumps(storage)}"
+        assert index(tmp_path / "far", f"{url}@main/train-*.tar", how) == 0
+        assert index(tmp_path / "far", f"{url}@main/train-*.tar", how) == 0
+        first = min(files.keys() & {"train-000000.tar", "train-000001.tar"})
+        server.put("me/mine", {**files, first: files[first][:-512]})
+        refused(index(tmp_path / "far", f"{url}@main/train-*.tar", how), f"{first}: has changed since it was indexed")
+        options = ["--storage", json.dumps(storage)]
+        refused(main(["verify", f"{url}@other", *options]), f"{url}@other/manifest.json: schema version None")
+        refused(main(["verify", f"{url}@gone", *options]), f"{url}@gone: no finished dataset is there")
+        refused(main(["verify", url, "--storage", json.dumps({"endpoint": server.url, "token": False})]), "or you may not see it")
+        refused(main(["verify", "hf://datasets/me", *options]), "hf://datasets/me/manifest.json: there is no such file, or you may")
 
 
 def test_a_copy_is_made_once_and_mended_and_another_manifest_makes_another(
