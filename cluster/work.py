@@ -37,6 +37,7 @@ from finetune.probe.cache import check_room
 from finetune.probe.config import FeatureSettings, KnnSettings, ProbeSettings
 from finetune.tune.config import TuneSettings, is_finished, repeats_of
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
+from pretrain.checkpoints.hub import is_on_hub
 from pretrain.checkpoints.run import (
     CONFIG_FILE,
     RESULT,
@@ -190,7 +191,7 @@ class Work:
     def reads(self) -> list[str]:
         """The paths of what must be there before it starts: a dataset by its manifest."""
         found = [f"{dataset}/{MANIFEST_NAME}" for dataset in self.datasets] + [run_and_length(self.pretrained or "")[0]]
-        return [path for path in found if path and "://" not in path]
+        return [path for path in found if path and "://" not in path and not is_on_hub(path)]
 
     @property
     def reads_from(self) -> tuple[str, ...]:

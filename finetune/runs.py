@@ -139,7 +139,9 @@ class Run:
             return ""
         card = card_of(self.pretrained)
         origin = f", {card.origin}" if card and card.origin else ""
-        return f"{card.model.label} trained on {card.dataset}{origin}" if card else self.pretrained.name
+        if card is None:
+            return str(self.result.get("weights_from") or self.pretrained.name)
+        return f"{card.model.label} trained on {card.dataset}{origin}"
 
     @property
     def num_images(self) -> int | None:

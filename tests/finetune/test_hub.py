@@ -15,14 +15,19 @@ from huggingface_hub import constants, file_download
 from timm.models import save_for_hf
 
 from data_prep.manifest import load_manifest
+from data_prep.settings import UserError
 from finetune.cli import main
-from pretrain.checkpoints.card import read_card
+from finetune.tune.config import TuneSettings
+from finetune.tune.tune import Tuning
+from pretrain.checkpoints.card import CheckpointError, read_card
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.files import load_model, save_folder
 from pretrain.checkpoints.hub import fetch
+from pretrain.data.datasets import load_training_data
 from pretrain.models.build import pooled_features
 from pretrain.models.cost import num_features_of
 from pretrain.models.spec import MixerSpec, TimmModelSpec
+from pretrain.optim import parameter_groups
 from tests.finetune.tiny import judge, plain_logits
 from tests.hub import TOKEN, Hub, serving
 
@@ -248,3 +253,54 @@ def test_a_model_of_timm_answers_as_there(hub: Hub, name: str, shapes: Path, tmp
     again = load_model(Checkpoint.open(tmp_path / "again")).eval()
     with torch.no_grad():
         torch.testing.assert_close(again(x), ours(x), rtol=0, atol=0)
+
+
+def test_timm_says_where_the_layers_are(hub: Hub, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates fall by the layer from the head on; where timm splits a model into none, tune refuses it by its name."""
+    timms(hub, "test_resnet.r160_in1k", load_manifest(shapes).classes)
+    words = {"run_dir": "runs/tuned", "pretrained": "timm:test_resnet.r160_in1k", "data": {"dataset": str(shapes)}}
+    tree = words | {"train": {"duration": "1 epochs", "global_batch_size": 8}, "optimizer": {"layer_decay": 0.5, "lr": 1e-3}}
+    settings = TuneSettings.model_validate(tree, strict=False)
+    checkpoint = Checkpoint.open(settings.pretrained)
+    tuning = Tuning(settings, load_training_data(settings.as_training(checkpoint.card).data), checkpoint)
+    model = tuning.model()
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    rates = {names[id(w)]: group["lr_scale"] for group in parameter_groups(model, settings.optimizer) for w in group["params"]}
+    assert [rates[f"body.{name}"] for name in ("conv1.0.weight", "layer1.0.conv1.weight", "layer4.0.conv1.weight")] == [
+        1 / 16,
+        1 / 8,
+        1,
+    ]
+    assert rates["head.weight"] == settings.optimizer.head_lr_scale
+
+    monkeypatch.delattr(type(model.body), "group_matcher")
+    with pytest.raises(UserError, match=r"timm:test_resnet.r160_in1k: timm does not split its weights into layers"):
+        tuning.model()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"input_size": [1, 28, 28]}, "takes pictures of 28 x 28 in 1 colours; here they are square and RGB"),
+        ({"classifier": ["head", "head_dist"]}, "has no classifier, or several; here a model has one"),
+        ({"mean": "red"}, "cannot be read"),
+    ],
+)
+def test_a_config_of_timm_that_will_not_do(hub: Hub, shapes: Path, changes: dict[str, object], complaint: str) -> None:
+    timms(hub, "test_vit.r160_in1k", load_manifest(shapes).classes)
+    place = Path("saved/test_vit.r160_in1k")
+    tree = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(tree | {"pretrained_cfg": tree["pretrained_cfg"] | changes}))
+    with pytest.raises(CheckpointError, match=complaint):
+        Checkpoint.open(place)
+
+
+def test_a_classifier_of_imagenet_has_wordnets_names(hub: Hub, shapes: Path) -> None:
+    timms(hub, "test_vit.r160_in1k", load_manifest(shapes).classes)
+    place = Path("saved/test_vit.r160_in1k")
+    tree = json.loads((place / "config.json").read_text())
+    for each in (tree, tree["pretrained_cfg"]):
+        each.pop("label_names", None)
+    for count, names in ((1000, timm.data.ImageNetInfo().label_names()), (3, ["class_00000", "class_00001", "class_00002"])):
+        (place / "config.json").write_text(json.dumps(tree | {"num_classes": count}))
+        assert read_card(place).classes == tuple(names)
