@@ -7,7 +7,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 BUDGETS = {
     "data_prep": 11_300,
-    "pretrain": 16_600,
+    "pretrain": 16_850,
     "finetune": 5_650,
     "cluster": 3_500,  # with its shell
     "analysis": 5_620,
