@@ -512,9 +512,13 @@ def prepare(job: Job, words: list[str]) -> int:
         return 0
     if not Path("jobs", job.array or job.number, "writes").exists():
         (job.directory / "writes").write_text(lines_of({out: ALL_TASKS}))
-    job.mark = lambda: str(sum(len(folders) + len(files) for _, folders, files in os.walk(out)))  # others rename there meanwhile
+    job.mark = lambda: str(
+        sum(len(folders) + len(files) for _, folders, files in os.walk(answer["work"] or out))
+    )  # others rename there meanwhile
     job.settle_ranks(per_node=1)
     is_done = lambda code: code == 0 and not job.stopped  # noqa: E731
+    if stage == "--merge" and "://" in out:  # a store has verified what it was given; what is missing is written, then published
+        return job.live([*job.python, "-m", *answer["words"]], is_finished=is_done, with_preflight=False)
     if stage == "--merge":
         both = '"${@:2}" -m data_prep merge "$1" && "${@:2}" -m data_prep verify "$1"'
         return job.live(["bash", "-c", both, "merge-and-verify", out, *job.python], is_finished=is_done, with_preflight=False)

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from cluster.slurm import taken_by
 from data_prep.build.config import BuildSettings
+from data_prep.build.destination import finished_manifest
 from data_prep.commands import building
 from data_prep.explain import program
 from data_prep.manifest import MANIFEST_NAME, load_manifest
@@ -255,9 +256,12 @@ def _data_of(data: str) -> TrainingData:
 
 
 def _is_built(settings: BuildSettings) -> bool:
-    if not (Path(settings.out) / MANIFEST_NAME).exists():
+    if settings.is_remote:
+        manifest = finished_manifest(settings)
+    else:
+        manifest = load_manifest(settings.out) if (Path(settings.out) / MANIFEST_NAME).exists() else None
+    if manifest is None:
         return False
-    manifest = load_manifest(settings.out)
     source = settings.source.model_dump(mode="json")
     pairs = [(f"source.{key}", source[key], stored) for key, stored in manifest.source.items() if key in source]
     for key in ("image_size", "encoding", "crop", "interpolation", "seed"):
@@ -338,7 +342,7 @@ def _of_work(work: Work, *, is_starting: bool) -> dict[str, object]:
             state, about = ("blind", unseen[0]) if unseen else ("taken", str(writer))
     settings = work.settings
     can_stage = isinstance(settings, PretrainSettings | TuneSettings) and settings.data.stage_dir is None
-    found = {"state": state, "about": about, "writes": work.writes, "reads": work.reads}
+    found = {"state": state, "about": about, "writes": work.writes, "work": getattr(settings, "work", None), "reads": work.reads}
     more = {"result": COMMANDS[work.kind].result, "needs_one_rank": work.kind == "export"}
     return {**found, **more, "words": work.words, "can_stage": can_stage}
 

@@ -149,11 +149,12 @@ def is_as_delivered(place: Destination, shard: Shard, stored: str) -> bool:
     return (found.stamp or str(found.num_bytes)) == stored
 
 
-def hand_over(place: Destination) -> None:
-    """Step 3, but for the records, which the caller removes."""
+def hand_over(place: Destination, made: Path | None = None) -> None:
+    """Step 3, but for the records, which the caller removes. `made`: where the files are, if they have a directory of their own."""
     if not place.is_remote:
         return
-    manifest, small = place.directory / MANIFEST_NAME, [*_small_files(place.directory)]
+    made = made or place.directory
+    manifest, small = made / MANIFEST_NAME, [*_small_files(made)]
 
     def send(path: Path) -> None:
         upload(path, join(place.out, path.name), storage=place.out_storage)

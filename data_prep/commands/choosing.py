@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from data_prep.commands import OK, add_verb, counted, directory_of, place, print_table
+from data_prep.commands import OK, add_verb, counted, directory_of, json_options, place, print_table
 from data_prep.explain import Verbs, at_least
 from data_prep.publish import write_atomic
 from data_prep.settings import validate
@@ -22,7 +22,10 @@ def add_verbs(verbs: Verbs) -> None:
     subset = add_verb(
         verbs, "subset", _subset, "dataset", "storage", "json", help=words, after_a_stop=after_a_stop, examples=examples
     )
-    subset.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new dataset directory")
+    subset.add_argument("--out", required=True, metavar="DIR", help="the new dataset directory, or its URL in a store")
+    subset.add_argument("--work", metavar="DIR", help="if --out is a URL: a directory to make it in")
+    words = "if --out is a URL: options for fsspec (by default those of --storage)"
+    subset.add_argument("--out-storage", type=json_options, metavar="JSON", help=words)
     subset.add_argument("--fraction", type=float, help="this share of every class, such as 0.1")
     subset.add_argument("--count", type=at_least(1), metavar="N", help="N samples, in the proportions of the classes")
     subset.add_argument("--per-class", type=at_least(1), metavar="N", help="N samples of every class")
@@ -56,11 +59,14 @@ def add_verbs(verbs: Verbs) -> None:
 
 
 def _subset(options: argparse.Namespace) -> int:
-    from data_prep.choose.subset import Selection, subset
+    from data_prep.build.destination import Destination
+    from data_prep.choose.subset import Selection, subset_to
 
     names = ("fraction", "count", "per_class", "split", "seed", "classes_file", "exclude")
     selection = validate(Selection, {name: getattr(options, name) for name in names})
-    manifest = subset(directory_of(options), options.out, selection)
+    storage = (options.out_storage or options.storage) if "://" in options.out else {}
+    to = validate(Destination, {"out": options.out, "work": options.work, "out_storage": storage})
+    manifest = subset_to(directory_of(options), to, selection)
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
     excluded = manifest.source.get("exclude_paths")
     if options.json:

@@ -55,9 +55,9 @@ def words(source: Path, store: Store, work: Path, *more: str) -> list[str]:
     return ["build", "--source", "folder", "--out", store.url("out"), "--work", str(work), *CUT, *given, *more]
 
 
-def in_store(store: Store) -> dict[str, bytes]:
-    names = names_under(store.url("out"), storage=store.storage)
-    return {name: read_bytes(store.url("out", name), storage=store.storage) for name in names}
+def in_store(store: Store, dataset: str = "out") -> dict[str, bytes]:
+    names = names_under(store.url(dataset), storage=store.storage)
+    return {name: read_bytes(store.url(dataset, name), storage=store.storage) for name in names}
 
 
 def run(*words: str) -> int:
@@ -154,6 +154,16 @@ def test_an_index_of_shards_in_a_store_lies_beside_them(tmp_path: Path, store: S
     assert run("index", *there, "--train", store.url("in", "s-{0..1}.tar"), *options) == 0
     assert in_store(store) == files_of(tmp_path / "local")
     refused(run("index", *there, "--train", str(shards[0]), *options), "lies on this disk")
+
+    half, there = (
+        ["subset", str(tmp_path / "local"), "--count", "3"],
+        ["--work", str(tmp_path / "w"), "--storage", json.dumps(store.storage)],
+    )
+    assert main([*half, "--out", str(tmp_path / "half")]) == 0
+    for _ in range(2):
+        assert main([*half, "--out", store.url("half"), *there]) == 0
+        assert in_store(store, "half") == files_of(tmp_path / "half")
+    refused(main([*half, "--seed", "1", "--out", store.url("half"), *there]), "holds another dataset (half)")
 
 
 def test_a_store_needs_a_place_for_unfinished_work(source: Path, tmp_path: Path, refused: Refused) -> None:
