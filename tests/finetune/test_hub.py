@@ -27,6 +27,7 @@ from pretrain.data.datasets import load_training_data
 from pretrain.models.build import pooled_features
 from pretrain.models.cost import num_features_of
 from pretrain.models.spec import MixerSpec, TimmModelSpec
+from pretrain.models.timm_baselines import TimmModel
 from pretrain.optim import parameter_groups
 from tests.finetune.tiny import judge, plain_logits
 from tests.hub import TOKEN, Hub, serving
@@ -304,3 +305,11 @@ def test_a_classifier_of_imagenet_has_wordnets_names(hub: Hub, shapes: Path) -> 
     for count, names in ((1000, timm.data.ImageNetInfo().label_names()), (3, ["class_00000", "class_00001", "class_00002"])):
         (place / "config.json").write_text(json.dumps(tree | {"num_classes": count}))
         assert read_card(place).classes == tuple(names)
+
+
+def test_a_model_that_would_answer_otherwise_is_refused(hub: Hub, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timms(hub, "test_vit.r160_in1k", load_manifest(shapes).classes)
+    pool = TimmModel.pool
+    monkeypatch.setattr(TimmModel, "pool", lambda model, x: 2 * pool(model, x))
+    with pytest.raises(UserError, match=r"test_vit: cannot be taken apart .* \(its answers are .* of the largest apart\)"):
+        load_model(Checkpoint.open("timm:test_vit.r160_in1k"))
