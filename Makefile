@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: cluster-test demo demos findings study test check soak stores lint types arrows tests format lock clean-demo clean-demos
+.PHONY: cluster-test demo demos findings launchers study test check soak stores lint types arrows tests format lock clean-demo clean-demos
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -72,6 +72,12 @@ stores: .venv/.installed
 # Starts a private SLURM of four nodes on loopback, and leaves nothing behind. Root; apt-get install slurm-wlm munge.
 cluster-test: .venv/.installed
 	REQUIRE_SLURM=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/slurm tests/cluster
+
+# SkyPilot's own parser reads cluster/skypilot.yaml, in an environment of its own: it would change many packages of ours.
+launchers: .venv/.installed
+	[ -x .venv/skypilot/bin/python ] || $(BIN)/uv venv --quiet --python $(BIN)/python .venv/skypilot
+	$(BIN)/uv pip install --quiet --python .venv/skypilot skypilot==0.14.1
+	SKYPILOT_DISABLE_USAGE_COLLECTION=1 .venv/skypilot/bin/python -c "import sky; print(sky.Task.from_yaml('cluster/skypilot.yaml'))"
 
 format: .venv/.installed
 	$(BIN)/ruff format .
