@@ -219,11 +219,17 @@ class Retention:
 
 
 def settle(run_dir: Path, snapshot: Snapshot, retention: Retention, *, spared: int | None = None) -> None:
-    """Steps 3 to 5. `spared`: the step of one that is being read, whose turn comes later."""
+    """Steps 3 to 5."""
     newest, trainer = snapshot.place(run_dir), snapshot.trainer
     best = published_best(run_dir, trainer.best, newest_step=trainer.step)
     write_atomic(checkpoints_dir(run_dir) / LATEST, newest.name.encode() + b"\n")
     write_best(run_dir, best)
+    prune(run_dir, newest, retention, spared=spared)
+
+
+def prune(run_dir: Path, newest: Path, retention: Retention, *, spared: int | None = None) -> None:
+    """`spared`: the step of one that is being read, whose turn comes later."""
+    best = _read_best(run_dir)
     for path in superfluous(list_checkpoints(run_dir), newest=newest, retention=retention, best=best):
         if step_of(path) != spared:
             withdraw(path)

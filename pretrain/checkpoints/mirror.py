@@ -36,7 +36,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from fnmatch import fnmatch
@@ -343,25 +343,25 @@ class Mirror:
         write_bytes(hashes, self._at("checkpoints", place.name, HASHES), storage=self._storage)
         self.whole[step] = hashes
 
-    def lacking(self) -> Path | None:
+    def lacking(self, *, beside: Collection[Path] = ()) -> Path | None:
         """Of RUN's checkpoints the newest that is not there."""
         for place in reversed(list_checkpoints(self.run_dir)):
             with suppress(FileNotFoundError):  # it has just been removed
-                if not self.has(place):
+                if place not in beside and not self.has(place):
                     return place
         return None
 
-    def settle(self, place: Path, retention: "Retention") -> None:
+    def settle(self, retention: "Retention") -> None:
         """Steps 10 and 11, by the rules of RUN, once its newest checkpoint is there."""
         from pretrain.checkpoints.files import Best, superfluous  # and torch, which `bring` does without
 
         found, newest = [self.place(step) for step in sorted(self.whole)], list_checkpoints(self.run_dir)[-1]
-        if newest != place:
+        if newest not in found:
             return
         if _BEST not in self._sent:
             with suppress(MissingError):
                 self._sent[_BEST] = self._read(_BEST)
-        judged = [json.loads((place / TRAINER).read_text())["best"], json.loads(self._sent.get(_BEST, b"null"))]
+        judged = [json.loads((newest / TRAINER).read_text())["best"], json.loads(self._sent.get(_BEST, b"null"))]
         best = next((Best(**each) for each in judged if each and each["step"] in self.whole), None)
         if best is not None:
             self._send(_BEST, json.dumps(asdict(best)).encode())
@@ -508,11 +508,13 @@ class MirrorWriter:
 
     def _bring(self) -> int:
         """Steps 7 to 12; the bytes of the records."""
-        while (place := self._mirror.lacking()) is not None:
+        brought: list[Path] = []
+        while (place := self._mirror.lacking(beside=brought)) is not None:
             began_s, self.holding = time.monotonic(), step_of(place)
             try:
                 self._mirror.push(place, stop=self._stop)
-                self._mirror.settle(place, self._retention)
+                brought.append(place)
+                self._mirror.settle(self._retention)
             except (OSError, UserError):
                 if place.exists():  # else it made way before it was held
                     raise

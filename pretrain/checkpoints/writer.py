@@ -21,9 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from pretrain.checkpoints.card import CheckpointError, ModelCard
-from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, publish, published_best, settle, write_best
+from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, prune, publish, published_best, settle, write_best
 from pretrain.checkpoints.mirror import GRACE_SHARE, Mirror, MirrorWriter
-from pretrain.checkpoints.run import checkpoints_dir
+from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.engine.step import Engine
@@ -147,6 +147,7 @@ class Saver:
                 return GRACE_SHARE * self._grace_s - passed_s
 
             self.writer.mirror.catch_up(left_s if stop else None)
+            self.writer.tidy()
             self.writer.raise_defect()
 
     def close(self, *, finished: bool) -> None:
@@ -268,6 +269,11 @@ class CheckpointWriter:
             self.raise_defect()
         if best is not None:
             write_best(self._run_dir, published_best(self._run_dir, best))
+
+    def tidy(self) -> None:
+        """What the mirror was reading when its turn came."""
+        for newest in list_checkpoints(self._run_dir)[-1:]:
+            prune(self._run_dir, newest, self._retention)
 
     def _has_room(self) -> bool:
         return not self._is_writing and (self._snapshot is None or self._fault is not None)
