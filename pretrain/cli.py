@@ -1,6 +1,6 @@
 """Command line of the second floor: `pretrain start | train | preview | show | models | widths | plan | import | sync | serve`.
 
-Heavy imports wait until the config is known to be good.
+Heavy imports wait until the config is known to be good. Long because the options of all verbs of the floor stand here.
 """
 
 import argparse

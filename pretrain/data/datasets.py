@@ -143,10 +143,6 @@ class TrainingData:
         mean = shares @ means
         return _triple(mean), _triple(np.sqrt(np.maximum(shares @ squares - mean**2, 0)))
 
-    @property
-    def is_stream(self) -> bool:
-        return self.settings.stream
-
     def check_ranks(self, num_ranks: int) -> None:
         """Raises where there is not enough for so many."""
 

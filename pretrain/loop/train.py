@@ -238,7 +238,7 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
     PROGRESS.mark("closing its journal")
     if trainer.world.is_first and outcome.finished:
         result: dict[str, Any] = {"step": outcome.step, "ranks": trainer.world.num_ranks}
-        if trainer.data.is_stream:
+        if trainer.data.settings.stream:
             result["stream"] = True
         if outcome.images_per_s is not None:
             result["images_per_s"] = outcome.images_per_s
@@ -278,7 +278,7 @@ def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> Trainer
     trainer.engine.import_state(engine)
     before, now = state.num_cpu_threads, num_cpu_threads(device)
     if trainer.world.is_first:
-        anew = "; the stream begins anew, in another order" if trainer.data.is_stream else ""
+        anew = "; the stream begins anew, in another order" if trainer.data.settings.stream else ""
         print(f"{trainer.run_dir.name}: going on from {place.name if own else place}{anew}")
         if before is not None and now is not None and before != now:
             print(
@@ -355,7 +355,7 @@ def card_of(task: Task, *, run_key: str) -> ModelCard:
         channel_mean=task.normalisation.mean,
         channel_std=task.normalisation.std,
         dataset=data.name,
-        stream=data.is_stream,
+        stream=data.settings.stream,
         stored_crop=crop,
         stored_interpolation=interpolation,
         stored_size=data.parts[0].stored_size(data.image_size),  # all have the same

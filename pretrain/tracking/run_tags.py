@@ -82,7 +82,7 @@ def target_of(manifest: Manifest) -> str:
 
 def datasets_of(data: TrainingData) -> tuple[dict[str, str], ...]:
     """One for each part that is trained on (a stream has no place of its own), and one for what is evaluated on."""
-    used = [(part, "training") for part in data.parts if not data.is_stream]
+    used = [(part, "training") for part in data.parts if not data.settings.stream]
     evaluated = data.eval_part()
     return tuple(dataset_of(part, context) for part, context in used + ([(evaluated, "evaluation")] if evaluated else []))
 
