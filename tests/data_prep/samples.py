@@ -110,6 +110,8 @@ def change_manifest(directory: Path, change: Callable[[dict[str, Any]], object])
     tree = unsealed(json.loads(path.read_bytes()))
     change(tree)
     write_json(path, sealed(tree))
+    for of_wids in directory.glob("*-wids.json"):  # which lists the shards as they were
+        of_wids.unlink()
 
 
 def replace_index(directory: Path, rows: np.ndarray, *, split: str = "train", shard: int = 0) -> None:
