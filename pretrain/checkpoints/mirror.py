@@ -33,6 +33,7 @@ Long because one protocol is easier to hold to in one place.
 """
 
 import json
+import re
 import sys
 import threading
 import time
@@ -536,8 +537,9 @@ class MirrorWriter:
         self._num_failures += 1
         self._report({"usage/mirror_failures": float(self._num_failures)})
         self._fault, self._pause_s = fault, min(_LONGEST_PAUSE_S, 2 * self._pause_s)
-        if not self._stop.is_set() and (fault != self._said or now_s - self._said_s > _WARN_AGAIN_S):
-            self._said, self._said_s = fault, now_s
+        kind = re.sub(r"\d+", "", fault)  # whichever checkpoint it is of
+        if not self._stop.is_set() and (kind != self._said or now_s - self._said_s > _WARN_AGAIN_S):
+            self._said, self._said_s = kind, now_s
             self._warn(f"{fault}. Training goes on, and it is tried again")
 
     def _warn(self, text: str) -> None:
