@@ -277,7 +277,7 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     if kind == "extra_forbidden":
         word, leaves = location[-1].lower(), words_of(schema) if len(location) == 1 else {}
         best = difflib.get_close_matches(word, [*beside, *leaves], n=1, cutoff=0.75)
-        parts = difflib.get_close_matches(word, leaves, n=1, cutoff=0.9) or [leaf for leaf in leaves if f"_{word}_" in f"_{leaf}_"]
+        parts = difflib.get_close_matches(word, leaves, n=1, cutoff=0.91) or [leaf for leaf in leaves if f"_{word}_" in f"_{leaf}_"]
         found = [leaf for leaf in parts or best if leaf in leaves and leaf not in beside]
         meant = [key if form == "{}" else leaf for leaf in found for key, form in leaves[leaf].items()]
         if 1 <= len(meant) <= 3:
