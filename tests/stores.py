@@ -1,7 +1,7 @@
 """Object stores that tests start for themselves (moto's s3, gcp-storage-emulator, azurite), each behind a proxy that makes faults.
 
-s3 runs in `make test`, all of them in `make stores` (the marker `stores`). Where a server cannot be had its tests skip and say
-so, except under REQUIRE_STORES=1.
+s3 runs in `make test`, the others, and what takes long, in `make stores` (the marker `stores`). Where a server cannot be had its
+tests skip and say so, except under REQUIRE_STORES=1.
 """
 
 import json
@@ -25,7 +25,7 @@ from data_prep import remote
 from tests.data_prep.stock import s3_server
 
 BUCKET = "pictures"
-AZURITE = Path(os.environ.get("STORES", ".venv/stores")) / "node_modules/.bin/azurite-blob"
+AZURITE = Path(os.environ.get("STORES", ".venv/stores")).absolute() / "node_modules/.bin/azurite-blob"
 SECRET = "c2VjcmV0LXdvcmQ="
 Match = Callable[[str, str], bool]
 """Of the method and the address of a request."""

@@ -97,6 +97,7 @@ def test_kills_at_any_moment_change_no_byte(tmp_path: Path, store: Store, source
     assert in_store(store) == whole
 
 
+@pytest.mark.stores  # s3, too: a kill does as much, and it takes time
 def test_a_store_that_fails_ends_the_build_in_one_line_and_the_same_command_goes_on(
     tmp_path: Path, store: Store, source: Path, whole: dict[str, bytes], refused: Refused
 ) -> None:

@@ -64,7 +64,7 @@ def test_only_the_first_of_two_is_written(store: Store) -> None:
     assert read_bytes(url, storage=store.storage) == b"first"
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.stores)])
 @pytest.mark.parametrize("fault", [500, "cut", "lost", "wrong"])
 def test_a_fault_is_tried_again(tmp_path: Path, store: Store, fault: Any, size: str) -> None:
     url, place = store.url("faults", f"{fault}-{size}"), made(tmp_path, size)
