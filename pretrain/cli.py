@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from data_prep.explain import Verbs, at_least, program
+from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
 from data_prep.publish import Busy
@@ -380,7 +381,8 @@ def _import(options: argparse.Namespace) -> int:
             row = " ".join(f"{value:.4g}" for value in values)
             raise UserError(f"--{name}: {row} is not on the scale 0..1; divide what is meant for 0..255 by 255")
     if options.classes is not None and not options.classes.isdigit():  # they are there, and can be read
-        load_manifest(options.classes) if Path(options.classes).is_dir() else read_lines("--classes", options.classes)
+        dataset = local_copy(options.classes, storage=None)
+        load_manifest(dataset) if dataset.is_dir() else read_lines("--classes", options.classes)
     if not (options.out / CONFIG).exists():
         is_begun(options.out, {}, record=CONFIG, what="these weights", field="out", alone=True)
     with doing("loading torch"):

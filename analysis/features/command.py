@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from analysis.device import add_device, device_of
 from analysis.output import add_out, check_out, write, written
 from data_prep.explain import Verbs, at_least
+from data_prep.local_copy import local_copy
 from data_prep.manifest import Manifest, load_manifest
 from data_prep.progress import doing
 from finetune.split import check_split, class_numbers
@@ -28,7 +29,7 @@ def add_verbs(verbs: Verbs) -> None:
     )
     cka.add_argument("run_a", help="a run, one of its checkpoints, or a folder of weights: the rows")
     cka.add_argument("run_b", help="another: the columns")
-    cka.add_argument("dataset", help="a directory that data_prep has finished")
+    cka.add_argument("dataset", help="a directory that data_prep has finished, or its URL")
     more = "a further pair; pairs of the same two architectures are seeds"
     cka.add_argument("--and", nargs=2, action="append", default=[], metavar=("RUN_A", "RUN_B"), dest="more", help=more)
     _add_data(cka)
@@ -42,7 +43,9 @@ def add_verbs(verbs: Verbs) -> None:
         epilog="analysis invariance runs/mlp runs/mixer data/cifar10 --split test",
     )
     invariance.add_argument("runs", nargs="+", metavar="RUN", help="runs, their checkpoints, or folders of weights")
-    invariance.add_argument("dataset", help="a directory that data_prep has finished, of the classes that the runs know")
+    invariance.add_argument(
+        "dataset", help="a directory that data_prep has finished, or its URL, of the classes that the runs know"
+    )
     _add_data(invariance)
     invariance.add_argument("--views", type=at_least(0), default=20, help="of test-time augmentation (default: 20); 0: none")
     invariance.add_argument("--seeds", type=at_least(1), default=3, help="how often such views are drawn (default: 3)")
@@ -67,7 +70,7 @@ def _pictures(options: argparse.Namespace, manifest: Manifest) -> "Pictures":
 
 def _cka(options: argparse.Namespace) -> int:
     check_out(options.out)
-    manifest = load_manifest(options.dataset)
+    manifest = load_manifest(local_copy(options.dataset, storage=None))
     manifest.split(options.split, directory=options.dataset)
     pairs = [(options.run_a, options.run_b), *map(tuple, options.more)]
     for run in dict.fromkeys(run for pair in pairs for run in pair):
@@ -87,7 +90,7 @@ def _cka(options: argparse.Namespace) -> int:
 
 def _invariance(options: argparse.Namespace) -> int:
     check_out(options.out)
-    manifest = load_manifest(options.dataset)
+    manifest = load_manifest(local_copy(options.dataset, storage=None))
     check_split(manifest, options.split, directory=options.dataset)
     for run in options.runs:
         class_numbers(Checkpoint.open(run, verify=False).card, manifest, dataset=options.dataset)

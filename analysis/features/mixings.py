@@ -3,7 +3,6 @@ channels), one in each layer of an MLP or a SW-MLP, in the order in which the fo
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from analysis.features.hsic import FEWEST
+from data_prep.local_copy import local_copy
 from data_prep.manifest import Manifest
 from data_prep.progress import progress
 from data_prep.settings import UserError
@@ -109,7 +109,7 @@ class Pictures:
         """At this size, in one fixed random order: a split that is stored class by class would show features of one class at a
         time. What does not decode is left out; a batch of which less than half is left or too little for HSIC1, too. `times`: how
         often each picture is looked at, for the progress."""
-        part, found = Part(Path(self.dataset), self.manifest, self.split), False
+        part, found = Part(local_copy(self.dataset, storage=None), self.manifest, self.split), False
         with reading([part], ReadingSettings(dataset=self.dataset), image_size=size) as reader:
             order = np.random.default_rng(0).permutation(reader.num_samples)[: self.count]
             with progress(title, total=len(order) * times, unit="images") as line:

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from data_prep.explain import Verbs, at_least
+from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.pictures import Picture, in_folder, in_tar, is_tar
 from data_prep.settings import SettingsError
@@ -25,8 +26,10 @@ Input = Part | Sequence[Path]
 def add_verbs(verbs: Verbs) -> None:
     predict = verbs.add_parser("predict", help="what a checkpoint sees in any pictures: a row for each, as CSV or Parquet")
     predict.add_argument("pretrained", metavar="RUN", help="a run of pretrain, probe or tune, a checkpoint, an export or an import")
-    kinds = "picture files, folders (with all folders in them), plain tars with or without labels, datasets of data_prep"
-    predict.add_argument("pictures", metavar="PICTURES", nargs="+", type=Path, help=kinds)
+    kinds = (
+        "picture files, folders (with all folders in them), plain tars with or without labels, datasets of data_prep or their URLs"
+    )
+    predict.add_argument("pictures", metavar="PICTURES", nargs="+", help=kinds)
     predict.add_argument(
         "--out", metavar="FILE", type=Path, help="a .csv or .parquet file: picture, class, probability, ..., error"
     )
@@ -48,7 +51,7 @@ def _predict(options: argparse.Namespace) -> int:
             if path.suffix not in endings or path.is_dir():
                 raise SettingsError(f"--{option}: {path} will not do; name a file that ends in {' or '.join(endings)}")
             check_place(path.parent, field=f"--{option}")
-    inputs = inputs_of(options.pictures, split=options.split)
+    inputs = inputs_of([_here(place) for place in options.pictures], split=options.split)
     world = read_world()
     if not world.is_first:
         return OK  # of several ranks one is enough
@@ -68,6 +71,11 @@ def _predict(options: argparse.Namespace) -> int:
     top = options.top or min(TOP, num_classes)
     print("\n".join(predict(checkpoint, inputs, counts, top=top, out=options.out, features=options.features)))
     return OK
+
+
+def _here(place: str) -> Path:
+    """Of a dataset in a store what is read instead of it: the copy of all but its shards."""
+    return local_copy(place, storage=None) if "://" in place and not Path(place).suffix else Path(place)
 
 
 def inputs_of(paths: Sequence[Path], *, split: str | None) -> list[Input]:

@@ -12,6 +12,7 @@ from typing import Any, cast, get_args
 
 import torch
 
+from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
 from data_prep.settings import UserError, read_lines
@@ -160,7 +161,8 @@ def _classes(given: str | None, beside: dict[str, Any], foreign: Foreign) -> tup
             raise UserError(f"--classes: {given}, but the last layer has {count}")
         unnamed = "their names are not in the file; --classes LIST.txt or --classes DATASET gives them, for finetune evaluate"
         return tuple(f"class_{number:05d}" for number in range(count)), unnamed
-    names = load_manifest(given).classes if Path(given).is_dir() else tuple(read_lines("--classes", given))
+    dataset = local_copy(given, storage=None)
+    names = load_manifest(dataset).classes if dataset.is_dir() else tuple(read_lines("--classes", given))
     if len(names) != count:
         raise UserError(f"--classes: {given} names {len(names)}, but the last layer has {count}")
     if len(set(names)) < count:
