@@ -115,6 +115,9 @@ class FFCV(Contestant):
 
 
 class Mosaic(WithLoader):
+    def where(self, task: Task) -> dict[str, Any]:
+        return {"local": str(written("mosaic", task))}
+
     def open(self, task: Task, state: Any = None) -> Any:
         from streaming import StreamingDataLoader, StreamingDataset
 
@@ -125,7 +128,7 @@ class Mosaic(WithLoader):
                 sample = super().__getitem__(index)
                 return prepare(sample["image"]), sample["label"]
 
-        dataset = Dataset(local=str(written("mosaic", task)), shuffle=True, batch_size=task.batch_size)
+        dataset = Dataset(**self.where(task), shuffle=True, batch_size=task.batch_size)
         loader = StreamingDataLoader(dataset, **workers(task))
         if state is not None:
             loader.load_state_dict(state)
@@ -136,6 +139,9 @@ class Mosaic(WithLoader):
 
 
 class Litdata(WithLoader):
+    def where(self, task: Task) -> dict[str, Any]:
+        return {"input_dir": str(written("litdata", task))}
+
     def open(self, task: Task, state: Any = None) -> Any:
         from litdata import StreamingDataLoader, StreamingDataset
 
@@ -146,7 +152,7 @@ class Litdata(WithLoader):
                 sample = super().__getitem__(index)
                 return prepare(sample["image"]), sample["label"]
 
-        dataset = Dataset(str(written("litdata", task)), shuffle=True, drop_last=True)
+        dataset = Dataset(**self.where(task), shuffle=True, drop_last=True)
         loader = StreamingDataLoader(dataset, **workers(task))
         if state is not None:
             loader.load_state_dict(state)
@@ -157,6 +163,9 @@ class Litdata(WithLoader):
 
 
 class Webdataset(WithLoader):
+    def shard(self, path: Path) -> str:
+        return str(path)
+
     def open(self, task: Task, state: Any = None) -> Any:  # noqa: ARG002
         import webdataset
 
@@ -164,7 +173,7 @@ class Webdataset(WithLoader):
         shards, total = [], 0
         for path in sorted(Path(task.shards).glob("train-*.tar")):
             if total < task.num_samples:
-                shards.append(str(path))
+                shards.append(self.shard(path))
                 total += len(np.load(path.with_suffix(".npy"), mmap_mode="r"))
         samples = webdataset.WebDataset(shards, shardshuffle=len(shards)).shuffle(5000, initial=1000)
         pairs = samples.to_tuple("ppm;jpg", "cls").map_tuple(prepare, int)

@@ -74,6 +74,16 @@ class Desk:
                 count += len(batch)
         return {"count": count, "seconds": time.perf_counter() - began_s}
 
+    def cold(self, contestant: Contestant, task: Task, *, step_s: float = 0.0) -> dict[str, Any]:
+        """One pass from nothing, with a pause after each batch, as a training would take it to compute; seconds until the first."""
+        count, first_s, began_s = 0, 0.0, time.perf_counter()
+        for batch in contestant.batches(contestant.open(task)):
+            first_s = first_s or time.perf_counter() - began_s
+            count += len(batch)
+            if step_s:
+                time.sleep(step_s * len(batch) / task.batch_size)
+        return {"count": count, "seconds": time.perf_counter() - began_s, "first_s": first_s}
+
     def check(self, contestant: Contestant, task: Task) -> dict[str, Any]:
         """One pass, uncounted: how many pictures, of what shape and type, and the sum of their pixels."""
         count, total, form = 0, 0.0, ""
