@@ -308,7 +308,7 @@ def read_bytes(url: str, *, storage: dict[str, Any]) -> bytes:
     """MissingError: there is none."""
 
     def read() -> bytes:
-        system = client(url, storage)
+        system = client(url, storage, retries=False)
         return bytes(clients.asked(url, system, system.cat_file))
 
     return _tried(url, read, num_attempts=NUM_ATTEMPTS)
@@ -318,7 +318,7 @@ def names_under(url: str, *, storage: dict[str, Any]) -> list[str]:
     """All objects below, sorted, as `join` takes them; none where there is no such place in a bucket."""
 
     def found() -> list[str]:
-        system = client(url, storage)
+        system = client(url, storage, retries=False)
         above = system._strip_protocol(url).rstrip("/") + "/"
         return sorted(name.removeprefix(above) for name in system.find(above, withdirs=False) if name.startswith(above))
 
@@ -329,7 +329,7 @@ def remove(urls: Sequence[str], *, storage: dict[str, Any]) -> None:
     """What is gone already is no error."""
     for url in urls:
         with contextlib.suppress(MissingError):
-            _tried(url, partial(lambda each: client(each, storage).rm_file(each), url), num_attempts=NUM_ATTEMPTS)
+            _tried(url, partial(lambda each: client(each, storage, retries=False).rm_file(each), url), num_attempts=NUM_ATTEMPTS)
 
 
 class _Marks(NamedTuple):
@@ -386,21 +386,23 @@ def _write(
         put(system)
         if not is_ours():
             return
+        # where that cannot be asked, what stands there stays: it may have taken the place of what was whole
+        found = clients.info(url, storage, silence_s=ANSWER_TIMEOUT_S)
         try:
-            if not holds():
+            if not holds(found):
                 raise RemoteError("the store holds other bytes than it was given")
         except Exception:
             with contextlib.suppress(Exception):  # what matters more is why
                 system.rm_file(url)
             raise
 
-    def holds() -> bool:
-        found = marks.in_store(clients.info(url, storage, silence_s=ANSWER_TIMEOUT_S))
-        if found is None:  # such as s3 with keys of its own
+    def holds(found: dict[str, Any]) -> bool:
+        answer = marks.in_store(found)
+        if answer is None:  # such as s3 with keys of its own
             digest = hashlib.sha256()
             fetch(url, digest.update, num_bytes=marks.num_bytes, storage=storage, silence_s=READ_TIMEOUT_S, stop=stop)
-            found = digest.hexdigest() == marks.sha256
-        return found
+            answer = digest.hexdigest() == marks.sha256
+        return answer
 
     try:
         tried(url, attempt, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S, stop=stop, report=_report, what="written")

@@ -173,7 +173,8 @@ def apply_override(tree: dict[str, Any], override: str, *, schema: type[BaseMode
     try:
         node[keys[-1]] = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
-        raise SettingsError(f"override {override!r}: {text!r} is not valid YAML; quote it") from None
+        what = f"override {dotted}: what follows" if "storage" in override else f"override {override!r}: {text!r}"  # of secrets
+        raise SettingsError(f"{what} is not valid YAML; quote it") from None
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -305,6 +306,8 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     if kind == "tuple_type":
         such_as = f", such as {in_yaml(example_of(beside[location[-1]]))}" if location[-1] in beside else ""
         problem["msg"] = f"a list is needed{such_as}"
+    if kind == "dict_type" and location[-1].endswith("storage"):  # it may be a secret
+        return f"{field}: will not do; {_PLAIN[kind]}"
     reason = _PLAIN.get(kind) or re.sub("^(Input|String) should", "it must", problem["msg"])
     return f"{field}: {'null' if value is None else _short(repr(value), 60)} will not do; {reason}"
 

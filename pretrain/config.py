@@ -454,7 +454,8 @@ class CheckpointSettings(Settings):
         kind, _, place = (self.mirror or "s3://run").partition("://")
         if kind not in MIRRORS or not place.strip("/"):
             raise ValueError(f"checkpoint.mirror: {kind!r} will not do; write s3://BUCKET/RUN, or gs, az, file in the place of s3")
-        if "?" in place or ":" in place.rpartition("@")[0]:
+        user = place.rpartition("@")[0]
+        if "?" in place or ":" in user or (user and not kind.startswith(("az", "abfs"))):
             remedy = "give credentials in checkpoint.mirror_storage, or where the store's own tools have them"
             raise ValueError(f"checkpoint.mirror: no more than an address belongs here; {remedy}")
         if self.mirror_storage and self.mirror is None:

@@ -475,7 +475,8 @@ class MirrorWriter:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(FINAL_S if finished else _LAST_RECORDS_S)
+        with _alive():
+            self._thread.join(FINAL_S if finished else _LAST_RECORDS_S)
         if finished and not self.wait(0):
             why = self.defect or self._fault or "the store has not answered in time"
             raise CheckpointError(f"{self._mirror}: it is not complete ({why}); the same command brings there what it lacks")

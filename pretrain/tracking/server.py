@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -33,7 +34,13 @@ class _Stopped(Exception):  # noqa: N818
 
 
 def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (as `signal` calls it)
+    _heed(signal.SIG_IGN)  # a job that is cancelled is told by SLURM and by its script
     raise _Stopped
+
+
+def _heed(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, handler)
 
 
 def serve(folder: Path, *, host: str, port: int) -> None:
@@ -43,8 +50,7 @@ def serve(folder: Path, *, host: str, port: int) -> None:
         store.open()
         address = f"http://{host}:{port}"
         with _server(store, host=host, port=port) as server:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-                signal.signal(number, _stop)
+            _heed(_stop)
             began_s = time.monotonic()
             try:
                 while not store.answers(address):
@@ -60,8 +66,7 @@ def serve(folder: Path, *, host: str, port: int) -> None:
             except _Stopped:
                 print(f"{folder}: no longer served; runs write to {store.path} again", flush=True)
             finally:
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-                    signal.signal(number, signal.SIG_IGN)
+                _heed(signal.SIG_IGN)
                 store.address.unlink(missing_ok=True)
                 _end(server)
 

@@ -83,6 +83,30 @@ def test_bytes_that_are_always_wrong_are_not_left_there(tmp_path: Path, store: S
     assert names_under(store.url("wrong"), storage=store.storage) == []
 
 
+def test_our_attempts_are_all_that_a_store_in_trouble_sees(store: Store) -> None:
+    store.fail(500, method="GET|HEAD", count=1000)
+    for question in (read_bytes, names_under):
+        store.requests.clear()
+        with pytest.raises(RemoteError, match=f"after {remote.NUM_ATTEMPTS} attempts"):
+            question(store.url("trouble", "object"), storage=store.storage)
+        assert len(store.requests) <= 2 * remote.NUM_ATTEMPTS
+
+
+def test_what_cannot_be_asked_after_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has taken the place of something whole, as a journal's last version does of the one before."""
+    url, how = store.url("kept", "journal"), {"storage": store.storage}
+    assert write_bytes(b"old", url, **how)
+
+    def silent(*_: Any, **__: Any) -> None:
+        raise TimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.clients.info", silent)
+        with pytest.raises(RemoteError):
+            write_bytes(b"new", url, **how)
+    assert read_bytes(url, **how) == b"new"
+
+
 def test_a_server_that_is_silent_is_left_when_nobody_waits_any_more(tmp_path: Path, store: Store) -> None:
     store.fail("stall", count=1000)
     stop = threading.Event()
