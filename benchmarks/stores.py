@@ -5,7 +5,7 @@
 The server (stores_link.py, a process of its own on this machine) answers each request after 20 ms and passes 100 MB/s in total; its
 CPU share stands in each row, as it has to share the cores with who reads. What is read is the data of loader.py's `raw`: 64 px,
 uint8 batches of 1,024. Each measurement is one pass of a fresh process, imports done, caches empty and bounded to less than the
-dataset (with --quick: not to less); shuffles are as wide as each other (stores_peers.py).
+dataset (with --quick: not to less). MosaicML shuffles over 16,384 samples, the others over 4,096.
   paced    each batch is followed by the pause in which half the link could bring the next; rates count from the first batch on
   unpaced  as fast as batches come; the clock runs from nothing: index, first shards, all of it. "of the link": what of 100 MB/s the
            delivered pictures make up, in the bytes of the format that they came in; "moved": bytes on the link for each byte of it
