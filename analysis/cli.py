@@ -98,7 +98,7 @@ def _add_costs(verbs: Verbs) -> None:
     efficiency.add_argument("--batch", type=int, help="images in a batch (default: 1024 on cuda, 16 on a CPU)")
     efficiency.add_argument("--dtype", choices=["fp32", "bf16"], help="default: bf16 on cuda, fp32 on a CPU")
     efficiency.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on cuda only")
-    efficiency.add_argument("--out", type=Path, help="write the table there, too: a .md or .json file")
+    add_out(efficiency, "efficiency")
     efficiency.set_defaults(run=_efficiency)
 
 
@@ -198,7 +198,7 @@ def _cost(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     with doing("loading torch"):
-        from analysis.cost import COLUMNS, NOTE, cells, facts_of, measure
+        from analysis.cost import COLUMNS, NOTE, cells, draw, facts_of, measure
         from analysis.efficiency import conditions_for, machine
     from analysis.tables.pages import for_console
 
@@ -209,21 +209,28 @@ def _cost(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(for_console(COLUMNS, [cells(row) for row in rows], title=f"{place}, median of {rounds} rounds of {steps} steps"))
     console.print(NOTE, style="dim")
-    return written(write(options.out, facts={"machine": place, "rounds": rounds, "steps": steps}, rows=facts_of(rows), read=()))
+    facts, figures = {"machine": place, "rounds": rounds, "steps": steps}, {"": draw(rows, device=conditions.device)}
+    return written(write(options.out, facts=facts, rows=facts_of(rows), read=(), figures=figures))
 
 
 def _efficiency(options: argparse.Namespace) -> int:
-    out: Path | None = options.out
-    if out is not None and out.suffix not in (".md", ".json"):
-        raise ValueError(f"--out: {out} has no ending that is known; give one of .md, .json")
-    if out is not None and not out.parent.is_dir():
-        raise ValueError(f"--out: there is no folder {out.parent}; make it, or give another")
+    check_out(options.out)
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch: {options.batch} will not do; give 1 or more")
     from rich.console import Console
 
     with doing("loading torch"):
-        from analysis.efficiency import PRINTED, conditions_for, machine, measure_named, print_table, title, write
+        from analysis.efficiency import (
+            IMAGE_SIZE,
+            PRINTED,
+            conditions_for,
+            draw,
+            facts_of,
+            machine,
+            measure_named,
+            print_table,
+            title,
+        )
 
     conditions = conditions_for(
         options.device, dtype=options.dtype, compiled=options.compile, batch_size=options.batch, quick=options.quick
@@ -231,7 +238,5 @@ def _efficiency(options: argparse.Namespace) -> int:
     place = machine(conditions)
     rows = measure_named(list(PRINTED), conditions)
     print_table(rows, Console(width=None if sys.stdout.isatty() else 132), heading=title(conditions, place))
-    if options.out is not None:
-        write(options.out, rows, conditions=conditions, machine=place)
-        print(f"written: {options.out}")
-    return OK
+    facts = {"machine": place, "conditions": conditions._asdict(), "image_size": IMAGE_SIZE}
+    return written(write(options.out, facts=facts, rows=facts_of(rows), read=(), figures={"": draw(rows, conditions)}))

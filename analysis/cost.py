@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from matplotlib.figure import Figure
 from torch.nn import functional
 
+from analysis.output import mark
 from data_prep.progress import progress
+from finetune.looks import looks, panels
 from pretrain.models.build import build_model
 from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 
@@ -100,6 +103,29 @@ def _cost(model: Model) -> tuple[int, int]:
     entries = 2 * spec.depth * width * spec.hidden_width(width)
     weights = round(spec.density * entries) if spec.is_sparse else entries
     return model.bytes_per_weight * weights, 2 * weights
+
+
+def draw(rows: Sequence[Row], *, device: str) -> Figure:
+    with looks():
+        figure, (axes,) = panels(1, height=1.9)
+        printed = [(row.model.printed[2], row.model.name) for row in rows if row.model.printed]
+        ours = [(row.epoch_s, row.model.name) for row in rows]
+        for number, (places, name) in enumerate(((ours, f"here, {device}"), (printed, "paper, V100"))):
+            axes.plot(*zip(*places, strict=True), **mark(number) | {"linestyle": ""}, label=name)
+            for place in places:
+                axes.annotate(
+                    f"{place[0]:,.3g}" if place[0] < 1000 else f"{place[0]:,.0f}",
+                    place,
+                    (0, 4),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=6,
+                )
+        axes.set(xscale="log", xlabel="training (s / epoch)")
+        axes.invert_yaxis()
+        axes.margins(0.12, 0.2)
+        figure.legend(loc="outside upper center", ncols=2)
+    return figure
 
 
 def facts_of(rows: Sequence[Row]) -> list[dict[str, str | int | float]]:

@@ -10,18 +10,20 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from torch import nn
 
 from analysis.device import device_of
-from analysis.tables.pages import for_console, rows_of
-from data_prep.publish import write_atomic, write_json
+from analysis.output import mark
+from analysis.tables.pages import for_console
+from finetune.looks import GREY, looks, panels
 from pretrain.models.build import build_model
 from pretrain.models.cost import Cost, cost_of
 from pretrain.models.presets import preset, spec_of
@@ -190,10 +192,28 @@ def print_table(rows: list[Row], console: Console, *, heading: str) -> None:
     console.print(PAPER_NOTE, style="dim")
 
 
-def write(path: Path, rows: list[Row], *, conditions: Conditions, machine: str) -> None:
-    if path.suffix == ".md":
-        shown = rows_of(COLUMNS, [cells(row, first=rows[0].name) for row in rows])
-        write_atomic(path, f"{title(conditions, machine)}\n\n{shown}\n\n{PAPER_NOTE}\n".encode())
-        return
-    models = [{**row._asdict(), "cost": asdict(row.cost), "paper": PRINTED[row.name]._asdict()} for row in rows]
-    write_json(path, {"machine": machine, "conditions": conditions._asdict(), "image_size": IMAGE_SIZE, "models": models})
+def facts_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    found = []
+    for row in rows:
+        printed = {f"paper_{name}": value for name, value in PRINTED[row.name]._asdict().items()}
+        found.append({"model": row.name, **asdict(row.cost), **dict(zip(Row._fields[2:], row[2:], strict=True)), **printed})
+    return found
+
+
+def draw(rows: Sequence[Row], conditions: Conditions) -> Figure:
+    """Images a second against multiply-adds: on the dashed line a model does as many of these a second as the first one."""
+    with looks():
+        figure, (axes,) = panels(1, height=2.7)
+        for number, row in enumerate(rows):
+            printed, style = PRINTED[row.name], mark(number) | {"linestyle": ""}
+            axes.plot(row.cost.multiply_adds / 1e9, row.images_per_s, **style, label=printed.label)
+            axes.plot(printed.giga_multiply_adds, printed.images_per_s, **style, fillstyle="none")
+        costs = [row.cost.multiply_adds / 1e9 for row in rows]
+        for first, fill in ((rows[0].images_per_s, "full"), (PRINTED[rows[0].name].images_per_s, "none")):
+            axes.plot(costs, [first * costs[0] / cost for cost in costs], color=GREY, linestyle="--", linewidth=0.7)
+            name = "paper, A5000" if fill == "none" else f"here, {conditions.device} {conditions.dtype}"
+            axes.plot([], [], "o", color=GREY, fillstyle=fill, label=name)
+        axes.plot([], [], "--", color=GREY, linewidth=0.7, label=f"multiply-adds/s of {PRINTED[rows[0].name].label}")
+        axes.set(xscale="log", yscale="log", xlabel="multiply-adds of an image (G)", ylabel="throughput (images/s)")
+        figure.legend(loc="outside upper center", ncols=2)
+    return figure

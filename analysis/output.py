@@ -54,7 +54,7 @@ def write(
     figures: Mapping[str, "Figure | Image"] | None = None,
 ) -> list[Path]:
     """The files, the facts' one last. `figures`: by what follows NAME in theirs, "" of the only one. A value of the facts that is
-    no number (NaN) is null: a reader of JSON refuses it."""
+    no number (NaN) is null: a reader of JSON refuses it. Columns are those of all rows, null where one has none."""
     import pyarrow as pa
     from matplotlib import rc_context
     from PIL.Image import Image
@@ -68,7 +68,8 @@ def write(
     files = list[Path]()
     if rows:
         files.append(out.with_name(f"{out.name}.parquet"))
-        write_table(pa.Table.from_pylist([dict(row) for row in rows]), files[-1])
+        names = dict.fromkeys(name for row in rows for name in row)
+        write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), files[-1])
     for which, figure in (figures or {}).items():
         name = f"{out.name}{'-' * bool(which)}{which}"
         if isinstance(figure, Image):

@@ -180,6 +180,8 @@ class Work:
             checkpoint_at(source)  # which names what that run has kept
         if not all((Path(dataset) / MANIFEST_NAME).exists() for dataset in self.datasets):
             return
+        if isinstance(settings, KnnSettings):
+            settings.check_against(load_manifest(settings.data.dataset))
         if isinstance(settings, FeatureSettings) and settings.must_keep:
             checkpoint = Checkpoint.found(source) if source else None
             if checkpoint or not source:

@@ -15,7 +15,7 @@ BUDGETS = {
     "tests": 34_000,
 }
 BESIDE = {"demo.py": ("install.sh",)}
-NUM_PRODUCT = 42_560
+NUM_PRODUCT = 42_600
 
 
 def lines_of(name: str) -> int:

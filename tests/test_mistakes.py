@@ -348,7 +348,7 @@ MISTAKES = [
     ("analysis scaling pics", "pics: is a folder; name the file that `analysis points` has written"),
     ("analysis scaling p.parquet --epochs 0", "--epochs: 0 will not do; give more than 0"),
     ("analysis scaling p.parquet --out laws.png", "--out: laws.png has an ending; give laws"),
-    ("analysis efficiency --out x.csv", "--out: x.csv has no ending that is known; give one of .md, .json"),
+    ("analysis efficiency --out x.json", "--out: x.json has an ending; give x, several files are called so"),
     ("analysis efficiency --batch 0", "--batch: 0 will not do; give 1 or more"),
     ("data_prep build nope.yaml", "nope.yaml: no such config file"),
     ("data_prep build pics", "pics: is a directory, no config; for a folder of pictures write --source folder source.path=pics"),

@@ -52,11 +52,9 @@ def _run(verb: str, options: argparse.Namespace) -> int:
             trained = f"{settings.pretrained} was trained at {card.image_size}"
             raise SettingsError(f"data.image_size: {data.image_size}, but {trained}; leave it out")
         warn_once(card.other_pixels(manifest, dataset=data.dataset), world)
-    num_training = manifest.splits[data.train_split].num_samples
-    if isinstance(settings, KnnSettings) and max(settings.neighbours) > num_training:
-        split = f"the {num_training:,} samples of {data.train_split!r}"
-        raise DatasetError(f"neighbours: {max(settings.neighbours)} is more than {split}; leave it out")
-    if isinstance(settings, ProbeSettings) and holdout is None and num_training < 2:
+    if isinstance(settings, KnnSettings):
+        settings.check_against(manifest)
+    elif holdout is None and manifest.splits[data.train_split].num_samples < 2:
         raise DatasetError(f"data.train_split: {data.train_split!r} has one sample, and one must be held out; take another")
     check_room(settings, manifest, checkpoint)
     if options.ranks:

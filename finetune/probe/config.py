@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from data_prep.manifest import Manifest
+from data_prep.manifest import DatasetError, Manifest
 from finetune.config import ChannelStats, ShortRunSettings
 from pretrain.config import AugmentSettings, ReadingSettings, ScheduleSettings, check_schedule
 from pretrain.data.datasets import Part
@@ -203,3 +203,9 @@ class KnnSettings(FeatureSettings):
         if min(self.neighbours, default=0) < 1 or len(set(self.neighbours)) < len(self.neighbours):
             raise ValueError(f"neighbours: {list(self.neighbours)} will not do; name one at least, each once, from 1 on")
         return self
+
+    def check_against(self, manifest: Manifest) -> None:
+        most, split = max(self.neighbours), self.data.train_split
+        num_training = manifest.split(split, directory=self.data.dataset).num_samples
+        if most > num_training:
+            raise DatasetError(f"neighbours: {most} is more than the {num_training:,} samples of {split!r}; leave it out")

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from torch import Tensor, nn
 
@@ -72,18 +73,18 @@ def instant(monkeypatch: Patch) -> None:
 
 def test_the_command_prints_and_writes(instant: None, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     words = ["efficiency", "--quick", "--device", "cpu", "--batch", "5"]
-    assert main([*words, "--out", str(tmp_path / "table.md")]) == 0
-    assert main([*words, "--out", str(tmp_path / "table.json")]) == 0
-    shown, text = capsys.readouterr().out, (tmp_path / "table.md").read_text()
-    for found in (shown, text):
-        assert "fp32, eager, batch 5, medians of 3 rounds" in found and "commit" in found
-    row = "| ViT-B/4 | 86.06 M | 23.06 G | 7.5 ms | 3 x | 333 | 0.333 x | 23.08 G | 424 ms | 222 | 0.0138 x |"
-    assert row in text.splitlines()
+    assert main([*words, "--out", str(tmp_path / "table")]) == 0
+    shown = capsys.readouterr().out
+    assert "fp32, eager, batch 5, medians of 3 rounds" in shown and "commit" in shown
+    row = "ViT-B/4 86.06 M 23.06 G 7.5 ms 3 x 333 0.333 x 23.08 G 424 ms 222 0.0138 x"
+    assert row.split() in [line.split() for line in shown.splitlines()]
     assert [line.split()[0] for line in shown.splitlines() if line.startswith(("B-", "Res", "ViT", "Mixer"))] == [
         printed.label for printed in PRINTED.values()
-    ] * 2
-    written = json.loads((tmp_path / "table.json").read_text())
-    assert written["conditions"]["batch_size"] == 5 and written["models"][1]["paper"]["images_per_s"] == 506
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {f"table.{ending}" for ending in ("json", "parquet", "png", "svg")}
+    assert json.loads((tmp_path / "table.json").read_text())["conditions"]["batch_size"] == 5
+    resnet = pq.read_table(tmp_path / "table.parquet").to_pylist()[1]
+    assert (resnet["images_per_s"], resnet["paper_images_per_s"], resnet["paper_latency_ms"]) == (500, 506, 423)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +92,7 @@ def test_the_command_prints_and_writes(instant: None, tmp_path: Path, capsys: Ca
     [
         ("--batch 0", "--batch: 0 will not do"),
         ("--device cuda", "--device: torch finds no CUDA device here"),
-        ("--out table.txt", "--out: table.txt has no ending that is known; give one of .md, .json"),
-        ("--out nowhere/table.md", "--out: there is no folder nowhere"),
+        ("--out table.svg", "--out: table.svg has an ending; give table"),
     ],
 )
 def test_a_mistake_is_one_message(words: str, message: str, instant: None, capsys: Capture) -> None:

@@ -37,6 +37,10 @@ CIFAR, SHAPES = "configs/data_prep/cifar10.yaml", "configs/data_prep/demo_pretra
         (["cluster/grid.slurm", GRID, "probe"], "it has no grid 'probe'"),
         (["cluster/evaluate.slurm", "configs/evaluate/demo.yaml", "view=3"], "view: unknown key; did you mean 'views'?"),
         (["cluster/knn.slurm", "configs/knn/demo.yaml", "data.dataset=SHAPES"], "pretrained: runs/demo/pretrain-mlp is not there"),
+        (
+            ["cluster/knn.slurm", "configs/knn/demo.yaml", "data.dataset=SHAPES", "pretrained=null", "neighbours=9999"],
+            "neighbours: 9999 is more",
+        ),
         (["-a", "0-1", "cluster/export.slurm", "configs/export/demo.yaml"], "--array: export.slurm is one run"),
         (["--array=0,2", "cluster/data_prep.slurm", SHAPES], "give all of them, without gaps"),
     ],
