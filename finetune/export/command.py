@@ -81,13 +81,13 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _push(settings: ExportSettings) -> int:
-    """What stands in `out`, whole."""
+    """What stands in `out`, whole; not what somebody has put beside it."""
     if settings.push_to is not None:
         with doing(f"{settings.push_to}: sending {settings.out}"):
-            graphs = (ONNX, f"{ONNX}.data", PT2)
-            pushed = push(
-                Path(settings.out), settings.push_to, revision=settings.revision, private=settings.private, obsolete=graphs
-            )
+            out, graphs = Path(settings.out), (ONNX, f"{ONNX}.data", PT2)
+            files = sorted([*json.loads((out / HASHES).read_text()), HASHES])
+            private, revision = settings.private, settings.revision
+            pushed = push(out, settings.push_to, files=files, revision=revision, private=private, obsolete=graphs)
         print(f"{pushed}: one commit; others take it as pretrained={HUB}{settings.push_to}")
     return OK
 

@@ -58,8 +58,10 @@ def fetch(name: str, *, files: Sequence[str]) -> tuple[Path, str]:
     return folder, f"{HUB}{repository}@{folder.name}"
 
 
-def push(folder: Path, repository: str, *, revision: str | None, private: bool, obsolete: Sequence[str]) -> str:
-    """All files of the folder as one commit on a branch, which is made where it is not there yet; the name with that commit.
+def push(
+    folder: Path, repository: str, *, files: Sequence[str], revision: str | None, private: bool, obsolete: Sequence[str]
+) -> str:
+    """These files of the folder as one commit on a branch, which is made where it is not there yet; the name with that commit.
     `obsolete`: files that go in the same commit."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -69,10 +71,9 @@ def push(folder: Path, repository: str, *, revision: str | None, private: bool, 
         api.create_repo(repository, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repository, branch=revision, exist_ok=True)
-        paths = sorted(path for path in folder.iterdir() if path.is_file())
         there = set(api.list_repo_files(repository, revision=revision))
-        gone = [CommitOperationDelete(each) for each in sorted(there & set(obsolete) - {path.name for path in paths})]
-        added = [CommitOperationAdd(path.name, path) for path in paths]
+        gone = [CommitOperationDelete(each) for each in sorted(there & set(obsolete) - {*files})]
+        added = [CommitOperationAdd(name, folder / name) for name in files]
         done = api.create_commit(repository, [*gone, *added], commit_message=f"Export {folder.name}", revision=revision)
     return f"{name}@{done.oid}"
 

@@ -175,10 +175,10 @@ class Mirror:
             self._write_state(newest, fetched=self._state()["fetched"])
 
     def _newest_start(self) -> dict[str, Any] | None:
-        names = [name for name in self._names("starts") if name.removesuffix(".json").isdigit()]
-        if not names:
+        numbers = [int(number) for name in self._names("starts") if (number := name.removesuffix(".json")).isdigit()]
+        if not numbers:
             return None
-        return {"number": int(names[-1].removesuffix(".json")), **json.loads(self._read("starts", names[-1]))}
+        return {"number": max(numbers), **json.loads(self._read("starts", _start_file(max(numbers))))}
 
     def _state(self) -> dict[str, Any]:
         try:
@@ -235,6 +235,7 @@ class Mirror:
                 found = self.fetch(step)
             except (CheckpointError, MissingError) as error:
                 print(f"{self}: the checkpoint of step {step} is damaged there ({error}); trying the one before", file=sys.stderr)
+                self.whole[step] = b""  # no other's hashes, so whoever has it brings it again
                 continue
             state = self._state()
             if state and not is_first:
@@ -275,7 +276,7 @@ class Mirror:
                 run = state.get("run") or uuid4().hex
                 start = {"run": run, "beside": _beside(self.run_dir), "run_dir": str(self.run_dir.absolute())} | asdict(Holder())
                 record = json.dumps(start, indent=1).encode()
-                if write_bytes(record, self._at("starts", f"{number:04d}.json"), storage=self._storage, only_if_new=True):
+                if write_bytes(record, self._at("starts", _start_file(number)), storage=self._storage, only_if_new=True):
                     break
             self._number = number
             self._write_state(start | {"number": number}, fetched=[])
@@ -295,6 +296,9 @@ class Mirror:
             brought = self.fetch_newer(step_of(own.directory) if own else -1, is_first=is_first)
         if brought is None and fault is not None:
             raise fault
+        if brought is None and own is None and is_first and self.whole:
+            remedy = "put it back (an older version of its objects, if the store keeps them), or name another mirror to begin anew"
+            raise CheckpointError(f"{self}: no checkpoint there is whole; {remedy}")
         return brought or own
 
     def give(self, place: Path) -> None:
@@ -337,6 +341,7 @@ class Mirror:
             self._remove(f"checkpoints/{place.name}/{HASHES}")
             del self.whole[step]
         for name in _FILES:
+            self._check_is_newest()  # that start may have these files there already, whole
             upload(place / name, self._at("checkpoints", place.name, name), storage=self._storage, stop=stop)
         if self._number:
             self.send_records()
@@ -433,6 +438,8 @@ class MirrorWriter:
         self._num_failures, self._pause_s, self._next_s, self._failing_since_s = 0, _FIRST_PAUSE_S, 0.0, 0.0
         self.defect: Exception | None = None
         """It ends training, at the next checkpoint: a newer start, or a mistake of ours."""
+        self._brought: list[Path] = []
+        """Once is enough, also where the rules have removed it there since, and not here yet."""
         self.holding: int | None = None
         """The step that is being read in RUN, and stays there meanwhile."""
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -510,12 +517,11 @@ class MirrorWriter:
 
     def _bring(self) -> int:
         """Steps 7 to 12; the bytes of the records."""
-        brought: list[Path] = []
-        while (place := self._mirror.lacking(beside=brought)) is not None:
+        while (place := self._mirror.lacking(beside=self._brought)) is not None:
             began_s, self.holding = time.monotonic(), step_of(place)
             try:
                 self._mirror.push(place, stop=self._stop)
-                brought.append(place)
+                self._brought.append(place)
                 self._mirror.settle(self._retention)
             except (OSError, UserError):
                 if place.exists():  # else it made way before it was held
@@ -563,6 +569,10 @@ def _alive() -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def _start_file(number: int) -> str:
+    return f"{number:04d}.json"
 
 
 def _who(start: Mapping[str, Any]) -> str:

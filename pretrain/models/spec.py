@@ -4,9 +4,10 @@ Letters as in the papers: S tokens (S0 = number of patches), C channels, m = S C
 width of a mixing as a multiple of its input.
 """
 
+import json
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from data_prep.settings import Settings
 
@@ -282,12 +283,20 @@ class TimmModelSpec(Settings):
     """Any model of timm's, as `pretrained: timm:NAME` finds it; not to be written by hand."""
 
     kind: Literal["timm_model"]
-    name: str = Field(examples=["resnet50"])
+    name: str = Field(pattern=r"^\w+$", examples=["resnet50"])
     """As timm registers it, without a tag."""
     arguments: str = Field("{}", examples=['{"img_size": 224}'])
-    """JSON: what timm builds it with."""
+    """JSON: what timm builds it with. A hub's card has it, so nothing in it may name a file or an address of weights."""
     num_features: int = Field(ge=1, examples=[2048])
     """What its classifier sees of a picture."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _builds_and_reads_nothing(cls, arguments: str) -> str:
+        read = [name for name in dict(json.loads(arguments)) if name.startswith(("pretrained", "checkpoint", "cache"))]
+        if read:
+            raise ValueError(f"{', '.join(read)} would have timm read other weights; leave it out")
+        return arguments
 
     @property
     def label(self) -> str:

@@ -98,7 +98,9 @@ def test_what_is_pushed_is_taken_again(
     assert len(repository.branches["main"]) == 3
     assert newest == files_of(tmp_path / "again") | {"theirs.txt": b"kept"}
 
+    (tmp_path / "out/notes.txt").write_text("of the user alone")
     assert main([*words, "--revision", "v2"]) == 0
+    assert "notes.txt" not in repository.files[repository.branches["v2"][-1]]
     assert len(repository.branches["main"]) == 3
     assert repository.files[repository.branches["v2"][-1]]["README.md"] == (tmp_path / "out/README.md").read_bytes()
     assert fetch("hf-hub:user/mine@v2", files=FILES)[1].endswith(repository.branches["v2"][-1])
@@ -285,14 +287,42 @@ def test_timm_says_where_the_layers_are(hub: Hub, shapes: Path, monkeypatch: pyt
         ({"input_size": [1, 28, 28]}, "takes pictures of 28 x 28 in 1 colours; here they are square and RGB"),
         ({"classifier": ["head", "head_dist"]}, "has no classifier, or several; here a model has one"),
         ({"mean": "red"}, "cannot be read"),
+        (None, "cannot be read"),
+        ([], "cannot be read"),
     ],
 )
-def test_a_config_of_timm_that_will_not_do(hub: Hub, shapes: Path, changes: dict[str, object], complaint: str) -> None:
+def test_a_config_of_timm_that_will_not_do(
+    hub: Hub, shapes: Path, changes: dict[str, object] | list[object] | None, complaint: str
+) -> None:
     timms(hub, "test_vit.r160_in1k", load_manifest(shapes).classes)
     place = Path("saved/test_vit.r160_in1k")
     tree = json.loads((place / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps(tree | {"pretrained_cfg": tree["pretrained_cfg"] | changes}))
+    told = tree["pretrained_cfg"] | changes if isinstance(changes, dict) else changes
+    (place / "config.json").write_text(json.dumps(tree | {"pretrained_cfg": told}))
     with pytest.raises(CheckpointError, match=complaint):
+        Checkpoint.open(place)
+
+
+@pytest.mark.parametrize("arguments", [{"checkpoint_path": "x.bin"}, {"pretrained": True}, {"pretrained_cfg": {"url": "http://x"}}])
+def test_no_config_has_timm_read_other_weights(hub: Hub, shapes: Path, arguments: dict[str, object]) -> None:
+    """Which could be pickle, from anywhere; in timm's words, and in ours."""
+    timms(hub, "test_vit.r160_in1k", load_manifest(shapes).classes)
+    place = Path("saved/test_vit.r160_in1k")
+    tree = json.loads((place / "config.json").read_text())
+    card = read_card(place).model_dump(mode="json")
+    ours = card | {"model": card["model"] | {"arguments": json.dumps(arguments)}}
+    for each in (tree | {"model_args": arguments}, ours, card | {"model": card["model"] | {"name": "hf-hub:user/other"}}):
+        (place / "config.json").write_text(json.dumps(each))
+        with pytest.raises(CheckpointError, match=r"would have timm read other weights|should match pattern"):
+            Checkpoint.open(place)
+
+
+@pytest.mark.parametrize("head", [b"<html><body>", b"\xff" * 9, b"\x02" + bytes(7) + b"[]"])
+def test_weights_that_are_no_safetensors_are_one_line(hub: Hub, shapes: Path, head: bytes) -> None:
+    timms(hub, "test_vit.r160_in1k", load_manifest(shapes).classes)
+    place = Path("saved/test_vit.r160_in1k")
+    (place / "model.safetensors").write_bytes(head)
+    with pytest.raises(CheckpointError, match="cannot be read"):
         Checkpoint.open(place)
 
 

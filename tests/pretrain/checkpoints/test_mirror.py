@@ -28,7 +28,7 @@ from pretrain.config import PretrainSettings
 from pretrain.loop import train
 from pretrain.ranks.world import World
 from tests.moments import wait_until
-from tests.pretrain.checkpoints.test_checkpoint import FILES, Crash, save, steps, submitted
+from tests.pretrain.checkpoints.test_checkpoint import FILES, Crash, save, state, steps, submitted
 from tests.ranks import run_ranks
 
 FIRST = World(0, 0, 1)
@@ -175,9 +175,32 @@ def test_damage_in_the_store_falls_back_to_the_one_before(tmp_path: Path, capsys
     assert steps(other.run_dir) == [1] and not list(other.run_dir.rglob(".tmp-*"))
     said = capsys.readouterr().err
     assert f"checkpoint.mirror: file://{tmp_path}/store: the checkpoint of step 2 is damaged there (model.safetensors has" in said
-    writer = submitted(other.writer(Retention(2)), 2)  # trained once more, it takes the place of what is damaged
+    found = other.mirror.newest(is_first=True)
+    assert found is not None and step_of(found.directory) == 1
+    writer = submitted(other.writer(Retention(2)), 2, state(2.0))  # trained once more to the same bits, it mends what is damaged
     writer.finish(None)
     assert writer.mirror is not None and writer.mirror.wait(20) and whole(tmp_path / "store") == [1, 2]
+
+
+def test_a_run_does_not_begin_anew_where_all_is_damaged(tmp_path: Path) -> None:
+    node = Node(tmp_path / "a", tmp_path / "store")
+    node.mirror.push(save(node.run_dir, 1))
+    (tmp_path / "store/checkpoints/step-00000001/trainer.json").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no checkpoint there is whole; put it back"):
+        Node(tmp_path / "b", tmp_path / "store").mirror.newest(is_first=True)
+
+
+def test_what_no_rule_keeps_is_not_brought_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on with a smaller keep_last has it on its disk until its next checkpoint."""
+    node, really, brought = Node(tmp_path / "a", tmp_path / "store"), mirror.upload, []
+    for step in (1, 2):
+        save(node.run_dir, step)
+    monkeypatch.setattr(mirror, "upload", lambda place, url, **how: (brought.append(place), really(place, url, **how)))
+    writer = node.writer(Retention(1)).mirror
+    assert writer is not None and writer.wait(20) and whole(tmp_path / "store") == [2]
+    before = len(brought)
+    writer.offer()
+    assert writer.wait(20) and len(brought) == before
 
 
 def test_a_disk_that_is_ahead_of_the_store_keeps_what_it_has(tmp_path: Path) -> None:
@@ -246,14 +269,14 @@ def test_an_older_start_that_wakes_up_changes_nothing_and_ends(tmp_path: Path) -
     old.mirror.push(save(old.run_dir, 1))
     new = Node(tmp_path / "b", tmp_path / "store")
     new.mirror.push(save(new.run_dir, 2))
-    before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*.json")}
-    writer = submitted(old.writer(Retention(1)), 3)
+    before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    writer = submitted(old.writer(Retention(1)), 2, state(7.0))  # of the same step, with other bytes
     wait_until(lambda: writer.mirror is not None and writer.mirror.defect is not None)
     with pytest.raises(
         Superseded, match=r"a newer start has taken over \(start 2, of .*b/run by process \d+ on .*\); this one changes"
     ):
         writer.make_room(timeout_s=20)
-    after = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*.json") if "step-00000003" not in path.parts}
+    after = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
     assert after == before and whole(tmp_path / "store") == [1, 2]
 
 
