@@ -39,6 +39,7 @@ KINDS = {"http": _HTTP, "https": _HTTP, "s3": _S3, "gs": _GS, **dict.fromkeys(("
 """By scheme."""
 SCHEMES = "http(s)://, s3://, gs://, az:// or hf://"
 _QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*|[?][^\s'\")]*=[^\s'\")]*")
+_PLACE = re.compile(r"\w+://[^\s'\"]+")
 _EXPIRED = re.compile(r"expired|RequestExpired|TokenRefreshRequired|RefreshError|TokenRetrievalError|SSOToken", re.IGNORECASE)
 _SKEWED = re.compile(r"RequestTimeTooSkewed|reasonable timeframe|date header too old", re.IGNORECASE)
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError"}
@@ -191,8 +192,9 @@ def _status(error: Exception) -> int | None:
 
 
 def _facts(error: Exception) -> str:
-    """All that the chain of errors says: kinds, codes and messages."""
-    return " ".join(f"{type(each).__name__} {getattr(each, 'error_code', '')} {each}" for each in _chain(error))
+    """All that the chain of errors says: kinds, codes and messages, without addresses, which may be called anything."""
+    told = (f"{type(each).__name__} {getattr(each, 'error_code', '')} {each}" for each in _chain(error))
+    return _PLACE.sub("", " ".join(told))
 
 
 def _wrong_options(url: str, error: Exception) -> UserError:

@@ -84,7 +84,7 @@ def version(url: str, *, storage: dict[str, Any], num_attempts: int) -> Version:
 
 def listing(pattern: str, *, storage: dict[str, Any]) -> list[str]:
     """The URLs that a pattern names in a store that lists what it has."""
-    found = _tried(pattern, lambda: client(pattern, storage).glob(pattern), num_attempts=1)
+    found = _tried(pattern, lambda: client(pattern, storage, retries=False).glob(pattern), num_attempts=1)
     parts = urlsplit(pattern)
     return [f"{parts.scheme}://{parts.netloc}/{name.partition('/')[2]}" for name in found]
 

@@ -159,14 +159,31 @@ def hand_over(place: Destination, made: Path | None = None) -> None:
     def send(path: Path) -> None:
         upload(path, join(place.out, path.name), storage=place.out_storage)
 
+    _refuse_taken_over(place)
     with ThreadPoolExecutor(NUM_UPLOADS) as pool:
         for _ in pool.map(send, small):
             pass
     if _manifest_in_store(place) != manifest.read_bytes():
+        _refuse_taken_over(place)
         send(manifest)
     remove([join(place.out, MARK_NAME)], storage=place.out_storage)
     for path in [manifest, *small]:
         path.unlink()
+
+
+def _refuse_taken_over(place: Destination) -> None:
+    """Somebody may have emptied the store since we began, or begun there himself."""
+    own, url = record_path(place.directory, OWN_MARK), join(place.out, MARK_NAME)
+    if not own.exists():  # it was finished before
+        return
+    try:
+        mark = read_bytes(url, storage=place.out_storage)
+    except MissingError:
+        if _manifest_in_store(place) is not None:
+            return
+        raise UserError(f"out: {shown(url)} has gone since this build began; give the same command again: it goes on") from None
+    if mark != own.read_bytes():
+        raise _of_another_builder(place, url)
 
 
 def _small_files(directory: Path) -> Iterator[Path]:

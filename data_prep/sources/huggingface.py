@@ -22,6 +22,7 @@ from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container
 
 NUM_HELD = 8
 """Row groups of a process."""
+MOST_CLASSES = 1 << 20
 _SPLIT = re.compile(r"(train|val|dev|test)(?:ing|idation|id)?(?![a-z])", re.IGNORECASE)
 
 
@@ -146,7 +147,11 @@ def _class_names(places: tuple[tuple[Path, str, str], ...]) -> tuple[str, ...]:
             found.update(_column(file, stamp, group, column).unique().to_pylist())
     found.discard(None)
     if all(isinstance(value, int) for value in found):
-        return tuple(map(str, range(max(found, default=-1) + 1)))
+        if (most := max(found, default=-1)) > MOST_CLASSES:
+            raise SourceError(f"source.columns: a label is {most:,}, which looks like no class; set source.columns={{label: NAME}}")
+        return tuple(map(str, range(most + 1)))
+    if not all(isinstance(value, str) for value in found):
+        raise SourceError("source.path: some of its files have integers as labels, others words; build either alone")
     return tuple(sorted(found, key=(lambda name: (int(name), name)) if all(map(str.isdecimal, found)) else None))
 
 

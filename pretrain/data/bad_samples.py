@@ -7,7 +7,7 @@ RUN/bad_samples/rank-R.jsonl (sample, shard, key, reason, stand-in), once per pr
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,14 +32,15 @@ class BadSampleLog:
 
     def __init__(self, log: Path | None):
         self._log = log
-        self._known: set[tuple[str, str]] = set()
+        self._known = set[Hashable]()
         self._lock = threading.Lock()
 
-    def note(self, bad: Unreadable, stand_in: int) -> None:
+    def note(self, bad: Unreadable, stand_in: int, *, known_as: Hashable) -> None:
+        """Once, whatever else it is called: datasets of a mixture have shards and keys of the same names."""
         with self._lock:
-            if (bad.shard, bad.key) in self._known:
+            if known_as in self._known:
                 return
-            self._known.add((bad.shard, bad.key))
+            self._known.add(known_as)
             print(f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; sample {stand_in} stands in", file=sys.stderr)
             if self._log is not None:
                 line = {"sample": bad.sample, "shard": bad.shard, "key": bad.key, "reason": bad.reason, "stand_in": stand_in}
@@ -70,7 +71,7 @@ class BadSamples(BadSampleLog):
             else:
                 candidate = int(self._chosen[int(hash64(bad.sample, attempt)) % len(self._chosen)])
             if not self._reader.read(self._reader.locate(np.array([candidate])), place_1HWC):
-                self.note(bad, candidate)
+                self.note(bad, candidate, known_as=bad.sample)
                 return candidate
         raise DatasetError(f"{bad.shard}: {bad.key} does not decode ({bad.reason}), nor do others of that shard; rebuild it")
 

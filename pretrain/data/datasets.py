@@ -17,7 +17,7 @@ import numpy as np
 from braceexpand import braceexpand
 
 from data_prep import __version__
-from data_prep.clients import KINDS
+from data_prep.clients import KINDS, shown
 from data_prep.manifest import (
     MANIFEST_NAME,
     CropPolicy,
@@ -306,7 +306,8 @@ def expand_shards(words: str) -> tuple[str, ...]:
         try:
             urls += braceexpand(part)
         except ValueError:
-            raise ValueError(f"data.dataset: {part!r}: its braces do not match; write ranges as {{000..146}}") from None
+            fault = f"data.dataset: {shown(part)}: its braces do not match"
+            raise ValueError(f"{fault}; write ranges as {{000..146}}") from None
     for url in urls:
         scheme = urlsplit(url).scheme
         path = Path(url2pathname(urlsplit(url).path) if scheme == "file" else url)

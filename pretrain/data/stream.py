@@ -13,6 +13,8 @@ of its batch shown in its place.
 import itertools
 import json
 import random
+import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -23,10 +25,12 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from tarfile import EOFHeaderError, HeaderError, ReadError, SubsequentHeaderError  # type: ignore[attr-defined]
 from typing import IO, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -51,6 +55,8 @@ CHUNK, CHUNKS_AHEAD = 16, 4
 NUM_NAMED = 1 << 16
 """Positions whose shard and key are remembered, for the log of skipped steps."""
 _DRAINED_BYTES, _LAST_WORDS_S = 1 << 20, 1.0
+_META = re.compile(r"__[^/]*__($|/)")
+"""Members that are of no sample."""
 
 
 class Sample(NamedTuple):
@@ -76,7 +82,7 @@ class Stream:
     def end_waits(self) -> None:
         self._stop.set()
         for command in list(self._commands):
-            command.proc.kill()  # which may be silent
+            _end(command.proc)  # which may be silent
 
     close = end_waits
 
@@ -154,24 +160,24 @@ class Stream:
 
     def _opened(self, url: str) -> Iterator[Sample]:
         """The samples of a shard by webdataset's rules, without what training does not look at."""
-        from webdataset.tariterators import group_by_keys, tar_file_expander  # type: ignore[import-untyped]
+        from webdataset.tariterators import group_by_keys  # type: ignore[import-untyped]
 
         shard, wanted, chosen = remote.shown(url), self._settings.label.partition(":")[0], self._settings.image_member
         with self._stream(url) as stream:
             try:
-                for found in group_by_keys(tar_file_expander(iter([{"url": shard, "stream": stream}]))):
+                for found in group_by_keys(_members(shard, stream)):
                     members = {name: data for name, data in found.items() if isinstance(data, bytes)}
                     kept = {name: data for name, data in members.items() if name == wanted or _is_picture(name, chosen)}
                     if len(kept) < 2:  # the message of why it cannot be used names the others
                         kept |= {name: data if name == "json" else b"" for name, data in members.items() if name not in kept}
                     yield Sample(shard, found["__key__"], kept)
             except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:  # with the stream's own words behind it
-                raise remote.RemoteError(str(error.args[0]).partition(" @ ")[0]) from None
+                raise remote.RemoteError(str(error.args[0])) from None
 
     @contextmanager
     def _stream(self, url: str) -> Iterator[IO[bytes]]:
         if urlsplit(url).scheme in STORES:
-            with closing(client(url, self._settings.storage).open(url, "rb")) as file:
+            with closing(client(url, self._settings.storage, retries=False).open(url, "rb")) as file:
                 yield file
             return
         from webdataset import gopen
@@ -197,7 +203,7 @@ class Stream:
             raise
         finally:
             self._commands.discard(stream)
-            stream.proc.kill()
+            _end(stream.proc)
             with suppress(OSError):
                 stream.close()
         if status:
@@ -251,6 +257,40 @@ class Stream:
                 f"{str(value)[:40]!r} is no number from 0 to {len(self._classes) - 1} and no class of data.eval_dataset",
             )
         return value
+
+
+class _Header(tarfile.TarInfo):
+    """To tarfile one that is damaged or missing is the end of the archive, and the samples behind it would be lost unseen."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> "_Header":
+        try:
+            return super().fromtarfile(tarfile)
+        except (EOFHeaderError, SubsequentHeaderError):
+            raise
+        except HeaderError as error:
+            raise ReadError(f"is damaged or cut behind byte {tarfile.offset:,} ({error})") from None
+
+
+def _members(shard: str, stream: IO[bytes]) -> Iterator[dict[str, Any]]:
+    """Those that webdataset looks at, up to the end mark."""
+    with tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Header) as archive:
+        for member in archive:
+            if member.isreg() and not _META.match(member.name):
+                data = archive.extractfile(member)
+                assert data is not None
+                yield {"fname": member.name, "data": data.read(), "__url__": shard}
+            archive.members = []  # type: ignore[attr-defined]
+
+
+def _end(command: "subprocess.Popen[bytes]") -> None:
+    """With all that it has started: the members of a shell's pipeline outlive their shell, and keep its output open."""
+    with suppress(psutil.Error, ProcessLookupError):
+        command.send_signal(signal.SIGSTOP)  # it starts no more
+        for each in psutil.Process(command.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                each.kill()
+    command.kill()
 
 
 def _is_picture(name: str, chosen: str | None) -> bool:
@@ -340,7 +380,7 @@ class StreamBatches(Generic[T]):
         for place, each in bad.items():
             stand_in = next(other % len(positions) for other in itertools.count(place + 1) if other % len(positions) not in bad)
             images[place], labels[place] = images[stand_in], labels[stand_in]
-            self._stream.bad_samples.note(each, int(positions[stand_in]))
+            self._stream.bad_samples.note(each, int(positions[stand_in]), known_as=(each.shard, each.key))
         self._stream.forget_names()
         batch = Batch(
             images_BHWC=images,

@@ -106,6 +106,8 @@ class Pretraining(Task):
             raise UserError(
                 f"start_from: the ranks find different weights in {self.settings.start_from}; name one of its checkpoints"
             )
+        if not same_on_all_ranks(int(self.data.content_hash[:14], 16), device=device):
+            raise UserError("data.dataset: is not the same for all ranks; mend the node whose files, or WDS_* variables, differ")
         return device
 
     def model(self) -> ImageModel:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from data_prep import remote
+from data_prep.build import shards
 from data_prep.cli import main
 from data_prep.remote import names_under, read_bytes
 from tests.data_prep.conftest import Refused
@@ -128,6 +129,42 @@ def test_two_builders_and_strangers_are_refused(tmp_path: Path, store: Store, so
     refused(run(*words(source, store, tmp_path / "third")), f"out: {out} holds thesis.tex, and no dataset was begun there")
 
 
+@pytest.mark.parametrize(
+    ("theirs", "told", "code"),
+    [(b"{}", "is being written by", 1), (b"", "give the same command again", 2)],
+    ids=["taken over", "emptied"],
+)
+def test_a_builder_whose_place_is_no_longer_its_own_publishes_nothing(
+    tmp_path: Path,
+    store: Store,
+    source: Path,
+    whole: dict[str, bytes],
+    refused: Refused,
+    monkeypatch: pytest.MonkeyPatch,
+    theirs: bytes,
+    told: str,
+    code: int,
+) -> None:
+    mark, how = store.url("out", ".building.json"), {"storage": store.storage}
+    deliver = shards.deliver_tar
+
+    def and_lose_it(place: Any, shard: Any) -> str:
+        stored = deliver(place, shard)
+        remote.remove([store.url("out", name) for name in names_under(store.url("out"), **how)], **how)
+        if theirs:
+            remote.write_bytes(theirs, mark, **how)
+        return stored
+
+    monkeypatch.setattr(shards, "deliver_tar", and_lose_it)
+    refused(run(*words(source, store, tmp_path / "work")), told, code=code)
+    assert set(in_store(store)) <= {".building.json"}
+    remote.remove([mark], **how)
+    monkeypatch.undo()
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    assert run(*words(source, store, tmp_path / "work")) == 0
+    assert in_store(store) == whole
+
+
 def test_tasks_share_a_work_directory_and_a_damaged_part_is_found(
     tmp_path: Path, store: Store, source: Path, whole: dict[str, bytes], refused: Refused
 ) -> None:
@@ -146,15 +183,15 @@ def test_tasks_share_a_work_directory_and_a_damaged_part_is_found(
 
 
 def test_an_index_of_shards_in_a_store_lies_beside_them(tmp_path: Path, store: Store, refused: Refused) -> None:
-    shards = [write_stock(tmp_path / f"s-{number}.tar", [sample(10 * number + row) for row in range(3)]) for number in range(2)]
-    for shard in shards:
+    stock = [write_stock(tmp_path / f"s-{number}.tar", [sample(10 * number + row) for row in range(3)]) for number in range(2)]
+    for shard in stock:
         remote.upload(shard, store.url("in", shard.name), storage=store.storage)
     options: list[Any] = [f"storage={json.dumps(store.storage)}", "image_size=16", "name=stock"]
     assert run("index", "--out", str(tmp_path / "local"), "--train", store.url("in", "s-{0..1}.tar"), *options) == 0
     there = ["--out", store.url("out"), "--work", str(tmp_path / "work"), f"out_storage={json.dumps(store.storage)}"]
     assert run("index", *there, "--train", store.url("in", "s-{0..1}.tar"), *options) == 0
     assert in_store(store) == files_of(tmp_path / "local")
-    refused(run("index", *there, "--train", str(shards[0]), *options), "lies on this disk")
+    refused(run("index", *there, "--train", str(stock[0]), *options), "lies on this disk")
 
     half, there = (
         ["subset", str(tmp_path / "local"), "--count", "3"],

@@ -116,6 +116,12 @@ def test_credentials_that_expire_in_the_middle_are_read_anew(store: Store, tmp_p
     assert version("s3://b/a", storage=options, num_attempts=1).num_bytes == 7
 
 
+def test_an_address_that_says_expired_is_no_expired_credential() -> None:
+    error = OSError("500, message='Internal Server Error', url='https://host/expired/a.tar'")
+    assert not clients.is_refused(error)
+    clients.refuse_hopeless("https://host/expired/a.tar", error)  # so it is tried again
+
+
 def test_a_client_that_cannot_be_made_is_one_line(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     cases: list[tuple[str, dict[str, Any], str]] = [

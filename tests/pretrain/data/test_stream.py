@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import signal
+import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import webdataset
 from PIL import Image
+from psutil import Process
 from webdataset.shardlists import expand_urls
 
 from data_prep import remote
@@ -205,11 +207,31 @@ def test_a_command_that_breaks_is_begun_again_behind_what_it_has_given(
 
 
 def test_a_silent_command_does_not_hold_up_the_end(shards: Path) -> None:
-    with reading("pipe:exec sleep 1000", shuffle="none") as (stream, _):
-        while not stream._commands:
+    with reading("pipe:sleep 1000 | cat", shuffle="none") as (stream, _):
+        while not (stream._commands and len(Process(next(iter(stream._commands)).proc.pid).children()) == 2):
             pass
         (command,) = stream._commands
+        members = Process(command.proc.pid).children()
     assert command.proc.wait() == -signal.SIGKILL
+    assert not [each for each in members if each.is_running() and each.status() != "zombie"]
+
+
+@pytest.mark.parametrize("cut", [None, 0, 100], ids=["damaged", "between members", "in a header"])
+def test_no_sample_behind_a_damaged_header_is_lost_unseen(
+    shards: Path, tmp_path: Path, cut: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    data, bad = bytearray((shards / "part-01.tar").read_bytes()), tmp_path / "bad.tar"
+    with tarfile.open(shards / "part-01.tar") as tar:
+        start = tar.getmembers()[6].offset
+    data[start] ^= 255
+    bad.write_bytes(data if cut is None else data[: start + cut])
+    assert len(stock(str(bad))) == 3  # which says nothing of the other four
+    with (
+        reading(str(bad), shuffle="none") as (_, batches),
+        pytest.raises(remote.RemoteError, match=f"is damaged or cut behind byte {start:,}"),
+    ):
+        next(batches)
 
 
 def test_a_store_is_read_with_its_options(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,9 +284,11 @@ def test_a_log_names_a_sample_once(tmp_path: Path, capsys: pytest.CaptureFixture
 
     log = BadSampleLog(tmp_path / "bad.jsonl")
     for position in (3, 90):  # in every pass it stands elsewhere
-        log.note(Unreadable(0, position, "a.tar", "k", "cut"), 1)
+        log.note(Unreadable(0, position, "a.tar", "k", "cut"), 1, known_as=("a.tar", "k"))
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 1
     assert capsys.readouterr().err.count("\n") == 1
+    log.note(Unreadable(0, 4, "a.tar", "k", "cut"), 1, known_as=4)  # of another dataset, whose shards are called alike
+    assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_preview_shows_what_a_stream_feeds(shards: Path, tmp_path: Path) -> None:
