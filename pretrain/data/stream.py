@@ -8,6 +8,8 @@ How a batch comes about: 1. a thread for each shard that is open gathers samples
 shuffle buffer; 3. threads of the loader decode them; 4. the last looks after what did not decode, and calls `finish`. A shard that
 breaks is opened again, and what it has given already passed over; a sample that cannot be used is noted, counted, and the next one
 of its batch shown in its place.
+
+Long because whatever ends, breaks or is silent between a shard and a batch is met here.
 """
 
 import itertools
