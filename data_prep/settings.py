@@ -4,6 +4,8 @@ Every command line of the project reads its configuration through `load_settings
 `SettingsError` whose lines each name the field, the value and the remedy (with the nearest valid name). Nothing heavy is
 imported here: a bad config must cost well under a second.
 
+Long because every message about a setting is made here, with its remedy.
+
 YAML here is YAML 1.2 in the two places where PyYAML's 1.1 surprises: `1e-3` is a number and `off` is a word.
 """
 
@@ -278,7 +280,8 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     if kind == "extra_forbidden":
         word, leaves = location[-1].lower(), words_of(schema) if len(location) == 1 else {}
         best = difflib.get_close_matches(word, [*beside, *leaves], n=1, cutoff=0.75)
-        parts = difflib.get_close_matches(word, leaves, n=1, cutoff=0.91) or [leaf for leaf in leaves if f"_{word}_" in f"_{leaf}_"]
+        many = [leaf for leaf in leaves if leaf == f"{word}s"]
+        parts = many or [leaf for leaf in leaves if f"_{word}_" in f"_{leaf}_" and word not in leaves]
         found = [leaf for leaf in parts or best if leaf in leaves and leaf not in beside]
         meant = [key if form == "{}" else leaf for leaf in found for key, form in leaves[leaf].items()]
         if 1 <= len(meant) <= 3:

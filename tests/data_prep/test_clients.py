@@ -18,6 +18,10 @@ from tests.data_prep.stock import forget_credentials
 Answer = tuple[int, bytes]
 
 
+GCS = pytest.mark.stores
+"""gcsfs brings grpc with it, which has ended a process of many tests by a fault of the C library at its import."""
+
+
 class Store:
     """A server on loopback that says what it is told to."""
 
@@ -70,10 +74,28 @@ def xml(code: str) -> bytes:
         ("s3://b/a", 400, xml("ExpiredToken"), r"the credentials have expired; renew them \(AWS_\*"),
         ("s3://b/a", 403, xml("AccessDenied"), "access is refused; give credentials .* requester_pays=true where the reader pays"),
         ("s3://b/a", 404, xml("NoSuchBucket"), "there is no such bucket; mend the address, or make it"),
-        ("gs://b/a", 400, "Bucket is a requester pays bucket but no user project provided.", "the reader pays there; .*PROJECT"),
-        ("gs://b/a", 401, "Anonymous caller does not have storage.objects.get access", "access is refused; give credentials"),
-        ("gs://b/a", 403, "me@x does not have storage.objects.get access", "access is refused; give credentials .*gcloud"),
-        ("gs://b/a", 404, "The specified bucket does not exist.", "there is no such file; mend the address"),
+        pytest.param(
+            "gs://b/a",
+            400,
+            "Bucket is a requester pays bucket but no user project provided.",
+            "the reader pays there; .*PROJECT",
+            marks=GCS,
+        ),
+        pytest.param(
+            "gs://b/a",
+            401,
+            "Anonymous caller does not have storage.objects.get access",
+            "access is refused; give credentials",
+            marks=GCS,
+        ),
+        pytest.param(
+            "gs://b/a",
+            403,
+            "me@x does not have storage.objects.get access",
+            "access is refused; give credentials .*gcloud",
+            marks=GCS,
+        ),
+        pytest.param("gs://b/a", 404, "The specified bucket does not exist.", "there is no such file; mend the address", marks=GCS),
     ],
 )
 def test_a_refusal_is_one_line_and_asked_for_once_more_at_most(
