@@ -469,10 +469,10 @@ class MirrorWriter:
             if left_s is None and self._fault and time.monotonic() - self._failing_since_s > FINAL_S:
                 return  # `close` says so
             if left_s is not None and left_s() <= 0:
+                why = self._fault or "checkpoint.grace_s has passed"  # before the thread says that it was stopped
                 self._stop.set()
                 last, whole = list_checkpoints(self._mirror.run_dir)[-1:], max(self._mirror.whole, default=None)
                 counts = "there is none to go on from" if whole is None else f"that of step {whole:,} counts"
-                why = self._fault or "checkpoint.grace_s has passed"
                 if last:
                     self._warn(f"the checkpoint of step {step_of(last[0]):,} is not whole there, so {counts} ({why})")
                 return

@@ -291,7 +291,8 @@ def test_training_outlives_a_full_and_a_read_only_disk(config: Path, small_disk:
     step = wait_for_checkpoint(run_dir, process, beyond_step=max(step, *map(step_of, list_checkpoints(run_dir))))
     where = str(run_dir)
     subprocess.run(["mount", "--bind", where, where], check=True)
-    subprocess.run(["mount", "-o", "remount,ro,bind", where], check=True)
+    read_only = ["mount", "-o", "remount,ro,bind", where]  # busy while the trainer writes there
+    wait_until(lambda: subprocess.run(read_only, capture_output=True, check=False).returncode == 0)
     wait_for_word(process, "Read-only file system); make it writable again. Training goes on")
     subprocess.run(["umount", "--lazy", where], check=True)
     wait_for_checkpoint(run_dir, process, beyond_step=step)
