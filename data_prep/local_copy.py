@@ -22,7 +22,7 @@ from data_prep.clients import MissingError, shown
 from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, parse_manifest, save_manifest
 from data_prep.progress import progress
 from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, sole_writer
-from data_prep.remote import FIRST_PAUSE_S, NUM_ATTEMPTS, ContentError, join, read_bytes, read_together, tried
+from data_prep.remote import ContentError, join, read_bytes, read_together
 from data_prep.settings import UserError
 
 NUM_THREADS, FILES_AT_ONCE = 8, 16
@@ -94,13 +94,11 @@ def _fill(url: str, directory: Path, files: dict[str, str], storage: dict[str, A
     def read(name: str) -> bytes:
         address = join(url, name)
 
-        def attempt() -> bytes:
-            data = read_bytes(address, storage=storage)
+        def check(data: bytes) -> None:
             if hashlib.sha256(data).hexdigest() != files[name]:
                 raise ContentError(f"{shown(address)}: is not what the manifest there says; write that dataset again")
-            return data
 
-        return tried(address, attempt, num_attempts=NUM_ATTEMPTS, first_pause_s=FIRST_PAUSE_S)
+        return read_bytes(address, storage=storage, check=check)
 
     def fetch(first: int) -> int:
         group = names[first : first + FILES_AT_ONCE]

@@ -76,21 +76,21 @@ class Version(NamedTuple):
         return None if self.mark is None else f"{self.num_bytes} {self.mark}"
 
 
-def version(url: str, *, storage: dict[str, Any], num_attempts: int) -> Version:
-    found = _tried(url, lambda: clients.info(url, storage, silence_s=ANSWER_TIMEOUT_S), num_attempts=num_attempts)
+def version(url: str, *, storage: dict[str, Any], num_attempts: int = NUM_ATTEMPTS) -> Version:
+    found = tried(url, lambda: clients.info(url, storage, silence_s=ANSWER_TIMEOUT_S), num_attempts=num_attempts)
     mark = next((found[key] for key in MARKS if found.get(key)), None)
     return Version(found.get("size"), None if mark is None else str(mark))
 
 
 def listing(pattern: str, *, storage: dict[str, Any]) -> list[str]:
     """The URLs that a pattern names in a store that lists what it has."""
-    found = _tried(pattern, lambda: client(pattern, storage, retries=False).glob(pattern), num_attempts=1)
+    found = tried(pattern, lambda: client(pattern, storage, retries=False).glob(pattern), num_attempts=1)
     parts = urlsplit(pattern)
     return [f"{parts.scheme}://{parts.netloc}/{name.partition('/')[2]}" for name in found]
 
 
 @contextlib.contextmanager
-def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int) -> Iterator[Version]:
+def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int = NUM_ATTEMPTS) -> Iterator[Version]:
     """The file of `url` stands at `place` within the block."""
     how: dict[str, Any] = {"storage": storage, "silence_s": READ_TIMEOUT_S, "stop": threading.Event()}
 
@@ -111,7 +111,7 @@ def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int)
         return found
 
     try:
-        yield _tried(url, copy, num_attempts=num_attempts)
+        yield tried(url, copy, num_attempts=num_attempts)
     finally:
         place.unlink(missing_ok=True)
 
@@ -188,14 +188,17 @@ class _Writer:
         self.write = write
 
 
+def _report(text: str) -> None:
+    print(f"data_prep: {text}", file=sys.stderr, flush=True)
+
+
 def tried(
     url: str,
     action: Callable[[], T],
     *,
-    num_attempts: int,
-    first_pause_s: float,
+    num_attempts: int = NUM_ATTEMPTS,
     stop: threading.Event | None = None,
-    report: Callable[[str], None] | None = None,
+    report: Callable[[str], None] = _report,
     what: str = "read",
 ) -> T:
     """The result of `action`, which is tried again after a growing and uneven pause, as others are turned away with us.
@@ -216,23 +219,15 @@ def tried(
                     raise
                 tries = f" after {num_attempts} attempts" if num_attempts > 1 else ""
                 raise RemoteError(f"{shown(url)}: cannot be {what}{tries} ({clients.said(error)})") from None
-            if report is not None and (attempt > 1 or time.monotonic() - began_s > SLOW_S):
+            if attempt > 1 or time.monotonic() - began_s > SLOW_S:
                 said = clients.said(error).removeprefix(f"{shown(url)}: ")
                 report(f"{shown(url)}: {said}; attempt {attempt + 1} of {num_attempts} follows")
-        pause_s = min(first_pause_s * 2 ** (attempt - 1), LONGEST_PAUSE_S) * _CHANCE.uniform(0.5, 1.5)
+        pause_s = min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S) * _CHANCE.uniform(0.5, 1.5)
         if stop is None:
             time.sleep(pause_s)
         elif stop.wait(pause_s):
             raise StoppedError
     raise AssertionError
-
-
-def _tried(url: str, action: Callable[[], T], *, num_attempts: int) -> T:
-    return tried(url, action, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S, report=_report)
-
-
-def _report(text: str) -> None:
-    print(f"data_prep: {text}", file=sys.stderr, flush=True)
 
 
 def _with_fresh_credentials(url: str, action: Callable[[], T]) -> T:
@@ -252,9 +247,7 @@ def join(url: str, *names: str) -> str:
     return "/".join([url.rstrip("/"), *names])
 
 
-def upload(
-    place: Path, url: str, *, storage: dict[str, Any], num_attempts: int = NUM_ATTEMPTS, stop: threading.Event | None = None
-) -> None:
+def upload(place: Path, url: str, *, storage: dict[str, Any], stop: threading.Event | None = None) -> None:
     """Afterwards the bytes of `place` stand at `url`: the store's own checksum says so, or they were read back.
 
     The object appears whole or not at all: stores publish what is complete, and what arrived wrong is taken away again. `stop`
@@ -278,7 +271,7 @@ def upload(
 
     with open(place, "rb") as file:
         marks = _marks(file, part_bytes=part_bytes)
-    _write(url, put, marks, storage=storage, num_attempts=num_attempts, stop=stop)
+    _write(url, put, marks, storage=storage, stop=stop)
 
 
 def write_bytes(data: bytes, url: str, *, storage: dict[str, Any], only_if_new: bool = False) -> bool:
@@ -300,18 +293,21 @@ def write_bytes(data: bytes, url: str, *, storage: dict[str, Any], only_if_new: 
         except FileExistsError:  # an attempt whose answer was lost has left ours
             is_ours = system.cat_file(url) == data
 
-    _write(url, put, marks, storage=storage, num_attempts=NUM_ATTEMPTS, is_ours=lambda: is_ours)
+    _write(url, put, marks, storage=storage, is_ours=lambda: is_ours)
     return is_ours
 
 
-def read_bytes(url: str, *, storage: dict[str, Any]) -> bytes:
-    """MissingError: there is none."""
+def read_bytes(url: str, *, storage: dict[str, Any], check: Callable[[bytes], None] | None = None) -> bytes:
+    """MissingError: there is none. `check` raises ContentError of other bytes than it should have."""
 
     def read() -> bytes:
         system = client(url, storage, retries=False)
-        return bytes(clients.asked(url, system, system.cat_file))
+        data = bytes(clients.asked(url, system, system.cat_file))
+        if check is not None:
+            check(data)
+        return data
 
-    return _tried(url, read, num_attempts=NUM_ATTEMPTS)
+    return tried(url, read)
 
 
 def read_together(urls: Sequence[str], *, storage: dict[str, Any]) -> Iterator[bytes]:
@@ -333,14 +329,14 @@ def names_under(url: str, *, storage: dict[str, Any]) -> list[str]:
         above = system._strip_protocol(url).rstrip("/") + "/"
         return sorted(name.removeprefix(above) for name in system.find(above, withdirs=False) if name.startswith(above))
 
-    return _tried(url, found, num_attempts=NUM_ATTEMPTS)
+    return tried(url, found)
 
 
 def remove(urls: Sequence[str], *, storage: dict[str, Any]) -> None:
     """What is gone already is no error."""
     for url in urls:
         with contextlib.suppress(MissingError):
-            _tried(url, partial(lambda each: client(each, storage, retries=False).rm_file(each), url), num_attempts=NUM_ATTEMPTS)
+            tried(url, partial(lambda each: client(each, storage, retries=False).rm_file(each), url))
 
 
 class _Marks(NamedTuple):
@@ -382,7 +378,6 @@ def _write(
     marks: _Marks,
     *,
     storage: dict[str, Any],
-    num_attempts: int,
     stop: threading.Event | None = None,
     is_ours: Callable[[], bool] = lambda: True,
 ) -> None:
@@ -416,6 +411,6 @@ def _write(
         return answer
 
     try:
-        tried(url, attempt, num_attempts=num_attempts, first_pause_s=FIRST_PAUSE_S, stop=stop, report=_report, what="written")
+        tried(url, attempt, stop=stop, what="written")
     except MissingError:
         raise MissingError(f"{shown(url)}: there is no such bucket; mend the address, or make the bucket first") from None

@@ -18,15 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from data_prep.build.parts import record_path
-from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, Shard, load_manifest
+from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, Shard, parse_manifest
 from data_prep.publish import LOCK, TEMPORARY_PREFIX, Busy, Holder, write_atomic, write_json
-from data_prep.remote import NUM_ATTEMPTS, MissingError, join, names_under, read_bytes, remove, shown, upload, version, write_bytes
+from data_prep.remote import MissingError, join, names_under, read_bytes, remove, shown, upload, version, write_bytes
 from data_prep.settings import Settings, UserError
 
 MARK_NAME = ".building.json"
@@ -114,11 +113,7 @@ def _manifest_in_store(place: Destination) -> bytes | None:
 def finished_manifest(place: Destination) -> Manifest | None:
     """Of a dataset that is in the store already."""
     found = _manifest_in_store(place)
-    if found is None:
-        return None
-    with TemporaryDirectory() as directory:
-        (Path(directory) / MANIFEST_NAME).write_bytes(found)
-        return load_manifest(directory)
+    return None if found is None else parse_manifest(found, shown(join(place.out, MANIFEST_NAME)))
 
 
 def _of_another_builder(place: Destination, url: str) -> UserError:
@@ -135,18 +130,19 @@ def _of_another_builder(place: Destination, url: str) -> UserError:
 
 def deliver_tar(place: Destination, shard: Shard) -> str:
     """Step 2: what the store calls the tar that it holds now."""
-    tar, url = place.directory / shard.file, join(place.out, shard.file)
-    upload(tar, url, storage=place.out_storage)
-    found = version(url, storage=place.out_storage, num_attempts=NUM_ATTEMPTS)
-    return found.stamp or str(found.num_bytes)
+    upload(place.directory / shard.file, join(place.out, shard.file), storage=place.out_storage)
+    return _as_stored(place, shard)
 
 
 def is_as_delivered(place: Destination, shard: Shard, stored: str) -> bool:
-    try:
-        found = version(join(place.out, shard.file), storage=place.out_storage, num_attempts=NUM_ATTEMPTS)
-    except MissingError:
-        return False
-    return (found.stamp or str(found.num_bytes)) == stored
+    with suppress(MissingError):
+        return _as_stored(place, shard) == stored
+    return False
+
+
+def _as_stored(place: Destination, shard: Shard) -> str:
+    found = version(join(place.out, shard.file), storage=place.out_storage)
+    return found.stamp or str(found.num_bytes)
 
 
 def hand_over(place: Destination, made: Path | None = None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from data_prep.images import Rejection
 from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, Shard, load_index
 from data_prep.publish import TEMPORARY_PREFIX
-from data_prep.remote import NUM_ATTEMPTS, copied
+from data_prep.remote import copied
 from data_prep.tar import BLOCK, TarError, header_name, key_of
 from data_prep.workers import Tally, sweep
 
@@ -51,7 +51,7 @@ def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Pa
     room = directory if os.access(directory, os.W_OK) else Path(tempfile.gettempdir())
     descriptor, name = tempfile.mkstemp(prefix=f"{TEMPORARY_PREFIX}{shard.name}-", suffix=".tar", dir=room)
     os.close(descriptor)
-    with copied(shard.file, Path(name), storage=dict(storage), num_attempts=NUM_ATTEMPTS):
+    with copied(shard.file, Path(name), storage=dict(storage)):
         yield Path(name)
 
 

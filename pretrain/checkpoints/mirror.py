@@ -57,7 +57,6 @@ from data_prep.publish import (
     write_json,
 )
 from data_prep.remote import (
-    NUM_ATTEMPTS,
     MissingError,
     RemoteError,
     StoppedError,
@@ -251,7 +250,7 @@ class Mirror:
         with atomic_directory(place) as directory:
             for name in (*_FILES, HASHES):
                 part = directory / f"{name}.part"
-                with copied(self._at("checkpoints", place.name, name), part, storage=self._storage, num_attempts=NUM_ATTEMPTS):
+                with copied(self._at("checkpoints", place.name, name), part, storage=self._storage):
                     part.rename(directory / name)
             if fault := fault_of(directory, needed=_FILES):
                 raise CheckpointError(fault)

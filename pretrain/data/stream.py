@@ -155,8 +155,7 @@ class Stream:
         def report(words: str) -> None:
             print(f"pretrain: {words}", file=sys.stderr, flush=True)
 
-        how: dict[str, Any] = {"num_attempts": remote.NUM_ATTEMPTS, "first_pause_s": remote.FIRST_PAUSE_S, "stop": self._stop}
-        while (sample := remote.tried(url, take, report=report, **how)) is not None:
+        while (sample := remote.tried(url, take, report=report, stop=self._stop)) is not None:
             num_given += 1
             yield sample
 

@@ -33,7 +33,6 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_credentials(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("data_prep.remote.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("data_prep.local_copy.FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("data_prep.local_copy._OPENED", {})
 
 
@@ -64,8 +63,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 def test_every_verb_and_a_training_read_a_url_as_the_directory_whatever_the_network_does(
     shapes: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"FIRST_PAUSE_S": 0.01, "SILENCE_S": 1}.items():
-        monkeypatch.setattr(f"pretrain.data.store.store.{name}", value)
+    monkeypatch.setattr("pretrain.data.store.store.SILENCE_S", 1)
     before, url, storage = files_of(shapes), store.url("some", "deep"), json.dumps(store.storage)
     for path in sorted(shapes.iterdir()):
         write_bytes(path.read_bytes(), f"{url}/{path.name}", storage=store.storage)

@@ -8,6 +8,7 @@ from multiprocessing.context import ForkServerProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+from data_prep import remote
 from pretrain.data.store import store
 from pretrain.data.store.directory import File
 from tests.forked import begin, wait
@@ -34,7 +35,7 @@ class Walkers:
 
 
 def walk(place: Path, room_bytes: int, files: list[File], ahead: int, ready: Barrier, found: Path) -> None:
-    store.NUM_ATTEMPTS, store.FIRST_PAUSE_S = 3, 0.01
+    store.NUM_ATTEMPTS, remote.FIRST_PAUSE_S = 3, 0.01
     ours, hashes = store.ShardStore(place, setting="data.cache_dir", max_bytes=room_bytes, storage={}), []
     ready.wait()
     for number, file in enumerate(files):

@@ -16,7 +16,7 @@ from data_prep.publish import sync
 from data_prep.remote import ContentError, RemoteError, StoppedError, fetch, shown, tried
 from pretrain.data.store.directory import NOW, Claim, File, NoRoomError, StoreDirectory, StoreError, open_file
 
-NUM_ATTEMPTS, FIRST_PAUSE_S, SILENCE_S = 8, 0.5, 30.0
+NUM_ATTEMPTS, SILENCE_S = 8, 30.0
 """To fetch a shard from a server; one that sends nothing for so long has failed."""
 WAIT_S = 300.0
 """For others to let go of room, or to progress with a file that we need. Below engine.timeout_s, whose message is vaguer."""
@@ -189,8 +189,7 @@ class ShardStore:
                 raise _wrong(file, f"sha256 {found} instead of {file.sha256}")
 
         if file.is_remote:
-            how: dict[str, Any] = {"num_attempts": NUM_ATTEMPTS, "first_pause_s": FIRST_PAUSE_S, "stop": self._stop}
-            tried(file.source, attempt, **how, report=self._warn)
+            tried(file.source, attempt, num_attempts=NUM_ATTEMPTS, stop=self._stop, report=self._warn)
         else:
             attempt()
 

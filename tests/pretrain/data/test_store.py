@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_prep import remote
 from data_prep.remote import StoppedError
 from data_prep.settings import UserError
 from pretrain.data.store import store as module
@@ -38,7 +39,8 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: Patch) -> None:
-    for name, value in {"NUM_ATTEMPTS": 4, "FIRST_PAUSE_S": 0.01, "SILENCE_S": 0.3, "WAIT_S": 20, "LOOK_AGAIN_S": 0.1}.items():
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    for name, value in {"NUM_ATTEMPTS": 4, "SILENCE_S": 0.3, "WAIT_S": 20, "LOOK_AGAIN_S": 0.1}.items():
         monkeypatch.setattr(module, name, value)
 
 
