@@ -38,8 +38,13 @@ _HF = Kind("huggingface_hub", "hf", "HF_TOKEN, hf auth login", "token=false")
 KINDS = {"http": _HTTP, "https": _HTTP, "s3": _S3, "gs": _GS, **dict.fromkeys(("az", "abfs", "abfss"), _AZ), "hf": _HF}
 """By scheme."""
 SCHEMES = "http(s)://, s3://, gs://, az:// or hf://"
+_HARMLESS = re.compile(r"download(=(true|1|yes)?)?|([^=]*=)?\$.*", re.IGNORECASE)
+"""What a query may hold: all else could be a key, but for the name of a variable that a shell, or webdataset, puts it in for."""
+_LIKE_A_KEY = re.compile(r"pass|pwd|secret|token|key|sig|cred|auth", re.IGNORECASE)
 _QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*|[?][^\s'\")]*=[^\s'\")]*")
 _PLACE = re.compile(r"\w+://[^\s'\"]+")
+_PLACE_IN_A_LIST = re.compile(r"[\w+.-]+://([^/]*@)?(\[[^]/]*\])?.*?(?=::|$)")
+_IN_A_COMMAND = re.compile(r"\b(bearer|basic)\s+[^\s$]|\s(-u|--user)[\s=]+['\"]?[^\s$:]+:[^\s$]", re.IGNORECASE)
 _EXPIRED = re.compile(r"expired|RequestExpired|TokenRefreshRequired|RefreshError|TokenRetrievalError|SSOToken", re.IGNORECASE)
 _SKEWED = re.compile(r"RequestTimeTooSkewed|reasonable timeframe|date header too old", re.IGNORECASE)
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError"}
@@ -59,6 +64,27 @@ def shown(url: str) -> str:
     if KINDS.get(parts.scheme, _HTTP) is not _HTTP and "=" not in url and not has_user:
         return url  # its ? is part of a pattern; CONTAINER@ACCOUNT is a place
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def without_secrets(url: str, *, remedy: str, field: str = "") -> str:
+    """The address (or a list with :: between them, or a command), which records may hold. Refuses one with a password, or with what
+    may be a key."""
+    is_command = url.startswith("pipe:")
+    if is_command and _IN_A_COMMAND.search(url):
+        raise UserError(f"{field}{shown(url)}: holds a password, which would stand in records; {remedy}")
+    for found in _PLACE_IN_A_LIST.finditer(url) if not is_command else _PLACE.finditer(url):
+        place, parts = found[0], urlsplit(found[0])
+        user, colon, password = parts.netloc.rpartition("@")[0].partition(":")
+        if not (password or user).startswith("$") and (colon or (user and KINDS.get(parts.scheme, _AZ) is not _AZ)):
+            raise UserError(f"{field}{shown(place)}: holds a password, which would stand in records; {remedy}")
+        if parts.scheme == "file" or (parts.scheme not in ("http", "https") and "=" not in parts.query + parts.fragment):
+            continue  # there ? and # are characters of a name or a pattern
+        for word in filter(None, [*parts.query.split("&"), parts.fragment]):
+            name, has_value, _ = word.partition("=")
+            if not _HARMLESS.fullmatch(word) and (parts.scheme in KINDS or _LIKE_A_KEY.search(name)):
+                what = name if has_value else "a query"
+                raise UserError(f"{field}{shown(place)}: holds {what}, which would stand in records; {remedy}")
+    return url
 
 
 def client(url: str, storage: dict[str, Any], *, silence_s: float = READ_TIMEOUT_S, retries: bool = True) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from data_prep.clients import MissingError, shown
+from data_prep.clients import MissingError, shown, without_secrets
 from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, parse_manifest, save_manifest
 from data_prep.progress import progress
 from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, sole_writer
@@ -40,8 +40,7 @@ def local_copy(dataset: Path | str, *, storage: Mapping[str, Any] | None, cache_
         return Path(url.removeprefix("file://"))
     if "://" not in url:
         return Path(dataset)
-    if url != shown(url):
-        raise UserError(f"{shown(url)}: holds a password or a query, which would stand in records; give it as a storage option")
+    without_secrets(url, remedy="give it as a storage option")
     options = json.dumps(dict(storage or {}), sort_keys=True, default=str)
     key = next((known for known in _OPENED if storage is None and known[0] == url), (url, options))
     if key not in _OPENED:

@@ -8,12 +8,14 @@ Long because all settings of a training stand here, each with its sentence.
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from data_prep.clients import without_secrets
 from data_prep.local_copy import local_copy
 from data_prep.manifest import Filter
 from data_prep.settings import Settings
@@ -74,10 +76,21 @@ Duration = Annotated[str, BeforeValidator(_length), Field(examples=["90 epochs"]
 Cadence = Annotated[str, BeforeValidator(_length), AfterValidator(_nonzero), Field(examples=["5 epochs"])]
 
 
+def _kept_out(remedy: str) -> AfterValidator:
+    """Of an address, which stands in config.yaml, in MLflow and in cards."""
+    return AfterValidator(partial(without_secrets, remedy=remedy))
+
+
+_ELSEWHERE = "give it in data.storage (params={NAME: VALUE} of http), or in a command or a list as a variable"
+Address = Annotated[str, _kept_out(_ELSEWHERE)]
+_OF_MIRROR = "give credentials in checkpoint.mirror_storage, or where the store's own tools have them"
+OF_SERVER = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database its own, such as PGPASSWORD)"
+
+
 class MixedDataset(Settings):
     """A further dataset to train on."""
 
-    dataset: str = Field(examples=["data/more"])
+    dataset: Address = Field(examples=["data/more"])
     """A directory, or a URL of one, that `data_prep build` or `index` has finished."""
     split: str = "train"
     """The split of it to train on."""
@@ -88,7 +101,7 @@ class MixedDataset(Settings):
 class ReadingSettings(Settings):
     """A dataset that is read, and where its shards are kept if they are remote: how the section `data` of every verb begins."""
 
-    dataset: str = Field(examples=["data/mine"])
+    dataset: Address = Field(examples=["data/mine"])
     """A directory that `data_prep build` or `index` has finished; or its URL, such as gs://bucket/mine."""
     cache_dir: str | None = Field(None, examples=["/scratch/shards"])
     """Copies of remote shards, shared by the ranks and jobs of a node; by default a directory of the user's under the system's
@@ -147,7 +160,7 @@ class StreamSettings(Settings):
     shuffle_buffer: int = Field(1000, ge=0)
     """Of a stream: undecoded samples in the memory of each rank, of which one is drawn at a time. With data.shuffle none they stay
     in the order of the shards."""
-    eval_dataset: str | None = Field(None, examples=["data/theirs"])
+    eval_dataset: Address | None = Field(None, examples=["data/theirs"])
     """With a stream: the dataset that has `eval_split`, as a stream cannot be evaluated on."""
 
 
@@ -440,7 +453,7 @@ class CheckpointSettings(Settings):
     keep_best: bool | None = None
     """An evaluation with the highest top-1 so far makes a checkpoint, which stays until there is a better one; see
     RUN/checkpoints/best.json. By default wherever there is an evaluation (data.eval_split)."""
-    mirror: str | None = Field(None, examples=["s3://bucket/runs/mine"])
+    mirror: Annotated[str, _kept_out(_OF_MIRROR)] | None = Field(None, examples=["s3://bucket/runs/mine"])
     """A place in a store (s3, gs, az, file) for this run alone. Checkpoints, journal and config are brought there behind training,
     and a start goes on from the newest checkpoint of both: run_dir may lie on each node's own disk."""
     mirror_storage: dict[str, Any] = Field(default_factory=dict, exclude=True, examples=[{"endpoint_url": "https://minio:9000"}])
@@ -454,10 +467,8 @@ class CheckpointSettings(Settings):
         kind, _, place = (self.mirror or "s3://run").partition("://")
         if kind not in MIRRORS or not place.strip("/"):
             raise ValueError(f"checkpoint.mirror: {kind!r} will not do; write s3://BUCKET/RUN, or gs, az, file in the place of s3")
-        user = place.rpartition("@")[0]
-        if "?" in place or ":" in user or (user and not kind.startswith(("az", "abfs"))):
-            remedy = "give credentials in checkpoint.mirror_storage, or where the store's own tools have them"
-            raise ValueError(f"checkpoint.mirror: no more than an address belongs here; {remedy}")
+        if "?" in place:
+            raise ValueError("checkpoint.mirror: no more than an address belongs here; leave out what begins with ?")
         if self.mirror_storage and self.mirror is None:
             raise ValueError("checkpoint.mirror_storage: there is no mirror; set checkpoint.mirror, or leave it out")
         return self
@@ -468,7 +479,7 @@ class TrackingSettings(Settings):
     """Whether the run is sent to MLflow; its journal is written either way."""
     experiment: str = "wide-mlps"
     """The MLflow experiment that the run appears in."""
-    uri: str | None = Field(None, examples=["sqlite:///runs/mlflow.db"])
+    uri: Annotated[str, _kept_out(OF_SERVER)] | None = Field(None, examples=["sqlite:///runs/mlflow.db"])
     """An MLflow store or server; by default MLFLOW_TRACKING_URI, else runs/mlflow.db beside the runs."""
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field((), examples=[["tensorboard"]])
     """Other tools whose files in RUN/tracking get the figures while the run lasts; `pretrain sync RUN --to` writes them later."""

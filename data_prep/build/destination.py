@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from data_prep.build.parts import record_path
+from data_prep.clients import without_secrets
 from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, Shard, parse_manifest
 from data_prep.publish import LOCK, TEMPORARY_PREFIX, Busy, Holder, write_atomic, write_json
 from data_prep.remote import MissingError, join, names_under, read_bytes, remove, shown, upload, version, write_bytes
@@ -44,6 +45,7 @@ class Destination(Settings):
 
     @model_validator(mode="after")
     def _work_goes_with_a_url(self) -> "Destination":
+        without_secrets(self.out, remedy="give it as out_storage, or where the store's own tools have it")
         if self.is_remote and self.work is None:
             raise ValueError(
                 f"work: {shown(self.out)} is a store, which has no locks; name a directory for unfinished work, --work DIR"

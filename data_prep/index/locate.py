@@ -32,8 +32,10 @@ from data_prep.settings import UserError
 
 MAX_SHARDS = 1_000_000
 _RANGE = re.compile(r"{(-?\d+)\.\.(-?\d+)")
-_HARMLESS = re.compile(r"download(=(true|1|yes)?)?", re.IGNORECASE)
-"""What a query string may hold: all else could be a key, and a manifest is for everybody to read."""
+_REMEDY = (
+    "a manifest is for everybody to read: give it through storage ({params: {NAME: VALUE}} of http), ~/.netrc or AWS_*; "
+    "signed URLs expire: index what they sign as s3://, or fetch the shards"
+)
 NUM_QUESTIONS = 8
 """To servers at a time."""
 
@@ -201,19 +203,4 @@ def _check_url(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in clients.KINDS and parts.scheme != "file":
         raise UserError(f"{remote.shown(url)}: {parts.scheme}:// is not read; copy the shards here, or use {clients.SCHEMES}")
-    if "@" in parts.netloc and (parts.password is not None or parts.scheme not in ("abfs", "abfss", "az")):
-        raise UserError(
-            f"{remote.shown(url)}: holds a password, which would stand in the manifest; "
-            "give it through storage (or ~/.netrc, or AWS_*) instead"
-        )
-    if not parts.scheme.startswith(("http", "file")) and "=" not in parts.query and "=" not in parts.fragment:
-        return  # there ? and # are characters of a name or a pattern
-    words = [*parts.query.split("&"), parts.fragment]
-    doubtful = [word for word in words if word and not _HARMLESS.fullmatch(word)]
-    if doubtful and parts.scheme != "file":
-        name, has_value, _ = doubtful[0].partition("=")
-        raise UserError(
-            f"{remote.shown(url)}: holds {name if has_value else 'a query'}, which would stand in the manifest; leave the query "
-            "out and give it as storage={params: {NAME: VALUE}} (http) or through AWS_* (s3); signed URLs expire: "
-            "index what they sign as s3://, or fetch the shards"
-        )
+    clients.without_secrets(url, remedy=_REMEDY)

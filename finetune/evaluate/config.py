@@ -27,7 +27,7 @@ from finetune.split import check_split
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.run import CONFIG_FILE, finished_result, is_begun
-from pretrain.config import AugmentSettings, ReadingSettings, TrackingSettings
+from pretrain.config import Address, AugmentSettings, ReadingSettings, TrackingSettings
 from pretrain.tracking.tracker import RunIdentity
 
 IDENTITY = "evaluation.json"
@@ -49,7 +49,7 @@ class ViewSettings(AugmentSettings):
 
 
 class JudgedDataSettings(ReadingSettings):
-    dataset: str = Field(examples=["data/mine"])
+    dataset: Address = Field(examples=["data/mine"])
     """A directory that `data_prep build` or `index` has finished; all its classes must be among the checkpoint's."""
     split: str = "val"
     """The split that is judged."""

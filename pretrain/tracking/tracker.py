@@ -34,11 +34,12 @@ from uuid import uuid4
 
 from PIL import Image
 
+from data_prep.clients import without_secrets
 from data_prep.images.sheet import save_sheet
 from data_prep.publish import atomic_file, workspace_of, write_json
 from data_prep.settings import Settings
 from pretrain.checkpoints.card import CONFIG
-from pretrain.config import TrackingSettings
+from pretrain.config import OF_SERVER, TrackingSettings
 from pretrain.ranks.launch import describe
 from pretrain.tracking.node import EVERY_S, shared_kind
 
@@ -75,7 +76,8 @@ class RunIdentity(Settings):
         if known is not None:
             return known
         parent = RunIdentity.known(parent_dir) if parent_dir else None
-        store = uri or os.environ.get("MLFLOW_TRACKING_URI") or (parent.uri if parent else None)
+        named = without_secrets(os.environ.get("MLFLOW_TRACKING_URI", ""), field="MLFLOW_TRACKING_URI: ", remedy=OF_SERVER)
+        store = uri or named or (parent.uri if parent else None)
         identity = RunIdentity(
             run_key=uuid4().hex,
             name=run_dir.name,

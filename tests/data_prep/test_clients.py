@@ -166,3 +166,38 @@ def test_no_password_and_no_query_is_printed_and_a_place_is() -> None:
         assert shown(url) == url
     for url in ("s3://me:word@b/a", "s3://word@b/a", "az://c:word@b/a", "https://word@b/a?key=word", "gs://b/a?key=word"):
         assert shown(url).endswith("://b/a")
+
+
+def test_an_address_that_is_kept_holds_a_variable_or_no_secret() -> None:
+    for url in (
+        "https://h/a.tar?download=true::https://h/b.tar?token=${TOKEN}",
+        "https://$ME:${WORD}@h/a.tar",
+        "abfs://box@account.dfs.core.windows.net/a",
+        "s3://b/a-?#.tar",
+        "postgresql+psycopg2://me@h/runs?sslmode=require",
+        "sqlite:////a@b:c/mlflow.db?mode=ro",
+        "file:///a?key=b",
+        "data/a@b:c?key=d",
+        'pipe:curl -u "$ME:$WORD" -H "Authorization: Bearer $TOKEN" https://h/a.tar?key=$KEY',
+        "pipe:gsutil -u project cat gs://b/a.tar",
+    ):
+        assert clients.without_secrets(url, remedy="") == url
+    for url in (
+        "a.tar::https://h/a.tar?token=word",
+        "https://h/a.tar::https://word@h/b.tar",
+        "https://me:a::word@h/b.tar",
+        "https://h/${WHERE}/a.tar?download=word",
+        "https://$ME:word@h/a.tar",
+        "https://h/a.tar#word",
+        "az://c:word@b/a",
+        "abfs://c@account/a?sig=word",
+        "s3://b/a b.tar?X-Amz-Signature=word",
+        "mysql://me:word@h/runs",
+        "mysql://h/runs?password=word",
+        "pipe:curl -s 'https://h/a.tar?key=word'",
+        "pipe:curl --user me:word https://h/a.tar",
+        "pipe:curl -H 'Authorization: Bearer word' https://h/a.tar",
+    ):
+        with pytest.raises(UserError, match=r"which would stand in records; go$") as caught:
+            clients.without_secrets(url, remedy="go")
+        assert "word" not in str(caught.value).replace("password", "")

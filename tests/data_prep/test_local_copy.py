@@ -168,7 +168,7 @@ def test_what_is_no_dataset_or_holds_a_secret_is_one_line(
 ) -> None:
     url, server = there
     refused(main(["verify", f"{url}x"]), f"{url}x: no finished dataset is there ({url}x/manifest.json: there is no such file")
-    refused(main(["verify", f"{url}?key=word"]), f"{url}: holds a password or a query, which would stand in records")
+    refused(main(["verify", f"{url}?key=word"]), f"{url}: holds key, which would stand in records")
     server.faults = {"shapes/val-000000.npy": ["wrong"] * 9}
     refused(main(["verify", url]), f"{url}/val-000000.npy: is not what the manifest there says; write that dataset again")
     (tmp_path / "cache").rename(tmp_path / "gone")

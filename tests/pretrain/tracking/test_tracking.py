@@ -344,3 +344,12 @@ def test_figures_of_nodes_are_numbered_each_for_itself(tmp_path: Path, by_hand: 
     lines = (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()
     told = [(event["step"], event["values"]) for event in map(json.loads, lines) if event["event"] == "metrics"]
     assert told == [(6, {"system/cpu": 1.0}), (7, {"system/cpu": 2.0}), (8, {"system/cpu": 3.0}), (0, {"system/node-3/cpu": 9.0})]
+
+
+def test_no_password_of_a_server_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@host")
+    with pytest.raises(UserError, match=r"^MLFLOW_TRACKING_URI: https://host: holds a password.*set MLFLOW_TRACKING_USERNAME"):
+        identity(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert identity(tmp_path / "run", uri="https://host").uri == "https://host"
