@@ -20,8 +20,8 @@ from data_prep.archives.labels import COLUMNS
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container, hold_out
 
-NUM_HELD = 8
-"""Row groups of a process."""
+NUM_HELD, NUM_SCHEMAS = 8, 4096
+"""Row groups of a process, and schemas of files: each picture asks for that of its own."""
 MOST_CLASSES = 1 << 20
 _SPLIT = re.compile(r"(train|val|dev|test)(?:ing|idation|id)?(?![a-z])", re.IGNORECASE)
 
@@ -42,21 +42,25 @@ class HuggingFaceSettings(Settings):
 
 class HuggingFaceSource(Source):
     settings: HuggingFaceSettings
+    _classes: tuple[str, ...] = ()
+    """As `outline` has found them."""
 
     def outline(self) -> Outline:
-        containers = []
+        containers, labels = [], list[tuple[Path, str, str]]()
         for split, files in self._files().items():
             for file in files:
                 path, stamp = str(file.relative_to(self.path)) if file != self.path else file.name, stamp_of([file])
                 groups = range(_open(file).num_row_groups) if file.suffix == ".parquet" else range(1)
                 containers += [Container(f"{path}/{group:06d}", split, offset=group, stamp=stamp) for group in groups]
-        return Outline(classes=self._classes(), containers=tuple(containers))
+                labels.append((file, stamp, self._named(file, stamp, "label")))
+        self._classes = _class_names(tuple(labels))
+        return Outline(classes=self._classes, containers=tuple(containers))
 
     def entries(self, container: Container) -> Entries:
         """The size of a picture is not known before it is read, so it is listed as 0."""
-        file, classes = self._file(container), self._classes()
+        file, stamp, classes = self._file(container), container.stamp, self._classes
         numbers: dict[Any, int] = {name: number for number, name in enumerate(classes)} | {None: UNLABELLED}
-        values = _column(file, container.stamp, container.offset, self._named(file, "label")).to_pylist()
+        values = _column(file, stamp, container.offset, self._named(file, stamp, "label")).to_pylist()
         labels = [value if isinstance(value, int) else numbers[value] for value in values]
         if labels and not UNLABELLED <= min(labels) <= max(labels) < len(classes):
             raise SourceError(f"source.path: {file} has labels that are not from 0 to {len(classes) - 1}; save it again")
@@ -69,7 +73,7 @@ class HuggingFaceSource(Source):
         file, stamp = self._file(entry.container), entry.container.stamp
         check_unchanged(entry.locator, stamp, stamp_of([file]))
         with refusing(file):
-            value = _column(file, stamp, entry.container.offset, self._named(file, "image"))[entry.offset].as_py()
+            value = _column(file, stamp, entry.container.offset, self._named(file, stamp, "image"))[entry.offset].as_py()
         return (value.get("bytes") if isinstance(value, dict) else value) or b""
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
@@ -107,8 +111,8 @@ class HuggingFaceSource(Source):
             )
         return found
 
-    def _named(self, file: Path, role: Literal["image", "label"]) -> str:
-        schema, given = _schema(file), self.settings.columns.get(role)
+    def _named(self, file: Path, stamp: str, role: Literal["image", "label"]) -> str:
+        schema, given = _schema(file, stamp), self.settings.columns.get(role)
         if given is not None and given not in schema.names:
             raise SourceError(f"source.columns: {file} has no column {given!r}, only {', '.join(schema.names)}; name one of them")
         if given is not None:
@@ -125,22 +129,18 @@ class HuggingFaceSource(Source):
             )
         return likely[0]
 
-    def _classes(self) -> tuple[str, ...]:
-        files = [file for of_split in self._files().values() for file in of_split]
-        return _class_names(tuple((file, stamp_of([file]), self._named(file, "label")) for file in files))
-
 
 @lru_cache(maxsize=4)
 def _class_names(places: tuple[tuple[Path, str, str], ...]) -> tuple[str, ...]:
     """Of a column of each file, as the features name them; else numbers, or the words that occur, sorted."""
-    named = {tuple(_features(_schema(file)).get(column, {}).get("names") or ()) for file, _, column in places}
+    named = {tuple(_features(_schema(file, stamp)).get(column, {}).get("names") or ()) for file, stamp, column in places}
     if len(named) > 1:
         raise SourceError("source.path: its files do not all have the same classes; build those that have into a dataset each")
     if names := named.pop():
         return names
     found: set[Any] = set()
     for file, stamp, column in places:
-        if not re.match(r"u?int|string|large_string|dictionary", kind := str(_schema(file).field(column).type)):
+        if not re.match(r"u?int|string|large_string|dictionary", kind := str(_schema(file, stamp).field(column).type)):
             wrong = f"{file}: {column} is {kind[:40]}, which is neither integers nor words"
             raise SourceError(f"source.columns: {wrong}; name another as source.columns={{label: NAME}}")
         for group in range(_open(file).num_row_groups) if file.suffix == ".parquet" else (0,):
@@ -169,7 +169,8 @@ def _open(file: Path) -> Any:
         return parquet.ParquetFile(file) if file.suffix == ".parquet" else ipc.open_stream(memory_map(str(file)))
 
 
-def _schema(file: Path) -> Any:
+@lru_cache(maxsize=NUM_SCHEMAS)
+def _schema(file: Path, stamp: str) -> Any:  # noqa: ARG001 (a changed file is read anew)
     opened = _open(file)
     return opened.schema_arrow if file.suffix == ".parquet" else opened.schema
 
@@ -182,7 +183,7 @@ def _features(schema: Any) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=NUM_HELD)
-def _column(file: Path, stamp: str, group: int, column: str) -> Any:  # noqa: ARG001 (a changed file is read anew)
+def _column(file: Path, stamp: str, group: int, column: str) -> Any:  # noqa: ARG001
     with refusing(file, remedy="save or fetch it again"):
         opened = _open(file)
         return (opened.read_row_group(group, columns=[column]) if file.suffix == ".parquet" else opened.read_all())[column]
