@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from analysis.tables.published import COLUMNS, JUDGED_ON, REAL, Method, Table, Wanted
 from finetune.runs import Run
-from pretrain.checkpoints.run import MAY_CHANGE, run_and_length
+from pretrain.checkpoints.run import MAY_CHANGE, checkpoint_dir, run_and_length
 from pretrain.models.spec import AnySpec, ModelSpec
 
 REPEATED = ("seed", "train.seed", "data.fold")
@@ -271,8 +271,8 @@ def _start(target: str, length: str, *, augmented: bool) -> str:
 def _taken_at(run: Run, source: Run) -> str:
     """How far `source` had come when `run` took its weights; "" at its end."""
     place, length = run_and_length(str(run.settings.get("pretrained") or run.settings.get("start_from") or ""))
-    step = Path(place).name
-    return length or (step if step.startswith("step-") and step != f"step-{source.result.get('step', 0):08d}" else "")
+    step, last = Path(place).name, checkpoint_dir(source.directory, source.result.get("step", 0)).name
+    return length or (step if step.startswith("step-") and step != last else "")
 
 
 def _length(words: str) -> str:

@@ -31,7 +31,7 @@ from finetune.probe.source import Cached, Streamed, source_of
 from finetune.session import PatientGroup, open_backbone, register, session
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
-from pretrain.checkpoints.run import checkpoints_dir, save_result
+from pretrain.checkpoints.run import checkpoint_dir, save_result
 from pretrain.cli import console
 from pretrain.data.datasets import Part
 from pretrain.data.order import hash64, permute
@@ -198,7 +198,7 @@ def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMak
             "run_key": identity.run_key,
         }
     )
-    save_folder(checkpoints_dir(run_dir) / f"step-{card.step:08d}", card=card, weights=tensors)
+    save_folder(checkpoint_dir(run_dir, card.step), card=card, weights=tensors)
 
 
 def candidates_of(settings: ProbeSettings) -> list[Candidate]:

@@ -37,7 +37,7 @@ from data_prep.publish import atomic_directory, sha256_of, withdraw, write_atomi
 from pretrain.checkpoints.card import CONFIG, MODEL, CheckpointError, ModelCard, config_of, is_of_timm
 from pretrain.checkpoints.checkpoint import HASHES, LATEST, OPTIMIZER, TRAINER, Checkpoint
 from pretrain.checkpoints.foreign import by_our_names, model_of_timm
-from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints, step_of
+from pretrain.checkpoints.run import checkpoint_dir, checkpoints_dir, list_checkpoints, step_of
 from pretrain.checkpoints.weights import check_finite, check_fit, load_strictly, needed_shapes, shapes
 from pretrain.engine.step import EngineState
 from pretrain.models.build import build_model
@@ -176,7 +176,7 @@ class Snapshot:
     card: ModelCard
 
     def place(self, run_dir: Path) -> Path:
-        return checkpoints_dir(run_dir) / f"step-{self.trainer.step:08d}"
+        return checkpoint_dir(run_dir, self.trainer.step)
 
 
 def publish(run_dir: Path, snapshot: Snapshot) -> int:

@@ -77,6 +77,7 @@ from pretrain.checkpoints.run import (
     RESULT,
     WEIGHTS,
     check_settings,
+    checkpoint_dir,
     checkpoints_dir,
     finished_result,
     list_checkpoints,
@@ -159,11 +160,9 @@ class Mirror:
             return
         own, has_newest_records = list_checkpoints(self.run_dir), self._is_newest(state, newest)
         if not state:
-            if own or (self.run_dir / RESULT).exists():
-                raise SettingsError(f"{self} belongs to another run ({_who(newest)}) than {self.run_dir}; name another mirror")
             self._check_settings(settings, newest)
-        self.look()
         if not has_newest_records:
+            self.look()
             self._write_state(newest | {"number": newest["number"] - 1}, fetched=state.get("fetched", []))  # if killed, once more
             if not own or max(self.whole, default=-1) >= step_of(own[-1]):
                 self._take_records(settings, newest)
@@ -188,7 +187,8 @@ class Mirror:
         return found if found["mirror"] == self._url else found | {"number": sys.maxsize}
 
     def _is_newest(self, state: Mapping[str, Any], newest: Mapping[str, Any]) -> bool:
-        if state and state["run"] != newest["run"]:
+        has_begun = list_checkpoints(self.run_dir) or (self.run_dir / RESULT).exists()
+        if state["run"] != newest["run"] if state else has_begun:
             raise SettingsError(f"{self} belongs to another run ({_who(newest)}) than {self.run_dir}; name another mirror")
         return bool(state) and state["number"] >= newest["number"]
 
@@ -246,7 +246,7 @@ class Mirror:
         return None
 
     def fetch(self, step: int) -> Checkpoint:
-        place = self.place(step)
+        place = checkpoint_dir(self.run_dir, step)
         with atomic_directory(place) as directory:
             for name in (*_FILES, HASHES):
                 part = directory / f"{name}.part"
@@ -258,7 +258,7 @@ class Mirror:
 
     def _fetch_best(self, newest: Checkpoint) -> None:
         best = json.loads((newest.directory / TRAINER).read_text())["best"]
-        if best and best["step"] in self.whole and not self.place(best["step"]).exists():
+        if best and best["step"] in self.whole and not checkpoint_dir(self.run_dir, best["step"]).exists():
             with suppress(CheckpointError, MissingError):  # of no use to who goes on
                 self.fetch(best["step"])
 
@@ -313,15 +313,8 @@ class Mirror:
 
     def look(self) -> None:
         """What is whole there."""
-        steps = {
-            int(name.split("/")[0].removeprefix("step-"))
-            for name in self._names("checkpoints")
-            if fnmatch(name, f"step-*/{HASHES}")
-        }
+        steps = {step_of(Path(name).parent) for name in self._names("checkpoints") if fnmatch(name, f"step-*/{HASHES}")}
         self.whole = {step: self.whole.get(step) for step in sorted(steps)}
-
-    def place(self, step: int) -> Path:
-        return checkpoints_dir(self.run_dir) / f"step-{step:08d}"
 
     def has(self, place: Path) -> bool:
         """These bytes of that step."""
@@ -360,7 +353,7 @@ class Mirror:
         """Steps 10 and 11, by the rules of RUN, once its newest checkpoint is there."""
         from pretrain.checkpoints.files import Best, superfluous  # and torch, which `bring` does without
 
-        found, newest = [self.place(step) for step in sorted(self.whole)], list_checkpoints(self.run_dir)[-1]
+        found, newest = [checkpoint_dir(self.run_dir, step) for step in sorted(self.whole)], list_checkpoints(self.run_dir)[-1]
         if newest not in found:
             return
         if _BEST not in self._sent:
@@ -377,7 +370,9 @@ class Mirror:
         if names:
             self._check_is_newest()
             self._remove(*sorted(names, key=lambda name: not name.endswith(HASHES)))
-            self.whole = {step: hashes for step, hashes in self.whole.items() if self.place(step).name not in gone}
+            self.whole = {
+                step: hashes for step, hashes in self.whole.items() if checkpoint_dir(self.run_dir, step).name not in gone
+            }
 
     def send_records(self) -> int:
         """Those that have changed; how many bytes all of them have."""
@@ -402,8 +397,8 @@ class Mirror:
             self.send_records()
 
     def _check_is_newest(self) -> None:
-        newest = self._newest_start()
-        if self._number and newest is not None and newest["number"] > self._number:
+        newest = self._newest_start() if self._number else None
+        if newest is not None and newest["number"] > self._number:
             raise Superseded(f"{self}: a newer start has taken over ({_who(newest)}); this one changes nothing there")
 
     # ---- the store

@@ -56,6 +56,10 @@ def checkpoints_dir(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    return checkpoints_dir(run_dir) / f"step-{step:08d}"
+
+
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Published ones, oldest first."""
     return sorted(checkpoints_dir(run_dir).glob("step-*"))
@@ -84,7 +88,7 @@ def checkpoint_at(place: str) -> Path | None:
         begun = read_yaml(Path(name) / CONFIG_FILE)
         data = load_training_data(validate(DataSettings, begun["data"]))
         step = data.steps(words, global_batch_size=begun["train"]["global_batch_size"])
-    found = checkpoints_dir(Path(name)) / f"step-{step:08d}"
+    found = checkpoint_dir(Path(name), step)
     if not found.is_dir():
         kept = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(Path(name))) or "none"
         remedy = f"add {words!r} to its checkpoint.keep_at before it gets there"

@@ -25,7 +25,7 @@ from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
 from pretrain.checkpoints.mirror import Mirror
-from pretrain.checkpoints.run import CONFIG_FILE, checkpoints_dir, claim, run_and_length, save_result, step_of
+from pretrain.checkpoints.run import CONFIG_FILE, checkpoint_dir, claim, run_and_length, save_result, step_of
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.data.loader import num_cpu_threads
@@ -132,13 +132,13 @@ class Pretraining(Task):
 
 def summary(outcome: Outcome, run_dir: Path, *, dataset: str, num_classes: int) -> list[str]:
     """What is worth knowing at the end of a run, and what may come next."""
-    scores, best, run, weights = outcome.scores, outcome.best, shlex.quote(str(run_dir)), checkpoints_dir(run_dir)
-    rows = [("weights", f"{weights}/step-{outcome.step:08d}")]
+    scores, best, run, weights = outcome.scores, outcome.best, shlex.quote(str(run_dir)), checkpoint_dir(run_dir, outcome.step)
+    rows = [("weights", str(weights))]
     if scores is not None:
         top1 = f"top-1 {100 * scores.top1:.1f} % (chance {100 / num_classes:.1f} %)"
-        rows = [("last", f"{top1}, loss {scores.loss:.3f}: {weights}/step-{outcome.step:08d}")]
+        rows = [("last", f"{top1}, loss {scores.loss:.3f}: {weights}")]
     if best is not None:
-        rows += [("best", f"top-1 {100 * best.score:.1f} %: {weights}/step-{best.step:08d}")]
+        rows += [("best", f"top-1 {100 * best.score:.1f} %: {checkpoint_dir(run_dir, best.step)}")]
     rows += [("speed", f"{outcome.images_per_s:,.0f} images/s")] if outcome.images_per_s else []
     rows += [("next", f"finetune predict {run} PICTURES --out predictions.csv")]
     rows += [("", f"finetune evaluate pretrained={run} dataset={shlex.quote(dataset)}")] if scores is not None else []
@@ -307,7 +307,7 @@ def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device, mirr
     if step < 0:
         return None
     differ = f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry"
-    place = checkpoints_dir(run_dir) / f"step-{step:08d}"
+    place = checkpoint_dir(run_dir, step)
     if mirror is not None:
         mark = _mark_of(found) if found and found.directory == place else -1
         holder = lowest_over_ranks(world.rank if mark >= 0 else world.num_ranks, device=device)
