@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: cluster-test demo demos findings launchers study test check soak stores lint types arrows tests format lock clean-demo clean-demos
+.PHONY: cluster-test demo demos findings gpu-dry-run gpu-tests launchers study test check soak stores lint types arrows tests format lock clean-demo clean-demos
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -72,6 +72,19 @@ stores: .venv/.installed
 # Starts a private SLURM of four nodes on loopback, and leaves nothing behind. Root; apt-get install slurm-wlm munge.
 cluster-test: .venv/.installed
 	REQUIRE_SLURM=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/slurm tests/cluster
+
+# What has to run on a GPU, which this machine need not have: the checks of tests/test_cuda.py, skipped without one; and every command
+# of benchmarks/gpu/, at small sizes on this CPU, in an hour or two. NAMES="z1-* probe" takes some; results: build/gpu-dry-run.
+gpu-tests: .venv/.installed
+	$(BIN)/python -m pytest -m cuda tests/test_cuda.py $(ARGS)
+
+gpu-dry-run: .venv/.installed
+	@mkdir -p build/gpu-dry-run; failed=; \
+	export GPU_WORK=$(CURDIR)/build/gpu-dry-run/work PYTHON=$(CURDIR)/$(BIN)/python SLOW=8 JOBS=2 SMALL=1; \
+	export TRACKED_STEPS=30 RESUME_STEPS=12 BUDGET_S=18000; \
+	for call in first.sh "measure.sh step" "measure.sh data" "measure.sh peers"; do \
+	    OUT=$(CURDIR)/build/gpu-dry-run/$$(echo $$call | tr -d ' ') bash benchmarks/gpu/$$call || failed="$$failed $$call"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 # SkyPilot's own parser reads cluster/skypilot.yaml, in an environment of its own: it would change many packages of ours.
 launchers: .venv/.installed

@@ -5,6 +5,8 @@ the ratio within a round, and its median over the rounds. Peers are installed in
 """
 
 import argparse
+import json
+import os
 import platform
 import statistics
 import subprocess
@@ -41,17 +43,22 @@ def peer_python(name: str, packages: list[str]) -> Path:
 
 
 def rates(
-    contestants: dict[str, Callable[[], float]], *, rounds: int, clock: Callable[[], float] = time.perf_counter
+    contestants: dict[str, Callable[[], float | tuple[float, float]]],
+    *,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Units per second of every contestant, one measurement per round; each call returns how many units it did."""
+    """Units per second of every contestant, one measurement per round; each call returns how many units it did, with the seconds
+    that count if these are not all of it."""
     for run in contestants.values():
         run()  # warm-up, not counted
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, run in contestants.items():
             began_s = clock()
-            units = run()
-            found[name].append(units / (clock() - began_s))
+            done = run()
+            units, took_s = done if isinstance(done, tuple) else (done, clock() - began_s)
+            found[name].append(units / took_s)
     return found
 
 
@@ -72,6 +79,12 @@ def report(title: str, found: dict[str, list[float]], *, unit: str, against: str
     print(headline)
 
 
+def keep(figures: dict[str, float]) -> None:
+    """For benchmarks/gpu.py, which says in what file."""
+    place = Path(os.environ.get("BENCHMARK_FIGURES", os.devnull))
+    place.write_text(json.dumps((json.loads(place.read_text()) if place.is_file() else {}) | figures))
+
+
 def machine() -> str:
     import torch
 
@@ -82,5 +95,8 @@ def machine() -> str:
 
 
 def commit() -> str:
+    """COMMIT says it where a copy runs that is no checkout."""
+    if os.environ.get("COMMIT"):
+        return os.environ["COMMIT"]
     words = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     return subprocess.run(words, cwd=HERE, capture_output=True, text=True, check=False).stdout.strip() or "unknown"

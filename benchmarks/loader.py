@@ -2,7 +2,6 @@
 
     .venv/bin/python benchmarks/loader.py [--quick] [--only raw,recipe,jpeg,start,memory]
     .venv/bin/python benchmarks/loader.py --decoders        which JPEG decoder, threads or processes (loader_decoders.py)
-    .venv/bin/python benchmarks/loader.py --device cuda     augmentation, copy and data wait on a GPU (loader_gpu.py)
 
 Everything is shuffled, delivered as torch tensors, warm in the page cache, on all cores. Nobody hashes what it reads: data.check is
 off here, and what it costs a training while it lasts is a row of benchmarks/train.py. Every contestant is a process of its own
@@ -12,6 +11,7 @@ off here, and what it costs a training while it lasts is a row of benchmarks/tra
   jpeg    224 px, 4:2:0, quality 90, to uint8 batches of 256; the limit decodes the same bytes in memory, a process per core
   start   a fresh process, imports done: the first batch, and the first batch after a resume in the middle of an epoch
   memory  private memory (RssAnon) of a process with our reader, over one epoch
+What a GPU is fed is measured by benchmarks/gpu.py.
 Loaders that do thousands and not hundreds of thousands a second take part in `raw` with fewer of the pictures; so does everybody in
 `recipe`. The pictures (loader_data.py) are photographs made by code. FFCV needs: apt-get install libturbojpeg0-dev libopencv-dev
 pkg-config.
@@ -214,16 +214,14 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", default=",".join(PARTS), help="some of " + ",".join(PARTS))
     parser.add_argument("--decoders", action="store_true", help="the table of JPEG decoders instead")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
-    other = "loader_decoders.py" if options.decoders else "loader_gpu.py" if options.device == "cuda" else None
-    if other:
+    if options.decoders:
         words = ["--quick"] if options.quick else []
-        sys.exit(subprocess.run([sys.executable, str(HERE / other), *words], check=False).returncode)
+        sys.exit(subprocess.run([sys.executable, str(HERE / "loader_decoders.py"), *words], check=False).returncode)
     os.environ.update({"LITDATA_DISABLE_VERSION_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"})
     python, able = installed()
     parts, rounds, seconds = options.only.split(","), 2 if options.quick else 5, 0.5 if options.quick else 1.0

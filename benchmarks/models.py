@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from frame import commit, machine, ratio
+from frame import commit, keep, machine, ratio
 from models_peers import Product, bare_products, plain, products_of, step_flops, timm_mixer
 from rich.console import Console
 from rich.table import Table
@@ -231,6 +231,8 @@ def show(name: str, field: Field, rates: dict[str, list[float]], *, batch: int, 
             row += [f"{ratio(rates, contestant, SQUARE) * entry.flops / rate:.1%}", f"{entry.peak / 1e6:,.0f}"]
         table.add_row(*row)
     Console(width=132).print(table)
+    if "timm, compiled" in rates:
+        keep({f"{name}: compiled of timm": ratio(rates, "ours, compiled", "timm, compiled")})
 
 
 def arguments() -> argparse.Namespace:

@@ -1,7 +1,8 @@
 """What benchmarks/train.py compares a training step with: plain PyTorch DDP, and the step of paper B as the paper tells it."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from models_peers import plain
@@ -43,19 +44,30 @@ def ddp_step(
 
 def public_step(spec: AnySpec, *, num_classes: int, image_size: int, label_smoothing: float, device: torch.device) -> Step:
     """Paper B: fp32 with TF32 products, eager, LION by its pseudo-code (one weight after the other), a number read each step."""
-    torch.backends.cuda.matmul.allow_tf32 = True
     model = plain(spec, num_classes=num_classes, image_size=image_size).to(device)
     optimizer = PlainLion(model)
 
     def step(batch: Prepared) -> Tensor:
-        loss = loss_of(model(batch.images_BCHW.float()), batch, label_smoothing=label_smoothing)
-        optimizer.zero_grad()
-        loss.backward()
+        with tf32():
+            loss = loss_of(model(batch.images_BCHW.float()), batch, label_smoothing=label_smoothing)
+            optimizer.zero_grad()
+            loss.backward()
         optimizer.step()
         loss.item()
         return loss.detach()
 
     return step
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """For these products alone: the other contestants share the process."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 class PlainLion(Optimizer):

@@ -2,7 +2,8 @@
 
     .venv/bin/python benchmarks/transfer_probe.py [--quick]
 
-B-6/Wi-256 with random weights on synthetic pictures of 64 px, LION, batches of 256, 50 epochs, as many threads as
+On a GPU if there is one (B-12/Wi-1024), else on the CPU (B-6/Wi-256), with random weights, on synthetic pictures of 64 px; LION,
+batches of 256, 50 epochs, as many threads as
 OMP_NUM_THREADS says (all cores; 1 is fairer where others use them, too).
   (a) the public way    every epoch: normalise the pictures (in memory: no loader), backbone forward, one nn.Linear with autograd
       ours              features once, from shards through a file that is synced and hashed; then heads (one cell)
@@ -10,9 +11,11 @@ OMP_NUM_THREADS says (all cores; 1 is fairer where others use them, too).
   (b) one cell, 25      5 learning rates x 5 decays, heads of 10 and of 100 classes; the price has the features in it, of the plain
       pictures or of 50 augmented views (the paper's protocol; computed: 50 times the time of the plain ones)
   (c) matrix products   what the steps of (b) reach of the rate of their two products alone, on tensors made beforehand
+  (d) features          on a GPU: what they reach of the rate of the forward pass alone, on a resident batch
 """
 
 import math
+import os
 import shutil
 import statistics
 import tempfile
@@ -23,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from frame import DATA, arguments, commit, machine
+from frame import DATA, arguments, commit, keep, machine
 from rich.console import Console
 from rich.table import Table as Shown
 from torch import Tensor
@@ -48,7 +51,8 @@ from pretrain.optim.schedule import Schedule
 from pretrain.ranks.world import World
 
 EPOCHS, BATCH, LR, VIEWS, CLASSES = 50, 256, 1e-3, 50, 48
-CPU = torch.device("cpu")
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Bench:
 
     def rows(self, table: Table, *, num_classes: int) -> Rows:
         table = replace(table, labels_N=table.labels_N % num_classes)
-        return Rows([table], standard=Standard.none(table.num_features), device=CPU)
+        return Rows([table], standard=Standard.none(table.num_features), device=DEVICE)
 
     def heads(self, table: Table, candidates: list[Candidate], *, num_classes: int) -> Tensor:
         return train_heads(self.rows(table, num_classes=num_classes), candidates, settings=self.settings, num_classes=num_classes)
@@ -83,7 +87,7 @@ def prepare(place: Path, *, per_class: int) -> Bench:
         ]
         words = ["build", "--source", "synthetic", "--out", str(dataset), "image_size=64", *(f"source.{w}" for w in source)]
         assert data_prep(words) == 0
-    manifest, spec = load_manifest(dataset), MlpSpec(kind="mlp", depth=6, width=256)
+    manifest, spec = load_manifest(dataset), MlpSpec(kind="mlp", depth=12 if ON_GPU else 6, width=1024 if ON_GPU else 256)
     card = ModelCard(
         model=spec,
         image_size=64,
@@ -102,9 +106,9 @@ def prepare(place: Path, *, per_class: int) -> Bench:
         epochs=(EPOCHS,),
         standardise=False,
     )
-    world = World(rank=0, local_rank=0, num_ranks=1, num_cores=2)
-    backbone = open_backbone(Checkpoint.open(folder), manifest, device=CPU)
-    return Bench(settings, FeatureMaker(settings, manifest, backbone, world, CPU))
+    world = World(rank=0, local_rank=0, num_ranks=1, num_cores=len(os.sched_getaffinity(0)))
+    backbone = open_backbone(Checkpoint.open(folder), manifest, device=DEVICE)
+    return Bench(settings, FeatureMaker(settings, manifest, backbone, world, DEVICE))
 
 
 class PublicWay:
@@ -115,9 +119,10 @@ class PublicWay:
         assert backbone.model is not None
         self.model, self.settings = backbone.model, bench.settings
         reader = open_split(bench.settings.data.dataset, manifest, "train")
-        self.images, self.labels = reader.images(np.arange(reader.num_samples)), torch.from_numpy(reader.labels)
-        self.mean, self.std = (torch.tensor(values).view(1, 3, 1, 1) * 255 for values in backbone.normalisation)
-        self.head = torch.nn.Linear(self.model.num_features, len(manifest.classes))
+        self.images, self.labels = reader.images(np.arange(reader.num_samples)), torch.from_numpy(reader.labels).to(DEVICE)
+        self.images = self.images.to(DEVICE)
+        self.mean, self.std = (torch.tensor(values, device=DEVICE).view(1, 3, 1, 1) * 255 for values in backbone.normalisation)
+        self.head = torch.nn.Linear(self.model.num_features, len(manifest.classes), device=DEVICE)
         for parameter in self.head.parameters():
             torch.nn.init.zeros_(parameter)
         self.optimizer = Lion(self.head.parameters(), lr=LR, betas=(0.9, 0.99))
@@ -125,7 +130,7 @@ class PublicWay:
         self.schedule = Schedule(ScheduleSettings(), LR, num_steps=EPOCHS * self.steps_per_epoch)
 
     def run_epoch(self) -> None:
-        order = torch.from_numpy(order_of(len(self.labels), seed=self.settings.seed, epoch=self.epoch))
+        order = torch.from_numpy(order_of(len(self.labels), seed=self.settings.seed, epoch=self.epoch)).to(DEVICE)
         for number, chosen in enumerate(torch.split(order, BATCH)):
             images = (self.images[chosen].permute(0, 3, 1, 2).float() - self.mean) / self.std
             with torch.no_grad():
@@ -137,15 +142,21 @@ class PublicWay:
         self.epoch += 1
 
     def as_heads(self) -> Tensor:
-        head = torch.zeros(1, filled_width(self.head.in_features), self.head.out_features)
+        head = torch.zeros(1, filled_width(self.head.in_features), self.head.out_features, device=DEVICE)
         head[0, : self.head.in_features] = self.head.weight.detach().T
         head[0, self.head.in_features] = self.head.bias.detach()
         return head
 
 
+def finish() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
 def seconds(work: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     work()
+    finish()
     return time.perf_counter() - began_s
 
 
@@ -178,14 +189,37 @@ def against_the_public_way(bench: Bench, *, rounds: int) -> float:
 
 def product_rate(rows: int, inputs: int, outputs: int) -> float:
     """FLOP/s of a head's two products."""
-    x_BE, weights_EC, errors_BC = torch.randn(rows, inputs), torch.randn(inputs, outputs), torch.randn(rows, outputs)
-    logits_BC, gradient_EC = torch.empty(rows, outputs), torch.empty(inputs, outputs)
+    x_BE, weights_EC, errors_BC = (
+        torch.randn(*shape, device=DEVICE) for shape in ((rows, inputs), (inputs, outputs), (rows, outputs))
+    )
+    logits_BC, gradient_EC = torch.empty_like(errors_BC), torch.empty_like(weights_EC)
     count, began_s = 0, time.perf_counter()
     while time.perf_counter() - began_s < 0.5:
         torch.mm(x_BE, weights_EC, out=logits_BC)
         torch.mm(x_BE.T, errors_BC, out=gradient_EC)
         count += 1
+    finish()
     return count * 4 * rows * inputs * outputs / (time.perf_counter() - began_s)
+
+
+def features_against_forward(bench: Bench, *, rounds: int) -> None:
+    """(d)"""
+    size, count = bench.maker.backbone.image_size, bench.settings.feature_batch_size
+    images, num = torch.randn(count, 3, size, size, device=DEVICE), len(bench.features().labels_N)
+    times = max(1, num // count)
+
+    def forward() -> None:
+        for _ in range(times):
+            bench.maker.backbone.extract(images)
+
+    shares = []
+    with torch.no_grad():
+        forward()
+        for _ in range(rounds + 1):
+            shares.append(seconds(forward) / (times * count) * num / seconds(bench.features_anew))
+    share = statistics.median(shares[1:])
+    keep({"features of forward": share})
+    print(f"\n(d) features, from shards to a file, at {share:.0%} of the rate of the forward pass alone ({count} pictures at once)")
 
 
 def grid_against_one(bench: Bench, features_s: float, *, rounds: int) -> None:
@@ -235,8 +269,9 @@ def grid_against_one(bench: Bench, features_s: float, *, rounds: int) -> None:
 def main() -> None:
     options = arguments(__doc__ or "")
     with tempfile.TemporaryDirectory() as place:
-        bench = prepare(Path(place), per_class=80 if options.quick else 320)
+        bench = prepare(Path(place), per_class=(80 if options.quick else 320) * (16 if ON_GPU else 1))
         features_s = against_the_public_way(bench, rounds=2 if options.quick else 5)
+        features_against_forward(bench, rounds=3)
         grid_against_one(bench, features_s, rounds=1 if options.quick else 3)
     print(f"{machine()}, commit {commit()}")
 

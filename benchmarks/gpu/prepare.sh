@@ -1,0 +1,97 @@
+#!/bin/sh
+# Makes .gpu/ in this directory: what a machine with a GPU, and without a network, needs beside the working tree. Nothing is installed.
+#
+#   sh benchmarks/gpu/prepare.sh                         in the checkout that is sent, after sh install.sh
+#   sh PROJECT/benchmarks/gpu/prepare.sh --project DIR   in another checkout, which is what is sent; the project goes into .gpu/project/
+#
+# .gpu/wheels/     what the machine's Python (image.txt) lacks, for Python 3.12, hashes checked against requirements.lock
+# .gpu/commit.txt  what is measured
+# It may be run again: wheels that are there already are kept.
+set -eu
+kit=$(CDPATH='' cd -- "$(dirname "$0")" && pwd)
+project=.
+limit_mib=64
+while [ $# -gt 0 ]; do
+    case $1 in
+        --project) project=$2; shift 2 ;;
+        *) echo "prepare: unknown word: $1" >&2; exit 2 ;;
+    esac
+done
+say() { printf '%s\n' "prepare: $*"; }
+die() { printf '%s\n' "prepare: $*" >&2; exit 1; }
+
+grep -qs '^name = "wide-mlps"' "$project/pyproject.toml" || die "$project is not the project; give --project DIR"
+git rev-parse --is-inside-work-tree > /dev/null 2>&1 || die "run it in the root of the checkout that is sent"
+[ -e .git ] || die "run it in the root of the checkout, not below it"
+project=$(CDPATH='' cd -- "$project" && pwd)
+python=${PYTHON:-$project/.venv/bin/python}
+[ -x "$python" ] || die "$python is missing: the wheels are those of the project's environment; run sh install.sh there, or set PYTHON"
+
+mkdir -p .gpu/wheels
+if ! git check-ignore -q .gpu/x; then  # the project's own .gitignore has it
+    exclude=$(git rev-parse --git-path info/exclude)
+    mkdir -p "$(dirname "$exclude")"; echo '/.gpu/' >> "$exclude"
+fi
+git -C "$project" describe --always --dirty --abbrev=12 > .gpu/commit.txt
+
+# ---- wheels ------------------------------------------------------------------------------------------------------------
+"$python" "$kit/missing.py" "$project/pyproject.toml" "$kit/image.txt" > .gpu/wanted.txt
+
+# lock_block NAME==VERSION prints a package of the lock with its hashes, without its platform marker.
+lock_block() { sed -n "/^$1[ ;\\\\]/,/[^\\\\]\$/p" "$project/requirements.lock" | sed '1s/ ;.*\\/ \\/'; }
+
+# a-b==1.2 -> a_b-1.2, as a wheel's name begins
+sed 's/==/@/; s/-/_/g; s/@/-/' .gpu/wanted.txt > .gpu/stems.txt
+
+: > .gpu/binary.lock; : > .gpu/source.lock
+while read -r wanted <&3 && read -r stem <&4; do
+    set -- .gpu/wheels/"$stem"-*.whl
+    [ -e "$1" ] && continue
+    block=$(lock_block "$wanted")
+    [ -n "$block" ] || die "$wanted is not in requirements.lock: the environment is not the lock's; sh install.sh"
+    case $wanted in
+        deepspeed==*) printf '%s\n' "$block" >> .gpu/source.lock ;;  # published as source alone
+        *) printf '%s\n' "$block" >> .gpu/binary.lock ;;
+    esac
+done 3< .gpu/wanted.txt 4< .gpu/stems.txt
+platforms=$(for tag in manylinux_2_34 manylinux_2_31 manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux2014 \
+    manylinux2010 manylinux_2_5 manylinux1; do printf ' --platform %s_x86_64' "$tag"; done)
+pip="$python -m pip --disable-pip-version-check"
+if [ -s .gpu/binary.lock ]; then
+    say "downloading $(grep -c == .gpu/binary.lock) wheels for Python 3.12"
+    # shellcheck disable=SC2086
+    $pip download --no-deps --require-hashes --only-binary=:all: --python-version 3.12 --implementation cp $platforms \
+        -d .gpu/wheels -r .gpu/binary.lock > .gpu/prepare.log 2>&1 || { tail -5 .gpu/prepare.log >&2; die "download failed; see .gpu/prepare.log"; }
+fi
+if [ -s .gpu/source.lock ]; then
+    say "building $(grep -o '^[^ ]*==[^ ]*' .gpu/source.lock) (no compiled operators)"
+    # shellcheck disable=SC2086
+    DS_BUILD_OPS=0 CUDA_VISIBLE_DEVICES='' $pip wheel --no-deps --require-hashes --no-build-isolation --no-binary deepspeed \
+        -w .gpu/wheels -r .gpu/source.lock > .gpu/build.log 2>&1 || { tail -5 .gpu/build.log >&2; die "build failed; see .gpu/build.log"; }
+fi
+for wheel in .gpu/wheels/*.whl; do  # of former runs: two versions of one package would stop the whole install
+    name=$(basename "$wheel")
+    printf '%s' "$name" | cut -d- -f1,2 | grep -qixf .gpu/stems.txt || { say "removing $name, which is not wanted any more"; rm "$wheel"; }
+done
+have=$(find .gpu/wheels -name '*.whl' | wc -l)
+[ "$have" -eq "$(wc -l < .gpu/wanted.txt)" ] || die "$have wheels for $(wc -l < .gpu/wanted.txt) packages: compare .gpu/wanted.txt with .gpu/wheels"
+rm -f .gpu/binary.lock .gpu/source.lock .gpu/stems.txt
+
+# ---- the project, where another checkout is sent -------------------------------------------------------------------------
+rm -rf .gpu/project
+if [ "$project" != "$(pwd)" ]; then
+    mkdir .gpu/project
+    git -C "$project" ls-files -co --exclude-standard -z |
+        tar -C "$project" --null -T - --ignore-failed-read -cf - 2> /dev/null | tar -C .gpu/project -xf -  # what was deleted is left out
+    [ -e .gpu/project/pyproject.toml ] || die "the project's files were not copied"
+fi
+
+# ---- what will travel ------------------------------------------------------------------------------------------------------
+kib() { du -sk --apparent-size "$1" | cut -f1; }
+tree_kib=$(git ls-files -co --exclude-standard -z | du -ck --apparent-size --files0-from=- 2> /dev/null | tail -1 | cut -f1)
+gpu_kib=$(kib .gpu)
+say "$have wheels ($(kib .gpu/wheels) KiB), commit $(cat .gpu/commit.txt)"
+say "working tree $tree_kib KiB + .gpu $gpu_kib KiB = $(( (tree_kib + gpu_kib) / 1024 )) MiB of $limit_mib"
+[ $((tree_kib + gpu_kib)) -lt $((limit_mib * 1024 - 1024)) ] || die "too much to travel: carry less"
+here=benchmarks/gpu; [ ! -d .gpu/project ] || here=.gpu/project/benchmarks/gpu
+say "ready: carry .gpu, at most 600 s a call; the first is bash $here/first.sh"

@@ -1,0 +1,119 @@
+"""benchmarks/gpu/ and benchmarks/gpu.py, which are meant for a machine that is rarely there: every command that they would run is
+parsed, and its settings are checked. None is run."""
+
+import importlib.util
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from data_prep.explain import program
+from data_prep.settings import load_settings
+from finetune.verbs import split_config
+from tests.ranks import REPOSITORY
+from tests.settings_page import ADD_VERBS
+
+LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")
+
+
+@cache
+def module_of(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"kit_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # where its dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
+def listed(script: str, work: Path) -> dict[str, list[str]]:
+    """What a script of the kit would run, by name."""
+    environment = {**os.environ, "LIST": "1", "PYTHON": "python", "GPU_WORK": str(work), "OUT": str(work)}
+    done = subprocess.run(["bash", script], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    rows = [row.split("\x1f")[:-1] for row in done.stdout.split("\x1e") if row.strip()]
+    return {name.strip(): words for name, *words in rows}
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    monkeypatch.chdir(REPOSITORY)
+
+
+def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raises where a program would answer that it does not know a word."""
+    if words[0] != "-m":
+        monkeypatch.setattr(sys, "argv", words)
+        parse: Any = module_of(REPOSITORY / words[0].removeprefix(f"{REPOSITORY}/")).arguments
+        parse(*([""] if parse.__module__ == "frame" else []))
+        return
+    name, rest = words[1], words[2:]
+    if name in LAUNCHERS:
+        check(rest[rest.index("-m") :], monkeypatch)
+    elif name in ADD_VERBS:
+        options = program(name, description="", add_verbs=ADD_VERBS[name]).parse_args(rest)
+        schema = pkgutil.resolve_name(options.schema) if hasattr(options, "schema") else None
+        if schema is not None and rest[0] != "export":  # which has a run and a directory there
+            config, overrides = split_config([each for each in (options.config, *options.overrides) if each is not None])
+            load_settings(schema, path=config, overrides=overrides)
+    else:
+        assert name == "cluster.preflight", words
+
+
+def test_first_sh_names_no_verb_key_or_option_that_is_not_there(
+    benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = listed("benchmarks/gpu/first.sh", tmp_path)
+    assert len(found) > 50 and not list(tmp_path.iterdir())
+    for name, words in found.items():
+        inner = words[words.index("python") + 1 :] if "python" in words else []
+        if inner and inner[0] != "-c":
+            check([each.replace("../", "") for each in inner], monkeypatch)
+        else:
+            assert name in ("imports", "two-ranks-refused"), name
+    for words in found.values():  # a config that stands
+        assert all((REPOSITORY / each).exists() for each in words if each.startswith("configs/")), words
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_gpu_py_names_no_verb_key_or_option_that_is_not_there(
+    benchmarks: None, monkeypatch: pytest.MonkeyPatch, quick: bool
+) -> None:
+    gpu = module_of(REPOSITORY / "benchmarks/gpu.py")
+    parts = gpu.parts(quick=quick, num_gpus=8)
+    assert len({part.name for part in parts}) == len(parts) > 20
+    for part in parts:
+        check(list(part.words), monkeypatch)
+
+
+def test_the_table_holds_what_was_found_beside_its_goal(benchmarks: None, tmp_path: Path) -> None:
+    gpu = module_of(REPOSITORY / "benchmarks/gpu.py")
+    page, found = tmp_path / "measured.md", {"machine": "X", "commit": "abc", "num_gpus": 8, "date": "2000-01-01", "failed": ["y"]}
+    page.write_text(f"before\n{gpu.BEGIN}\nold\n{gpu.END}\nafter\n")
+    step = {"ms": 20.0, "images_per_s": 800_000.0, "share_of_product_rate": 0.75, "device_idle_share": 0.01}
+    figures = {"profile-b12-z1-compiled": step, "profile-b12-z1-compiled-augmented": {"ms": 25.0}}
+    figures["run-b12"] = {"usage/images_per_s": 600_000.0, "usage/data_wait_share": 0.01}
+    figures["run-ranks"] = {"usage/images_per_s": 2_400_000.0}
+    gpu.write_table({**found, "figures": figures}, page)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:5]] for line in text.splitlines() if len(cells := line.split("|")) > 5
+    }
+    assert rows["B-12/Wi-1024 from shards, of a large product's rate"] == [">= 60 %", "56%", "missed"]  # 0.75 x 600 / 800
+    assert rows["an epoch of 12.5 M pictures of 64 px, from shards"] == ["< 25 s", "20.8 s", "met"]
+    assert rows["augmentation, of the step with it"] == ["<= 5 %", "20.0%", "missed"]
+    assert rows["images/s of all GPUs, of as many times one GPU's"][1] == "50%"
+    assert not any("timm" in row for row in rows) and "8 x X, commit abc" in text and "Failed: y." in text
+    places = [tmp_path / name for name in ("one.json", "other.json")]
+    for place, part in zip(places, ({"a": {"x": 1}}, {"y": {"x": 2}}), strict=True):
+        place.write_text(json.dumps({**found, "figures": part}))
+    both = gpu.together(places)
+    assert both["figures"].keys() == {"a", "y"} and both["failed"] == []
