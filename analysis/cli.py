@@ -107,12 +107,11 @@ def _report(options: argparse.Namespace) -> int:
     _check_runs(options.runs)
     if path.suffix not in (".pdf", ".svg"):
         check_picture(path)
-    from rich.console import Console
-
     from analysis.report import collect, draw, print_table
+    from analysis.tables.pages import console_of
 
     runs = collect(options.runs)
-    print_table(runs, Console(width=None if sys.stdout.isatty() else 120))
+    print_table(runs, console_of())
     draw(runs, path)
     print(f"picture: {path}")
     return OK
@@ -129,9 +128,7 @@ def _check_runs(root: Path) -> None:
 
 def _table(options: argparse.Namespace) -> int:
     _check_runs(options.runs)
-    from rich.console import Console
-
-    from analysis.tables.pages import NOTES, console_table, draw, markdown, with_runs
+    from analysis.tables.pages import NOTES, console_of, console_table, draw, markdown, with_runs
     from analysis.tables.published import TABLES
     from analysis.tables.table import fill
     from data_prep.publish import make_directory, write_atomic
@@ -144,7 +141,7 @@ def _table(options: argparse.Namespace) -> int:
     make_directory(out)
     write_atomic(out / "tables.md", markdown(tables).encode())
     draw(tables, out / "tables.png")
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = console_of(160)
     finished = sum(bool(run.result) for run in runs)
     for table in with_runs(tables) if finished else ():  # else they are pages of "not run"
         console.print(console_table(table), "")
@@ -195,18 +192,16 @@ def _paper(options: argparse.Namespace) -> int:
 
 def _cost(options: argparse.Namespace) -> int:
     check_out(options.out)
-    from rich.console import Console
-
     with doing("loading torch"):
         from analysis.cost import COLUMNS, NOTE, cells, draw, facts_of, measure
         from analysis.efficiency import conditions_for, machine
-    from analysis.tables.pages import for_console
+    from analysis.tables.pages import console_of, for_console
 
     conditions = conditions_for(options.device, dtype="fp32", compiled=False, batch_size=None, quick=options.quick)
     place = machine(conditions)
     rounds, steps = (1, 1) if options.quick else (5, 3)
     rows = measure(device=conditions.device, num_rounds=rounds, num_steps=steps)
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = console_of(150)
     console.print(for_console(COLUMNS, [cells(row) for row in rows], title=f"{place}, median of {rounds} rounds of {steps} steps"))
     console.print(NOTE, style="dim")
     facts, figures = {"machine": place, "rounds": rounds, "steps": steps}, {"": draw(rows, device=conditions.device)}
@@ -217,8 +212,6 @@ def _efficiency(options: argparse.Namespace) -> int:
     check_out(options.out)
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch: {options.batch} will not do; give 1 or more")
-    from rich.console import Console
-
     with doing("loading torch"):
         from analysis.efficiency import (
             IMAGE_SIZE,
@@ -231,12 +224,13 @@ def _efficiency(options: argparse.Namespace) -> int:
             print_table,
             title,
         )
+    from analysis.tables.pages import console_of
 
     conditions = conditions_for(
         options.device, dtype=options.dtype, compiled=options.compile, batch_size=options.batch, quick=options.quick
     )
     place = machine(conditions)
     rows = measure_named(list(PRINTED), conditions)
-    print_table(rows, Console(width=None if sys.stdout.isatty() else 132), heading=title(conditions, place))
+    print_table(rows, console_of(132), heading=title(conditions, place))
     facts = {"machine": place, "conditions": conditions._asdict(), "image_size": IMAGE_SIZE}
     return written(write(options.out, facts=facts, rows=facts_of(rows), read=(), figures={"": draw(rows, conditions)}))

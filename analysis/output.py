@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.publish import atomic_file, hash_of_json, make_directory, sha256_of, write_json
 from data_prep.settings import UserError
-from pretrain.checkpoints.run import CONFIG_FILE, RESULT, check_place, list_checkpoints
+from pretrain.checkpoints.checkpoint import Checkpoint
+from pretrain.checkpoints.run import CONFIG_FILE, RESULT, check_place
 from pretrain.tracking.run_tags import git_commit
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def write(
             files.append(out.with_name(f"{name}.{ending}"))
             with looks(), rc_context({"text.parse_math": True}):  # colours by number, and ticks like 10^3, are looked up now
                 save(figure, files[-1])
-    hashes = {str(place): hash_of(Path(place)) for place in read}
+    hashes = {str(place): hash_of(place) for place in read}
     facts = json.loads(json.dumps(facts, default=float), parse_constant=lambda _: None)
     write_json(json_path, {**facts, "read": hashes, "commit": git_commit()})
     return [*files, json_path]
@@ -105,14 +107,13 @@ def draw_band(axes: "Axes", x: Any, low: Any, middle: Any, high: Any, **style: A
     axes.plot(x, middle, **style)
 
 
-def hash_of(place: Path) -> str:
-    """Of a file; of a dataset, a checkpoint or a run what names its content."""
-    if place.is_file():
-        return sha256_of(place)
-    if (place / MANIFEST_NAME).exists():
-        return load_manifest(place).hash
-    if (place / "model.safetensors").exists():
-        return sha256_of(place / "model.safetensors")
-    newest = list_checkpoints(place)[-1:]
-    parts = [place / name for name in (CONFIG_FILE, RESULT) if (place / name).exists()]
-    return hash_of_json([*map(sha256_of, parts), *map(hash_of, newest)])
+def hash_of(place: Path | str) -> str:
+    """Of a file; of a dataset, a checkpoint or a run what names its content: also of a URL, RUN@50epochs and hf-hub:NAME."""
+    path = local_copy(place, storage=None)
+    if path.is_file():
+        return sha256_of(path)
+    if (path / MANIFEST_NAME).exists():
+        return load_manifest(path).hash
+    parts = [sha256_of(path / name) for name in (CONFIG_FILE, RESULT) if (path / name).exists()]
+    weights = [found.sha256] if (found := Checkpoint.found(str(place))) else []
+    return weights[0] if weights and not parts else hash_of_json([*parts, *weights])

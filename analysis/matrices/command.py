@@ -1,7 +1,6 @@
 """The verbs of this room. Light: what takes time is imported once the arguments are known to be good."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from analysis.device import add_device, device_of
@@ -116,18 +115,14 @@ def _masks(options: argparse.Namespace) -> int:
 def _filters(options: argparse.Namespace) -> int:
     _check(options)
     with doing("loading torch"):
-        from rich.console import Console
-
         from analysis.matrices import filters
-        from analysis.tables.pages import for_console
+        from analysis.tables.pages import show
         from pretrain.checkpoints.checkpoint import Checkpoint
     opened = [Checkpoint.open(place) for place in options.runs]
     layers = filters.first_layers(options.runs, opened, with_initial=options.init)
     facts = {layer.name: layer.medians for layer in layers}
     words = [[name, *(f"{value:.3f}" for value in medians.values())] for name, medians in facts.items()]
-    Console(width=None if sys.stdout.isatty() else 120).print(
-        for_console(["median over the neurons", *filters.MEASURES.values()], words)
-    )
+    show(["median over the neurons", *filters.MEASURES.values()], words)
     figures = {"": filters.sheet(layers, which=options.which, count=options.count), "locality": filters.draw_locality(layers)}
     rows = [row for layer in layers for row in layer.rows]
     return written(write(options.out, facts=facts, read=[each.directory for each in opened], rows=rows, figures=figures))

@@ -65,9 +65,13 @@ def for_console(
     return shown
 
 
-def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int = 1, title: str | None = None) -> None:
-    """On the console; into a file or a pipe 120 wide."""
-    Console(width=None if sys.stdout.isatty() else 120).print(for_console(header, rows, num_words=num_words, title=title))
+def console_of(width: int = 120) -> Console:
+    """The user's; a file or a pipe is so wide."""
+    return Console(width=None if sys.stdout.isatty() else width)
+
+
+def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int = 1) -> None:
+    console_of().print(for_console(header, rows, num_words=num_words))
 
 
 def in_words(table: Filled, *, between: str = " / ") -> tuple[list[str], list[list[str]]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from analysis.cli import main
 from analysis.features.invariance import changes
+from analysis.output import hash_of
 from pretrain.augment.augmentation import pixel_order
 from pretrain.models.spec import MixerSpec
 from tests.analysis.test_features import opened, plain_cka
@@ -76,6 +77,7 @@ def test_what_is_measured_is_what_a_plain_computation_finds(
         assert views[3, seed] == pytest.approx(result["eval/top1"], abs=1e-9)
     facts = json.loads((tmp_path / "out" / "found.json").read_text())
     assert set(facts["read"]) == {str(place), str(ordered), str(shapes)}
+    assert facts["read"][str(shapes)] == hash_of(f"file://{shapes}")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         f"found{end}" for end in (".json", ".parquet", ".png", ".svg", "-mixings.png", "-mixings.svg")
     }

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import pytest
 
-from tests.data_prep.stock import Web, web
+from tests.data_prep.stock import Web, forget_credentials, web
+from tests.stores import EACH, Store, started
 
 
 class Refused(Protocol):
@@ -39,3 +40,11 @@ def server(shards: Path) -> Iterator[tuple[str, Web]]:
     """Address and faults of a web server over the `shards` of the test's own file."""
     with web(shards) as found:
         yield found
+
+
+@pytest.fixture(scope="module", params=EACH)
+def store_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with pytest.MonkeyPatch.context() as patch:
+        forget_credentials(patch)
+        with started(request.param, tmp_path_factory.mktemp("empty")) as store:
+            yield store

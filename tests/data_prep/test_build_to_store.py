@@ -13,29 +13,22 @@ from data_prep.cli import main
 from data_prep.remote import names_under, read_bytes
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, files_of, forked, write_classes, write_files
-from tests.data_prep.stock import forget_credentials, sample, write_stock
+from tests.data_prep.stock import sample, write_stock
 from tests.moments import Strike
-from tests.stores import EACH, Store, started
+from tests.stores import Store
 
 pytestmark = pytest.mark.processes
 CUT = ("samples_per_shard=4", "max_reject_share=0.2", "name=animals")
 
 
-@pytest.fixture(scope="module", params=EACH)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    with pytest.MonkeyPatch.context() as patch:
-        forget_credentials(patch)
-        with started(request.param, tmp_path_factory.mktemp("empty")) as store:
-            yield store
-
-
 @pytest.fixture
-def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def store(store_server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
-    server.faults.clear()
-    yield server
-    server.faults.clear()
-    remote.remove([server.url(name) for name in names_under(server.url(), storage=server.storage)], storage=server.storage)
+    store_server.faults.clear()
+    yield store_server
+    store_server.faults.clear()
+    url, how = store_server.url, {"storage": store_server.storage}
+    remote.remove([url(name) for name in names_under(url(), **how)], **how)
 
 
 @pytest.fixture(scope="module")

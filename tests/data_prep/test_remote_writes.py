@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +10,20 @@ import pytest
 from data_prep import remote
 from data_prep.remote import MissingError, RemoteError, StoppedError, join, names_under, read_bytes, upload, write_bytes
 from data_prep.settings import UserError
-from tests.data_prep.stock import forget_credentials
-from tests.stores import EACH, Store, started
+from tests.stores import Store
 
 pytestmark = pytest.mark.processes
 SIZES = {"small": 10_000, "large": 11 << 20}
 """The large one is of more than two parts, the last of which is not whole."""
 
 
-@pytest.fixture(scope="module", params=EACH)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    with pytest.MonkeyPatch.context() as patch:
-        forget_credentials(patch)
-        with started(request.param, tmp_path_factory.mktemp("empty")) as store:
-            yield store
-
-
 @pytest.fixture
-def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(store_server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(remote, "_PART_BYTES", 5 << 20)
-    server.faults.clear()
-    server.requests.clear()
-    return server
+    store_server.faults.clear()
+    store_server.requests.clear()
+    return store_server
 
 
 def made(folder: Path, size: str) -> Path:
