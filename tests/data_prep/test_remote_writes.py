@@ -90,11 +90,17 @@ def test_what_cannot_be_asked_after_stays(store: Store, monkeypatch: pytest.Monk
     def silent(*_: Any, **__: Any) -> None:
         raise TimeoutError
 
-    with monkeypatch.context() as patch:
-        patch.setattr("data_prep.clients.info", silent)
-        with pytest.raises(RemoteError):
-            write_bytes(b"new", url, **how)
-    assert read_bytes(url, **how) == b"new"
+    def half(_url: str, write: Any, **__: Any) -> None:
+        write(b"n")
+
+    for number, (name, answer) in enumerate((("clients.info", silent), ("remote.fetch", silent), ("remote.fetch", half))):
+        new = b"new%d" % number
+        with monkeypatch.context() as patch:
+            patch.setattr(remote._Marks, "in_store", lambda *_: None)  # so it has to be read back
+            patch.setattr(f"data_prep.{name}", answer)
+            with pytest.raises(RemoteError):
+                write_bytes(new, url, **how)
+        assert read_bytes(url, **how) == new
 
 
 def test_a_server_that_is_silent_is_left_when_nobody_waits_any_more(tmp_path: Path, store: Store) -> None:
