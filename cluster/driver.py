@@ -6,8 +6,8 @@ from pathlib import Path
 
 OLDEST = {11: "450.80", 12: "525.60", 13: "580.65"}
 """Major version of CUDA -> the oldest driver that runs any minor version of it, as NVIDIA has them."""
-BUILDS = {12: "cu128"}
-"""The build to take where the driver does not run a newer one; for drivers of CUDA 11 torch has none any more."""
+BUILD = "cu128"
+"""For drivers of CUDA 12; for those of CUDA 11 torch has none any more."""
 
 
 def known_driver(environment: Mapping[str, str], *, loaded: Path = Path("/proc/driver/nvidia/version")) -> str | None:
@@ -32,10 +32,9 @@ def too_old(driver: str, cuda: str) -> tuple[str, str] | None:
     oldest = OLDEST.get(int(cuda.partition(".")[0]))
     if oldest is None or _number(driver) >= _number(oldest):
         return None
-    build = next((build for major, build in BUILDS.items() if _number(driver) >= _number(OLDEST[major])), None)
-    remedy = (
-        f"make CUDA={build}, or a newer driver" if build else f"a newer driver: {OLDEST[12]} at least, for make CUDA={BUILDS[12]}"
-    )
+    remedy = f"make CUDA={BUILD}, or a newer driver"
+    if _number(driver) < _number(OLDEST[12]):
+        remedy = f"a newer driver: {OLDEST[12]} at least, for make CUDA={BUILD}"
     return f"its driver {driver} is older than {oldest}, which torch's CUDA {cuda} needs", remedy
 
 

@@ -68,7 +68,7 @@ def directory_of(options: argparse.Namespace, dataset: Path | str | None = None)
 
 
 _WORKERS = "processes (default: one per core)"
-_STORAGE = 'of remote shards: options for fsspec, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\''
+_STORAGE = 'of URLs: options for fsspec, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\''
 SHARED: dict[str, dict[str, dict[str, Any]]] = {
     "dataset": {"dataset": {"type": place, "help": "the directory that build, merge, index or subset wrote, or its URL"}},
     "config": {

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from data_prep.commands import FAULTY, OK, add_verb, counted, json_options, settings_of
+from data_prep.commands import FAULTY, OK, add_verb, counted, settings_of
 from data_prep.explain import Verbs
 from data_prep.manifest import REJECTED_NAME, Manifest, load_rejected
 from data_prep.settings import S, dump, validate
@@ -50,11 +50,9 @@ def add_verbs(verbs: Verbs) -> None:
     build.add_argument("--task", metavar="i/n", help="only the i-th of n parts (from 0), for job arrays; then: data_prep merge")
     words = "verify what array tasks have written, then publish the dataset"
     how = {"after_a_stop": GOES_ON, "examples": "data_prep merge data/mine"}
-    merge = add_verb(verbs, "merge", _merge, "workers", "json", help=words, **how)
+    merge = add_verb(verbs, "merge", _merge, "workers", "storage", "json", help=words, **how)
     merge.add_argument("dataset", help="the directory, or the URL, that the tasks wrote to")
     merge.add_argument("--work", metavar="DIR", help="of a URL: the directory of unfinished work that the tasks shared")
-    options = 'of a URL: options for fsspec, such as \'{"endpoint_url": "..."}\''
-    merge.add_argument("--storage", type=json_options, default={}, metavar="JSON", help=options)
     merge.add_argument("--trust", action="store_true", help="do not read the shards again: only their sizes are checked")
     words = "make a dataset of WebDataset shards of others (local, http, s3), which stay as they are"
     examples = "data_prep index --out data/theirs --train 'shards/{000..146}.tar' label=json:class"

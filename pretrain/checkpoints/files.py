@@ -272,7 +272,7 @@ def _read_best(run_dir: Path) -> Best | None:
 
 def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     if _is_of_timm(checkpoint):
-        return load_model(checkpoint).state_dict()
+        return model_of_timm(checkpoint.directory, card=checkpoint.card).state_dict()
     path = checkpoint.directory / MODEL
     try:
         return by_our_names(read_tensors(path), checkpoint.card.model)
@@ -282,8 +282,8 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 def _is_of_timm(checkpoint: Checkpoint) -> bool:
     """What timm has written, and we have no architecture for; not what was trained on here since."""
-    tree = json.loads((checkpoint.directory / CONFIG).read_text())
-    return isinstance(checkpoint.card.model, TimmModelSpec) and is_of_timm(tree)
+    is_another = isinstance(checkpoint.card.model, TimmModelSpec)
+    return is_another and is_of_timm(json.loads((checkpoint.directory / CONFIG).read_text()))
 
 
 def load_model(checkpoint: Checkpoint) -> ImageModel:
