@@ -429,7 +429,7 @@ class MirrorWriter:
         self._changed, self._stop = threading.Condition(), threading.Event()
         self._is_offered = self._is_working = self._is_closing = False
         self._fault, self._said, self._said_s = "", "", 0.0
-        self._num_failures, self._pause_s, self._next_s, self._failing_since_s = 0, _FIRST_PAUSE_S, 0.0, 0.0
+        self._num_failures, self._pause_s, self._failing_since_s = 0, _FIRST_PAUSE_S, 0.0
         self.defect: Exception | None = None
         """It ends training, at the next checkpoint: a newer start, or a mistake of ours."""
         self._brought: list[Path] = []
@@ -486,27 +486,25 @@ class MirrorWriter:
         return not (self._is_offered or self._is_working or self._fault or self.defect)
 
     def _work(self) -> None:
-        is_closing = False
+        is_closing, pause_s = False, 0.0
         while not is_closing and self.defect is None:
             with self._changed:
-                pause_s = max(0.0, self._next_s - time.monotonic())
                 self._changed.wait_for(lambda: self._is_offered or self._is_closing, pause_s)
                 is_closing, self._is_offered, self._is_working = self._is_closing, False, True
             fault, pause_s = "", self._pause_s
-            defect: Exception | None = None
             try:
                 pause_s = RECORDS_S * max(1.0, self._bring() / _BYTES_EACH)
             except StoppedError:
                 fault, is_closing = "it was stopped", True
             except Superseded as error:
-                defect = error
+                self.defect = error
             except (OSError, UserError) as error:
                 fault = str(error)
             except Exception as error:  # noqa: BLE001 (it belongs to the trainer, who meets it at the next checkpoint)
-                defect = error
+                self.defect = error
             with self._changed:
                 self._note(fault)
-                self._is_working, self.defect, self._next_s = False, defect, time.monotonic() + pause_s
+                self._is_working = False
                 self._changed.notify_all()
 
     def _bring(self) -> int:
