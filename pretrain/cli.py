@@ -33,14 +33,13 @@ from pretrain.checkpoints.run import (
     run_and_length,
     steps_of,
 )
-from pretrain.config import PretrainSettings, check_against_ranks, check_installed, parse_length
+from pretrain.config import PretrainSettings, SinkName, check_against_ranks, check_installed, parse_length
 from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.models.spec import Activation
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World, free_port, read_world
-from pretrain.tracking.sinks import SINKS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,7 +117,9 @@ pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_di
     sync = verbs.add_parser("sync", help="deliver what a run's journal still holds to MLflow, or write it for another tool")
     sync.epilog = "pretrain sync runs/mine"
     sync.add_argument("run_dir", type=Path, help="of the run")
-    sync.add_argument("--to", choices=("mlflow", *SINKS), default="mlflow", help="or write it for another tool (default: mlflow)")
+    sync.add_argument(
+        "--to", choices=("mlflow", *get_args(SinkName)), default="mlflow", help="or write it for another tool (default: mlflow)"
+    )
     sync.set_defaults(run=_sync)
     serve = verbs.add_parser("serve", help="show the runs of a folder in MLflow, and write to its store for all of them")
     serve.epilog = "pretrain serve runs"

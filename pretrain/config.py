@@ -30,6 +30,7 @@ EraseMode = Literal["const", "rand", "pixel"]
 Shuffle = Literal["full", "block", "none"]
 LastBatch = Literal["carry", "drop", "pad"]
 MixWith = Literal["neighbour", "previous"]
+SinkName = Literal["tensorboard", "wandb"]
 
 MIRRORS = ("s3", "gs", "gcs", "az", "abfs", "abfss", "file")
 """What can be written to, listed and pruned."""
@@ -481,7 +482,7 @@ class TrackingSettings(Settings):
     """The MLflow experiment that the run appears in."""
     uri: Annotated[str, _kept_out(OF_SERVER)] | None = Field(None, examples=["sqlite:///runs/mlflow.db"])
     """An MLflow store or server; by default MLFLOW_TRACKING_URI, else runs/mlflow.db beside the runs."""
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field((), examples=[["tensorboard"]])
+    sinks: tuple[SinkName, ...] = Field((), examples=[["tensorboard"]])
     """Other tools whose files in RUN/tracking get the figures while the run lasts; `pretrain sync RUN --to` writes them later."""
     peak_teraflops: float | None = Field(None, gt=0, examples=[312.0])
     """What a rank's device can do at best, for MFU; by default its data sheet's rate, else a measured one."""

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from braceexpand import braceexpand
@@ -310,7 +309,7 @@ def expand_shards(words: str) -> tuple[str, ...]:
             raise ValueError(f"{fault}; write ranges as {{000..146}}") from None
     for url in urls:
         scheme = urlsplit(url).scheme
-        path = Path(url2pathname(urlsplit(url).path) if scheme == "file" else url)
+        path = Path(unquote(urlsplit(url).path) if scheme == "file" else url)
         if scheme not in _OPENED:
             raise ValueError(f"data.dataset: {scheme}: is not read; write a path, a URL, or a command as 'pipe:COMMAND'")
         if scheme not in ("", "file") or path.is_file():

@@ -16,8 +16,6 @@ from PIL import Image
 
 from pretrain.tracking.tracker import RunIdentity, image_name, readable_events
 
-SINKS = ("tensorboard", "wandb")
-
 
 class Sink(Protocol):
     def write(self, event: dict[str, Any]) -> None: ...
