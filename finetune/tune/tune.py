@@ -21,7 +21,7 @@ from pretrain.checkpoints.mirror import Mirror
 from pretrain.checkpoints.run import finished_result, save_result
 from pretrain.data.datasets import TrainingData
 from pretrain.data.order import BatchPlan
-from pretrain.engine.step import EngineState, StepResult, checkpoint_activations, loss_of
+from pretrain.engine.step import EngineState, StepResult, checkpoint_activations, compile_blocks, loss_of
 from pretrain.loop.train import Task, train
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
@@ -168,7 +168,7 @@ class AccelerateEngine:
         if settings.activation_checkpointing:
             checkpoint_activations(self.module)
         if settings.compile:
-            self.module.compile()  # in place: a wrapper would rename the weights
+            compile_blocks(self.module)
         self._optimizer = make_optimizer(self.module)
         self._num_updates = 0
         self._model, self._stepper = accelerator.prepare(self.module, self._optimizer)

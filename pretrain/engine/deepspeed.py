@@ -32,7 +32,7 @@ from pretrain.config import EngineSettings
 from pretrain.data.order import BatchPlan
 from pretrain.engine.ema import WeightAverage
 from pretrain.engine.sharded_state import ShardedState
-from pretrain.engine.step import DTYPES, EngineState, StepResult, checkpoint_activations, loss_of
+from pretrain.engine.step import DTYPES, EngineState, StepResult, checkpoint_activations, compile_blocks, loss_of
 from pretrain.engine.zero_cost import bucket_elements
 from pretrain.models.cost import num_parameters
 from pretrain.models.layers.buffers import average_over_ranks, kept_buffers, restore_buffers
@@ -69,8 +69,8 @@ def _import_deepspeed() -> Any:
 @contextmanager
 def _no_compiler() -> Iterator[None]:
     """What is marked here as "not to be compiled" stays as it is. torch's own mark loads its compiler when the function is first
-    called, which took a third of a rank's start, and only `engine.compile` compiles anything: the model's forward pass, in which no
-    such function is."""
+    called, which took a third of a rank's start, and nothing is compiled but blocks of the model (`engine.compile`) and the loss on
+    GPUs, in which no such function is."""
 
     def unchanged(function: Any = None, **_: Any) -> Any:
         return function if function is not None else unchanged
@@ -152,7 +152,7 @@ class DeepSpeedEngine:
         if hasattr(self._state.plain, "bind"):
             self._state.plain.bind(self._state.my_segments())
         if settings.compile:
-            self._engine.compile()
+            compile_blocks(self._engine.module)
 
     def _loss_scaler(self) -> Any:
         """DeepSpeed's, at every stage: at stage 0, where it has none that could be saved, one of our own."""

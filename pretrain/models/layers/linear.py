@@ -37,27 +37,30 @@ class Linear(nn.Linear):
         # anything but these two sizes is for nn.Linear to refuse: cut off, a picture of another size would pass
         if not (needs_zeros and given == self.in_features) and not (given == inputs != self.in_features):
             return super().forward(x)
-        y: Tensor = _FilledUp.apply(x, self.weight, self.bias, inputs, outputs)  # type: ignore[no-untyped-call]
-        return y if self.hands_zeros_on else y[..., : self.out_features]
+        given_out = outputs if self.hands_zeros_on else self.out_features
+        y: Tensor = _FilledUp.apply(x, self.weight, self.bias, inputs, outputs, given_out)  # type: ignore[no-untyped-call]
+        return y
 
 
 class _FilledUp(torch.autograd.Function):
-    """linear() of inputs, weight and bias with zeros up to `inputs` and `outputs`."""
+    """linear() of inputs, weight and bias with zeros up to `inputs` and `outputs`; the first `given_out` of what comes out.
+
+    The gradient of the others is filled up in one copy: cut off outside, they would cost zeros of the whole size as well."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> Tensor:
-        ctx.given, ctx.has_bias = x.shape[-1], bias is not None
-        if ctx.given != inputs:
-            x = pad(x, (0, inputs - ctx.given))
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: int, outputs: int, given_out: int) -> Tensor:
+        ctx.given, ctx.outputs, ctx.has_bias = x.shape[-1], outputs, bias is not None
+        x = _widened(x, inputs)
         ctx.save_for_backward(x, weight)
         filled_bias = None if bias is None else pad(bias, (0, outputs - len(bias)))
-        return linear(x, _filled(weight, inputs, outputs), filled_bias)
+        return linear(x, _filled(weight, inputs, outputs), filled_bias)[..., :given_out]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         rows, columns = weight.shape
         of_x, of_weight, of_bias = None, None, None
+        gradient = _widened(gradient, ctx.outputs)
         if ctx.needs_input_grad[0]:
             filled = _filled(weight.to(gradient.dtype), x.shape[-1], gradient.shape[-1])
             of_x = (gradient @ filled)[..., : ctx.given].to(x.dtype)
@@ -67,7 +70,13 @@ class _FilledUp(torch.autograd.Function):
             of_weight = (flat.T @ x.flatten(0, -2).to(flat.dtype))[:rows, :columns].to(weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             of_bias = flat.sum(0)[:rows].to(weight.dtype)
-        return of_x, of_weight, of_bias, None, None
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    """With zeros at the end of each row; `pad` would write the whole twice."""
+    missing = size - x.shape[-1]
+    return torch.cat([x, x.new_zeros(*x.shape[:-1], missing)], dim=-1) if missing else x
 
 
 def _filled(weight: Tensor, inputs: int, outputs: int) -> Tensor:

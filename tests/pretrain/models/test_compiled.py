@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import pretrain.models.layers.linear as linear_module
+from pretrain.engine.step import compile_blocks, one_pass_loss
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
@@ -79,13 +80,35 @@ def test_filled_up_products_learn_the_same_under_autocast(spec: AnySpec) -> None
 def test_inductor_is_eager() -> None:
     spec = MLP.model_copy(update={"depth": 1})  # a minute of compilation for two
     compiled, plain = model(spec), plain_in_float64(spec)
-    compiled.compile()
+    compile_blocks(compiled)
     found = logits_and_gradients(compiled)
     torch.testing.assert_close({name: value.double() for name, value in found.items()}, plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("spec", [RP, OTHERS[2]], ids=lambda spec: spec.label)
-def test_traced_graphs_are_eager(spec: AnySpec) -> None:
-    compiled = model(spec).double()
-    compiled.compile(backend="aot_eager", fullgraph=True)
+def test_traced_graphs_are_eager(spec: AnySpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each block's gradients are there before those of the block in front of it are begun: on their way to other ranks."""
+    compiled, order = model(spec).double(), list[str]()
+    compile_blocks(compiled, backend="aot_eager", fullgraph=True)
+    for number, block in enumerate(compiled.blocks):
+        for weight in block.parameters():
+            weight.register_post_accumulate_grad_hook(lambda _, number=number: order.append(f"weight of {number}"))
+
+    def run(block: nn.Module, x_BF: Tensor) -> Tensor:
+        number = list(compiled.blocks).index(block)
+        x_BF.register_hook(lambda _: order.append(f"block {number} is over"))
+        return block(x_BF)
+
+    monkeypatch.setattr(compiled, "_run", run)
     torch.testing.assert_close(logits_and_gradients(compiled, IMAGES.double()), plain_in_float64(spec), rtol=1e-10, atol=1e-10)
+    assert [*dict.fromkeys(order)] == ["weight of 1", "block 1 is over", "weight of 0", "block 0 is over"]
+
+
+def test_a_traced_loss_is_the_eager_one() -> None:
+    logits, labels, others, share = torch.randn(6, 11), torch.arange(6), torch.arange(6) + 5, torch.rand(6)
+    found = []
+    for loss in (one_pass_loss, torch.compile(one_pass_loss, backend="aot_eager", fullgraph=True, dynamic=False)):
+        own = logits.clone().requires_grad_()
+        loss(own, labels, others, share, 0.1).backward()
+        found.append(own.grad)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
