@@ -1,8 +1,10 @@
 """Shared fixtures: one tiny synthetic dataset of each class set, packed once per session by the real command."""
 
 import os
+import sys
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks of a test are more than the GPUs of most machines: tests run on the CPU
+if "cuda" not in sys.argv:  # pytest -m cuda
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks of a test are more than the GPUs of most machines: tests run on the CPU
 
 # Four processes of tests, which often wait, share two cores: threads that spin while they wait would take a third of both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,7 +15,6 @@ import inspect
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache

@@ -181,8 +181,8 @@ def same_neighbours(device: torch.device) -> tuple[bool, str]:
     train, test = torch.randn(5000, 96, generator=rng), torch.randn(300, 96, generator=rng)
     found = []
     for where in (torch.device("cpu"), device):
-        (queries,) = unit_rows(test, size=300, device=where)
-        similar, rows = neighbours_of(queries, unit_rows(train, size=700, device=where), count=20)
+        (queries,) = unit_rows([test], device=where)
+        similar, rows = neighbours_of(queries, unit_rows(train.split(700), device=where), count=20)
         found.append((similar.cpu(), rows.cpu()))
     return torch.equal(found[0][1], found[1][1]), f"{int((found[0][1] != found[1][1]).sum())} of 6,000 neighbours differ"
 
@@ -285,8 +285,8 @@ def on_the_dataset() -> dict[str, Check]:
     """Of the demo's, which must be there; and what others who use the device would disturb."""
     return {
         "feed": feed_is_in_order,
-        "auto, B-12/Wi-1024": partial(auto_size, "mlp_b12_wi1024", 65_536, 512),
-        "auto, Mixer-B-W": partial(auto_size, "mixer_b_w", 4096, 8),
+        "auto, B-12/Wi-1024": partial(auto_size, "mlp_b12_wi1024", 65_536, 8),
+        "auto, Mixer-B-W": partial(auto_size, "mixer_b_w", 4096, 2),
         "where we wait": waits,
     }
 
