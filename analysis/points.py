@@ -25,7 +25,7 @@ from cluster.work import place_of
 from data_prep.manifest import DatasetError
 from data_prep.publish import sha256_of
 from data_prep.settings import SettingsError, validate
-from finetune.runs import Run, card_of, read_run, run_of
+from finetune.runs import Curve, Run, card_of, read_run, run_of
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import list_checkpoints, run_and_length, step_of
 from pretrain.config import DataSettings
@@ -36,7 +36,7 @@ from pretrain.tracking.run_tags import git_commit
 
 STAGES = ("pretrain", "probe", "knn", "tune", "evaluate")
 """Kinds of work that end with an accuracy."""
-LONGEST_CURVE = 200
+CURVES, LONGEST_CURVE = ("train/loss", "eval/loss", "eval/top1"), 200
 _run_at, _card_in = lru_cache(maxsize=1024)(run_of), lru_cache(maxsize=1024)(card_of)
 """Members share what they look at, and one run has one model."""
 VARIABLES = plan_file.VARIABLES
@@ -247,18 +247,19 @@ def _of_run(run: Run, stage: Mapping[str, Any]) -> Iterator[Point]:
     tuned = next((each for each in chain if each.task == "tune"), run)
     own_seed = tuned.settings.get("seed", (tuned.settings.get("train") or {}).get("seed"))
     known |= {"own_seed": own_seed, "own_augmented": is_augmented(tuned), "views": run.settings.get("views")}
-    yield Point(**known, **scores, **(_curves(run) if run.task == "tune" else {}))
+    yield Point(**known, **scores, **(_curves(run, *run.curves(*CURVES)) if run.task == "tune" else {}))
 
 
 def _of_training(run: Run, known: Mapping[str, Any], scores: Mapping[str, Any]) -> Iterator[Point]:
     """Its end, and before that the kept checkpoints of which the journal has an evaluation."""
     last = int(run.result.get("step", 0))
     kept = [step_of(each) for each in list_checkpoints(run.directory)] if run.settings["checkpoint"].get("keep_at") else []
-    seen, losses = (dict(zip(*run.curve(name), strict=True)) for name in ("eval/top1", "eval/loss"))
+    curves = run.curves(*CURVES)
+    losses, seen = (dict(zip(*each, strict=True)) for each in curves[1:])
     for step in [step for step in kept if step in seen and step < last]:
         then = {"error": 1 - seen[step], "loss": losses.get(step), "images_per_s": None}
         yield Point(**{**known, **_of_weights(run, step=step), **then})
-    yield Point(**known, **_of_weights(run, step=last), **scores, **_curves(run))
+    yield Point(**known, **_of_weights(run, step=last), **scores, **_curves(run, *curves))
 
 
 def _of_weights(run: Run, *, step: int) -> dict[str, Any]:
@@ -300,7 +301,7 @@ def _of_model(card: ModelCard) -> dict[str, Any]:
     return found
 
 
-def _curves(run: Run) -> dict[str, Any]:
+def _curves(run: Run, train: Curve, test: Curve, top1: Curve) -> dict[str, Any]:
     """In epochs; {} without a journal."""
     data, batch = _data_of(run), run.settings["train"]["global_batch_size"]
     found: dict[str, Any] = {}
@@ -308,15 +309,13 @@ def _curves(run: Run) -> dict[str, Any]:
     def means(values: Sequence[float]) -> list[float]:
         return [float(each.mean()) for each in np.array_split(values, min(len(values), LONGEST_CURVE))]
 
-    for name, metric in (("train", "train/loss"), ("test", "eval/loss")):
-        steps, values = run.curve(metric)
+    for name, (steps, values) in (("train", train), ("test", test)):
         if steps and data is not None:
             found |= {f"{name}_epochs": [step * batch / data.num_samples for step in means(steps)], f"{name}_losses": means(values)}
     if "train_losses" in found:
-        values = run.curve("train/loss")[1]
-        found["train_loss"] = float(np.mean(values[-max(1, len(values) // 10) :]))
+        found["train_loss"] = float(np.mean(train[1][-max(1, len(train[1]) // 10) :]))
     if "test_losses" in found:
-        found["test_errors"] = [1 - top1 for top1 in means(run.curve("eval/top1")[1])]
+        found["test_errors"] = [1 - each for each in means(top1[1])]
     return found
 
 

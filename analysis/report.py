@@ -82,8 +82,9 @@ def draw_curves(runs: list[Run], loss: Axes, accuracy: Axes) -> None:
     """Beside each the loss and the accuracy of guessing, dotted."""
     for number, run in enumerate(runs):
         style: dict[str, Any] = {"color": f"C{number}", "label": legible(run.name)}
-        loss.plot(*run.curve("train/loss"), **style)
-        accuracy.plot(*run.curve("eval/top1"), marker="o", markersize=3, **style)
+        losses, accuracies = run.curves("train/loss", "eval/top1")
+        loss.plot(*losses, **style)
+        accuracy.plot(*accuracies, marker="o", markersize=3, **style)
         if run.chance:
             loss.axhline(-math.log(run.chance), color=style["color"], linestyle=":", linewidth=1)
             accuracy.axhline(run.chance, color=style["color"], linestyle=":", linewidth=1)

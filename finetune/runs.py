@@ -27,6 +27,8 @@ from pretrain.checkpoints.run import CONFIG_FILE, finished_result, list_checkpoi
 from pretrain.data.datasets import Part
 from pretrain.tracking.tracker import readable_events
 
+Curve = tuple[list[int], list[float]]
+"""Steps, and the values of a metric."""
 Task = Literal["pretrain", "probe", "knn", "tune", "scratch", "evaluate"]
 TASKS: dict[Task, str] = {
     "pretrain": "pretrained",
@@ -171,10 +173,11 @@ class Run:
         found = ((name, pattern) for name in figures for pattern in ACCURACIES if re.fullmatch(pattern, name))
         return {re.sub(pattern, ACCURACIES[pattern], name): float(figures[name]) for name, pattern in found}
 
-    def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of a metric."""
-        events = [event for event in _events(self.directory) if event["event"] == "metrics" and metric in event["values"]]
-        return [event["step"] for event in events], [event["values"][metric] for event in events]
+    def curves(self, *metrics: str) -> list[Curve]:
+        """Of each metric, by one reading of the journal."""
+        logged = [(event["step"], event["values"]) for event in _events(self.directory) if event["event"] == "metrics"]
+        found = ([(step, values[metric]) for step, values in logged if metric in values] for metric in metrics)
+        return [([step for step, _ in pairs], [value for _, value in pairs]) for pairs in found]
 
 
 class Result(NamedTuple):

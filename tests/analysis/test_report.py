@@ -224,13 +224,14 @@ def test_a_curve_is_what_the_journal_has_up_to_where_a_kill_cut_it(tmp_path: Pat
     metrics = [(10, {"train/loss": 2.5}), (20, {"train/loss": 2.0, "eval/top1": 0.25}), (30, {"train/loss": 1.5})]
     journal = write_run("a", PRETRAIN, metrics=metrics) / "tracking" / "journal.jsonl"
     run = found_in(tmp_path / "runs")["a"]
-    assert run.curve("train/loss") == ([10, 20, 30], [2.5, 2.0, 1.5])
-    assert run.curve("eval/top1") == ([20], [0.25])
-    assert run.curve("nothing") == ([], [])
+    loss, top1, nothing = run.curves("train/loss", "eval/top1", "nothing")
+    assert loss == ([10, 20, 30], [2.5, 2.0, 1.5])
+    assert top1 == ([20], [0.25])
+    assert nothing == ([], [])
     journal.write_text(journal.read_text()[:-5])
-    assert run.curve("train/loss") == ([10, 20], [2.5, 2.0])
+    assert run.curves("train/loss") == [([10, 20], [2.5, 2.0])]
     journal.unlink()
-    assert found_in(tmp_path / "runs")["a"].curve("train/loss") == ([], [])
+    assert found_in(tmp_path / "runs")["a"].curves("train/loss") == [([], [])]
 
 
 def test_what_the_table_does_not_show(tmp_path: Path, write_run: WriteRun) -> None:
