@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,7 @@ def _given(word: str) -> str:
     return path if not is_whole else f"/{path}".removeprefix(f"{root}/")
 
 
+@cache
 def git_commit() -> str:
     """The commit of the code that runs, with a mark where it was changed since. A job's code is a snapshot that says it."""
     here = Path(__file__).parents[1]
