@@ -23,7 +23,7 @@ from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.config import AugmentSettings, OptimizerSettings, PixelOrder
 from pretrain.data.loader import Batch
 from pretrain.engine.ema import WeightAverage
-from pretrain.engine.step import loss_of
+from pretrain.engine.step import loss_of, one_pass_loss
 from pretrain.loop.evaluate import _count
 from pretrain.models.build import build_model, pooled_features
 from pretrain.models.presets import spec_of
@@ -138,7 +138,9 @@ def test_a_step_goes_forward_there(device: torch.device, name: str, mixed: bool)
     others = (labels, torch.ones(COUNT, device=device)) if mixed else (None, None)
     batch = Prepared(torch.zeros(COUNT, 3, size, size, device=device, dtype=torch.bfloat16), labels, *others)
     logits = model(batch.images_BCHW)
-    on(device, [logits, loss_of(logits, batch, label_smoothing=0.1), pooled_features(model.eval(), batch.images_BCHW)])
+    as_compiled = one_pass_loss(logits, batch.labels_B, batch.other_labels_B, batch.weight_B, 0.1)
+    on(device, [logits, loss_of(logits, batch, label_smoothing=0.1), as_compiled])
+    on(device, [pooled_features(model.eval(), batch.images_BCHW)])
 
 
 @pytest.mark.parametrize("name", ["lion", "adamw", "lamb"])  # sgd is a kernel of torch's that fake tensors do not know

@@ -33,7 +33,7 @@ setup() {
     cd "$WORK/project" || exit 1
     export PYTHONPATH=$WORK/site:$WORK/project PYTHONUNBUFFERED=1 MLFLOW_DISABLE_TELEMETRY=true DO_NOT_TRACK=true
     export TORCHINDUCTOR_CACHE_DIR=$WORK/inductor TRITON_CACHE_DIR=$WORK/triton NUMBA_CACHE_DIR=$WORK/numba
-    { echo "commit ${COMMIT:=$(cat "$CARRIED/commit.txt" 2> /dev/null || echo unknown)}, $(nproc) cores, $(date -u +%FT%TZ)"
+    { echo "commit ${COMMIT:=$(cat "$CARRIED/commit.txt" 2> /dev/null || git -C "$KIT" describe --always --dirty --abbrev=12 2> /dev/null || echo unknown)}, $(nproc) cores, $(date -u +%FT%TZ)"
       nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used,clocks.sm,power.draw --format=csv,noheader 2> /dev/null || echo "no nvidia-smi"
       "$PYTHON" -c 'import platform, torch; print("python", platform.python_version(), "torch", torch.__version__, "cuda", torch.cuda.is_available())'
       free -g | sed -n 2p; df -h "$WORK" | tail -1; } > "$LOGS/machine" 2>&1
