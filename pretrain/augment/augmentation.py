@@ -3,11 +3,13 @@
 In timm's order: crop, flip, auto-augment (in whole levels, as PIL), normalise, random erasing, MixUp or CutMix. All random
 numbers are hashes of (seed, epoch, sample) or of who is mixed, so the pictures do not depend on rank, worker or resume: in whole
 levels bit for bit, and within the rounding of a matrix product (1e-3 of 255) where crops stay floats, without auto-augment.
-On a CPU the papers' usual recipe (crop, flip, MixUp, normalise) is one pass of compiled loops (`on_cpu.py`).
+The papers' usual recipe (crop, flip, MixUp, normalise) is one pass: compiled loops on a CPU (`on_cpu.py`), a kernel on a GPU
+(`on_gpu.py`), which resizes for the other recipes, too.
 B batch, H/W height and width in, O out, C colours.
 """
 
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 from pretrain.augment import on_cpu
 from pretrain.augment.crops import (
     Boxes,
+    Flags,
     draw_boxes,
     draw_flips,
     draw_kernels,
@@ -42,6 +45,13 @@ IN_PLACE = PixelOrder()
 def pixel_order(seed: int, *, size: int) -> Tensor:
     """From which place of a square picture each pixel comes."""
     return torch.from_numpy(np.argsort(hash64(seed, int(Purpose.PIXELS), np.arange(size**2)), kind="stable"))
+
+
+def kernels() -> ModuleType:
+    """What a GPU runs; imported there alone, for it imports Triton."""
+    from pretrain.augment import on_gpu
+
+    return on_gpu
 
 
 class Normalisation(NamedTuple):
@@ -88,9 +98,11 @@ class Augmentation:
         self._policy = parse_policy(settings.auto_augment) if settings.auto_augment else None
         self._mixer = Mixer(settings) if settings.mixing else None
         self._buffers = BufferPool()
-        self._on_cpu = device.type == "cpu"
+        self._on_cpu, self._kernels = device.type == "cpu", kernels() if device.type == "cuda" else None
+        self._colours_23 = torch.stack([self._mean, self._scale]).view(2, 3)
         self._area = settings.crop_interpolation == "area"
-        self._in_one_pass = self._on_cpu and settings.is_crop_flip_mixup and dtype in (torch.float32, torch.bfloat16)
+        writes = bool(self._kernels) or (self._on_cpu and dtype in (torch.float32, torch.bfloat16))
+        self._in_one_pass = writes and settings.is_crop_flip_mixup
 
     def prepare(self, batch: Batch) -> Prepared:
         if self._order_P is not None and self._is_permuted_first:
@@ -111,7 +123,7 @@ class Augmentation:
         images, (count, stored) = self._move(images_BHWC), images_BHWC.shape[:2]
         if stored != self.image_size:
             cubic = np.ones(count, bool) if self.settings.plain_filter == "bicubic" else None
-            images = resample_levels(images, whole_boxes(count, stored), size=self.image_size, cubic=cubic, area=self._area)
+            images = self._resampled(images, whole_boxes(count, stored), cubic=cubic, levels=True)
         return images.flatten(1, 2).index_select(1, order_P).view_as(images)
 
     def _augmented(self, batch: Batch) -> Prepared:
@@ -121,8 +133,7 @@ class Augmentation:
         if self._in_one_pass:
             images = batch.images_BHWC
             boxes = draw_boxes(self.settings, draws, count=len(images), stored_size=images.shape[1])
-            pictures = self._finished(images, boxes, weights=drawn.weight if drawn else None)
-            weight = torch.from_numpy(drawn.weight).float() if drawn else None
+            pictures, weight = self._finished(images, boxes, weights=drawn.weight if drawn else None)
         else:
             pictures = self._normalise(self._cropped(self._move(batch.images_BHWC), draws))
             if self.settings.erase_probability > 0:
@@ -133,31 +144,40 @@ class Augmentation:
         labels, others = self._mixer.parted(labels) if self._mixer else (labels, None)
         return Prepared(pictures.to(self.dtype), labels, others, weight)
 
-    def _finished(self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None) -> Tensor:
+    def _finished(self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None) -> tuple[Tensor, Tensor | None]:
+        """In one pass; and the weights where the pictures are."""
+        size, dtype, area = self.image_size, self.dtype, self._area
+        if self._kernels:
+            how = {"size": size, "colours_23": self._colours_23, "weights": weights, "dtype": dtype, "area": area}
+            pictures, sent = self._kernels.crop_mix_normalise(self._move(images_BHWC), boxes, **how)
+            return pictures, sent
         mean, scale = (tuple(values.flatten().tolist()) for values in (self._mean, self._scale))
-        size = self.image_size
-        return on_cpu.crop_mix_normalise(
-            images_BHWC,
-            boxes,
-            size=size,
-            mean=mean,
-            scale=scale,
-            weights=weights,
-            dtype=self.dtype,
-            area=self._area,
-            out=self._buffers.empty(len(images_BHWC), 3, size, size, dtype=self.dtype),
+        out = self._buffers.empty(len(images_BHWC), 3, size, size, dtype=dtype)
+        pictures = on_cpu.crop_mix_normalise(
+            images_BHWC, boxes, size=size, mean=mean, scale=scale, weights=weights, dtype=dtype, area=area, out=out
         )
+        return pictures, None if weights is None else torch.from_numpy(weights).float()
+
+    def _resampled(self, images_BHWC: Tensor, boxes: Boxes, *, cubic: Flags | None, levels: bool = False) -> Tensor:
+        if self._kernels:
+            how = {"size": self.image_size, "cubic": cubic, "area": self._area, "levels": levels}
+            pictures, _ = self._kernels.crop_mix_normalise(images_BHWC, boxes, **how)
+            return torch.as_tensor(pictures)
+        if self._on_cpu and cubic is None and not levels:
+            return on_cpu.crop(images_BHWC, boxes, size=self.image_size, area=self._area)
+        make = resample_levels if levels else resample
+        return make(images_BHWC, boxes, size=self.image_size, cubic=cubic, area=self._area)
 
     def _plain(self, batch: Batch) -> Prepared:
         count, stored = len(batch.images_BHWC), batch.images_BHWC.shape[1]
         boxes, is_cubic = whole_boxes(count, stored), self.settings.plain_filter == "bicubic"
-        if self._on_cpu and not is_cubic:
-            return Prepared(self._finished(batch.images_BHWC, boxes, weights=None), batch.labels_B)
+        if (self._on_cpu or self._kernels) and not is_cubic:
+            return Prepared(self._finished(batch.images_BHWC, boxes, weights=None)[0], self._move(batch.labels_B))
         images = self._move(batch.images_BHWC)
         pictures = images.permute(0, 3, 1, 2).float()
         if stored != self.image_size:
             cubic = np.ones(count, bool) if is_cubic else None
-            pictures = resample(images, boxes, size=self.image_size, cubic=cubic, area=self._area)
+            pictures = self._resampled(images, boxes, cubic=cubic)
         return Prepared(self._normalise(pictures).to(self.dtype), self._move(batch.labels_B))
 
     def _cropped(self, images_BHWC: Tensor, draws: Draws) -> Tensor:
@@ -173,14 +193,12 @@ class Augmentation:
             boxes, done = whole_boxes(count, stored), True
         kernels = draw_kernels(settings, draws, count=count)
         if self._policy is not None:
-            levels = resample_levels(images_BHWC, boxes, size=self.image_size, cubic=kernels, area=self._area)
+            levels = self._resampled(images_BHWC, boxes, cubic=kernels, levels=True)
             levels = apply_plan(levels, draw_plan(self._policy, draws), fill_C=self._fill_C)
             return levels.permute(0, 3, 1, 2).float()
         if done and stored == self.image_size:
             return images_BHWC.permute(0, 3, 1, 2).float()
-        if self._on_cpu and kernels is None:
-            return on_cpu.crop(images_BHWC, boxes, size=self.image_size, area=self._area)
-        return resample(images_BHWC, boxes, size=self.image_size, cubic=kernels, area=self._area)
+        return self._resampled(images_BHWC, boxes, cubic=kernels)
 
     def _normalise(self, pictures: Tensor) -> Tensor:
         return (pictures - self._mean) * self._scale

@@ -95,9 +95,9 @@ def send(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, 
         places[name] = end
         end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     buffer = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    on_host = buffer.numpy()
     for name, array in arrays.items():
-        on_host[places[name] : places[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        in_bytes = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        buffer[places[name] : places[name] + array.nbytes].copy_(in_bytes)  # not through numpy: a fake tensor has no memory
     there = buffer.to(device, non_blocking=True)
     sent = {}
     for name, array in arrays.items():
