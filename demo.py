@@ -4,9 +4,11 @@ A stage that has finished before returns at once, so Ctrl-C and another `make de
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 
 RUNS = Path("runs/demo")
@@ -16,12 +18,15 @@ STORE = f"sqlite:///{RUNS}/mlflow.db"
 
 
 def local_ranks() -> str:
-    """Two local processes; one where there is only one GPU for them (nccl wants a GPU for each)."""
+    """Two local processes; one where there is only one GPU for them (nccl wants a GPU for each), of those that
+    CUDA_VISIBLE_DEVICES lets them see: all before a name that no GPU has."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.count("GPU ")
     except OSError:
         listed = 0
-    return "1" if listed == 1 else "2"
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(listed)))).split(",")]
+    seen = list(takewhile(lambda name: name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < listed), names))
+    return "1" if len(seen) == 1 else "2"
 
 
 def stages() -> list[tuple[str, list[str], Path]]:

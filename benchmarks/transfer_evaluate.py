@@ -79,8 +79,7 @@ class Bench:
         self.resident = self.augmentation.plain(self.prepared).images_BCHW.clone()
 
     def _batches(self):  # type: ignore[no-untyped-def]
-        pin = self.device.type == "cuda"
-        return batches_of(self.reader, title="", local_batch_size=self.case.batch, world=self.world, pin=pin)
+        return batches_of(self.reader, title="", local_batch_size=self.case.batch, world=self.world, device=self.device)
 
     def logits(self, images_BCHW: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext():

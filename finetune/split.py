@@ -19,6 +19,7 @@ from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from pretrain.augment.augmentation import Augmentation
@@ -83,17 +84,21 @@ def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -
 
 
 def batches_of(
-    reader: "ShardReader", *, title: str | None, local_batch_size: int, world: World, pin: bool = False
+    reader: "ShardReader", *, title: str | None, local_batch_size: int, world: World, device: "torch.device"
 ) -> Iterator["Batch"]:
     """This rank's batches of one pass: every picture once over all ranks, in the split's order. `mask_B` is False where a batch is
-    padded, or where a picture does not decode (`num_bad`). `pin`: in memory that a GPU can copy from while others work. `title`: of
-    the progress line; None where the caller has its own."""
+    padded, or where a picture does not decode (`num_bad`). Pictures and labels are on the device. `title`:
+    of the progress line; None where the caller has its own."""
+    from pretrain.augment.feed import on_device
     from pretrain.data.loader import evaluation_batches
 
     shown = title is not None and world.is_first
     with (
         progress(title or "", total=reader.num_samples, unit="images", enabled=shown) as line,
-        evaluation_batches(reader, local_batch_size=local_batch_size, world=world, num_threads=world.num_cores, pin=pin) as batches,
+        evaluation_batches(
+            reader, local_batch_size=local_batch_size, world=world, num_threads=world.num_cores, pin=device.type == "cuda"
+        ) as stored,
+        on_device(stored, device) as batches,
     ):
         for batch in batches:
             PROGRESS.touch()

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,16 +95,16 @@ def answer(
     """The table of the whole split, on the first rank. `views`: numbers of views, where None is the plain picture."""
     PROGRESS.mark(f"answering {reader.parts[0].split}")
     group, device, moments = PatientGroup(), augmentation.device, () if list(views) == [None] else moments_up_to(len(views))
-    shares, masks, num_bad = list[tuple[Tensor, ...]](), list[Tensor](), 0
+    shares, samples, masks, num_bad = list[tuple[Tensor, ...]](), list[Tensor](), list[Tensor](), 0
     # a small split is not padded to a whole batch: each view would pay for it
     size = min(local_batch_size, -(-reader.num_samples // world.num_ranks))
-    batches = batches_of(reader, title=None, local_batch_size=size, world=world, pin=device.type == "cuda")
+    batches = batches_of(reader, title=None, local_batch_size=size, world=world, device=device)
     seen = count = 0
     unit = "images" if len(views) == 1 else "images x views"
     with progress("evaluating", total=reader.num_samples * len(views), unit=unit, enabled=world.is_first) as line:
         for batch, place, images_BCHW in _pictures(batches, augmentation, views, num_threads=world.num_cores):
             if place == 0:
-                mean = _Mean(batch.labels_B.to(device, non_blocking=True), moments)
+                mean = _Mean(batch.labels_B, moments)
                 count = min(size * world.num_ranks, reader.num_samples - seen)
                 seen += count
             PROGRESS.touch()
@@ -113,11 +112,12 @@ def answer(
             if place == len(views) - 1:
                 assert batch.mask_B is not None
                 masks.append(batch.mask_B)
-                shares.append((torch.from_numpy(batch.samples).to(device, non_blocking=True), *mean.rows()))
+                samples.append(torch.from_numpy(batch.samples))
+                shares.append(mean.rows())
                 num_bad += batch.num_bad
             line.advance(count)
     kept = torch.cat(masks)
-    columns = (torch.cat(column).cpu()[kept].numpy() for column in zip(*shares, strict=True))
+    columns = (torch.cat(list(column)).cpu()[kept].numpy() for column in (samples, *zip(*shares, strict=True)))
     own = Answers(**dict(zip(COLUMNS, columns, strict=True)), moments=moments)
     found = group.gather((own, num_bad))  # a slow rank may be longer at its share than any other exchange may take
     if found is None:
@@ -172,8 +172,7 @@ def _pictures(
     """All views of one batch after those of the other: (batch, place among the views, pictures)."""
     if augmentation.device.type == "cuda":
         for batch in batches:
-            there = replace(batch, images_BHWC=batch.images_BHWC.to(augmentation.device, non_blocking=True))
-            yield from ((batch, place, view_of(there, view, augmentation)) for place, view in enumerate(views))
+            yield from ((batch, place, view_of(batch, view, augmentation)) for place, view in enumerate(views))
         return
     ahead = deque[tuple[Batch, int, Future[Tensor]]]()
     with lone_threads(num_threads, pin=False) as pool:

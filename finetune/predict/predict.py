@@ -29,6 +29,7 @@ from data_prep.publish import atomic_file, make_directory
 from data_prep.settings import printable
 from finetune.predict.command import Input, pictures_in
 from pretrain.augment.augmentation import Augmentation, Normalisation
+from pretrain.augment.feed import on_device
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
@@ -170,10 +171,13 @@ def _rows(
     count, held, first, end = reader.num_samples, list[tuple[Tensor, ...]](), 0, 0
     size = -(-count // -(-count // BATCH_SIZE))  # batches alike, for the last one would be filled up
     alone = World(rank=0, local_rank=0, num_ranks=1, num_cores=read_world().num_cores)
-    pin = predictor.augmentation.device.type == "cuda"
-    with evaluation_batches(
-        reader, local_batch_size=size, world=alone, num_threads=alone.num_cores, pin=pin, on_bad=note
-    ) as batches:
+    device = predictor.augmentation.device
+    with (
+        evaluation_batches(
+            reader, local_batch_size=size, world=alone, num_threads=alone.num_cores, pin=device.type == "cuda", on_bad=note
+        ) as stored,
+        on_device(stored, device) as batches,
+    ):
         for batch in batches:
             logits_BK, features_BD = predictor.answer(batch)
             tops_BT = logits_BK.topk(top, dim=1).indices  # by logits, as `finetune evaluate` ranks them

@@ -34,7 +34,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -226,19 +226,17 @@ class FeatureMaker:
         """This rank's rows. On a GPU a batch is written while the next ones are computed."""
         augmentation = self.backbone.augmentation(self.cache.fed, seed=self.cache.seed, device=self.device)
         waiting: deque[Callable[[], None]] = deque()
-        size, pin = self.settings.feature_batch_size, self.device.type == "cuda"
-        for batch in batches_of(reader, title=title, local_batch_size=size, world=self.world, pin=pin):
+        size = self.settings.feature_batch_size
+        for batch in batches_of(reader, title=title, local_batch_size=size, world=self.world, device=self.device):
             assert batch.mask_B is not None
             if batch.num_bad:  # masked, but in its place; padding, which is masked as well, repeats the last sample of the split
                 in_place = batch.samples == batch.samples[0] + np.arange(len(batch.samples))
                 ((shard, key),) = reader.names(batch.samples[in_place & ~batch.mask_B.numpy()][:1])
                 raise undecodable(shard, key, dataset=self.settings.data.dataset)
             count = int(batch.mask_B.sum())  # padding is at the end
-            # once for all views
-            there = replace(batch, images_BHWC=batch.images_BHWC.to(self.device, non_blocking=True))
             for file, view in zip(files, views, strict=True) if count else ():
                 PROGRESS.touch()
-                waiting.append(self._start(there, view, augmentation, file, count=count))
+                waiting.append(self._start(batch, view, augmentation, file, count=count))
                 while len(waiting) > 2:
                     waiting.popleft()()
         for finish in waiting:

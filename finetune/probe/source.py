@@ -21,6 +21,7 @@ from finetune.probe.config import ProbeSettings
 from finetune.probe.features import FeatureMaker, Table, undecodable
 from finetune.probe.rows import CHUNK, OnDevice, Rows, Standard
 from finetune.split import view_of
+from pretrain.augment.feed import on_device
 from pretrain.data.datasets import Part
 from pretrain.data.loader import Batches, Request, as_stored
 from pretrain.data.order import Ids
@@ -67,17 +68,19 @@ class StreamedRows(Rows):
         share = maker.settings.feature_batch_size
         cuts = [*range(0, len(ids), share * world.num_ranks), len(ids)]
         requests = (Request(_share_of(first, end, rank=world.rank, num_ranks=world.num_ranks)) for first, end in pairwise(cuts))
-        pin = self.device.type == "cuda"
-        with Batches(
-            self._reader,
-            Listed(ids),
-            requests,
-            finish=as_stored,
-            on_bad=self._refuse,
-            num_threads=world.num_cores,
-            prefetch=2,
-            pin=pin,
-        ) as read:
+        with (
+            Batches(
+                self._reader,
+                Listed(ids),
+                requests,
+                finish=as_stored,
+                on_bad=self._refuse,
+                num_threads=world.num_cores,
+                prefetch=2,
+                pin=self.device.type == "cuda",
+            ) as stored,
+            on_device(stored, self.device) as read,
+        ):
             for (first, end), batch in zip(pairwise(cuts), read, strict=True):
                 own_BD = maker.backbone.extract(view_of(batch, self._views[view], self._augmentation)).float()
                 all_BD = own_BD

@@ -1,30 +1,90 @@
-"""What the trainer takes its steps on: augmented micro-batches on the training device, one after the other.
+"""What models are fed: augmented micro-batches to train on (`Feed`), batches of one pass (`on_device`), on the model's device.
 
-On a CPU the loader's threads augment, and nothing is left to do here. On a GPU one more thread draws the augmentation of the next
-micro-batches, and queues their copies from pinned memory and their augmentation on a side stream, while the model works: the
+On a CPU the loader's threads augment, and nothing is left to do here. On a GPU one more thread (`Ahead`) draws the augmentation of
+the next batches, and queues their copies from pinned memory and their augmentation on a side stream, while the model works: the
 model's stream waits for an event, the host for nothing. Pinned buffers come from torch's caching allocator, which hands one out
 again only when the copies from it are done.
 """
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from pretrain.augment.augmentation import Augmentation, Prepared
-from pretrain.data.loader import Batch, BatchSource, Waits, as_stored
+from pretrain.data.loader import Batch, Batches, BatchSource, Waits, as_stored
 
+T = TypeVar("T")
 NUM_AHEAD = 2
-"""Micro-batches on the GPU besides the one in use."""
+"""Batches on the GPU besides the one in use."""
 
 
 @dataclass(frozen=True)
 class Fed:
     prepared: Prepared
     num_bad: int
-    ready: torch.cuda.Event | None = None
+
+
+class Ahead(Generic[T]):
+    """What `make` makes of batches on a GPU, queued on a side stream `NUM_AHEAD` batches before it is asked for. Use as a context
+    manager, within that of the batches."""
+
+    def __init__(
+        self,
+        batches: BatchSource[Batch],
+        make: Callable[[Batch], T],
+        device: torch.device,
+        *,
+        waits: "Waits[tuple[T, torch.cuda.Event]]" = Future.result,
+    ):
+        """`waits`: how the caller of `next` waits for our thread."""
+        self._batches, self._make, self._waits = batches, make, waits
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = self._stream.device  # with its number, which accelerate's may lack and `set_device` needs
+        # constants of the augmentation may still be on their way, on the stream of whoever made it
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed", initializer=torch.cuda.set_device, initargs=(self._device,))
+        self._ahead = collections.deque(self._thread.submit(self._launch) for _ in range(NUM_AHEAD))
+
+    def __enter__(self) -> "Ahead[T]":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+        if kind is not None:
+            self._batches.end_waits()  # or closing would last as long as a download
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        made, ready = self._waits(self._ahead.popleft())
+        self._ahead.append(self._thread.submit(self._launch))
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(ready)
+        for tensor in _on_gpu(made):
+            tensor.record_stream(current)  # which owns the memory from here on
+        return made
+
+    def _launch(self) -> "tuple[T, torch.cuda.Event]":
+        batch = next(self._batches)
+        with torch.cuda.stream(self._stream):
+            made, ready = self._make(batch), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(self._stream)
+        return made, ready
+
+
+def _on_gpu(made: object) -> Iterator[Tensor]:
+    for value in vars(made).values():
+        if isinstance(value, Prepared):
+            yield from _on_gpu(value)
+        elif torch.is_tensor(value) and value.is_cuda:
+            yield value
 
 
 class Feed:
@@ -35,52 +95,44 @@ class Feed:
         open_batches: Callable[[Callable[[Batch], Batch | Fed]], BatchSource[Batch | Fed]],
         augmentation: Augmentation,
         *,
-        waits: Waits[Fed] = Future.result,
+        waits: "Waits[tuple[Fed, torch.cuda.Event]]" = Future.result,
     ):
         """`waits`: on a GPU, where the caller of `next` waits for our thread; else it waits for the loader, in its way."""
-        self._augmentation, self._waits = augmentation, waits
-        self._thread: ThreadPoolExecutor | None = None
-        if augmentation.device.type != "cuda":
-            self._batches = open_batches(lambda batch: Fed(augmentation.prepare(batch), batch.num_bad))
-            return
-        self._batches = open_batches(as_stored)
-        self._stream = torch.cuda.Stream(augmentation.device)  # type: ignore[no-untyped-call]
-        self._device = self._stream.device  # with its number, which accelerate's may lack and `set_device` needs
-        # the constants of the augmentation may still be on their way, on the stream of whoever made it
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed", initializer=torch.cuda.set_device, initargs=(self._device,))
-        self._ahead: collections.deque[Future[Fed]] = collections.deque(self._thread.submit(self._launch) for _ in range(NUM_AHEAD))
+
+        def make(batch: Batch) -> Fed:
+            return Fed(augmentation.prepare(batch), batch.num_bad)
+
+        on_gpu = augmentation.device.type == "cuda"
+        self._batches = cast(BatchSource[Any], open_batches(as_stored if on_gpu else make))
+        self._ahead = Ahead(self._batches, make, augmentation.device, waits=waits) if on_gpu else None
 
     def __enter__(self) -> "Feed":
         return self
 
     def __exit__(self, *unused: object) -> None:
         self._batches.end_waits()  # or closing would last as long as a download
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._ahead is not None:
+            self._ahead.__exit__(None)
         self._batches.close()
 
     def __next__(self) -> Fed:
-        if self._thread is None:
-            found = next(self._batches)
-            assert isinstance(found, Fed)
-            return found
-        fed = self._waits(self._ahead.popleft())
-        self._ahead.append(self._thread.submit(self._launch))
-        current = torch.cuda.current_stream(self._device)
-        assert fed.ready is not None
-        current.wait_event(fed.ready)
-        for tensor in vars(fed.prepared).values():
-            if tensor is not None:
-                tensor.record_stream(current)  # which owns the memory from here on
-        return fed
+        found = next(self._batches if self._ahead is None else self._ahead)
+        assert isinstance(found, Fed)
+        return found
 
-    def _launch(self) -> Fed:
-        """The next micro-batch: copy and augmentation, queued on the side stream."""
-        batch = next(self._batches)
-        assert isinstance(batch, Batch)
-        with torch.cuda.stream(self._stream):
-            prepared = self._augmentation.prepare(batch)
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(self._stream)
-        return Fed(prepared, batch.num_bad, ready)
+
+@contextmanager
+def on_device(
+    batches: Batches[Batch], device: torch.device, *, waits: "Waits[tuple[Batch, torch.cuda.Event]]" = Future.result
+) -> Iterator[Iterator[Batch]]:
+    """The batches of a pass with pictures and labels on the device; the mask stays where the host can read it, pinned for a GPU."""
+    if device.type != "cuda":
+        yield batches
+        return
+
+    def move(batch: Batch) -> Batch:
+        images, labels = (each.to(device, non_blocking=True) for each in (batch.images_BHWC, batch.labels_B))
+        return replace(batch, images_BHWC=images, labels_B=labels)
+
+    with Ahead(batches, move, device, waits=waits) as ahead:
+        yield ahead

@@ -38,8 +38,8 @@ OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
 Waits = Callable[[Future[T]], T]
 """How to wait for a batch: see `StopFlag.result`."""
 
-SMALLEST_PART = 32
-"""Pictures: less is not worth the change of threads."""
+SMALLEST_PART, SMALLEST_GATHER = 32, 2_000_000
+"""Pictures that are decoded, bytes that are gathered: less is not worth the change of threads."""
 LOCATED_TOGETHER = 8192
 """Samples."""
 LOOK_AHEAD = 32_768
@@ -238,8 +238,9 @@ class Batches(Generic[T]):
             self._following = _Group(self)
             if self._following.jobs:
                 self._pool.submit(self._following.located)  # meanwhile the others have batches to fill
-        # decoding a batch takes long enough to share it; gathering one does not: there each thread has a batch of its own
-        num_parts = max(1, min(self._num_threads, len(request.positions) // SMALLEST_PART)) if self.reader.decodes else 1
+        # all threads fill one batch, then the next: in the order of their use, and however few are fetched ahead
+        smallest = SMALLEST_PART if self.reader.decodes else max(1, SMALLEST_GATHER // (3 * self.reader.stored_size**2))
+        num_parts = max(1, min(self._num_threads, len(request.positions) // smallest))
         job = _Job(self, group, request, own=own, num_parts=num_parts)
         self._ahead.append(job.done)
         for part in range(num_parts):
@@ -321,13 +322,14 @@ class _Job(Generic[T]):
             labels = labels.copy()
             labels[first : first + len(shown)] = self._batches.reader.locate(np.maximum(shown, 0)).labels
         labels_B = torch.from_numpy(np.ascontiguousarray(labels))
+        mask_B = None if mask is None else torch.from_numpy(mask & readable)
         return Batch(
             images_BHWC=images_BHWC,
             labels_B=labels_B.pin_memory() if self._batches.pin else labels_B,
             epochs=epochs,
             samples=places.ids,
             mix_keys=self._request.positions // 2 if self._request.mix_keys is None else self._request.mix_keys,
-            mask_B=None if mask is None else torch.from_numpy(mask & readable),
+            mask_B=mask_B.pin_memory() if self._batches.pin and mask_B is not None else mask_B,
             num_bad=self._num_bad if mask is None else int((mask & ~readable).sum()),
         )
 

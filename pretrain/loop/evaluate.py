@@ -5,6 +5,7 @@ beside the dataset's own.
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 import torch
@@ -14,7 +15,8 @@ from torch.nn.functional import cross_entropy
 from data_prep.manifest import DatasetError
 from data_prep.progress import progress
 from pretrain.augment.augmentation import Augmentation
-from pretrain.data.loader import Batch, Batches, evaluation_batches
+from pretrain.augment.feed import on_device
+from pretrain.data.loader import Batch, evaluation_batches
 from pretrain.data.reader import ShardReader
 from pretrain.data.real_labels import RealLabels
 from pretrain.ranks.collectives import Exchange, all_sum
@@ -59,14 +61,15 @@ def evaluate(
             world=world,
             num_threads=num_threads,
             pin=device.type == "cuda",
-            waits=stop.result,
-        ) as batches,
+            waits=Future.result if device.type == "cuda" else stop.result,
+        ) as stored,
+        on_device(stored, device, waits=stop.result) as batches,
     ):
         for number, batch in enumerate(_heeding(stop, batches, device=device)):
             PROGRESS.mark(f"evaluating batch {number + 1:,}")
             prepared = augmentation.plain(batch)
             assert batch.mask_B is not None
-            logits, mask_B = logits_of(prepared.images_BCHW), batch.mask_B.to(device)
+            logits, mask_B = logits_of(prepared.images_BCHW), batch.mask_B.to(device, non_blocking=True)
             sums += _count(logits, prepared.labels_B, mask_B)
             if number == 0 and len(reader.parts) == 1:
                 real = RealLabels.of(reader.parts[0], num_answers=logits.shape[1], device=device)
@@ -82,7 +85,7 @@ def evaluate(
     return Scores(right1 / size, right5 / size, loss / size, int(size), real_right / real_size if real_size else None)
 
 
-def _heeding(stop: StopFlag, batches: Batches[Batch], *, device: torch.device) -> Iterator[Batch]:
+def _heeding(stop: StopFlag, batches: Iterator[Batch], *, device: torch.device) -> Iterator[Batch]:
     """The batches, unless ranks are to stop; they agree on it a batch late, when that costs no wait."""
     vote: Exchange | None = None
     while True:

@@ -10,7 +10,6 @@ at the same step, because all of them read the same sums. A number that is logge
 read.
 """
 
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +37,7 @@ from pretrain.loop.peak import Meter
 from pretrain.loop.skipped_steps import SkippedSteps, samples_of_rank
 from pretrain.models.cost import forward_flops
 from pretrain.optim.schedule import Schedule
-from pretrain.ranks.collectives import Exchange, any_rank
+from pretrain.ranks.collectives import Exchange, Moment, any_rank
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.world import World
@@ -67,8 +66,9 @@ class QueuedStep:
     """How many steps are done with this one."""
     lr: float
     applied: bool
-    wait_s: float
-    """For its data."""
+    asked: Moment
+    given: Moment
+    """When the device came to the hand-over of its data, and when it had them: what lies between is lost, whoever was late."""
     exchange: Exchange
 
 
@@ -235,10 +235,10 @@ class Trainer:
         self.first_read.raise_fault()
         step, lr = self.step, self.schedule.lr(self.step)
         PROGRESS.mark("waiting for data", step=step + 1)
-        asked_s = time.monotonic()
+        asked = Moment(self.engine.device)
         with self.stop.waiting():
             fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
-        wait_s = time.monotonic() - asked_s
+        given = Moment(self.engine.device)
         if step == 0:
             self._show_fed(fed[0].prepared)
             self._show_filters()
@@ -249,7 +249,7 @@ class Trainer:
         exchange = Exchange(
             result.loss, result.gradient_norm, flag=self.stop.raised_by is not None, num_bad=sum(each.num_bad for each in fed)
         )
-        return QueuedStep(step + 1, lr, result.applied, wait_s, exchange)
+        return QueuedStep(step + 1, lr, result.applied, asked, given, exchange)
 
     def _settle(self) -> None:
         """Reads what the queued step came to, if there is one, and acts on it."""
@@ -267,7 +267,7 @@ class Trainer:
             num_samples=self.reader.num_samples,
             max_share=self.settings.data.max_bad_share,
         )
-        self.meter.count(done.exchange.ended, wait_s=done.wait_s)
+        self.meter.count(done.exchange.ended, wait_s=done.given.seconds_since(done.asked))
         if self._is_due(done.step, self.settings.train.log_every_steps):
             samples = done.step * self.plan.global_batch_size
             self.reading = {
