@@ -7,7 +7,7 @@ position it starts from): it neither knows nor skips what an earlier start has r
 How a batch comes about: 1. a thread for each shard that is open gathers samples; 2. they are taken in turn, through webdataset's
 shuffle buffer; 3. threads of the loader decode them; 4. the last looks after what did not decode, and calls `finish`. A shard that
 breaks is opened again, and what it has given already passed over; a sample that cannot be used is noted, counted, and the next one
-of its batch shown in its place.
+of its batch shown in its place; a batch without one that can be used takes the next samples.
 
 Long because whatever ends, breaks or is silent between a shard and a batch is met here.
 """
@@ -56,6 +56,8 @@ CHUNK, CHUNKS_AHEAD = 16, 4
 """Samples that pass from thread to thread at once; and how many such are read ahead of each shard."""
 NUM_NAMED = 1 << 16
 """Positions whose shard and key are remembered, for the log of skipped steps."""
+MOST_IN_A_ROW = 1000
+"""Samples without one that can be used, before a rank gives up."""
 _DRAINED_BYTES, _LAST_WORDS_S = 1 << 20, 1.0
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that are of no sample."""
@@ -177,8 +179,9 @@ class Stream:
 
     @contextmanager
     def _stream(self, url: str) -> Iterator[IO[bytes]]:
-        if urlsplit(url).scheme in STORES:
-            with closing(client(url, self._settings.storage, retries=False).open(url, "rb")) as file:
+        if (scheme := urlsplit(url).scheme) in STORES or (scheme in ("http", "https") and self._settings.storage):
+            whole = {"block_size": 0} if scheme not in STORES else {}  # a web server may know no ranges
+            with closing(client(url, self._settings.storage, retries=False).open(url, "rb", **whole)) as file:
                 yield file
             return
         from webdataset import gopen
@@ -350,8 +353,9 @@ class StreamBatches(Generic[T]):
         self._ahead.append(done)
         self._taker.submit(_for(done, self._take), next(self._positions), done)
 
-    def _take(self, positions: Ids, done: Future[T]) -> None:
-        """In the taker's thread, so that batches take their samples in their order."""
+    def _take(self, positions: Ids, done: Future[T], num_passed: int = 0) -> None:
+        """In the taker's thread, so that batches take their samples in their order; but for one whose first were all of no use
+        (`num_passed`), which takes the next that come."""
         samples = list(itertools.islice(self._samples, len(positions)))
         assert len(samples) == len(positions), "the stream has ended with an error"
         images = self._buffers.pictures(len(samples), self._stream.stored_size, pin=self._pin)
@@ -359,7 +363,7 @@ class StreamBatches(Generic[T]):
         parts = [slice(len(samples) * part // num_parts, len(samples) * (part + 1) // num_parts) for part in range(num_parts)]
         decoded = [self._pool.submit(self._stream.decode, samples[part], positions[part], images[part]) for part in parts]
         self._pool.submit(
-            _for(done, self._put_together), positions, images, parts, decoded, done
+            _for(done, self._put_together), positions, images, parts, decoded, done, num_passed
         )  # which begins when all of them have
 
     def _put_together(
@@ -369,15 +373,20 @@ class StreamBatches(Generic[T]):
         parts: list[slice],
         decoded: list[Future[tuple[list[int], list[Unreadable]]]],
         done: Future[T],
+        num_passed: int,
     ) -> None:
         found = [each.result() for each in decoded]
         labels = torch.tensor([label for some, _ in found for label in some])
         bad = {part.start + each.place: each for part, (_, some) in zip(parts, found, strict=True) for each in some}
         if len(bad) == len(positions):
-            first = next(iter(bad.values()))
-            raise UserError(
-                f"data.dataset: none of {len(bad):,} samples can be used; the first is {first.shard}: {first.key}: {first.reason}"
-            )
+            num_passed += len(bad)
+            for each in bad.values():
+                self._stream.bad_samples.note(each, int(positions[0]), known_as=(each.shard, each.key))
+            if num_passed > MOST_IN_A_ROW:
+                fault = f"none of {num_passed:,} samples in a row can be used"
+                raise UserError(f"data.dataset: {fault}; the last is {each.shard}: {each.key}: {each.reason}")
+            self._taker.submit(_for(done, self._take), positions, done, num_passed)
+            return
         for place, each in bad.items():
             stand_in = next(other % len(positions) for other in itertools.count(place + 1) if other % len(positions) not in bad)
             images[place], labels[place] = images[stand_in], labels[stand_in]
@@ -389,7 +398,7 @@ class StreamBatches(Generic[T]):
             epochs=positions // self._stream.num_samples,
             samples=positions,
             mix_keys=positions // 2,
-            num_bad=len(bad),
+            num_bad=len(bad) + num_passed,
         )
         done.set_result(self._finish(batch))
 
