@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.driver import cuda_of_torch, known_driver, too_old
-from cluster.slurm import SlurmError, Submission, facts, read_submission, slurm
+from cluster.slurm import WARNING, SlurmError, Submission, facts, read_submission, slurm
 
 USAGE = """\
 cluster/doctor [sbatch options] [cluster/NAME.slurm CONFIG key=value ...]
@@ -217,20 +217,15 @@ def check_job(submission: Submission, environment: Mapping[str, str]) -> list[Fi
         return []
     if not os.access(".venv/bin/python", os.X_OK):
         return [Finding("config", "warning", "not checked: no .venv here", "the job's first start checks it, too")]
-    ranks = num_ranks(submission, environment) if submission.name == "pretrain.slurm" else None
+    nodes, of_node = submission.ranks(environment) if submission.name == "pretrain.slurm" else (None, None)
+    ranks = nodes * of_node if nodes and of_node else None
     words = [".venv/bin/python", "-m", "cluster", "submit", f"--check={ranks or ''}", *submission.options, submission.script]
     done = subprocess.run([*words, *submission.arguments], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     text = "; ".join(line.removeprefix("cluster/submit: ") for line in done.stderr.strip().splitlines()[-5:])
     if done.returncode:
         return [Finding("config", "FAULT", text, "mend that; nothing was submitted")]
+    warned = text.partition(WARNING)[2]
+    slower = [Finding("nodes", "warning", *warned.split("; ", 1))] if warned else []
     splits = f", its batch splits over {ranks} ranks" if ranks else ""
-    return [Finding("config", "ok", text or f"{' '.join(submission.arguments[:1])} resolves, its data are there{splits}")]
-
-
-def num_ranks(submission: Submission, environment: Mapping[str, str]) -> int | None:
-    """As the job will have them, where the submission has it: RANKS_PER_NODE, or the GPUs that it asks for on each node."""
-    nodes = submission.option("--nodes", "-N") or "1"
-    gres = submission.option("--gres") or environment.get("SBATCH_GRES", "")
-    asked = submission.option("--gpus-per-node") or environment.get("SBATCH_GPUS_PER_NODE") or gres
-    of_node = environment.get("RANKS_PER_NODE") or asked.rpartition(":")[2] or "1"
-    return int(nodes) * int(of_node) if nodes.isdigit() and of_node.isdigit() else None
+    text = "" if warned else text
+    return [Finding("config", "ok", text or f"{' '.join(submission.arguments[:1])} resolves, its data are there{splits}"), *slower]

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ALL_TASKS = "-"
+WARNING = "warning: "
+"""How cluster/submit begins what does not stop it; the doctor repeats it."""
 KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WAIT")
 
 
@@ -113,6 +115,17 @@ class Submission:
                 elif not name.startswith("--") and word.startswith(name) and not word.startswith("--"):
                     value = word[len(name) :]
         return value
+
+    def ranks(self, environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+        """Nodes, and ranks on each (RANKS_PER_NODE, or the GPUs that are asked for), where they are known before the job starts."""
+        nodes = self.option("--nodes", "-N") or "1"
+        of_node = environment.get("RANKS_PER_NODE") or self.gpus(environment) or "1"
+        return int(nodes) if nodes.isdigit() else None, int(of_node) if of_node.isdigit() else None
+
+    def gpus(self, environment: Mapping[str, str]) -> str:
+        """Those of a node, as they are asked for; "" where nobody asks."""
+        gres = self.option("--gres") or environment.get("SBATCH_GRES", "")
+        return (self.option("--gpus-per-node") or environment.get("SBATCH_GPUS_PER_NODE") or gres).rpartition(":")[2]
 
 
 def new_job(environment: Mapping[str, str]) -> dict[str, str]:

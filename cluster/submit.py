@@ -17,7 +17,19 @@ from functools import partial
 from pathlib import Path
 
 from cluster.plan_file import MAX_MEMBERS, compressed, load_checked
-from cluster.slurm import ALL_TASKS, SlurmError, Submission, Writer, jobs_of, lines_of, new_job, read_submission, slurm, writers_of
+from cluster.slurm import (
+    ALL_TASKS,
+    WARNING,
+    SlurmError,
+    Submission,
+    Writer,
+    jobs_of,
+    lines_of,
+    new_job,
+    read_submission,
+    slurm,
+    writers_of,
+)
 from cluster.work import COMMANDS, Kind, Work
 from data_prep.settings import SettingsError, near_path
 from pretrain.config import PretrainSettings, check_against_ranks
@@ -68,7 +80,10 @@ def _run(submission: Submission, kind: Kind) -> Order:
     if submission.option("--array", "-a") is not None:
         raise SettingsError(f"--array: {submission.name} is one run, whose tasks would only fight over it; for many: a plan")
     again = f"finished before; name another {COMMANDS[kind].place} to do it anew"
-    return _of_work(submission, Work(kind, config, tuple(words)), again=again)
+    work = Work(kind, config, tuple(words))
+    order = _of_work(submission, work, again=again)
+    _warn_of_nodes(submission, [work])
+    return order
 
 
 def _data(submission: Submission) -> Order:
@@ -135,6 +150,7 @@ def _grid(submission: Submission) -> Order:
         print(f"{path}: {said}", file=sys.stderr)
     if not todo:
         raise NothingLeft(f"{path}: all that is left of {name} is in the queue")
+    _warn_of_nodes(submission, [member.work for member in todo])
     if not array:
         options = (*submission.options, f"--array={stage.array(member.index for member in todo)}")
         submission = replace(submission, options=options)
@@ -169,6 +185,22 @@ def _writers(submission: Submission, places: list[str]) -> dict[str, list[Writer
     with contextlib.suppress(SlurmError):  # SLURM does not answer: sbatch will report it
         return writers_of(places)
     return {}
+
+
+def _warn_of_nodes(submission: Submission, works: list[Work]) -> None:
+    """Of pretrainings on GPUs: a line where fewer nodes would be faster, of the first for which that is so."""
+    nodes, of_node = submission.ranks(os.environ)
+    if nodes is None or nodes == 1 or not of_node or not submission.gpus(os.environ):
+        return
+    speeds = {}
+    for name, field in (("GPU_TFLOPS", "teraflops"), ("NODE_GBIT", "gbit_per_s"), ("GPU_GBIT", "gbit_per_s_inside")):
+        if given := os.environ.get(name):
+            if not re.fullmatch(r"[0-9]*[1-9][0-9]*", given):
+                raise SettingsError(f"{name}: {given!r} will not do; write a whole number in cluster/site.env")
+            speeds[field] = int(given)
+    lines = (work.slower_nodes(nodes, gpus_per_node=of_node, **speeds) for work in works if work.kind == "pretrain")
+    if line := next(filter(None, lines), None):
+        print(f"cluster/submit: {WARNING}{line}", file=sys.stderr)
 
 
 def refuse_missing(submission: Submission, missing: list[str]) -> None:

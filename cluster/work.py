@@ -50,6 +50,7 @@ from pretrain.checkpoints.run import (
 )
 from pretrain.config import DataSettings, PretrainSettings
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
+from pretrain.engine.zero_cost import plan_of, slower_than_fewer
 
 Kind = Literal["build", "pretrain", "probe", "tune", "knn", "evaluate", "export"]
 
@@ -178,7 +179,7 @@ class Work:
             return
         if source and finished_result(Path(run_and_length(source)[0])) is not None:
             checkpoint_at(source)  # which names what that run has kept
-        if not all((Path(dataset) / MANIFEST_NAME).exists() for dataset in self.datasets):
+        if not self._has_data:
             return
         if isinstance(settings, KnnSettings):
             settings.check_against(load_manifest(settings.data.dataset))
@@ -189,6 +190,20 @@ class Work:
         if isinstance(settings, PretrainSettings):
             data = _data_of(json.dumps(settings.data.model_dump(mode="json")))
             check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
+
+    @property
+    def _has_data(self) -> bool:
+        """On this file system."""
+        return all((Path(dataset) / MANIFEST_NAME).exists() for dataset in self.datasets)
+
+    def slower_nodes(self, nodes: int, *, gpus_per_node: int, **speeds: float) -> str | None:
+        """Of a pretraining whose data are there: a line where fewer nodes would take less time."""
+        settings = self.settings
+        if not isinstance(settings, PretrainSettings) or not self._has_data:
+            return None
+        data = _data_of(json.dumps(settings.data.model_dump(mode="json")))
+        size, cluster = data.image_size, {"name": self.config, "num_nodes": [nodes], "gpus_per_node": gpus_per_node, **speeds}
+        return slower_than_fewer(plan_of(settings, num_classes=len(data.classes), image_size=size, **cluster), nodes)
 
     @property
     def reads(self) -> list[str]:

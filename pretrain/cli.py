@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -112,7 +113,7 @@ pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_di
     widths.add_argument("--density", metavar="P,P,...", help="print m of a SW-MLP for each")
     widths.epilog = "pretrain widths --omega 2^18 --channels 16,64,256"
     widths.set_defaults(run=_widths)
-    _add_plan(verbs.add_parser("plan", help="what each ZeRO stage would cost a named model on a cluster"))
+    _add_plan(verbs.add_parser("plan", help="on how many nodes a model trains fastest, and what each ZeRO stage would cost there"))
     _add_import(verbs.add_parser("import", help="make a folder like a checkpoint of foreign weights"))
     sync = verbs.add_parser("sync", help="deliver what a run's journal still holds to MLflow, or write it for another tool")
     sync.epilog = "pretrain sync runs/mine"
@@ -153,10 +154,19 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--optimizer", choices=optimizers, help="by what it keeps for each weight (default: the config's, or lion)")
     verb.add_argument("--classes", type=at_least(1), help="of the head (default: the dataset's, or what the model is meant for)")
     verb.add_argument("--image-size", type=at_least(1), help="in pixels (default: the config's, or what the model is meant for)")
+    verb.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="the stage whose step is timed (default: the config's, or 1)")
+    verb.add_argument(
+        "--micro-batch", type=at_least(1), help="that a GPU takes at once (default: the config's, or its whole share)"
+    )
     verb.add_argument("--gbit", type=at_least(1), default=200, help="a second, of a node's network (default: 200)")
+    inside = "a second, from a GPU to another of its node: PCIe 5 has 500 (default: 3600, NVLink 4)"
+    verb.add_argument("--gbit-inside", type=at_least(1), default=3600, help=inside)
     verb.add_argument("--teraflops", type=at_least(1), default=300, help="that a GPU reaches (default: 300)")
     verb.epilog = "pretrain plan mlp_b12_wi1024 --batch 16384 --nodes 1,4,32"
-    verb.description = "What each ZeRO stage would cost on a cluster; of a config also the GPU-hours, as a lower bound."
+    verb.description = (
+        "What each ZeRO stage would cost on a cluster, how long a step would take there, and how many nodes are best; of a config "
+        "also the GPU-hours, as a lower bound."
+    )
     verb.set_defaults(run=_plan)
 
 
@@ -325,16 +335,24 @@ def _widths(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from pretrain.data.order import epoch_length
-    from pretrain.engine.zero_cost import Plan, print_plan
+    from pretrain.engine.zero_cost import Plan, plan_of, print_plan
     from pretrain.models.listing import parse_channels
     from pretrain.models.presets import preset, spec_of
 
-    batch, precision, optimizer = options.batch, options.precision, options.optimizer
-    classes, size, samples, duration = options.classes, options.image_size, options.samples, None
+    cluster = {
+        "name": options.model,
+        "num_nodes": parse_channels(options.nodes, field="--nodes"),
+        "gpus_per_node": options.gpus,
+        "gbit_per_s": options.gbit,
+        "gbit_per_s_inside": options.gbit_inside,
+        "teraflops": options.teraflops,
+    }
+    given = {"global_batch_size": options.batch, "precision": options.precision, "micro_batch_size": options.micro_batch}
+    given |= {"stage": options.zero, "num_states": NUM_STATES.get(options.optimizer)}
+    given = {name: value for name, value in given.items() if value is not None}
+    classes, size, samples = options.classes, options.image_size, options.samples
     if options.model.endswith((".yaml", ".yml")):
         settings = load_settings(PretrainSettings, path=options.model, overrides=options.overrides)
-        batch, precision = batch or settings.train.global_batch_size, precision or settings.engine.precision
-        spec, optimizer, duration = settings.model, optimizer or settings.optimizer.name, settings.train.duration
         size, last_batch = size or settings.data.image_size, settings.data.last_batch
         if not (samples and classes and size):
             try:
@@ -342,24 +360,14 @@ def _plan(options: argparse.Namespace) -> int:
             except ValueError as error:
                 raise UserError(f"{error} (or give --samples, --classes and --image-size)") from None
             samples, classes, size = samples or data.num_samples, classes or len(data.classes), size or data.image_size
-        samples = epoch_length(samples, global_batch_size=batch, last_batch=last_batch)
+        plan = replace(plan_of(settings, num_classes=classes, image_size=size, **cluster), **given)
+        samples = epoch_length(samples, global_batch_size=plan.global_batch_size, last_batch=last_batch)
+        length = parse_length(settings.train.duration)
+        plan = replace(plan, num_steps=length.steps(global_batch_size=plan.global_batch_size, num_samples=samples))
     else:
         known, spec = preset(options.model), spec_of(options.model)  # or a word on what is named like it
-        classes, size = classes or known.num_classes, size or known.image_size
-    plan = Plan(
-        name=options.model,
-        spec=spec,
-        global_batch_size=batch or 4096,
-        num_nodes=parse_channels(options.nodes, field="--nodes"),
-        gpus_per_node=options.gpus,
-        precision=precision or "bf16",
-        num_states=NUM_STATES[optimizer or "lion"],
-        gbit_per_s=options.gbit,
-        teraflops=options.teraflops,
-        num_classes=classes,
-        image_size=size,
-        num_steps=parse_length(duration).steps(global_batch_size=batch, num_samples=samples) if duration else None,
-    )
+        sizes = {"num_classes": classes or known.num_classes, "image_size": size or known.image_size}
+        plan = Plan(spec=spec, **{"global_batch_size": 4096} | cluster | sizes | given)
     wrong = [count for count in plan.num_nodes if plan.global_batch_size % (count * plan.gpus_per_node)]
     if wrong:
         gpus = f"{wrong[0]} x {plan.gpus_per_node} GPUs"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.doctor import check_job, check_python, check_slurm, judge_time_limit, main, minutes_of, num_ranks
+from cluster.doctor import check_job, check_python, check_slurm, judge_time_limit, main, minutes_of
 from cluster.slurm import Submission, read_submission
 from tests.cluster.checkouts import run, stand_in
 from tests.ranks import REPOSITORY
@@ -109,20 +109,22 @@ def test_the_given_job_is_checked_as_it_will_be(slurm: Path, shapes: Path) -> No
     job = ("cluster/pretrain.slurm", MLP)
     whole = (*job, "schedule.warmup=0 steps", f"data.dataset={shapes}")
     for words, verdict, found in (
-        (("--nodes=2", *whole), "ok", "its batch splits over 2 ranks"),
+        (("--nodes=2", "--gpus-per-node=1", *whole), "ok", "its batch splits over 2 ranks"),
         (("--nodes=3", *whole), "FAULT", "does not split over 3 ranks"),
         ((*job, "train.duratoin=3"), "FAULT", "train.duratoin: unknown key"),
         (job, "FAULT", "is no finished dataset"),
     ):
-        (finding,) = check_job(read_submission(words), os.environ)
+        finding, *more = check_job(read_submission(words), os.environ)
         assert (finding.check, finding.verdict) == ("config", verdict) and found in finding.found, finding
+        assert [each.verdict for each in more] == ["warning"] * ("--gpus-per-node=1" in words), more
+        assert all("2 nodes would take" in each.found and "use --nodes=1" in each.remedy for each in more)
     assert not Path("jobs").exists(), "nothing is kept"
 
 
 def test_ranks_follow_from_the_words_of_the_submission() -> None:
     words = (["-N", "4", "--gpus-per-node=h100:8"], ["--nodes=4", "--gres=gpu:2"], ["--nodes=2-4"], [])
-    assert [num_ranks(Submission(tuple(each)), {}) for each in words] == [32, 8, None, 1]
-    assert num_ranks(Submission(("-N2",)), {"RANKS_PER_NODE": "3", "SBATCH_GPUS_PER_NODE": "8"}) == 6
+    assert [Submission(tuple(each)).ranks({}) for each in words] == [(4, 8), (4, 2), (None, 1), (1, 1)]
+    assert Submission(("-N2",)).ranks({"RANKS_PER_NODE": "3", "SBATCH_GPUS_PER_NODE": "8"}) == (2, 3)
 
 
 def test_a_whole_visit_submits_nothing_leaves_nothing_and_fits_the_terminal(

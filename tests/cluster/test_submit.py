@@ -55,6 +55,43 @@ def test_what_cannot_run_is_refused(
     assert complaint in said.err and said.err.startswith("cluster/submit: ") and said.err.count("\n") == 1 and said.out == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "site", "warns"),
+    [
+        (["-N2"], {"SBATCH_GPUS_PER_NODE": "2"}, "2 nodes would take"),
+        (["--nodes=2", "--gres=gpu:h100:2"], {"GPU_TFLOPS": "100"}, "at 100 TFLOP/s a GPU and 200 Gbit/s a node); use --nodes=1"),
+        (["--nodes=2"], {}, None),  # not known to have GPUs
+        ([], {"SBATCH_GPUS_PER_NODE": "2"}, None),
+        (["--nodes=2"], {"SBATCH_GPUS_PER_NODE": "2", "GPU_TFLOPS": "1", "NODE_GBIT": "999999"}, None),
+    ],
+)
+def test_who_asks_for_nodes_that_make_it_slower_is_warned(
+    checkout: Path,
+    shapes: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    site: dict[str, str],
+    warns: str | None,
+) -> None:
+    for name, value in site.items():
+        monkeypatch.setenv(name, value)
+    data = (f"data.dataset={shapes}", "schedule.warmup=0 steps")
+    order(*words, "cluster/pretrain.slurm", MLP, *data)
+    said = capsys.readouterr().err
+    assert (said.startswith("cluster/submit: warning: ") and said.count("\n") == 1 and warns in said) if warns else said == ""
+    plan = Path("nodes.yaml")
+    plan.write_text(f"pretrain: {{config: {MLP}, overrides: {list(data)}, seeds: [0, 1], run_dir: 'runs/{{seed}}'}}")
+    order(*words, "cluster/grid.slurm", str(plan), "pretrain")
+    assert capsys.readouterr().err == said, "of a grid one line, too"
+
+
+def test_speeds_of_a_site_are_numbers(checkout: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_GBIT", "fast")
+    with pytest.raises(SettingsError, match="NODE_GBIT: 'fast' will not do"):
+        order("-N2", "--gpus-per-node=2", "cluster/pretrain.slurm", MLP, f"data.dataset={shapes}", "schedule.warmup=0 steps")
+
+
 def order(*words: str) -> Order:
     return examine(read_submission(words))
 

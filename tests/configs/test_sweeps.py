@@ -7,12 +7,13 @@ configs. What a paper does not print is ours, and stands in the head of the file
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -26,9 +27,10 @@ from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import run_and_length
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import load_training_data
-from pretrain.engine.zero_cost import in_hours
+from pretrain.engine.zero_cost import in_hours, plan_of, slower_than_fewer
 from pretrain.loop.train import Pretraining, train
 from pretrain.models.cost import cost_of
+from pretrain.models.presets import spec_of
 from pretrain.models.spec import MixerSpec, SparseMlpSpec
 from pretrain.ranks.world import read_world
 from tests.forked import begin, environments, new_output, wait
@@ -282,6 +284,24 @@ def test_the_gpu_hours_in_headers_are_those_of_all_members(plans: dict[str, Plan
         assert line in (FOLDER / f"{name}.yaml").read_text().splitlines(), f"{name}: {line}"
         row = next(row for row in page.splitlines() if row.startswith("|") and f"`{name}`" in row)
         assert hours in row.split("|")[3].split(), f"{name}: {hours}"
+
+
+def test_no_config_asks_for_nodes_that_make_it_slower(plans: dict[str, Plan]) -> None:
+    """Of 4 GPUs, with the links of `pretrain plan`; what its header prints of a config, what a plan says of its members."""
+    asked = [(name, each, stage.entry.nodes or 1) for name in MEMBERS for stage in plans[name].stages for each in stage.works]
+    for path in (REPOSITORY / "configs/pretrain").glob("*.yaml"):
+        for nodes in re.findall(r"^# command .*--nodes (\d+) ", path.read_text(), re.MULTILINE):
+            asked.append((path.stem, Work("pretrain", str(path)), int(nodes)))
+    more = 0
+    for name, work, nodes in asked:
+        if work.kind == "pretrain" and nodes > 1:
+            settings, more = cast(PretrainSettings, work.settings), more + 1
+            _, num_classes, size = of_dataset(settings)
+            sizes = {"num_classes": num_classes, "image_size": settings.data.image_size or size}
+            plan = plan_of(settings, name=name, num_nodes=[nodes], gpus_per_node=4, **sizes)
+            assert slower_than_fewer(plan, nodes) is None, name
+            assert slower_than_fewer(replace(plan, spec=spec_of("mlp_b12_wi1024")), nodes), "another model would be"
+    assert more > 40, "Mixers at 224 px have operations enough"
 
 
 def test_each_figure_and_table_is_a_file_with_a_twin(plans: dict[str, Plan]) -> None:
