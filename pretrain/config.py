@@ -470,7 +470,7 @@ class CheckpointSettings(Settings):
             raise ValueError(f"checkpoint.mirror: {kind!r} will not do; write s3://BUCKET/RUN, or gs, az, file in the place of s3")
         if "?" in place:
             raise ValueError("checkpoint.mirror: no more than an address belongs here; leave out what begins with ?")
-        if self.mirror_storage and self.mirror is None:
+        if self.mirror_storage and self.mirror is None and "mirror" not in self.model_fields_set:  # null goes on without it
             raise ValueError("checkpoint.mirror_storage: there is no mirror; set checkpoint.mirror, or leave it out")
         return self
 

@@ -86,6 +86,7 @@ TABLE = [
     ("a secret for options", ["checkpoint.mirror_storage=secret"], "checkpoint.mirror_storage: will not do; a section"),
     ("a secret in what is no YAML", ["data.storage={key: secret]"], "override data.storage: what follows is not valid YAML"),
     ("options of no mirror", ["checkpoint.mirror_storage={key: me}"], "checkpoint.mirror_storage: there is no mirror; set checkpoint.mirror, or leave it out"),
+    ("options of a mirror that is left out", ["checkpoint.mirror_storage={key: me}", "checkpoint.mirror=null", "data.dataset=nowhere"], "nowhere: no such dataset"),
     ("evaluation never", ["train.eval_every=0 steps"], "train.eval_every: '0 steps' is never; write how often"),
     ("duration without unit", ["train.duration=90"], "train.duration:"),
     ("duration with a wrong unit", ["train.duration=90 hours"], "train.duration: '90 hours' is not a length; write a number and a unit"),

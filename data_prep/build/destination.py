@@ -73,6 +73,8 @@ def occupy(place: Destination) -> None:
     if not place.is_remote:
         return
     mark, url, how = record_path(place.directory, OWN_MARK), join(place.out, MARK_NAME), {"storage": place.out_storage}
+    if mark.exists() and (begun := json.loads(mark.read_bytes())["out"]) != place.out:
+        raise UserError(f"work: {place.directory} has unfinished work for {begun}; name another directory, or finish that first")
     finished = _manifest_in_store(place)
     if finished is not None:
         write_atomic(place.directory / MANIFEST_NAME, finished)
@@ -84,7 +86,7 @@ def occupy(place: Destination) -> None:
             raise UserError(
                 f"out: {shown(place.out)} holds {names[0]}, and no dataset was begun there; name another place, or empty it"
             )
-        write_json(mark, asdict(Holder()) | {"work": str(place.directory.absolute())})
+        write_json(mark, asdict(Holder()) | {"work": str(place.directory.absolute()), "out": place.out})
     if not write_bytes(mark.read_bytes(), url, only_if_new=True, **how):
         mark.unlink()
         raise _of_another_builder(place, url)
@@ -123,6 +125,7 @@ def _of_another_builder(place: Destination, url: str) -> UserError:
     with suppress(ValueError, TypeError, KeyError, MissingError):
         found = json.loads(read_bytes(url, storage=place.out_storage))
         work = found.pop("work")
+        del found["out"]
         whom = str(Holder(**found))
     return Busy(
         f"out: {shown(place.out)} is being written by {whom}; its own command goes on there (--work {work}); if that directory is "

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 GOES_ON = "what is finished is kept, the same command goes on from there"
 REMEDIES = {
     "empty": "copy or download them again",
+    "not_held": "build from the folder that they lie in, or save them anew with save_to_disk of datasets, which takes them in",
     "truncated": "copy or download them again",
     "damaged": "copy or download them again",
     "not_a_file": "put the files in the place of the links, or remove these",

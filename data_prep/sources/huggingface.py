@@ -17,6 +17,7 @@ from pydantic import Field
 from data_prep.archives.guard import SourceError, changed_since, check_unchanged, refusing, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.archives.labels import COLUMNS
+from data_prep.images.rejection import MAX_DETAIL_CHARACTERS, Rejection
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container, hold_out
 
@@ -74,6 +75,8 @@ class HuggingFaceSource(Source):
         check_unchanged(entry.locator, stamp, stamp_of([file]))
         with refusing(file):
             value = _column(file, stamp, entry.container.offset, self._named(file, stamp, "image"))[entry.offset].as_py()
+        if isinstance(value, dict) and value.get("bytes") is None and value.get("path"):
+            raise Rejection("not_held", f"{value['path']} is named, and its bytes are not in the file"[:MAX_DETAIL_CHARACTERS])
         return (value.get("bytes") if isinstance(value, dict) else value) or b""
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002

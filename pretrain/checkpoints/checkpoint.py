@@ -122,7 +122,10 @@ class Checkpoint:
         """Beside which lies what is made of it. What came from the hub lies in a cache, which is no place for that."""
         if not self.origin:
             return self.directory.absolute()
-        return (Path("runs") / self.origin.partition("@")[0].rpartition("/")[2]).absolute()
+        repository = self.origin.partition("@")[0].rpartition(":")[2]
+        return (
+            Path("runs") / repository.replace("/", "--")
+        ).absolute()  # as the hub's own cache spells it: others have a NAME, too
 
     @cached_property
     def sha256(self) -> str:

@@ -432,6 +432,7 @@ class MirrorWriter:
         self._num_failures, self._pause_s, self._failing_since_s = 0, _FIRST_PAUSE_S, 0.0
         self.defect: Exception | None = None
         """It ends training, at the next checkpoint: a newer start, or a mistake of ours."""
+        self._is_settled = True
         self._brought: list[Path] = []
         """Once is enough, also where the rules have removed it there since, and not here yet."""
         self.holding: int | None = None
@@ -514,14 +515,21 @@ class MirrorWriter:
             try:
                 self._mirror.push(place, stop=self._stop)
                 self._brought.append(place)
-                self._mirror.settle(self._retention)
+                self._is_settled = False
+                self._settle()
             except (OSError, UserError):
                 if place.exists():  # else it made way before it was held
                     raise
             finally:
                 self.holding = None
             self._report({"usage/mirror_upload_s": time.monotonic() - began_s})
+        if not self._is_settled:  # which failed the last time
+            self._settle()
         return self._mirror.send_records()
+
+    def _settle(self) -> None:
+        self._mirror.settle(self._retention)
+        self._is_settled = True
 
     def _note(self, fault: str) -> None:
         """Warns of what is new, and now and then of what lasts; tells when it is over."""

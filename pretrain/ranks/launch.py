@@ -27,6 +27,11 @@ GRACE_S = LAST_WRITE_S + 10.0
 """How long they may take after SIGTERM: one of them may be writing a checkpoint. A rank that hangs is then killed."""
 
 
+def end_with_parent() -> None:
+    """In a child before its command begins: Linux sends it SIGTERM when whoever has started it has died."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False) -> int:
     """The exit code of the first rank that failed, or 0. Standard streams are inherited.
 
@@ -43,8 +48,8 @@ def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False
     shared.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
 
     def prepare() -> None:
-        """Linux sends SIGTERM to a rank whose launcher has died, so that it saves and ends instead of training on unnoticed."""
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        """A rank saves and ends instead of training on unnoticed."""
+        end_with_parent()
         if not heed_signals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, set(SIGNALS) - {signal.SIGINT})  # that one waits until it is heeded
 

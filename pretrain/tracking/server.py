@@ -21,7 +21,7 @@ from types import FrameType
 
 from data_prep.publish import sole_writer, write_atomic
 from data_prep.settings import UserError
-from pretrain.ranks.launch import describe
+from pretrain.ranks.launch import describe, end_with_parent
 from pretrain.tracking.store import EmbeddedStore
 
 READY_S = 180.0
@@ -81,7 +81,7 @@ def _server(store: EmbeddedStore, *, host: str, port: int) -> subprocess.Popen[b
         "--allowed-hosts": ",".join(f"{name}:{port}" for name in (host, "localhost", "127.0.0.1")),
     }
     words = [sys.executable, "-m", "mlflow", "server", *(word for pair in options.items() for word in pair)]
-    return subprocess.Popen(words, start_new_session=True, stdout=sys.stderr)
+    return subprocess.Popen(words, start_new_session=True, stdout=sys.stderr, preexec_fn=end_with_parent)  # noqa: PLW1509 (no threads here)
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

@@ -9,8 +9,11 @@ import pytest
 
 from data_prep import remote
 from data_prep.build import shards
+from data_prep.build.destination import Destination, occupy
+from data_prep.build.parts import record_path
 from data_prep.cli import main
 from data_prep.remote import names_under, read_bytes
+from data_prep.settings import UserError
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, files_of, forked, write_classes, write_files
 from tests.data_prep.stock import sample, write_stock
@@ -120,6 +123,17 @@ def test_two_builders_and_strangers_are_refused(tmp_path: Path, store: Store, so
     assert not names_under(out, **how)  # nothing was begun, so others may begin there
     remote.write_bytes(b"mine", store.url("out", "thesis.tex"), **how)
     refused(run(*words(source, store, tmp_path / "third")), f"out: {out} holds thesis.tex, and no dataset was begun there")
+
+
+def test_a_work_directory_is_of_one_place(tmp_path: Path, store: Store) -> None:
+    place = Destination(out=store.url("one"), work=str(tmp_path / "work"), out_storage=store.storage)
+    record_path(place.directory, "").parent.mkdir(parents=True)
+    for _ in range(2):
+        occupy(place)
+    other = store.url("two")
+    with pytest.raises(UserError, match=f"^work: .*has unfinished work for {store.url('one')}; name another directory"):
+        occupy(place.model_copy(update={"out": other}))
+    assert not names_under(other, storage=store.storage)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Hugging Face's `datasets` and ours: what it has saved is built of the very bytes that it reads, and it reads what we build."""
 
 import io
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ def test_a_missing_picture_is_a_reject_and_mistakes_are_one_line(places: dict[st
     refused(pack(tmp_path / "cut.parquet", out), "is cut or damaged")
     assert pack(file, out, choice, "max_reject_share=1", "source.val_share=0") == 0
     assert load_manifest(out).num_written == 1 and load_manifest(out).num_rejected == 2
+    reasons = {json.loads(line)["reason"] for line in (out / "rejected.jsonl").read_text().splitlines()}
+    assert reasons == {"not_held", "empty"}  # a path is not read: it may be any file of this machine
 
 
 def test_datasets_reads_what_we_build(tmp_path: Path) -> None:

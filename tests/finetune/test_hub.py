@@ -88,7 +88,7 @@ def test_what_is_pushed_is_taken_again(
     assert there.card == here.card.model_copy(update={"origin": there.origin})
     result = judge(Path("hf-hub:user/mine"), shapes, None)
     assert (result["pretrained"], result["weights_from"]) == (there.origin, there.origin)
-    assert Path(result["run_dir"]).parent == tmp_path / "runs/mine-evaluations"
+    assert Path(result["run_dir"]).parent == tmp_path / "runs/user--mine-evaluations"
     logits, labels = plain_logits(folder, shapes)
     assert result["eval/top1"] == pytest.approx(float((logits.argmax(1).numpy() == labels).mean()))
 

@@ -203,6 +203,24 @@ def test_what_no_rule_keeps_is_not_brought_again_and_again(tmp_path: Path, monke
     assert writer.wait(20) and len(brought) == before
 
 
+def test_what_could_not_be_removed_is_removed_before_the_next_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, really, faults = Node(tmp_path / "a", tmp_path / "store"), mirror.Mirror.settle, [OSError("down")]
+    half = tmp_path / "store/checkpoints/step-00000009/model.safetensors"
+    half.parent.mkdir(parents=True)
+    half.touch()
+    save(node.run_dir, 1)
+    monkeypatch.setattr(mirror, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(mirror.Mirror, "settle", lambda *how: really(*how) if not faults else raised(faults.pop()))
+    writer = node.writer(Retention(1)).mirror
+    assert writer is not None
+    wait_until(lambda: not half.exists())
+    assert not faults and whole(tmp_path / "store") == [1]
+
+
+def raised(error: Exception) -> None:
+    raise error
+
+
 def test_a_disk_that_is_ahead_of_the_store_keeps_what_it_has(tmp_path: Path) -> None:
     """Of three starts on two disks the last, on the first disk again: its own checkpoint was never brought there."""
     first = Node(tmp_path / "a", tmp_path / "store")
