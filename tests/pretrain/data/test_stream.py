@@ -34,6 +34,7 @@ from pretrain.data.stream import Stream, batches_of
 from pretrain.ranks.world import World
 from tests.data_prep.samples import encoded, picture
 from tests.data_prep.stock import forget_credentials, s3_server, web, write_stock
+from tests.moments import wait_until
 from tests.training import finish, start
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of stock webdataset
@@ -213,7 +214,7 @@ def test_a_silent_command_does_not_hold_up_the_end(shards: Path) -> None:
         (command,) = stream._commands
         members = Process(command.proc.pid).children()
     assert command.proc.wait() == -signal.SIGKILL
-    assert not [each for each in members if each.is_running() and each.status() != "zombie"]
+    wait_until(lambda: not [each for each in members if each.is_running() and each.status() != "zombie"])
 
 
 @pytest.mark.parametrize("cut", [None, 0, 100], ids=["damaged", "between members", "in a header"])
