@@ -53,13 +53,18 @@ def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_si
     if settings.crop_scale is None:
         return replace(whole_boxes(count, stored_size), flip=flip)
     (low, high), (narrow, wide) = settings.crop_scale, settings.crop_ratio
-    tries = np.arange(_CROP_TRIES)
-    area = stored_size**2 * (low + (high - low) * draws.uniform(Purpose.CROP_AREA, tries))
     spread = math.log(wide) - math.log(narrow)
-    ratio = np.exp(math.log(narrow) + spread * draws.uniform(Purpose.CROP_RATIO, tries))
-    widths, heights = np.round(np.sqrt(area * ratio)), np.round(np.sqrt(area / ratio))
-    fits = (widths >= 1) & (heights >= 1) & (widths <= stored_size) & (heights <= stored_size)
-    found, (height, width) = first_that(fits, heights, widths)
+    found, height, width, rows = np.zeros(count, bool), np.zeros(count), np.zeros(count), np.arange(count)
+    for tries in (np.arange(1), np.arange(1, 3), np.arange(3, _CROP_TRIES)):  # most fit at once
+        left_over = draws.of(rows) if tries[0] else draws
+        area = stored_size**2 * (low + (high - low) * left_over.uniform(Purpose.CROP_AREA, tries))
+        ratio = np.exp(math.log(narrow) + spread * left_over.uniform(Purpose.CROP_RATIO, tries))
+        widths, heights = np.round(np.sqrt(area * ratio)), np.round(np.sqrt(area / ratio))
+        fits = (widths >= 1) & (heights >= 1) & (widths <= stored_size) & (heights <= stored_size)
+        found[rows], (height[rows], width[rows]) = first_that(fits, heights, widths)
+        rows = rows[~found[rows]]
+        if not len(rows):
+            break
     # else the largest centre crop of an allowed ratio (a square picture has ratio 1)
     height = np.where(found, height, stored_size if narrow <= 1 else round(stored_size / narrow))
     width = np.where(found, width, stored_size if wide >= 1 else round(stored_size * wide))

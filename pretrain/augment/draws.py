@@ -7,6 +7,7 @@ identity: a new purpose gets a new number, and none is used again.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class Draws:
 
     def uniform(self, purpose: Purpose, *more: ArrayLike) -> Floats:
         """In [0, 1): (B, *more)."""
-        return uniform(*self._parts(purpose, more))
+        return uniform(*self._parts(purpose, more), after=self._after(more))
 
     def normal(self, purpose: Purpose, *more: ArrayLike) -> Floats:
         return np.asarray(ndtri(self.uniform(purpose, *more) + 2.0**-54))
@@ -47,16 +48,24 @@ class Draws:
 
     def key(self, purpose: Purpose) -> NDArray[np.int64]:
         """64 bits a picture, for numbers that are made on the device."""
-        return hash64(*self._parts(purpose, ())).view(np.int64)
+        return hash64(*self._parts(purpose, ()), after=self._hashed).view(np.int64)
 
     def of(self, rows: NDArray[np.int64]) -> "Draws":
         """For some of the pictures only."""
         return Draws(tuple(np.asarray(key)[rows] if np.ndim(key) else key for key in self.keys))
 
+    @cached_property
+    def _hashed(self) -> NDArray[np.uint64]:
+        """The keys; whatever is drawn, once."""
+        return hash64(*self.keys)
+
+    def _after(self, more: tuple[ArrayLike, ...]) -> NDArray[np.uint64]:
+        return np.asarray(_with_axes(self._hashed, sum(np.ndim(numbers) for numbers in more)))
+
     def _parts(self, purpose: Purpose, more: tuple[ArrayLike, ...]) -> list[ArrayLike]:
         """Each array on an axis of its own, so that what they share is hashed once."""
         axes = sum(np.ndim(numbers) for numbers in more)
-        parts: list[ArrayLike] = [*(_with_axes(key, axes) for key in self.keys), int(purpose)]
+        parts: list[ArrayLike] = [int(purpose)]
         for numbers in more:
             axes -= np.ndim(numbers)
             parts.append(_with_axes(numbers, axes))

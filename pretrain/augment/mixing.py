@@ -50,6 +50,9 @@ class Mixer:
             if way in ways:
                 here = mixed & (cuts == (way == "CutMix"))
                 weight = np.where(here, self._lambda[way](shared.uniform(purpose)), weight)
+        if "CutMix" not in ways:
+            none = np.zeros(len(mixed), np.int64)
+            return Mix(weight, weight, none, none, none, none)
         side = np.where(mixed & cuts, np.floor(size * np.sqrt(1 - weight)), 0).astype(np.int64)
         row, column = shared.integer(Purpose.CUTMIX_ROW, size), shared.integer(Purpose.CUTMIX_COLUMN, size)
         top, bottom = np.clip(row - side // 2, 0, size), np.clip(row + (side + 1) // 2, 0, size)

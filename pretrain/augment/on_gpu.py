@@ -228,3 +228,95 @@ def _settled(share, total, LEVELS: tl.constexpr):
 @triton.jit
 def _level(value, LEVELS: tl.constexpr):
     return tl.clamp(tl.floor(value + 0.5), 0.0, 255.0) if LEVELS else value
+
+
+@torch.library.custom_op("wide_mlps::moved", mutates_args=())
+def moved(pictures_nHWC: Tensor, matrices_n6: Tensor, fill_C: Tensor, taps: int) -> Tensor:
+    """As `operations._move`, nearest, linear or cubic by the number of taps: all in float64, without an array of it."""
+    pictures_nHWC, matrices_n6 = pictures_nHWC.contiguous(), matrices_n6.double().contiguous()
+    out, (count, height, width, _) = torch.empty_like(pictures_nHWC), pictures_nHWC.shape
+    assert out.shape == (count, height, width, 3) and matrices_n6.shape == (count, 6) and taps in (1, 2, 4), tuple(out.shape)
+    blocks = triton.cdiv(height * width, _BLOCK)
+    if out.numel():
+        with torch.cuda.device_of(out):
+            _move[(blocks * count,)](
+                pictures_nHWC, matrices_n6, fill_C, out, height, width, blocks, TAPS=taps, BLOCK=_BLOCK, enable_fp_fusion=False
+            )
+    return out
+
+
+moved.register_fake(lambda pictures, _matrices, _fill, _taps: torch.empty_like(pictures, memory_format=torch.contiguous_format))
+
+
+@triton.jit
+def _move(pictures, matrices, fill, out, height, width, blocks, TAPS: tl.constexpr, BLOCK: tl.constexpr):
+    number = tl.program_id(0) // blocks
+    pixel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    is_pixel = pixel < height * width
+    x, y = (pixel % width).to(tl.float64) + 0.5, (pixel // width).to(tl.float64) + 0.5
+    matrices += number * 6
+    u = tl.load(matrices) * x + tl.load(matrices + 1) * y + tl.load(matrices + 2)
+    v = tl.load(matrices + 3) * x + tl.load(matrices + 4) * y + tl.load(matrices + 5)
+    inside = is_pixel & (u >= 0) & (u < width) & (v >= 0) & (v < height)
+    if TAPS > 1:
+        u, v = u - 0.5, v - 0.5
+    left, top = tl.floor(u), tl.floor(v)
+    first = number.to(tl.int64) * (height * width * 3)
+    for colour in tl.static_range(3):
+        known = (pictures + first + colour, left, top, height, width, inside)
+        if TAPS == 1:
+            found = _tap(known, 0, 0)
+        elif TAPS == 2:
+            found = _along(known, 0, u - left, TAPS)
+            found = found + (_along(known, 1, u - left, TAPS) - found) * (v - top)
+        else:
+            above, near = _along(known, -1, u - left, TAPS), _along(known, 0, u - left, TAPS)
+            found = _keys(above, near, _along(known, 1, u - left, TAPS), _along(known, 2, u - left, TAPS), v - top)
+        level = tl.minimum(tl.maximum(found, 0.0), 255.0).to(tl.int32).to(tl.uint8)
+        tl.store(out + first + colour + pixel * 3, tl.where(inside, level, tl.load(fill + colour)), is_pixel)
+
+
+@triton.jit
+def _along(known, ROW: tl.constexpr, share, TAPS: tl.constexpr):
+    one, two = _tap(known, ROW, 0), _tap(known, ROW, 1)
+    return one + (two - one) * share if TAPS == 2 else _keys(_tap(known, ROW, -1), one, two, _tap(known, ROW, 2), share)
+
+
+@triton.jit
+def _tap(known, ROW: tl.constexpr, COLUMN: tl.constexpr):
+    """The border repeats."""
+    colour, left, top, height, width, inside = known
+    row = tl.minimum(tl.maximum(top + ROW, 0.0), height - 1.0).to(tl.int32)
+    column = tl.minimum(tl.maximum(left + COLUMN, 0.0), width - 1.0).to(tl.int32)
+    return tl.load(colour + (row * width + column) * 3, inside, 0).to(tl.float64)
+
+
+@triton.jit
+def _keys(v1, v2, v3, v4, share):
+    difference = v1 - v2
+    return v2 + share * (v3 - v1 + share * (2 * difference + v3 - v4 + share * (v4 - v3 - difference)))
+
+
+@torch.library.custom_op("wide_mlps::noise", mutates_args=())
+def noise(keys_n: Tensor, count: int) -> Tensor:
+    """(n, count) numbers in (0, 1), of which `erasing.normal_noise` makes normal ones."""
+    out = keys_n.new_empty((len(keys_n), count), dtype=torch.float32)
+    blocks = triton.cdiv(count, _BLOCK)
+    if out.numel():
+        with torch.cuda.device_of(out):
+            _noise[(blocks * len(keys_n),)](keys_n.contiguous(), out, count, blocks, BLOCK=_BLOCK)
+    return out
+
+
+noise.register_fake(lambda keys, count: keys.new_empty((len(keys), count), dtype=torch.float32))
+
+
+@triton.jit
+def _noise(keys, out, count, blocks, BLOCK: tl.constexpr):
+    number = tl.program_id(0) // blocks
+    place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    state = tl.load(keys + number).to(tl.uint64) + (place + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    bits = ((state ^ (state >> 31)) >> 41).to(tl.int32)
+    tl.store(out + number.to(tl.int64) * count + place, (bits.to(tl.float32) + 0.5) * (1 / 8388608), place < count)

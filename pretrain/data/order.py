@@ -47,10 +47,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-def hash64(*parts: ArrayLike) -> U64:
-    """One 64-bit hash of the parts, broadcast over arrays; the order of the parts matters."""
+def hash64(*parts: ArrayLike, after: U64 | None = None) -> U64:
+    """One 64-bit hash of the parts, broadcast over arrays; the order of the parts matters. `after`: the hash of those before."""
     with np.errstate(over="ignore"):
-        state = np.asarray(_GOLDEN)
+        state = np.asarray(_GOLDEN) if after is None else after
         for part in parts:
             state = _mix(state + _GOLDEN + np.asarray(part).astype(np.uint64))
     return state
@@ -62,9 +62,9 @@ def _mix(x: U64) -> U64:
     return x ^ (x >> np.uint64(31))
 
 
-def uniform(*parts: ArrayLike) -> NDArray[np.float64]:
+def uniform(*parts: ArrayLike, after: U64 | None = None) -> NDArray[np.float64]:
     """Uniform in [0, 1) with 53 bits, a function of the parts."""
-    return (hash64(*parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (hash64(*parts, after=after) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def hex_key(text: str) -> int:

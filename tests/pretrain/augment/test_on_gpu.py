@@ -14,9 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pretrain.augment import on_cpu
 from pretrain.augment.augmentation import Augmentation, Normalisation, kernels
 from pretrain.augment.crops import resample, resample_levels
+from pretrain.augment.erasing import normal_noise
+from pretrain.augment.operations import TAPS, _move, matrices
+from pretrain.augment.plan import Operation
 from pretrain.config import AugmentSettings
 from tests import forked
-from tests.pretrain.augment.pictures import batch_of, make, pictures
+from tests.pretrain.augment.pictures import batch_of, hard_pictures, make, pictures
 from tests.pretrain.augment.test_augmentation import CIFAR, COLOURS, FLOATS, PAPER_A, RESIZED
 from tests.pretrain.augment.test_on_cpu import MEAN, SCALE, plain_mix, random_boxes
 
@@ -42,6 +45,19 @@ def crops() -> None:
             assert torch.equal(levels, resample_levels(images, boxes, size=size, area=area, cubic=cubic)), (stored, size)
 
 
+def sampler() -> None:
+    """Turned, slanted and shifted pictures bit for bit, whose places fall on pixels' edges, too; and the noise."""
+    kernels()._BLOCK = 256
+    operations = np.array([Operation.ROTATE, Operation.ROTATE, Operation.SHEAR_X, Operation.TRANSLATE_Y, Operation.SHIFT_X])
+    known = matrices(operations, np.array([26.7, 90.0, -0.27, 0.45, 0.123]), height=9, width=17)
+    stored, fill = torch.from_numpy(hard_pictures(9, 17)[[0, 1, 2, 6, 7]]), torch.tensor([10, 128, 200], dtype=torch.uint8)
+    for sampling, taps in TAPS.items():
+        plain = _move(stored, torch.from_numpy(known), sampling=sampling, fill_C=fill)
+        assert torch.equal(kernels().moved(stored, torch.from_numpy(known), fill, len(taps)), plain), sampling
+    keys = torch.tensor([3, -5, 2**62 + 7])
+    assert torch.equal(torch.special.ndtri(kernels().noise(keys, 300)), normal_noise(keys, 300))
+
+
 def recipes() -> None:
     """`prepare` and `plain` as a GPU has them. The interpreter cuts to bfloat16 where a GPU rounds: one of the last bit."""
     for settings, dtype in ((FLOATS, torch.float32), (AREA, torch.bfloat16), (RESIZED, torch.float32), (PAPER_A, torch.float32)):
@@ -65,7 +81,7 @@ def interpreted(name: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize("case", [crops, recipes], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [crops, sampler, recipes], ids=lambda case: case.__name__)
 def test_interpreted_kernels_make_what_the_plain_forms_make(case: Callable[[], None], tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     output = tmp_path / "output"
@@ -73,21 +89,37 @@ def test_interpreted_kernels_make_what_the_plain_forms_make(case: Callable[[], N
     assert forked.wait([process], timeout_s=280) == [0], output.read_text()
 
 
-@pytest.mark.parametrize("levels", [False, True])
-def test_the_kernel_compiles_for_a_gpu_that_is_not_there(levels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["_gather", "levels", "_move", "_noise"])
+def test_the_kernels_compile_for_a_gpu_that_is_not_there(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     triton, compiler = pytest.importorskip("triton"), pytest.importorskip("triton.compiler")
     from triton.backends.compiler import GPUTarget
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"TAPS": 5 if levels else 2, "MIXED": not levels, "AREA": False, "CUBIC": levels, "LEVELS": levels}
+    levels = kernel == "levels"
+    constants: dict[str, int] = {"TAPS": 5 if levels else 2, "MIXED": not levels, "AREA": False, "CUBIC": levels, "LEVELS": levels}
     constants |= {"NORMALISED": not levels, "BLOCK": 512}
     signature = {"images": "*u8", "boxes": "*fp32", "colours": "*fp32", "out": "*u8" if levels else "*bf16"}
-    signature |= dict.fromkeys(("count", "stored", "size", "blocks"), "i32") | dict.fromkeys(constants, "constexpr")
-    source = compiler.ASTSource(fn=kernels()._gather, signature=signature, constexprs=constants, attrs={})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": not levels})
+    signature |= dict.fromkeys(("count", "stored", "size", "blocks"), "i32")
+    if kernel == "_move":
+        signature = {
+            "pictures": "*u8",
+            "matrices": "*fp64",
+            "fill": "*u8",
+            "out": "*u8",
+            "height": "i32",
+            "width": "i32",
+            "blocks": "i32",
+        }
+        constants = {"TAPS": 4, "BLOCK": 512}
+    elif kernel == "_noise":
+        signature, constants = {"keys": "*i64", "out": "*fp32", "count": "i32", "blocks": "i32"}, {"BLOCK": 512}
+    signature |= dict.fromkeys(constants, "constexpr")
+    function = getattr(kernels(), "_gather" if levels else kernel)
+    source = compiler.ASTSource(fn=function, signature=signature, constexprs=constants, attrs={})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": kernel == "_gather"})
     # whole levels hang on sums that are not fused with products; bfloat16 is rounded to nearest
-    assert ("fma.rn" in made.asm["ptx"], "cvt.rn.bf16" in made.asm["ptx"]) == (not levels, not levels)
-    assert len(made.asm["cubin"]) > 10_000
+    assert ("fma.rn" in made.asm["ptx"], "cvt.rn.bf16" in made.asm["ptx"]) == (kernel == "_gather", kernel == "_gather")
+    assert len(made.asm["cubin"]) > 5_000
 
 
 @pytest.mark.parametrize(
