@@ -8,7 +8,7 @@ products   every product of B-12/Wi-1024 and of Mixer-B-W at its real shape: sha
 block      one block forward and backward, eager and compiled, against its six products alone: what lies between them costs
 loss       two cross-entropies, eager and compiled, against the one pass of pretrain/engine/step.py
 lion       pretrain/optim/lion.py's update, the same compiled, one Triton kernel; five reads and writes of 4 bytes are the limit
-augment    pretrain/augment on the device, against a compiled gather of the taps that count (the CPU's algorithm)
+augment    pretrain/augment on the device (on_gpu.py), against its plain operations, and what the host draws for it
 Candidates are checked against what they would replace; "off by" is that. On a CPU: a dry run at small sizes.
 """
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
-from pretrain.augment.crops import Boxes, draw_boxes
+from pretrain.augment.crops import draw_boxes
 from pretrain.augment.draws import Draws
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch
@@ -320,52 +320,6 @@ def triton_lion() -> Any:
 # ---- augmentation -----------------------------------------------------------------------------------------------------
 
 
-def taps_of(start: Tensor, extent: Tensor, flip: Tensor, *, stored: int, size: int, taps: int) -> tuple[Tensor, Tensor]:
-    """(first pixel, weights) of each output pixel: (B, O) and (B, O, taps); as axis_weights, but for the zeros."""
-    out = torch.arange(size, device=start.device, dtype=torch.float32)[None]
-    out = torch.where(flip[:, None], size - 1 - out, out)
-    ratio = extent[:, None] / size
-    centre, support = start[:, None] + (out + 0.5) * ratio, ratio.clamp(min=1.0)
-    low = torch.maximum(centre - support, start[:, None]).sub(0.5).ceil().clamp(0, stored - 1)
-    pixel = low[..., None] + torch.arange(taps, device=start.device) + 0.5
-    weights = (1 - (pixel - centre[..., None]).abs() / support[..., None]).clamp(min=0)
-    weights = weights * ((pixel > start[:, None, None]) & (pixel < (start + extent)[:, None, None]))
-    return low.long(), weights / weights.sum(dim=-1, keepdim=True)
-
-
-def gathered(
-    images: Tensor,
-    top: Tensor,
-    left: Tensor,
-    height: Tensor,
-    width: Tensor,
-    flip: Tensor,
-    share: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    size: int,
-    taps: int,
-) -> Tensor:
-    """Crop, flip, MixUp of neighbours, normalise: (B, 3, O, O) in bf16, one pass over the taps that count."""
-    batch, stored = images.shape[0], images.shape[1]
-    rows, down = taps_of(top, height, torch.zeros_like(flip), stored=stored, size=size, taps=taps)
-    columns, across = taps_of(left, width, flip, stored=stored, size=size, taps=taps)
-    flat = images.reshape(-1)
-    colour = torch.arange(3, device=images.device)[None, :, None, None]
-    number = torch.arange(batch, device=images.device)
-    total = torch.zeros((), device=images.device)
-    for one, part in ((number, share), (number ^ 1, 1 - share)):
-        picture = torch.zeros((), device=images.device)
-        for i in range(taps):
-            row = (rows[one] + i).clamp(max=stored - 1)[:, None, :, None]
-            for j in range(taps):
-                column = (columns[one] + j).clamp(max=stored - 1)[:, None, None, :]
-                pixel = flat[((one[:, None, None, None] * stored + row) * stored + column) * 3 + colour].float()
-                picture = picture + down[one][:, None, :, None, i] * across[one][:, None, None, :, j] * pixel
-        total = total + part[:, None, None, None] * picture
-    return ((total - mean) * scale).to(BF16)
-
-
 def augment() -> None:
     cases = (
         {"64 px": (16_384, 64, 64), "256 to 224 px": (512, 256, 224)}
@@ -382,36 +336,24 @@ def augment_at(name: str, count: int, stored: int, size: int) -> None:
     if ON_GPU:
         images, labels = images.pin_memory(), labels.pin_memory()
     batch = Batch(images, labels, np.zeros(count, np.int64), ids, ids // 2)
-    normal = Normalisation((0.48, 0.45, 0.41), (0.27, 0.26, 0.27))
-    now = Augmentation(recipe, seed=0, image_size=size, normalisation=normal, device=DEVICE, dtype=BF16)
-    if not ON_GPU:  # the way that a GPU takes
-        now._in_one_pass = now._on_cpu = False
-    expected = now.prepare(batch)
-    took = ms(lambda: now.prepare(batch))
-    is_whole = f"contiguous: {expected.images_BCHW.is_contiguous()}"
-    note("augment", f"{name}, now: all of prepare", took, "ms", f"{count / took * 1e3:,.0f} images/s; {is_whole}")
-    there = images.to(DEVICE)
-    resident = Batch(there, labels.to(DEVICE), batch.epochs, ids, ids // 2)
-    note("augment", f"{name}, now: without the copy from the host", ms(lambda: now.prepare(resident)), "ms")
-    draws = Draws((0, batch.epochs, batch.samples))
-    assert now._mixer is not None
+    how = {"normalisation": Normalisation((0.48, 0.45, 0.41), (0.27, 0.26, 0.27)), "device": DEVICE, "dtype": BF16}
+    product, plain = (Augmentation(recipe, seed=0, image_size=size, **how) for _ in range(2))
+    plain._kernels, plain._in_one_pass, plain._on_cpu = None, False, False  # the operations that are the kernel's reference
+    there = Batch(images.to(DEVICE), labels.to(DEVICE), batch.epochs, ids, ids // 2)
+    expected, least = plain.prepare(batch).images_BCHW, (images.nbytes + 2 * count * 3 * size**2) / 4.3e9
+    for way, made in {"the product's": product, "single operations": plain}.items():
+        away = float((made.prepare(batch).images_BCHW.float() - expected.float()).abs().max())
+        took = ms(lambda made=made: made.prepare(batch))
+        note("augment", f"{name}, {way}: all of prepare", took, "ms", f"{count / took * 1e3:,.0f} images/s; off by {away:.2g}")
+        resident = ms(lambda made=made: made.prepare(there))
+        note("augment", f"{name}, {way}: of pictures on the device", resident, "ms", f"read and written once: {least:.2f} ms")
+    draws, mixer = Draws((0, batch.epochs, batch.samples)), product._mixer
+    assert mixer is not None
     began_s = time.perf_counter()
     for _ in range(5):
-        boxes: Boxes = draw_boxes(recipe, draws, count=count, stored_size=stored)
-        drawn = now._mixer.draw(Draws((0, batch.mix_keys)), size=size)
+        draw_boxes(recipe, draws, count=count, stored_size=stored)
+        mixer.draw(Draws((0, batch.mix_keys)), size=size)
     note("augment", f"{name}, drawn on the host by one thread", (time.perf_counter() - began_s) * 200, "ms")
-    sides = [torch.from_numpy(getattr(boxes, side).astype(np.float32)).to(DEVICE) for side in ("top", "left", "height", "width")]
-    flip, share = torch.from_numpy(boxes.flip).to(DEVICE), torch.from_numpy(drawn.weight.astype(np.float32)).to(DEVICE)
-    taps = int(np.ceil(2 * max(1.0, stored / size)))
-    compiled = torch.compile(gathered, dynamic=False)
-
-    def run() -> Tensor:
-        return compiled(there, *sides, flip, share, now._mean, now._scale, size, taps)  # type: ignore[no-any-return]
-
-    away = float((run().float() - expected.images_BCHW.float()).abs().max())
-    took, least = ms(run), (images.nbytes + 2 * expected.images_BCHW.numel()) / 4.3e9
-    words = f"{count / took * 1e3:,.0f} images/s; off by {away:.2g}; read and written once: {least:.2f} ms"
-    note("augment", f"{name}, compiled gather of {taps} x {taps} taps", took, "ms", words)
 
 
 def arguments() -> argparse.Namespace:
