@@ -5,8 +5,9 @@ has neither sharding nor readable state for them, they are autocast over fp32 we
 stage can.
 
 A step counts only if the loss and the gradients of all ranks are finite: a loss that is not makes its gradients NaN, the reduction
-carries that to every rank, and the norm, which each step has anyhow, shows it everywhere at once. DeepSpeed skips such a step at
-stages 1-3; at stage 0, where it would not, this file does. Both wait for the norm once before they update.
+carries that to every rank, and the norm, which each step has anyhow, shows it everywhere at once. At stages 1 and 2 the update
+looks at the norm where it is, on the device, and no step waits (sharded_update.py). At stage 0 this file waits for the norm before
+it updates; in fp16, with offload and at stage 3 DeepSpeed does, twice.
 
 State leaves and enters whole (see sharded_state.py), so a checkpoint fits any number of ranks and any stage.
 """
@@ -32,6 +33,7 @@ from pretrain.config import EngineSettings
 from pretrain.data.order import BatchPlan
 from pretrain.engine.ema import WeightAverage
 from pretrain.engine.sharded_state import ShardedState
+from pretrain.engine.sharded_update import ShardedUpdate, updates_on_device
 from pretrain.engine.step import DTYPES, EngineState, StepResult, checkpoint_activations, compile_blocks, loss_of
 from pretrain.engine.zero_cost import bucket_elements
 from pretrain.models.cost import num_parameters
@@ -142,11 +144,19 @@ class DeepSpeedEngine:
             checkpoint_activations(model)
         if settings.zero_stage == 0 and settings.precision != "fp32":
             _autocast(model, device=device, dtype=self._dtype)
-        config = deepspeed_config(settings, plan, num_parameters=num_parameters(model), on_gpu=device.type == "cuda")
+        config = deepspeed_config(settings, plan, model, on_gpu=device.type == "cuda")
         with _no_compiler():
             self._engine, self._optimizer, _, _ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
         self._state = ShardedState(self._engine.module, self._optimizer, stage=settings.zero_stage, world=world, device=device)
-        self._num_updates = 0
+        self._update: ShardedUpdate | None = None
+        if updates_on_device(settings):
+            self._update = ShardedUpdate(self._optimizer, clip_norm=settings.gradient_clip_norm, world=world)
+            self._optimizer.step = self._update.step
+            # alone there is nothing to reduce: DeepSpeed would copy each gradient three times
+            self._engine.enable_backward_allreduce = world.num_ranks > 1 or settings.zero_stage > 1
+            if self._optimizer.overlap_comm:
+                _end_reduction_on_device(self._optimizer)
+        self._num_updates: int | Tensor = 0
         self._scaler = self._loss_scaler() if settings.precision == "fp16" else None
         self._average = WeightAverage(self._state.weights(), decay=ema_decay) if ema_decay is not None else None
         if hasattr(self._state.plain, "bind"):
@@ -189,15 +199,15 @@ class DeepSpeedEngine:
             if number < len(micro_batches):
                 self._engine.step()  # DeepSpeed counts the micro-batch
         norm, applied = self._update_plain() if self.settings.zero_stage == 0 else self._update_sharded()
-        if applied:
-            self._num_updates += 1
-            if self._average is not None:
-                self._average.update()
+        self._num_updates = self._num_updates + applied
+        if self._average is not None:
+            self._average.update(applied)
         return StepResult(loss=total, gradient_norm=norm, applied=applied)
 
-    def _update_sharded(self) -> tuple[Tensor | float, bool]:
-        """DeepSpeed looks at the norm itself, on all ranks alike."""
+    def _update_sharded(self) -> tuple[Tensor | float, Tensor | bool]:
         self._engine.step()
+        if self._update is not None:
+            return self._update.norm, self._update.norm.isfinite()
         applied = not self._optimizer.overflow
         if not applied:
             self._state.forget_gradients()
@@ -269,7 +279,7 @@ class DeepSpeedEngine:
         weights = found.pop("average" if self._average is not None else "weight")
         optimizer = {f"{kind}.{name}": value for kind, values in found.items() for name, value in values.items()}
         scale = {name: float(getattr(self._scaler, name)) for name in SCALE_STATE} if self._scaler is not None else {}
-        return EngineState(weights | kept_buffers(self._engine.module), optimizer, self._num_updates, scale)
+        return EngineState(weights | kept_buffers(self._engine.module), optimizer, int(self._num_updates), scale)
 
     def import_state(self, state: EngineState) -> None:
         by_kind: dict[str, dict[str, Tensor]] = {}
@@ -302,14 +312,36 @@ def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
     model.forward = forward
 
 
-def deepspeed_config(settings: EngineSettings, plan: BatchPlan, *, num_parameters: int, on_gpu: bool) -> dict[str, Any]:
+def _end_reduction_on_device(zero: Any) -> None:
+    """With overlap the host would wait for the device after each backward pass; that the update's stream waits is enough."""
+    accelerator, end = deepspeed.accelerator.get_accelerator(), zero.independent_gradient_partition_epilogue
+
+    def ended() -> None:
+        accelerator.synchronize = lambda *_: accelerator.current_stream().wait_stream(zero.reduction_stream)
+        try:
+            end()
+        finally:
+            del accelerator.synchronize
+
+    zero.independent_gradient_partition_epilogue = ended
+
+
+def deepspeed_config(settings: EngineSettings, plan: BatchPlan, model: nn.Module, *, on_gpu: bool) -> dict[str, Any]:
     """Our settings in DeepSpeed's words."""
     stage, cpu = settings.zero_stage, {"device": "cpu", "pin_memory": on_gpu}
-    bucket = bucket_elements(num_parameters)
+    bucket = bucket_elements(num_parameters(model))
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     # or stage 3 would hold the whole of any model below a billion weights from forward to backward
     zero |= {"stage3_prefetch_bucket_size": bucket // 8, "stage3_max_reuse_distance": bucket // 8}
     zero |= {"stage3_max_live_parameters": bucket // 2}
+    if updates_on_device(settings):
+        if stage == 1 and plan.num_ranks == 1:
+            zero["reduce_bucket_size"] = 8  # nothing will lie in it
+        # DeepSpeed would send as much, as an all-reduce of its buckets, and copy them twice more
+        zero["reduce_scatter"] = False
+        # a larger weight would be reduced where its gradient lies, which is freed before the other stream is done
+        largest = max(each.numel() for each in model.parameters())
+        zero["overlap_comm"] = on_gpu and plan.num_ranks > 1 and largest <= bucket
     if settings.offload != "none":
         zero["offload_optimizer"] = cpu
     if settings.offload == "all":

@@ -22,8 +22,13 @@ class WeightAverage:
         self.shards = [weight.float().clone() for weight in self._weights]
 
     @torch.no_grad()
-    def update(self) -> None:
-        torch._foreach_lerp_(self.shards, self._weights, 1 - self.decay)
+    def update(self, applied: Tensor | bool) -> None:
+        if torch.is_tensor(applied):  # on the device, and nobody waits for it
+            share = applied.float() * (1 - self.decay)
+            for average, weight in zip(self.shards, self._weights, strict=True):
+                average.lerp_(weight, share)
+        elif applied:
+            torch._foreach_lerp_(self.shards, self._weights, 1 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

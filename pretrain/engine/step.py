@@ -29,7 +29,7 @@ class StepResult:
     """Mean over this rank's share of the global batch."""
     gradient_norm: Tensor | float
     """Of the global batch, before clipping; not finite where the step was skipped for its gradients."""
-    applied: bool = True
+    applied: Tensor | bool = True
     """False on all ranks if the loss or a gradient of any rank was not finite: then nothing has changed but fp16's loss scale."""
 
 

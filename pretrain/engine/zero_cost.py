@@ -5,7 +5,7 @@ precision); K optimizer values per weight (Lion and SGD 1, AdamW and LAMB 2), in
 
     stage   weights   master     optimizer   gradients                                   sent in a step of A micro-batches
     0       4 P       -          4 K P       4 P                                         2 r 4 P
-    1       w P       4 P / N    4 K P / N   w P / N; with accumulation 2 w P            2 r w P + r w P
+    1       w P       4 P / N    4 K P / N   w P / N; with accumulation 2 w P, alone w P 2 r w P + r w P
     2       w P       4 P / N    4 K P / N   4 P / N                                     2 r w P A + r w P
     3       w P / N   4 P / N    4 K P / N   4 P / N                                     at most 3 r w P A
 
@@ -34,8 +34,9 @@ Offload = Literal["none", "optimizer", "all"]
 
 NUM_STATES = {"lion": 1, "sgd": 1, "adamw": 2, "lamb": 2}
 """K, by `optimizer.name`."""
-MAX_BUCKET_ELEMENTS = 50_000_000
-"""Gradients that are reduced together. DeepSpeed's own 500 million would be 1 GB of bf16 however small the model."""
+MAX_BUCKET_ELEMENTS = 25_000_000
+"""Gradients that are reduced together, while the backward pass makes those of the next bucket: there are two of them on GPUs of
+several ranks. DeepSpeed's own 500 million would be 1 GB of bf16 however small the model, and all at the end."""
 MAX_DOUBLINGS = 10
 """Of a batch, in the search for one that more nodes are worth."""
 
@@ -83,10 +84,12 @@ def held(training: Training) -> Held:
         case 0:
             gradients = 4.0 * size
         case 1:
-            gradients = each * (share if training.accumulation_steps == 1 else 2 * size)
+            gradients = each * (share if 1 in (training.accumulation_steps, training.num_ranks) else 2 * size)
         case _:
             gradients = 4 * share
     bucket = 0.0 if stage == 0 else float(each * bucket_elements(size))
+    if stage in (1, 2) and training.num_ranks > 1:
+        bucket *= 2
     on_host = 0.0
     if training.offload != "none":
         on_host = shards + (gradients if stage >= 2 else 0.0) + (weights if training.offload == "all" else 0.0)

@@ -45,9 +45,9 @@ class SkippedSteps:
         """From a checkpoint."""
         self.total, self.in_a_row = total, in_a_row
 
-    def note(self, step: int, agreed: Agreed, *, applied: bool) -> None:
+    def note(self, step: int, agreed: Agreed) -> None:
         """`step`: how many steps are done with this one, as on the progress line."""
-        if applied:
+        if agreed.applied:
             self.in_a_row, self._are_named = 0, False
             return
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1

@@ -65,7 +65,6 @@ class QueuedStep:
     step: int
     """How many steps are done with this one."""
     lr: float
-    applied: bool
     asked: Moment
     given: Moment
     """When the device came to the hand-over of its data, and when it had them: what lies between is lost, whoever was late."""
@@ -247,9 +246,13 @@ class Trainer:
         torch.manual_seed(int(seed))  # what dropout draws has no state, either
         result = self.engine.train_step([each.prepared for each in fed], lr=lr)
         exchange = Exchange(
-            result.loss, result.gradient_norm, flag=self.stop.raised_by is not None, num_bad=sum(each.num_bad for each in fed)
+            result.loss,
+            result.gradient_norm,
+            flag=self.stop.raised_by is not None,
+            num_bad=sum(each.num_bad for each in fed),
+            applied=result.applied,
         )
-        return QueuedStep(step + 1, lr, result.applied, asked, given, exchange)
+        return QueuedStep(step + 1, lr, asked, given, exchange)
 
     def _settle(self) -> None:
         """Reads what the queued step came to, if there is one, and acts on it."""
@@ -259,7 +262,7 @@ class Trainer:
         PROGRESS.mark("waiting for the end of the step on all ranks", step=done.step)
         agreed = done.exchange.read()
         self.stopping = self.stopping or agreed.votes > 0
-        self.skipped.note(done.step, agreed, applied=done.applied)
+        self.skipped.note(done.step, agreed)
         self.num_bad += agreed.num_bad
         check_share(
             self.num_bad,

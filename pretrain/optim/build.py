@@ -48,10 +48,18 @@ class DecoupledSgd(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        is_skipped = getattr(self, "found_inf", None)
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
+            kept: Any = 1 - group["lr"] * group["decoupled_decay"]
+            if is_skipped is not None:
+                kept = torch.where(is_skipped > 0, 1.0, kept)
+                for weight in (
+                    weights if group["momentum"] else ()
+                ):  # torch would leave those of a skipped first step as they are made
+                    self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
             if weights and group["decoupled_decay"]:
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["decoupled_decay"])
+                torch._foreach_mul_(weights, kept)
         super().step(closure)
 
 

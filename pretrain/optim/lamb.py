@@ -9,7 +9,8 @@ parameter whose |w| or |r| is zero takes r as it is, too.
 
 ZeRO steps flat shards in which lie pieces of several parameters. The engine says which (`bind`); the squares of the norms are then
 summed over pieces and ranks in one exchange per step, in which every rank takes part, whatever it owns. No step waits for the
-device, except where an offloaded optimizer exchanges over NCCL.
+device, except where an offloaded optimizer exchanges over NCCL. As torch's own fused optimizers do, it divides gradients by
+`grad_scale` and changes nothing where `found_inf` is 1, if it has these attributes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,6 +45,8 @@ class Lamb(Optimizer):
         self._numbers: dict[Tensor, Tensor] = {}
         """By tensor, beside it on its device: the parameters that its pieces are of."""
         self._num_parameters = 0
+        self._taken: Tensor | None = None
+        """0 in a step that is skipped, else 1; None where no step is."""
 
     def bind(self, segments: Mapping[Tensor, Sequence[Segment]]) -> None:
         """The tensors that are stepped are shards, made of these pieces; every rank calls it. Without it each is a parameter."""
@@ -57,13 +60,15 @@ class Lamb(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "a closure is never used here"
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        self._taken = None if found_inf is None else 1 - found_inf
         pieces: list[_Piece] = []
         decayed: list[Tensor] = []
         for group in self.param_groups:
             for weight in (each for each in group["params"] if each.grad is not None):
                 direction = self._direction(weight, group)
                 if not group["is_decayed"]:
-                    weight.add_(direction, alpha=-group["lr"])
+                    weight.add_(direction if self._taken is None else direction * self._taken, alpha=-group["lr"])
                     continue
                 whole = (Segment(len(decayed), 0, weight.numel()),)
                 for segment in whole if self._segments is None else self._segments[weight]:
@@ -83,12 +88,19 @@ class Lamb(Optimizer):
         for kind in ("exp_avg", "exp_avg_sq"):
             if kind not in state:
                 state[kind] = torch.zeros_like(weight)
-        # a checkpoint may have left a tensor; from here on it is a number, and nobody waits for it
-        state["step"] = int(state.get("step", 0)) + 1
-        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_().add_(EPS)
-        direction: Tensor = (state["exp_avg"] / (1 - beta1 ** state["step"])).div_(scale)
+        if self._taken is None:
+            # a checkpoint may have left a tensor; from here on it is a number, and nobody waits for it
+            state["step"] = int(state.get("step", 0)) + 1
+            state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        else:
+            state["step"] = state.get("step", 0) + self._taken.double()
+            gradient = torch.where(self._taken > 0, gradient / getattr(self, "grad_scale", 1.0), 0.0)
+            state["exp_avg"].mul_(torch.where(self._taken > 0, beta1, 1.0)).add_(gradient, alpha=1 - beta1)
+            state["exp_avg_sq"].mul_(torch.where(self._taken > 0, beta2, 1.0)).addcmul_(gradient, gradient, value=1 - beta2)
+        step = state["step"] if self._taken is None else state["step"].clamp(min=1)  # the first may have been skipped
+        scale = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(EPS)
+        direction: Tensor = (state["exp_avg"] / (1 - beta1**step)).div_(scale)
         return direction.add_(weight, alpha=group["weight_decay"]) if group["weight_decay"] else direction
 
     def _take(self, pieces: Sequence[_Piece], decayed: Sequence[Tensor]) -> None:
@@ -106,6 +118,7 @@ class Lamb(Optimizer):
             squares_P2 = _over_ranks(mine_P2, dist.ReduceOp.SUM)
         weights_P, directions_P = squares_P2.sqrt().unbind(1)
         ratios_P = torch.where((weights_P > 0) & (directions_P > 0), weights_P / directions_P, 1.0)
+        ratios_P = ratios_P if self._taken is None else ratios_P * self._taken
         for piece in pieces:
             piece.weight.addcmul_(piece.direction, ratios_P[piece.parameter_number], value=-piece.lr)
 

@@ -6,7 +6,7 @@ weights on 2 cores, medians of 5 rounds in one run: the pass 58, torch's operati
 the same bits, which are those of the formula below with fused multiply-adds, as torch and timm compute them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
@@ -51,6 +51,43 @@ class Lion(Optimizer):
             update = in_one_pass if suit_one_pass([*weights, *gradients, *momenta]) else by_operations
             update(weights, gradients, momenta, group)
 
+    @torch.no_grad()
+    def step_shards(self, gradients: Sequence[Sequence[Tensor]], copies: Sequence[Tensor], share: Tensor) -> None:
+        """A step of ZeRO's shards, of which each group has one, without a wait for the device.
+
+        `gradients`: the pieces of each shard's, in a row from its first element on, of any precision; `copies`: what the new
+        weights are written to, besides. Gradients count `share` times; where that is not finite, nothing changes.
+        """
+        for group, pieces, copy in zip(self.param_groups, gradients, copies, strict=True):
+            (weight,) = group["params"]
+            if "exp_avg" not in self.state[weight]:
+                self.state[weight]["exp_avg"] = torch.zeros_like(weight)
+            momentum = self.state[weight]["exp_avg"]
+            if suit_one_pass([weight, momentum, copy, *pieces]):
+                sizes = [piece.numel() for piece in pieces]
+                rows = [each[: sum(sizes)].split(sizes) for each in (weight, momentum, copy)]
+                in_one_pass(rows[0], pieces, rows[1], group, copies=rows[2], share=share)
+                continue
+            gradient = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+            if suits_kernel(weight):
+                from pretrain.optim.lion_kernel import step_on_device
+
+                step_on_device(weight, gradient, momentum, copy, share, group)
+            else:
+                guarded(weight, gradient, momentum, share, group)
+                copy.copy_(weight)
+
+
+def guarded(weight: Tensor, gradient: Tensor, momentum: Tensor, share: Tensor, group: dict[str, Any]) -> None:
+    """A step that changes nothing where `share` is not finite, by operations whose scalars are tensors: the kernel's reference."""
+    lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
+    weight, momentum = (each[: gradient.numel()] for each in (weight, momentum))  # behind them is padding
+    is_good, gradient = share.isfinite(), gradient.float() * share
+    way = torch.sign((momentum * beta1).add_(gradient, alpha=1 - beta1))
+    torch.where(is_good, (momentum * beta2).add_(gradient, alpha=1 - beta2), momentum, out=momentum)
+    weight.mul_(torch.where(is_good, 1 - lr * weight_decay, 1.0)).sub_(way.mul_(torch.where(is_good, lr, 0.0)))
+    weight.add_(torch.where(is_good, momentum, 0.0), alpha=0)
+
 
 def by_operations(weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
     lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
@@ -72,12 +109,27 @@ def suit_one_pass(tensors: list[Tensor]) -> bool:
     return all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
 
 
-def in_one_pass(weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
+def suits_kernel(weight: Tensor) -> bool:
+    return weight.device.type == "cuda"
+
+
+def in_one_pass(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    group: dict[str, Any],
+    *,
+    copies: Sequence[Tensor] = (),
+    share: Tensor | None = None,
+) -> None:
     lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
-    numbers = np.array([1 - lr * weight_decay, lr, beta1, 1 - beta1, beta2, 1 - beta2], np.float32)
+    taken = 1.0 if share is None else share.numpy()[()]
+    if not np.isfinite(taken):
+        return
+    numbers = np.array([1 - lr * weight_decay, lr, beta1, 1 - beta1, beta2, 1 - beta2, taken], np.float32)
     parts = []
-    for three in zip(weights, gradients, momenta, strict=True):
-        rows: list[Floats] = [tensor.detach().view(-1).numpy() for tensor in three]
+    for together in zip(weights, gradients, momenta, *[copies] * bool(copies), strict=True):
+        rows: list[Floats] = [tensor.detach().view(-1).numpy() for tensor in together]
         size = max(SMALLEST_PART, -(-len(rows[0]) // torch.get_num_threads()))
         parts += [[row[start : start + size] for row in rows] for start in range(0, len(rows[0]), size)]
     num_threads = min(torch.get_num_threads(), len(parts), sum(len(part[0]) for part in parts) // SMALLEST_PART)
@@ -104,13 +156,16 @@ def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:  # noqa: ARG001 (numba's 
 
 
 @_kept
-def _update(numbers: Floats, weights: Floats, gradients: Floats, momenta: Floats) -> None:
-    kept_share, lr, beta1, rest1, beta2, rest2 = numbers
+def _update(numbers: Floats, weights: Floats, gradients: Floats, momenta: Floats, copies: Floats | None = None) -> None:
+    kept_share, lr, beta1, rest1, beta2, rest2, share = numbers
     zero, one = np.float32(0), np.float32(1)
     for i in range(weights.shape[0]):
-        gradient, momentum = gradients[i], momenta[i]
+        gradient, momentum = gradients[i] * share, momenta[i]
         update = _fma(rest1, gradient, momentum * beta1)
         sign = one if update > zero else (-one if update < zero else zero)
         momentum = _fma(rest2, gradient, momentum * beta2)
         momenta[i] = momentum
-        weights[i] = _fma(zero, momentum, _fma(-lr, sign, weights[i] * kept_share))
+        weight = _fma(zero, momentum, _fma(-lr, sign, weights[i] * kept_share))
+        weights[i] = weight
+        if copies is not None:
+            copies[i] = weight

@@ -61,6 +61,8 @@ class Agreed:
     num_bad: int
     own_loss: float
     """This rank's alone."""
+    applied: bool = True
+    """On all ranks, as each says."""
 
 
 class Exchange:
@@ -69,11 +71,13 @@ class Exchange:
     Nothing waits until `read`: on a GPU the sums arrive in pinned memory behind the step's kernels, on a CPU gloo works meanwhile.
     """
 
-    def __init__(self, loss: Tensor, gradient_norm: Tensor | float, *, flag: bool, num_bad: int):
+    def __init__(self, loss: Tensor, gradient_norm: Tensor | float, *, flag: bool, num_bad: int, applied: Tensor | bool = True):
         own = loss.detach().float()
-        numbers = [own.new_full((), float(value)) for value in (flag, num_bad)]
-        norm = gradient_norm.detach().to(own) if torch.is_tensor(gradient_norm) else own.new_full((), gradient_norm)
-        self._sums = torch.stack([own, norm, *numbers])
+        numbers = [
+            value.detach().to(own) if torch.is_tensor(value) else own.new_full((), float(value))
+            for value in (gradient_norm, flag, num_bad, applied)
+        ]
+        self._sums = torch.stack([own, *numbers])
         self._own = own.clone()
         self._work = dist.all_reduce(self._sums, async_op=True) if is_distributed() else None
         if own.is_cuda:
@@ -86,14 +90,14 @@ class Exchange:
     def read(self) -> Agreed:
         if self.ended.event is not None:
             self.ended.event.synchronize()
-            loss, norm, votes, bad, own = self._host.tolist()
+            loss, norm, votes, bad, applied, own = self._host.tolist()
         else:
             if self._work is not None:
                 self._work.wait()
-            loss, norm, votes, bad = self._sums.tolist()
+            loss, norm, votes, bad, applied = self._sums.tolist()
             own = float(self._own)
         ranks = dist.get_world_size() if is_distributed() else 1
-        return Agreed(loss / ranks, norm / ranks, round(votes), round(bad), own)
+        return Agreed(loss / ranks, norm / ranks, round(votes), round(bad), own, round(applied) == ranks)
 
 
 def any_rank(flag: bool, *, device: torch.device) -> bool:

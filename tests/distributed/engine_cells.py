@@ -120,7 +120,7 @@ def cell(world: World, identity: str, folder: str) -> dict[str, Any]:
         kept = (untouched.weights, untouched.optimizer, untouched.num_updates, untouched.scale)
         torch.save(kept, Path(folder) / f"{identity}.pt")
     return found | {
-        "applied": from_all_ranks([each.applied for each in skipped]),
+        "applied": from_all_ranks([bool(each.applied) for each in skipped]),
         "untouched": apart(middle, untouched),
         "scales": [middle.scale, untouched.scale, end.scale, again.scale],
         "updates": [state.num_updates for state in (*states, untouched, again)],

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.data.order import BatchPlan
 from pretrain.models.layers.buffers import kept_buffers
@@ -54,7 +55,7 @@ def offloaded(world: World, identity: str) -> dict[str, Any]:
     there, here = (make_engine(world, stage, precision, optimizer, ema_decay=DECAY, offload=where) for where in (offload, "none"))
     found: dict[str, Any] = gradient_errors(there, world, optimizer)
     state = shared(there.export_state())
-    applied = train_step(there, world, 1, poison=float("nan")).applied
+    applied = bool(train_step(there, world, 1, poison=float("nan")).applied)
     skipped = shared(there.export_state())
     here.import_state(skipped)
     back = shared(here.export_state())
@@ -66,6 +67,62 @@ def offloaded(world: World, identity: str) -> dict[str, Any]:
         "untouched": apart(state, skipped),
         "moved": apart(skipped, back),
         "from_resident": relative(one.weights, other.weights),
+    }
+
+
+UPDATED = {
+    f"stage{stage}-{precision}-{optimizer}-{clip}": (stage, precision, optimizer, clip)
+    for stage, precision, optimizer, clip in (
+        (1, "fp32", "lion", CLIP),
+        (1, "bf16", "lion", 0.0),
+        (1, "fp32", "lamb", 0.0),
+        (2, "fp32", "lion", 0.0),
+        (2, "bf16", "adamw", CLIP),
+        (2, "fp32", "sgd", 0.0),
+    )
+}
+
+
+class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside it nobody reads a number of a tensor, for which the host would wait for a GPU."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("a wait for the device")
+        return function(*args, **(kwargs or {}))
+
+
+def updated(world: World, identity: str) -> dict[str, Any]:
+    """How far the update on the device is from DeepSpeed's, from a first step on that is skipped; and which of them waits."""
+    stage, precision, optimizer, clip = UPDATED[identity]
+    kind: dict[str, Any] = {"gradient_clip_norm": clip, "ema_decay": DECAY}
+    ours, theirs = (make_engine(world, stage, precision, optimizer, on_device=where, **kind) for where in (True, False))
+    overlapped = make_engine(world, stage, precision, optimizer, overlap=world.num_ranks > 1, **kind)
+    start, steps = shared(ours.export_state()), [0.0, 0.0]
+    for engine in (ours, theirs, overlapped):
+        skipped = train_step(engine, world, 1, poison=float("nan"))
+    found = {"applied": bool(skipped.applied), "skipped": distance(start.weights, shared(ours.export_state()).weights)}
+    for step in range(2):
+        with NoWaits():
+            steps = [train_step(engine, world, step).gradient_norm for engine in (ours, overlapped)]
+        steps.append(train_step(theirs, world, step).gradient_norm)
+    waits = False
+    try:
+        with NoWaits():
+            train_step(theirs, world, 2)
+    except RuntimeError:
+        waits = True
+    one, other, last = (shared(engine.export_state()) for engine in (ours, overlapped, theirs))
+    one_optimizer, last_optimizer = (
+        {k: v for k, v in each.optimizer.items() if not k.startswith("weight")} for each in (one, last)
+    )
+    return found | {
+        "norms": [float(each) for each in steps],
+        "weights": relative(one.weights, last.weights),
+        "state": relative(one_optimizer, last_optimizer),
+        "overlapped": apart(one, other),
+        "updates": [one.num_updates, last.num_updates],
+        "theirs_waits": waits,
     }
 
 
@@ -237,6 +294,7 @@ def options(world: World, folder: str) -> dict[str, Any]:
         "left_early": [left_early(world, stage) for stage in (0, 3)],
         "noise": noise(world, folder),
         "offloaded": {identity: offloaded(world, identity) for identity in OFFLOADED},
+        "updated": {identity: updated(world, identity) for identity in UPDATED},
         "checkpointed": checkpointed(world, 3),
         "averages": averages_agree(world, 1),
         "permutations": permutations_are_restored(world, 3),

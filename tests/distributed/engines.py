@@ -50,8 +50,11 @@ def make_engine(
     accumulation: int = 2,
     ema_decay: float | None = None,
     bind: Callable[[Any], None] | None = None,
+    overlap: bool = False,
+    on_device: bool | None = None,
     **settings: Any,
 ) -> Any:
+    """`on_device`: whether the update is ours or DeepSpeed's, where both can be."""
     import pretrain.engine.deepspeed
 
     plain_config = pretrain.engine.deepspeed.deepspeed_config
@@ -61,6 +64,8 @@ def make_engine(
         made = plain_config(*arguments, **options)
         made["zero_optimization"] |= {"stage3_param_persistence_threshold": 100, "sub_group_size": 300}
         made["zero_optimization"]["reduce_bucket_size"] = 2_000  # the largest weight has 1,836
+        if overlap:
+            made["zero_optimization"]["overlap_comm"] = True
         return made
 
     def optimizer_of(module: Any) -> Any:
@@ -69,7 +74,11 @@ def make_engine(
             made.bind = bind
         return made
 
-    with patch.object(pretrain.engine.deepspeed, "deepspeed_config", config):
+    chosen = pretrain.engine.deepspeed.updates_on_device if on_device is None else lambda _: on_device
+    with (
+        patch.object(pretrain.engine.deepspeed, "deepspeed_config", config),
+        patch.object(pretrain.engine.deepspeed, "updates_on_device", chosen),
+    ):
         engine = pretrain.engine.deepspeed.DeepSpeedEngine(
             make_model(spec, seed=seed),
             make_optimizer=optimizer_of,

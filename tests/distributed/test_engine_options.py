@@ -6,7 +6,7 @@ import pytest
 
 from pretrain.cli import main as pretrain
 from pretrain.config import EngineSettings
-from tests.distributed.engine_options import OFFLOADED
+from tests.distributed.engine_options import OFFLOADED, UPDATED
 from tests.distributed.engines import CLIP
 from tests.distributed.test_engine import GRADIENT_LIMIT, MOVE_LIMIT
 
@@ -21,6 +21,22 @@ def test_offloaded_training_is_the_same_training(results: dict[str, Any], identi
     assert found["untouched"] == 0
     assert found["moved"] == 0
     assert found["from_resident"] < 1e-5
+
+
+def judge_update(found: dict[str, Any], identity: str) -> None:
+    clips = not identity.endswith("-0.0")
+    assert found["applied"] is False and found["skipped"] == 0
+    assert found["weights"] <= 1e-6 * clips
+    assert found["state"] <= 1e-6 * clips
+    assert found["norms"] == pytest.approx([found["norms"][0]] * 3, rel=1e-6)
+    assert found["overlapped"] == 0
+    assert found["updates"] == [2, 2]
+    assert found["theirs_waits"] is True  # or nothing was seen to wait because nothing was looked at
+
+
+@pytest.mark.parametrize("identity", UPDATED)
+def test_the_update_on_the_device_is_deepspeeds_and_waits_for_nothing(results: dict[str, Any], identity: str) -> None:
+    judge_update(results["options"]["updated"][identity], identity)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "optimizer"), (0, "all"), (2, "all")])

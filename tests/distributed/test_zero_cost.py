@@ -114,7 +114,9 @@ def cell(world: World, traffic: dict[str, float], stage: int, precision: str, ac
 @pytest.mark.parametrize("number", range(len(CELLS)), ids=[f"stage{a}-{b}-{c}" for a, b, c in CELLS])
 def test_ranks_hold_and_send_what_the_formulas_say(results: dict[str, Any], number: int) -> None:
     found = results["costs"][number]
-    assert any(found["held"] == pytest.approx(found["held_formula"] + more, rel=0.04) for more in (0, found["bucket"]))
+    assert any(
+        found["held"] == pytest.approx(found["held_formula"] + more, rel=0.04) for more in (0, found["bucket"] / 2, found["bucket"])
+    )
     assert found["sent"] <= found["sent_formula"] * 1.02
     kept = 2 / 3 if CELLS[number][0] == 3 else 1  # stage 3 need not gather again what backward begins with: here half the model
     assert found["sent"] >= found["sent_formula"] * kept * 0.98

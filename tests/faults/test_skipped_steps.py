@@ -1,6 +1,7 @@
 """A run that diverges leaves its weights as they were, stops after so many steps, and says on which samples."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from pretrain.loop.skipped_steps import SkippedSteps, TooManySkippedSteps, sampl
 from pretrain.ranks.collectives import Agreed
 from tests.training import final_state, start, write_config
 
-FINE, BAD = Agreed(1.0, 1.0, 0, 0, 1.0), Agreed(float("nan"), 1.0, 0, 0, 1.0)
+TAKEN, SKIPPED = (Agreed(1.0, 1.0, 0, 0, 1.0, applied=applied) for applied in (True, False))
+BAD = replace(SKIPPED, loss=float("nan"))
 
 
 def test_a_diverged_run_stops_and_names_its_samples(shapes: Path, tmp_path: Path) -> None:
@@ -51,23 +53,23 @@ def test_the_ranks_shares_are_the_global_batch(shapes: Path) -> None:
 
 def test_a_rank_writes_its_share_where_its_own_loss_is_at_fault(shapes: Path, tmp_path: Path) -> None:
     mine = of_rank(0, shapes, tmp_path / "rank-0.jsonl")
-    mine.note(1, BAD, applied=False)  # the other rank's
+    mine.note(1, BAD)  # the other rank's
     assert mine.total == 1 and not (tmp_path / "rank-0.jsonl").exists()
-    mine.note(2, Agreed(float("nan"), 1.0, 0, 0, float("nan")), applied=False)
+    mine.note(2, replace(BAD, own_loss=float("nan")))
     assert len((tmp_path / "rank-0.jsonl").read_text().splitlines()) == 4
-    mine.note(3, FINE, applied=True)
+    mine.note(3, TAKEN)
     for step in (4, 5):
-        mine.note(step, FINE, applied=False)  # gradients
+        mine.note(step, SKIPPED)  # gradients
     assert len((tmp_path / "rank-0.jsonl").read_text().splitlines()) == 12
     with pytest.raises(TooManySkippedSteps, match="3 steps in a row, to step 6"):
-        mine.note(6, FINE, applied=False)
+        mine.note(6, SKIPPED)
 
 
 def test_overflows_of_fp16_are_blamed_on_no_sample_and_counted_across_a_restart(shapes: Path, tmp_path: Path) -> None:
     mine = of_rank(0, shapes, tmp_path / "rank-0.jsonl", scales_loss=True)
     mine.go_on(total=7, in_a_row=1)
-    mine.note(11, FINE, applied=False)
+    mine.note(11, SKIPPED)
     assert (mine.total, mine.in_a_row) == (8, 2)
     with pytest.raises(TooManySkippedSteps, match=r"to step 12, .* overflow in fp16 .* engine\.precision=bf16") as found:
-        mine.note(12, FINE, applied=False)
+        mine.note(12, SKIPPED)
     assert str(tmp_path) not in str(found.value) and not (tmp_path / "rank-0.jsonl").exists()

@@ -27,7 +27,7 @@ def test_a_row_is_what_one_works_out_by_hand() -> None:
 def test_every_stage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain(["plan", "mixer_b_w_c3", "--optimizer", "adamw", "--nodes", "1,2"]) == 0
     said = capsys.readouterr().out
-    assert "GB held, 0/1/2/3" in said and "0.50 0.18 0.19 0.13" in said and "network ms, 0/1/2/3" in said
+    assert "GB held, 0/1/2/3" in said and "0.50 0.22 0.22 0.12" in said and "network ms, 0/1/2/3" in said
     assert pretrain(["plan", "mixer_b_w", "--nodes", "1"]) == 0
     assert "Use 1 node: a step takes " in capsys.readouterr().out
 

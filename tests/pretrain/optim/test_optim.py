@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,72 @@ def test_lion_moves_nothing_without_gradient_and_hides_no_nan(in_one_pass: bool,
     weight.grad = torch.tensor([0.0, 1.0, -1.0, math.nan, math.inf, -0.0])
     optimizer.step()
     assert weight.tolist() == pytest.approx([1.0, 0.9, 1.1, math.nan, math.nan, 1.0], nan_ok=True)
+
+
+@pytest.fixture(params=["pass", "operations", "kernel"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How shards are stepped: on CPUs, on devices without Triton, on GPUs (the kernel in Triton's interpreter)."""
+    monkeypatch.setattr(lion, "suit_one_pass", lambda _: request.param == "pass")
+    monkeypatch.setattr(lion, "suits_kernel", lambda _: request.param == "kernel")
+    if request.param == "kernel":
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        from pretrain.optim import lion_kernel
+
+        interpreted = interpreter.InterpretedFunction(lion_kernel.lion_kernel.fn)
+        monkeypatch.setattr(lion_kernel, "lion_kernel", interpreted)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_lion_steps_shards_as_it_steps_weights_and_skips_what_is_not_finite(way: str, share: float) -> None:
+    """A shard of pieces and padding; gradients that count a quarter are those divided by four, to the bit."""
+    sizes, generator = (300, 17, 5000), torch.Generator().manual_seed(0)
+    plain = [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+    shard = torch.cat([*plain, torch.ones(3)]).detach()
+    copy = shard.clone()
+    ours, theirs = (Lion(weights, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.1) for weights in ([shard], plain))
+    for step in range(4):
+        gradients = [torch.randn(size, generator=generator) for size in sizes]
+        gradients[2][:1000] = 0
+        if step in (0, 2):  # the very first, too
+            before = [each.clone() for each in (shard, copy)]
+            ours.step_shards([[each * math.nan for each in gradients]], [copy], torch.tensor(math.nan))
+            assert torch.equal(before[0], shard) and torch.equal(before[1], copy)
+        ours.step_shards([gradients], [copy], torch.tensor(share))
+        for weight, gradient in zip(plain, gradients, strict=True):
+            weight.grad = gradient * share
+        theirs.step()
+    assert torch.equal(shard, torch.cat([*plain, torch.ones(3)])) and torch.equal(copy, shard)
+    momenta = torch.cat([theirs.state[weight]["exp_avg"] for weight in plain])
+    limit = 1e-6 if way == "kernel" else 0  # the interpreter rounds twice where the device rounds once
+    assert torch.allclose(ours.state[shard]["exp_avg"][:-3], momenta, rtol=limit, atol=limit / 10)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, which the interpreter computes with
+def test_a_shard_hides_no_momentum_that_is_not_a_number(way: str) -> None:
+    shard, copy = torch.ones(4), torch.zeros(4)
+    optimizer = Lion([shard], lr=0.1)
+    optimizer.state[shard]["exp_avg"] = torch.tensor([math.nan, math.inf, 0.0, 1.0])
+    optimizer.step_shards([[torch.zeros(4)]], [copy], torch.tensor(1.0))
+    assert copy.tolist() == pytest.approx([math.nan, math.nan, 1.0, 0.9], nan_ok=True)
+
+
+def test_lions_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its code rounds as the reference does: four fused multiply-adds an element, bf16 to the nearest."""
+    compiler = pytest.importorskip("triton.compiler")
+    if not (Path(compiler.__file__).parents[1] / "backends/nvidia/bin/ptxas").exists():
+        pytest.skip("Triton has no assembler here")
+    from triton.backends.compiler import GPUTarget
+
+    from pretrain.optim.lion_kernel import BLOCK, lion_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kinds = ["*fp32", "*bf16", "*fp32", "*bf16", "*fp32", "i32", *["fp32"] * 6, "constexpr"]
+    source = compiler.ASTSource(lion_kernel, dict(zip(lion_kernel.arg_names, kinds, strict=True)), {"BLOCK": BLOCK})
+    code = compiler.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm
+    each = BLOCK // (8 * 32)
+    assert code["cubin"] and code["ptx"].count("fma.rn.f32") == 4 * each
+    assert code["ptx"].count("cvt.rn.bf16.f32") == each
 
 
 def one_matrix(*values: float) -> nn.Module:
