@@ -184,7 +184,7 @@ class Batches(Generic[T]):
         """`waits` is how the caller of `next` waits."""
         self.reader, self.order, self.finish, self.on_bad, self.pin = reader, order, finish, on_bad, pin
         self.requests, self.buffers = iter(requests), BufferPool()
-        self._waits, self._num_threads = waits, num_threads
+        self._waits, self._num_threads, self._prefetch = waits, num_threads, prefetch
         self._look_ahead, self._announce_from, self._announcing = look_ahead, -1, threading.Lock()
         self._pool = lone_threads(num_threads, pin=pin)
         self._ahead: deque[Future[T]] = deque()
@@ -238,9 +238,11 @@ class Batches(Generic[T]):
             self._following = _Group(self)
             if self._following.jobs:
                 self._pool.submit(self._following.located)  # meanwhile the others have batches to fill
-        # all threads fill one batch, then the next: in the order of their use, and however few are fetched ahead
-        smallest = SMALLEST_PART if self.reader.decodes else max(1, SMALLEST_GATHER // (3 * self.reader.stored_size**2))
-        num_parts = max(1, min(self._num_threads, len(request.positions) // smallest))
+        # decoding takes long enough to share every batch; gathering is shared by as many as would else have none to fill
+        smallest, sharing = SMALLEST_PART, self._num_threads
+        if not self.reader.decodes:
+            smallest, sharing = max(1, SMALLEST_GATHER // (3 * self.reader.stored_size**2)), -(-sharing // self._prefetch)
+        num_parts = max(1, min(sharing, len(request.positions) // smallest))
         job = _Job(self, group, request, own=own, num_parts=num_parts)
         self._ahead.append(job.done)
         for part in range(num_parts):

@@ -29,12 +29,16 @@ def samples_of(reader: ShardReader, *, ranks: int, local: int, consumed: int, st
                 for micro_step in range(plan.accumulation_steps):
                     batch = next(batches)
                     assert batch.labels_B.tolist() == reader.labels[batch.samples].tolist()
+                    assert torch.equal(batch.images_BHWC, reader.images(batch.samples))
                     rows[step, micro_step, rank] = batch.samples.tolist()
     return [sample for key in sorted(rows) for sample in rows[key]]
 
 
-def test_every_world_and_thread_count_reads_or_resumes_the_same_sequence_and_leaves_no_thread(reader: ShardReader) -> None:
+def test_every_world_and_thread_count_reads_or_resumes_the_same_sequence_and_leaves_no_thread(
+    reader: ShardReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     straight = samples_of(reader, ranks=1, local=24, consumed=0, steps=20)
+    monkeypatch.setattr("pretrain.data.loader.SMALLEST_GATHER", 1000)  # so that several threads share a batch
     assert sorted(straight[:240]) == list(range(240))
     for ranks, local, threads in [(2, 12, 1), (3, 4, 4), (4, 2, 2)]:
         assert samples_of(reader, ranks=ranks, local=local, consumed=0, steps=20, threads=threads) == straight
