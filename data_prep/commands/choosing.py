@@ -5,10 +5,11 @@ import json
 import sys
 from pathlib import Path
 
+from data_prep.clients import shown
 from data_prep.commands import OK, add_verb, counted, directory_of, json_options, place, print_table
 from data_prep.explain import Verbs, at_least
 from data_prep.publish import write_atomic
-from data_prep.settings import validate
+from data_prep.settings import UserError, validate
 
 NEAR = 6
 MANY = 0.05
@@ -54,7 +55,7 @@ def add_verbs(verbs: Verbs) -> None:
     how = dedup.add_mutually_exclusive_group()
     how.add_argument("--near", type=int, metavar="N", help=f"bits of 64 in which near pictures differ at most ({NEAR})")
     how.add_argument("--exact", action="store_true", help="only pictures with equal pixels")
-    dedup.add_argument("--out", type=Path, metavar="LIST.jsonl", help="the exclusion list to write")
+    dedup.add_argument("--out", metavar="LIST.jsonl", help="the exclusion list to write")
     dedup.add_argument("--hashes", type=Path, metavar="DIR", help="keeps the hashes of shards for the next time")
 
 
@@ -86,6 +87,11 @@ def _dedup(options: argparse.Namespace) -> int:
     from data_prep.choose.dedup import check_out, exclusion_lines, find_duplicates, summary
 
     if options.out is not None:
+        if "://" in options.out:
+            raise UserError(
+                f"--out: {shown(options.out)} is in a store, and build and subset read lists on this disk; name a file here"
+            )
+        options.out = Path(options.out)
         check_out(options.out)
     near = NEAR if options.near is None else options.near
     found = find_duplicates(

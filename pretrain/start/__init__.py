@@ -10,7 +10,9 @@ from data_prep.explain import at_least
 def add_verb(verbs: Any) -> None:
     words = "a folder of pictures, or a dataset, in; a config with its reasons and the command that trains out"
     verb = verbs.add_parser("start", help=words)
-    verb.add_argument("place", metavar="FOLDER|DATASET", type=Path, help="PATH/CLASS/*, PATH/{train,val}/CLASS/*, or a dataset")
+    verb.add_argument(
+        "place", metavar="FOLDER|DATASET", type=_place, help="PATH/CLASS/*, PATH/{train,val}/CLASS/*, or a dataset or its URL"
+    )
     verb.add_argument("--name", help="of data/NAME, runs/NAME.yaml and runs/NAME (default: the folder's)")
     verb.add_argument("--labels", metavar="FILE", help="of a folder without classes: CSV or Parquet with columns file and label")
     verb.add_argument("--image-size", type=at_least(8), metavar="PX", help="to store pictures at (default: 64, small ones 32)")
@@ -22,6 +24,10 @@ def add_verb(verbs: Any) -> None:
     verb.add_argument("--untimed", action="store_true", help="do not time any steps")
     verb.epilog = "pretrain start photos\npretrain start photos --labels photos/labels.csv --from runs/public"
     verb.set_defaults(run=_start)
+
+
+def _place(word: str) -> Path | str:
+    return word if "://" in word else Path(word)
 
 
 def _start(options: argparse.Namespace) -> int:

@@ -38,15 +38,14 @@ def start(options: argparse.Namespace) -> int:
         raise UserError("--probe: needs weights; name a run, or a folder of pretrain import, as --from RUN")
     keep("pictures that are packed stay; the same command goes on", ends_within_s=None)
     card = Checkpoint.open(options.pretrained).card if options.pretrained else None
-    name = options.name or re.sub(r"[^\w-]+", "-", options.place.resolve().name).strip("-") or "pictures"
+    name = options.name or re.sub(r"[^\w-]+", "-", Path(options.place).resolve().name).strip("-") or "pictures"
     if not re.fullmatch(r"[\w-]+", name):
         raise UserError(f"--name: {name!r} will not do; write it with letters, digits, - and _")
-    directory, elsewhere = (
-        options.place,
-        f"go to another folder, and type pretrain start {shlex.quote(str(options.place.resolve()))}",
-    )
+    is_url = "://" in str(options.place)
+    typed = str(options.place if is_url else options.place.resolve())
+    directory, elsewhere = options.place, f"go to another folder, and type pretrain start {shlex.quote(typed)}"
     check_place(Path("runs"), field="run_dir", remedy=elsewhere)
-    if not (options.place / MANIFEST_NAME).exists():
+    if not is_url and not (options.place / MANIFEST_NAME).exists():
         directory = Path("data") / name
         if directory.resolve() == options.place.resolve():
             directory = Path("data") / f"{name}-dataset"

@@ -12,6 +12,7 @@ import psutil
 
 from data_prep.images.decoding import size_of
 from data_prep.images.rejection import Rejection
+from data_prep.local_copy import local_copy
 from data_prep.manifest import Manifest, load_manifest
 from data_prep.pictures import in_folder
 from data_prep.settings import UserError, num_cores
@@ -46,15 +47,16 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Data:
-    directory: Path
+    directory: Path | str
+    """Or its URL."""
     manifest: Manifest
     train: str
     judged: str | None
     """The split to evaluate on."""
 
     @classmethod
-    def of(cls, directory: Path) -> "Data":
-        manifest = load_manifest(directory)
+    def of(cls, directory: Path | str) -> "Data":
+        manifest = load_manifest(local_copy(directory, storage=None))
         train = "train" if "train" in manifest.splits else next(iter(manifest.splits))
         manifest.labelled_split(train, directory=directory)
         whole = [name for name in ("val", "test") if name != train and name in manifest.splits]

@@ -300,6 +300,10 @@ def test_the_summary_counts_what_the_list_holds(tmp_path: Path, source: Path, ca
         (["--hashes", __file__], "test_dedup.py: cannot be made, for a file is in its place; name another directory"),
         (["--out", "some.txt"], "out: some.txt is no name for the list; name it ....jsonl, such as duplicates.jsonl"),
         (["--out", "rejected.jsonl"], "out: rejected.jsonl is no name for the list"),
+        (
+            ["--out", "s3://bucket/list.jsonl"],
+            "--out: s3://bucket/list.jsonl is in a store, and build and subset read lists on this disk",
+        ),
         (["--out", "not/there/list.jsonl"], "out: not/there is no directory; make it, or name another place"),
     ],
 )

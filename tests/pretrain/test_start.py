@@ -19,6 +19,7 @@ from pretrain.start import recipe
 from pretrain.start.look import Data, Machine, Pictures
 from tests.conftest import Capture, Patch
 from tests.data_prep.samples import encoded, picture, webp, write_files
+from tests.data_prep.stock import web
 from tests.pretrain.checkpoints.tiny import card_of
 
 pytestmark = pytest.mark.processes  # `data_prep build` is one
@@ -108,6 +109,17 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(photo
     assert config.read_bytes() == edited != before
     assert main(["start", "data/my-photos", "--untimed", "--new"]) == 0
     assert config.read_bytes() == before
+
+
+def test_a_dataset_behind_a_url_is_taken_as_train_takes_it(shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with web(shapes.parent) as (address, _):
+        url = f"{address}/{shapes.name}"
+        assert main(["start", url, "--untimed"]) == 0
+        settings = load_settings(PretrainSettings, path=f"runs/{shapes.name}.yaml", overrides=[])
+        assert settings.data.dataset == url and load_training_data(settings.data).num_samples == 240
+        assert main(["start", f"{url}?token=word", "--name", "x", "--untimed"]) == 2
 
 
 def test_weights_are_tuned_or_probed_in_the_place_of_a_pretraining(
