@@ -90,9 +90,11 @@ def checkpoint_at(place: str) -> Path | None:
         step = data.steps(words, global_batch_size=begun["train"]["global_batch_size"])
     found = checkpoint_dir(Path(name), step)
     if not found.is_dir():
+        mirror = read_yaml(Path(name) / CONFIG_FILE).get("checkpoint", {}).get("mirror")
+        copied = f"copy it from {mirror}/checkpoints/{found.name} if it is there, " if mirror else ""
         kept = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(Path(name))) or "none"
-        remedy = f"add {words!r} to its checkpoint.keep_at before it gets there"
-        raise SettingsError(f"{place}: {name} has no checkpoint of step {step:,} (it has: {kept}); name one of them, or {remedy}")
+        remedy = f"{copied}or add {words!r} to its checkpoint.keep_at before it gets there"
+        raise SettingsError(f"{place}: {name} has no checkpoint of step {step:,} (it has: {kept}); name one of them, {remedy}")
     return found
 
 

@@ -10,7 +10,7 @@ from data_prep.settings import Settings, SettingsError, dump, validate
 from finetune.evaluate.config import EvaluateSettings
 from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.tune.config import TuneSettings
-from pretrain.checkpoints.run import CONFIG_FILE, MAY_CHANGE, PLACES, check_settings, claim, is_begun
+from pretrain.checkpoints.run import CONFIG_FILE, MAY_CHANGE, PLACES, check_settings, checkpoint_at, claim, is_begun
 from pretrain.config import PretrainSettings
 from pretrain.ranks.settings import RanksSettings
 from pretrain.tracking.tracker import RunIdentity
@@ -131,3 +131,9 @@ def test_a_directory_is_of_what_its_record_says(tmp_path: Path, monkeypatch: pyt
     (out / CONFIG_FILE).touch()
     with pytest.raises(SettingsError, match=r"out exists and is not an evaluation"):
         is_begun(out, {}, record="evaluation.json", what="an evaluation")
+
+
+def test_a_checkpoint_that_is_in_the_mirror_alone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("checkpoint: {mirror: 's3://bucket/run'}\n")
+    with pytest.raises(SettingsError, match=r"copy it from s3://bucket/run/checkpoints/step-00000005 if it is there, or add"):
+        checkpoint_at(f"{tmp_path}@5steps")
