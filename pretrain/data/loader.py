@@ -6,8 +6,7 @@ the checkpoint. Threads serve where processes would copy: gathering from mapped 
 How a batch comes about: 1. a batch is taken, which makes room for one more request; 2. whichever thread is free first locates its
 samples, and those of its neighbours, because numpy is slow at finding few; 3. the threads fill parts of one buffer, whose memory
 has been used before; 4. the thread that ends last looks up the labels and calls `finish` (on a CPU the augmentation; for a GPU
-nothing, see `feed.py`). At most `prefetch` batches are under way or waiting. What lies behind a network is asked for long before it
-is needed, and for all ranks at once: those of a node share their copies.
+nothing, see `feed.py`). At most `prefetch` batches are under way. What lies in a store is asked for early, and for all ranks.
 """
 
 import itertools
