@@ -204,7 +204,7 @@ def product_rate(rows: int, inputs: int, outputs: int) -> float:
 
 def features_against_forward(bench: Bench, *, rounds: int) -> None:
     """(d)"""
-    size, count = bench.maker.backbone.image_size, bench.settings.feature_batch_size
+    size, count = bench.maker.backbone.image_size, bench.maker.batch_size
     images, num = torch.randn(count, 3, size, size, device=DEVICE), len(bench.features().labels_N)
     times = max(1, num // count)
 

@@ -35,6 +35,8 @@ class Fed:
     checkpoint: Checkpoint | None = None
     """None where there is no model, and the features are the pixels."""
     pixels: PixelOrder = field(default_factory=PixelOrder)
+    precision: str = "fp32"
+    """Of the model's products."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint | None, manifest: Manifest, *, image_size: int | None, channel_stats: ChannelStats) -> "Fed":

@@ -8,7 +8,7 @@ import datetime
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import CONFIG_FILE, claim
 from pretrain.config import AugmentSettings, TrackingSettings
 from pretrain.data.datasets import Part
+from pretrain.engine.step import working_in
 from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
 from pretrain.ranks.collectives import is_distributed, same_on_all_ranks
@@ -92,7 +93,7 @@ def start_accelerator(world: World, *, precision: str = "fp32", timeout_s: float
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout_s)),
             # or every forward pass would send all permutations and masks; `average_over_ranks` does what is needed
-            DistributedDataParallelKwargs(broadcast_buffers=False),
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
     seen = accelerator.num_processes
@@ -156,13 +157,21 @@ def open_backbone(
     image_size: int | None = None,
     device: torch.device,
     channel_stats: ChannelStats = "checkpoint",
+    precision: str = "fp32",
 ) -> Backbone:
-    """None: the features are the pixels themselves, normalised as the dataset's manifest says."""
+    """None: the features are the pixels themselves, normalised as the dataset's manifest says. `precision` is of `extract`."""
     fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)
     if checkpoint is None:
         return Backbone(**vars(fed), extract=lambda images: images.flatten(1))
     model = load_model(checkpoint).to(device).eval()
-    return Backbone(**vars(fed), extract=lambda images: pooled_features(model, images), model=model)
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+
+    def extract(images_BCHW: Tensor) -> Tensor:
+        with working_in(precision), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            return pooled_features(model, images_BCHW).float()
+
+    return Backbone(**vars(replace(fed, precision=precision)), extract=extract, model=model)
 
 
 @contextmanager

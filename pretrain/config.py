@@ -419,17 +419,28 @@ class PassSettings(RanksSettings):
     activation_checkpointing: bool = False
     """Keep each block's input alone and compute the rest again in the backward pass: less memory, about a third more compute."""
     compile: bool = False
-    """torch.compile the model: minutes at the first step, faster steps afterwards."""
+    """torch.compile the model, block by block: a minute or more at the first step, faster steps afterwards."""
 
 
 class EngineSettings(PassSettings):
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What ZeRO shares out among the ranks: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """fp16 scales its loss dynamically and skips the steps that overflow."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
+    """tf32: as fp32, but GPUs round what they multiply to ten bits. fp16 scales its loss dynamically and skips the steps that
+    overflow."""
+    cuda_graphs: bool = False
+    """With `compile` at stage 0: passes are recorded once and replayed, for models so small that a GPU waits for its host. One
+    micro-batch a step. Not yet run on a GPU."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """What lies in the node's memory instead of the GPU's: the optimizer's state and its update (from stage 1 on), or the weights
     as well (stage 3)."""
+
+    @model_validator(mode="after")
+    def _graphs_can_be_recorded(self) -> "EngineSettings":
+        if self.cuda_graphs and (self.zero_stage or not self.compile):
+            remedy = "set both, or leave it out"
+            raise ValueError(f"engine.cuda_graphs: true needs engine.compile=true and engine.zero_stage=0; {remedy}")
+        return self
 
     @model_validator(mode="after")
     def _stage_can_offload(self) -> "EngineSettings":

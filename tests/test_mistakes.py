@@ -118,6 +118,7 @@ TABLE = [
     ("augmentation behind no order of pixels", ["data.permute=before"], "data.permute: before changes nothing without an order; set data.pixel_permutation, such as 0"),
     ("betas for sgd", ["optimizer={name: sgd, lr: 0.1, betas: [0.9, 0.9]}"], "optimizer.betas: sgd has none; set optimizer.momentum"),
     ("betas out of range", ["optimizer.betas=[0.9, 1.0]"], "optimizer.betas: [0.9, 1.0] will not do"),
+    ("graphs of nothing", ["engine.cuda_graphs=true"], "engine.cuda_graphs: true needs engine.compile=true and engine.zero_stage=0; set both"),
     ("compile at stage 3", ["engine={compile: true, zero_stage: 3}"], "engine.compile: true will not do with engine.zero_stage 3"),
     ("patch of a sparse MLP does not divide", ["model={kind: sw_mlp, patch_size: 5}"], "model.patch_size: 5 does not divide image size 16; the nearest that does is 4"),
     ("patch of a transformer does not divide", ["model={preset: vit_b_4}", "data.image_size=18"], "model.patch_size: 4 does not divide image size 18; the nearest that does is 3"),

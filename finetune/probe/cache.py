@@ -5,7 +5,7 @@ A name has the hash of everything that the numbers depend on, so what is found u
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -75,20 +75,24 @@ class Cache:
         source, is_augmented = self.source, view is not None
         mean, std = source.normalisation
         order = source.pixels.model_dump(include={*PixelOrder.model_fields}, exclude_defaults=True)
-        return order | {
-            "version": VERSION,
-            "weights_sha256": source.checkpoint.sha256 if source.checkpoint else "pixels",
-            "pixels_hash": self.manifest.pixels_hash,
-            "split": split,
-            "image_size": source.image_size,
-            "mean": list(mean),
-            "std": list(std),
-            "interpolation": self.fed.plain_filter,
-            "augment": self.fed.model_dump(mode="json") if is_augmented else None,
-            "seed": self.seed if is_augmented else None,
-            "view": view,
-            "dtype": self.settings.feature_dtype,
-        }
+        return (
+            order
+            | {
+                "version": VERSION,
+                "weights_sha256": source.checkpoint.sha256 if source.checkpoint else "pixels",
+                "pixels_hash": self.manifest.pixels_hash,
+                "split": split,
+                "image_size": source.image_size,
+                "mean": list(mean),
+                "std": list(std),
+                "interpolation": self.fed.plain_filter,
+                "augment": self.fed.model_dump(mode="json") if is_augmented else None,
+                "seed": self.seed if is_augmented else None,
+                "view": view,
+                "dtype": self.settings.feature_dtype,
+            }
+            | ({"precision": source.precision} if source.precision != "fp32" else {})
+        )
 
     @cached_property
     def missing_gb(self) -> float:
@@ -118,8 +122,10 @@ class Cache:
 
 
 def check_room(settings: FeatureSettings, manifest: Manifest, checkpoint: Checkpoint | None) -> None:
-    """Refuses what must be kept and does not fit; what need not be kept is streamed then."""
+    """Refuses what must be kept and does not fit; what need not be kept is streamed then. Nobody knows yet what auto stands for."""
     image_size, channel_stats = settings.data.image_size, settings.channel_stats
-    cache = Cache(settings, manifest, Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats))
-    if settings.must_keep and cache.fault:
-        raise UserError(f"features: {cache.fault}")
+    fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)
+    chosen = ("fp32", "bf16") if settings.feature_precision == "auto" else (settings.feature_precision,)
+    caches = [Cache(settings, manifest, replace(fed, precision=precision)) for precision in chosen]
+    if settings.must_keep and all(cache.fault for cache in caches):
+        raise UserError(f"features: {caches[0].fault}")

@@ -62,8 +62,11 @@ class FeatureSettings(ShortRunSettings):
     pretrained: str | None = Field(None, examples=["runs/mine"])
     """The checkpoint whose features are used; null uses the pixels themselves, as the baseline."""
     channel_stats: ChannelStats = "checkpoint"
-    feature_batch_size: int = Field(512, ge=1)
-    """Pictures of one forward pass, on each rank."""
+    feature_batch_size: int | None = Field(None, ge=1, examples=[512])
+    """Pictures of one forward pass, on each rank; null: 512, on GPUs more of a model that is done with these before the next are
+    launched."""
+    feature_precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    """Of the frozen model's products. auto: bf16 on GPUs, fp32 on CPUs; which it was is part of what kept features are found by."""
     feature_dtype: FeatureType = "float32"
     """Of the features on disk; float16 takes half the room, with three digits."""
     features_dir: str | None = Field(None, examples=["/scratch/features"])

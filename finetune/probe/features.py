@@ -27,6 +27,7 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 import sys
@@ -56,9 +57,12 @@ from pretrain.checkpoints.files import FLUSHED_BYTES, Flusher, flush
 from pretrain.data.datasets import Part
 from pretrain.data.loader import Batch
 from pretrain.data.reader import ShardReader, reading
+from pretrain.models.cost import forward_flops
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
+LEAST, MOST = 512, 8192
+"""Pictures of a forward pass, where settings give no number."""
 VIEWS_AT_ONCE = 10
 """Made in one pass over the pictures; a kill costs at most so many."""
 FACTS = "features.json"
@@ -144,6 +148,16 @@ class FeatureMaker:
             labels_N = torch.from_numpy(reader.labels.astype(np.int64))
             return [_table(place, labels_N) for place in places]
 
+    @property
+    def batch_size(self) -> int:
+        """Of a forward pass on each rank. On a GPU one of a trillion operations, a few milliseconds: the host needs less to launch
+        the next."""
+        checkpoint, given = self.backbone.checkpoint, self.settings.feature_batch_size
+        if given is not None or checkpoint is None or self.device.type != "cuda":
+            return given or LEAST
+        flops = forward_flops(checkpoint.card.model, num_classes=0, image_size=self.backbone.image_size)
+        return min(MOST, max(LEAST, 2 ** round(math.log2(1e12 / flops)))) if flops else LEAST
+
     @cached_property
     def num_features(self) -> int:
         size = self.backbone.image_size
@@ -164,7 +178,7 @@ class FeatureMaker:
 
     @torch.no_grad()
     def _compute(self, reader: ShardReader, split: str, wanted: dict[Path, int | None]) -> None:
-        world, block, num_features = self.world, self.settings.feature_batch_size, self.num_features
+        world, block, num_features = self.world, self.batch_size, self.num_features
         dtype = np.dtype(self.settings.feature_dtype).newbyteorder("<")
         rounds, rest = divmod(reader.num_samples, block * world.num_ranks)  # ranks take blocks in turn
         shape = (rounds * block + min(block, max(0, rest - world.rank * block)), num_features)
@@ -226,7 +240,7 @@ class FeatureMaker:
         """This rank's rows. On a GPU a batch is written while the next ones are computed."""
         augmentation = self.backbone.augmentation(self.cache.fed, seed=self.cache.seed, device=self.device)
         waiting: deque[Callable[[], None]] = deque()
-        size = self.settings.feature_batch_size
+        size = self.batch_size
         for batch in batches_of(reader, title=title, local_batch_size=size, world=self.world, device=self.device):
             assert batch.mask_B is not None
             if batch.num_bad:  # masked, but in its place; padding, which is masked as well, repeats the last sample of the split

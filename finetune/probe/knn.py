@@ -42,8 +42,8 @@ def knn(settings: KnnSettings, world: World, checkpoint: Checkpoint | None) -> d
     manifest, run_dir = load_manifest(settings.data.directory), Path(settings.run_dir)
     used = settings.used(manifest)
     with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="knn") as (device, tracker):
-        stats, size = settings.channel_stats, settings.data.image_size
-        backbone = open_backbone(checkpoint, manifest, image_size=size, device=device, channel_stats=stats)
+        fed: dict[str, Any] = {"image_size": settings.data.image_size, "channel_stats": settings.channel_stats}
+        backbone = open_backbone(checkpoint, manifest, device=device, precision=settings.feature_precision, **fed)
         maker = FeatureMaker(settings, manifest, backbone, world, device)
         train, test = (maker.tables(split, [None])[0] for split in (settings.data.train_split, settings.data.test_split))
         num_classes = len(manifest.classes)

@@ -71,8 +71,8 @@ def probe(settings: ProbeSettings, world: World, checkpoint: Checkpoint | None) 
     manifest, run_dir = load_manifest(settings.data.directory), Path(settings.run_dir)
     used = settings.used(manifest)
     with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="probe") as (device, tracker):
-        stats, size = settings.channel_stats, settings.data.image_size
-        backbone = open_backbone(checkpoint, manifest, image_size=size, device=device, channel_stats=stats)
+        fed: dict[str, Any] = {"image_size": settings.data.image_size, "channel_stats": settings.channel_stats}
+        backbone = open_backbone(checkpoint, manifest, device=device, precision=settings.feature_precision, **fed)
         maker = FeatureMaker(settings, manifest, backbone, world, device)
         with source_of(settings, maker) as source:
             outcome = choose_and_test(source, settings=settings, num_classes=len(manifest.classes), world=world)

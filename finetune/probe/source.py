@@ -65,7 +65,7 @@ class StreamedRows(Rows):
     @torch.no_grad()
     def _blocks(self, view: int, ids: Ids) -> Iterator[Tensor]:
         maker, world = self._maker, self._maker.world
-        share = maker.settings.feature_batch_size
+        share = maker.batch_size
         cuts = [*range(0, len(ids), share * world.num_ranks), len(ids)]
         requests = (Request(_share_of(first, end, rank=world.rank, num_ranks=world.num_ranks)) for first, end in pairwise(cuts))
         with (

@@ -28,8 +28,8 @@ SPREAD = ("eval/top1", "eval/top5", "eval/loss", "eval/real")
 class TuneEngineSettings(PassSettings):
     """accelerate's data parallelism."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the forward and backward pass; the weights are in fp32."""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """Of the forward and backward pass; the weights are in fp32. tf32: GPUs round what they multiply to ten bits."""
 
 
 class TuneSettings(TrainingSettings):

@@ -21,7 +21,7 @@ from pretrain.checkpoints.mirror import Mirror
 from pretrain.checkpoints.run import finished_result, save_result
 from pretrain.data.datasets import TrainingData
 from pretrain.data.order import BatchPlan
-from pretrain.engine.step import EngineState, StepResult, checkpoint_activations, compile_blocks, loss_of
+from pretrain.engine.step import EngineState, StepResult, checkpoint_activations, compile_blocks, loss_of, working_in
 from pretrain.loop.train import Task, train
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
@@ -179,13 +179,15 @@ class AccelerateEngine:
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self._model):
+            with nullcontext() if last else self.accelerator.no_sync(self._model), working_in(self.settings.precision):
                 loss = loss_of(self._model(batch.images_BCHW), batch, label_smoothing=self.label_smoothing) / len(micro_batches)
                 total += loss.detach()
                 # a loss that is not finite shows in the gradients of all ranks
                 self.accelerator.backward(loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan))
-        limit = self.settings.gradient_clip_norm or float("inf")
-        norm = self.accelerator.clip_grad_norm_(self._model.parameters(), limit)
+        parameters = [each for each in self.module.parameters() if each.grad is not None]
+        norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        if self.settings.gradient_clip_norm:
+            nn.utils.clip_grads_with_norm_(parameters, self.settings.gradient_clip_norm, norm)
         applied = bool(norm.isfinite())  # gradients are the same on all ranks, and so is this
         if applied:
             self._stepper.step()
@@ -197,7 +199,7 @@ class AccelerateEngine:
         if self.module.training:
             average_over_ranks(self.module)
         self.module.eval()
-        with torch.no_grad(), self.accelerator.autocast():
+        with torch.no_grad(), self.accelerator.autocast(), working_in(self.settings.precision):
             logits: Tensor = self.module(images)
         return logits.float()
 

@@ -3,11 +3,12 @@
 A resized crop with its flip is one separable linear map per picture, out = Wy @ image @ Wx^T, with a row of weights for each
 output pixel (antialiased triangle or cubic filter, as torchvision's and PIL's; or OpenCV's INTER_AREA). `resample` gives exact
 floats. `resample_levels` gives 0..255 in whole levels, as PIL does: its weights are fixed-point, so that every sum is exact in
-float32 whatever its order, and a picture does not depend on the batch that it is in. (TF32 would end that; torch leaves it off
-for matrix products unless told to.)
+float32 whatever its order, and a picture does not depend on the batch that it is in. (TF32 would end that: see
+`_product`.)
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.functional import pad
 
 from pretrain.augment.draws import Draws, Purpose, first_that, send
 from pretrain.config import AugmentSettings, PaddingMode
+from pretrain.models.layers.products import products
 
 Flags = NDArray[np.bool_]
 
@@ -86,9 +88,9 @@ def resample(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | Non
     batch, height, width, colours = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area)
     pictures_BHWC = images_BHWC.float()
-    down_BOWC = torch.bmm(rows_BOH, pictures_BHWC.view(batch, height, width * colours)).view(batch, size, width, colours)
+    down_BOWC = _product(rows_BOH, pictures_BHWC.view(batch, height, width * colours)).view(batch, size, width, colours)
     across_BWOC = down_BOWC.permute(0, 2, 1, 3).reshape(batch, width, size * colours)
-    out_BOOC = torch.bmm(columns_BOW, across_BWOC).view(batch, size, size, colours)
+    out_BOOC = _product(columns_BOW, across_BWOC).view(batch, size, size, colours)
     out_BCOO = out_BOOC.permute(0, 3, 2, 1)
     return out_BCOO if cubic is None else out_BCOO.clamp(0, 255)  # a cubic overshoots
 
@@ -98,10 +100,16 @@ def resample_levels(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flag
     batch, height, width, colours = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area, fixed_point=True)
     across_BWHC = images_BHWC.permute(0, 2, 1, 3).float()
-    narrow_BOHC = _levels(torch.bmm(columns_BOW, across_BWHC.reshape(batch, width, height * colours)))
+    narrow_BOHC = _levels(_product(columns_BOW, across_BWHC.reshape(batch, width, height * colours)))
     down_BHOC = narrow_BOHC.view(batch, size, height, colours).permute(0, 2, 1, 3)
-    out_BOOC = _levels(torch.bmm(rows_BOH, down_BHOC.reshape(batch, height, size * colours)))
+    out_BOOC = _levels(_product(rows_BOH, down_BHOC.reshape(batch, height, size * colours)))
     return out_BOOC.view(batch, size, size, colours).to(torch.uint8)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Exact, whatever the model's passes are rounded to meanwhile."""
+    with products(in_tf32=False) if left.is_cuda else nullcontext():
+        return torch.bmm(left, right)
 
 
 def axis_weights(

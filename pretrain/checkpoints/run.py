@@ -39,7 +39,7 @@ MAY_CHANGE = (
     "resume", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "features", "cache_gb",
     "chunk_mb",
     "tracking.enabled", "tracking.peak_teraflops", "tracking.sinks",
-    "engine.zero_stage", "engine.offload", "engine.activation_checkpointing", "engine.compile",
+    "engine.zero_stage", "engine.offload", "engine.activation_checkpointing", "engine.compile", "engine.cuda_graphs",
     "engine.timeout_s", "engine.heartbeat_timeout_s", "engine.hang_timeout_s", "engine.lock_wait_s",
     "data.cache_dir", "data.cache_gb", "data.check", "data.max_bad_share", "data.stage_dir",
     "train.duration", "train.local_batch_size", "train.log_every_steps", "train.eval_every", "train.loader_threads",

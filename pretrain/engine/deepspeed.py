@@ -34,7 +34,7 @@ from pretrain.data.order import BatchPlan
 from pretrain.engine.ema import WeightAverage
 from pretrain.engine.sharded_state import ShardedState
 from pretrain.engine.sharded_update import ShardedUpdate, updates_on_device
-from pretrain.engine.step import DTYPES, EngineState, StepResult, checkpoint_activations, compile_blocks, loss_of
+from pretrain.engine.step import DTYPES, EngineState, StepResult, checkpoint_activations, compile_blocks, loss_of, working_in
 from pretrain.engine.zero_cost import bucket_elements
 from pretrain.models.cost import num_parameters
 from pretrain.models.layers.buffers import average_over_ranks, kept_buffers, restore_buffers
@@ -142,7 +142,7 @@ class DeepSpeedEngine:
         model = model.to(device)
         if settings.activation_checkpointing:
             checkpoint_activations(model)
-        if settings.zero_stage == 0 and settings.precision != "fp32":
+        if settings.zero_stage == 0 and self._dtype != torch.float32:
             _autocast(model, device=device, dtype=self._dtype)
         config = deepspeed_config(settings, plan, model, on_gpu=device.type == "cuda")
         with _no_compiler():
@@ -162,7 +162,16 @@ class DeepSpeedEngine:
         if hasattr(self._state.plain, "bind"):
             self._state.plain.bind(self._state.my_segments())
         if settings.compile:
+            self._compile()
+
+    def _compile(self) -> None:
+        if not self.settings.cuda_graphs:
             compile_blocks(self._engine.module)
+            return
+        if self.plan.accumulation_steps > 1:  # a replay writes gradients where those of the last one lie
+            fault = f"true will not do with {self.plan.accumulation_steps} micro-batches a step"
+            raise SettingsError(f"engine.cuda_graphs: {fault}; leave train.local_batch_size out, or set cuda_graphs=false")
+        self._engine.module.compile(mode="reduce-overhead", dynamic=False)
 
     def _loss_scaler(self) -> Any:
         """DeepSpeed's, at every stage: at stage 0, where it has none that could be saved, one of our own."""
@@ -188,14 +197,15 @@ class DeepSpeedEngine:
         set_lr(self._optimizer, lr)
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(micro_batches, start=1):
-            logits = self._engine(batch.images_BCHW.to(self._weight_dtype))
-            assert logits.dtype == self._dtype, logits.dtype
-            loss = loss_of(logits, batch, label_smoothing=self.label_smoothing)
-            total += loss.detach() / len(micro_batches)
-            loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)  # seen by all ranks in the norm
-            if self._scaler is not None and self.settings.zero_stage == 0:
-                loss = loss * self._scaler.loss_scale
-            self._engine.backward(loss)
+            with working_in(self.settings.precision):
+                logits = self._engine(batch.images_BCHW.to(self._weight_dtype))
+                assert logits.dtype == self._dtype, logits.dtype
+                loss = loss_of(logits, batch, label_smoothing=self.label_smoothing)
+                total += loss.detach() / len(micro_batches)
+                loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)  # seen by all ranks in the norm
+                if self._scaler is not None and self.settings.zero_stage == 0:
+                    loss = loss * self._scaler.loss_scale
+                self._engine.backward(loss)
             if number < len(micro_batches):
                 self._engine.step()  # DeepSpeed counts the micro-batch
         norm, applied = self._update_plain() if self.settings.zero_stage == 0 else self._update_sharded()
@@ -241,7 +251,7 @@ class DeepSpeedEngine:
         if self._engine.module.training:
             average_over_ranks(self._engine.module)
         self._engine.eval()
-        with torch.no_grad():
+        with torch.no_grad(), working_in(self.settings.precision):
             logits: Tensor = self._engine(images.to(self._weight_dtype))
         return logits.float()
 
@@ -357,7 +367,7 @@ def deepspeed_config(settings: EngineSettings, plan: BatchPlan, model: nn.Module
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # or it waits for the device twice in each micro-batch
     }
-    if stage and settings.precision != "fp32":
+    if stage and DTYPES[settings.precision] != torch.float32:
         config[settings.precision] = {"enabled": True}
         if settings.precision == "fp16":
             config["fp16"] |= {"loss_scale": 0, "initial_scale_power": LOSS_SCALE["init_scale"].bit_length() - 1}  # 0: dynamic

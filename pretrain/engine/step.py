@@ -6,7 +6,7 @@ Shapes: B batch, K classes.
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,9 +16,15 @@ from torch.nn.functional import cross_entropy
 
 from data_prep.settings import SettingsError
 from pretrain.augment.augmentation import Prepared
+from pretrain.models.layers.products import products
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By `engine.precision`."""
+
+
+def working_in(precision: str) -> AbstractContextManager[None]:
+    """Around forward and backward passes."""
+    return products(in_tf32=True) if precision == "tf32" else nullcontext()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Stage = Literal[0, 1, 2, 3]
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer", "all"]
 
 NUM_STATES = {"lion": 1, "sgd": 1, "adamw": 2, "lamb": 2}
@@ -61,7 +61,7 @@ class Training:
 
     @property
     def bytes_per_weight(self) -> int:
-        return 4 if self.stage == 0 or self.precision == "fp32" else 2
+        return 4 if self.stage == 0 or self.precision in ("fp32", "tf32") else 2
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pretrain.models.layers.products import products
 from pretrain.ranks.collectives import Moment
 
 SHEETS = (
@@ -51,14 +52,13 @@ class Peak:
 def find_peak(device: torch.device, *, precision: str, given: float | None) -> Peak:
     if given is not None:
         return Peak(given, "tracking.peak_teraflops")
-    if precision == "fp32" and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-        precision = "tf32"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         listed = listed_teraflops(name, precision=precision)
         if listed is not None:
             return Peak(listed, f"data sheet of {name}, dense {precision}")
-    return measured_peak(device, precision=precision)
+    with products(in_tf32=precision == "tf32"):
+        return measured_peak(device, precision=precision)
 
 
 def listed_teraflops(name: str, *, precision: str) -> float | None:
@@ -95,7 +95,7 @@ class Meter:
 
     global_batch_size: int
     flops_per_image: float
-    """Of the forward pass; backward is twice that. 0 where nobody knows."""
+    """Of the forward and backward pass (`training_flops`). 0 where nobody knows."""
     peak_teraflops: float
     """Of all ranks together."""
     device: torch.device
@@ -124,7 +124,7 @@ class Meter:
         """Speed since the last one, and the most memory, in GB (2^30), that this rank has held; asking waits for no device."""
         elapsed_s = max(sum(self._seconds), 1e-9)
         images_per_s = len(self._seconds) * self.global_batch_size / elapsed_s
-        teraflops = 3 * self.flops_per_image * images_per_s / 1e12
+        teraflops = self.flops_per_image * images_per_s / 1e12
         self.peak_teraflops = max(self.peak_teraflops, teraflops)  # what was measured on a busy machine may be too low
         found = {
             "usage/images_per_s": images_per_s,

@@ -35,7 +35,7 @@ from pretrain.engine.step import Engine
 from pretrain.loop.evaluate import Scores, evaluate
 from pretrain.loop.peak import Meter
 from pretrain.loop.skipped_steps import SkippedSteps, samples_of_rank
-from pretrain.models.cost import forward_flops
+from pretrain.models.cost import training_flops
 from pretrain.optim.schedule import Schedule
 from pretrain.ranks.collectives import Exchange, Moment, any_rank
 from pretrain.ranks.hangs import PROGRESS
@@ -129,7 +129,7 @@ class Trainer:
         )
         self.meter = Meter(
             global_batch_size=train.global_batch_size,
-            flops_per_image=forward_flops(settings.model, num_classes=len(data.classes), image_size=data.image_size),
+            flops_per_image=training_flops(settings.model, num_classes=len(data.classes), image_size=data.image_size),
             peak_teraflops=self.peak_teraflops,
             device=device,
         )

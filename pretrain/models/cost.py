@@ -84,6 +84,19 @@ def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
     return 2 * cost_of(spec, num_classes=num_classes, image_size=image_size).multiply_adds
 
 
+def training_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
+    """Of one image's forward and backward pass, which is twice the forward, but for a product as large as the first one: nobody
+    asks for the gradient of a picture. (Of structured models and timm's, where it is small, it is counted.)"""
+    match spec:
+        case MlpSpec():
+            first = spec.width
+        case MixerSpec() | SparseMlpSpec():
+            first = spec.num_channels
+        case _:
+            first = 0
+    return 3 * forward_flops(spec, num_classes=num_classes, image_size=image_size) - 2 * first * 3 * image_size**2
+
+
 def num_parameters(model: "nn.Module") -> int:
     """Of a built model."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -20,6 +20,7 @@ from pretrain.augment.augmentation import Augmentation
 from pretrain.data.loader import Batch
 from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
+from pretrain.models.presets import preset, spec_of
 from tests.conftest import Capture, Patch
 from tests.finetune.tiny import CPU, CROPS, feature_settings, maker_of, model_of, normalised, opened, spoil, whole
 
@@ -47,6 +48,25 @@ def test_a_table_is_a_forward_pass_and_the_second_time_is_found(
     assert [path.name for path in (tmp_path / "features").iterdir() if path.name.startswith(".tmp")] == []
 
 
+def test_features_in_bf16_are_those_in_fp32_to_its_digits(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
+    exact, rounded = (
+        whole(maker_of(feature_settings(other_shapes, tmp_path, folder, feature_precision=precision)).tables("val", [None])[0])
+        for precision in ("auto", "bf16")
+    )
+    assert rounded.dtype == torch.float32
+    assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.01
+
+
+@pytest.mark.parametrize(("name", "size"), [("mlp_b12_wi1024", 4096), ("mlp_b6_wi256", 8192), ("mixer_b_16", 512)])
+def test_a_gpu_gets_more_pictures_of_a_small_model(folder: Path, other_shapes: Path, tmp_path: Path, name: str, size: int) -> None:
+    maker = maker_of(feature_settings(other_shapes, tmp_path, folder, feature_batch_size=None))
+    checkpoint = maker.backbone.checkpoint
+    assert checkpoint is not None and maker.batch_size == 512
+    card = checkpoint.card.model_copy(update={"model": spec_of(name)})
+    backbone = replace(maker.backbone, checkpoint=replace(checkpoint, card=card), image_size=preset(name).image_size)
+    assert replace(maker, backbone=backbone, device=torch.device("cuda")).batch_size == size
+
+
 def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
     settings = feature_settings(other_shapes, tmp_path, folder, views=2, augment=CROPS)
 
@@ -69,6 +89,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other
         path(normalisation=(maker_of(settings).backbone.normalisation[0], (1.0, 1.0, 1.0))),
         path(channel_stats="target"),
         path(feature_dtype="float16"),
+        path(feature_precision="bf16"),
         viewed,
         path(view=1),
         path(view=0, seed=5),

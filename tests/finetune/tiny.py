@@ -144,7 +144,8 @@ def opened(settings: FeatureSettings) -> Checkpoint | None:
 def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -> FeatureMaker:
     """`changes`: other fields of the backbone."""
     manifest = load_manifest(settings.data.directory)
-    backbone = replace(open_backbone(opened(settings), manifest, device=CPU, channel_stats=settings.channel_stats), **changes)
+    opening: dict[str, Any] = {"channel_stats": settings.channel_stats, "precision": settings.feature_precision}
+    backbone = replace(open_backbone(opened(settings), manifest, device=CPU, **opening), **changes)
     return FeatureMaker(settings, manifest, backbone, world, CPU)
 
 

@@ -1,12 +1,15 @@
 """The loss that GPUs compile is the loss; the blocks that are compiled one by one are found in any model."""
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
 
 from pretrain.augment.augmentation import Prepared
-from pretrain.engine.step import loss_of, one_pass_loss, repeated_parts
+from pretrain.engine.step import loss_of, one_pass_loss, repeated_parts, working_in
 from pretrain.models.build import build_model
+from pretrain.models.layers.products import products
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, TimmModelSpec, TimmSpec
 
 LABELS, OTHERS, SHARE = torch.tensor([0, 6, 3, 3]), torch.tensor([2, 6, 0, 1]), torch.tensor([1.0, 0.3, 0.0, 0.7])
@@ -86,3 +89,22 @@ def test_the_blocks_of_any_model_are_found(spec: AnySpec, kind: str, count: int)
     parts = repeated_parts(model)
     assert [type(part).__name__ for part in parts] == [kind] * count
     assert len({id(part) for part in parts}) == count
+
+
+def test_tf32_is_left_behind_neither_for_others_nor_for_later() -> None:
+    order, switch = [], torch.backends.cuda.matmul
+
+    def augment() -> None:
+        with products(in_tf32=False):
+            order.append(("augment", switch.allow_tf32))
+
+    other = threading.Thread(target=augment)
+    with pytest.raises(OSError, match="a step fails"), working_in("tf32"):
+        other.start()
+        other.join(0.05)
+        order.append(("step", switch.allow_tf32))
+        raise OSError("a step fails")
+    other.join()
+    with working_in("fp32"):
+        order.append(("fp32", switch.allow_tf32))
+    assert order == [("step", True), ("augment", False), ("fp32", False)]

@@ -57,7 +57,7 @@ def test_on_a_cpu_the_best_of_several_products_counts(monkeypatch: pytest.Monkey
 
 def meter_of(*ends_s: float, peak_teraflops: float, wait_s: float = 0.0) -> Meter:
     """Of steps that ended then, of which the first began at 100 s."""
-    meter = Meter(global_batch_size=64, flops_per_image=1e9, peak_teraflops=peak_teraflops, device=CPU)
+    meter = Meter(global_batch_size=64, flops_per_image=3e9, peak_teraflops=peak_teraflops, device=CPU)
     clock = iter([100.0, *ends_s])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("pretrain.ranks.collectives.time", SimpleNamespace(monotonic=lambda: next(clock)))

@@ -16,6 +16,7 @@ from pretrain.models.cost import (
     num_parameters,
     sparse_width,
     tokens_for,
+    training_flops,
     widest_side,
     width_and_connections,
 )
@@ -304,3 +305,19 @@ def test_impossible_sizes_are_named() -> None:
         tokens_for(100, num_channels=0)
     with pytest.raises(ValueError, match=r"density: nan"):
         sparse_width(100, density=float("nan"))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MlpSpec(kind="mlp", depth=2, width=16),
+        MixerSpec(kind="mixer", patch_size=4, num_channels=8, depth=2),
+        SparseMlpSpec(kind="sw_mlp", patch_size=4, num_channels=8, width=24, density=0.5, depth=1, widen="dense"),
+    ],
+    ids=lambda spec: spec.label,
+)
+def test_a_step_costs_what_torch_counts_without_the_gradient_of_the_pictures(spec: AnySpec) -> None:
+    model = build_model(spec, num_classes=5, image_size=8).train()
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 3, 8, 8)).sum().backward()
+    assert counter.get_total_flops() == 2 * training_flops(spec, num_classes=5, image_size=8)
