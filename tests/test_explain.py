@@ -175,7 +175,7 @@ def test_keys_and_their_words_are_completed() -> None:
     assert completions(train, "optimizer.w") == ["optimizer.weight_decay="]
     assert completions(train, "epo") == ["epochs="] and completions(VERBS["pretrain", "models"], "") == []
     assert completions(train, "weight_d") == ["weight_decay="]
-    assert completions(train, "precision=") == ["precision=fp32", "precision=bf16", "precision=fp16"]
+    assert completions(train, "precision=") == [f"precision={name}" for name in ("fp32", "tf32", "bf16", "fp16")]
     assert "schedule.name=" in completions(train, "") and "name=" not in completions(train, "")
 
 
