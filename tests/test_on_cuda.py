@@ -152,7 +152,7 @@ def test_weights_are_updated_there(device: torch.device, name: Any) -> None:
         for weight in model.parameters():
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
-        average.update()
+        average.update(torch.ones((), dtype=torch.bool, device=device))
     on(device, [value for state in optimizer.state.values() for key, value in state.items() if key != "step"])
     on(device, average.shards)
 

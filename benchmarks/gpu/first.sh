@@ -7,7 +7,7 @@
 # Every `train` runs the same 24 steps of the demo's MLP: the last table holds their losses against a run on the CPU.
 set -u
 JOBS=${JOBS:-6}
-# shellcheck source=lib.sh
+# shellcheck source=benchmarks/gpu/lib.sh
 . "$(dirname "$0")/lib.sh"
 setup
 

@@ -8,7 +8,7 @@
 # NAMES="profile-* pieces" takes some parts only; SMALL=1: a dry run. found.json, verdicts.txt and logs.tgz come back in $OUT;
 # `benchmarks/gpu.py --table found.json ...` makes the table of what several calls have found.
 set -u
-# shellcheck source=lib.sh
+# shellcheck source=benchmarks/gpu/lib.sh
 . "$(dirname "$0")/lib.sh"
 GROUP=${1:-step}
 LOGS=$LOGS-$GROUP

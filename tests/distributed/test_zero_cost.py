@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.data.order import BatchPlan
-from pretrain.engine.zero_cost import Training, bytes_sent, held
+from pretrain.engine.zero_cost import Training, bucket_elements, bytes_sent, held
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import build_optimizer
@@ -103,7 +103,7 @@ def cell(world: World, traffic: dict[str, float], stage: int, precision: str, ac
     formula = held(training)
     bucket = formula.bucket if stage < 3 else 0.0  # only stage 3 keeps it after backward; elsewhere gloo may still hold it
     return {
-        "bucket": bucket / num_parameters,
+        "bucket": (4.0 * bucket_elements(num_parameters) if stage == 0 else bucket) / num_parameters,
         "held": most[0] / num_parameters,
         "held_formula": (formula.on_device - bucket) / num_parameters,
         "sent": traffic["bytes"] / num_parameters,
