@@ -24,6 +24,7 @@ from analysis.device import device_of
 from analysis.output import mark
 from analysis.tables.pages import for_console
 from finetune.looks import GREY, looks, panels
+from pretrain.engine.step import DTYPES, working_in
 from pretrain.models.build import build_model
 from pretrain.models.cost import Cost, cost_of
 from pretrain.models.presets import preset, spec_of
@@ -35,7 +36,6 @@ COLUMNS = (
     *("paper: m.-adds", "latency", "images/s", "of first"),
 )
 PAPER_NOTE = "paper: as printed, on an A5000."
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Printed(NamedTuple):
@@ -106,7 +106,7 @@ def cost_of_named(name: str) -> Cost:
 
 
 def measure(models: Mapping[str, nn.Module], conditions: Conditions, *, image_size: int) -> dict[str, Timings]:
-    device, dtype, whole = torch.device(conditions.device), _DTYPES[conditions.dtype], conditions.batch_size
+    device, dtype, whole = torch.device(conditions.device), DTYPES[conditions.dtype], conditions.batch_size
     images = torch.randn(whole, 3, image_size, image_size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
     def seconds(name: str, size: int, *, at_least_s: float) -> float:
@@ -120,7 +120,7 @@ def measure(models: Mapping[str, nn.Module], conditions: Conditions, *, image_si
         return (time.perf_counter() - began_s) / count
 
     found, forwards = {name: Timings([], []) for name in models}, dict[str, Callable[[torch.Tensor], object]]()
-    with torch.inference_mode():
+    with torch.inference_mode(), working_in(conditions.dtype):
         for name, model in models.items():
             plain = model.to(device, dtype).eval()
             forwards[name] = torch.compile(plain, dynamic=False) if conditions.is_compiled else plain

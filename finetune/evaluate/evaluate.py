@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from pretrain.augment.augmentation import Augmentation
 from pretrain.data.datasets import Part
 from pretrain.data.loader import Batch, lone_threads
 from pretrain.data.reader import ShardReader, reading
+from pretrain.engine.step import working_in
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
@@ -63,7 +63,7 @@ def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] 
         assert model is not None
 
         def logits_of(images_BCHW: Tensor) -> Tensor:
-            with torch.autocast(device.type, torch.bfloat16) if settings.precision == "bf16" else nullcontext():
+            with working_in(settings.precision), torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
                 logits_BK: Tensor = model(images_BCHW)
             return logits_BK
 

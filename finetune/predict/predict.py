@@ -39,6 +39,7 @@ from pretrain.data.datasets import Part
 from pretrain.data.loader import Batch, Reader, evaluation_batches
 from pretrain.data.order import Ids
 from pretrain.data.reader import Places, Unreadable, reading
+from pretrain.engine.step import working_in
 from pretrain.models.image_model import ImageModel
 from pretrain.ranks.world import World, read_world
 
@@ -88,8 +89,9 @@ class Predictor:
     @torch.no_grad()
     def answer(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(logits, features): the features are what a linear probe sees."""
-        found = self.model.forward_features(self.augmentation.plain(batch).images_BCHW)
-        return self.model.forward_head(found), self.model.forward_head(found, pre_logits=True)
+        with working_in("fp32"):
+            found = self.model.forward_features(self.augmentation.plain(batch).images_BCHW)
+            return self.model.forward_head(found), self.model.forward_head(found, pre_logits=True)
 
 
 class PictureReader:

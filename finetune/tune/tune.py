@@ -21,7 +21,7 @@ from pretrain.checkpoints.mirror import Mirror
 from pretrain.checkpoints.run import finished_result, save_result
 from pretrain.data.datasets import TrainingData
 from pretrain.data.order import BatchPlan
-from pretrain.engine.step import EngineState, StepResult, checkpoint_activations, compile_blocks, loss_of, working_in
+from pretrain.engine.step import EngineState, StepResult, checkpoint_activations, compile_blocks, loss_of, norm_of, working_in
 from pretrain.loop.train import Task, train
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
@@ -185,7 +185,7 @@ class AccelerateEngine:
                 # a loss that is not finite shows in the gradients of all ranks
                 self.accelerator.backward(loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan))
         parameters = [each for each in self.module.parameters() if each.grad is not None]
-        norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        norm = norm_of([each.grad for each in parameters if each.grad is not None])
         if self.settings.gradient_clip_norm:
             nn.utils.clip_grads_with_norm_(parameters, self.settings.gradient_clip_norm, norm)
         applied = bool(norm.isfinite())  # gradients are the same on all ranks, and so is this

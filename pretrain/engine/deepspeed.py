@@ -34,7 +34,16 @@ from pretrain.data.order import BatchPlan
 from pretrain.engine.ema import WeightAverage
 from pretrain.engine.sharded_state import ShardedState
 from pretrain.engine.sharded_update import ShardedUpdate, updates_on_device
-from pretrain.engine.step import DTYPES, EngineState, StepResult, checkpoint_activations, compile_blocks, loss_of, working_in
+from pretrain.engine.step import (
+    DTYPES,
+    EngineState,
+    StepResult,
+    checkpoint_activations,
+    compile_blocks,
+    loss_of,
+    norm_of,
+    working_in,
+)
 from pretrain.engine.zero_cost import bucket_elements
 from pretrain.models.cost import num_parameters
 from pretrain.models.layers.buffers import average_over_ranks, kept_buffers, restore_buffers
@@ -230,7 +239,7 @@ class DeepSpeedEngine:
         parameters = [each for each in self._engine.module.parameters() if each.grad is not None]
         gradients = [each.grad for each in parameters]
         scale = self._scaler.loss_scale if self._scaler is not None else 1.0
-        norm = nn.utils.get_total_norm(gradients) / scale
+        norm = norm_of(gradients) / scale
         applied = bool(norm.isfinite())  # the one wait; after the reduction all ranks see the same
         if self._scaler is not None:
             self._scaler.update_scale(not applied)

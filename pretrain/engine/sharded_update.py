@@ -19,11 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.config import EngineSettings
+from pretrain.engine.step import norm_of
 from pretrain.optim import Lion
 from pretrain.ranks.world import World
-
-_SUMMED_ELEMENTS = 2**16
-"""In one row on a CPU, where torch adds them up one after the other: the norm of 50 million would be off by 0.4 %."""
 
 
 def updates_on_device(settings: EngineSettings) -> bool:
@@ -71,10 +69,7 @@ class ShardedUpdate:
         return [whole] if whole is not None else [each.reshape(-1) for each in found]
 
     def _norm(self, pieces: Sequence[Sequence[Tensor]]) -> Tensor:
-        every = [piece for row in pieces for piece in row]
-        if every[0].device.type == "cpu":
-            every = [part for piece in every for part in torch.split(piece, _SUMMED_ELEMENTS)]
-        square = torch.stack(torch._foreach_norm(every, 2, dtype=torch.float32)).square().sum()
+        square = norm_of([piece for row in pieces for piece in row]).square()
         if self._world.num_ranks > 1:
             dist.all_reduce(square, group=self._zero.dp_process_group)
         return square.sqrt()

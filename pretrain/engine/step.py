@@ -20,11 +20,21 @@ from pretrain.models.layers.products import products
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By `engine.precision`."""
+SUMMED_ELEMENTS = 2**16
 
 
 def working_in(precision: str) -> AbstractContextManager[None]:
     """Around forward and backward passes."""
-    return products(in_tf32=True) if precision == "tf32" else nullcontext()
+    return products(in_tf32=precision == "tf32") if DTYPES[precision] == torch.float32 else nullcontext()
+
+
+def norm_of(tensors: list[Tensor]) -> Tensor:
+    """Of all together, in fp32. On a CPU in rows of `SUMMED_ELEMENTS`, for there torch adds the squares of a tensor up one after
+    the other: the norm of 12 million elements, a large head, would be off by 0.04 %, that of 50 million by 0.4 %."""
+    if tensors[0].device.type == "cpu":
+        tensors = [row for each in tensors for row in torch.split(each.reshape(-1), SUMMED_ELEMENTS)]
+    norm: Tensor = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).norm()
+    return norm
 
 
 @dataclass(frozen=True)

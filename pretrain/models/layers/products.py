@@ -1,12 +1,14 @@
-"""Which products of fp32 numbers a GPU may round to TF32 (ten bits, several times as quick). On CPUs it changes nothing.
+"""Which products and convolutions of fp32 numbers a GPU may round to TF32 (ten bits, several times as quick). On CPUs it changes
+nothing. Unasked torch rounds convolutions, and no other products.
 
-torch has one switch for the whole process, and the thread that augments multiplies while the model does: who needs it one way holds
-it, and who needs it the other way waits, so that no result depends on who came first.
+torch has its switches for the whole process, and the thread that augments multiplies while the model does: who needs them one way
+holds them, and who needs them the other way waits, so that no result depends on who came first.
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -15,12 +17,15 @@ _SWITCH = threading.RLock()
 
 @contextmanager
 def products(*, in_tf32: bool) -> Iterator[None]:
-    """Of what is launched inside; behind it the switch stands as before."""
+    """Of what is launched inside; behind it the switches stand as before."""
     with _SWITCH:
         # not `fp32_precision`: whoever asks for the older name after it was set gets an error, and torch's compiler does
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = in_tf32
+        switches: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
+        before = [each.allow_tf32 for each in switches]
+        for each in switches:
+            each.allow_tf32 = in_tf32
         try:
             yield
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+            for each, its in zip(switches, before, strict=True):
+                each.allow_tf32 = its

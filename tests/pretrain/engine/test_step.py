@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pretrain.augment.augmentation import Prepared
-from pretrain.engine.step import loss_of, one_pass_loss, repeated_parts, working_in
+from pretrain.engine.step import loss_of, norm_of, one_pass_loss, repeated_parts, working_in
 from pretrain.models.build import build_model
 from pretrain.models.layers.products import products
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, TimmModelSpec, TimmSpec
@@ -91,20 +91,31 @@ def test_the_blocks_of_any_model_are_found(spec: AnySpec, kind: str, count: int)
     assert len({id(part) for part in parts}) == count
 
 
+def test_the_norm_of_many_numbers_keeps_its_digits_on_a_cpu() -> None:
+    many, few = (torch.randn(count, generator=torch.Generator().manual_seed(0)) for count in (2**24, 3))
+    exact = torch.cat([many, few]).double().square().sum().sqrt()
+    assert float(norm_of([many.view(2**10, -1), few]) / exact) == pytest.approx(1, abs=1e-6)
+    assert norm_of([many, few / 0]).isinf()
+
+
 def test_tf32_is_left_behind_neither_for_others_nor_for_later() -> None:
-    order, switch = [], torch.backends.cuda.matmul
+    order, switches = [], (torch.backends.cuda.matmul, torch.backends.cudnn)
+
+    def seen() -> set[bool]:
+        return {each.allow_tf32 for each in switches}
 
     def augment() -> None:
         with products(in_tf32=False):
-            order.append(("augment", switch.allow_tf32))
+            order.append(("augment", seen()))
 
     other = threading.Thread(target=augment)
     with pytest.raises(OSError, match="a step fails"), working_in("tf32"):
         other.start()
         other.join(0.05)
-        order.append(("step", switch.allow_tf32))
+        order.append(("step", seen()))
         raise OSError("a step fails")
     other.join()
     with working_in("fp32"):
-        order.append(("fp32", switch.allow_tf32))
-    assert order == [("step", True), ("augment", False), ("fp32", False)]
+        order.append(("fp32", seen()))
+    assert order == [("step", {True}), ("augment", {False}), ("fp32", {False})]
+    assert [each.allow_tf32 for each in switches] == [False, True]  # as torch has them, unasked
