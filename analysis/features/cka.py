@@ -90,14 +90,14 @@ def compare(pictures: Pictures, pairs: Sequence[Pair], *, whole: bool, device: t
     if whole:
         _check_room(subjects, pairs, device=device)
     sums, floors, seen = list[Tensor](), list[Tensor](), 0
-    for batch in pictures.batches("features", size=max(subject.card.image_size for subject in subjects.values())):
+    for batch in pictures.batches("features", size=max(each.card.image_size for each in subjects.values()), device=device):
         grams = Grams.of(one for each in subjects.values() for one in each.run(each.plain.plain(batch).images_BCHW, gram)[1])
-        order_N = torch.randperm(len(batch.samples), generator=torch.Generator().manual_seed(seen)).to(device)
-        sums.append(hsic(grams, grams).cpu())
-        floors.append(hsic(grams, grams.shuffled(order_N)).cpu())
+        order_N = torch.randperm(len(batch.samples), generator=torch.Generator().manual_seed(seen)).to(device, non_blocking=True)
+        sums.append(hsic(grams, grams))  # nobody waits for it before the end
+        floors.append(hsic(grams, grams.shuffled(order_N)))
         seen += len(batch.samples)
-    wholes = {pair: _whole(pictures, *(subjects[run] for run in pair)) for pair in pairs} if whole else {}
-    return Comparison(subjects, torch.stack(sums), torch.stack(floors), seen, wholes)
+    wholes = {pair: _whole(pictures, *(subjects[run] for run in pair), device=device) for pair in pairs} if whole else {}
+    return Comparison(subjects, torch.stack(sums).cpu(), torch.stack(floors).cpu(), seen, wholes)
 
 
 def _check_room(subjects: dict[str, Subject], pairs: Sequence[Pair], *, device: torch.device) -> None:
@@ -112,12 +112,12 @@ def _check_room(subjects: dict[str, Subject], pairs: Sequence[Pair], *, device: 
         raise UserError(f"--whole: {lack}; leave it out")
 
 
-def _whole(pictures: Pictures, one: Subject, other: Subject) -> list[float]:
+def _whole(pictures: Pictures, one: Subject, other: Subject, *, device: torch.device) -> list[float]:
     """The diagonal, a pass for each entry: the products of one pair of layers are held at a time."""
     found = list[float]()
     for row, column in diagonal(len(one.mixings), len(other.mixings)):
         whole, title = WholeCka(), f"whole sample, mixings {row + 1} and {column + 1}"
-        for batch in pictures.batches(title, size=max(one.card.image_size, other.card.image_size)):
+        for batch in pictures.batches(title, size=max(one.card.image_size, other.card.image_size), device=device):
             chosen = (one.only(row), other.only(column))
             whole.add(*(each.run(each.plain.plain(batch).images_BCHW, lambda output: output)[1][0] for each in chosen))
         found.append(whole.value())

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
@@ -62,32 +61,33 @@ def _crop(x_BCHW: Tensor, *, side: int) -> Tensor:
 
 
 def _permute(x_BCHW: Tensor, *, order_P: Tensor) -> Tensor:
-    return x_BCHW.flatten(2)[:, :, order_P.to(x_BCHW.device)].view_as(x_BCHW)
+    return x_BCHW.flatten(2)[:, :, order_P.to(x_BCHW.device, non_blocking=True)].view_as(x_BCHW)
 
 
 def measure(
     subject: Subject, pictures: Pictures, *, views: int, seeds: int, quick: bool, device: torch.device
 ) -> list[dict[str, Any]]:
-    """A row for each change, and one for each number of views and seed of these."""
+    """A row for each change, and one for each number of views and seed of these. What is counted stays on the device until the
+    end."""
     card, size = subject.card, subject.card.image_size
-    numbers = torch.tensor(class_numbers(card, pictures.manifest, dataset=pictures.dataset))
+    numbers = torch.tensor(class_numbers(card, pictures.manifest, dataset=pictures.dataset), device=device)
     asked, plain = changes(size, quick=quick), replace(subject.backbone, pixels=IN_PLACE).augmentation(device=device)
     order_P = torch.arange(size**2) if card.pixel_permutation is None else pixel_order(card.pixel_permutation, size=size)
-    right_K, same_K, seen = np.zeros(len(asked), np.int64), np.zeros(len(asked), np.int64), 0
-    hsic_K3L = torch.zeros(len(asked), 3, len(subject.mixings), dtype=torch.float64)
-    for batch in pictures.batches(f"{subject.place}: changes", size=size, times=len(asked)):
+    right_K, same_K = torch.zeros(2, len(asked), dtype=torch.int64, device=device)
+    hsic_K3L, seen = torch.zeros(len(asked), 3, len(subject.mixings), dtype=torch.float64, device=device), 0
+    for batch in pictures.batches(f"{subject.place}: changes", size=size, device=device, times=len(asked)):
         images, labels_B, usual = plain.plain(batch).images_BCHW, numbers[batch.labels_B], None
         for number, change in enumerate(asked):
             logits, features = subject.run(_permute(change.of(images), order_P=order_P), gram)
-            answers_B, grams = logits.argmax(1).cpu(), Grams.of(features)
+            answers_B, grams = logits.argmax(1), Grams.of(features)
             usual_B, usual_grams = usual = usual or (answers_B, grams)
-            right_K[number] += int((answers_B == labels_B).sum())
-            same_K[number] += int((answers_B == usual_B).sum())
+            right_K[number] += (answers_B == labels_B).sum()
+            same_K[number] += (answers_B == usual_B).sum()
             pairs = ((grams, usual_grams), (grams, grams), (usual_grams, usual_grams))
-            hsic_K3L[number] += torch.stack([hsic(*pair).diagonal() for pair in pairs]).cpu()
+            hsic_K3L[number] += torch.stack([hsic(*pair).diagonal() for pair in pairs])
             del features, grams, pairs  # before there are others
         seen += len(labels_B)
-    cross, one, other = hsic_K3L[..., None].unbind(1)
+    cross, one, other = hsic_K3L[..., None].cpu().unbind(1)
     cka_KL = cka(cross[..., None], one, other)[..., 0, 0]
     rows = [
         {**_place(change.kind, change.amount, change.direction), **_accuracy(right, seen), "agreement": same / seen, "cka": cka_L}
@@ -116,12 +116,13 @@ def _views(
     assert checkpoint is not None and model is not None
     settings = choose_views(ViewSettings(), checkpoint.run_dir)[0]
     augmentation = subject.backbone.augmentation(settings, seed=seed, device=device)
-    right_M, seen = dict.fromkeys(moments, 0), 0
-    for batch in pictures.batches(f"{subject.place}: views, seed {seed}", size=subject.card.image_size, times=num_views):
+    right_M, seen = dict.fromkeys(moments, torch.zeros((), dtype=torch.int64, device=device)), 0
+    title = f"{subject.place}: views, seed {seed}"
+    for batch in pictures.batches(title, size=subject.card.image_size, device=device, times=num_views):
         total_BK = torch.zeros((), device=device)
         for view in range(num_views):
             total_BK = total_BK + model(view_of(batch, view, augmentation)).double().softmax(1)
             if view + 1 in moments:
-                right_M[view + 1] += int((total_BK.argmax(1).cpu() == numbers[batch.labels_B]).sum())
+                right_M[view + 1] = right_M[view + 1] + (total_BK.argmax(1) == numbers[batch.labels_B]).sum()
         seen += len(batch.labels_B)
-    return [{**_place("views", number, seed=seed), **_accuracy(right, seen)} for number, right in right_M.items()]
+    return [{**_place("views", number, seed=seed), **_accuracy(int(right), seen)} for number, right in right_M.items()]

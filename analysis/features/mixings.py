@@ -2,6 +2,7 @@
 channels), one in each layer of an MLP or a SW-MLP, in the order in which the forward pass makes them."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,15 +17,19 @@ from data_prep.progress import progress
 from data_prep.settings import UserError
 from finetune.session import Backbone, open_backbone
 from pretrain.augment.augmentation import Augmentation
+from pretrain.augment.feed import on_device
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.config import ReadingSettings
+from pretrain.data.bad_samples import masked
 from pretrain.data.datasets import Part
-from pretrain.data.loader import Batch
+from pretrain.data.loader import Batch, Batches, Request
+from pretrain.data.order import Ids
 from pretrain.data.reader import reading
 from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import MixerBlock
 from pretrain.models.mlp import Block
+from pretrain.ranks.world import read_world
 
 
 def mixings_of(model: ImageModel) -> dict[str, nn.Module]:
@@ -105,23 +110,52 @@ class Pictures:
     count: int | None = None
     """No more than that; None: all of the split."""
 
-    def batches(self, title: str, *, size: int, times: int = 1) -> Iterator[Batch]:
-        """At this size, in one fixed random order: a split that is stored class by class would show features of one class at a
-        time. What does not decode is left out; a batch of which less than half is left or too little for HSIC1, too. `times`: how
-        often each picture is looked at, for the progress."""
+    def batches(self, title: str, *, size: int, device: torch.device, times: int = 1) -> Iterator[Batch]:
+        """At this size, on the device, in one fixed random order: a split that is stored class by class would show features of one
+        class at a time. What does not decode is left out; a batch of which less than half is left or too little for HSIC1, too.
+        `times`: how often each picture is looked at, for the progress."""
         part, found = Part(local_copy(self.dataset, storage=None), self.manifest, self.split), False
-        with reading([part], ReadingSettings(dataset=self.dataset), image_size=size) as reader:
-            order = np.random.default_rng(0).permutation(reader.num_samples)[: self.count]
-            with progress(title, total=len(order) * times, unit="images") as line:
-                for first in range(0, len(order), self.batch):
-                    ids = order[first : first + self.batch]
-                    places, images = reader.locate(ids), torch.empty(len(ids), *[reader.stored_size] * 2, 3, dtype=torch.uint8)
-                    good = np.setdiff1d(np.arange(len(ids)), [each.place for each in reader.read(places, images)])
-                    if len(good) >= max(FEWEST, min(self.batch, len(order)) / 2):
-                        labels, epochs = torch.from_numpy(np.ascontiguousarray(places.labels[good])), np.zeros(len(good), np.int64)
-                        yield Batch(images[torch.from_numpy(good)], labels, epochs, ids[good], epochs)
-                        found = True
-                    line.advance(len(ids) * times)
+        with ExitStack() as opened:
+            reader = opened.enter_context(reading([part], ReadingSettings(dataset=self.dataset), image_size=size))
+            drawn = Drawn(np.random.default_rng(0).permutation(reader.num_samples)[: self.count])
+            line = opened.enter_context(progress(title, total=len(drawn.ids) * times, unit="images"))
+            requests = np.split(np.arange(len(drawn.ids)), range(self.batch, len(drawn.ids), self.batch))
+            stored = Batches(
+                reader,
+                drawn,
+                (Request(each, np.ones(len(each), np.bool_)) for each in requests),
+                finish=readable,
+                on_bad=masked,
+                num_threads=read_world().num_cores,
+                prefetch=2,
+                pin=device.type == "cuda",
+            )
+            shown = opened.enter_context(on_device(opened.enter_context(stored), device))
+            for request, batch in zip(requests, shown, strict=True):
+                if len(batch.samples) >= max(FEWEST, min(self.batch, len(drawn.ids)) / 2):
+                    yield batch
+                    found = True
+                line.advance(len(request) * times)
         if not found:
             lack = f"too few of its pictures decode, {FEWEST} are needed; give another split, or run data_prep verify"
             raise UserError(f"{self.dataset}, {self.split}: {lack}")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Pictures in the order in which they are looked at."""
+
+    ids: Ids
+
+    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
+        return np.zeros_like(positions), self.ids[positions % len(self.ids)]
+
+
+def readable(batch: Batch) -> Batch:
+    """Without the pictures that do not decode."""
+    assert batch.mask_B is not None
+    good = batch.mask_B.numpy()
+    if good.all():
+        return batch
+    kept: dict[str, Any] = {name: value[good] for name, value in vars(batch).items() if isinstance(value, np.ndarray)}
+    return replace(batch, images_BHWC=batch.images_BHWC[batch.mask_B], labels_B=batch.labels_B[batch.mask_B], mask_B=None, **kept)

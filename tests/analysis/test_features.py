@@ -225,7 +225,7 @@ def reseed(folder: Path) -> None:
 def test_a_batch_of_too_few_pictures_is_left_out(shapes: Path, monkeypatch: Patch) -> None:
     def batches(count: int) -> list[int]:
         shown = Pictures(str(shapes), load_manifest(shapes), "val", batch=8, count=count)
-        return [len(batch.samples) for batch in shown.batches("", size=16)]
+        return [len(batch.samples) for batch in shown.batches("", size=16, device=torch.device("cpu"))]
 
     assert (batches(4), batches(72)) == ([4], [8] * 9)
     spoil(monkeypatch, int(np.random.default_rng(0).permutation(72)[0]))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import pretrain.augment.feed as feeding
+from analysis.features.mixings import Pictures
 from finetune.probe import features
 from pretrain.augment.augmentation import Prepared
 from pretrain.augment.feed import Ahead, Feed, on_device
@@ -224,7 +225,18 @@ def compute_features(reader: ShardReader) -> None:
     assert np.array_equal(rows[1], reader.images(np.arange(50, 90)).flatten(1).numpy())
 
 
-@pytest.mark.parametrize("work", [train, judge, compute_features])
+def analyse(reader: ShardReader) -> None:
+    (part,), seen = reader.parts, list[np.ndarray]()
+    pictures, order = Pictures(str(part.directory), part.manifest, part.split, batch=50), np.random.default_rng(0).permutation(240)
+    for batch in pictures.batches("", size=reader.stored_size, device=GPU):
+        sums = batch.images_BHWC.flatten(1).sum(1) + batch.labels_B
+        expected = reader.images(batch.samples).flatten(1).sum(1) + torch.from_numpy(reader.labels[batch.samples])
+        assert torch.equal(plain(sums), expected)
+        seen.append(batch.samples)
+    assert np.array_equal(np.concatenate(seen), order)
+
+
+@pytest.mark.parametrize("work", [train, judge, compute_features, analyse])
 def test_memory_that_crosses_streams_is_waited_for_and_handed_over(reader: ShardReader, recorder: None, work: Any) -> None:
     work(reader)
 
@@ -235,6 +247,7 @@ def test_memory_that_crosses_streams_is_waited_for_and_handed_over(reader: Shard
         ((Stream, "wait_event", lambda self, event: None), "before who made it", train),
         ((feeding, "_on_gpu", lambda made: ()), "without record_stream", train),
         ((feeding, "_on_gpu", lambda made: ()), "without record_stream", judge),
+        ((feeding, "_on_gpu", lambda made: ()), "without record_stream", analyse),
         ((Event, "synchronize", lambda self: None), "before who made it", compute_features),
         ((Tensor, "pin_memory", lambda self: self), "NVIDIA|CUDA", judge),
     ],
