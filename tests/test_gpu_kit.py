@@ -117,3 +117,31 @@ def test_the_table_holds_what_was_found_beside_its_goal(benchmarks: None, tmp_pa
         place.write_text(json.dumps({**found, "figures": part}))
     both = gpu.together(places)
     assert both["figures"].keys() == {"a", "y"} and both["failed"] == []
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "visible", "expected"),
+    [
+        (0, None, 2),
+        (1, None, 1),
+        (2, None, 2),
+        (2, "0", 1),
+        (2, "1, 0", 2),
+        (2, "", 2),
+        (2, "-1", 2),
+        (2, "1,5", 1),
+        (8, "GPU-3af", 1),
+    ],
+)
+def test_the_demo_starts_no_more_ranks_than_it_sees_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str | None, expected: int
+) -> None:
+    """None seen is a CPU, and two ranks on it."""
+    listing = tmp_path / "nvidia-smi"
+    listing.write_text(f'#!/bin/sh\nfor n in $(seq {num_gpus}); do echo "GPU $n: NVIDIA H200 (UUID: GPU-$n)"; done\n')
+    listing.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible) if visible is not None else monkeypatch.delenv(
+        "CUDA_VISIBLE_DEVICES", False
+    )
+    assert module_of(Path(REPOSITORY) / "demo.py").local_ranks() == str(expected)

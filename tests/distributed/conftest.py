@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from pretrain.ranks.world import World
-from tests.distributed.engine_cells import CELLS, cell, elsewhere
-from tests.distributed.engine_options import options
+from tests.distributed.engine_cells import CELLS, cell, elsewhere, going_on_alone
+from tests.distributed.engine_options import UPDATED, options, updated
 from tests.distributed.engines import from_all_ranks
 from tests.distributed.test_agreement import agreements
 from tests.distributed.test_zero_cost import CELLS as COST_CELLS
@@ -39,3 +39,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def results(folder: str) -> dict[str, Any]:
     return dict(run_ranks(everything, folder, num_ranks=2)[0])
+
+
+def one_alone(world: World, folder: str) -> dict[str, Any]:
+    losses = going_on_alone(world, folder)
+    return {"losses": losses, "updated": {identity: updated(world, identity) for identity in UPDATED}}
+
+
+@pytest.fixture(scope="session")
+def alone(results: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What one rank finds, where two have left their states."""
+    return dict(run_ranks(one_alone, folder, num_ranks=1)[0])

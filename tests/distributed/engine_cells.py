@@ -32,6 +32,8 @@ CELLS = {
     for stage in STAGES
     for number, precision in enumerate(PRECISIONS)
 }
+MOVED = ["stage0-fp16", "stage1-fp32", "stage2-bf16", "stage3-fp32", "stage3-fp16"]
+"""Those from which one rank goes on alone."""
 KINDS = {"lion": ["exp_avg"], "adamw": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum_buffer"]}
 SHARE = {"lion": 0.01, "adamw": 0.1, "sgd": 1.0}
 """Of the first step's gradient in the first of these."""
@@ -154,13 +156,13 @@ def elsewhere(world: World, identity: str, folder: str) -> dict[str, Any]:
     }
 
 
-def going_on_alone(world: World, folder: str, identities: list[str]) -> dict[str, list[float]]:
+def going_on_alone(world: World, folder: str) -> dict[str, list[float]]:
     """Losses of one rank from what two had left."""
     from pretrain.engine.deepspeed import start_distributed
 
     start_distributed(world, timeout_s=60)
     losses = {}
-    for identity in identities:
+    for identity in MOVED:
         stage, precision, optimizer = CELLS[identity]
         engine = make_engine(world, stage, precision, optimizer, accumulation=1, ema_decay=DECAY)
         engine.import_state(EngineState(*torch.load(Path(folder) / f"{identity}.pt", weights_only=True)))

@@ -35,8 +35,12 @@ def judge_update(found: dict[str, Any], identity: str) -> None:
 
 
 @pytest.mark.parametrize("identity", UPDATED)
-def test_the_update_on_the_device_is_deepspeeds_and_waits_for_nothing(results: dict[str, Any], identity: str) -> None:
+def test_the_update_on_the_device_is_deepspeeds_and_waits_for_nothing(
+    results: dict[str, Any], alone: dict[str, Any], identity: str
+) -> None:
+    """On two ranks; and on one, which at stage 1 updates from the gradients of the parameters themselves."""
     judge_update(results["options"]["updated"][identity], identity)
+    judge_update(alone["updated"][identity], identity)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "optimizer"), (0, "all"), (2, "all")])

@@ -24,6 +24,7 @@ from pretrain.augment.feed import Ahead, Feed, on_device
 from pretrain.data.loader import Batch, evaluation_batches
 from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import ShardReader
+from pretrain.ranks.collectives import Exchange, Moment
 from pretrain.ranks.world import World
 from tests.pretrain.data.tiny import loaded
 
@@ -103,6 +104,8 @@ class Recorded(torch.Tensor):
             owner = getattr(func, "__self__", None)
             if owner is torch.Tensor.is_cuda:
                 return me.place == "cuda"
+            if owner is torch.Tensor.device and me.place == "cuda":
+                return GPU
             return super().__torch_function__(func, types, args, kwargs)
         if name == "to" and args[1] == GPU:
             if me.place != "cuda" and not kwargs.get("non_blocking"):
@@ -113,7 +116,8 @@ class Recorded(torch.Tensor):
             copied(args[1], me)
             me.written = current_stream().work()
             return me
-        used = [each for each in (*args, *kwargs.values()) if isinstance(each, Recorded)]
+        given = [*args, *kwargs.values(), *(args[0] if isinstance(args[0], list) else ())]
+        used = [each for each in given if isinstance(each, Recorded)]
         by = current_stream() if any(each.place == "cuda" for each in used) else HOST
         for each in used:
             touch(each, by)
@@ -186,10 +190,18 @@ def train(reader: ShardReader) -> None:
         Augmentation(),  # type: ignore[arg-type]
     ) as feed:
         for positions in itertools.islice(plan.sequence(consumed=0, rank=1), 6):
-            prepared, (_, samples) = next(feed).prepared, order.locate(positions)
+            asked, prepared, given = Moment(GPU), next(feed).prepared, Moment(GPU)
             loss = prepared.images_BCHW.mean() + prepared.labels_B.float().mean()
-            expected = reader.images(samples).float().div(255).mean() + reader.labels[samples].mean()
-            assert plain(loss).item() == pytest.approx(expected.item(), rel=1e-5)
+            # what the model's stream waits for lies between the two moments
+            written = prepared.images_BCHW.written  # type: ignore[attr-defined]
+            assert [written in each.event.known for each in (asked, given)] == [False, True]
+            exchange, (_, samples) = Exchange(loss, loss * 2, flag=True, num_bad=3), order.locate(positions)
+            expected = (reader.images(samples).float().div(255).mean() + reader.labels[samples].mean()).item()
+            agreed = exchange.read()
+            assert (agreed.loss, agreed.gradient_norm, agreed.own_loss) == pytest.approx(
+                (expected, 2 * expected, expected), rel=1e-5
+            )
+            assert (agreed.votes, agreed.num_bad, agreed.applied) == (1, 3, True)
 
 
 def judge(reader: ShardReader) -> None:
@@ -249,6 +261,7 @@ def test_memory_that_crosses_streams_is_waited_for_and_handed_over(reader: Shard
         ((feeding, "_on_gpu", lambda made: ()), "without record_stream", judge),
         ((feeding, "_on_gpu", lambda made: ()), "without record_stream", analyse),
         ((Event, "synchronize", lambda self: None), "before who made it", compute_features),
+        ((Event, "synchronize", lambda self: None), "before who made it", train),
         ((Tensor, "pin_memory", lambda self: self), "NVIDIA|CUDA", judge),
     ],
 )
