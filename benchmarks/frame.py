@@ -26,6 +26,7 @@ DATA = HERE / ".data"
 def arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="under two minutes on 2 cores")
+    parser.add_argument("--dry-run", action="store_true", help="smallest sizes, to see that it runs: its figures mean nothing")
     return parser.parse_args()
 
 
@@ -95,8 +96,12 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """COMMIT says it where a copy runs that is no checkout."""
+    """COMMIT says it where a copy runs that is no checkout. The page that figures are written into makes no commit another."""
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
-    words = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(words, cwd=HERE, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=HERE.parent, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/measured.md")
+    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("-dirty" if changed else "")

@@ -231,8 +231,10 @@ def show(name: str, field: Field, rates: dict[str, list[float]], *, batch: int, 
             row += [f"{ratio(rates, contestant, SQUARE) * entry.flops / rate:.1%}", f"{entry.peak / 1e6:,.0f}"]
         table.add_row(*row)
     Console(width=132).print(table)
+    ours = "ours, compiled" if "ours, compiled" in rates else "ours"
+    keep({f"{name}: of products": ratio(rates, ours, PRODUCTS)})
     if "timm, compiled" in rates:
-        keep({f"{name}: compiled of timm": ratio(rates, "ours, compiled", "timm, compiled")})
+        keep({f"{name}: compiled of timm": ratio(rates, ours, "timm, compiled")})
 
 
 def arguments() -> argparse.Namespace:

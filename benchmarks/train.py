@@ -66,7 +66,10 @@ class Case:
     """Of the head, if it is to have more than the dataset."""
 
 
-def cases(*, on_gpu: bool, quick: bool) -> dict[str, Case]:
+def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> dict[str, Case]:
+    if is_dry:
+        smallest = MixerSpec(kind="mixer", patch_size=8, num_channels=32, depth=1)
+        return {"mlp": Case(MlpSpec(kind="mlp", depth=1, width=64), 64, 32, 1, 4), "mixer": Case(smallest, 32, 32, 1, 4)}
     if on_gpu:
         return {
             "mlp": Case(spec_of("mlp_b12_wi1024"), 64, 16_384, 100, 2000, 11_230),
@@ -147,6 +150,7 @@ def batches_of(reader: ShardReader, plan: BatchPlan, finish: Callable[[Batch], T
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller models, fewer rounds")
+    parser.add_argument("--dry-run", action="store_true", help="smallest sizes, to see that it runs: its figures mean nothing")
     parser.add_argument("--only", default="mlp,mixer")
     parser.add_argument("--compile", action="store_true", help="torch.compile for ours and DDP (always on a GPU)")
     return parser.parse_args()
@@ -157,9 +161,10 @@ def main() -> None:
     world = read_world()
     device = start_distributed(world, timeout_s=600)
     on_gpu = device.type == "cuda"
-    for name, case in cases(on_gpu=on_gpu, quick=options.quick).items():
+    rounds = 1 if options.dry_run else 3 if options.quick else 5
+    for name, case in cases(on_gpu=on_gpu, quick=options.quick, is_dry=options.dry_run).items():
         if name in options.only.split(","):
-            run(name, case, world, device, is_compiled=on_gpu or options.compile, rounds=3 if options.quick else 5)
+            run(name, case, world, device, is_compiled=on_gpu or options.compile, rounds=rounds)
 
 
 def run(name: str, case: Case, world: World, device: torch.device, *, is_compiled: bool, rounds: int) -> None:

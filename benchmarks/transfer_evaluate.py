@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from frame import DATA, arguments, rates, ratio, report
+from frame import DATA, arguments, keep, rates, ratio, report
 from torch import Tensor
 
 from data_prep.cli import main as data_prep
@@ -48,9 +48,11 @@ class Case:
     views: int
 
 
-def cases(*, on_gpu: bool, quick: bool) -> list[Case]:
+def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> list[Case]:
     small = MlpSpec(kind="mlp", depth=1, width=64)
-    if on_gpu:
+    if is_dry:
+        large, shape = small, {"per_class": 4, "batch": 64, "views": 2}
+    elif on_gpu:
         large = spec_of("mlp_b12_wi1024")
         assert isinstance(large, MlpSpec)
         shape = {"per_class": 400 if quick else 1000, "batch": 2048, "views": 20}
@@ -139,6 +141,7 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
         for ours, loader, forward in zip(found["evaluate"], found["loader, normalised"], found["forward alone"], strict=True)
     ]
     where = f"{case.encoding} pictures of {IMAGE_SIZE} px, {bench.reader.num_samples:,}, batch {case.batch:,}"
+    keep({f"{case.encoding}, {case.spec.label}: evaluate of forward": ratio(found, "evaluate", "forward alone")})
     report(
         f"{case.spec.label}, {where}, {'bf16' if device.type == 'cuda' else 'fp32'}",
         found,
@@ -157,8 +160,8 @@ def main() -> None:
     options = arguments(__doc__ or "")
     world = read_world()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for case in cases(on_gpu=device.type == "cuda", quick=options.quick):
-        run(case, world, device, rounds=3 if options.quick else 5)
+    for case in cases(on_gpu=device.type == "cuda", quick=options.quick, is_dry=options.dry_run):
+        run(case, world, device, rounds=1 if options.dry_run else 3 if options.quick else 5)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ engine, accelerate's against DeepSpeed's. The peer is torch's plain DistributedD
 """
 
 import torch
-from frame import arguments, rates, ratio, report
+from frame import arguments, keep, rates, ratio, report
 from train import LABEL_SMOOTHING, Case, cases, engine_of
 from train_peers import ddp_step
 
@@ -28,11 +28,12 @@ def main() -> None:
     options = arguments(__doc__ or "")
     world = read_world()
     device = start_distributed(world, timeout_s=600)
-    for case in cases(on_gpu=device.type == "cuda", quick=options.quick).values():
-        run(case, world, device, rounds=5 if options.quick else 9)
+    rounds = 1 if options.dry_run else 5 if options.quick else 9
+    for name, case in cases(on_gpu=device.type == "cuda", quick=options.quick, is_dry=options.dry_run).items():
+        run(name, case, world, device, rounds=rounds)
 
 
-def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
+def run(name: str, case: Case, world: World, device: torch.device, *, rounds: int) -> None:
     on_gpu = device.type == "cuda"
     tuning = tuning_engine(case, world, on_gpu=on_gpu)
     pretraining = {
@@ -70,6 +71,7 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
         },
         rounds=rounds,
     )
+    keep({f"{name}: tuning of pretraining": ratio(found, "tuning", "pretraining, ZeRO 1")})
     report(
         f"{case.spec.label}, batch {case.batch:,}, {case.image_size} px, {tuning.input_dtype}",
         found,

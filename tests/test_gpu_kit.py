@@ -7,6 +7,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -93,30 +94,68 @@ def test_gpu_py_names_no_verb_key_or_option_that_is_not_there(
         check(list(part.words), monkeypatch)
 
 
+def rows_of(text: str) -> dict[str, list[str]]:
+    return {
+        cells[1].strip(): [cell.strip() for cell in cells[2:5]] for line in text.splitlines() if len(cells := line.split("|")) > 5
+    }
+
+
 def test_the_table_holds_what_was_found_beside_its_goal(benchmarks: None, tmp_path: Path) -> None:
     gpu = module_of(REPOSITORY / "benchmarks/gpu.py")
-    page, found = tmp_path / "measured.md", {"machine": "X", "commit": "abc", "num_gpus": 8, "date": "2000-01-01", "failed": ["y"]}
-    page.write_text(f"before\n{gpu.BEGIN}\nold\n{gpu.END}\nafter\n")
-    step = {"ms": 20.0, "images_per_s": 800_000.0, "share_of_product_rate": 0.75, "device_idle_share": 0.01}
+    names = {part.name for part in gpu.parts(quick=False, num_gpus=8)}
+    known = sys.modules["gpu_table"]
+    assert {name for row in known.ROWS for name in row.parts} <= names  # no row waits for a part that is not there
+    page, found = tmp_path / "measured.md", {"machine": "X", "commit": "abc", "num_gpus": 8, "date": "2000-01-01"}
+    found |= {"failed": ["probe-fp32"]}
+    page.write_text(f"before\n{known.BEGIN}\nold\n{known.END}\nafter\n")
+    step = {"ms": 20.0, "images_per_s": 800_000.0, "share_of_product_rate": 0.75, "device_idle_share": None}
     figures = {"profile-b12-z1-compiled": step, "profile-b12-z1-compiled-augmented": {"ms": 25.0}}
     figures["run-b12"] = {"usage/images_per_s": 600_000.0, "usage/data_wait_share": 0.01}
-    figures["run-ranks"] = {"usage/images_per_s": 2_400_000.0}
+    figures["run-ranks-z1"] = {"usage/images_per_s": 2_400_000.0, "ranks": 8}
+    figures["evaluate-fp32"], figures["evaluate-bf16"] = {"eval/top1": 0.5}, {"eval/class_top1": 0.1, "eval/top1": 0.502}
+    figures["probe-bf16"], figures["models-mixer"] = {"test_top1": 0.7}, {"mixer: of products": 0.9}
     gpu.write_table({**found, "figures": figures}, page)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    rows = {
-        cells[1].strip(): [cell.strip() for cell in cells[2:5]] for line in text.splitlines() if len(cells := line.split("|")) > 5
-    }
-    assert rows["B-12/Wi-1024 from shards, of a large product's rate"] == [">= 60 %", "56%", "missed"]  # 0.75 x 600 / 800
+    rows = rows_of(text)
+    assert rows["B-12/Wi-1024 from shards: FLOP/s, of a large product's rate"] == [">= 60 %", "56%", "missed"]  # 0.75 x 600 / 800
     assert rows["an epoch of 12.5 M pictures of 64 px, from shards"] == ["< 25 s", "20.8 s", "met"]
-    assert rows["augmentation, of the step with it"] == ["<= 5 %", "20.0%", "missed"]
-    assert rows["images/s of all GPUs, of as many times one GPU's"][1] == "50%"
-    assert not any("timm" in row for row in rows) and "8 x X, commit abc" in text and "Failed: y." in text
+    assert rows["augmentation, of the time of a step with it"] == ["<= 5 %", "20.0%", "missed"]
+    assert rows["weak scaling: images/s of all GPUs, of as many times one GPU's"][1] == "50%"
+    assert rows["evaluation in bf16 beside fp32, top-1"] == ["<= 0.1 point", "0.20 points", "missed"]
+    assert rows["probe of bf16 features beside fp32 ones, same cell, top-1"][1:] == ["failed: probe-fp32", ""]
+    assert rows["ZeRO 2 on all GPUs: images/s, of ZeRO 1's"][1] == "not run"
+    assert rows["the device idle in the step"][1] == "only with a GPU"
+    assert known.NO_FIGURE in rows["Mixer-B-W at 224 px: images/s, of timm's, both compiled"][1]
+    assert "8 x X, torch unknown, commit abc" in text and "Failed: probe-fp32." in text
+    assert len(rows) == len(known.ROWS) + 2  # its head
     places = [tmp_path / name for name in ("one.json", "other.json")]
-    for place, part in zip(places, ({"a": {"x": 1}}, {"y": {"x": 2}}), strict=True):
+    for place, part in zip(places, ({"a": {"x": 1}}, {"probe-fp32": {"x": 2}}), strict=True):
         place.write_text(json.dumps({**found, "figures": part}))
     both = gpu.together(places)
-    assert both["figures"].keys() == {"a", "y"} and both["failed"] == []
+    assert both["figures"].keys() == {"a", "probe-fp32"} and both["failed"] == []
+
+
+def test_a_part_that_fails_loses_no_others_figures(benchmarks: None, tmp_path: Path) -> None:
+    gpu = module_of(REPOSITORY / "benchmarks/gpu.py")
+    place = tmp_path / "found.json"
+    figure = "import json, os; open(os.environ['BENCHMARK_FIGURES'], 'w').write(json.dumps({'x': %s}))"
+
+    def run(*parts: tuple[str, str], budget_s: float = 100.0, **kind: object) -> Any:
+        found = {"machine": "X", "commit": "abc", "num_gpus": 1, "date": "", "figures": {}, "failed": [], **kind}
+        measuring = gpu.Measuring(found, out=place, logs=tmp_path, until_s=time.monotonic() + budget_s, slow=1)
+        for name, code in parts:
+            measuring.run(gpu.Part("data", name, 60, ("-c", code)))
+            assert json.loads(place.read_text()) == measuring.found  # nothing waits for the end
+        return measuring
+
+    one = run(("a", figure % 1), ("b", "raise SystemExit(3)"), ("c", figure % "float('nan')" + "; open('{}')"), ("d", figure % 4))
+    assert one.failed == ["b", "c"] and one.found["figures"]["d"]["x"] == 4
+    other = run(("b", figure % 2))
+    assert {name: each["x"] for name, each in other.found["figures"].items()} == {"a": 1, "b": 2, "d": 4}
+    assert other.failed == [] and other.found["failed"] == ["c"]
+    assert run(("a", ""), budget_s=5.0).found["failed"] == ["a", "c"]
+    assert run(("a", figure % 9), is_dry_run=True).found["figures"].keys() == {"a"}  # which is of another kind
 
 
 @pytest.mark.parametrize(
