@@ -92,6 +92,14 @@ def test_one_process_is_a_world_of_its_own() -> None:
     assert environment["MASTER_ADDR"] == "127.0.0.1" and int(environment["MASTER_PORT"]) > 0
 
 
+def test_the_allocator_of_gpus_is_told_to_grow_unless_the_user_has_told_it_something() -> None:
+    for name in ("", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        environment = {name: "backend:native"} if name else {}
+        read_world(environment)
+        found = {key: value for key, value in environment.items() if "ALLOC" in key}
+        assert found == ({name: "backend:native"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
 SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "12345"}
 
 
