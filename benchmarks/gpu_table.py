@@ -162,7 +162,7 @@ ROWS = (
         lambda words: words == "the same bits",
     ),
     Row(
-        "weak scaling: images/s of all GPUs, of as many times one GPU's",
+        "weak scaling, one GPU to all: images/s of each, of one alone's",
         "",
         ("run-ranks-z1", "run-b12"),
         lambda ranks, one: ranks[RATE] / one[RATE] / ranks["ranks"],
@@ -177,25 +177,40 @@ ROWS = (
         )
         for stage in (0, 2, 3)
     ),
-    Row("B-12/Wi-1024: the step alone", "", (STEP,), lambda step: step["ms"], "{:,.1f} ms"),
-    Row("its FLOP/s, of a large product's rate", "", (STEP,), lambda step: step[SHARE], "{:.0%}"),
-    Row("the large product's rate", "", (STEP,), lambda step: step["product_rate_teraflops"], "{:,.3g} TFLOP/s"),
-    Row("the device idle in the step", "", (STEP,), lambda step: step["device_idle_share"], "{:.1%}"),
+    Row("B-12/Wi-1024, the step alone", "", (STEP,), lambda step: step["ms"], "{:,.1f} ms"),
+    Row("B-12/Wi-1024, the step alone: FLOP/s, of a large product's rate", "", (STEP,), lambda step: step[SHARE], "{:.0%}"),
+    Row("the large product's rate, in bf16", "", (STEP,), lambda step: step["product_rate_teraflops"], "{:,.3g} TFLOP/s"),
+    Row("the device idle in that step, of its time", "", (STEP,), lambda step: step["device_idle_share"], "{:.1%}"),
     *(
-        Row(f"ZeRO {stage} on one GPU: time of a step, of ZeRO 1's", "", (f"profile-b12-z{stage}-compiled", STEP), _over("ms"))
+        Row(
+            f"B-12/Wi-1024, ZeRO {stage} on one GPU: time of a step, of ZeRO 1's",
+            "",
+            (f"profile-b12-z{stage}-compiled", STEP),
+            _over("ms"),
+        )
         for stage in (0, 2)
     ),
-    Row("eager: time of a step, of the compiled one's", "", ("profile-b12-z1-eager", STEP), _over("ms")),
+    Row("B-12/Wi-1024, eager: time of a step, of the compiled one's", "", ("profile-b12-z1-eager", STEP), _over("ms")),
     Row(
-        "Mixer-B-W at 224 px: FLOP/s of the step alone, of a large product's rate",
+        "Mixer-B-W at 224 px, the step alone: FLOP/s, of a large product's rate",
         "",
         ("profile-mixer-z1-compiled",),
         lambda step: step[SHARE],
         "{:.0%}",
     ),
-    Row("eager: time of its step, of the compiled one's", "", ("profile-mixer-z1-eager", "profile-mixer-z1-compiled"), _over("ms")),
-    Row("Mixer-B-W from shards", "", ("run-mixer",), lambda run: run[RATE], "{:,.0f} images/s"),
-    Row("a small Mixer, ZeRO 1: time of a step, of plain DDP's", "", ("train-mixer",), lambda train: 1 / _named(ZERO)(train)),
+    Row(
+        "Mixer-B-W at 224 px, eager: time of a step, of the compiled one's",
+        "",
+        ("profile-mixer-z1-eager", "profile-mixer-z1-compiled"),
+        _over("ms"),
+    ),
+    Row("Mixer-B-W at 224 px, from shards", "", ("run-mixer",), lambda run: run[RATE], "{:,.0f} images/s"),
+    Row(
+        "Mixer-B-W at 224 px, ZeRO 1 on one GPU: time of a step, of plain DDP's",
+        "",
+        ("train-mixer",),
+        lambda train: 1 / _named(ZERO)(train),
+    ),
     Row(
         "loss of mixed labels: two cross-entropies' time, of one pass's",
         "",
@@ -254,7 +269,7 @@ def table(found: dict[str, Any]) -> str:
     lines = ["| | goal | found | |", "|---|---|---|---|", *(f"| {' | '.join(cells)} |" for cells in rows)]
     count = f"{found['num_gpus']} x " if found["num_gpus"] else ""
     place = f"{count}{found['machine']}, torch {found.get('torch', 'unknown')}, commit {found['commit']}, {found['date']}"
-    head = f"On {place}; every ratio within one run."
+    head = f"On {place}; every ratio is of figures of this machine and commit."
     if found.get("is_dry_run"):
         head = f"A dry run of small models at small sizes: no figure means anything. {head}"
     failed = f"\n\nFailed: {', '.join(found['failed'])}." if found["failed"] else ""

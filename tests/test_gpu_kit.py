@@ -121,11 +121,11 @@ def test_the_table_holds_what_was_found_beside_its_goal(benchmarks: None, tmp_pa
     assert rows["B-12/Wi-1024 from shards: FLOP/s, of a large product's rate"] == [">= 60 %", "56%", "missed"]  # 0.75 x 600 / 800
     assert rows["an epoch of 12.5 M pictures of 64 px, from shards"] == ["< 25 s", "20.8 s", "met"]
     assert rows["augmentation, of the time of a step with it"] == ["<= 5 %", "20.0%", "missed"]
-    assert rows["weak scaling: images/s of all GPUs, of as many times one GPU's"][1] == "50%"
+    assert rows["weak scaling, one GPU to all: images/s of each, of one alone's"][1] == "50%"
     assert rows["evaluation in bf16 beside fp32, top-1"] == ["<= 0.1 point", "0.20 points", "missed"]
     assert rows["probe of bf16 features beside fp32 ones, same cell, top-1"][1:] == ["failed: probe-fp32", ""]
     assert rows["ZeRO 2 on all GPUs: images/s, of ZeRO 1's"][1] == "not run"
-    assert rows["the device idle in the step"][1] == "only with a GPU"
+    assert rows["the device idle in that step, of its time"][1] == "only with a GPU"
     assert known.NO_FIGURE in rows["Mixer-B-W at 224 px: images/s, of timm's, both compiled"][1]
     assert "8 x X, torch unknown, commit abc" in text and "Failed: probe-fp32." in text
     assert len(rows) == len(known.ROWS) + 2  # its head
