@@ -14,6 +14,9 @@ the picture; what falls outside is filled; inside, taps beyond the border repeat
 float64, as PIL has it: with shifts such as 28.8 pixels one value in a hundred is a whole level, and float32 would fall on its
 other side.
 
+Colours have no kernel: counted on fake tensors, timm's recipe moves 15.5 GB a batch of 1,024 x 224 px in 320 launches (5.2 ms at
+3 TB/s, beside the model, whose step takes 136), of which colours are 6 GB in 266; 16,384 x 64 px: 20.5 GB.
+
 n pictures of a kind, H W height and width, C colours, L levels.
 """
 
