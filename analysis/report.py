@@ -35,7 +35,7 @@ def print_table(runs: list[Run], console: Console) -> None:
     rows = []
     for run in runs:
         top1 = f"{run.top1:.1%}{spread_of(run)}" if run.top1 is not None else "unfinished"
-        chance, rate = f"{run.chance:.1%}" if run.chance else "?", run.result.get("images_per_s")
+        chance, rate = f"{100 * run.chance:.3g}%" if run.chance else "?", run.result.get("images_per_s")
         rows.append((run.name, _task(run), run.model_name, run.dataset.name, top1, chance, f"{rate:,.0f}" if rate else ""))
     header = ("run", "task", "model", "data", "top-1", "chance", "images/s")
     console.print(for_console(header, rows, title="what was trained", num_words=4))

@@ -135,7 +135,7 @@ def summary(outcome: Outcome, run_dir: Path, *, dataset: str, num_classes: int) 
     scores, best, run, weights = outcome.scores, outcome.best, shlex.quote(str(run_dir)), checkpoint_dir(run_dir, outcome.step)
     rows = [("weights", str(weights))]
     if scores is not None:
-        top1 = f"top-1 {100 * scores.top1:.1f} % (chance {100 / num_classes:.1f} %)"
+        top1 = f"top-1 {100 * scores.top1:.1f} % (chance {100 / num_classes:.3g} %)"
         rows = [("last", f"{top1}, loss {scores.loss:.3f}: {weights}")]
     if best is not None:
         rows += [("best", f"top-1 {100 * best.score:.1f} %: {checkpoint_dir(run_dir, best.step)}")]
