@@ -169,6 +169,7 @@ class Measuring:
         self.found, self.out, self.logs, self.until_s, self.slow = found, out, logs, until_s, slow
         self.failed: list[str] = []
         self.is_stopped, self._one_at_a_time = threading.Event(), threading.Lock()
+        self.compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{HERE.parent}/{RUNS}/compiled-{os.getpid()}")
         logs.mkdir(parents=True, exist_ok=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.exists() and kind_of(before := json.loads(out.read_text())) == kind_of(found):
@@ -202,6 +203,7 @@ class Measuring:
         """-1: it took longer than it may."""
         paths = f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
         environment = {**os.environ, **dict(part.environment), "BENCHMARK_FIGURES": str(figures), "PYTHONPATH": paths}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = self.compiled
         how: dict[str, Any] = {"stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
         with log.open("w") as file:
             process = subprocess.Popen([sys.executable, *part.words], stdout=file, **how)
@@ -214,6 +216,7 @@ class Measuring:
                 if process.poll() is None:
                     os.killpg(process.pid, 9)
                     process.wait()
+                    self.compiled += "-anew"  # a compiler that is killed leaves half a file, which the next part would load
 
     def _keep(self, part: Part, figures: Figures | None, word: str, rest: str) -> None:
         known = {name: each for name, each in self.found["figures"].items() if name != part.name}
@@ -315,6 +318,8 @@ def main() -> int:
     else:
         for part in itertools.chain(*groups.values()):
             measuring.run(part)
+    for place in Path(RUNS).glob(f"compiled-{os.getpid()}*"):
+        shutil.rmtree(place)
     print(f"\n{table(found)}")
     into = out.with_suffix(".md") if options.quick else None
     write_table(found, into=into)

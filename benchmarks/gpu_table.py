@@ -215,13 +215,13 @@ ROWS = (
         "loss of mixed labels: two cross-entropies' time, of one pass's",
         "",
         ("pieces",),
-        _piece("loss", "loss_of", "two cross-entropies, eager"),
+        _piece("loss", "the product's", "two cross-entropies, eager"),
     ),
     Row(
         "augmentation: single operations' time, of the kernels'",
         "",
         ("pieces",),
-        _piece("augment", "64 px, the product's: of pictures", "64 px, single operations: of pictures"),
+        _piece("augment", "64 px, the product's: of pictures", "single operations: of pictures"),
     ),
     Row(
         "loader and augmentation alone: an epoch of 12.5 M pictures of 64 px",
