@@ -58,10 +58,10 @@ def test_the_table_has_a_row_with_task_result_and_chance_for_every_run(runs: Pat
     assert rows["mlp"] == "pretrained B-2/Wi-6 shapes-a 75.0% 12.5% 1,234"
     assert rows["mixer"] == "pretrained Mixer P4 C8 L3 shapes-a unfinished 12.5%"
     assert rows["nothing-yet"] == "pretrained ? shapes-a unfinished 12.5%"
-    assert rows["probe"] == "linear probe B-2/Wi-6 shapes-b 50.0% 20.0%"
-    assert rows["pixels"] == "linear on pixels pixels shapes-b 25.0% 20.0%"
-    assert rows["tuned"] == "fine-tuned B-2/Wi-6 shapes-b 62.5% 20.0%"
-    assert rows["scratch"] == "from scratch B-2/Wi-6 shapes-b 37.5% 20.0%"
+    assert rows["probe"] == "linear probe B-2/Wi-6 shapes-b 50.0% 20%"
+    assert rows["pixels"] == "linear on pixels pixels shapes-b 25.0% 20%"
+    assert rows["tuned"] == "fine-tuned B-2/Wi-6 shapes-b 62.5% 20%"
+    assert rows["scratch"] == "from scratch B-2/Wi-6 shapes-b 37.5% 20%"
 
 
 def test_repetitions_are_one_row_with_their_spread(tmp_path: Path, write_run: WriteRun, shapes: Path) -> None:
