@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from pretrain.engine.step import keep_freed_memory
 from pretrain.models.build import build_model
 from pretrain.models.layers.linear import aligned
 from pretrain.models.presets import preset, spec_of
@@ -264,6 +265,8 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     on_gpu = options.device.startswith("cuda")
+    if not on_gpu:
+        keep_freed_memory()  # as training does; or who comes after whom would decide who pays for pages
     names = options.only.split(",") if options.only else list(MODELS)
     if options.quick and not options.only:
         names = ["mlp_b12_wi1024", "mixer_ss_w", "rp_mixer_ss_w"]

@@ -27,7 +27,7 @@ from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import CONFIG_FILE, claim
 from pretrain.config import AugmentSettings, TrackingSettings
 from pretrain.data.datasets import Part
-from pretrain.engine.step import working_in
+from pretrain.engine.step import keep_freed_memory, working_in
 from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
 from pretrain.ranks.collectives import is_distributed, same_on_all_ranks
@@ -96,6 +96,8 @@ def start_accelerator(world: World, *, precision: str = "fp32", timeout_s: float
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
     seen = accelerator.num_processes
     if seen != world.num_ranks:
         raise RuntimeError(f"accelerate sees {seen} processes of {world.num_ranks}; unset ACCELERATE_* variables")

@@ -40,6 +40,7 @@ from pretrain.engine.step import (
     StepResult,
     checkpoint_activations,
     compile_blocks,
+    keep_freed_memory,
     loss_of,
     norm_of,
     working_in,
@@ -112,7 +113,9 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    else:  # DeepSpeed asks oneDNN and refuses; torch computes fp16 without it, if slowly
+    else:
+        keep_freed_memory()
+        # DeepSpeed asks oneDNN and refuses; torch computes fp16 without it, if slowly
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     timeout = datetime.timedelta(seconds=timeout_s)
     # Else the shared-memory op is compiled on first use (35 s, and a stale lock file hangs it), though gloo needs no help, and the

@@ -153,6 +153,8 @@ def train(task: Task, world: World) -> Outcome:
     with entered(claim(run_dir, task.config, is_first=world.is_first, ranks=engine, stop=stop, weights=weights)):
         log_to(run_dir / "logs" / f"rank-{world.rank}.log")
         device = task.join_ranks(world)
+        if engine.compile and device.type == "cpu" and world.is_first:
+            print(f"{run_dir.name}: engine.compile takes a minute and gains next to nothing on CPUs; leave it out here", flush=True)
         with watched(world, engine, device=device) as heartbeat:
             heartbeat.watch(run_dir / "stacks")
             if any_rank(stop.raised_by is not None, device=device):

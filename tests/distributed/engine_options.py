@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 import sys
 import warnings
 from pathlib import Path
@@ -39,6 +40,8 @@ from tests.distributed.engines import (
     train_step,
 )
 
+ACTIVATION = 48 << 20
+"""Bytes that malloc would take from the kernel, and hand back, by themselves."""
 OFFLOADED = {
     f"stage{stage}-{offload}-{precision}": (stage, offload, precision, optimizer)
     for stage, offload, precision, optimizer in (
@@ -263,6 +266,16 @@ def tuned(world: World) -> dict[str, Any]:
     return {"applied": from_all_ranks(skipped.applied), "apart": apart(one, other), "updates": [one.num_updates, other.num_updates]}
 
 
+def pages_taken_again() -> int:
+    """Pages that the kernel clears when as many activations are made anew as were freed, five times."""
+    faults = []
+    for _ in range(6):
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        activations = [torch.ones(ACTIVATION // 4) for _ in range(3)]
+        del activations
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults[1]
+
+
 def noise(world: World, folder: str) -> dict[str, str]:
     """What an engine says while it is made and trained: on the console, and in the file that it was told to use."""
     from pretrain.loop.train import log_to
@@ -293,6 +306,7 @@ def options(world: World, folder: str) -> dict[str, Any]:
         "grown": [grown(world, stage) for stage in (0, 1, 3)],
         "left_early": [left_early(world, stage) for stage in (0, 3)],
         "noise": noise(world, folder),
+        "pages": pages_taken_again(),
         "offloaded": {identity: offloaded(world, identity) for identity in OFFLOADED},
         "updated": {identity: updated(world, identity) for identity in UPDATED},
         "checkpointed": checkpointed(world, 3),

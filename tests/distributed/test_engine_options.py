@@ -1,12 +1,13 @@
 """Offload, activation checkpointing, and models that keep more than weights, on 2 ranks."""
 
+import resource
 from typing import Any
 
 import pytest
 
 from pretrain.cli import main as pretrain
 from pretrain.config import EngineSettings
-from tests.distributed.engine_options import OFFLOADED, UPDATED
+from tests.distributed.engine_options import ACTIVATION, OFFLOADED, UPDATED
 from tests.distributed.engines import CLIP
 from tests.distributed.test_engine import GRADIENT_LIMIT, MOVE_LIMIT
 
@@ -89,6 +90,11 @@ def test_an_error_while_weights_are_averaged_waits_for_no_other_rank(results: di
     """Refreshing is a collective at stages 1 to 3: an interruption is on all ranks, another error perhaps on one alone."""
     for found in results["options"]["left_early"]:
         assert found == {"OSError": 1, "Interrupted": 2, "left": 0, "logits": 0}
+
+
+def test_steps_take_the_memory_that_others_have_freed(results: dict[str, Any]) -> None:
+    """Handed back in between, all pages would be taken anew, five times."""
+    assert results["options"]["pages"] < 5 * 3 * ACTIVATION / resource.getpagesize() / 4
 
 
 def test_nothing_of_deepspeeds_talk_reaches_the_console(results: dict[str, Any]) -> None:

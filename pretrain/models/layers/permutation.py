@@ -78,8 +78,8 @@ def _(x_BM: Tensor, index: Tensor) -> Tensor:
 
 def _take(x_BM: Tensor, index: Tensor) -> Tensor:
     """On a CPU inductor must not see the gather: fused with what stands around it, all that runs one number at a time, and a step
-    takes 1.7 times as long. On a GPU it may fuse; an exported graph has to name what others know."""
-    if x_BM.device.type == "cpu" and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    takes 1.7 times as long. On a GPU it may fuse; an exported graph, which dynamo has no part in, has to name what others know."""
+    if x_BM.device.type == "cpu" and torch.compiler.is_dynamo_compiling():
         return take_columns(x_BM, index)
     return x_BM.index_select(1, index)
 
