@@ -81,7 +81,7 @@ gpu-tests: .venv/.installed
 gpu-dry-run: .venv/.installed
 	@mkdir -p build/gpu-dry-run; failed=; \
 	export GPU_WORK=$(CURDIR)/build/gpu-dry-run/work PYTHON=$(CURDIR)/$(BIN)/python SLOW=8 JOBS=2 SMALL=1; \
-	export TRACKED_STEPS=30 RESUME_STEPS=12 BUDGET_S=18000; \
+	export STEPS=3 BATCH=64 MIXER_BATCH=16 TRACKED_STEPS=30 RESUME_STEPS=12 BUDGET_S=18000; \
 	for call in first.sh "measure.sh step" "measure.sh data" "measure.sh peers"; do \
 	    OUT=$(CURDIR)/build/gpu-dry-run/$$(echo $$call | tr -d ' ') bash benchmarks/gpu/$$call || failed="$$failed $$call"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }

@@ -28,7 +28,7 @@ setup() {
             --target "$WORK/site" "$CARRIED"/wheels/*.whl > "$LOGS/install.log" 2>&1 && echo "$wheels" > "$WORK/site/.wheels"
         echo "installed $(echo "$wheels" | wc -l) wheels in $SECONDS s (exit $?)"
     fi
-    tar -C "$KIT/../.." --exclude=./.gpu --exclude=./.git --exclude=./.venv --exclude=./data --exclude=./runs --exclude='./benchmarks/.*' \
+    tar -C "$KIT/../.." --exclude=./.gpu --exclude=./.git --exclude=./.venv --exclude=./data --exclude=./runs --exclude=./build --exclude='./benchmarks/.*' \
         --exclude=__pycache__ -cf - . | tar -C "$WORK/project" -xf -
     cd "$WORK/project" || exit 1
     export PYTHONPATH=$WORK/site:$WORK/project PYTHONUNBUFFERED=1 MLFLOW_DISABLE_TELEMETRY=true DO_NOT_TRACK=true

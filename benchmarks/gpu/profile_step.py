@@ -5,8 +5,10 @@ project:
                     [--augment] [--out F.json]
 
 Prints wall time, images/s, the share of the device's measured product rate, how long the device was busy, and for each phase of
-the step (by when the host launched it) device time, launches, and time per kind of kernel. `--augment`: a stored batch is augmented
-anew in each step, on the same stream. Without a GPU: wall time alone, to see that it runs (give small sizes).
+the step (by when the host launched it) the host's time, device time, launches, and time per kind of kernel. A phase is what the
+engine calls by name (`PHASES`, and those of an update): one that the profile has no sign of is an error, for the code has moved
+on. `loss` is its forward pass; the loss's gradient is the first kernel of `backward`. `--augment`: a stored batch is augmented anew
+in each step, on the same stream. Without a GPU the host's times alone (give small sizes).
 """
 
 import argparse
@@ -14,6 +16,7 @@ import collections
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,7 +36,7 @@ from pretrain.engine.deepspeed import DeepSpeedEngine, start_distributed
 from pretrain.models.build import build_model
 from pretrain.models.cost import forward_flops
 from pretrain.models.presets import preset, spec_of
-from pretrain.optim import build_optimizer
+from pretrain.optim import Lion, build_optimizer
 from pretrain.ranks.world import read_world
 
 KINDS = (
@@ -55,17 +58,32 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS if any(word in low for word in words)), "other")
 
 
-def phased(target: Any, name: str, phase: str) -> None:
+def phased(target: Any, name: str, phase: str) -> str:
     """From now on the method's launches belong to `phase`."""
-    plain = getattr(target, name, None)
-    if plain is None:
-        return
+    plain = getattr(target, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with record_function(f"phase {phase}"):
             return plain(*args, **kwargs)
 
     setattr(target, name, wrapped)
+    return phase
+
+
+def mark_phases(engine: DeepSpeedEngine) -> list[str]:
+    """What a step is made of; those within another count there alone."""
+    whole, zero, update = engine._engine, engine._optimizer, engine._update
+    marks = [(whole, "forward", "forward"), (engine_module, "loss_of", "loss"), (whole, "backward", "backward")]
+    if update is not None:  # stages 1 and 2, without offload and fp16: sharded_update.py
+        marks += [(zero, "step", "update, gather"), (update, "_norm", "norm")]
+        marks += [(update._plain, "step_shards" if isinstance(update._plain, Lion) else "step", "optimizer")]
+        if whole.enable_backward_allreduce:
+            marks += [(zero, "independent_gradient_partition_epilogue", "end of reduction")]
+    elif engine.settings.zero_stage == 0:
+        marks += [(engine, "_update_plain", "update"), (engine_module, "norm_of", "norm"), (zero, "step", "optimizer")]
+    else:  # DeepSpeed's
+        marks += [(zero, "step", "update, DeepSpeed's"), (zero.optimizer, "step", "optimizer")]
+    return [phased(*each) for each in marks]
 
 
 def product_rate(device: torch.device) -> float:
@@ -117,8 +135,11 @@ def read_trace(path: Path, *, steps: int) -> dict[str, Any]:
         return next((name for first, last, name in phases if first <= moment <= last), "between")  # the innermost
 
     table: dict[str, dict[str, Any]] = collections.defaultdict(
-        lambda: {"device_ms": 0.0, "launches": 0, "kinds": collections.Counter()}
+        lambda: {"host_ms": 0.0, "times": 0.0, "device_ms": 0.0, "launches": 0, "kinds": collections.Counter()}
     )
+    for first, last, name in phases:
+        table[name]["host_ms"] += (last - first) / 1000 / steps
+        table[name]["times"] += 1 / steps
     kernels: collections.Counter[str] = collections.Counter()
     for event in device:
         phase = phase_at(launched.get(event["args"].get("correlation"), event["ts"]))
@@ -140,7 +161,7 @@ def read_trace(path: Path, *, steps: int) -> dict[str, Any]:
         "waits": {name: count / steps for name, count in waits.items()},
         "phases": {
             name: row | {"kinds": dict(row["kinds"].most_common())}
-            for name, row in sorted(table.items(), key=lambda i: -i[1]["device_ms"])
+            for name, row in sorted(table.items(), key=lambda i: (-i[1]["device_ms"], -i[1]["host_ms"]))
         },
         "kernels": dict(kernels.most_common(14)),
     }
@@ -235,17 +256,7 @@ def main() -> None:
         "epoch_of_12.5M_s": 12.5e6 * per_step_s / options.batch,
         "peak_gb": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
     }
-    whole, sharded = engine._engine, engine._optimizer
-    for target, method, phase in (
-        (whole, "forward", "forward"),
-        (whole, "backward", "backward and reduction"),
-        (whole, "step", "rest of the update"),
-        (sharded, "check_overflow", "overflow check"),
-        (sharded, "scaled_global_norm", "norm"),
-        (getattr(sharded, "optimizer", sharded), "step", "optimizer"),
-        (engine_module, "loss_of", "loss"),
-    ):
-        phased(target, method, phase)
+    names = mark_phases(engine) + (["augmentation"] if options.augment else [])
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
     step()
     with profile(activities=activities) as recorded:
@@ -259,10 +270,14 @@ def main() -> None:
         recorded.export_chrome_trace(str(path))
         found |= read_trace(path, steps=options.steps)
     show(found)
+    missing = [name for name in names if name not in found["phases"]]
+    if missing:
+        print(f"BAD these phases did not occur, so their time is in others: {', '.join(missing)}; mend mark_phases")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(found, indent=1))
-    os._exit(0)
+    sys.stdout.flush()
+    os._exit(int(bool(missing)))
 
 
 def show(found: dict[str, Any]) -> None:
@@ -283,7 +298,8 @@ def show(found: dict[str, Any]) -> None:
         )
     for phase, row in found["phases"].items():
         kinds = ", ".join(f"{kind} {took:.2f}" for kind, took in list(row["kinds"].items())[:5])
-        print(f"    {phase:24} {row['device_ms']:7.2f} ms {row['launches']:6.0f} launches   {kinds}")
+        device = f"device {row['device_ms']:7.2f} ms, {row['launches']:4.0f} launches   {kinds}" if found["device"] != "cpu" else ""
+        print(f"    {phase:20} {row['times']:4.0f} x  host {row['host_ms']:7.2f} ms  {device}")
     for name, took in list(found["kernels"].items())[:10]:
         print(f"      {took:6.2f} ms  {name[:110]}")
 

@@ -18,12 +18,14 @@ from pathlib import Path
 
 STEPS = int(os.environ.get("RESUME_STEPS", "240"))
 EVERY = STEPS // 6
+BATCH = os.environ.get("BATCH", "512")
 FILES = ("model.safetensors", "optimizer.safetensors")
 
 
 def command(run: Path, settings: list[str]) -> list[str]:
     words = [sys.executable, "-m", "pretrain", "train", "configs/pretrain/demo_mlp.yaml", f"run_dir={run}"]
     words += ["data.dataset=data/demo-pretrain", f"train.duration={STEPS} steps", f"train.eval_every={STEPS} steps"]
+    words += [f"train.global_batch_size={BATCH}"]
     return [*words, f"checkpoint.every={EVERY} steps", "tracking.enabled=false", "augment.mixup_alpha=0.8", *settings]
 
 

@@ -46,9 +46,10 @@ def keep_freed_memory() -> None:
     """For the rest of a process that computes on a CPU: what a step frees the next one takes again. glibc would hand it back to the
     kernel each time, which clears every page anew: a fifth of a small Mixer's step. The peak is the same. Tensors above 1 GiB,
     which would leave holes, are still handed back."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
-    libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
+    set_malloc = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_malloc is not None:  # other C libraries have none
+        set_malloc(M_MMAP_THRESHOLD, 1 << 30) or set_malloc(M_MMAP_THRESHOLD, 1 << 25)  # older glibc takes no more
+        set_malloc(M_TRIM_THRESHOLD, -1)  # never
 
 
 @dataclass(frozen=True)
