@@ -53,6 +53,7 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         environment.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
         environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: spinning ones take cores from busy ones
     if not environment.keys() & ALLOCATOR:  # torch reads it before a GPU's first allocation, and nobody does on a CPU
         environment[ALLOCATOR[0]] = "expandable_segments:True"  # evaluation, gathers of stage 3, other batch sizes leave no holes
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]

@@ -92,12 +92,28 @@ def test_one_process_is_a_world_of_its_own() -> None:
     assert environment["MASTER_ADDR"] == "127.0.0.1" and int(environment["MASTER_PORT"]) > 0
 
 
-def test_the_allocator_of_gpus_is_told_to_grow_unless_the_user_has_told_it_something() -> None:
-    for name in ("", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        environment = {name: "backend:native"} if name else {}
-        read_world(environment)
-        found = {key: value for key, value in environment.items() if "ALLOC" in key}
-        assert found == ({name: "backend:native"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+@pytest.mark.parametrize(
+    ("given", "filled_in"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_WAIT_POLICY": "PASSIVE"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ({"PYTORCH_ALLOC_CONF": "backend:native", "OMP_WAIT_POLICY": "ACTIVE"}, {}),
+    ],
+)
+def test_runtime_settings_have_defaults_that_a_user_can_replace(given: dict[str, str], filled_in: dict[str, str]) -> None:
+    environment = dict(given)
+    read_world(environment)
+    found = {key: value for key, value in environment.items() if "ALLOC" in key or key == "OMP_WAIT_POLICY"}
+    assert found == given | filled_in
+
+
+@pytest.mark.processes
+def test_torch_loads_after_the_wait_policy_is_set() -> None:
+    """libgomp reads its environment once, when torch loads it."""
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "TRUE"}
+    command = [sys.executable, "-c", "from pretrain.ranks.world import read_world; read_world(); import torch"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=REPOSITORY).stderr
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in said
 
 
 SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "12345"}
