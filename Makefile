@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: cluster-test demo demos findings gpu-dry-run gpu-tests launchers study test check soak stores lint types arrows tests format lock clean-demo clean-demos
+.PHONY: benchmarks cluster-test demo demos findings gpu-dry-run gpu-tests launchers study test check soak stores lint types arrows tests format lock clean-demo clean-demos
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -59,7 +59,12 @@ arrows:
 	$(BIN)/lint-imports
 
 tests:
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not stores"
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not stores and not benchmarks"
+
+# Runs the smallest size of every benchmark, with its peers (FFCV needs: apt-get install libturbojpeg0-dev libopencv-dev pkg-config;
+# under REQUIRE_FFCV=1 a missing FFCV fails).
+benchmarks: .venv/.installed
+	$(BIN)/python -m pytest -m benchmarks tests/test_benchmarks.py $(ARGS)
 
 # What speaks to stores other than s3, against servers that the tests start. Azure's is azurite, from npm; without npm its tests skip,
 # except under REQUIRE_STORES=1. (Its 3.37 wants node 22.)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from frame import arguments, commit, machine, rates, ratio, report
+from frame import arguments, commit, machine, rates, ratio, report, sized
 from scipy.optimize import curve_fit
 from threadpoolctl import threadpool_limits
 from torch import Tensor
@@ -35,11 +35,13 @@ BATCH, MIXINGS = 256, 6
 
 
 def main() -> None:
-    quick = arguments(__doc__ or "").quick
-    minibatch_cka(num_batches=2 if quick else 8, entries=512 if quick else 2048, rounds=3 if quick else 7)
-    whole_sample_hsic(entries=256 if quick else 512)
-    spectra(rounds=3 if quick else 9)
-    scaling_law(of_peer=200 if quick else 2000, rounds=1 if quick else 3)
+    options = arguments(__doc__ or "")
+    num_batches, entries, rounds = sized(options, full=(8, 2048, 7), quick=(2, 512, 3), dry=(1, 64, 1))
+    minibatch_cka(num_batches=num_batches, entries=entries, rounds=rounds)
+    whole_sample_hsic(entries=sized(options, full=512, quick=256, dry=64), count=2_000 if options.dry_run else 10_000)
+    spectra(rounds=sized(options, full=9, quick=3, dry=1))
+    of_peer, rounds, resamples = sized(options, full=(2000, 3, 2000), quick=(200, 1, 2000), dry=(20, 1, 100))
+    scaling_law(of_peer=of_peer, rounds=rounds, resamples=resamples)
 
 
 # ---- minibatch CKA -----------------------------------------------------------------------------------------------------
@@ -92,7 +94,7 @@ def _plain_hsic(k: Tensor, m: Tensor) -> Tensor:
 # ---- whole-sample HSIC1 ------------------------------------------------------------------------------------------------
 
 
-def whole_sample_hsic(*, entries: int, count: int = 10_000) -> None:
+def whole_sample_hsic(*, entries: int, count: int) -> None:
     (ours, our_bytes), (plain, plain_bytes) = (_in_a_process(name, entries, count) for name in ("ours", "grams"))
     off, ratio = abs(ours - plain) / abs(plain), plain_bytes / our_bytes
     print(f"whole-sample HSIC1 of {count:,} pictures, {entries} entries each, with the features themselves:")
@@ -162,7 +164,7 @@ def spectra(*, rounds: int, rows: int = 4096, columns: int = 1024) -> None:
 # ---- scaling law -------------------------------------------------------------------------------------------------------
 
 
-def scaling_law(*, of_peer: int, rounds: int, resamples: int = 2000) -> None:
+def scaling_law(*, of_peer: int, rounds: int, resamples: int) -> None:
     rng, law = np.random.default_rng(0), forms_of("compute")[FULL]
     points = {"compute": np.concatenate([10 ** rng.uniform(12, 16) * np.array([1, 2, 4, 8, 16]) for _ in range(24)])}
     errors_N = (0.1 + 200 * (1e12 + points["compute"]) ** -0.25) * rng.normal(1, 0.01, 120)

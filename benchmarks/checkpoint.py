@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from frame import arguments, commit, machine
+from frame import arguments, commit, machine, sized
 from rich.console import Console
 from rich.table import Table
 
@@ -41,8 +41,8 @@ def main() -> None:
     world = read_world()
     device = start_distributed(world, timeout_s=600)
     on_gpu = device.type == "cuda"
-    spec = spec_of("mlp_b12_wi1024") if on_gpu else MlpSpec(kind="mlp", depth=6, width=256 if options.quick else 512)
-    batch = 16_384 if on_gpu else 1024
+    spec = spec_of("mlp_b12_wi1024") if on_gpu else MlpSpec(kind="mlp", depth=6, width=sized(options, full=512, quick=256, dry=64))
+    batch = 16_384 if on_gpu else 64 if options.dry_run else 1024
     engine = DeepSpeedEngine(
         build_model(spec, num_classes=CLASSES, image_size=SIZE, seed=0),
         make_optimizer=lambda module: build_optimizer(module, OptimizerSettings(name="adamw")),
@@ -74,7 +74,7 @@ def main() -> None:
         step_s()
     run_dir = Path(tempfile.mkdtemp(prefix="wide-mlps-checkpoint-"))
     found: dict[str, list[float]] = {name: [] for name in ("step", "stall", "step while writing", "write", "on the spot")}
-    for number in range(3 if options.quick else 9):
+    for number in range(sized(options, full=9, quick=3, dry=1)):
         alone_s = statistics.median(step_s() for _ in range(STEPS))
         writer = CheckpointWriter(run_dir, Retention(1))
         began_s = time.perf_counter()

@@ -14,33 +14,70 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
+T = TypeVar("T")
 HERE = Path(__file__).parent
 DATA = HERE / ".data"
 """Datasets that benchmarks make for themselves; ignored by git."""
 
 
+PEERS = (
+    "ffcv==1.0.2",
+    "litdata==0.2.76",
+    "mosaicml-streaming==0.10.0",
+    "numpy==2.4.6",
+    "opencv-python-headless==5.0.0.93",
+    "pillow==13.0.0",
+    "simplejpeg==1.9.0",
+    "torch==2.11.0",
+    "torchvision==0.26.0",
+    "webdataset==1.0.2",
+)
+"""All packages that a peer may need. Versions are exact, so that a figure names what it was measured against."""
+FFCV_NEEDS = "apt-get install libturbojpeg0-dev libopencv-dev pkg-config"
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="smaller sizes: under two minutes on 2 cores")
+    parser.add_argument("--dry-run", action="store_true", help="smallest sizes, to check that it runs: ignore its figures")
+
+
 def arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="under two minutes on 2 cores")
-    parser.add_argument("--dry-run", action="store_true", help="smallest sizes, to see that it runs: its figures mean nothing")
+    add_sizes(parser)
     return parser.parse_args()
 
 
-def peer_python(name: str, packages: list[str]) -> Path:
-    """An interpreter with the peers of one benchmark, made on first use in benchmarks/.venv-NAME."""
-    environment = HERE / f".venv-{name}"
-    python = environment / "bin" / "python"
-    wanted, have = "\n".join(sorted(packages)), environment / "packages.txt"
-    if not have.exists() or have.read_text() != wanted:
-        uv = [sys.executable, "-m", "uv"]
-        subprocess.run([*uv, "venv", "--quiet", "--clear", str(environment)], check=True)
-        subprocess.run([*uv, "--no-config", "pip", "install", "--quiet", "--python", str(python), *packages], check=True)
-        have.write_text(wanted)
-    return python
+def sized(options: argparse.Namespace, *, full: T, quick: T, dry: T) -> T:
+    """The value for the requested size."""
+    return dry if options.dry_run else quick if options.quick else full
+
+
+def peer_python() -> tuple[Path, set[str]]:
+    """An interpreter with the peers, and the packages that could not be installed. The first call makes benchmarks/.venv."""
+    environment = HERE / ".venv"
+    python, record = environment / "bin" / "python", environment / "packages.txt"
+    if record.exists() and record.read_text() == "\n".join(PEERS):
+        return python, set()
+    uv = [sys.executable, "-m", "uv", "--quiet"]
+    subprocess.run([*uv, "venv", "--clear", str(environment)], check=True)
+
+    def install(*packages: str) -> bool:
+        command = [*uv, "--no-config", "pip", "install", "--python", str(python), *packages]
+        return subprocess.run(command, check=False).returncode == 0
+
+    missing = set()
+    if not install(*PEERS):  # one peer must not cost the others their rows
+        missing = {package for package in PEERS if not install(package, "numpy==2.4.6")}
+    record.write_text("\n".join(package for package in PEERS if package not in missing))
+    names = {package.partition("==")[0] for package in missing}
+    if "ffcv" in names:
+        print(f"FFCV: could not be installed. It needs: {FFCV_NEEDS}")
+    return python, names
 
 
 def rates(

@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.frame import DATA, arguments, commit, machine
+from benchmarks.frame import DATA, arguments, commit, machine, sized
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.build.config import BuildSettings
 from data_prep.build.workplan import prepare
@@ -85,7 +85,7 @@ def main() -> None:
         plan(int(sys.argv[2]))
         return
     options = arguments(__doc__.splitlines()[0])
-    largest = 1_400_000 if options.quick else 14_000_000
+    largest = sized(options, full=14_000_000, quick=1_400_000, dry=14_000)
     for num_inputs in (largest // 10, largest):
         subprocess.run([sys.executable, __file__, "--plan", str(num_inputs)], check=True, stderr=subprocess.DEVNULL)
     print(f"{machine()}, commit {commit()}")

@@ -1,6 +1,6 @@
 """How fast do shards become batches? Against other loaders, against a plain copy in memory, against libjpeg-turbo's decode alone.
 
-    .venv/bin/python benchmarks/loader.py [--quick] [--only raw,recipe,jpeg,start,memory]
+    .venv/bin/python benchmarks/loader.py [--quick | --dry-run] [--only raw,recipe,jpeg,start,memory]
     .venv/bin/python benchmarks/loader.py --decoders        which JPEG decoder, threads or processes (loader_decoders.py)
 
 Everything is shuffled, delivered as torch tensors, warm in the page cache, on all cores. Nobody hashes what it reads: data.check is
@@ -13,8 +13,7 @@ off here, and what it costs a training while it lasts is a row of benchmarks/tra
   memory  private memory (RssAnon) of a process with our reader, over one epoch
 What a GPU is fed is measured by benchmarks/gpu.py.
 Loaders that do thousands and not hundreds of thousands a second take part in `raw` with fewer of the pictures; so does everybody in
-`recipe`. The pictures (loader_data.py) are photographs made by code. FFCV needs: apt-get install libturbojpeg0-dev libopencv-dev
-pkg-config.
+`recipe`. The pictures (loader_data.py) are photographs made by code. A peer that cannot be installed, or fails, has no row.
 """
 
 import argparse
@@ -23,16 +22,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from frame import HERE, commit, machine, peer_python, ratio, report
+from frame import HERE, add_sizes, commit, machine, peer_python, ratio, report, sized
 from loader_data import CORES, dataset, in_format_of
 from rich.console import Console
 from rich.table import Table
-from serving import Server, Task
+from serving import PeerFailed, Server, Task
 
-PACKAGES = ["litdata", "mosaicml-streaming", "simplejpeg", "torch==2.11.0", "torchvision==0.26.0", "webdataset"]
 PARTS = ("raw", "recipe", "jpeg", "start", "memory")
 
 
@@ -58,6 +58,8 @@ ROWS: dict[str, dict[str, Row]] = {
     "recipe": {"ours": OURS, FFCV_TORCH: Row("ffcv", "ffcv+torch"), **PEERS},
     "jpeg": {"ours": OURS, **PEERS, DECODER: Row("limits", "libjpeg-turbo")},
 }
+PACKAGE_OF = {"mosaic": "mosaicml-streaming", "folder": "torchvision"}
+"""The package of a process, if its name is another one."""
 FAST = ("ours", "FFCV", COPY)
 CAN_RESUME = ("ours", "MosaicML streaming", "litdata")
 
@@ -76,6 +78,17 @@ class Field:
             self.servers[name] = self._start(name)
         return self.servers[name]
 
+    @contextmanager
+    def without_peers_that_fail(self, server: str) -> Iterator[None]:
+        """Our own process and the limits must not fail. A peer loses its rows, in this table and in later ones."""
+        try:
+            yield
+        except PeerFailed as failure:
+            if server in ("ours", "limits"):
+                raise
+            self.able.discard(server)
+            print(f"{server}: no row, since it failed: {failure.reason}", flush=True)
+
     def rows(self, kind: str) -> dict[str, Row]:
         return {name: row for name, row in ROWS[kind].items() if row.server in self.able}
 
@@ -92,24 +105,21 @@ class Field:
 
 def installed() -> tuple[Path, set[str]]:
     """The peers' interpreter, and the processes that can run."""
+    python, missing = peer_python()
     servers = {row.server for rows in ROWS.values() for row in rows.values()}
-    for extra, missing in ((["ffcv", "opencv-python-headless"], set()), ([], {"ffcv"})):
-        try:
-            return peer_python("loader", [*PACKAGES, *extra]), servers - missing
-        except subprocess.CalledProcessError:
-            print("FFCV is not run; it needs: apt-get install libturbojpeg0-dev libopencv-dev pkg-config")
-    sys.exit("the peers could not be installed")
+    return python, {server for server in servers if PACKAGE_OF.get(server, server) not in missing}
 
 
 def tasks(options: argparse.Namespace) -> dict[str, Task]:
     """Batches alike for everybody; `few` is the part of the raw pictures that the slow loaders take."""
-    num_raw, num_jpeg = 40_960, 8_192
-    num_few = min(num_raw, (2 if options.quick else 4) * 1024 * CORES)
+    num_raw, num_jpeg = (1024, 256) if options.dry_run else (40_960, 8_192)
+    batch, jpeg_batch = (64, 32) if options.dry_run else (1024, 256)
+    num_few = min(num_raw, sized(options, full=4, quick=2, dry=1) * 1024 * CORES)
     shards, files = dataset("raw", num_samples=num_raw, image_size=64)
-    raw = Task("raw", str(shards), str(shards.parent), str(files), num_raw, 64, 1024, CORES)
+    raw = Task("raw", str(shards), str(shards.parent), str(files), num_raw, 64, batch, CORES)
     shards, files = dataset("jpeg", num_samples=num_jpeg, image_size=224)
-    num_jpeg = 1024 * CORES if options.quick else num_jpeg
-    jpeg = Task("jpeg", str(shards), str(shards.parent), str(files), min(num_jpeg, 8_192), 224, 256, CORES)
+    num_jpeg = min(num_jpeg, sized(options, full=num_jpeg, quick=1024 * CORES, dry=num_jpeg))
+    jpeg = Task("jpeg", str(shards), str(shards.parent), str(files), num_jpeg, 224, jpeg_batch, CORES)
     few = replace(raw, num_samples=num_few)
     return {"raw": raw, "raw, few": few, "recipe": replace(few, kind="recipe"), "jpeg": jpeg}
 
@@ -117,8 +127,9 @@ def tasks(options: argparse.Namespace) -> dict[str, Task]:
 def write_formats(field: Field, found: dict[str, Task]) -> None:
     for peer in sorted(field.able & {"ffcv", "mosaic", "litdata"}):
         for name, task in found.items():
-            if name != "raw" or peer == "ffcv":
-                in_format_of(peer, task, field.python)
+            if peer in field.able and (name != "raw" or peer == "ffcv"):
+                with field.without_peers_that_fail(peer):
+                    in_format_of(peer, task, field.python)
 
 
 def measure(field: Field, found: dict[str, Task], kind: str, *, rounds: int, seconds: float) -> dict[str, list[float]]:
@@ -128,20 +139,23 @@ def measure(field: Field, found: dict[str, Task], kind: str, *, rounds: int, sec
     totals: dict[str, set[float]] = {}
     for row in rows.values():
         field.server(row.server)  # so that they import side by side
-    for row in rows.values():
-        field.server(row.server).ready()
     for name, row in rows.items():
-        checked = field.server(row.server).ask(row.contestant, task_of[name], "check")
-        assert checked["count"] == task_of[name].num_samples, (name, checked)
-        totals.setdefault(f"{checked['count']} {checked['form']}", set()).add(checked["total"])
+        if row.server in field.able:
+            with field.without_peers_that_fail(row.server):
+                checked = field.server(row.server).ask(row.contestant, task_of[name], "check")
+                if checked["count"] != task_of[name].num_samples:
+                    raise PeerFailed(f"it delivered {checked['count']:,} of {task_of[name].num_samples:,} images")
+                totals.setdefault(f"{checked['count']} {checked['form']}", set()).add(checked["total"])
     if kind == "raw":
         assert all(len(values) == 1 for values in totals.values()), f"not everybody delivered the same pixels: {totals}"
     rates: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(rounds):
         for name, row in rows.items():
-            answer = field.server(row.server).ask(row.contestant, task_of[name], "run", seconds=seconds)
-            rates[name].append(answer["count"] / answer["seconds"])
-    return rates
+            if row.server in field.able:
+                with field.without_peers_that_fail(row.server):
+                    answer = field.server(row.server).ask(row.contestant, task_of[name], "run", seconds=seconds)
+                    rates[name].append(answer["count"] / answer["seconds"])
+    return {name: values for name, values in rates.items() if rows[name].server in field.able}
 
 
 def show(kind: str, task: Task, rates: dict[str, list[float]]) -> None:
@@ -209,9 +223,7 @@ def memory(field: Field, found: dict[str, Task]) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer rounds: about six minutes on 2 cores, once the pictures are made"
-    )
+    add_sizes(parser)
     parser.add_argument("--only", default=",".join(PARTS), help="some of " + ",".join(PARTS))
     parser.add_argument("--decoders", action="store_true", help="the table of JPEG decoders instead")
     return parser.parse_args()
@@ -220,11 +232,12 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     if options.decoders:
-        words = ["--quick"] if options.quick else []
+        words = ["--dry-run"] if options.dry_run else ["--quick"] if options.quick else []
         sys.exit(subprocess.run([sys.executable, str(HERE / "loader_decoders.py"), *words], check=False).returncode)
     os.environ.update({"LITDATA_DISABLE_VERSION_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"})
     python, able = installed()
-    parts, rounds, seconds = options.only.split(","), 2 if options.quick else 5, 0.5 if options.quick else 1.0
+    parts, rounds = options.only.split(","), sized(options, full=5, quick=2, dry=1)
+    seconds = sized(options, full=1.0, quick=0.5, dry=0.01)
     found = tasks(options)
     with tempfile.TemporaryDirectory() as logs:
         field = Field(python, able, Path(logs))
@@ -234,7 +247,7 @@ def main() -> None:
                 show(kind, found[kind], measure(field, found, kind, rounds=rounds, seconds=seconds))
         field.close()
         if "start" in parts:
-            start(field, found["raw"], found["raw, few"], rounds=1 if options.quick else 3)
+            start(field, found["raw"], found["raw, few"], rounds=sized(options, full=3, quick=1, dry=1))
         if "memory" in parts:
             memory(field, found)
     print(f"{machine()}, commit {commit()}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from frame import DATA, HERE
 from prep import photograph
-from serving import Task
+from serving import PeerFailed, Task
 
 CORES = len(os.sched_getaffinity(0))
 NUM_CLASSES = 10
@@ -32,7 +32,7 @@ def make_file(job: tuple[Path, int, int, bool]) -> None:
 
 def dataset(kind: str, *, num_samples: int, image_size: int) -> tuple[Path, Path]:
     """(shards, files): raw shards of PPM files, or shards that keep the bytes of JPEG files."""
-    root = DATA / f"loader-{kind}-{image_size}-{num_samples}"
+    root = DATA / f"images-{kind}-{image_size}-{num_samples}"
     files, shards = root / "files", root / "shards"
     if not files.exists():
         temporary = root / "files.tmp"
@@ -45,7 +45,9 @@ def dataset(kind: str, *, num_samples: int, image_size: int) -> tuple[Path, Path
         temporary.rename(files)
     if not (shards / "manifest.json").exists():
         encoding = "keep" if kind == "jpeg" else "raw"
-        words = [f"image_size={image_size}", f"encoding={encoding}", f"samples_per_shard={SAMPLES_PER_SHARD}"]
+        per_shard = min(SAMPLES_PER_SHARD, num_samples // 8)  # each worker of a peer needs a shard, in a dry run, too
+        words = [f"image_size={image_size}", f"encoding={encoding}", f"samples_per_shard={per_shard}"]
+        words.append("source.val_share=0")  # all images are training images, for every contestant
         command = [sys.executable, "-m", "data_prep", "build", "--source", "folder", "--out", str(shards)]
         subprocess.run([*command, f"source.path={files}", *words], cwd=HERE.parent, check=True, stdout=subprocess.DEVNULL)
     return shards, files
@@ -59,4 +61,4 @@ def in_format_of(peer: str, task: Task, python: Path) -> None:
     environment = {**os.environ, "LITDATA_DISABLE_VERSION_CHECK": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        sys.exit(f"{peer}: its files could not be written\n{done.stderr[-3000:]}")
+        raise PeerFailed(f"{peer}: its files could not be written\n{done.stderr[-3000:]}")

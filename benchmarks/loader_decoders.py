@@ -25,7 +25,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.frame import arguments, rates, report
+from benchmarks.frame import arguments, rates, report, sized
 from benchmarks.loader_data import CORES, dataset
 from benchmarks.loader_ours import members
 from benchmarks.serving import Task
@@ -129,8 +129,8 @@ def serve_share(decoder: Callable[[bytes, Place], None], stored: list[bytes], ba
 
 def main() -> None:
     options = arguments(__doc__ or "")
-    shards, files = dataset("jpeg", num_samples=8_192, image_size=SIZE)
-    number, rounds = (2048, 3) if options.quick else (8192, 7)
+    shards, files = dataset("jpeg", num_samples=256 if options.dry_run else 8_192, image_size=SIZE)
+    number, rounds = sized(options, full=(8192, 7), quick=(2048, 3), dry=(256, 1))
     stored = list(members(Task("jpeg", str(shards), "", str(files), number, SIZE, BATCH, CORES)))
     # processes are forked before threads or torch's own pools exist
     contestants = {f"{name}, processes": in_processes(decoder, stored) for name, decoder in DECODERS.items()}

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from frame import commit, keep, machine, ratio
+from frame import add_sizes, commit, keep, machine, ratio, sized
 from models_peers import Product, bare_products, plain, products_of, step_flops, timm_mixer
 from rich.console import Console
 from rich.table import Table
@@ -241,7 +241,7 @@ def show(name: str, field: Field, rates: dict[str, list[float]], *, batch: int, 
 def arguments() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three models, 3 rounds")
+    add_sizes(parser)
     parser.add_argument("--only", default="", help="some of " + ", ".join(MODELS))
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="bfloat16 on a GPU, else float32")
@@ -268,13 +268,13 @@ def main() -> None:
     if not on_gpu:
         keep_freed_memory()  # as training does; or who comes after whom would decide who pays for pages
     names = options.only.split(",") if options.only else list(MODELS)
-    if options.quick and not options.only:
-        names = ["mlp_b12_wi1024", "mixer_ss_w", "rp_mixer_ss_w"]
+    if not options.only:
+        names = sized(options, full=names, quick=["mlp_b12_wi1024", "mixer_ss_w", "rp_mixer_ss_w"], dry=["smixer_c32"])
     for name in names:
         batch = options.batch or (MODELS[name].gpu if on_gpu else MODELS[name].cpu)
         torch.compiler.reset()
         field = contestants(name, options, batch=batch)
-        rates = field.rates(rounds=options.rounds or (3 if options.quick else 7), repeats=10 if on_gpu else 1)
+        rates = field.rates(rounds=options.rounds or sized(options, full=7, quick=3, dry=1), repeats=10 if on_gpu else 1)
         show(name, field, rates, batch=batch, options=options)
         del field
     print(f"{machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, commit {commit()}")

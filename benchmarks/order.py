@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from frame import arguments, commit, machine
+from frame import arguments, commit, machine, sized
 from rich.console import Console
 from rich.table import Table
 
@@ -137,7 +137,7 @@ def main() -> None:
     for column in ("shuffle", "first batch", "resume in epoch 400", "all of an epoch", "memory grown"):
         table.add_column(column, justify="left" if column == "shuffle" else "right")
     for shuffle in ("full", "block"):
-        table.add_row(*cost(shuffle, num_steps=128 if options.quick else 854))
+        table.add_row(*cost(shuffle, num_steps=sized(options, full=854, quick=128, dry=2)))
     console.print(table)
 
     print(reading())
@@ -150,7 +150,7 @@ def main() -> None:
             order = Order(MIXED_SAMPLES, 3, shuffle, block_size, window_blocks)  # type: ignore[arg-type]
             row = [stored, shuffle, "" if shuffle == "full" else f"{block_size:,} x {window_blocks:,}"]
             for batch in (1024, GLOBAL_BATCH):
-                distinct, lumps = mixing(order, classes, batch=batch, num_batches=4 if options.quick else 30)
+                distinct, lumps = mixing(order, classes, batch=batch, num_batches=sized(options, full=30, quick=4, dry=1))
                 row += [f"{distinct:,.0f}", f"{lumps:,.2f}"]
             table.add_row(*row)
     console.print(table)

@@ -1,6 +1,6 @@
 """How fast does a folder of photographs become shards? Against other writers, and against libjpeg-turbo's decode alone.
 
-    .venv/bin/python benchmarks/prep.py [--quick]
+    .venv/bin/python benchmarks/prep.py [--quick | --dry-run]
 
 Files: JPEGs of about 400 pixels, 4:2:0, quality 90, about 33 kB, made by code (noise with the spectrum of photographs) in class
 folders; all are read before anything is measured. Everybody makes raw 64-pixel squares of them on all cores. Contestants:
@@ -11,7 +11,7 @@ folders; all are read before anything is measured. Everybody makes raw 64-pixel 
   limits         libjpeg-turbo alone, a process per core, bytes in memory, nothing resized or written: at half scale (what our
                  drafts of these files are decoded at) and in full
 The clock is in the process that does the work, after its imports; starting worker processes is inside it, for everyone.
-FFCV is compiled when it is installed, which needs: apt-get install libturbojpeg0-dev libopencv-dev pkg-config
+A peer that cannot be installed, or fails, has no row.
 """
 
 import os
@@ -26,18 +26,19 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from frame import DATA, HERE, arguments, peer_python, ratio, report
+from frame import DATA, HERE, arguments, peer_python, ratio, report, sized
 from PIL import Image
 
 PEERS = {
-    "cv2 tars": ("cv2", ["opencv-python-headless"]),
-    "PIL tars": ("pil", ["pillow"]),
-    "FFCV": ("ffcv", ["ffcv"]),
-    "mosaic": ("mosaic", ["mosaicml-streaming"]),
-    "litdata": ("litdata", ["litdata"]),
-    "limit, half": ("limit2", ["simplejpeg"]),
-    "limit, full": ("limit1", ["simplejpeg"]),
+    "cv2 tars": ("cv2", "opencv-python-headless"),
+    "PIL tars": ("pil", "pillow"),
+    "FFCV": ("ffcv", "ffcv"),
+    "mosaic": ("mosaic", "mosaicml-streaming"),
+    "litdata": ("litdata", "litdata"),
+    "limit, half": ("limit2", "simplejpeg"),
+    "limit, full": ("limit1", "simplejpeg"),
 }
+"""What each is in prep_peers.py, and the package that it needs."""
 CORES = len(os.sched_getaffinity(0))
 OUT = DATA / "prep-out"
 NUM_CLASSES, NUM_LINKS = 10, 6
@@ -83,19 +84,6 @@ def photographs(num_different: int) -> Path:
     return directory
 
 
-def installed() -> tuple[Path, list[str]]:
-    """The peers' interpreter and the contestants that can run in it."""
-    packages = {package for _, needed in PEERS.values() for package in needed}
-    for missing in (set(), {"ffcv"}):
-        try:
-            python = peer_python("prep", sorted(packages - missing))
-        except subprocess.CalledProcessError:
-            print("FFCV is not run; it needs: apt-get install libturbojpeg0-dev libopencv-dev pkg-config")
-            continue
-        return python, [name for name, (_, needed) in PEERS.items() if not missing & set(needed)]
-    sys.exit("the peers could not be installed")
-
-
 def ours(files: Path, *settings: str, num_workers: int = CORES) -> Callable[[], float]:
     words = ["build", "--source", "folder", "--out", str(OUT), f"source.path={files}", f"num_workers={num_workers}", SHARDS]
     code = (
@@ -136,10 +124,11 @@ def peak_memory_mb(files: Path) -> float:
 
 def main() -> None:
     options = arguments(__doc__ or "")
-    num_different, rounds = (500, 1) if options.quick else (3000, 3)
+    num_different, rounds = sized(options, full=(3000, 3), quick=(500, 1), dry=(80, 1))
     files, more_files = photographs(num_different), photographs(num_different // 4)
     num_bytes = [path.stat().st_size for path in sorted(files.rglob("*.jpg")) if path.read_bytes()]
-    python, able = installed()
+    python, missing = peer_python()
+    able = [name for name, (_, package) in PEERS.items() if package not in missing]
     runs = {
         "ours": ours(files),
         "ours, full": ours(files, "draft=false"),
@@ -150,8 +139,15 @@ def main() -> None:
         runs[name] = lambda command=command: seconds_of(command)  # type: ignore[misc]
     found: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
-        for name, run in runs.items():
-            found[name].append(len(num_bytes) / run())
+        for name in list(found):
+            try:
+                found[name].append(len(num_bytes) / runs[name]())
+            except SystemExit as failure:
+                if name not in PEERS or name.startswith("limit"):
+                    raise
+                print(f"{name}: no row, since it failed: {str(failure).strip().splitlines()[-1][-200:]}", flush=True)
+                del found[name]
+                able.remove(name)
     peers = [name for name in able if not name.startswith("limit")]
     fastest = max(peers, key=lambda name: statistics.median(found[name]))
     headline = (

@@ -35,6 +35,14 @@ class Task:
     cores: int
 
 
+class PeerFailed(SystemExit):
+    """A contestant's process ended, or its files could not be written. Uncaught, it ends the benchmark with its message."""
+
+    @property
+    def reason(self) -> str:
+        return str(self).strip().splitlines()[-1][-200:]
+
+
 class Contestant:
     """One loader. `open` is all that has to happen before batches can be asked for; `batches` is one pass over the samples."""
 
@@ -186,5 +194,5 @@ class Server:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            sys.exit(f"{' '.join(map(str, self.process.args))}\n{self.log.read_text()[-3000:]}")  # type: ignore[arg-type]
+            raise PeerFailed(f"{' '.join(map(str, self.process.args))}\n{self.log.read_text()[-3000:]}")  # type: ignore[arg-type]
         return json.loads(line)  # type: ignore[no-any-return]

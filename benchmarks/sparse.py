@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from frame import commit, machine, ratio
+from frame import add_sizes, commit, machine, ratio, sized
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -77,7 +77,7 @@ def compare(width: int, densities: tuple[float, ...], *, rounds: int, clock: Cal
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="under two minutes on 2 cores")
+    add_sizes(parser)
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds of one thread")
     options = parser.parse_args()
     torch.set_num_threads(1 if options.cpu_time else 2)
@@ -87,10 +87,10 @@ def main() -> None:
     table = Table(title=f"forward + backward, batch {BATCH}, {kind}", title_justify="left", box=None)
     for column in ("width", "density", "masked ms", "sparse ms", "faster", "masked MB", "sparse MB", "smaller", "auto"):
         table.add_column(column, justify="right", no_wrap=True)
-    densities = DENSITIES[::3] if options.quick else DENSITIES
-    for width in (540, 1619, 4096) if options.quick else (540, 724, 935, 1619, 4096):
-        compare(width, densities, rounds=3 if options.quick else 5, clock=clock, table=table)
-    if not options.quick:  # beyond 0.1 the patterns alone would take gigabytes
+    densities = sized(options, full=DENSITIES, quick=DENSITIES[::3], dry=DENSITIES[:1])
+    for width in sized(options, full=(540, 724, 935, 1619, 4096), quick=(540, 1619, 4096), dry=(540,)):
+        compare(width, densities, rounds=sized(options, full=5, quick=3, dry=1), clock=clock, table=table)
+    if not options.quick and not options.dry_run:  # beyond 0.1 the patterns alone would take gigabytes
         compare(16384, tuple(each for each in DENSITIES if each <= 0.1), rounds=3, clock=clock, table=table)
     Console(width=120).print(table)
     print(f"{machine()}, commit {commit()}")

@@ -1,6 +1,8 @@
 """Does a loader keep up with a store? Ours over http, beside local shards, the link itself, and the peers over the same link.
 
-    python benchmarks/stores.py [--quick]        minutes; the pictures are made, and the peers installed, at the first call
+    .venv/bin/python benchmarks/stores.py [--quick | --dry-run]
+
+It takes minutes. The first call makes the pictures and installs the peers.
 
 The server (stores_link.py, a process of its own on this machine) answers each request after 20 ms and passes 100 MB/s in total; its
 CPU share stands in each row, as it has to share the cores with who reads. What is read is the data of loader.py's `raw`: 64 px,
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL
@@ -27,14 +29,13 @@ from threading import Timer
 from typing import Any
 from urllib.request import urlopen
 
-from frame import HERE, arguments, commit, machine, peer_python, ratio
+from frame import HERE, arguments, commit, machine, peer_python, ratio, sized
 from loader_data import CORES, dataset, in_format_of
 from rich.console import Console
 from rich.table import Table
-from serving import Server, Task
+from serving import PeerFailed, Server, Task
 from stores_link import BYTES_PER_S, LATENCY_S
 
-PACKAGES = ["litdata", "mosaicml-streaming", "torch==2.11.0", "torchvision==0.26.0", "webdataset"]
 PEERS = {"webdataset, http": "webdataset", "MosaicML streaming, s3": "mosaic", "litdata, s3": "litdata"}
 OURS, LOCAL, PLAIN = "ours, http", "ours, local", "four plain readers"
 PATIENCE_S = 240.0
@@ -64,17 +65,15 @@ class Pass:
 
 
 class Bench:
-    def __init__(self, task: Task, address: str, python: Path | None, logs: Path):
+    def __init__(self, task: Task, address: str, python: Path, logs: Path):
         self.task, self.address, self.python, self.logs = task, address, python, logs
 
     def once(self, name: str, *, step_s: float = 0.0) -> Pass:
-        """In a process of its own, with nothing in its cache. SystemExit says why there is none."""
+        """In a process of its own, with nothing in its cache."""
         ours = {OURS: "store", LOCAL: "local", PLAIN: "plain"}
         contestant = ours.get(name) or PEERS[name]
         command = [sys.executable, str(HERE / "stores_ours.py")]
         if name not in ours:
-            if self.python is None:
-                sys.exit("could not be installed")
             command = [str(self.python), str(HERE / "stores_peers.py"), contestant]
         with tempfile.TemporaryDirectory() as cache:
             os.environ["STORES_CACHE"] = cache
@@ -90,7 +89,7 @@ class Bench:
                 patience.cancel()
                 server.close()
         if answer["count"] < self.task.num_samples - BATCH_SIZE:  # some drop what does not fill a batch
-            sys.exit(f"delivers {answer['count']:,} of {self.task.num_samples:,} pictures")
+            raise PeerFailed(f"it delivered {answer['count']:,} of {self.task.num_samples:,} images")
         return Pass(answer, {key: after[key] - before[key] for key in after})
 
     def _counts(self) -> dict[str, float]:
@@ -162,30 +161,28 @@ def task_of(num_pictures: int) -> Task:
 
 def main() -> None:
     options = arguments(__doc__.splitlines()[0])
-    task = task_of(8_192 if options.quick else 49_152)
-    try:
-        python = peer_python("stores", PACKAGES)
-        for peer in ("mosaic", "litdata"):
+    task = task_of(sized(options, full=49_152, quick=8_192, dry=2_048))
+    python, _ = peer_python()
+    for peer in ("mosaic", "litdata"):
+        with suppress(PeerFailed):  # its pass fails below, too, and says so
             in_format_of(peer, task, python)
-    except subprocess.CalledProcessError:
-        python = None
     step_s = size_of(OURS, task) / task.num_samples * task.batch_size / (BYTES_PER_S / 2)
     with tempfile.TemporaryDirectory() as logs, link(Path(task.peers)) as address:
         os.environ.update(environment(task, address))
         bench = Bench(task, address, python, Path(logs))
         paced: dict[str, list[Pass]] = {LOCAL: [], OURS: []}
         unpaced: dict[str, list[Pass]] = {name: [] for name in (PLAIN, OURS, *PEERS)}
-        rounds = 1 if options.quick else 3
+        rounds = sized(options, full=3, quick=1, dry=1)
         for _ in range(rounds):
             for name, passes in paced.items():
                 passes.append(bench.once(name, step_s=step_s))
             for name in list(unpaced):
                 try:
                     unpaced[name].append(bench.once(name))
-                except SystemExit as error:
+                except PeerFailed as failure:
                     if name not in PEERS:
                         raise
-                    print(f"{name}: not here ({str(error).strip().splitlines()[-1][-200:]})", flush=True)
+                    print(f"{name}: no row, since it failed: {failure.reason}", flush=True)
                     del unpaced[name]
     words = f"{task.num_samples:,} pictures of {SIZE} px, {LATENCY_S * 1e3:.0f} ms, {BYTES_PER_S / 1e6:.0f} MB/s, rounds: {rounds}"
     show(f"paced at half the link: {words}", task, paced, paced=True)

@@ -91,7 +91,8 @@ def rank_main() -> None:
 
     world = read_world()
     start_distributed(world, timeout_s=120)
-    rows = [measure(world, stage, precision) for precision in ("fp32", "bf16") for stage in range(4)]
+    precisions, stages = (("bf16",), (2,)) if "--dry-run" in sys.argv else (("fp32", "bf16"), range(4))
+    rows = [measure(world, stage, precision) for precision in precisions for stage in stages]
     if world.is_first:
         table = Table(title=f"{SPEC.label}, {world.num_ranks} ranks, bytes per parameter", title_justify="left", box=None)
         for column in ("stage", "precision", "held", "formula", "sent", "formula "):
@@ -108,6 +109,7 @@ def rank_main() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--dry-run", action="store_true", help="one stage and precision only")
     options = parser.parse_args()
     if "RANK" in os.environ:
         rank_main()
