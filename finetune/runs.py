@@ -23,7 +23,8 @@ from typing import Any, Literal, NamedTuple
 from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import flatten, read_yaml
 from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
-from pretrain.checkpoints.run import CONFIG_FILE, finished_result, list_checkpoints, run_and_length
+from pretrain.checkpoints.run import CONFIG_FILE, begun_with, finished_result, list_checkpoints, run_and_length
+from pretrain.config import Length
 from pretrain.data.datasets import Part
 from pretrain.tracking.tracker import readable_events
 
@@ -155,6 +156,23 @@ class Run:
             return Part(self.dataset, manifest, split, fold=self.data.get("fold")).num_samples
         except (DatasetError, KeyError, IndexError):  # there are no such folds any more
             return None
+
+    @property
+    def weights_step(self) -> int | None:
+        """The step of the checkpoint whose weights this run began with; None if no record has it."""
+        return (self.result or begun_with(self.directory)).get("weights_step")
+
+    def length_at(self, step: int) -> str:
+        """The length of this training at one of its steps: `2 epochs`, or `13 steps` if no epoch ends with that step."""
+        if step == self.result.get("step"):
+            return self.params.get("train.duration", "")
+        samples, epochs = (values for _, values in self.curves("train/samples", "train/epoch"))
+        if samples and epochs[-1]:
+            size, batch = round(samples[-1] / epochs[-1]), self.settings["train"]["global_batch_size"]
+            count = step * batch // size
+            if count and Length(count, "epochs").steps(global_batch_size=batch, num_samples=size) == step:
+                return f"{count} epoch{'s' * (count > 1)}"
+        return f"{step} step{'s' * (step > 1)}"
 
     @property
     def top1(self) -> float | None:

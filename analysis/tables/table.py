@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from analysis.tables.published import COLUMNS, JUDGED_ON, REAL, Method, Table, Wanted
 from finetune.runs import Run
-from pretrain.checkpoints.run import MAY_CHANGE, checkpoint_dir, run_and_length
+from pretrain.checkpoints.run import MAY_CHANGE, run_and_length
 from pretrain.models.spec import AnySpec, ModelSpec
 
 REPEATED = ("seed", "train.seed", "data.fold")
@@ -269,10 +269,12 @@ def _start(target: str, length: str, *, augmented: bool) -> str:
 
 
 def _taken_at(run: Run, source: Run) -> str:
-    """How far `source` had come when `run` took its weights; "" at its end."""
+    """The length of `source` at the checkpoint that `run` began with, however long `source` is now; "" if no record has it."""
     place, length = run_and_length(str(run.settings.get("pretrained") or run.settings.get("start_from") or ""))
-    step, last = Path(place).name, checkpoint_dir(source.directory, source.result.get("step", 0)).name
-    return length or (step if step.startswith("step-") and step != last else "")
+    named, step = re.fullmatch(r"step-(\d+)", Path(place).name), run.weights_step
+    if step is None and named:
+        step = int(named[1])
+    return length or (source.length_at(step) if step is not None else "")
 
 
 def _length(words: str) -> str:

@@ -188,10 +188,7 @@ def scratch(epochs: int, **params: str) -> dict[str, Any]:
         (origin(100) | {"parent_key": ""}, "fine-tune B-12/Wi-1024 + DA, of imagenet21k for 100 epochs"),
         ({"settings": {"pretrained": "body@50epochs"}}, "fine-tune B-12/Wi-1024 + DA, of imagenet21k for 50 epochs"),
         ({"settings": {"pretrained": "body@400epochs"}}, ROW),
-        (
-            {"settings": {"pretrained": "body/checkpoints/step-00000007"}},
-            "fine-tune B-12/Wi-1024 + DA, of imagenet21k for step-00000007",
-        ),
+        ({"settings": {"pretrained": "body/checkpoints/step-00000007"}}, "fine-tune B-12/Wi-1024 + DA, of imagenet21k for 7 steps"),
         ({"tags": {"model": "Mixer P4 C24 L2"}}, f"fine-tune Mixer P4 C24 L2 + DA, {OF}"),
         ({"parent_key": ""}, "fine-tune B-12/Wi-1024 + DA, of unknown"),
         ({"params": {"data.eval_split": "val"}}, f"fine-tune B-12/Wi-1024 + DA, {OF}, on val"),
@@ -203,6 +200,33 @@ def test_a_run_stands_in_the_row_of_its_model_augmentation_and_weights(changes: 
     tables = fill(TABLES, [BODY, PLAIN_BODY, tuned("a", 0.5, **changes)])
     filled = [line.name for table in tables for line in table.lines if line.cells[0].mean == 50.0]
     assert filled == [row]
+
+
+@pytest.mark.parametrize(
+    ("weights_step", "present", "length"),
+    [
+        (25, {"result": {"step": 87, "eval/top1": 0.5}, "duration": "7 epochs"}, "2 epochs"),  # extended since then
+        (25, {"result": None, "duration": "7 epochs"}, "2 epochs"),  # its extension is not finished
+        (20, {"result": {"step": 87, "eval/top1": 0.5}, "duration": "7 epochs"}, "20 steps"),  # no epoch ends there
+        (13, {"result": {"step": 87, "eval/top1": 0.5}, "duration": "7 epochs"}, "1 epoch"),
+        (87, {"result": {"step": 87, "eval/top1": 0.5}, "duration": "7 epochs"}, "7 epochs"),
+        (None, {"result": {"step": 87, "eval/top1": 0.5}, "duration": "7 epochs"}, "7 epochs"),  # by an early version
+    ],
+)
+def test_a_probe_is_of_the_length_that_its_checkpoint_had(
+    write_run: WriteRun, weights_step: int | None, present: dict[str, Any], length: str
+) -> None:
+    """785 images in batches of 64: an epoch ends with steps 13, 25, 37, ..., 87."""
+    settings = {"data": {"dataset": "d"}, "train": {"duration": present["duration"], "global_batch_size": 64}}
+    curve = [(25, {"train/samples": 1600.0, "train/epoch": 1600 / 785})]
+    tags = {"model": "B-12/Wi-1024", "dataset": "im"}
+    body = write_run("body", settings, result=present["result"], metrics=curve, key="body", tags=tags)
+    result = {"test_top1": 0.5} | ({"weights_step": weights_step} if weights_step else {})
+    probed = write_run("probe", {"pretrained": "body", "lrs": [0.1]}, result=result, parent_key="body", tags=tags)
+    *_, ours = fill(TABLES, [read_run(body), read_run(probed)])
+    assert [line.name for line in ours.lines if "probe" in line.name] == [
+        f"linear probe B-12/Wi-1024, no DA, of im for {length} without DA"
+    ]
 
 
 def test_what_was_tuned_on_another_dataset_first_is_no_number_beside_the_papers() -> None:
