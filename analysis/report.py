@@ -15,7 +15,7 @@ from data_prep.images import decode
 from data_prep.images.lettering import legible
 from data_prep.manifest import load_index, load_manifest
 from finetune.looks import looks, save
-from finetune.runs import TASKS, Run, runs_below
+from finetune.runs import CLASS_MEAN, NOT_STATED, TASKS, Run, runs_below
 
 COLOURS = {"probe": "#66aa77", "knn": "#88ccee", "tune": "#cc6677", "scratch": "#bbbbbb", "evaluate": "#8877bb"}
 _NUM_PICTURES = 24
@@ -32,13 +32,24 @@ def collect(root: Path) -> list[Run]:
 
 
 def print_table(runs: list[Run], console: Console) -> None:
-    rows = []
+    rows, are_unequal = [], any(run.largest_class for run in runs)
     for run in runs:
-        top1 = f"{run.top1:.1%}{spread_of(run)}" if run.top1 is not None else "unfinished"
         chance, rate = f"{100 * run.chance:.3g}%" if run.chance else "?", run.result.get("images_per_s")
-        rows.append((run.name, _task(run), run.model_name, run.dataset.name, top1, chance, f"{rate:,.0f}" if rate else ""))
-    header = ("run", "task", "model", "data", "top-1", "chance", "images/s")
+        means = (f"{value:.1%}" if value else "" for value in (run.accuracies.get(CLASS_MEAN), run.largest_class))
+        row = (run.name, _task(run), run.model_name, run.dataset.name, _top1(run), *(means if are_unequal else ()))
+        rows.append((*row, chance, f"{rate:,.0f}" if rate else ""))
+    unequal = ("class mean", "largest class") if are_unequal else ()
+    header = ("run", "task", "model", "data", "top-1", *unequal, "chance", "images/s")
     console.print(for_console(header, rows, title="what was trained", num_words=4))
+
+
+def _top1(run: Run) -> str:
+    """An unfinished run has the accuracy of its last evaluation."""
+    if run.top1 is not None:
+        return f"{run.top1:.1%}{spread_of(run)}"
+    if run.result:
+        return "not evaluated"
+    return f"unfinished, {run.last_top1[1]:.1%} at step {run.last_top1[0]:,}" if run.last_top1 else "unfinished"
 
 
 def _task(run: Run) -> str:
@@ -79,17 +90,21 @@ def drawn(runs: list[Run]) -> Figure:
 
 
 def draw_curves(runs: list[Run], loss: Axes, accuracy: Axes) -> None:
-    """Beside each the loss and the accuracy of guessing, dotted."""
+    """With the loss and the accuracy of guessing, dotted; if classes are unequal with the class mean and the largest class."""
     for number, run in enumerate(runs):
         style: dict[str, Any] = {"color": f"C{number}", "label": legible(run.name)}
-        losses, accuracies = run.curves("train/loss", "eval/top1")
+        losses, accuracies, class_means = run.curves("train/loss", "eval/top1", "eval/class_top1")
         loss.plot(*losses, **style)
         accuracy.plot(*accuracies, marker="o", markersize=3, **style)
         if run.chance:
             loss.axhline(-math.log(run.chance), color=style["color"], linestyle=":", linewidth=1)
             accuracy.axhline(run.chance, color=style["color"], linestyle=":", linewidth=1)
-    for axes, title in ((loss, "pretraining: training loss"), (accuracy, f"pretraining: top-1 on {_splits(runs)}")):
-        axes.set(title=f"{title} (dotted: chance)", xlabel="step")
+        if run.largest_class:
+            accuracy.plot(*class_means, color=style["color"], linewidth=0.7)
+            accuracy.axhline(run.largest_class, color=style["color"], linestyle="--", linewidth=1)
+    loss.set(title="pretraining: training loss (dotted: chance)", xlabel="step")
+    accuracy.set(title=f"pretraining: top-1 on {_splits(runs)}{_guesses(runs, mean='thin')}", xlabel="step")
+    for axes in (loss, accuracy):
         axes.legend()
     accuracy.yaxis.set_major_formatter("{x:.0%}")
 
@@ -105,16 +120,26 @@ def draw_accuracies(runs: list[Run], axes: Axes) -> None:
             axes.errorbar(top1, row, xerr=run.top1_std, color="black", capsize=2, linewidth=1)
         if run.chance:
             axes.vlines(run.chance, row - 0.5, row + 0.5, color="black", linestyle=":", linewidth=1)
+        if run.largest_class:
+            axes.plot(run.accuracies.get(CLASS_MEAN, math.nan), row, "D", color="black", markersize=4)
+            axes.vlines(run.largest_class, row - 0.5, row + 0.5, color="black", linestyle="--", linewidth=1)
     names = [_task(run) if run.model_name == "pixels" else f"{run.model_name}, {_task(run)}" for run in runs]
     if len({run.dataset for run in runs}) > 1:
         names = [f"{name}, {run.dataset.name}" for name, run in zip(names, runs, strict=True)]
     axes.set_yticks(range(len(runs)), [f"{legible(run.name)}\n{legible(name)}" for run, name in zip(runs, names, strict=True)])
-    axes.set(title=f"transfer: top-1 on {_splits(runs)} (dotted: chance)", xlim=(0, 1.12))
+    axes.set(title=f"transfer: top-1 on {_splits(runs)}{_guesses(runs, mean='diamond')}", xlim=(0, 1.12))
     axes.xaxis.set_major_formatter("{x:.0%}")
 
 
+def _guesses(runs: list[Run], *, mean: str) -> str:
+    """A legend of the marks; `mean`: how the class mean is marked."""
+    are_unequal = any(run.largest_class for run in runs)
+    return f"\n(dotted: chance, dashed: largest class, {mean}: class mean)" if are_unequal else " (dotted: chance)"
+
+
 def _splits(runs: list[Run]) -> str:
-    return " or ".join(sorted({run.split for run in runs})) or "held-out pictures"
+    found = {run.split for run in runs}
+    return " or ".join(sorted(found - {NOT_STATED} or found)) or "held-out pictures"
 
 
 def contact_sheet(directory: Path, *, count: int) -> NDArray[np.uint8]:

@@ -120,6 +120,23 @@ class Split(Settings):
     def num_unlabelled(self) -> int:
         return self.num_samples - sum(self.class_counts)
 
+    @property
+    def largest_class(self) -> float | None:
+        """The fraction of the labeled samples in the largest class; None if all classes are equally large."""
+        counts = self.class_counts
+        return max(counts) / sum(counts) if len(set(counts)) > 1 else None
+
+
+def baselines(num_classes: int, largest_class: float | None) -> str:
+    """The accuracies without a model, in words: of a random class, and of the largest class if classes are unequal."""
+    largest = f", largest class {100 * largest_class:.3g} %" if largest_class else ""
+    return f"chance {100 / num_classes:.3g} %{largest}"
+
+
+def accuracy(top1: float, class_mean: float | None) -> str:
+    """Top-1 in words; with its mean over classes, if classes are unequal."""
+    return f"top-1 {100 * top1:.1f} %" + (f", class mean {100 * class_mean:.1f} %" if class_mean is not None else "")
+
 
 class Manifest(Settings):
     schema_version: Literal[3] = 3

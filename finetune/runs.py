@@ -40,11 +40,14 @@ TASKS: dict[Task, str] = {
     "evaluate": "evaluated",
 }
 """In words, the first that are done first."""
+NOT_STATED = "not stated"
+CLASS_MEAN = "top-1, class mean"
 SPREAD = ", deviation over repetitions"
 ACCURACIES = {
     r"(test_)?top1": "top-1",
     r"(test_)?top5": "top-5",
     r"(test_)?real": "top-1, ReaL labels",
+    r"(test_)?class_(top1|mean)": CLASS_MEAN,
     r"top1_std": f"top-1{SPREAD}",
     r"top1_k(\d+)": r"top-1, k = \1",
 }
@@ -94,7 +97,7 @@ class Run:
     @property
     def split(self) -> str:
         """That its accuracies are of."""
-        return str(self.data.get("eval_split") or self.data.get("test_split") or self.data.get("split") or "not stated")
+        return str(self.data.get("eval_split") or self.data.get("test_split") or self.data.get("split") or NOT_STATED)
 
     @property
     def pretrained(self) -> Path | None:
@@ -123,6 +126,12 @@ class Run:
     @property
     def chance(self) -> float | None:
         return 1 / len(self.manifest.classes) if self.manifest else None
+
+    @property
+    def largest_class(self) -> float | None:
+        """The accuracy of always predicting the largest class; None if classes are equally large, or if nobody knows."""
+        split = self.manifest.splits.get(self.split) if self.manifest else None
+        return split.largest_class if split else None
 
     @cached_property
     def model_name(self) -> str:
@@ -178,6 +187,12 @@ class Run:
     def top1(self) -> float | None:
         """Of k-NN the first k that was asked for."""
         return self.accuracies.get("top-1")
+
+    @property
+    def last_top1(self) -> tuple[int, float] | None:
+        """The step and the accuracy of the last evaluation in the event log; None if it has none."""
+        ((steps, values),) = self.curves("eval/top1")
+        return (steps[-1], values[-1]) if steps else None
 
     @property
     def top1_std(self) -> float | None:

@@ -229,8 +229,8 @@ def _train(options: argparse.Namespace) -> int:
     from pretrain.loop.train import Pretraining, summary, train
 
     outcome = train(Pretraining(settings, data, start), world)
-    dataset, num_classes = settings.data.eval_dataset or settings.data.dataset, len(data.classes)
-    more = summary(outcome, run_dir, dataset=dataset, num_classes=num_classes) if outcome.finished else []
+    dataset = settings.data.eval_dataset or settings.data.dataset
+    more = summary(outcome, run_dir, dataset=dataset, data=data) if outcome.finished else []
     return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
 
 

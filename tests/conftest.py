@@ -15,6 +15,7 @@ import inspect
 import re
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -25,9 +26,12 @@ from typing import Any
 
 import pytest
 from _pytest.warnings import catch_warnings_for_item
+from PIL import Image
 
 from data_prep import progress
 from data_prep.cli import main as data_prep
+from data_prep.manifest import load_manifest
+from pretrain.data.torch_dataset import Shards
 from tests import forked, soak
 
 REPOSITORY = Path(__file__).parent.parent
@@ -129,6 +133,21 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """5 classes of the other set, 12 + 7 pictures each: sizes that divide by nothing."""
     return _build(tmp_path_factory, "b", "num_classes=5", "num_train_per_class=12", "num_val_per_class=7")
+
+
+@pytest.fixture(scope="session")
+def unequal(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of `shapes` with its classes: 9 of the first in val and 2 of each other; next to the folder `images`."""
+    place, classes, kept = tmp_path_factory.mktemp("unequal"), load_manifest(shapes).classes, Counter[int]()
+    for number, (pixels, label) in enumerate(Shards(shapes, "val")):
+        kept[label] += 1
+        for split in ("train", "val") if kept[label] <= (9 if label == 0 else 2) else ():
+            path = place / "images" / split / classes[label] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path)
+    settings = [f"source.path={place / 'images'}", "image_size=16", "num_workers=1"]
+    assert data_prep(["build", "--source", "folder", "--out", str(place / "unequal"), *settings]) == 0
+    return place / "unequal"
 
 
 def _build(factory: pytest.TempPathFactory, class_set: str, *source: str) -> Path:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 
 from analysis.tables.published import COLUMNS, JUDGED_ON, REAL, Method, Table, Wanted
-from finetune.runs import Run
+from finetune.runs import NOT_STATED, Run
 from pretrain.checkpoints.run import MAY_CHANGE, run_and_length
 from pretrain.models.spec import AnySpec, ModelSpec
 
@@ -121,7 +121,7 @@ class Entry:
         length = f", {self.epochs} epochs" if self.method == "scratch" and self.epochs else ""
         folds = ", per fold" if self.is_fold else ""
         start = f", of {self.pretrained_on}" if self.pretrained_on and self.model != "pixels" else ""
-        usual = ("not stated", JUDGED_ON.get(self.column, USUAL_SPLIT))
+        usual = (NOT_STATED, JUDGED_ON.get(self.column, USUAL_SPLIT))
         judged = "" if self.split in usual else f", on {self.split}"
         return f"{METHODS[self.method]} {self.model}{augmented}{length}{folds}{start}{judged}"
 

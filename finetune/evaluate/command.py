@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from data_prep.explain import Verbs
+from data_prep.manifest import baselines
 from data_prep.progress import doing
 from data_prep.settings import SettingsError, load_settings
 from finetune.evaluate.config import EvaluateSettings, Evaluation
@@ -79,6 +80,7 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
     augment = AugmentSettings.model_validate(result["augment"], strict=False) if result.get("augment") else None
     rows = {
         "top-1": f"{result['eval/top1']:.2%}",
+        "guessing": baselines(result["num_classes"], result["largest_class"]) if "num_classes" in result else "",
         "top-1, ReaL": f"{result['eval/real']:.2%}" if "eval/real" in result else "",
         "top-5": f"{result['eval/top5']:.2%}",
         "loss": f"{result['eval/loss']:.4f}",

@@ -61,7 +61,9 @@ def report(evaluation: Evaluation, answers: Answers, reader: ShardReader, tracke
     write_predictions(predictions, answers, reader, classes=evaluation.card.classes, facts=facts)
     write_per_class(classes, per_class, confusion, numbers=numbers)
     write_confusion(pairs, confusion)
-    pictures = draw(run_dir, answers, confusion, title=f"{evaluation.card.model.label} on {manifest.name}, {settings.data.split}")
+    title, largest = f"{evaluation.card.model.label} on {manifest.name}, {settings.data.split}", part.content.largest_class
+    second = f"\nclass mean {np.nanmean(per_class.top1_K):.1%}, largest class {largest:.1%} of the images" if largest else ""
+    pictures = draw(run_dir, answers, confusion, title=title, second_line=second)
     images_per_s = reader.num_samples / seconds
     result = _result(evaluation, answers, reader, confusion, per_class) | facts
     result |= {"seconds": seconds, "images_per_s": images_per_s, "views_per_s": images_per_s * len(settings.view_numbers)}
@@ -96,6 +98,8 @@ def _result(
         "model": evaluation.card.model.label,
         "pretrained": evaluation.checkpoint.origin or str(evaluation.checkpoint.directory),
         "step": evaluation.card.step,
+        "num_classes": len(confusion.names),
+        "largest_class": reader.parts[0].content.largest_class,
         "run_dir": str(evaluation.run_dir),
         "num_samples": len(answers),
         "num_unreadable": len(left_out),
@@ -164,13 +168,15 @@ def write_confusion(path: Path, confusion: Confusion) -> None:
         pq.write_table(table, file, compression="zstd")
 
 
-def draw(run_dir: Path, answers: Answers, confusion: Confusion, *, title: str) -> list[Path]:
-    """The pictures' paths."""
+def draw(run_dir: Path, answers: Answers, confusion: Confusion, *, title: str, second_line: str) -> list[Path]:
+    """The images' paths. `second_line`: of the confusion's title, if classes are unequal."""
     right_N = answers.answers_NA[:, 0] == answers.labels_N
     named = confusion.names if len(confusion.names) <= MOST_NAMED else ()
     with looks(title, *named):
         title = legible(title)
-        figures = {"confusion": draw_confusion(confusion, title=f"{title}: top-1 {right_N.mean():.1%} of {len(answers):,}")}
+        figures = {
+            "confusion": draw_confusion(confusion, title=f"{title}: top-1 {right_N.mean():.1%} of {len(answers):,}{second_line}")
+        }
         figures["calibration"] = draw_calibration(calibration(answers.probabilities_NA[:, 0], right_N), title=title)
         if len(answers.moments) > 1:
             figures["views"] = draw_views(moments(answers), title=f"{title}: mean softmax over views")

@@ -23,6 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from data_prep.images import MAX_PIXELS, ImageSpec, Rejection, convert, square
+from data_prep.manifest import accuracy, baselines
 from data_prep.pictures import Picture
 from data_prep.progress import ProgressLine, progress
 from data_prep.publish import atomic_file, make_directory
@@ -38,7 +39,7 @@ from pretrain.data.bad_samples import masked
 from pretrain.data.datasets import Part
 from pretrain.data.loader import Batch, Reader, evaluation_batches
 from pretrain.data.order import Ids
-from pretrain.data.reader import Places, Unreadable, reading
+from pretrain.data.reader import Places, ShardReader, Unreadable, reading
 from pretrain.engine.step import working_in
 from pretrain.models.image_model import ImageModel
 from pretrain.ranks.world import World, read_world
@@ -134,19 +135,59 @@ def predict(
     checkpoint: Checkpoint, inputs: Sequence[Input], counts: Sequence[int], *, top: int, out: Path | None, features: Path | None
 ) -> list[str]:
     """The lines to print. `counts`: of the pictures in each input."""
-    predictor, num_bad = Predictor.open(checkpoint), 0
+    predictor, num_bad, labeled = Predictor.open(checkpoint), 0, Labeled(checkpoint.card.classes)
     with ExitStack() as opened:
         writers = [(path, opened.enter_context(_table(path))) for path in (out, features) if path]
         for each, count in zip(inputs, counts, strict=True):
             title = f"{each.directory} {each.split}" if isinstance(each, Part) else f"{each[0]}{', ...' * (len(each) > 1)}"
             with progress(title, total=count, unit="images") as line:
                 for reader, folder in _readers(each, predictor):
+                    number = 0
                     for rows in _rows(reader, folder, predictor, top=top, with_features=features is not None, line=line):
+                        labeled.add(labels_of(reader, np.arange(number, number := number + len(rows))), rows["class"].to_pylist())
                         for path, write in writers:
                             write(rows.drop_columns("features") if path is out else rows.select(["picture", "features", "error"]))
                         num_bad += len(rows) - rows["error"].null_count
     bad = f"; {num_bad:,} of them do not decode, see the column error" if num_bad else ""
-    return [f"{path}: {sum(counts):,} pictures{bad}" for path, _ in writers]
+    return [*(f"{path}: {sum(counts):,} pictures{bad}" for path, _ in writers), *labeled.in_words()]
+
+
+class Labeled:
+    """The accuracy on the images whose class is known. K classes of the model."""
+
+    def __init__(self, classes: Sequence[str]):
+        self._numbers = {name: number for number, name in enumerate(classes)}
+        self._right_K, self._count_K = np.zeros((2, len(classes)), np.int64)
+        self._num_unlabeled = 0
+
+    def add(self, labels: Iterable[str], predictions: Iterable[str | None]) -> None:
+        """A prediction is None if its image does not decode."""
+        for label, prediction in zip(labels, predictions, strict=True):
+            number = self._numbers.get(label)
+            if number is None:
+                self._num_unlabeled += 1
+            elif prediction is not None:
+                self._count_K[number] += 1
+                self._right_K[number] += label == prediction
+
+    def in_words(self) -> list[str]:
+        """One line; none of fewer than two labeled images."""
+        right_K, count_K, total = self._right_K, self._count_K, int(self._count_K.sum())
+        if total < 2:
+            return []
+        is_there_K, are_unequal = count_K > 0, len(set(count_K.tolist())) > 1
+        class_mean = float((right_K[is_there_K] / count_K[is_there_K]).mean()) if are_unequal else None
+        guessed = baselines(len(count_K), count_K.max() / total if are_unequal else None)
+        others = f"; {self._num_unlabeled:,} more have no class of the model as their folder" if self._num_unlabeled else ""
+        return [f"{accuracy(right_K.sum() / total, class_mean)} of {total:,} labeled images ({guessed}){others}"]
+
+
+def labels_of(reader: Reader, ids: Ids) -> list[str]:
+    """The names of their classes: in a dataset as it says, elsewhere the names of their folders."""
+    if isinstance(reader, ShardReader):
+        classes = (*reader.parts[0].manifest.classes, "")  # -1: without a label
+        return [classes[label] for label in reader.locate(ids).labels.tolist()]
+    return [Path(name).parent.name for _, name in reader.names(ids)]
 
 
 def _readers(each: Input, predictor: Predictor) -> Iterator[tuple[Reader, str]]:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from data_prep.explain import Verbs
-from data_prep.manifest import DatasetError, load_manifest
+from data_prep.manifest import DatasetError, baselines, load_manifest
 from data_prep.progress import doing
 from data_prep.settings import SettingsError, load_settings
 from finetune.probe.cache import check_room
@@ -65,13 +65,15 @@ def _run(verb: str, options: argparse.Namespace) -> int:
         from finetune.probe.knn import knn
         from finetune.probe.probe import probe
 
+    judged = manifest.splits[data.test_split]
     if isinstance(settings, KnnSettings):
         if result := knn(settings, world, checkpoint):
             top1 = ", ".join(f"{result[f'top1_k{count}']:.1%} (k={count})" for count in sorted(settings.neighbours))
     elif result := probe(settings, world, checkpoint):
-        top1 = f"{result['test_top1']:.1%} at lr {result['chosen_lr']:g}, weight decay {result['chosen_weight_decay']:g}"
+        mean = f" (class mean {result['test_class_mean']:.1%})" if judged.largest_class else ""
+        top1 = f"{result['test_top1']:.1%}{mean} at lr {result['chosen_lr']:g}, weight decay {result['chosen_weight_decay']:g}"
     if result is not None:
-        print(f"{run_dir}: top-1 on {data.test_split} {top1}")
+        print(f"{run_dir}: top-1 on {data.test_split} {top1} ({baselines(len(manifest.classes), judged.largest_class)})")
     has_weights = verb == "probe" and checkpoint is not None
     more = [f"  next     finetune predict {shlex.quote(str(run_dir))} PICTURES --out predictions.csv"] if has_weights else []
     return leave(True, run_dir=run_dir, is_first=world.is_first, more=more)

@@ -66,13 +66,13 @@ def _tune(options: argparse.Namespace) -> int:
 
     if repeats == [settings]:
         outcome = train(Tuning(settings, checked[0][1], checkpoint), world)
-        dataset, num_classes = settings.data.dataset, len(checked[0][1].classes)
-        more = end_of(outcome, run_dir, dataset=dataset, num_classes=num_classes) if outcome.finished else []
+        data = checked[0][1]
+        more = end_of(outcome, run_dir, dataset=settings.data.dataset, data=data) if outcome.finished else []
         return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
     finished = tune_repeatedly(settings, checked, checkpoint, world)
     if world.is_first:
         stopped = "stopped; the same command goes on from there"
-        print(f"{run_dir}: {in_words(finished_result(run_dir) or {}) if finished else stopped}")
+        print(f"{run_dir}: {in_words(finished_result(run_dir) or {}, baselines=checked[0][1].baselines) if finished else stopped}")
     return leave(finished, run_dir=None, is_first=world.is_first)
 
 

@@ -22,7 +22,7 @@ from pretrain.checkpoints.run import CONFIG_FILE, check_resume, finished_result,
 from pretrain.config import EngineSettings, OptimizerSettings, PassSettings, PixelOrder, PretrainSettings, TrainingSettings
 from pretrain.data.datasets import Part, num_folds
 
-SPREAD = ("eval/top1", "eval/top5", "eval/loss", "eval/real")
+SPREAD = ("eval/top1", "eval/top5", "eval/loss", "eval/real", "eval/class_top1")
 
 
 class TuneEngineSettings(PassSettings):
@@ -154,12 +154,13 @@ def summary(repeats: list[TuneSettings]) -> dict[str, Any]:
     return found
 
 
-def in_words(result: dict[str, Any]) -> str:
+def in_words(result: dict[str, Any], *, baselines: str) -> str:
     """Of a summary: mean +- spread."""
     if "eval/top1" not in result:
         return f"{result['num_runs']} runs, not evaluated"
     spread = f" +- {100 * result['eval/top1_std']:.2f}" if "eval/top1_std" in result else ""
-    return f"top-1 {100 * result['eval/top1']:.2f}{spread} % over {result['num_runs']} runs"
+    class_mean = f", class mean {100 * result['eval/class_top1']:.2f} %" if "eval/class_top1" in result else ""
+    return f"top-1 {100 * result['eval/top1']:.2f}{spread} %{class_mean} over {result['num_runs']} runs ({baselines})"
 
 
 def _names(repeats: list[TuneSettings]) -> list[str]:

@@ -25,6 +25,7 @@ from data_prep.manifest import (
     Manifest,
     Shard,
     Split,
+    baselines,
     load_annotation,
     load_manifest,
 )
@@ -172,6 +173,12 @@ class TrainingData:
         """Of the first dataset, in the classes of the whole."""
         first, split = self.parts[0], self.settings.eval_split
         return None if split is None else Part(first.directory, first.manifest, split, first.classes, staged=first.staged)
+
+    @property
+    def baselines(self) -> str:
+        """The accuracies without a model on the evaluation split, in words."""
+        judged = self.eval_part()
+        return baselines(len(self.classes), judged.content.largest_class if judged else None)
 
     def _order(self, number: int, *, seed: int, batch: int) -> Order:
         data, part = self.settings, self.parts[number]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from data_prep.manifest import accuracy
 from data_prep.progress import doing
 from data_prep.publish import hash_of_json
 from data_prep.settings import Settings, UserError, flatten
@@ -130,13 +131,13 @@ class Pretraining(Task):
         )
 
 
-def summary(outcome: Outcome, run_dir: Path, *, dataset: str, num_classes: int) -> list[str]:
+def summary(outcome: Outcome, run_dir: Path, *, dataset: str, data: TrainingData) -> list[str]:
     """What is worth knowing at the end of a run, and what may come next."""
     scores, best, run, weights = outcome.scores, outcome.best, shlex.quote(str(run_dir)), checkpoint_dir(run_dir, outcome.step)
     rows = [("weights", str(weights))]
     if scores is not None:
-        top1 = f"top-1 {100 * scores.top1:.1f} % (chance {100 / num_classes:.3g} %)"
-        rows = [("last", f"{top1}, loss {scores.loss:.3f}: {weights}")]
+        top1 = f"{accuracy(scores.top1, scores.class_top1)} ({data.baselines})"
+        rows = [("last", f"{top1}, validation loss {scores.loss:.3f}: {weights}")]
     if best is not None:
         rows += [("best", f"top-1 {100 * best.score:.1f} %: {checkpoint_dir(run_dir, best.step)}")]
     rows += [("speed", f"{outcome.images_per_s:,.0f} images/s")] if outcome.images_per_s else []

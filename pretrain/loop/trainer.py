@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from data_prep.interrupts import keep
+from data_prep.manifest import accuracy
 from data_prep.progress import ProgressLine, progress
 from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.augment.feed import Feed
@@ -137,6 +138,7 @@ class Trainer:
         self.owes_evaluation = self.stopping = False
         """`stopping`: whether a rank was asked to stop, as all ranks know."""
         self.scores: Scores | None = None
+        self.scored_step = 0
         self.lengths: tuple[int, ...] = (self.num_steps,)
         self.num_bad = 0
         self.queued: QueuedStep | None = None
@@ -283,7 +285,7 @@ class Trainer:
                 "train/skipped_steps": float(self.skipped.total),
             } | self.meter.reading()
             self.tracker.metrics(self.reading, step=done.step)
-            self.line.note = in_words(self.reading, self.scores)
+            self.line.note = in_words(self.reading, self.scores, scored_step=self.scored_step)
         self.line.advance(note=None if self.reading or self.scores else "")
 
     def _evaluate(self) -> None:
@@ -309,10 +311,10 @@ class Trainer:
         except Interrupted:
             self.stopping = True
             return
-        self.scores, self.owes_evaluation = scores, False
+        self.scores, self.scored_step, self.owes_evaluation = scores, self.step, False
         self.saver.judge(self.step, top1=scores.top1)
         self.tracker.metrics(scores.metrics("eval"), step=self.step)
-        self.line.note = in_words(self.reading, scores)
+        self.line.note = in_words(self.reading, scores, scored_step=self.step)
         self.line.log_now()  # new scores have a line of their own in a log
 
     def _state(self) -> TrainerState:
@@ -362,13 +364,13 @@ class Trainer:
             self.tracker.picture("first_layer", lambda: draw_filters(filters, columns=COLUMNS, title=title), step=self.step)
 
 
-def in_words(reading: dict[str, float], scores: Scores | None) -> str:
-    """What stands behind the steps of the progress line."""
+def in_words(reading: dict[str, float], scores: Scores | None, *, scored_step: int) -> str:
+    """The note of the progress line. Its scores may be older than its step, so that it names theirs."""
     parts = [f"epoch {reading['train/epoch']:.1f}"] if "train/epoch" in reading else []
     if "train/loss" in reading:
-        parts.append(f"loss {reading['train/loss']:.3f}")
+        parts.append(f"training loss {reading['train/loss']:.3f}")
     if scores is not None:
-        parts.append(f"top-1 {100 * scores.top1:.1f} %")
+        parts.append(f"{accuracy(scores.top1, scores.class_top1)} at step {scored_step:,}")
     if "usage/images_per_s" in reading:
         parts.append(f"{reading['usage/images_per_s']:,.0f} images/s")
     if "usage/mfu" in reading:

@@ -43,6 +43,7 @@ def runs(tmp_path: Path, write_run: WriteRun, shapes: Path, other_shapes: Path) 
     mlp = write_run("mlp", pretraining(shapes), result={"eval/top1": 0.75, "images_per_s": 1234.5}, metrics=curve, spec=MLP)
     write_run("mixer", pretraining(shapes), metrics=curve[:1], spec=MIXER)
     write_run("nothing-yet", pretraining(shapes))
+    write_run("not-judged", pretraining(shapes), result={"step": 30, "images_per_s": 99.0})
     write_run("probe", probing(other_shapes, mlp), result={"test_top1": 0.5})
     write_run("pixels", probing(other_shapes, None), result={"test_top1": 0.25})
     write_run("tuned", tuning(other_shapes, mlp), result={"eval/top1": 0.625}, spec=MLP)
@@ -56,12 +57,34 @@ def test_the_table_has_a_row_with_task_result_and_chance_for_every_run(runs: Pat
     text = console.file.getvalue()  # type: ignore[attr-defined]
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.strip()}
     assert rows["mlp"] == "pretrained B-2/Wi-6 shapes-a 75.0% 12.5% 1,234"
-    assert rows["mixer"] == "pretrained Mixer P4 C8 L3 shapes-a unfinished 12.5%"
+    assert rows["mixer"] == "pretrained Mixer P4 C8 L3 shapes-a unfinished, 10.0% at step 10 12.5%"
+    assert rows["not-judged"] == "pretrained ? shapes-a not evaluated 12.5% 99"
     assert rows["nothing-yet"] == "pretrained ? shapes-a unfinished 12.5%"
     assert rows["probe"] == "linear probe B-2/Wi-6 shapes-b 50.0% 20%"
     assert rows["pixels"] == "linear on pixels pixels shapes-b 25.0% 20%"
     assert rows["tuned"] == "fine-tuned B-2/Wi-6 shapes-b 62.5% 20%"
     assert rows["scratch"] == "from scratch B-2/Wi-6 shapes-b 37.5% 20%"
+
+
+def test_unequal_classes_are_shown_with_the_largest_and_the_class_mean(write_run: WriteRun, unequal: Path, tmp_path: Path) -> None:
+    """9 of 23 images are of the largest of 8 classes."""
+    where, scores = {"data": {"dataset": str(unequal), "eval_split": "val"}}, {"eval/top1": 0.5, "eval/class_top1": 0.25}
+    write_run("mlp", pretraining(unequal) | where, result=scores, metrics=[(10, scores)], tags={"model": "B-2/Wi-6"})
+    write_run("tuned", tuning(unequal, tmp_path / "runs" / "mlp") | where, result=scores, tags={"model": "B-2/Wi-6"})
+    found = collect(tmp_path / "runs")
+    console = Console(file=io.StringIO(), width=160)
+    print_table(found, console)
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in console.file.getvalue().splitlines()}  # type: ignore[attr-defined]
+    assert rows["mlp"] == "pretrained B-2/Wi-6 unequal 50.0% 25.0% 39.1% 12.5%"
+    assert rows["tuned"] == "fine-tuned B-2/Wi-6 unequal 50.0% 25.0% 39.1% 12.5%"
+    with looks():
+        _, panels = drawn(found).subfigs
+    _, curves, bars = panels.axes
+    assert "dashed: largest class" in curves.get_title(loc="left") and "diamond: class mean" in bars.get_title(loc="left")
+    heights = [next(iter(line.get_ydata())) for line in curves.lines]
+    assert heights == pytest.approx([0.5, 1 / 8, 0.25, 9 / 23])
+    assert [float(each.get_segments()[0][0, 0]) for each in bars.collections] == pytest.approx([1 / 8, 9 / 23])
+    assert [list(line.get_xdata()) for line in bars.lines] == [[0.25]]
 
 
 def test_repetitions_are_one_row_with_their_spread(tmp_path: Path, write_run: WriteRun, shapes: Path) -> None:
@@ -158,10 +181,10 @@ def test_curves_of_unfinished_runs_are_drawn_as_far_as_they_go(runs: Path) -> No
     loss, accuracy = Figure().subplots(1, 2)
     draw_curves([run for run in collect(runs) if run.task == "pretrain"], loss, accuracy)
     drawn = {line.get_label(): line.get_xydata().tolist() for line in loss.lines[::2]}
-    assert drawn == {"mlp": [[10, 0.3], [20, 0.15], [30, 0.1]], "mixer": [[10, 0.3]], "nothing-yet": []}
-    assert [line.get_ydata().tolist() for line in accuracy.lines[::2]] == [[0.1], [0.1, 0.2, 0.3], []]
+    assert drawn == {"mlp": [[10, 0.3], [20, 0.15], [30, 0.1]], "mixer": [[10, 0.3]], "nothing-yet": [], "not-judged": []}
+    assert [line.get_ydata().tolist() for line in accuracy.lines[::2]] == [[0.1], [0.1, 0.2, 0.3], [], []]
     for lines, chance in ((loss.lines, np.log(8)), (accuracy.lines, 1 / 8)):  # of 8 classes, beside each curve in its colour
-        assert [list(line.get_ydata()) for line in lines[1::2]] == [[pytest.approx(chance)] * 2] * 3
+        assert [list(line.get_ydata()) for line in lines[1::2]] == [[pytest.approx(chance)] * 2] * 4
         assert [line.get_color() for line in lines[::2]] == [line.get_color() for line in lines[1::2]]
 
 

@@ -58,7 +58,7 @@ def check_summary(said: str, run_dir: Path) -> None:
     """It names what is there: the last score and the best, the checkpoints, commands that go on from here."""
     best = json.loads((run_dir / "checkpoints" / "best.json").read_text())
     found = re.search(
-        r": finished\n  last     top-1 ([\d.]+) % \(chance 12\.5 %\), loss [\d.]+: (\S+)\n"
+        r": finished\n  last     top-1 ([\d.]+) % \(chance 12\.5 %\), validation loss [\d.]+: (\S+)\n"
         r"  best     top-1 ([\d.]+) %: (\S+)\n"
         r"  speed    [\d,]+ images/s\n"
         r"  next     finetune predict (\S+) PICTURES --out predictions.csv\n"

@@ -1,5 +1,6 @@
 """What a device can do: from its data sheet where its very name is there, else measured, or as the user says."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -75,8 +76,12 @@ def test_a_reading_holds_the_achieved_operations_against_the_peak() -> None:
     assert reading["usage/mfu"] == pytest.approx(0.5) and reading["usage/data_wait_share"] == 0.25
     assert 0.01 < reading["usage/peak_rss_gb"] < 1000
     scores = Scores(top1=0.412, top5=0.7, loss=2.1, num_samples=10)
-    assert in_words(reading, scores) == "epoch 3.1  loss 2.000  top-1 41.2 %  128 images/s  MFU 50 %"
-    assert in_words({}, None) == ""
+    assert in_words(reading, scores, scored_step=1200) == (
+        "epoch 3.1  training loss 2.000  top-1 41.2 % at step 1,200  128 images/s  MFU 50 %"
+    )
+    unequal = replace(scores, class_top1=0.305)
+    assert in_words({}, unequal, scored_step=7) == "top-1 41.2 %, class mean 30.5 % at step 7"
+    assert in_words({}, None, scored_step=0) == ""
     assert meter_of(105.0, 110.0, peak_teraflops=0.01).reading()["usage/mfu"] == 1  # which was reached is the least peak
 
 
