@@ -10,6 +10,7 @@ An experiment is drawn by its own command, so the page shows what that shows; wh
 import base64
 import html
 import io
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class Shown:
     pictures: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     is_demo: bool = False
+    has_slurm: bool = False
 
     def draw(self, words: list[str], out: Path, run: Run) -> None:
         """The verb's pictures, or what it complained of."""
@@ -59,8 +61,10 @@ class Shown:
 
     @property
     def commands(self) -> list[str]:
+        """The first that runs on this machine: the demo's plans, and every plan without SLURM, run locally."""
         plans = [f"configs/plan/{plan}{'_demo' * self.is_demo}.yaml" for plan in self.experiment.plans]
-        made = [f"{'wide-mlps run' if self.is_demo else 'cluster/submit'} {plan}" for plan in plans]
+        ways = ["wide-mlps run"] if self.is_demo else sorted(["cluster/submit", "wide-mlps run"], reverse=not self.has_slurm)
+        made = [f"{way} {plan}" for plan in plans for way in ways]
         return made + [f"analysis {self.experiment.verb}"] * bool(self.experiment.verb)
 
     @property
@@ -76,9 +80,10 @@ class Shown:
 
 def make(paper: Paper, out: Path, *, demo: bool, kept: Sequence[Path], run: Run) -> Path:
     """`demo`: of the plans' twins. `kept`: files of points, which take the place of runs. `run`: does a command of `analysis`."""
+    has_slurm = shutil.which("sbatch") is not None
     points = read_points(kept)
     make_directory(out)
-    shown = [Shown(each, is_demo=demo) for each in EXPERIMENTS if each.paper == paper]
+    shown = [Shown(each, is_demo=demo, has_slurm=has_slurm) for each in EXPERIMENTS if each.paper == paper]
     with progress(f"paper {paper}", total=len(shown), unit="experiments") as line:
         for each in shown:
             _add_plans(each, out, kept, points, run)

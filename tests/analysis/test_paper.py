@@ -32,6 +32,30 @@ def test_each_verb_is_there() -> None:
             assert callable(parser.parse_args(each.verb.split()).run)
 
 
+@pytest.mark.parametrize(
+    ("demo", "slurm", "ways"),
+    [
+        (False, False, ["wide-mlps run", "cluster/submit"]),
+        (False, True, ["cluster/submit", "wide-mlps run"]),
+        (True, True, ["wide-mlps run"]),
+    ],
+)
+def test_the_first_command_is_one_that_runs_here(
+    demo: bool, slurm: bool, ways: list[str], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("configs").symlink_to(REPOSITORY / "configs")
+    if slurm:
+        Path("sbatch").write_text("#!/bin/sh\n")
+        Path("sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["paper", "A", "--out", "page", *["--demo"] * demo]) == 0
+    section = Path("page/index.html").read_text().partition("<h2>Fig. 7</h2>")[2].partition("</section>")[0]
+    commands = re.findall(r"<code>(.*?)</code>", section)
+    assert commands[: len(ways)] == [f"{way} configs/plan/a_fig7_depth{'_demo' * demo}.yaml" for way in ways]
+    assert not any(command.endswith(".yaml") for command in commands[len(ways) :])
+
+
 def test_a_page_has_what_is_there_and_the_command_for_what_is_not(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
