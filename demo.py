@@ -100,7 +100,7 @@ def main() -> int:
         code = code or run_stage(command)
     print(*margins(), sep="\n")
     print("checkpoints:", *(f"  {path}" for path in sorted(RUNS.glob("*/checkpoints/step-*"))), sep="\n")
-    print("MLflow page: .venv/bin/python -m pretrain serve runs/demo --port 5000   then open http://127.0.0.1:5000")
+    print("MLflow page: .venv/bin/python -m pretrain serve runs/demo   prints its address")
     return code
 
 

@@ -2,6 +2,7 @@
 
 1. The lease of the store is taken, and kept: no deliverer writes to the file any more (store.py).
 2. `mlflow server` is started on it, in a process group of its own, and is waited for until it answers.
+   It prints into `mlflow.db.log`.
 3. Its address is left beside the store. Deliverers, on whatever node, ask that first and write through the server.
 4. At a signal the address goes, then the server, then the lease: what deliverers could not send waits in their journals.
 
@@ -22,7 +23,7 @@ from types import FrameType
 from data_prep.publish import sole_writer, write_atomic
 from data_prep.settings import UserError
 from pretrain.ranks.launch import describe, end_with_parent
-from pretrain.tracking.store import EmbeddedStore
+from pretrain.tracking.store import EmbeddedStore, runs_page
 
 READY_S = 180.0
 """A server needs half a minute, on a busy node more."""
@@ -56,13 +57,11 @@ def serve(folder: Path, *, host: str, port: int) -> None:
                 while not store.answers(address):
                     if server.poll() is not None or time.monotonic() - began_s > READY_S:
                         end = describe(server.returncode) if server.poll() is not None else f"no answer in {READY_S:.0f} s"
-                        raise UserError(
-                            f"mlflow server: {end} (its last words are above); is {host}:{port} taken? --port takes another"
-                        )
+                        raise UserError(f"mlflow server: {end}; see {store.log}; is {host}:{port} taken? --port takes another")
                     time.sleep(0.5)
                 write_atomic(store.address, address.encode())
-                print(f"{folder}: served at {address}; runs of this folder write through it. Ctrl-C ends it", flush=True)
-                raise UserError(f"mlflow server: {describe(server.wait())} (its last words are above); the same command again")
+                print(f"{folder}: {runs_page(address)} shows the runs, which write through this server; Ctrl-C ends it", flush=True)
+                raise UserError(f"mlflow server: {describe(server.wait())}; see {store.log}, and run the same command again")
             except _Stopped:
                 print(f"{folder}: no longer served; runs write to {store.path} again", flush=True)
             finally:
@@ -81,7 +80,8 @@ def _server(store: EmbeddedStore, *, host: str, port: int) -> subprocess.Popen[b
         "--allowed-hosts": ",".join(f"{name}:{port}" for name in (host, "localhost", "127.0.0.1")),
     }
     words = [sys.executable, "-m", "mlflow", "server", *(word for pair in options.items() for word in pair)]
-    return subprocess.Popen(words, start_new_session=True, stdout=sys.stderr, preexec_fn=end_with_parent)  # noqa: PLW1509 (no threads here)
+    with open(store.log, "wb") as log:
+        return subprocess.Popen(words, start_new_session=True, stdout=log, stderr=log, preexec_fn=end_with_parent)  # noqa: PLW1509 (no threads here)
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

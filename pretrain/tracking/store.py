@@ -13,6 +13,7 @@ the journals of the others wait. A server of that store (server.py) holds it as 
 the file: then everybody writes through it.
 """
 
+import json
 import logging
 import os
 import shutil
@@ -39,6 +40,8 @@ from pretrain.tracking.tracker import RunIdentity
 RUN_KEY_TAG, PARENT_KEY_TAG, WEIGHTS_TAG = "wide_mlps.run_key", "wide_mlps.parent_key", "weights_sha256"
 _MAY_PASS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "PERMISSION_DENIED")
 """Errors of a store that is out of order, or not reached: the event is sent again later."""
+for _name in ("mlflow", "alembic"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL)  # an error is raised as well
 _LONGEST_FAULT = 300
 LOCKED_S = 20.0
 """How long a reader of an SQLite file waits for those that write."""
@@ -48,6 +51,12 @@ _SQLITE = "sqlite:///"
 _BESIDE = ("-journal", "-wal", "-shm")
 """What SQLite writes beside a database and rolls back into whatever has its name."""
 _SIGNS_OF_DAMAGE = ("malformed", "not a database", "no such table", "no such column")
+_COLUMNS = (
+    *(f"metrics.`{name}`" for name in ("eval/top1", "eval/class_top1", "probe/test_top1", "probe/test_class_mean", "knn/top1_k20")),
+    *(f"tags.`{name}`" for name in ("model", "dataset")),
+)
+_VIEW = "accuracies"
+"""Columns of the page of runs, and the name under which MLflow's page keeps them."""
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100
 
 
@@ -229,8 +238,6 @@ class Store:
 
     @cached_property
     def _client(self) -> "MlflowClient":
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is raised as well
         if self._embedded is not None and self._served_at is None:
             self._embedded.open()
         return MlflowClient(tracking_uri=self._served_at or self.uri)
@@ -241,6 +248,8 @@ class EmbeddedStore:
         self.path = path
         self.files = path.parent.absolute() / "mlartifacts"
         """Where it keeps files."""
+        self.log = path.with_name(path.name + ".log")
+        """What a server of it prints."""
         self.address = path.with_name(path.name + ".server")
         """Where a server of it says where it is."""
         self._file: tuple[int, int] | None = None
@@ -360,6 +369,20 @@ class EmbeddedStore:
             f"{self.path} {fault}: mkdir {old} && mv {self.path}* {old}; then `pretrain sync RUN` for every run of "
             f"{self.path.parent}, from whose journals it is made anew, whole"
         )
+
+
+def runs_page(address: str) -> str:
+    """The page of the newest run's experiment, with columns of accuracies; the page of all experiments if there is no run.
+
+    The columns are a shared view, a tag of the experiment, as the Share button of the page makes one."""
+    client = MlflowClient(tracking_uri=address)
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    newest = client.search_runs(experiments, order_by=["attributes.start_time DESC"], max_results=1)
+    if not newest:
+        return f"{address}/#/experiments"
+    experiment = newest[0].info.experiment_id
+    client.set_experiment_tag(experiment, f"mlflow.sharedViewState.{_VIEW}", json.dumps({"selectedColumns": _COLUMNS}))
+    return f"{address}/#/experiments/{experiment}/runs?viewStateShareKey={_VIEW}"
 
 
 def schema_revisions() -> list[str]:
