@@ -60,7 +60,7 @@ def serve(folder: Path, *, host: str, port: int) -> None:
                         raise UserError(f"mlflow server: {end}; see {store.log}; is {host}:{port} taken? --port takes another")
                     time.sleep(0.5)
                 write_atomic(store.address, address.encode())
-                print(f"{folder}: {runs_page(address)} shows the runs, which write through this server; Ctrl-C ends it", flush=True)
+                print(f"{folder}: {runs_page(address)} shows the runs; Ctrl-C ends the server", flush=True)
                 raise UserError(f"mlflow server: {describe(server.wait())}; see {store.log}, and run the same command again")
             except _Stopped:
                 print(f"{folder}: no longer served; runs write to {store.path} again", flush=True)
