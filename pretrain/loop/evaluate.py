@@ -1,7 +1,7 @@
 """Exact evaluation on any number of ranks: every sample counts once, padding is masked, sums are reduced at the end.
 
 A picture that does not decode is left out of the score, and `num_samples` says so. Where the split has ReaL labels they are counted
-beside the dataset's own. Where its classes are unequal the mean over classes is a score, too. K classes of the model.
+beside the dataset's own. If the split's classes are unequal, their mean accuracy is a score, too. K classes of the model.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Where classes are unequal, every accuracy that is printed has its mean over classes and the fraction of the largest class.
+"""If classes are unequal, every accuracy that is printed has its mean over classes and the fraction of the largest class.
 
 9 of 23 images are of the first of 8 classes. The class mean is checked against scikit-learn.
 """
