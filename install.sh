@@ -3,14 +3,17 @@
 #
 #   sh install.sh            what `make` calls; PYTHON=/path/to/python3.11+ picks the interpreter
 #   sh install.sh torch      torch's family alone, anew: after CUDA= below has changed
+#   sh install.sh pillow     Pillow or Pillow-SIMD only: after PILLOW= below has changed
 #   sh install.sh lock       resolves pyproject.toml anew into requirements.lock
 #
 # CUDA=cu126 (cu128, cpu, rocm6.4, ... : the words of `uv pip install --torch-backend`) takes torch, torchvision and what they bring
 # for the GPU from torch's own index, at the lock's versions of the two, but without hashes; all else stays as it is in the lock.
 # TORCH_INDEX=URL is a mirror of that index. The choice is kept in .venv/cuda; CUDA=lock returns to the lock's own build.
 #
-# Pillow-SIMD takes the place of Pillow (same PIL module, never both). It is built here, with AVX2 where the CPU has
-# it; where a compiler or the JPEG headers are missing, this says what to install and takes Pillow from the same lock.
+# Pillow-SIMD takes the place of Pillow on x86-64 (same PIL module, never both). It is built with AVX2 if the CPU has it.
+# If a compiler or the JPEG headers are missing, this script names them and takes Pillow from the same lock.
+# Pillow-SIMD resizes faster, but lacks Pillow's security fixes since 12.2 (docs/data.md). PILLOW=plain takes Pillow, PILLOW=simd
+# returns to Pillow-SIMD. The choice is kept in .venv/pil.
 # A .venv that does not run, or is of another Python than PYTHON names, is made anew; any other is mended.
 set -eu
 cd "$(dirname "$0")"
@@ -61,6 +64,13 @@ take_pil() {
 }
 
 install_pillow() {
+    chosen=${PILLOW:-$(cat $VENV/pil 2>/dev/null || echo simd)}
+    case $chosen in
+        simd) ;;
+        plain) take_pil pillow --reinstall-package pillow; echo plain > $VENV/pil; return ;;
+        *) say "PILLOW=$chosen is not valid. Use PILLOW=plain or PILLOW=simd."; exit 2 ;;
+    esac
+    echo simd > $VENV/pil
     missing=$(missing_for_simd)
     if [ "$(uname -m)" != x86_64 ]; then
         missing="an x86-64 CPU, which it is written for"
@@ -138,6 +148,7 @@ make_lock() {
 case ${1:-install} in
     install) install_all ;;
     torch) choose_build; install_torch; touch $VENV/.installed ;;
+    pillow) install_pillow ;;
     lock) shift; make_lock "$@" ;;
-    *) say "unknown word: $1 (install | torch | lock)"; exit 2 ;;
+    *) say "unknown word: $1 (install | torch | pillow | lock)"; exit 2 ;;
 esac

@@ -124,7 +124,7 @@ def test_exactly_one_pil_is_installed_and_it_is_the_fast_one_where_it_can_be_bui
     wanted = log.read_text().split("==")[0] if log.exists() else "pillow-simd"
     assert name == wanted and number == PIL.__version__
     if name == "pillow":
-        pytest.skip("plain Pillow: install.sh could not build Pillow-SIMD here, and said why")
+        pytest.skip("plain Pillow was chosen, or install.sh could not build Pillow-SIMD and named the reason")
     assert ".post" in PIL.__version__
 
 

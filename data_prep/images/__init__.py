@@ -12,6 +12,8 @@ full decode shows a moire of its own. Who trains on such textures sets draft=fal
 
 import io
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,6 @@ from pydantic import Field
 from data_prep.images.decoding import MAX_PIXELS, PIXEL_BUDGET, Picture, read_picture, size_of
 from data_prep.images.jpeg import decode_plain_into
 from data_prep.images.rejection import Rejection, naming
-from data_prep.images.webp import opencv
 from data_prep.manifest import CropPolicy, Encoding, Filter
 from data_prep.settings import Settings
 
@@ -124,8 +125,17 @@ def _resampled(
     if interpolation != "area":
         return image.resize(size, _PIL_FILTERS[interpolation], box=box)
     left, top, right, bottom = map(int, box)
-    cv2 = opencv()
+    cv2 = _opencv()
     return Image.fromarray(cv2.resize(np.asarray(image)[top:bottom, left:right], size, interpolation=cv2.INTER_AREA))
+
+
+@cache
+def _opencv() -> ModuleType:
+    """Return OpenCV, imported at its first use: it takes as long as all other modules of a build together."""
+    import cv2
+
+    cv2.setNumThreads(1)
+    return cv2
 
 
 def ppm_header(width: int, height: int) -> bytes:

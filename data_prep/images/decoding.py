@@ -3,7 +3,9 @@
 EXIF policy: the orientation tag (of EXIF; of XMP where EXIF has none) says how the picture stands; all other metadata is dropped.
 Metadata that cannot be read leaves the picture as it is stored. Of several frames or pages the first is taken.
 The true format counts, never the file's name. The size is read off the header, and judged, before anything is decoded.
-Pillow reads every format but three: JPEGs (jpeg.py), WebPs (webp.py) and compressed TIFFs (tiff.py).
+simplejpeg and imagecodecs decode JPEG (jpeg.py); imagecodecs decodes WebP (webp.py) and compressed TIFF (tiff.py). Pillow decodes
+PNG, PPM, GIF, BMP and uncompressed TIFF, and reads the headers of JPEG and TIFF. Pillow-SIMD 12.1, which takes Pillow's place on
+x86-64, lacks the fixes of Pillow 12.2 to 13.0; therefore `check_tiles` lists and bounds what a file can make it decode.
 """
 
 import contextlib
@@ -22,7 +24,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import MAX_TEXT_CHUNK
 
 from data_prep.images.colour import rawmode_of, to_rgb
-from data_prep.images.jpeg import Frame, check_markers, decode_jpeg, draft_scale, plain_frame
+from data_prep.images.jpeg import Frame, decode_jpeg, decode_rare_jpeg, draft_scale, plain_frame
 from data_prep.images.rejection import Rejection, rejecting
 from data_prep.images.tiff import is_compressed, unpack_tiff
 from data_prep.images.webp import WEBP, WebpHeader, decode_webp
@@ -34,7 +36,9 @@ MAX_PIXELS: Final = 178_956_970
 PIXEL_BUDGET: Final = 64_000_000
 """Of what is decoded of one picture, unless `max_pixels` says otherwise: up to 1 GB of memory, at 4 bytes a pixel and copies."""
 EXTENSIONS: Final = {"JPEG": "jpg", "PNG": "png", "GIF": "gif", "BMP": "bmp", "TIFF": "tif", "PPM": "ppm"}
-"""Those that Pillow opens here. Of its others some take any bytes for a picture (TGA) or start programs (EPS)."""
+"""The formats that Pillow opens. Some of its other formats take any bytes for an image (TGA) or start programs (EPS)."""
+PILLOW_DECODERS: Final = frozenset(("raw", "zip", "gif", "bmp_rle", "ppm", "ppm_plain"))
+"""The decoders of Pillow that a file may start: they are those of PNG, PPM, GIF, BMP and uncompressed TIFF, never that of JPEG."""
 
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -53,7 +57,7 @@ _PNG_TURNING = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0\0")
 def decoder_version() -> str:
     """What the pixels depend on besides the bytes."""
     libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
-    others = f"opencv-python-headless {version('opencv-python-headless')} (WebP), imagecodecs {version('imagecodecs')} (TIFF)"
+    others = f"imagecodecs {version('imagecodecs')} (WebP and TIFF), opencv-python-headless {version('opencv-python-headless')} (area)"
     return f"Pillow {PIL.__version__}, libjpeg {libjpeg}, simplejpeg {simplejpeg.__version__} (JPEG), {others}"
 
 
@@ -87,9 +91,7 @@ def read_picture(data: bytes, *, smallest_side: int | None = None, max_pixels: i
     `max_pixels` is the budget of what is decoded then."""
     frame = plain_frame(data)
     if frame is not None:
-        plain = _jpeg(data, frame, smallest_side=smallest_side, max_pixels=max_pixels, orientation=1)
-        if plain is not None:
-            return plain
+        return _jpeg(data, frame, smallest_side=smallest_side, max_pixels=max_pixels, orientation=1)
     with without_warnings():  # what Pillow warns of is a rejection below, or metadata that is dropped
         return _despite_text(lambda data: _read(data, smallest_side=smallest_side, max_pixels=max_pixels), data)
 
@@ -117,27 +119,37 @@ def _read(data: bytes, *, smallest_side: int | None, max_pixels: int) -> Picture
     image = _open(data)
     if image.format == "JPEG":
         frame = Frame(image.width, image.height, image.layers)
-        found = _jpeg(data, frame, smallest_side=smallest_side, max_pixels=max_pixels, orientation=_orientation(image))
-        if found is not None:
-            return found
-        check_markers(data)
+        return _jpeg(data, frame, smallest_side=smallest_side, max_pixels=max_pixels, orientation=_orientation(image))
     _check_size(*image.size, max_pixels=max_pixels)
     with rejecting("truncated"):
         if is_compressed(image):
             unpack_tiff(data, image)
+        check_tiles(image)
         return Picture.of(image, extension=EXTENSIONS[image.format or ""])
 
 
-def _jpeg(data: bytes, frame: Frame, *, smallest_side: int | None, max_pixels: int, orientation: int) -> Picture | None:
-    """None where TurboJPEG cannot decode it."""
+def _jpeg(data: bytes, frame: Frame, *, smallest_side: int | None, max_pixels: int, orientation: int) -> Picture:
     width, height, _ = frame
     _check_size(width, height)
     scale = draft_scale(width, height, smallest_side)
     _check_size(-(-width // scale), -(-height // scale), max_pixels=max_pixels)
     pixels = decode_jpeg(data, frame, scale=scale)
     if pixels is None:
-        return None
+        _check_size(width, height, max_pixels=max_pixels)
+        pixels, scale = decode_rare_jpeg(data, frame), 1
     return Picture(pixels if pixels.mode == "RGBX" else to_rgb(pixels), (width / scale, height / scale), orientation, "jpg")
+
+
+def check_tiles(image: Image.Image) -> None:
+    """Reject an image that would start another decoder of Pillow, or whose pixels are placed far outside of it: Pillow checks the
+    places, but before 12.2 its sums overflow."""
+    side = max(image.size)
+    for codec, extents, *_ in image.tile:
+        if codec not in PILLOW_DECODERS:
+            raise Rejection("unsupported", f"{image.format} with the codec {codec}; convert it to PNG")
+        left, top, right, bottom = extents or (0, 0, side, side)
+        if not (0 <= left <= right <= side and 0 <= top <= bottom <= side):
+            raise Rejection("damaged", f"pixels at {extents} of an image of {image.width} x {image.height}")
 
 
 def _check_size(width: int, height: int, *, max_pixels: int = MAX_PIXELS) -> None:

@@ -8,8 +8,8 @@ flipped 174 (9), of 800 that were cut all (all); of 4,800 with harmless changes 
 Damage, whose detail is the decoder's own words: a bad Huffman code, a premature end, a marker inside a scan that is unsupported or
 in the wrong place, bytes that belong to nothing within or after entropy-coded data. Harmless: such bytes between the segments of
 the header, 0x00 or 0xFF before the end, the Adobe and JFIF segments' variants, all metadata. A decoder reports its first warning
-alone, so a JPEG with a harmless one is decoded again without its cause. Of the few whose subsampling TurboJPEG does not know, and
-Pillow decodes, only the markers are checked.
+alone, so a JPEG with a harmless one is decoded again without its cause. The few JPEGs whose subsampling TurboJPEG does not know are
+decoded by imagecodecs, which reports no warnings; their markers are checked instead. Pillow decodes no JPEG.
 
 Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 (libjpeg scales within its inverse cosine transform), as long as either side
 stays at least `DRAFT_MARGINS` times what is asked for. See `images/__init__.py` for what that does to a resized picture.
@@ -66,12 +66,28 @@ def decode_jpeg(data: bytes, frame: Frame, *, scale: int) -> Image.Image | None:
     height, width = -(-frame.height // scale), -(-frame.width // scale)
     mode = "CMYK" if frame.num_channels == 4 else "RGBX"
     pixels_HW4 = _decoded(data, frame.num_channels, colorspace=mode, min_height=height, min_width=width)
-    if pixels_HW4 is None:
-        return None
-    if pixels_HW4.shape[:2] != (height, width):
-        raise Rejection("damaged", f"{frame.width} x {frame.height} in the header, {pixels_HW4.shape} decoded")
-    # CMYK lies in files as Adobe writes it, inverted
-    return Image.frombuffer(mode, (width, height), pixels_HW4, "raw", "CMYK;I" if mode == "CMYK" else mode, 0, 1)
+    return None if pixels_HW4 is None else _image_of(pixels_HW4, frame, size=(width, height), mode=mode)
+
+
+def decode_rare_jpeg(data: bytes, frame: Frame) -> Image.Image:
+    """Return a JPEG whose subsampling TurboJPEG does not know, at full size; raises `Rejection`."""
+    import imagecodecs
+
+    check_markers(data)
+    try:
+        pixels_HWC = np.atleast_3d(imagecodecs.jpeg8_decode(data))
+    except imagecodecs.Jpeg8Error as error:
+        if "Insufficient memory" in str(error):
+            raise MemoryError(str(error)) from None
+        raise Rejection("damaged", str(error)) from None
+    return _image_of(pixels_HWC, frame, size=frame[:2], mode={1: "L", 3: "RGB"}.get(frame.num_channels, "CMYK"))
+
+
+def _image_of(pixels_HWC: NDArray[np.uint8], frame: Frame, *, size: tuple[int, int], mode: str) -> Image.Image:
+    if pixels_HWC.shape != (*size[::-1], len(mode)):
+        raise Rejection("damaged", f"{frame.width} x {frame.height} in the header, {pixels_HWC.shape} decoded")
+    raw_mode = "CMYK;I" if mode == "CMYK" else mode  # files hold CMYK as Adobe writes it, inverted
+    return Image.frombuffer(mode, size, pixels_HWC, "raw", raw_mode, 0, 1)
 
 
 def decode_plain_into(data: bytes, out_HW3: NDArray[np.uint8]) -> bool:

@@ -1,18 +1,12 @@
-"""Names in any script, in the letters of the fonts that are here: DejaVu Sans, which comes with matplotlib (Latin, Greek, Cyrillic,
-Arabic, Hebrew), those of the machine, and those in OpenCV's library (Chinese, Japanese, Korean). What no font has is written out,
+"""Draw names in any script, with DejaVu Sans, which comes with matplotlib (Latin, Greek, Cyrillic, Arabic, Hebrew), and the fonts
+of the machine (Debian: `fonts-noto-cjk` has Chinese, Japanese and Korean). A letter that no font has is written out as its number,
 never drawn as a box.
 """
 
-import mmap
-import os
-import re
-import tempfile
 import unicodedata
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,31 +55,14 @@ def _characters_of(family: str) -> frozenset[str]:
 
 @cache
 def _others() -> list[str]:
-    import cv2
-    from matplotlib import get_cachedir
+    """The upright families of normal weight."""
     from matplotlib.font_manager import findSystemFonts, fontManager
 
-    carried = Path(get_cachedir()) / f"opencv-{cv2.__version__}"
-    if not carried.exists():
-        # no such font where the disk is full; another process may be faster
-        with suppress(OSError), tempfile.TemporaryDirectory(dir=carried.parent, ignore_cleanup_errors=True) as folder:
-            for number, font in enumerate(_gzipped(Path(cv2.__file__).parent.glob("*.so"))):
-                Path(folder, f"{number}.ttf").write_bytes(font)
-            os.rename(folder, carried)
-    found = {*findSystemFonts(), *map(str, carried.glob("*"))}
-    for name in sorted(found - {entry.fname for entry in fontManager.ttflist}):  # newer than matplotlib's list
-        with suppress(OSError, RuntimeError, NotImplementedError):  # of no use to it
+    for name in sorted(set(findSystemFonts()) - {entry.fname for entry in fontManager.ttflist}):  # newer than matplotlib's list
+        with suppress(OSError, RuntimeError, NotImplementedError):  # matplotlib cannot use this font
             fontManager.addfont(name)
     plain = {entry.name for entry in fontManager.ttflist if (str(entry.weight), entry.style) == ("400", "normal")}
     return sorted(plain - {_BOXES}, key=lambda name: ("Sans" not in name, name))
-
-
-def _gzipped(libraries: Iterable[Path]) -> Iterator[bytes]:
-    for path in libraries:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
-            for start in re.finditer(b"\x1f\x8b\x08", library):
-                with suppress(zlib.error):
-                    yield zlib.decompressobj(zlib.MAX_WBITS + 16).decompress(library[start.start() :])
 
 
 class Letters:

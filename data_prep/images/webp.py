@@ -1,12 +1,10 @@
-"""WebPs, by the libwebp in OpenCV's wheel: the same decoder on every machine, whatever PIL was built with.
+"""Decode WebP images with the libwebp in imagecodecs: the same decoder on every machine, whatever PIL was built with.
 
 The header is read here, because size and orientation must be known: RIFF, the length of what follows, WEBP, chunks. The size is
 that of the canvas in an extended file (VP8X), else of the one frame (VP8 is lossy, VP8L lossless).
 """
 
 import re
-from functools import cache
-from types import ModuleType
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -44,20 +42,17 @@ class WebpHeader(NamedTuple):
 
 
 def decode_webp(data: bytes, header: WebpHeader) -> Image.Image:
-    """In PIL's mode RGB or RGBA; of an animation the first frame."""
-    cv2 = opencv()
+    """Return an RGB or RGBA image; of an animation, its first frame."""
+    import imagecodecs  # it takes as long to import as all other modules of a build together
+
     try:
-        pixels_HWC = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
-    except cv2.error as error:
-        if error.code == cv2.Error.StsNoMem:
-            raise MemoryError(error.err) from None
-        raise
-    if pixels_HWC is None:
-        np.empty((*header.size, 16), np.uint8)  # a MemoryError, where that was the reason: libwebp does not report it
-    if pixels_HWC is None or pixels_HWC.shape[1::-1] != header.size:
-        raise Rejection("damaged", "libwebp cannot decode it")
-    mode = "RGBA" if pixels_HWC.shape[2] == 4 else "RGB"
-    image = Image.frombuffer(mode, header.size, pixels_HWC, "raw", f"BGR{mode[3:]}", 0, 1)
+        pixels_HWC = imagecodecs.webp_decode(data)
+    except imagecodecs.WebpError:
+        np.empty((*header.size, 16), np.uint8)  # raises MemoryError if memory ran out: libwebp does not report that cause
+        raise Rejection("damaged", "libwebp cannot decode it") from None
+    if pixels_HWC.shape[1::-1] != header.size:
+        raise Rejection("damaged", f"{header.size} in the header, {pixels_HWC.shape} decoded")
+    image = Image.fromarray(pixels_HWC)
     image.info.update(header.metadata)
     return image
 
@@ -72,13 +67,3 @@ def _size(name: bytes, body: bytes) -> tuple[int, int] | None:
     if name == b"VP8 ":  # after the frame's tag and start code, 14 bits each and two of scale
         return int.from_bytes(body[6:8], "little") & 0x3FFF, int.from_bytes(body[8:10], "little") & 0x3FFF
     return None
-
-
-@cache
-def opencv() -> ModuleType:
-    """Imported when it is first needed: it takes as long as all the rest of a build's modules."""
-    import cv2
-
-    cv2.setNumThreads(1)
-    cv2.utils.logging.setLogLevel(0)  # it prints what is a rejection here
-    return cv2

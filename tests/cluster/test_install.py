@@ -1,6 +1,7 @@
 """install.sh's choice of a build of torch, from an index on loopback; the driver that a build needs; packages for aarch64."""
 
 import functools
+import hashlib
 import http.server
 import importlib.metadata
 import os
@@ -82,17 +83,18 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-def install(root: Path, *, index: str, build: str) -> subprocess.CompletedProcess[str]:
+def install(root: Path, *, index: str, build: str = "", word: str = "torch", pillow: str = "") -> subprocess.CompletedProcess[str]:
     """No other index is asked than that on loopback."""
     environment = os.environ | {
         "CUDA": build,
+        "PILLOW": pillow,
         "TORCH_INDEX": index,
         "UV_DEFAULT_INDEX": index,
         "UV_NO_CACHE": "1",
         "UV_NO_CONFIG": "1",
     }
     return subprocess.run(
-        ["sh", "install.sh", "torch"], cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=120
+        ["sh", "install.sh", word], cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=120
     )
 
 
@@ -126,6 +128,22 @@ def test_words_that_name_no_build(checkout: Path, build: str, code: int, said: s
     assert said in done.stderr
     assert done.returncode == code
     assert not installed(checkout)
+
+
+@pytest.mark.processes
+def test_plain_pillow_can_be_chosen_and_the_choice_is_kept(checkout: Path, index: str, tmp_path: Path) -> None:
+    lock = REPOSITORY / "requirements.lock"
+    assert re.search(r"^pillow==(1[3-9]|[2-9]\d)\.", lock.read_text(), re.MULTILINE)  # what a user without Pillow-SIMD gets
+    wheel(tmp_path / "index", "pillow", "13.0.0")
+    (made,) = (tmp_path / "index/pillow").glob("*.whl")
+    digest = hashlib.sha256(made.read_bytes()).hexdigest()
+    locked = f"pillow==13.0.0 ; platform_machine != 'x86_64' \\\n    --hash=sha256:{digest}\n"
+    (checkout / "requirements.lock").write_text(locked)
+    assert install(checkout, index=index, word="pillow", pillow="fast").returncode == 2
+    for chosen in ("plain", ""):
+        done = install(checkout, index=index, word="pillow", pillow=chosen)
+        assert done.returncode == 0, done.stderr
+        assert installed(checkout) == {"pillow-13.0.0"}
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,6 @@ def test_the_decoders_are_named() -> None:
         "Pillow",
         "libjpeg",
         "simplejpeg",
-        "opencv-python-headless",
         "imagecodecs",
+        "opencv-python-headless",
     ]

@@ -16,6 +16,7 @@ from PIL import Image, features
 
 from data_prep.images import Rejection, decode, decoding, size_of
 from data_prep.images.colour import to_rgb
+from data_prep.images.decoding import PILLOW_DECODERS, check_tiles
 from tests.data_prep.samples import encoded, packed_tiff, picture, png_chunk, webp
 
 Pixels = NDArray[np.uint8]
@@ -55,6 +56,77 @@ def tiff(
     body = pixels + b"\0" * (len(pixels) % 2)
     table = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in entries)
     return b"II*\0" + struct.pack("<I", 8 + len(body)) + body + struct.pack("<H", len(entries)) + table + bytes(4)
+
+
+# ---- what Pillow decodes ----------------------------------------------------------------------------------------
+
+
+def run_length_bmp() -> bytes:
+    """Two pixels of a palette, packed by runs."""
+    header = struct.pack("<IiiHHIIiiII", 40, 2, 1, 1, 8, 1, 4, 0, 0, 2, 0)
+    return b"BM" + struct.pack("<IHHI", 66, 0, 0, 62) + header + bytes((0, 0, 200, 0, 7, 8, 9, 0)) + b"\2\1\0\1"
+
+
+def of_a_rare_subsampling(mode: str = "CMYK", **options: object) -> bytes:
+    """A JPEG that TurboJPEG does not know."""
+    return encoded(picture(seed=1).convert(mode), subsampling=2, **options)
+
+
+FILES = {
+    "jpeg": encoded(picture(seed=1)),
+    "progressive": encoded(picture(seed=1), progressive=True),
+    "rare": of_a_rare_subsampling(),
+    "rare_progressive": of_a_rare_subsampling(progressive=True),
+    "webp": webp(picture(seed=1)),
+    "png": encoded(picture(seed=1), "PNG"),
+    "gif": encoded(picture(seed=1), "GIF"),
+    "bmp": encoded(picture(seed=1), "BMP"),
+    "bmp_runs": run_length_bmp(),
+    "tiff": encoded(picture(seed=1), "TIFF"),
+    "tiff_packed": packed_tiff(picture(seed=1), zlib.compress, 8),
+    "ppm": encoded(picture(seed=1), "PPM"),
+    "ppm_levels": b"P5 2 1 100\n\x12\x64",
+    "ppm_plain": b"P2 2 1 255\n18 255\n",
+}
+
+
+def test_a_file_starts_the_listed_decoders_of_pillow_only_and_no_jpeg_starts_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, set[str]] = {}
+    get = Image._getdecoder
+    for kind, data in FILES.items():
+        names = started.setdefault(kind, set())
+        monkeypatch.setattr(Image, "_getdecoder", lambda mode, name, *rest, names=names: names.add(name) or get(mode, name, *rest))
+        decode(data)
+    assert set().union(*started.values()) == PILLOW_DECODERS
+    assert [kind for kind in ("jpeg", "progressive", "rare", "rare_progressive") if started[kind] - {"raw"}] == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"codec_name": "jpeg"}, "unsupported"),
+        ({"codec_name": "libtiff"}, "unsupported"),
+        ({"extents": (0, 0, 41, 30)}, "damaged"),
+        ({"extents": (0, -1, 40, 30)}, "damaged"),
+        ({"extents": (1 << 30, 0, (1 << 31) + 40, 30)}, "damaged"),
+    ],
+)
+def test_an_image_with_another_decoder_or_pixels_outside_of_it_is_rejected(changed: dict[str, object], reason: str) -> None:
+    """The extents are checked by Pillow 12.2, not by Pillow-SIMD 12.1."""
+    image = Image.open(io.BytesIO(FILES["png"]))
+    check_tiles(image)
+    image.tile = [image.tile[0]._replace(**changed)]
+    with pytest.raises(Rejection, match=reason):
+        check_tiles(image)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 1}])
+def test_a_jpeg_of_a_rare_subsampling_has_the_pixels_of_pillow_and_its_size_is_bounded(options: dict[str, object]) -> None:
+    data = of_a_rare_subsampling(**options)
+    with Image.open(io.BytesIO(data)) as image:
+        np.testing.assert_array_equal(pixels_of(data), np.asarray(image.convert("RGB")))
+    with pytest.raises(Rejection, match="too_many_pixels"):
+        decode(data, max_pixels=1199)
 
 
 # ---- JPEG -------------------------------------------------------------------------------------------------------

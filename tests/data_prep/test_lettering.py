@@ -30,8 +30,12 @@ def test_every_letter_of_a_legible_name_is_in_a_font() -> None:
 
 @pytest.mark.parametrize(("one", "other"), [("犬", "猫"), ("ネ", "コ"), ("고", "양"), ("ö", "o"), ("к", "ш"), ("ق", "ط")])
 def test_two_letters_do_not_look_alike_as_boxes_do(one: str, other: str) -> None:
-    assert (legible(one), legible(other)) == (one, other)
+    """Whether a font of this machine has them, or they are written out; matplotlib's own font has the last three pairs."""
     assert (ink_of(one) != ink_of(other)).any()
+    if one in "犬ネ고" and legible(one) != one:
+        assert legible(one) == one.encode("unicode_escape").decode()
+        return
+    assert (legible(one), legible(other)) == (one, other)
     whole = ink_of(one)
     rows, columns = np.flatnonzero(whole.any(axis=1)), np.flatnonzero(whole.any(axis=0))
     assert rows[0] >= 2 and rows[-1] < 20 and columns[0] >= 2 and columns[-1] < 20  # in its line
