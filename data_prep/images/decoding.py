@@ -57,7 +57,9 @@ _PNG_TURNING = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0\0")
 def decoder_version() -> str:
     """What the pixels depend on besides the bytes."""
     libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
-    others = f"imagecodecs {version('imagecodecs')} (WebP and TIFF), opencv-python-headless {version('opencv-python-headless')} (area)"
+    others = (
+        f"imagecodecs {version('imagecodecs')} (WebP and TIFF), opencv-python-headless {version('opencv-python-headless')} (area)"
+    )
     return f"Pillow {PIL.__version__}, libjpeg {libjpeg}, simplejpeg {simplejpeg.__version__} (JPEG), {others}"
 
 

@@ -128,7 +128,8 @@ def _wnid(name: str, place: Path) -> str:
 
 
 def _is_folder(container: Container) -> bool:
-    return not container.path.endswith(".tar")
+    """A tar has a stamp, whatever its name ends in."""
+    return not container.stamp
 
 
 def _file_of(root: Path, container: Container) -> Path:

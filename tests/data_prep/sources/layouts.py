@@ -178,9 +178,9 @@ def synset_tars(root: Path, counts: dict[str, int]) -> Path:
     return write_files(root, {f"{wnid}.tar": tar_of(synset_files(wnid, count)) for wnid, count in counts.items()})
 
 
-def whole_tar(path: Path, counts: dict[str, int], *, prefix: str = "") -> Path:
+def whole_tar(path: Path, counts: dict[str, int], *, prefix: str = "", ending: str = ".tar") -> Path:
     """A tar of synset tars, in no particular order."""
-    inner = {f"{prefix}{wnid}.tar": tar_of(synset_files(wnid, counts[wnid])) for wnid in reversed(list(counts))}
+    inner = {f"{prefix}{wnid}{ending}": tar_of(synset_files(wnid, counts[wnid])) for wnid in reversed(list(counts))}
     write_files(path.parent, {path.name: tar_of(inner, folder=prefix.rstrip("/"))})
     return path
 

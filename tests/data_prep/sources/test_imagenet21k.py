@@ -40,6 +40,7 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "folders": lambda root: synset_folders(root / "winter21_whole", COUNTS),
     "tars": lambda root: synset_tars(root / "winter21_whole", COUNTS),
     "whole tar": lambda root: whole_tar(root / "fall11_whole.tar", COUNTS),
+    "whole tar of archives without an ending": lambda root: whole_tar(root / "w.tar", COUNTS, ending=""),
     "whole tar with a folder": lambda root: whole_tar(root / "w.tar", COUNTS, prefix="winter21_whole/"),
 }
 
