@@ -6,26 +6,32 @@
     test/images/*.JPEG                      never labelled
 
 No sum of the zip is published, but its members carry CRCs, which are checked. A picture without annotation, an annotation without
-picture, a class folder that wnids.txt does not name: each is an error, so that nothing gets lost or mislabelled.
+picture, a class folder that wnids.txt does not name: each is an error, so that nothing gets lost or mislabelled. A picture in any
+other folder is an error, too; other files are counted as left out.
 """
 
+import re
 import zipfile
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from data_prep.archives.files import Row, changed_in_folder, kind_of, list_files, read_file
+from data_prep.archives.files import ENDINGS, Row, changed_in_folder, kind_of, list_files, read_file
 from data_prep.archives.guard import SourceError, changed_since, check_unchanged, refusing, stamp_of
-from data_prep.archives.inventory import Container, Entries, Entry, Outline
+from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.settings import Settings
-from data_prep.sources.base import UNLABELLED, Source
+from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container
 
 TOP = "tiny-imagenet-200"
 _WNIDS = "wnids.txt"
 _ANNOTATIONS = "val/val_annotations.txt"
+_PUBLISHED = re.compile(
+    rf"(?:train/[^/]+|val|test)/images/.*|{_WNIDS}|words\.txt|{_ANNOTATIONS}|train/(.+)/\1_boxes\.txt", re.DOTALL
+)
 _ENCRYPTED = 1
 
 
@@ -56,6 +62,7 @@ class TinyImageNetSource(Source):
         containers.append(Container(path="val/images", split="val", stamp=stamp))
         if self.settings.unlabelled_test:
             containers.append(Container(path="test/images", split="test", label=UNLABELLED, stamp=stamp))
+        _refuse({name for name in self._others() if name.lower().endswith(ENDINGS)}, "images are outside the published folders")
         return Outline(classes=classes, containers=tuple(containers), beside=beside)
 
     def entries(self, container: Container) -> Entries:
@@ -73,6 +80,13 @@ class TinyImageNetSource(Source):
         _refuse(labels.keys() - present, f"{_ANNOTATIONS} names pictures that are not there")
         _refuse(present - labels.keys(), f"{_ANNOTATIONS} lacks pictures that are there")
         return Entries.of(rows, label=[labels[name] for name, _, _ in rows])
+
+    def arrange(self, inventory: Inventory) -> Arrangement:
+        return replace(by_container(inventory), left_out={"other files": len(self._others())})
+
+    def _others(self) -> list[str]:
+        """The files that are neither in a published folder of pictures nor a published text."""
+        return [name for name in self._tree().names() if not _PUBLISHED.fullmatch(name)]
 
     def read(self, entry: Entry) -> bytes:
         if self.path.is_dir():
@@ -148,6 +162,10 @@ class FolderTree:
     def __init__(self, root: Path):
         self.root = root
 
+    def names(self) -> list[str]:
+        """The path of each file."""
+        return [name for name, _, _ in list_files(self.root)]
+
     def subfolders(self, folder: str) -> list[str]:
         with refusing(self.root / folder):
             inside = (path for path in (self.root / folder).iterdir() if not path.name.startswith("."))
@@ -177,6 +195,9 @@ class ZipTree(FolderTree):
                 self._add(member)
         if not self._members:
             raise SourceError(f"source.path: {path} holds no files below {TOP}; give {TOP}.zip as downloaded")
+
+    def names(self) -> list[str]:
+        return list(self._members)
 
     def subfolders(self, folder: str) -> list[str]:
         places = (name.rpartition("/") for name in self._folders)

@@ -97,6 +97,15 @@ def test_a_picture_that_leads_nowhere_is_rejected_not_forgotten(tmp_path: Path) 
     assert {line["path"]: line["detail"] for line in rejected} == dict.fromkeys(lost, "a link to nowhere")
 
 
+@pytest.mark.parametrize("unpacked", [False, True])
+def test_other_files_are_counted_and_the_published_ones_are_not(tmp_path: Path, unpacked: bool) -> None:
+    for number, more in enumerate(({}, {"train/n01629819/notes.txt": b"x", "README": b"x"})):
+        found = WHOLE | {f"{TOP}/{name}": data for name, data in more.items()}
+        path, out = place(tmp_path / str(number), found, unpacked=unpacked), tmp_path / f"out{number}"
+        assert build("tinyimagenet", out, f"source.path={path}", "image_size=16") == 0
+        assert load_manifest(out).num_left_out == ({"other files": 2} if more else {})
+
+
 def test_raw_pictures_from_zip_and_folder_are_the_same_dataset(tmp_path: Path) -> None:
     manifests = set()
     for unpacked in (False, True):
@@ -134,6 +143,9 @@ LINES = WHOLE[f"{TOP}/{ANNOTATIONS}"]
         (altered("train/n00000001/images/a.JPEG", jpeg(1)), r"that wnids\.txt does not name \(n00000001\)"),
         (altered("train/n01629819/images/more/a.JPEG", jpeg(1)), "images/more is a folder where only pictures are published"),
         (altered("val/images/n01443537/val_1.JPEG", jpeg(1)), "val/images/n01443537 is a folder where only pictures are published"),
+        (altered("train/n01629819/a.JPEG", jpeg(1)), r"images are outside the published folders \(train/n01629819/a\.JPEG\)"),
+        (altered("train/n01629819/more/a.JPEG", jpeg(1)), r"outside the published folders \(train/n01629819/more/a\.JPEG\)"),
+        (altered("val/a.png", jpeg(1)), r"outside the published folders \(val/a\.png\)"),
         (altered("wnids.txt", b""), r"wnids\.txt names no classes"),
         (altered("wnids.txt", b"../../etc\n"), r"wnids\.txt names no classes, one twice, or a path"),
     ],
