@@ -33,7 +33,15 @@ Read = Callable[[int, int], bytes]
 
 
 class TarError(ValueError):
-    """A tar that is cut or damaged; the text says where."""
+    """A tar that is cut or damaged; the text names the place, and the fix if it is not to get the tar again."""
+
+    def __init__(self, problem: str, *, fix: str = ""):
+        super().__init__(f"{problem}; {fix}" if fix else problem)
+        self.fix = fix
+
+    def or_fix(self, fix: str) -> str:
+        """Return the text with exactly one fix: its own, or else `fix`."""
+        return str(self) if self.fix else f"{self}; {fix}"
 
 
 class Member(NamedTuple):
@@ -105,7 +113,8 @@ def walk(
         if kind in _REGULAR:
             yield Member(_name(block) if name is None else name, data, num_bytes)
         elif kind != _FOLDER and refuse_links:
-            raise TarError(f"holds {_name(block)!r}, which is a link or device (type {kind!r}); repack it with plain files only")
+            problem = f"holds {_name(block)!r}, which is a link or device (type {kind!r})"
+            raise TarError(problem, fix="pack it again with plain files only, for example with tar --dereference")
         name, size, is_announced = None, None, False
 
 
@@ -170,7 +179,7 @@ def _announced(kind: bytes, body: bytes, name: str | None, size: int | None, *, 
     if kind in _PAX:
         return _pax(body, name, size, place=place)
     if kind == _GLOBAL_PAX and _pax(body, None, None, place=place) != (None, None):
-        raise TarError(f"gives all members one name or size, in a global header at byte {place:,}; repack it")
+        raise TarError(f"gives all members one name or size, in a global header at byte {place:,}", fix="pack it again")
     return name, size
 
 
@@ -234,7 +243,7 @@ def _pax(body: bytes, name: str | None, size: int | None, *, place: int) -> tupl
                 raise TarError(f"has a pax header with a wrong size at byte {place:,}")
             size = int(value) if value else None
         elif key.startswith(b"GNU.sparse"):
-            raise TarError("holds a sparse file; repack it without --sparse")
+            raise TarError("holds a sparse file", fix="pack it again without --sparse")
         at += length
     return name, size
 

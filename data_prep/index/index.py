@@ -184,8 +184,7 @@ def read(plan: IndexPlan, shard: StockShard) -> StockRecord | str:
         try:
             contents = read_shard(path, plan, name=shard.title)
         except TarError as error:
-            remedy = "" if ";" in str(error) else "; fetch or write it again"
-            return f"{shard.place}: {error}{remedy}"
+            return f"{shard.place}: {error.or_fix('fetch or write it again')}"
         num_bytes, sha256 = path.stat().st_size, sha256_of(path)
     rows = np.array([row[1:] for row in contents.rows], INDEX_DTYPE).reshape(-1, 3)
     rows_sha256 = write_index(plan.directory / PARTS, shard.name, rows)

@@ -134,7 +134,8 @@ def gather(path: Path, found: Contents, *, ignore_zeros: bool) -> list[StockSamp
         head = file.read(8)
     kind = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
     if kind is not None:
-        raise TarError(f"is compressed ({kind}), so its pictures cannot be reached one by one; decompress it to a plain .tar")
+        problem = f"is compressed ({kind}), so its images cannot be reached one by one"
+        raise TarError(problem, fix="decompress it to a plain .tar")
     samples: dict[str, StockSample] = {}
 
     def of_samples() -> Iterator[Member]:
@@ -233,7 +234,7 @@ def _for_statistics(num_samples: int, plan: IndexPlan, name: str) -> frozenset[i
 def _read(descriptor: int, member: Member) -> bytes:
     data = read_member(descriptor, member.offset, member.num_bytes)
     if len(data) != member.num_bytes:
-        raise TarError("became shorter while it was read; index it when it is complete")
+        raise TarError("became shorter while it was read", fix="index it when it is complete")
     return data
 
 

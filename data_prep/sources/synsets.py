@@ -107,7 +107,7 @@ def _visible(file: Path, place: Path, *, start: int = 0, num_bytes: int | None =
     try:
         found = list(members(file, start=start, num_bytes=num_bytes))
     except TarError as error:
-        raise SourceError(f"source.path: {place} {error}; download it again") from None
+        raise SourceError(f"source.path: {place} {error.or_fix('download it again')}") from None
     return [member for member in found if not member.name.rpartition("/")[2].startswith(".")]
 
 

@@ -204,7 +204,7 @@ def _linked(_: bytes) -> bytes:
         # all members are whole, but the end mark is missing
         (lambda data: data.rstrip(b"\0") + bytes(-len(data.rstrip(b"\0")) % 512), "is cut at byte"),
         (lambda data: data[:700], "is cut at byte 1,024: no end-of-archive mark; fetch or write it again"),
-        (gzip.compress, "is compressed (gzip), so its pictures cannot be reached one by one; decompress it to a plain .tar"),
+        (gzip.compress, "is compressed (gzip), so its images cannot be reached one by one; decompress it to a plain .tar"),
         (lambda _: b"<html>sign in</html>" * 100, "is damaged at byte 0: no valid header there; fetch or write it again"),
         (_linked, "holds 'a.jpg', which is a link or device"),
     ],

@@ -138,6 +138,29 @@ def test_a_damaged_archive_is_one_clear_line(
     assert not list((tmp_path / "out").glob("*.tar"))
 
 
+def _extended(kind: bytes, record: bytes) -> bytes:
+    """A header whose record says more of the members that follow."""
+    extended = tarfile.TarInfo("extended")
+    extended.type, extended.size = kind, len(record)
+    return extended.tobuf() + record.ljust(512, b"\0") + bytes(512)
+
+
+@pytest.mark.parametrize(
+    ("data", "fix"),
+    [
+        (_link(b""), "pack it again"),
+        (_extended(tarfile.XHDTYPE, b"22 GNU.sparse.major=1\n"), "pack it again"),
+        (_extended(tarfile.XGLTYPE, b"10 size=3\n"), "pack it again"),
+        (tar_of({f"{SYNSETS[1]}_3.JPEG": b"1"})[:700], "download it again"),
+    ],
+)
+def test_a_tar_that_cannot_be_read_has_one_fix(tmp_path: Path, data: bytes, fix: str) -> None:
+    source = write_files(tmp_path, {f"{SYNSETS[1]}.tar": data})
+    with pytest.raises(SourceError, match=fix) as caught:
+        listed(opened("imagenet21k", source))
+    assert str(caught.value).count(" again") == 1
+
+
 def test_all_damaged_tars_are_named_in_one_run(tmp_path: Path, refused: Refused) -> None:
     source, damaged = FORMS["tars"](tmp_path), [f"{wnid}.tar" for wnid in SYNSETS[:2]]
     write_files(source, dict.fromkeys(damaged, b"<html>please sign in</html>" * 50))
