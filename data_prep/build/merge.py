@@ -199,10 +199,10 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
         write_atomic(directory / f"{split}-{WIDS_NAME}", wids_index(manifest.name, content))
     save_manifest(directory, manifest)
     extensions = sorted({f".{extension}" for record in records for extension in record.extensions})
-    if len(extensions) > 1:  # which Hugging Face's `datasets` takes from the first samples; it fails at the first other one
+    if len(extensions) > 1:  # Hugging Face's `datasets` takes its columns from the first samples of the first shard
         print(
-            f"data_prep: the shards mix {', '.join(extensions)}; this project and webdataset read that, Hugging Face's datasets "
-            "does not: for it build with encoding=jpeg (or raw)",
+            f"data_prep: the shards mix {', '.join(extensions)}: this project and webdataset read all of them, but Hugging Face's "
+            "datasets fails, or drops the images of one format without a word. If you need it, build with encoding=jpeg (or raw).",
             file=sys.stderr,
         )
     return manifest

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from data_prep.cli import main
 from data_prep.manifest import load_manifest, load_paths
 from tests.data_prep.conftest import Refused
-from tests.data_prep.samples import build, encoded, files_of, picture, write_classes
+from tests.data_prep.samples import build, encoded, files_of, picture, write_classes, write_files
 
 CLASSES = ["ant", "bee", "cat"]
 COUNTS = {"train": 11, "validation": 4}
@@ -143,3 +143,14 @@ def test_datasets_reads_what_we_build(tmp_path: Path) -> None:
 
         read = Counter((sample[extension].convert("RGB").tobytes(), classes[sample["cls"]]) for sample in found)
         assert read == Counter({(pixels(data), name): count for (data, name), count in expected.items()}) and len(read) == 13
+
+
+def test_datasets_drops_a_format_of_mixed_shards_and_build_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """If `datasets` should come to read all of them, the line of `build` and docs/data.md can go."""
+    pngs = {f"bee/{number}.jpg": encoded(picture(seed=number), "PNG") for number in range(12)}
+    source = write_files(write_classes(tmp_path / "in", {"ant": 16}), pngs)
+    assert build(source, tmp_path / "out", "encoding=keep", "order=listed") == 0
+    assert "drops" in capsys.readouterr().err
+    files = [str(path) for path in (tmp_path / "out").glob("*.tar")]
+    found = list(datasets.load_dataset("webdataset", data_files=files, split="train", streaming=True))
+    assert len(found) == 28 and sum(sample.get("jpg") is None and sample.get("png") is None for sample in found) == 12

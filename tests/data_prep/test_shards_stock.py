@@ -131,4 +131,4 @@ def test_shards_that_mix_formats_are_told_of(tmp_path: Path, capsys: pytest.Capt
     source = write_files(write_classes(tmp_path / "in", {"ant": 2}), {"bee/a.jpg": encoded(picture(seed=9), "PNG")})
     for encoding, said in (("jpeg", False), ("keep", True)):
         assert build(source, tmp_path / encoding, f"encoding={encoding}") == 0
-        assert ("the shards mix .jpg, .png; this project" in capsys.readouterr().err) == said
+        assert ("the shards mix .jpg, .png: this project" in capsys.readouterr().err) == said
