@@ -24,7 +24,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import MAX_TEXT_CHUNK
 
 from data_prep.images.colour import rawmode_of, to_rgb
-from data_prep.images.jpeg import Frame, decode_jpeg, decode_rare_jpeg, draft_scale, plain_frame
+from data_prep.images.jpeg import Frame, decode_jpeg, decode_rare_jpeg, draft_scale, ends_in_header, plain_frame
 from data_prep.images.rejection import Rejection, rejecting
 from data_prep.images.tiff import is_compressed, unpack_tiff
 from data_prep.images.webp import WEBP, WebpHeader, decode_webp
@@ -123,7 +123,7 @@ def _read(data: bytes, *, smallest_side: int | None, max_pixels: int) -> Picture
         frame = Frame(image.width, image.height, image.layers)
         return _jpeg(data, frame, smallest_side=smallest_side, max_pixels=max_pixels, orientation=_orientation(image))
     _check_size(*image.size, max_pixels=max_pixels)
-    with rejecting("truncated"):
+    with rejecting("damaged"):
         if is_compressed(image):
             unpack_tiff(data, image)
         check_tiles(image)
@@ -186,8 +186,11 @@ def _without_text(data: bytes) -> bytes:
 def _open(data: bytes) -> Image.Image:
     if not data:
         raise Rejection("empty", "zero bytes")
+    is_jpeg = data[:2] == b"\xff\xd8"
+    if is_jpeg and ends_in_header(data):
+        raise Rejection("truncated", f"{len(data):,} bytes of a JPEG's header")
     with rejecting("not_an_image"):
-        if data[:2] == b"\xff\xd8":
+        if is_jpeg:
             return JpegImageFile(io.BytesIO(data))  # never an MPO: a good picture with a bad index of further ones is good
         try:
             image = Image.open(io.BytesIO(data), formats=tuple(EXTENSIONS))

@@ -5,8 +5,9 @@ of. Here libjpeg-turbo decodes into the four bytes a pixel that PIL computes wit
 count. Of 800 pictures with 20 bytes scrambled, baseline to progressive CMYK, 544 are rejected (by Pillow 60), of 800 with a bit
 flipped 174 (9), of 800 that were cut all (all); of 4,800 with harmless changes none.
 
-Damage, whose detail is the decoder's own words: a bad Huffman code, a premature end, a marker inside a scan that is unsupported or
-in the wrong place, bytes that belong to nothing within or after entropy-coded data. Harmless: such bytes between the segments of
+A JPEG that ends before its end marker is `truncated`, or `no_end_marker` if all pixels are there; any other fault of the pixels is
+`damaged`, with the decoder's own words: a bad Huffman code, a premature end, a marker inside a scan that is unsupported or in the
+wrong place, bytes that belong to nothing within or after entropy-coded data. Harmless: such bytes between the segments of
 the header, 0x00 or 0xFF before the end, the Adobe and JFIF segments' variants, all metadata. A decoder reports its first warning
 alone, so a JPEG with a harmless one is decoded again without its cause. The few JPEGs whose subsampling TurboJPEG does not know are
 decoded by imagecodecs, which reports no warnings; their markers are checked instead. Pillow decodes no JPEG.
@@ -31,8 +32,10 @@ DRAFT_MARGINS: Final = {8: 6, 4: 4, 2: 2}
 
 _START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN = 0xD8, 0xD9, 0xDA
 _APP0, _APP1, _APP14, _COMMENT = 0xE0, 0xE1, 0xEE, 0xFE
+_END: Final = b"\xff\xd9"
 _RESTARTS: Final = range(0xD0, 0xD8)
-_FRAMES: Final = frozenset((0xC0, 0xC1, 0xC2))
+_PROGRESSIVE: Final = 0xC2
+_FRAMES: Final = frozenset((0xC0, 0xC1, _PROGRESSIVE))
 """Baseline, extended, progressive; the other frames are arithmetic, lossless or hierarchical."""
 _SKIPPED: Final = frozenset((0xC4, 0xDB, 0xDD, _APP0, *range(0xE2, 0xF0), _COMMENT))
 """Tables, restart interval, application data and comments: libjpeg reads those that matter."""
@@ -135,7 +138,7 @@ def check_markers(data: bytes) -> None:
             num_restarts += 1
         else:
             num_restarts, is_scan = 0, marker == _START_OF_SCAN
-    raise Rejection("truncated", "Premature end of JPEG file")
+    raise Rejection("damaged" if _has_end(data) else "truncated", "Premature end of JPEG file")
 
 
 def _decoded(data: bytes, num_channels: int, *, is_tidied: bool = False, **options: Any) -> NDArray[np.uint8] | None:
@@ -153,7 +156,36 @@ def _decoded(data: bytes, num_channels: int, *, is_tidied: bool = False, **optio
         return _decoded(data, num_channels, is_tidied=True, **options | {"strict": False})
     if not is_tidied and (extraneous is not None or any(known in words for known in _OF_THE_HEADER)):
         return _decoded(_tidied(data, num_channels), num_channels, is_tidied=True, **options)
-    raise Rejection("truncated" if words.startswith("Premature end of JPEG") else "damaged", words)
+    if _has_end(data):
+        raise Rejection("damaged", words)
+    if _is_one_scan(data, num_channels) and not data.endswith(b"\0"):  # zeros: a download whose room was reserved
+        try:
+            _decoded(data + _END, num_channels, is_tidied=is_tidied, **options)
+        except Rejection:
+            pass
+        else:
+            raise Rejection("no_end_marker", "all pixels are there, but the file ends before its end marker, FF D9")
+    raise Rejection("truncated", "Premature end of JPEG file")
+
+
+def ends_in_header(data: bytes) -> bool:
+    """Return True if the file is the beginning of a JPEG and ends before its first scan."""
+    at = 2
+    while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != _START_OF_SCAN:
+        at += 2 + (data[at + 2] << 8 | data[at + 3])
+    return at + 4 > len(data)
+
+
+def _has_end(data: bytes) -> bool:
+    """Return True if an end marker follows the beginning of the first scan; a thumbnail in the header has one of its own."""
+    return _END in data[next((start for marker, start, _ in _segments(data) if marker == _START_OF_SCAN), len(data)) :]
+
+
+def _is_one_scan(data: bytes, num_channels: int) -> bool:
+    """Return True if the first scan has all that there is of the pixels: sequential, and of all channels."""
+    found = list(_segments(data))
+    scans = [start for marker, start, _ in found if marker == _START_OF_SCAN]
+    return len(scans) == 1 and data[scans[0] + 4] == num_channels and not any(marker == _PROGRESSIVE for marker, _, _ in found)
 
 
 def _is_padded(data: bytes, num_bytes: int) -> bool:

@@ -12,6 +12,8 @@ from PIL import Image
 from data_prep.settings import UserError
 
 MAX_DETAIL_CHARACTERS = 200
+_EARLY_END = re.compile("truncated|not enough image data", re.IGNORECASE)
+"""Pillow's words for a file that ends early."""
 
 
 class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, not an error)
@@ -46,7 +48,8 @@ def rejecting(reason: str) -> Iterator[None]:
         if isinstance(error, OSError) and "out of memory" in str(error):  # as Pillow's decoders put it
             raise MemoryError from None
         # damage makes Pillow raise whatever its parsing trips over (struct.error, TypeError); one file must not stop a build
-        raise Rejection(reason, _words(error)) from None
+        words = _words(error)
+        raise Rejection("truncated" if _EARLY_END.search(words) else reason, words) from None
 
 
 def _words(error: Exception) -> str:

@@ -240,6 +240,7 @@ SMALL_JPEG = encoded(Image.new("RGB", (16, 16)))
         (b"P6 65500 65500 255\n", "too_many_pixels"),
         (SMALL_JPEG.replace(b"\x08\0\x10\0\x10", b"\x08\xff\xdc\xff\xdc", 1), "too_many_pixels: 65500 x 65500"),
         (png_header(100, 100), "truncated"),
+        (encoded(picture(seed=1), "PNG").replace(b"IDAT", b"IDAT\0\0\0\0", 1), "damaged"),
     ],
 )
 def test_what_cannot_be_used_is_rejected_with_its_reason(data: bytes, reason: str) -> None:

@@ -434,7 +434,7 @@ def test_a_compressed_tiff_is_judged_before_it_is_unpacked(monkeypatch: pytest.M
     def huge(side: int) -> bytes:
         return tiff(zlib.compress(bytes(99)), bits=8, photometric=1, size=(side, side), compression=8)
 
-    assert rejection_of(huge(20))[0] == "truncated"  # 99 of 400
+    assert rejection_of(huge(20))[0] == "damaged"  # the file is whole, but unpacks to 99 of 400 bytes
     assert (
         rejection_of(tiff(zlib.compress(bytes(4)), bits=32, photometric=1, compression=8, sample_format=3, size=(1, 1)))[0]
         == "unsupported"
