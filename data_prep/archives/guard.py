@@ -70,7 +70,11 @@ def check_md5(path: Path, published: str | Mapping[str, str]) -> None:
     sums = {path.name: published} if isinstance(published, str) else published
     if found not in sums.values():
         expected = sums.get(path.name) or ", ".join(f"{md5} ({name})" for name, md5 in sums.items())
-        raise SourceError(
-            f"source.path: {path} has the MD5 {found}, published is {expected}; download it again, or set source.md5=off "
-            "if you know that it is another version"
-        )
+        raise wrong_sum(str(path), found, expected)
+
+
+def wrong_sum(place: str, found: str, expected: str) -> SourceError:
+    return SourceError(
+        f"source.path: {place} has the MD5 {found}, published is {expected}; download it again, or set source.md5=off "
+        "if you know that it is another version"
+    )

@@ -1,19 +1,21 @@
 """MNIST, and what is published in its layout: a folder of four idx files, compressed as downloaded or not.
 
-Grey pictures stay grey here (PGM); they become RGB when they are decoded. MD5: of the .gz files of MNIST, Fashion-MNIST and KMNIST.
-No sums are published of the decompressed files, nor of EMNIST's, so of these only headers and sizes are checked.
+Grey pictures stay grey here (PGM); they become RGB when they are decoded. MD5 sums: of the unpacked files of MNIST and
+Fashion-MNIST, which are the same however they were compressed, and of the .gz files of KMNIST. EMNIST has none: only headers and
+sizes are checked.
 """
 
 import gzip
+import hashlib
 import math
 from pathlib import Path
-from typing import IO, Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from data_prep.archives.guard import SourceError, check_md5, refusing
+from data_prep.archives.guard import SourceError, refusing, wrong_sum
 from data_prep.settings import Settings
 from data_prep.sources.base import Md5Policy
 from data_prep.sources.records import Batch, Records, RecordSource
@@ -30,16 +32,16 @@ _CLASSES: Final = {
 
 MNIST_FILES = {
     "mnist": {
-        "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-        "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-        "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-        "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+        "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+        "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+        "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+        "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
     },
     "fashion": {
-        "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-        "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
-        "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
-        "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+        "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+        "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
+        "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
+        "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
     },
     "kmnist": {
         "train-images-idx3-ubyte.gz": "bdb82020997e1d708af4cf47b453dcf7",
@@ -48,7 +50,7 @@ MNIST_FILES = {
         "t10k-labels-idx1-ubyte.gz": "7320c461ea6c1c855c0b718fb2a4b134",
     },
 }
-"""MD5 sums, from torchvision 0.26 (torchvision/datasets/mnist.py)."""
+"""MD5 sums: of KMNIST from torchvision 0.26 (torchvision/datasets/mnist.py), of the others of what the published .gz files hold."""
 
 
 class MnistSettings(Settings):
@@ -94,12 +96,26 @@ class MnistSource(RecordSource):
         raise SourceError(f"source.path: {self.path} holds no {names[0]}; give the folder with the four idx files")
 
     def _read(self, path: Path, *, num_dimensions: int) -> NDArray[np.uint8]:
-        compressed = path.suffix == ".gz"
-        published = MNIST_FILES.get(self.settings.variant, {}).get(path.name.removeprefix(self.settings.prefix))
-        if compressed and published is not None and self.settings.md5 == "published":
-            check_md5(path, published)
-        with refusing(path), cast(IO[bytes], gzip.open(path) if compressed else open(path, "rb")) as file:
-            return parse_idx(file.read(), num_dimensions=num_dimensions)
+        with refusing(path):
+            stored = path.read_bytes()
+            data = gzip.decompress(stored) if path.suffix == ".gz" else stored
+        if self.settings.md5 == "published":
+            self._check_published(path, stored, data)
+        with refusing(path):
+            return parse_idx(data, num_dimensions=num_dimensions)
+
+    def _check_published(self, path: Path, stored: bytes, data: bytes) -> None:
+        """Refuse a file that is not the published one of this variant, and name the variant that it is of."""
+        name = path.name.removeprefix(self.settings.prefix)
+        contents = {name: stored, name.removesuffix(".gz"): data}
+        sums = {key: hashlib.md5(content, usedforsecurity=False).hexdigest() for key, content in contents.items()}
+        published = MNIST_FILES.get(self.settings.variant, {})
+        for key in sums.keys() & published.keys():
+            for other, files in MNIST_FILES.items():
+                if other != self.settings.variant and set(files.values()) & set(sums.values()):
+                    raise SourceError(f"source.variant: {path} is a file of {other}; set source.variant={other}")
+            if sums[key] != published[key]:
+                raise wrong_sum(f"{path}{', unpacked,' * (key != name)}", sums[key], published[key])
 
     def _classes(self, batches: dict[str, Batch]) -> tuple[str, ...]:
         highest = max(int(batch.labels.max(initial=0)) for batch in batches.values())

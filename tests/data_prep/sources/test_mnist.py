@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from data_prep.manifest import load_manifest
-from data_prep.sources import Source, mnist
+from data_prep.sources import Source, SourceError, mnist
 from tests.data_prep.samples import write_files
 from tests.data_prep.sources.layouts import Pixels, build, idx_of, listed, opened, pixels, ppm_of, refuses, written
 
@@ -68,13 +68,29 @@ def test_relatives_of_mnist_have_their_own_names(tmp_path: Path) -> None:
 
 
 def test_published_sums_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = files()
-    path = write_files(tmp_path / "mnist", found)
-    refuses(source_of(path, md5="published"), "published is f68b3c2dcbeaaa9fbdd348bbdeb94873")
-    refuses(source_of(path, md5="published", variant="fashion"), "published is 8d4fb7e6c68d591d4c3dfef9ec88bf0d")
-    sums = {name: hashlib.md5(data).hexdigest() for name, data in found.items()}
-    monkeypatch.setitem(mnist.MNIST_FILES, "mnist", sums)
-    assert len(listed(source_of(path, md5="published"))) == 10
+    path = write_files(tmp_path / "mnist", files())
+    refuses(source_of(path, md5="published"), "unpacked, has the MD5 .* published is 6bbc9ace898e44ae57da46a324031adb")
+    refuses(source_of(path, md5="published", variant="fashion"), "published is f4a8712d7a061bf5bd6d2ca38dc4d50a")
+    refuses(source_of(path, md5="published", variant="kmnist"), "published is bdb82020997e1d708af4cf47b453dcf7")
+    sums = {name: hashlib.md5(data).hexdigest() for name, data in files(compressed=False).items()}
+    monkeypatch.setitem(mnist.MNIST_FILES, "fashion", sums)
+    other = {f"{name}.gz": gzip.compress(data, 1, mtime=9) for name, data in files(compressed=False).items()}
+    others = write_files(tmp_path / "other", other), write_files(tmp_path / "unpacked", files(compressed=False))
+    for place in (path, *others):  # the same bytes, however they were compressed
+        assert len(listed(source_of(place, md5="published", variant="fashion"))) == 10
+        with pytest.raises(SourceError, match=r"^source\.variant: .*; set source\.variant=fashion$"):
+            source_of(place, md5="published").outline()
+
+
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+
+
+@pytest.mark.skipif(not DEBIAN.exists(), reason="needs Debian's package dataset-fashion-mnist")
+def test_the_files_of_debian_are_the_published_ones() -> None:
+    outline = source_of(DEBIAN, md5="published", variant="fashion").outline()
+    assert [container.split for container in outline.containers] == ["train", "test"]
+    with pytest.raises(SourceError, match=r"set source\.variant=fashion"):
+        source_of(DEBIAN, md5="published").outline()
 
 
 @pytest.mark.parametrize(
