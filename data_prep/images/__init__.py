@@ -38,12 +38,14 @@ class ImageSpec(Settings):
     image_size: int = Field(64, ge=8, le=1024)
     """Width and height of the stored pictures, in pixels."""
     crop: CropPolicy = "center"
-    """center: the central square, resized; squash: the whole picture, resized to a square; longer_side: shrunk until the longer
-    side is `image_size` (never enlarged), then as center, which is what FFCV did for the public checkpoints."""
+    """center: the central square, resized; both ends of the longer side are lost. squash: the complete image, resized to a square.
+    longer_side: shrunk until the longer side is `image_size` (never enlarged), then as center, as FFCV did for the public
+    checkpoints."""
     interpolation: Filter = "bicubic"
     """area: OpenCV's INTER_AREA, as FFCV has it; it takes no drafts."""
     encoding: Encoding = "raw"
-    """raw: binary PPM, gathered at memory speed; jpeg: re-encoded; keep: the input's own bytes, checked."""
+    """raw: binary PPM, gathered at memory speed; jpeg: re-encoded; keep: the input's own bytes, checked. Transparent pixels become
+    white; with keep, when the image is read."""
     jpeg_quality: int = Field(95, ge=1, le=100)
     """Of encoding=jpeg, as libjpeg counts it."""
     draft: bool = True

@@ -34,7 +34,8 @@ class IndexSettings(Destination):
     image_size: int = Field(64, ge=8, le=1024)
     """To what pictures are resized when they are read, unless the reader asks for another size."""
     crop: CropPolicy = "center"
-    """center: the central square, resized; squash: the whole picture, resized to a square; longer_side: as `build` has it."""
+    """center: the central square, resized; both ends of the longer side are lost. squash: the complete image, resized to a square.
+    longer_side: as in `build`. Transparent pixels become white."""
     interpolation: Filter = "bicubic"
     """area: OpenCV's INTER_AREA."""
     label: str = "cls"

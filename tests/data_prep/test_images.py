@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
+from data_prep.cli import main
 from data_prep.images import ImageSpec, Rejection, channels, convert, decode, decode_square, ppm, resize
 from data_prep.images.channels import ChannelSums
 from data_prep.images.decoding import without_warnings
@@ -247,6 +248,17 @@ def test_what_cannot_be_used_is_rejected_with_its_reason(data: bytes, reason: st
     with pytest.raises(Rejection) as caught:
         decode(data)
     assert caught.value.detail and str(caught.value).startswith(reason)
+
+
+@pytest.mark.parametrize(("setting", "word"), [("crop", "central"), ("encoding", "white")])
+def test_explain_says_what_is_lost(setting: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wide image that is red at both ends and transparent in its middle becomes white."""
+    assert main(["explain", "build", setting]) == 0
+    assert word in capsys.readouterr().out
+    image = Image.new("RGBA", (40, 10), "red")
+    image.paste((0, 0, 0, 0), (15, 0, 25, 10))
+    small = convert(encoded(image, "PNG"), ImageSpec(image_size=10)).pixels
+    assert small.getcolors() == [(100, (255, 255, 255))]
 
 
 def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyPatch) -> None:
