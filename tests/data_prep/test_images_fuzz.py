@@ -105,7 +105,7 @@ def test_damage_ends_in_a_picture_or_a_rejection_the_same_both_times(mutation: M
                 assert " at 0x" not in found[1], found
                 outcomes[found[0]] += 1
     assert outcomes.total() == NUM_PER_SEED * len(seeds()) > 700
-    assert min(outcomes[kind] for kind in ("not_an_image", "truncated", "a picture")) > 15
+    assert min(outcomes[kind] for kind in ("not_an_image", "truncated", "a picture")) > 6
     assert outcomes["damaged"] or mutation is cut  # such a file is truncated
 
 
