@@ -198,6 +198,7 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
     for split, content in splits.items():
         write_atomic(directory / f"{split}-{WIDS_NAME}", wids_index(manifest.name, content))
     save_manifest(directory, manifest)
+    _name_repeats(work, records)
     extensions = sorted({f".{extension}" for record in records for extension in record.extensions})
     if len(extensions) > 1:  # Hugging Face's `datasets` takes its columns from the first samples of the first shard
         print(
@@ -206,6 +207,23 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
             file=sys.stderr,
         )
     return manifest
+
+
+def _name_repeats(work: Workplan, records: list[ShardRecord]) -> None:
+    """Say how many images of other splits are in `train`, too: equal as they are stored, so that resaved copies count."""
+    of_split: dict[str, list[NDArray[Any]]] = {}
+    for plan, record in zip(work.shards, records, strict=True):
+        of_split.setdefault(plan.split, []).append(np.frombuffer(bytes.fromhex(record.fingerprints), "<u8"))
+    stored = {split: np.concatenate(arrays) for split, arrays in of_split.items()}
+    train = stored.pop("train", np.zeros(0, "<u8"))
+    for split, fingerprints in stored.items():
+        if count := int(np.isin(fingerprints, train).sum()):
+            print(
+                f"data_prep: {count:,} of {len(fingerprints):,} images of {split} are also in train, which flatters accuracies; "
+                f"list the copies with data_prep dedup {work.settings.out} --exact --out duplicates.jsonl, then build elsewhere "
+                "with exclude=[duplicates.jsonl]",
+                file=sys.stderr,
+            )
 
 
 def wids_index(name: str, split: Split) -> bytes:

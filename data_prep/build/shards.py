@@ -59,6 +59,8 @@ class ShardRecord(Settings):
     rejected: tuple[Rejected, ...]
     extensions: tuple[str, ...] = ()
     """Of the pictures, where they were built here."""
+    fingerprints: str = ""
+    """8 bytes of BLAKE2 for each stored image, in hexadecimal, if the images were built here."""
     stored: str | None = None
     """What the store calls its tar, which is then no longer here."""
 
@@ -74,6 +76,7 @@ def write_shard(directory: Path, name: str, samples: Iterable[Sample], *, plan_h
     rows: list[tuple[int, int, int]] = []
     paths: list[str] = []
     extensions: set[str] = set()
+    fingerprints: list[str] = []
     with atomic_file(directory / f"{name}.tar") as raw:
         tar = TarWriter(raw)
         for sample in samples:
@@ -84,6 +87,7 @@ def write_shard(directory: Path, name: str, samples: Iterable[Sample], *, plan_h
                 tar.add(f"{sample.key}.json", json.dumps({"path": sample.path}).encode())
             rows.append((offset, len(sample.image.data), sample.label))
             extensions.add(sample.image.extension)
+            fingerprints.append(hashlib.blake2b(sample.image.data, digest_size=8).hexdigest())
             paths.append(sample.path)
             channels.add(sample.image.pixels)
         tar.finish()
@@ -98,7 +102,7 @@ def write_shard(directory: Path, name: str, samples: Iterable[Sample], *, plan_h
         paths_sha256=write_paths(directory, name, paths),
     )
     more = {"class_counts": count_labels(index[:, 2]), "extensions": tuple(sorted(extensions))}
-    record = ShardRecord.of(shard, channels, rejected, plan_hash=plan_hash, **more)
+    record = ShardRecord.of(shard, channels, rejected, plan_hash=plan_hash, fingerprints="".join(fingerprints), **more)
     write_record(directory, name, record)
     return record
 

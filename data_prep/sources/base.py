@@ -2,12 +2,14 @@
 
 A source is a list of containers (a folder, a tar, a file of records), each of which lists its own entries, so that listing and
 reading can both be done by many processes. A source never decides an order: containers and entries are sorted by `build`. What it
-holds out for validation is drawn by a seed and the class's own name, so that it depends on nothing but that class's inputs.
+holds out for validation is drawn by a seed and the class's own name, so that it depends on nothing but that class's inputs (and
+on the inputs elsewhere that are equal to one of them: equal files are in one split).
 """
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,9 +20,12 @@ from pydantic import Field
 
 from data_prep.archives.guard import changed_since
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
+from data_prep.progress import progress
 from data_prep.settings import Settings
 
 UNLABELLED = -1
+NUM_READERS, NUM_AT_ONCE = 8, 1024
+"""Threads that compare files, and files that wait for them."""
 _MD5 = "published: a file that is not the published one, to the byte, is refused; off: its structure alone is checked."
 Md5Policy = Annotated[Literal["published", "off"], Field(description=_MD5)]
 
@@ -94,28 +99,65 @@ def by_container(inventory: Inventory) -> Arrangement:
     return Arrangement(splits={name: np.flatnonzero(of_row == number).astype(np.int32) for number, name in enumerate(names)})
 
 
-def move_to_val(inventory: Inventory, arrangement: Arrangement, *, count: Callable[[int], int], seed: int) -> Arrangement:
+def move_to_val(
+    inventory: Inventory,
+    arrangement: Arrangement,
+    *,
+    count: Callable[[int], int],
+    seed: int,
+    firsts: NDArray[np.int64] | None = None,
+) -> Arrangement:
     """Of every class of `train`, `count(images of the class)` become `val`: drawn for each class by its own name, whatever the
-    other classes are."""
+    other classes are. `firsts`: the position in `train` of the first image equal to each image. Only first images are counted and
+    drawn, and equal images follow the first one."""
     train = arrangement.splits["train"]
-    labels, held = inventory.labels[train], np.zeros(len(train), np.bool_)
-    by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels))[:-1])
+    firsts = np.arange(len(train)) if firsts is None else firsts
+    drawable = np.flatnonzero(firsts == np.arange(len(train)))
+    labels, held = inventory.labels[train[drawable]], np.zeros(len(train), np.bool_)
+    by_class = np.split(drawable[np.argsort(labels, kind="stable")], np.cumsum(np.bincount(labels))[:-1])
     for label, places in enumerate(by_class):
         digest = hashlib.sha256(inventory.classes[label].encode("utf-8", "surrogateescape")).digest()
         sequence = np.random.SeedSequence([seed, int.from_bytes(digest[:8], "big")])
         drawn = np.random.Generator(np.random.Philox(sequence)).permutation(places)
         held[drawn[: count(len(places))]] = True
+    held = held[firsts]
     splits = arrangement.splits | {"train": train[~held], "val": train[held]}
     return replace(arrangement, splits=splits, num_held_out=int(held.sum()))
 
 
-def hold_out(inventory: Inventory, arrangement: Arrangement, *, share: float, seed: int) -> Arrangement:
-    """A `share` of each class of `train` as `val`, where there is no other split: at least one picture of two, none of one."""
-    if list(arrangement.splits) != ["train"] or not share:
+def hold_out(
+    inventory: Inventory, arrangement: Arrangement, *, share: float, seed: int, read: Callable[[Entry], bytes] | None = None
+) -> Arrangement:
+    """Move a `share` of each class of `train` to `val` if there is no `val`: at least one image of two, none of one. `read`
+    returns the bytes of an input, if sizes are listed: equal files then stay in one split."""
+    if "train" not in arrangement.splits or "val" in arrangement.splits or not share:
         return arrangement
 
     def count(total: int) -> int:
         return max(1, round(total * share)) if total > 1 else 0
 
-    moved = move_to_val(inventory, arrangement, count=count, seed=seed)
+    firsts = None if read is None else first_equals(inventory, arrangement.splits["train"], read)
+    moved = move_to_val(inventory, arrangement, count=count, seed=seed, firsts=firsts)
     return moved if moved.num_held_out else arrangement
+
+
+def first_equals(inventory: Inventory, rows: NDArray[np.int32], read: Callable[[Entry], bytes]) -> NDArray[np.int64]:
+    """For each of `rows` the position of the first row with equal bytes. Only files that share their size are read."""
+    sizes, firsts = inventory.sizes[rows], np.arange(len(rows))
+    _, groups, counts = np.unique(sizes, return_inverse=True, return_counts=True)
+    shared = np.flatnonzero((counts[groups] > 1) & (sizes > 0))
+
+    def digest(position: int) -> bytes:
+        return hashlib.blake2b(read(inventory.entry(int(rows[position]))), digest_size=16).digest()
+
+    first_of = dict[bytes, int]()
+    with (
+        ThreadPoolExecutor(NUM_READERS) as pool,
+        progress("comparing files of equal size", total=len(shared), unit="files") as line,
+    ):
+        for start in range(0, len(shared), NUM_AT_ONCE):
+            positions = shared[start : start + NUM_AT_ONCE].tolist()
+            for position, key in zip(positions, pool.map(digest, positions), strict=True):
+                firsts[position] = first_of.setdefault(key, position)
+            line.advance(len(positions))
+    return firsts

@@ -32,8 +32,8 @@ class FolderSettings(Settings):
     path: str = Field(examples=["photos"])
     """The folder."""
     val_share: float = Field(0.1, ge=0, lt=1)
-    """Share of each class that becomes the split `val` where the folder has no splits of its own (seeded): at least one picture
-    where a class has two, none where it has one. 0: none at all."""
+    """Share of each class of `train` that becomes the split `val` if the folder has no `val` (seeded): at least one image if a
+    class has two, none if it has one. Byte-equal files stay in one split and count once. 0: none at all."""
     seed: int = Field(0, ge=0)
     """Of which pictures become `val`."""
     labels: str | None = Field(None, examples=["photos/labels.csv"])
@@ -104,7 +104,7 @@ class FolderSource(Source):
             of_row = np.array([rows[name].split or "train" for name in names])
             splits = {str(split): splits["train"][of_row == split] for split in np.unique(of_row)}
         arrangement = Arrangement(splits, left_out=left_out)
-        return hold_out(inventory, arrangement, share=self.settings.val_share, seed=self.settings.seed)
+        return hold_out(inventory, arrangement, share=self.settings.val_share, seed=self.settings.seed, read=self.read)
 
     def read(self, entry: Entry) -> bytes:
         return read_file(self.path, entry)

@@ -36,7 +36,7 @@ class HuggingFaceSettings(Settings):
     columns: dict[Literal["image", "label"], str] = Field(default={}, examples=[{"image": "img", "label": "fine_label"}])
     """Which they are, where there are several: by default the one of pictures, and the one of classes or with a usual name."""
     val_share: float = Field(0.1, ge=0, lt=1)
-    """Share of each class that becomes the split `val` where there is `train` alone (seeded). 0: none at all."""
+    """Share of each class of `train` that becomes the split `val` if there is no `val` (seeded). 0: none at all."""
     seed: int = Field(0, ge=0)
     """Of which pictures become `val`."""
 

@@ -87,8 +87,9 @@ def _common(data: Data, *, name: str, epochs: int, warmup: float, most: int) -> 
         "batch": batch,  # a power of two, about eight of which make an epoch of few pictures
         "steps": -(-count // batch),
         "every": every,
-        "and_best": ", and the best" * bool(judged),
+        "and_best": ", and the best" * (judged == "val"),
     }
+    found |= {"keep_best": False} if judged not in (None, "val") else {}
     found |= {"train_split": data.train} if data.train != "train" else {}
     found |= {"eval_every": every, "judged": judged, "num_judged": data.num_judged} if judged else {}
     none = "it has no other split: nothing tells how good the model is on new pictures"

@@ -55,6 +55,9 @@ def test_choices_are_a_good_config_whatever_the_data_and_the_machine(shapes: Pat
     tuned = validate(TuneSettings, parse_yaml(reasoned("tune", values), Path("x.yaml")))
     probed = validate(ProbeSettings, parse_yaml(reasoned("probe", values), Path("x.yaml")))
     assert (tuned.data.dataset, probed.data.test_split, probed.pretrained) == (str(shapes), "test", "w: #1")
+    pretraining = recipe.pretraining(of_size(shapes, count, judged="test"), machine, name="x")
+    settings = validate(PretrainSettings, parse_yaml(reasoned("train", pretraining), Path("x.yaml")))
+    assert tuned.checkpoint.keep_best is settings.checkpoint.keep_best is False  # no checkpoint is chosen on a test split
 
 
 def reasoned(template: str, values: dict[str, object]) -> str:
