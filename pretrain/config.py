@@ -367,7 +367,8 @@ class ScheduleSettings(Settings):
     """How the learning rate goes on after the warm-up: it stays, or falls to final_lr along half a cosine or a line; wsd
     (warm-up, stable, decay) stays, and falls along a line in the last part, the cooldown."""
     warmup: Duration = "0 steps"
-    """A straight line up to optimizer.lr, which the step after it is the first to take."""
+    """A straight line up to optimizer.lr, which the step after it is the first to take. A warm-up as long as the run or longer is
+    shortened to a tenth of the run."""
     warmup_from: float | None = Field(None, ge=0, examples=[1e-06])
     """Learning rate of the very first step; by default one step's share of optimizer.lr."""
     final_lr: float = Field(0.0, ge=0)

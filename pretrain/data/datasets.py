@@ -342,14 +342,17 @@ def check_against_data(data: TrainingData, *, model: ModelSpec, train: TrainSett
     steps = data.steps(train.duration, global_batch_size=batch)
     if steps < 1:
         raise ValueError(f"train.duration: {train.duration!r} is no step at all; make it longer")
-    warmup = data.steps(schedule.warmup, global_batch_size=batch)
-    if warmup >= steps:
-        raise ValueError(f"schedule.warmup: {schedule.warmup!r} is {warmup} steps, but the run has {steps}; make it shorter")
+    warmup = fit_warmup(data.steps(schedule.warmup, global_batch_size=batch), num_steps=steps)
     cooldown = data.steps(schedule.cooldown, global_batch_size=batch)
     if warmup + cooldown > steps:
         parts = f"{cooldown} steps after {warmup} of warm-up" if warmup else f"{cooldown} steps"
         raise ValueError(f"schedule.cooldown: {schedule.cooldown!r} is {parts}, but the run has {steps}; make it shorter")
     return steps
+
+
+def fit_warmup(num_warmup_steps: int, *, num_steps: int) -> int:
+    """Return the steps of the warm-up: a tenth of the run if the warm-up would be as long as the run, or longer."""
+    return num_warmup_steps if num_warmup_steps < num_steps else num_steps // 10
 
 
 def _labelled(manifest: Manifest, split: str, *, field: str, directory: str) -> None:

@@ -26,7 +26,7 @@ from pretrain.checkpoints.files import Best, TrainerState
 from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
 from pretrain.data.bad_samples import BadSamples, check_share
-from pretrain.data.datasets import TrainingData
+from pretrain.data.datasets import TrainingData, fit_warmup
 from pretrain.data.first_read import FirstRead
 from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan, hash64
@@ -117,7 +117,11 @@ class Trainer:
         self.num_steps, self.eval_every = self._steps(train.duration), max(1, self._steps(train.eval_every))
         self.order = data.order(seed=train.seed, global_batch_size=train.global_batch_size)
         warmup, cooldown = (self._steps(length) for length in (settings.schedule.warmup, settings.schedule.cooldown))
-        self.schedule = Schedule(settings.schedule, settings.optimizer.lr, self.num_steps, warmup, cooldown)
+        fitted = fit_warmup(warmup, num_steps=self.num_steps)
+        if fitted != warmup and self.world.is_first:
+            why = f"{settings.schedule.warmup} is {warmup:,} steps, but the run has {self.num_steps:,}"
+            print(f"{self.run_dir.name}: schedule.warmup: {why}; shortened to {fitted:,} steps", flush=True)
+        self.schedule = Schedule(settings.schedule, settings.optimizer.lr, self.num_steps, fitted, cooldown)
         self.bad_samples = None
         if isinstance(self.reader, ShardReader):
             self.bad_samples = BadSamples(self.reader, log=bad_log, chosen=data.parts[0].chosen)

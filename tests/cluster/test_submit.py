@@ -24,7 +24,7 @@ CIFAR, SHAPES = "configs/data_prep/cifar10.yaml", "configs/data_prep/demo_pretra
         (["cluster/pretrain.slurm", MLP, "--ranks", "2"], "--ranks: after CONFIG a job takes key=value alone"),
         (["-a", "0-1", "cluster/pretrain.slurm", MLP], "--array: pretrain.slurm is one run"),
         (["cluster/pretrain.slurm", MLP], "data/demo-pretrain is no finished dataset"),
-        (["cluster/pretrain.slurm", MLP, "data.dataset=SHAPES", "schedule.warmup=99999 steps"], "99999 steps"),
+        (["cluster/pretrain.slurm", MLP, "data.dataset=SHAPES", "data.eval_split=nope"], "data.eval_split"),
         (["--array=9%2", "cluster/grid.slurm", GRID, "pretrain"], "has no member 9; its members are 0 to 3"),
         (["cluster/grid.slurm", GRID, "pretrain", "train.seed=1"], "overrides are written in the plan file"),
         (["cluster/grid.slurm", GRID, "pretrain"], "data/study-pretrain is no finished dataset"),

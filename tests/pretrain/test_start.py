@@ -13,7 +13,7 @@ from finetune.probe.config import ProbeSettings
 from finetune.tune.config import TuneSettings
 from pretrain.cli import main
 from pretrain.config import PretrainSettings, check_against_ranks
-from pretrain.data.datasets import check_against_data, load_training_data
+from pretrain.data.datasets import check_against_data, fit_warmup, load_training_data
 from pretrain.models.spec import MlpSpec
 from pretrain.start import recipe
 from pretrain.start.look import Data, Machine, Pictures
@@ -101,6 +101,8 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(photo
     data = load_training_data(settings.data)
     assert (data.num_samples, settings.data.dataset, settings.run_dir) == (54, "data/my-photos", "runs/my-photos")
     check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
+    one = load_settings(PretrainSettings, path=config, overrides=["epochs=1"])  # shorter than its warm-up
+    assert check_against_data(data, model=one.model, train=one.train, schedule=one.schedule) > 0
 
     before = config.read_bytes()
     assert main(words) == 0  # typed twice
@@ -184,6 +186,11 @@ def test_a_mistake_is_one_line(words: list[str], line: str, tmp_path: Path, monk
     said = capsys.readouterr().err
     assert line in said and said.startswith("pretrain: ") and said.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("warmup", "num_steps", "fitted"), [(0, 9, 0), (8, 9, 8), (9, 9, 0), (40, 20, 2), (10**9, 2000, 200)])
+def test_a_warmup_that_is_no_shorter_than_the_run_becomes_a_tenth_of_it(warmup: int, num_steps: int, fitted: int) -> None:
+    assert fit_warmup(warmup, num_steps=num_steps) == fitted
 
 
 def test_small_pictures_are_stored_small() -> None:
