@@ -13,11 +13,17 @@ def add_verb(verbs: Any) -> None:
     verb.add_argument(
         "place", metavar="FOLDER|DATASET", type=_place, help="PATH/CLASS/*, PATH/{train,val}/CLASS/*, or a dataset or its URL"
     )
-    verb.add_argument("--name", help="of data/NAME, runs/NAME.yaml and runs/NAME (default: the folder's)")
+    verb.add_argument(
+        "--name",
+        help="of data/NAME, runs/NAME.yaml and runs/NAME (default: the folder's; with --from runs/FOLDER-tuned or -probed)",
+    )
     verb.add_argument("--labels", metavar="FILE", help="of a folder without classes: CSV or Parquet with columns file and label")
     verb.add_argument("--image-size", type=at_least(8), metavar="PX", help="to store pictures at (default: 64, small ones 32)")
     verb.add_argument(
-        "--from", dest="pretrained", metavar="RUN", help="weights to fine-tune: a run, or a folder of `pretrain import`"
+        "--from",
+        dest="pretrained",
+        metavar="RUN",
+        help="weights to fine-tune: a run, hf-hub:USER/NAME, timm:NAME, or a folder of `pretrain import`",
     )
     verb.add_argument("--probe", action="store_true", help="with --from: train a classifier on its features alone")
     verb.add_argument("--new", action="store_true", help="write the config anew where another one stands")

@@ -21,7 +21,7 @@ from data_prep.interrupts import ANSWERED, keep
 from data_prep.manifest import MANIFEST_NAME
 from data_prep.progress import doing, in_words
 from data_prep.publish import write_atomic
-from data_prep.settings import UserError, differences, in_yaml, near_path, num_cores, parse_yaml, read_yaml
+from data_prep.settings import UserError, differences, in_yaml, near_path, num_cores, parse_yaml, read_yaml, verbs_of
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place, finished_result
@@ -63,14 +63,17 @@ def start(options: argparse.Namespace) -> int:
         values = recipe.pretraining(data, machine, name=name)
     else:
         verb, ending = ("probe", "probed") if options.probe else ("tune", "tuned")
-        name = name if options.name and directory == options.place else f"{name}-{ending}"
+        name = options.name or f"{name}-{ending}"
         values = recipe.tuning(data, name=name, pretrained=options.pretrained, card=card)
     if verb == "probe" and data.judged is None:
         raise UserError(f"{directory}: has no split to test on; build it with source.val_share=0.1, or tune (without --probe)")
     config, path, ranks = recipe.render(verb, values), Path(f"{values['run_dir']}.yaml"), recipe.num_ranks(machine)
     command = ["pretrain" if card is None else "finetune", verb, str(path), *(["--ranks", str(ranks)] if ranks > 1 else [])]
     if path.exists() and not options.new:
-        changes = differences(parse_yaml(config, path), read_yaml(path))
+        kept = read_yaml(path)
+        if shlex.join(command[:2]) not in (verbs := verbs_of(kept.keys()) or (shlex.join(command[:2]),)):
+            raise UserError(f"--name: {path} is a config of {verbs[0]}; choose another name, or replace the config with --new")
+        changes = differences(parse_yaml(config, path), kept)
         print(f"{path}: kept as it is{f' ({changes}); --new writes another' * bool(changes)}\nnext: {shlex.join(command)}")
         return 0
     head = [f"{data.manifest.name}: written by pretrain start, a reason behind each choice; every line may be changed."]
@@ -80,7 +83,7 @@ def start(options: argparse.Namespace) -> int:
     write_atomic(path, ("".join(f"# {line}\n" for line in [*head, "result    not yet run"]) + config).encode())
     print("\n".join([f"{path}: written, a reason behind each choice", *head[2:]]))
     if card is None and data.num_train < recipe.FEW:
-        print(f"{recipe.EXPECTED}\nWith such weights, yours or imported: pretrain start {shlex.quote(str(directory))} --from RUN")
+        print(f"{recipe.EXPECTED}\nWith such weights: pretrain start {shlex.quote(str(directory))} --from RUN\n{recipe.WEIGHTS}")
     print(f"next: {shlex.join(command)}")
     return 0
 

@@ -21,6 +21,11 @@ EXPECTED = (
     f"Few pictures are hard for an MLP from scratch. In {PAPER} 50,000 (CIFAR-10) gave 58.1 % in 100 epochs, 70.1 % in 1,000\n"
     "with augmentation, and 93.6 % from weights pretrained on ImageNet-21k; from those 5,000 (STL-10) gave 88.9 %."
 )
+WEIGHTS = (
+    "RUN is one of your runs, hf-hub:USER/NAME, timm:NAME (for example timm:mixer_b16_224), or a folder of pretrain import:\n"
+    "github.com/gregorbachmann/scaling_mlps links the public weights; pretrain import FILE --out runs/public, then --from runs/public"
+)
+"""Sources of pretrained weights."""
 _MODELS = ((0, "mlp_b6_wi256"), (20_000, "mlp_b6_wi512"), (200_000, "mlp_b6_wi1024"), (2_000_000, "mlp_b12_wi1024"))
 """From so many pictures on; the wider ones on GPUs alone."""
 _ON_GPUS = {

@@ -94,6 +94,7 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(photo
         and "left out, not read: .txt files 1" in said
         and "held out as val: 6 " in said
         and "58.1 %" in said
+        and all(source in said for source in ("your runs", "hf-hub:", "timm:", "pretrain import", "scaling_mlps"))
     )
     assert said.splitlines()[-1] == "next: pretrain train runs/my-photos.yaml"
     config = Path("runs/my-photos.yaml")
@@ -134,8 +135,15 @@ def test_weights_are_tuned_or_probed_in_the_place_of_a_pretraining(
 
     monkeypatch.chdir(tmp_path)
     write_folder(Path("weights"))
-    for flags, verb, name in ((["--untimed"], "tune", f"{shapes.name}-tuned"), (["--probe", "--name", "x"], "probe", "x")):
-        assert main(["start", str(shapes), "--from", "weights", *flags]) == 0
+    write_files(Path("pics"), {f"{number % 2}/{number}.png": encoded(picture(seed=number), "PNG") for number in range(8)})
+    names = (
+        (str(shapes), ["--untimed"], "tune", f"{shapes.name}-tuned"),
+        ("pics", ["--untimed"], "tune", "pics-tuned"),
+        ("pics", ["--untimed", "--name", "y"], "tune", "y"),
+        (str(shapes), ["--probe", "--name", "x"], "probe", "x"),
+    )
+    for place, flags, verb, name in names:
+        assert main(["start", place, "--from", "weights", *flags]) == 0
         said = capsys.readouterr().out
         assert said.splitlines()[-1] == f"next: finetune {verb} runs/{name}.yaml" and "58.1" not in said
         how = r"# expected  [\d,]+ images/s and [\d.]+ GB in \d+ steps of a tuning timed here.*: about \d+ s for the features"
@@ -143,6 +151,9 @@ def test_weights_are_tuned_or_probed_in_the_place_of_a_pretraining(
         schema = TuneSettings if verb == "tune" else ProbeSettings
         settings = load_settings(schema, path=f"runs/{name}.yaml", overrides=[])
         assert (settings.pretrained, settings.run_dir) == ("weights", f"runs/{name}")
+    assert Path("data/pics/manifest.json").exists() and Path("data/y/manifest.json").exists()
+    assert main(["start", str(shapes), "--name", "x", "--untimed"]) == 2
+    assert "--name: runs/x.yaml is a config of finetune probe" in capsys.readouterr().err
 
 
 def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
