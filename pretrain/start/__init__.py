@@ -14,8 +14,7 @@ def add_verb(verbs: Any) -> None:
         "place", metavar="FOLDER|DATASET", type=_place, help="PATH/CLASS/*, PATH/{train,val}/CLASS/*, or a dataset or its URL"
     )
     verb.add_argument(
-        "--name",
-        help="of data/NAME, runs/NAME.yaml and runs/NAME (default: the folder's; with --from runs/FOLDER-tuned or -probed)",
+        "--name", help="name data/NAME, runs/NAME.yaml, runs/NAME (default: the folder's; --from adds -tuned or -probed in runs/)"
     )
     verb.add_argument("--labels", metavar="FILE", help="of a folder without classes: CSV or Parquet with columns file and label")
     verb.add_argument("--image-size", type=at_least(8), metavar="PX", help="to store pictures at (default: 64, small ones 32)")

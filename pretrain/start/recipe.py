@@ -23,7 +23,7 @@ EXPECTED = (
 )
 WEIGHTS = (
     "RUN is one of your runs, hf-hub:USER/NAME, timm:NAME (for example timm:mixer_b16_224), or a folder of pretrain import:\n"
-    "github.com/gregorbachmann/scaling_mlps links the public weights; pretrain import FILE --out runs/public, then --from runs/public"
+    "github.com/gregorbachmann/scaling_mlps links the public ones: pretrain import FILE --out runs/public, then --from runs/public"
 )
 """Sources of pretrained weights."""
 _MODELS = ((0, "mlp_b6_wi256"), (20_000, "mlp_b6_wi512"), (200_000, "mlp_b6_wi1024"), (2_000_000, "mlp_b12_wi1024"))
