@@ -28,7 +28,18 @@ from typing import Annotated, Any, Literal, NoReturn, TypeAlias, Union, get_args
 
 from pydantic import BaseModel
 
-from data_prep.settings import Settings, SettingsError, example_of, in_yaml, models_of, nearest, sections_of, tag_of, words_of
+from data_prep.settings import (
+    ALIASES,
+    Settings,
+    SettingsError,
+    example_of,
+    in_yaml,
+    models_of,
+    nearest,
+    sections_of,
+    tag_of,
+    words_of,
+)
 
 Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 
@@ -226,7 +237,7 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
     for word, keys in words_of(schema).items():
         for key, form in keys.items() if len(keys) == 1 else ():
             forms.setdefault(key, {})[word] = form
-    found, listed = [], set[type[BaseModel]]()
+    found, listed, needs = [], set[type[BaseModel]](), _needs_of(schema)
     for prefix, section in sections_of(schema, in_lists=True):
         if section in listed:
             continue  # explained where it stood first
@@ -236,8 +247,12 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
             if models_of(field.annotation, in_lists=False):
                 continue
             key, value, short = f"{prefix}{name}", in_yaml(example_of(field)), forms.get(f"{prefix}{name}", {})
+            more = next((words for place, words in needs.items() if key == place or key.startswith(f"{place}.")), "")
+            if more is None:
+                continue
             example = ", or ".join(
-                f"{word}={shlex.quote(value.removesuffix(form.removeprefix('{}')))}" for word, form in {key: "{}", **short}.items()
+                f"{word}={shlex.quote(value.removesuffix(form.removeprefix('{}')))} {more}".rstrip()
+                for word, form in {key: "{}", **short}.items()
             )
             explained = Explained(
                 key=key,
@@ -251,6 +266,16 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
                 section=about,
             )
             found.append(explained)
+    return found
+
+
+def _needs_of(schema: type[BaseModel]) -> dict[str, str | None]:
+    """{key of a setting or a section: words that its example needs}; the schema itself decides over its sections."""
+    found: dict[str, str | None] = {}
+    for prefix, section in sections_of(schema):
+        for each in section.__mro__:
+            for name, words in vars(each).get("example_with", {}).items():
+                found.setdefault(f"{prefix}{name}", words and words.replace("{}", prefix))
     return found
 
 
@@ -323,7 +348,8 @@ def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
         chosen = [each for each in known if each.is_meant_by(key.partition("=")[0])]
         if not chosen:
             words = {word for each in known for word in (*re.split(r"\.|, ", each.key), each.key, *each.short)}
-            hint = nearest(key, sorted(words))
+            meant = [word for word in ALIASES.get(key.rpartition(".")[2].lower(), ()) if word in words]
+            hint = f"did you mean {' or '.join(map(repr, meant))}?" if meant else nearest(key, sorted(words))
             sections = sorted({each.key.partition(".")[0] for each in known})
             hint = f"known: {', '.join(sections)}" if hint.startswith("known") else hint
             raise SettingsError(f"{key}: unknown to {options.verb}; {hint}")

@@ -13,7 +13,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
@@ -45,6 +45,9 @@ class Settings(BaseModel):
     """Words of the command line that stand for a setting of this section: word -> (field, form of the value)."""
     of_verb: ClassVar[str] = ""
     """The command whose config this is."""
+    example_with: ClassVar[Mapping[str, str | None]] = {}
+    """Words that the example of a setting (or of all settings in a section) needs next to it, with {} for this section's prefix.
+    None: the command does not support the setting, and `explain` does not list it."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -209,7 +212,11 @@ def example_of(field: FieldInfo) -> Any:
     """The one that is written down; else another of its words; else its default."""
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     words = (
-        get_args(field.annotation) if get_origin(field.annotation) is Literal else (True, False) if default in (True, False) else ()
+        get_args(field.annotation)
+        if get_origin(field.annotation) is Literal
+        else (True, False)
+        if isinstance(default, bool)
+        else ()
     )
     return next((each for each in (*(field.examples or ()), *words) if each != default), default)
 
@@ -278,6 +285,8 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     beside = {name: each for model in _locate(schema, problem["loc"][:-1])[1] for name, each in model.model_fields.items()}
     field = ".".join(location) or "config"
     if kind == "extra_forbidden":
+        if alias := _alias(location, beside, schema):
+            return f"{field}: unknown key; did you mean {alias}?"
         word, leaves = location[-1].lower(), words_of(schema) if len(location) == 1 else {}
         best = difflib.get_close_matches(word, [*beside, *leaves], n=1, cutoff=0.75)
         many = [leaf for leaf in leaves if leaf == f"{word}s"]
@@ -313,6 +322,18 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
         return f"{field}: will not do; {_PLAIN[kind]}"
     reason = _PLAIN.get(kind) or re.sub("^(Input|String) should", "it must", problem["msg"])
     return f"{field}: {'null' if value is None else _short(repr(value), 60)} will not do; {reason}"
+
+
+ALIASES = {"learning_rate": ("lr", "lrs"), "batch_size": ("global_batch_size", "local_batch_size", "feature_batch_size")}
+"""Names that other libraries give to settings of ours."""
+
+
+def _alias(location: list[str], beside: Collection[str], schema: type[BaseModel]) -> str:
+    """Quoted keys that an unknown key of another library means: in the same section, or else anywhere in the config."""
+    names, leaves = ALIASES.get(location[-1].lower(), ()), words_of(schema)
+    found = [".".join([*location[:-1], name]) for name in names if name in beside]
+    found = found or [key for name in names for key in ([name] if name in schema.model_fields else leaves.get(name, ()))]
+    return " or ".join(map(repr, found))
 
 
 def _locate(schema: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[str], list[type[BaseModel]]]:

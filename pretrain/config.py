@@ -125,6 +125,7 @@ class ReadingSettings(Settings):
 class PixelOrder(Settings):
     """Of a training, and on the card of what it has made."""
 
+    example_with: ClassVar = {"permute": "{}pixel_permutation=0"}
     pixel_permutation: int | None = Field(None, ge=0, examples=[0])
     """Seed of one random order of the pixels, in which the model sees every picture, in training and whatever is done with the
     weights later. To an MLP that is the same task; to a Mixer, and to augmentation before which it stands, it is another."""
@@ -139,9 +140,20 @@ class PixelOrder(Settings):
         return self
 
 
+_OF_A_STREAM = {"stream": "true", "num_classes": "1000", "samples_per_epoch": "1281167"}
+_ALSO_OF_A_STREAM = ("channel_mean", "channel_std", "label", "image_member", "eval_dataset")
+
+
+def _stream_without(setting: str) -> str:
+    """The words that make a config one of a stream, next to `setting`."""
+    needed = _OF_A_STREAM | {"image_size": "64"} | ({} if setting == "eval_dataset" else {"eval_split": "null"})
+    return " ".join(f"{{}}{name}={value}" for name, value in needed.items() if name != setting)
+
+
 class StreamSettings(Settings):
     """Stock WebDataset shards that are trained on as they come, through the package webdataset."""
 
+    example_with: ClassVar = {name: _stream_without(name) for name in (*_OF_A_STREAM, *_ALSO_OF_A_STREAM)}
     stream: bool = False
     """`dataset` is a list of shards as webdataset takes it: paths, URLs and `pipe:` commands (which a shell runs), with {000..146}
     and `::` between them, tar or tar.gz. Each rank reads its own. No index, so no exact resume and no shuffle over all of them."""
@@ -166,6 +178,7 @@ class StreamSettings(Settings):
 
 
 class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
+    example_with: ClassVar = {"weight": "{}also='[{dataset: data/more, weight: 1}]'"}
     train_split: str = "train"
     """The split to train on."""
     eval_split: str | None = "val"
@@ -329,6 +342,7 @@ class AugmentSettings(Settings):
 
 
 class OptimizerSettings(Settings):
+    example_with: ClassVar = {"nesterov": "{}name=sgd"}
     name: Literal["lion", "adamw", "sgd", "lamb"] = "lion"
     """lion is the one of the papers' MLPs; lamb is for very large batches."""
     lr: float = Field(1e-4, gt=0)
@@ -363,17 +377,18 @@ class OptimizerSettings(Settings):
 
 
 class ScheduleSettings(Settings):
+    example_with: ClassVar = {"warmup_from": "{}warmup='5 epochs'", "cooldown": "{}name=wsd"}
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """How the learning rate goes on after the warm-up: it stays, or falls to final_lr along half a cosine or a line; wsd
     (warm-up, stable, decay) stays, and falls along a line in the last part, the cooldown."""
-    warmup: Duration = "0 steps"
+    warmup: Duration = Field("0 steps", examples=["5 epochs"])
     """A straight line up to optimizer.lr, which the step after it is the first to take. A warm-up as long as the run or longer is
     shortened to a tenth of the run."""
     warmup_from: float | None = Field(None, ge=0, examples=[1e-06])
     """Learning rate of the very first step; by default one step's share of optimizer.lr."""
     final_lr: float = Field(0.0, ge=0)
     """Where cosine, linear and wsd end."""
-    cooldown: Duration = "0 steps"
+    cooldown: Duration = Field("0 steps", examples=["10 epochs"])
     """The part of train.duration in which the rate of wsd falls. Runs of several lengths share the stable part: see start_from."""
 
 
@@ -425,6 +440,7 @@ class PassSettings(RanksSettings):
 
 
 class EngineSettings(PassSettings):
+    example_with: ClassVar = {"cuda_graphs": "{}compile=true {}zero_stage=0"}
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What ZeRO shares out among the ranks: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
@@ -455,6 +471,7 @@ class EngineSettings(PassSettings):
 
 
 class CheckpointSettings(Settings):
+    example_with: ClassVar = {"mirror_storage": "{}mirror=s3://bucket/run"}
     every: Cadence = "1 epochs"
     """How often a checkpoint is made; the end of training makes one, too."""
     keep_last: int = Field(2, ge=1)

@@ -13,8 +13,20 @@ import jsonschema
 import pytest
 from pydantic import Field, TypeAdapter
 
-from data_prep.explain import completions, options_of, program, schema_of, settings_of
-from data_prep.settings import SettingsError, apply_override, flatten, load_settings, read_yaml, sections_of
+from data_prep.explain import Explained, completions, options_of, program, schema_of, settings_of
+from data_prep.settings import (
+    SettingsError,
+    apply_override,
+    example_of,
+    flatten,
+    load_settings,
+    models_of,
+    parse_yaml,
+    read_yaml,
+    sections_of,
+    tag_of,
+    validate,
+)
 from finetune.probe.config import ProbeSettings
 from pretrain.config import PretrainSettings
 from tests.conftest import Capture
@@ -64,9 +76,81 @@ def test_each_example_of_a_setting_is_valid(schema: Any) -> None:
                 checked = TypeAdapter(Annotated[field.annotation, *field.metadata, Field()])
                 for value in field.examples:
                     checked.validate_json(json.dumps(value))
-    for each in settings_of(CONFIGURED[schema]):  # as it is printed: key=value, or last word=value
-        words = [shlex.split(example) for example in each.example.split(", or ") if "=" in example.split(": ")[0]]
-        assert [word for (word,) in words if sets(schema, word) != each.key] == []
+    refused = []
+    for each in settings_of(CONFIGURED[schema]):  # as it is printed, in a config of the least that is needed
+        is_typed = "=" in each.example.split(": ")[0]
+        for example in each.example.split(", or ") if is_typed else ():
+            words, tree = shlex.split(example), least(schema)
+            if each.kind:
+                tree[each.key.partition(".")[0]] = least(section_of(schema, each))
+            assert sets(schema, words[0]) == each.key
+            try:
+                for word in words:
+                    apply_override(tree, word, schema=schema)
+                validate(schema, tree)
+            except SettingsError as error:
+                refused.append(f"{example}: {error}")
+        if not is_typed:
+            field = section_of(schema, each).model_fields[each.key.rpartition(".")[2]]
+            (value,) = parse_yaml(each.example, Path("x.yaml")).values()
+            TypeAdapter(Annotated[field.annotation, *field.metadata, Field()]).validate_json(json.dumps(value))
+    assert refused == []
+
+
+def least(section: Any) -> dict[str, Any]:
+    """A valid config: the settings that must be given, as their examples have them."""
+    if section is PretrainSettings:
+        return {**least_of(section), "model": {"preset": "mlp_b6_wi256"}}
+    return least_of(section)
+
+
+def least_of(section: Any) -> dict[str, Any]:
+    tree = {"kind": tag_of(section)} if tag_of(section) else {}
+    for name, field in section.model_fields.items():
+        if field.is_required() and name != "kind":
+            inner = models_of(field.annotation, in_lists=False)
+            tree[name] = least_of(inner[0]) if inner else example_of(field)
+    return tree
+
+
+def section_of(schema: Any, each: Explained) -> Any:
+    prefix = each.key.removesuffix(each.key.rpartition(".")[2])
+    kinds = [section for place, section in sections_of(schema, in_lists=True) if place == prefix]
+    return next(
+        section
+        for section in kinds
+        if str(tag_of(section) or "") == each.kind and each.key.rpartition(".")[2] in section.model_fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (f"{command} {prefix}{key}=1", meant)
+        for command, key, meant in [
+            ("pretrain train", "learning_rate", "'optimizer.lr'"),
+            ("finetune tune", "learning_rate", "'optimizer.lr'"),
+            ("finetune probe", "learning_rate", "'lrs'"),
+            ("pretrain train", "batch_size", "'train.global_batch_size'"),
+            ("finetune tune", "batch_size", "'train.global_batch_size'"),
+            ("finetune evaluate", "batch_size", "'local_batch_size'"),
+            ("finetune knn", "batch_size", "'feature_batch_size'"),
+        ]
+        for prefix in ("", "train.", "optimizer.", "data.")
+        if "." not in prefix or command in ("pretrain train", "finetune tune")
+    ],
+)
+def test_names_of_other_libraries_get_a_hint(words: str, meant: str, capsys: Capture) -> None:
+    program_name, word, override = words.split()
+    schema = schema_of(VERBS[program_name, word])
+    tree = least(schema)
+    apply_override(tree, override, schema=schema)
+    with pytest.raises(SettingsError, match=f"unknown key; did you mean .*{meant}"):
+        validate(schema, tree)
+    parser = program(program_name, description="", add_verbs=ADD_VERBS[program_name])
+    options = parser.parse_args(["explain", word, override.partition("=")[0].rpartition(".")[2]])
+    with pytest.raises(SettingsError, match=f"did you mean .*{meant.rpartition('.')[2]}"):
+        options.run(options)
 
 
 def test_the_page_and_the_schemas_are_made_from_what_stands_in_the_code() -> None:

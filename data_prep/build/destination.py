@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -37,6 +37,7 @@ NUM_UPLOADS = 8
 
 
 class Destination(Settings):
+    example_with: ClassVar = {"work": "out=s3://bucket/mine"}
     out: str
     work: str | None = Field(None, examples=["/scratch/me/mine"])
     """If `out` is a URL: the directory of locks and unfinished work; array tasks on several machines share one."""

@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -57,6 +57,7 @@ class JudgedDataSettings(ReadingSettings):
 
 class EvaluateSettings(ShortRunSettings):
     of_verb = "finetune evaluate"
+    example_with: ClassVar = {"augment": "views=10", "include_plain": "views=10"}
     pretrained: str = Field(examples=["runs/mine"])
     """A run directory, one of its checkpoints, or an imported folder."""
     data: JudgedDataSettings

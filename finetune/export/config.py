@@ -10,7 +10,7 @@ OUT/sha256.json         of all of these, written last
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,7 @@ README, ONNX, PT2, RECORD = "README.md", "model.onnx", "model.pt2", "export.json
 
 class ExportSettings(Settings):
     of_verb = "finetune export"
+    example_with: ClassVar = {"revision": "push_to=USER/NAME", "private": "push_to=USER/NAME"}
     pretrained: str = Field(examples=["runs/mine"])
     """A run, one of its checkpoints, an imported folder, or an export."""
     out: str = Field(examples=["exports/mine"])

@@ -1,7 +1,7 @@
 """Settings of `finetune probe` and `finetune knn`. No torch here."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -89,6 +89,7 @@ class FeatureSettings(ShortRunSettings):
 
 class ProbeSettings(FeatureSettings):
     of_verb = "finetune probe"
+    example_with: ClassVar = {"augment": "views=10"}
     features: Literal["auto", "cache", "stream"] = "auto"
     """cache: made once and kept on disk; stream: made anew for each batch, by all ranks together, and nothing is kept; auto: stream
     where they would take more than `cache_gb`, or than the disk has. Both train the same heads."""

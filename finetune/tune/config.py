@@ -9,7 +9,7 @@ What is finished stays finished: the same command goes on with the one that was 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,15 @@ from data_prep.settings import SettingsError, read_yaml
 from finetune.config import ChannelStats
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import CONFIG_FILE, check_resume, finished_result, is_worthless, list_checkpoints
-from pretrain.config import EngineSettings, OptimizerSettings, PassSettings, PixelOrder, PretrainSettings, TrainingSettings
+from pretrain.config import (
+    EngineSettings,
+    OptimizerSettings,
+    PassSettings,
+    PixelOrder,
+    PretrainSettings,
+    StreamSettings,
+    TrainingSettings,
+)
 from pretrain.data.datasets import Part, num_folds
 
 SPREAD = ("eval/top1", "eval/top5", "eval/loss", "eval/real", "eval/class_top1")
@@ -34,6 +42,7 @@ class TuneEngineSettings(PassSettings):
 
 class TuneSettings(TrainingSettings):
     of_verb = "finetune tune"
+    example_with: ClassVar = {"train.ema_decay": None} | {f"data.{name}": None for name in StreamSettings.model_fields}
     pretrained: str = Field(examples=["runs/mine"])
     """A run directory of `pretrain train`, or one of its checkpoints."""
     init: Literal["pretrained", "scratch"] = "pretrained"

@@ -5,7 +5,7 @@ width of a mixing as a multiple of its input.
 """
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -36,6 +36,7 @@ Blocks = Annotated[
 class MlpSpec(Settings):
     """Paper B: Linear(3 H W, width), `depth` layers (of two matrices where the bottleneck is inverted), Linear(width, classes)."""
 
+    example_with: ClassVar = {"activation_first": "{}bottleneck=none"}
     kind: Literal["mlp"]
     depth: int = Field(6, ge=1)
     """Layers between the first and the last."""
@@ -172,6 +173,7 @@ class SparseMlpSpec(Settings):
     The paper does not print how S0 C entries become m where they differ: here by one dense layer.
     """
 
+    example_with: ClassVar = {"outer_activation": "{}expansion=2"}
     kind: Literal["sw_mlp"]
     patch_size: int = Field(4, ge=1)
     """Side of the square patches of the first layer, in pixels."""
