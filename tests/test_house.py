@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -102,6 +103,26 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "runs/mlflow.db",
     ):
         assert (tmp_path / left).exists(), left
+    kept = {"configs", *(path.name for path in tmp_path.glob("output-*"))}  # of this test
+    assert tracked_by_git(each.name + "/" * each.is_dir() for each in tmp_path.iterdir() if each.name not in kept) == []
+
+
+def tracked_by_git(outputs: Iterable[str]) -> list[str]:
+    """Those of the paths in a checkout that `git status` would show."""
+    words = ["git", "-C", str(REPOSITORY), "check-ignore", "--no-index", "--stdin"]
+    outputs = list(outputs)
+    done = subprocess.run(words, input="\n".join(outputs), capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    return sorted({*outputs} - {*done.stdout.splitlines()})
+
+
+def test_git_ignores_the_outputs_of_all_printed_commands() -> None:
+    text = "".join(page.read_text() for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")))
+    lines = "\n".join(re.findall(r"^(?:data_prep|pretrain|finetune|analysis) .*", text, re.MULTILINE))
+    outputs = {word for word in re.findall(r"(?:--out|--features|run_dir=|export \S+) ?([\w./-]+)", lines) if not word.startswith("/")}
+    outputs = {word for word in outputs if f"{word}://" not in lines and "." in word or "/" in word}
+    assert {"predictions.csv", "exports/mine", "data/mine", "runs/mine-probe"} <= outputs | {"data/mine"}
+    assert tracked_by_git([*outputs, "duplicates.jsonl", "mlflow.db", "mlruns/0", "runs/mlflow.db", "model.onnx"]) == []
 
 
 def test_links_between_pages_lead_somewhere() -> None:
