@@ -4,7 +4,7 @@
 
 Files: JPEGs of about 400 pixels, 4:2:0, quality 90, about 33 kB, made by code (noise with the spectrum of photographs) in class
 folders; all are read before anything is measured. Everybody makes raw 64-pixel squares of them on all cores. Contestants:
-  ours           `data_prep build`, shards of 500: with index, hashes, statistics, manifest, fsync; drafts where it may
+  ours           `data_prep build`: with index, hashes, statistics, manifest, fsync; drafts where it may
   ours, full     the same with draft=false: every JPEG decoded in full, as the peers do
   cv2, PIL tars  a process pool that decodes with cv2 (or PIL) and writes tars, as img2dataset does
   FFCV, mosaic, litdata   DatasetWriter, MDSWriter (one per process), optimize; all with cv2, the faster decoder
@@ -43,8 +43,6 @@ CORES = len(os.sched_getaffinity(0))
 OUT = DATA / "prep-out"
 NUM_CLASSES, NUM_LINKS = 10, 6
 STEEPNESS = 1.6
-SHARDS = "samples_per_shard=500"
-"""A shard is one worker's work: the default of 8,192 would leave cores idle with so few files."""
 
 
 def photograph(number: int, *, shape: tuple[int, int] | None = None) -> Image.Image:
@@ -85,7 +83,7 @@ def photographs(num_different: int) -> Path:
 
 
 def ours(files: Path, *settings: str, num_workers: int = CORES) -> Callable[[], float]:
-    words = ["build", "--source", "folder", "--out", str(OUT), f"source.path={files}", f"num_workers={num_workers}", SHARDS]
+    words = ["build", "--source", "folder", "--out", str(OUT), f"source.path={files}", f"num_workers={num_workers}"]
     code = (
         "import sys, time; from data_prep.cli import main; import data_prep.build.build; began_s = time.perf_counter(); "
         "code = main(sys.argv[1:]); print(); print(time.perf_counter() - began_s); sys.exit(code)"
@@ -104,7 +102,7 @@ def seconds_of(command: list[str]) -> float:
 def peak_memory_mb(files: Path) -> float:
     """Of our build, all its processes together: the private pages and a share of the common ones, looked at ten times a second."""
     shutil.rmtree(OUT, ignore_errors=True)
-    words = ["build", "--source", "folder", "--out", str(OUT), f"source.path={files}", SHARDS]
+    words = ["build", "--source", "folder", "--out", str(OUT), f"source.path={files}"]
     build = subprocess.Popen(
         [sys.executable, "-m", "data_prep", *words], cwd=HERE.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

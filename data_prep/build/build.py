@@ -60,7 +60,7 @@ def write_shards(work: Workplan, plans: tuple[ShardPlan, ...], source: Source, p
 def write_planned(work: Workplan, source: Source, plan: ShardPlan) -> ShardRecord:
     place, parts_id = work.settings, work.parts_id
     done = finished_record(place, plan.name, plan_hash=parts_id)
-    if done is not None:
+    if done is not None and done.num_inputs == plan.stop - plan.start:
         Tally.add(plan.stop - plan.start)
         return done
     rejected: list[Rejected] = []

@@ -11,6 +11,8 @@ from data_prep.images import ImageSpec
 from data_prep.settings import NumWorkers, read_lines
 from data_prep.sources import SourceSettings, SyntheticSettings
 
+DEFAULT_SHARD = 8192
+
 
 class BuildSettings(ImageSpec, Destination):
     of_verb = "data_prep build"
@@ -26,8 +28,9 @@ class BuildSettings(ImageSpec, Destination):
     """A text file with the class to keep on each line, instead of `classes`."""
     exclude: tuple[str, ...] = Field((), examples=[["duplicates.jsonl"]])
     """Exclusion lists, as `data_prep dedup` writes them."""
-    samples_per_shard: int = Field(8192, ge=1, le=1_000_000)
-    """Pictures in each shard; the last one of a split may have fewer."""
+    samples_per_shard: int = Field(DEFAULT_SHARD, ge=1, le=1_000_000)
+    """Images in each shard; the last one of a split may have fewer. Each shard is written by one worker. With the default, a split
+    of fewer than 131,072 images has up to 16 smaller shards, of 512 images or more."""
     order: Literal["shuffled", "listed"] = "shuffled"
     """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""
     seed: int = Field(0, ge=0)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.archives.inventory import HEAD_NAME, Entries, Inventory, Outline, write_inventory
-from data_prep.build.config import BuildSettings
+from data_prep.build.config import DEFAULT_SHARD, BuildSettings
 from data_prep.build.exclusions import Exclusions, load_exclusions
 from data_prep.build.parts import BEGUN, of_another, read_record, record_path, write_record
 from data_prep.images.decoding import decoder_version
@@ -37,6 +37,8 @@ from data_prep.sources import Arrangement, Source, SourceError
 INVENTORY_NAME = "inventory"
 NUM_NAMED = 20
 """Of what is damaged."""
+NUM_JOBS, LEAST_SHARD = 16, 512
+"""Shards of a small split, and the fewest samples that make one worth its files."""
 CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
 
 
@@ -260,8 +262,9 @@ def _write_plan(
             raise UserError(f"classes, exclude: they leave nothing of the split {split}; leave out less")
         with atomic_file(directory / PARTS / f"order-{split}.npy") as file:
             np.save(file, rows)
-        for shard, start in enumerate(range(0, len(rows), settings.samples_per_shard)):
-            stop = min(start + settings.samples_per_shard, len(rows))
+        size = shard_size(len(rows), most=settings.samples_per_shard)
+        for shard, start in enumerate(range(0, len(rows), size)):
+            stop = min(start + size, len(rows))
             shards.append(ShardPlan(name=f"{split}-{shard:06d}", split=split, start=start, stop=stop))
     work = Workplan(
         settings=settings.settled(),
@@ -278,6 +281,12 @@ def _write_plan(
     )
     write_record(directory, BEGUN, work)
     return work.under(settings)
+
+
+def shard_size(num_samples: int, *, most: int) -> int:
+    """Samples of each shard of a split. A shard is one worker's job, so a small split has smaller shards than the default ones: up
+    to `NUM_JOBS` shards, however many workers there are, so that their number decides no byte."""
+    return most if most != DEFAULT_SHARD else min(most, max(LEAST_SHARD, -(-num_samples // NUM_JOBS)))
 
 
 def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement) -> None:

@@ -104,7 +104,7 @@ class FolderSource(Source):
             of_row = np.array([rows[name].split or "train" for name in names])
             splits = {str(split): splits["train"][of_row == split] for split in np.unique(of_row)}
         arrangement = Arrangement(splits, left_out=left_out)
-        return hold_out(inventory, arrangement, share=self.settings.val_share, seed=self.settings.seed, read=self.read)
+        return hold_out(inventory, arrangement, share=self.settings.val_share, seed=self.settings.seed, root=self.path)
 
     def read(self, entry: Entry) -> bytes:
         return read_file(self.path, entry)

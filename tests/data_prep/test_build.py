@@ -18,6 +18,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from data_prep.build.workplan import shard_size
 from data_prep.cli import main
 from data_prep.images import EncodedImage, ImageSpec, convert
 from data_prep.manifest import load_manifest
@@ -311,6 +312,15 @@ def test_listed_order_is_the_sorted_one_and_shuffled_order_mixes_by_seed(tmp_pat
     assert labels["listed"] == [0] * 10 + [1] * 10
     assert sorted(labels["zero"]) == sorted(labels["one"]) == labels["listed"]
     assert labels["listed"] != labels["zero"] != labels["one"] != labels["listed"]
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "most", "num_shards"),
+    [(300, 8192, 1), (512, 8192, 1), (2700, 8192, 6), (16_200, 8192, 16), (1_281_167, 8192, 157), (2700, 5000, 1), (2700, 100, 27)],
+)
+def test_small_splits_are_cut_into_enough_shards_for_several_workers(num_samples: int, most: int, num_shards: int) -> None:
+    size = shard_size(num_samples, most=most)
+    assert len(range(0, num_samples, size)) == num_shards and size <= most
 
 
 def test_a_held_out_share_is_seeded_proportional_and_disjoint(tmp_path: Path) -> None:
