@@ -3,11 +3,28 @@ import signal  # before anything is read that takes time
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback; in a moment interrupts.py heeds it
 
+import os
 import sys
+from contextlib import suppress
 
 from data_prep.interrupts import interruptible
 
-main = interruptible("data_prep", "data_prep.cli")
+_run = interruptible("data_prep", "data_prep.cli")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
+    if (
+        words[:1] == ["build"]
+        and len(os.sched_getaffinity(0)) > 1
+        and not {"--show", "-h", "--help", "num_workers=1"}.intersection(words)
+    ):
+        from data_prep.workers import start_server
+
+        with suppress(OSError):  # the build meets it again, and reports it
+            start_server()  # workers' imports and this process's take place at once
+    return _run(arguments)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -77,15 +77,20 @@ def worker_pool(num_workers: int) -> Pool:
     if num_workers <= 1:
         slots = [0]
         return Pool(slots, max_workers=1, initializer=Tally.connect, initargs=(slots, 0))
-    # Starts the process that workers are forked from, which imports what they need while this one goes on. Ctrl-C, which reaches
-    # it, too, is blocked there: while it imports it would show a traceback. Here it waits a moment. It ends with this process.
+    start_server()
+    return _Processes(num_workers, _CONTEXT.RawArray("q", num_workers))
+
+
+def start_server() -> None:
+    """Start the process that workers are forked from, unless it runs. It imports what they need while this process goes on, and
+    ends with this process."""
+    # Ctrl-C, which reaches it, too, is blocked there: while it imports it would show a traceback. Here it waits a moment.
     resource_tracker.ensure_running()  # which that process starts otherwise, and which lets signals through again
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return _Processes(num_workers, _CONTEXT.RawArray("q", num_workers))
 
 
 def sweep(
