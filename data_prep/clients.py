@@ -1,11 +1,11 @@
 """The clients of stores, which are fsspec's: how each kind is made, and what its errors mean to a user.
 
-Invariants: storage options go to a client and nowhere else; how long a server may be silent, and how often it is asked again, is
-for remote.py to say, so a client's own patience is turned off as far as it can be.
+Invariants: storage options go to a client and nowhere else, and to a dataset's own host only. remote.py says how long a server
+may be silent and how often it is asked again, so a client's own patience is turned off as far as it can be.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
@@ -53,6 +53,42 @@ _NOT_ON_THE_HUB = {"RepositoryNotFoundError", "RevisionNotFoundError", "RemoteEn
 
 class MissingError(UserError):
     """A server that has no such file."""
+
+
+def host_of(url: str) -> str:
+    """The server that receives the storage options for a URL. All buckets of a store have one server."""
+    parts = urlsplit(url)
+    kind = KINDS.get(parts.scheme)
+    if kind is _HTTP:
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    return f"az://{parts.netloc.partition('@')[2]}" if kind is _AZ else f"{parts.scheme}://"
+
+
+def options_for(url: str, storage: Mapping[str, Any], *, hosts: Collection[str]) -> dict[str, Any]:
+    """Return the storage options if the URL is on one of the hosts that they are meant for, else none."""
+    return dict(storage) if host_of(url) in hosts else {}
+
+
+class _OwnHeaders(NamedTuple):
+    """An aiohttp middleware. A server that redirects to another host does not pass on the headers of the storage options."""
+
+    host: str
+    names: tuple[str, ...]
+
+    async def __call__(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
+        if str(request.url.origin()) != self.host:
+            for name in self.names:
+                request.headers.popall(name, None)
+        return await handler(request)
+
+
+def _own_headers(url: str, options: Mapping[str, Any]) -> _OwnHeaders:
+    import yarl
+
+    own = options.get("client_kwargs", {})
+    names = {*options.get("headers", {}), *own.get("headers", {})}
+    names |= {header for key, header in (("auth", "Authorization"), ("cookies", "Cookie")) if key in options or key in own}
+    return _OwnHeaders(str(yarl.URL(url).origin()), tuple(sorted(names)))
 
 
 def shown(url: str) -> str:
@@ -106,7 +142,9 @@ def client(url: str, storage: dict[str, Any], *, silence_s: float = READ_TIMEOUT
         if protocol == "gs":
             options = {"requests_timeout": timeout} | options
         else:
-            options["client_kwargs"] = {"timeout": timeout, "trust_env": True, **options.get("client_kwargs", {})}
+            given = options.get("client_kwargs", {})
+            guard = {"middlewares": [_own_headers(url, options)]} if storage else {}
+            options["client_kwargs"] = {"timeout": timeout, "trust_env": True} | given | guard
     elif protocol == "s3":
         limits: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": silence_s}
         if not retries:

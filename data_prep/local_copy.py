@@ -2,6 +2,7 @@
 
     CACHE/datasets/KEY/     KEY: of the URL and of what its manifest says
       manifest.json         written last; the dataset's own, but that each shard's `file` is a URL
+      .host                 the server that the dataset is on: no other receives storage options
       ...                   indices, paths, annotations and rejected.jsonl, as they are there
 
 Invariants: every file of a copy has the hash that the manifest gives when a process first uses it; another manifest at the URL is
@@ -18,14 +19,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from data_prep.clients import MissingError, shown, without_secrets
-from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, parse_manifest, save_manifest
+from data_prep.clients import MissingError, host_of, shown, without_secrets
+from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, load_manifest, parse_manifest, save_manifest
 from data_prep.progress import progress
-from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, sole_writer
+from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, sole_writer, write_atomic
 from data_prep.remote import ContentError, join, read_bytes, read_together
 from data_prep.settings import UserError
 
 NUM_THREADS, FILES_AT_ONCE = 8, 16
+HOST_NAME = ".host"
 _OPENED: dict[tuple[str, str], Path] = {}
 """(URL, storage options as JSON) -> the copy that this process reads."""
 
@@ -49,6 +51,21 @@ def local_copy(dataset: Path | str, *, storage: Mapping[str, Any] | None, cache_
     return _OPENED[key]
 
 
+def own_host(directory: Path) -> str:
+    """The server that a dataset's storage options are meant for.
+
+    A copy's server is the one of its URL, whatever hosts the manifest names. A local dataset has its remote shards on one server.
+    """
+    if (directory / HOST_NAME).is_file():
+        return (directory / HOST_NAME).read_text()
+    shards = (shard for split in load_manifest(directory).splits.values() for shard in split.shards if shard.is_remote)
+    hosts = sorted({host_of(shard.file) for shard in shards})
+    if len(hosts) > 1:
+        several = f"the shards of {directory} are on {len(hosts)} hosts ({', '.join(hosts[:3])}), and options are sent to one only"
+        raise UserError(f"storage: {several}. Index the shards of each host as a dataset of its own")
+    return "".join(hosts)
+
+
 def _copied(url: str, cache: Path, storage: dict[str, Any]) -> Path:
     address = join(url, MANIFEST_NAME)
     try:
@@ -56,7 +73,7 @@ def _copied(url: str, cache: Path, storage: dict[str, Any]) -> Path:
     except MissingError as error:
         raise DatasetError(f"{shown(url)}: no finished dataset is there ({error})") from None
     directory = cache / "datasets" / hash_of_json([url, manifest.hash])[:32]
-    if (directory / MANIFEST_NAME).is_file() and not _missing(directory, manifest):
+    if all((directory / name).is_file() for name in (MANIFEST_NAME, HOST_NAME)) and not _missing(directory, manifest):
         return directory
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -64,6 +81,7 @@ def _copied(url: str, cache: Path, storage: dict[str, Any]) -> Path:
             directory.mkdir(exist_ok=True)
             remove_leftovers(directory)
             _fill(url, directory, _missing(directory, manifest), storage)
+            write_atomic(directory / HOST_NAME, host_of(url).encode())
             save_manifest(directory, _with_addresses(url, manifest))
     except OSError as error:
         if error.errno is None:  # the store's fault, not the disk's

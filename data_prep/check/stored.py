@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from data_prep.clients import options_for
 from data_prep.images import Rejection
+from data_prep.local_copy import own_host
 from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, Shard, load_index
 from data_prep.publish import TEMPORARY_PREFIX
 from data_prep.remote import copied
@@ -51,7 +53,8 @@ def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Pa
     room = directory if os.access(directory, os.W_OK) else Path(tempfile.gettempdir())
     descriptor, name = tempfile.mkstemp(prefix=f"{TEMPORARY_PREFIX}{shard.name}-", suffix=".tar", dir=room)
     os.close(descriptor)
-    with copied(shard.file, Path(name), storage=dict(storage)):
+    own = options_for(shard.file, storage, hosts=[own_host(directory)]) if storage else {}
+    with copied(shard.file, Path(name), storage=own):
         yield Path(name)
 
 

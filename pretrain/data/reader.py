@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.images import Rejection, decode_square, ppm_header
+from data_prep.local_copy import own_host
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
 from data_prep.settings import UserError
 from pretrain.config import ReadingSettings
@@ -234,7 +235,10 @@ def open_store(settings: ReadingSettings, parts: Sequence[Part]) -> ShardStore |
         return None
     default = Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
     directory = Path(settings.cache_dir) if settings.cache_dir else default
-    return ShardStore(directory, setting="data.cache_dir", max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage)
+    hosts = {own_host(part.directory) for part in parts} if settings.storage else set()
+    return ShardStore(
+        directory, setting="data.cache_dir", max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage, hosts=hosts
+    )
 
 
 def _class_numbers(part_of_shards: Sequence[Part]) -> tuple[Ids | None, Ids]:

@@ -6,12 +6,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from data_prep.clients import options_for
 from data_prep.publish import sync
 from data_prep.remote import ContentError, RemoteError, StoppedError, fetch, shown, tried
 from pretrain.data.store.directory import NOW, Claim, File, NoRoomError, StoreDirectory, StoreError, open_file
@@ -33,9 +34,19 @@ Moves = Callable[[int], None]
 class ShardStore:
     """Each file is whole and verified or not there at all."""
 
-    def __init__(self, path: Path, *, setting: str, max_bytes: int | None, storage: dict[str, Any], num_threads: int = NUM_THREADS):
+    def __init__(
+        self,
+        path: Path,
+        *,
+        setting: str,
+        max_bytes: int | None,
+        storage: dict[str, Any],
+        hosts: Collection[str] = (),
+        num_threads: int = NUM_THREADS,
+    ):
+        """`hosts`: the only servers that receive `storage`."""
         self.directory = StoreDirectory(path, setting=setting, max_bytes=max_bytes)
-        self._storage, self._num_threads = storage, num_threads
+        self._storage, self._hosts, self._num_threads = storage, hosts, num_threads
         self._stop, self._warned_s = threading.Event(), -WARN_AGAIN_S
         self._threads: list[threading.Thread] = []
         self._not_before_s: dict[str, float] = {}
@@ -178,7 +189,8 @@ class ShardStore:
             part.seek(0)
             os.utime(part.fileno())  # those who wait see that something is done
             if file.is_remote:
-                fetch(file.source, write, num_bytes=file.num_bytes, storage=self._storage, silence_s=SILENCE_S, stop=self._stop)
+                own = options_for(file.source, self._storage, hosts=self._hosts)
+                fetch(file.source, write, num_bytes=file.num_bytes, storage=own, silence_s=SILENCE_S, stop=self._stop)
             else:
                 self._copy(Path(file.source), write)
             if part.tell() != file.num_bytes:
