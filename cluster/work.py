@@ -188,7 +188,7 @@ class Work:
             if checkpoint or not source:
                 check_room(settings, load_manifest(settings.data.dataset), checkpoint)
         if isinstance(settings, PretrainSettings):
-            data = _data_of(json.dumps(settings.data.model_dump(mode="json")))
+            data = _data_of(json.dumps(settings.data.model_dump(mode="json") | {"dataset": settings.data.dataset}))
             check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
 
     @property
@@ -201,7 +201,7 @@ class Work:
         settings = self.settings
         if not isinstance(settings, PretrainSettings) or not self._has_data:
             return None
-        data = _data_of(json.dumps(settings.data.model_dump(mode="json")))
+        data = _data_of(json.dumps(settings.data.model_dump(mode="json") | {"dataset": settings.data.dataset}))
         size, cluster = data.image_size, {"name": self.config, "num_nodes": [nodes], "gpus_per_node": gpus_per_node, **speeds}
         return slower_than_fewer(plan_of(settings, num_classes=len(data.classes), image_size=size, **cluster), nodes)
 

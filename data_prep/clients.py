@@ -4,6 +4,7 @@ Invariants: storage options go to a client and nowhere else, and to a dataset's 
 may be silent and how often it is asked again, so a client's own patience is turned off as far as it can be.
 """
 
+import hashlib
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
@@ -44,7 +45,10 @@ _LIKE_A_KEY = re.compile(r"pass|pwd|secret|token|key|sig|cred|auth", re.IGNORECA
 _QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*|[?][^\s'\")]*=[^\s'\")]*")
 _PLACE = re.compile(r"\w+://[^\s'\"]+")
 _PLACE_IN_A_LIST = re.compile(r"[\w+.-]+://([^/]*@)?(\[[^]/]*\])?.*?(?=::|$)")
-_IN_A_COMMAND = re.compile(r"\b(bearer|basic)\s+[^\s$]|\s(-u|--user)[\s=]+['\"]?[^\s$:]+:[^\s$]", re.IGNORECASE)
+_COMMAND = re.compile(r"pipe:", re.IGNORECASE)
+"""Anywhere in an address, as braces may put it together."""
+_RECORDED = re.compile(r"pipe:[\w./+-]+ \(sha256 [0-9a-f]{32}\)")
+_ASSIGNMENT, _PROGRAM = re.compile(r"\w+=[\w./:@%+,=-]*"), re.compile(r"[\w./+-]+")
 _EXPIRED = re.compile(r"expired|RequestExpired|TokenRefreshRequired|RefreshError|TokenRetrievalError|SSOToken", re.IGNORECASE)
 _SKEWED = re.compile(r"RequestTimeTooSkewed|reasonable timeframe|date header too old", re.IGNORECASE)
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError"}
@@ -93,22 +97,51 @@ def _own_headers(url: str, options: Mapping[str, Any]) -> _OwnHeaders:
 
 def shown(url: str) -> str:
     """The URL as it may be printed."""
+    if is_command(url):
+        return f"pipe:{_program(url)} ..."
     parts = urlsplit(url)
-    if not parts.netloc and parts.scheme in ("", "file", "pipe"):  # of a command, which may hold anything, the program
-        return url if parts.scheme != "pipe" else " ".join([*url.split()[:1], "..."])
+    if not parts.netloc and parts.scheme in ("", "file"):
+        return url
     has_user = "@" in parts.netloc and (parts.password is not None or KINDS.get(parts.scheme) is not _AZ)
     if KINDS.get(parts.scheme, _HTTP) is not _HTTP and "=" not in url and not has_user:
         return url  # its ? is part of a pattern; CONTAINER@ACCOUNT is a place
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
+def is_command(url: str) -> bool:
+    return _COMMAND.search(url) is not None
+
+
+def _program(command: str) -> str:
+    """The first word of a command without the variables that it sets. All other words may be secrets."""
+    words = _COMMAND.split(command, maxsplit=1)[1].split()
+    first = next((word for word in words if not _ASSIGNMENT.fullmatch(word)), "")
+    return first if _PROGRAM.fullmatch(first) else "command"
+
+
+def recorded(url: str) -> str:
+    """Return the address (or a list with :: between them) for records, which hold a command's program and hash only."""
+    return "::".join(_record_of(part) if is_command(part) else part for part in url.split("::"))
+
+
+def _record_of(command: str) -> str:
+    if is_record(command):
+        return command
+    return f"pipe:{_program(command)} (sha256 {hashlib.sha256(command.encode()).hexdigest()[:32]})"
+
+
+def is_record(command: str) -> bool:
+    """True if this is a record of a command: the command itself has to be given again."""
+    return _RECORDED.fullmatch(command) is not None
+
+
 def without_secrets(url: str, *, remedy: str, field: str = "") -> str:
-    """The address (or a list with :: between them, or a command), which records may hold. Refuses one with a password, or with what
-    may be a key."""
-    is_command = url.startswith("pipe:")
-    if is_command and _IN_A_COMMAND.search(url):
-        raise UserError(f"{field}{shown(url)}: holds a password, which would stand in records; {remedy}")
-    for found in _PLACE_IN_A_LIST.finditer(url) if not is_command else _PLACE.finditer(url):
+    """The address (or a list with :: between them), which records may hold. Refuses one with a password, or with what may be a key.
+
+    Commands are not checked, for records hold none (`recorded`).
+    """
+    addresses = "::".join(part for part in url.split("::") if not is_command(part))
+    for found in _PLACE_IN_A_LIST.finditer(addresses):
         place, parts = found[0], urlsplit(found[0])
         user, colon, password = parts.netloc.rpartition("@")[0].partition(":")
         if not (password or user).startswith("$") and (colon or (user and KINDS.get(parts.scheme, _AZ) is not _AZ)):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from data_prep.clients import MissingError, host_of, shown, without_secrets
+from data_prep.clients import MissingError, host_of, is_command, shown, without_secrets
 from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, load_manifest, parse_manifest, save_manifest
 from data_prep.progress import progress
 from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, sole_writer, write_atomic
@@ -40,6 +40,8 @@ def local_copy(dataset: Path | str, *, storage: Mapping[str, Any] | None, cache_
     url = str(dataset).rstrip("/")
     if url.startswith("file://"):
         return Path(url.removeprefix("file://"))
+    if is_command(url):
+        raise UserError("data.dataset: a command can only be streamed. Set data.stream=true, or name a dataset")
     if "://" not in url:
         return Path(dataset)
     without_secrets(url, remedy="give it as a storage option")

@@ -148,6 +148,9 @@ def parse_yaml(text: str, path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
+        for mark in (getattr(error, name, None) for name in ("context_mark", "problem_mark")):
+            if mark is not None and without_commands(text) != text:
+                mark.buffer = None  # the lines around it may be of a command
         raise SettingsError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
@@ -155,14 +158,20 @@ def parse_yaml(text: str, path: Path) -> dict[str, Any]:
     return tree
 
 
+def without_commands(text: str) -> str:
+    """Return the text as far as the first command of a stream, which may hold secrets."""
+    return re.sub(r"pipe:.*", "pipe:...", text, flags=re.DOTALL | re.IGNORECASE)
+
+
 def apply_override(tree: dict[str, Any], override: str, *, schema: type[BaseModel] | None = None) -> None:
     """Sets one `key.path=value` in `tree`; the value is read as YAML. With a `schema`, the last word of a key is enough."""
     dotted, equals, text = override.partition("=")
+    known = without_commands(override)
     keys = dotted.strip().split(".")
-    if not equals or not all(keys):
+    if not equals or not all(keys) or known.find("=") < 0:
         fields = schema.model_fields.items() if schema is not None else ()
         example = next((f"{name}={each.examples[0]}" for name, each in fields if each.examples), "optimizer.lr=1e-4")
-        raise SettingsError(f"override {override!r}: write it as key.path=value, such as {example}, and in quotes if it has spaces")
+        raise SettingsError(f"override {known!r}: write it as key.path=value, such as {example}, and in quotes if it has spaces")
     if schema is not None and len(keys) == 1:
         meant = words_of(schema).get(keys[0], {})
         if len(meant) > 1:
@@ -173,12 +182,15 @@ def apply_override(tree: dict[str, Any], override: str, *, schema: type[BaseMode
     for depth, key in enumerate(keys[:-1]):
         child = node.setdefault(key, {})
         if not isinstance(child, dict):
-            raise SettingsError(f"override {override!r}: {'.'.join(keys[: depth + 1])} is the value {child!r}, not a section")
+            raise SettingsError(
+                f"override {known!r}: {'.'.join(keys[: depth + 1])} is the value {without_commands(repr(child))}, not a section"
+            )
         node = child
     try:
         node[keys[-1]] = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
-        what = f"override {dotted}: what follows" if "storage" in override else f"override {override!r}: {text!r}"  # of secrets
+        is_secret = "storage" in override or known != override
+        what = f"override {dotted}: what follows" if is_secret else f"override {override!r}: {text!r}"
         raise SettingsError(f"{what} is not valid YAML; quote it") from None
 
 
@@ -280,6 +292,8 @@ _PLAIN = {
 def _explain(schema: type[BaseModel], problem: Any) -> str:
     """One line: field, value, remedy."""
     kind, value, context = problem["type"], problem.get("input"), problem.get("ctx", {})
+    if without_commands(str(value)) != str(value):
+        value = without_commands(str(value))
     location, models = _locate(schema, problem["loc"])
     needed = [name for model in models for name, each in model.model_fields.items() if each.is_required()]
     beside = {name: each for model in _locate(schema, problem["loc"][:-1])[1] for name, each in model.model_fields.items()}

@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
-from data_prep.clients import without_secrets
+from data_prep.clients import recorded, without_secrets
 from data_prep.local_copy import local_copy
 from data_prep.manifest import Filter
 from data_prep.settings import Settings
@@ -82,8 +82,9 @@ def _kept_out(remedy: str) -> AfterValidator:
     return AfterValidator(partial(without_secrets, remedy=remedy))
 
 
-_ELSEWHERE = "give it in data.storage (params={NAME: VALUE} of http), or in a command or a list as a variable"
-Address = Annotated[str, _kept_out(_ELSEWHERE)]
+_ELSEWHERE = "give it in data.storage (params={NAME: VALUE} of http), or in a list as a variable"
+Address = Annotated[str, _kept_out(_ELSEWHERE), PlainSerializer(recorded, return_type=str)]
+"""No dump of the settings holds a command."""
 _OF_MIRROR = "give credentials in checkpoint.mirror_storage, or where the store's own tools have them"
 OF_SERVER = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database its own, such as PGPASSWORD)"
 
@@ -156,7 +157,8 @@ class StreamSettings(Settings):
     example_with: ClassVar = {name: _stream_without(name) for name in (*_OF_A_STREAM, *_ALSO_OF_A_STREAM)}
     stream: bool = False
     """`dataset` is a list of shards as webdataset takes it: paths, URLs and `pipe:` commands (which a shell runs), with {000..146}
-    and `::` between them, tar or tar.gz. Each rank reads its own. No index, so no exact resume and no shuffle over all of them."""
+    and `::` between them, tar or tar.gz. Each rank reads its own. No index, so no exact resume and no shuffle over all of them.
+    Records hold a command's program and hash only, so a resume needs the command again."""
     num_classes: int | None = Field(None, ge=2, le=1 << 20, examples=[1000])
     """Of a stream, whose labels are numbers below it."""
     samples_per_epoch: int | None = Field(None, ge=1, examples=[1281167])

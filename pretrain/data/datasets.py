@@ -16,7 +16,7 @@ import numpy as np
 from braceexpand import braceexpand
 
 from data_prep import __version__
-from data_prep.clients import KINDS, shown
+from data_prep.clients import KINDS, is_command, is_record, recorded, shown
 from data_prep.manifest import (
     MANIFEST_NAME,
     CropPolicy,
@@ -273,7 +273,7 @@ def _load_stream(data: DataSettings) -> StreamData:
         evaluated, classes = Part(directory, of_evaluation, data.eval_split), of_evaluation.classes
         if len(classes) != data.num_classes:
             raise ValueError(f"data.num_classes: {data.num_classes:,}, but {data.eval_dataset} has {len(classes):,}; set that")
-    named = re.search(r"([\w.+-]+?)[-_]?\d*\.(tar|tgz)\b", urls[0])
+    named = re.search(r"([\w.+-]+?)[-_]?\d*\.(tar|tgz)\b", next((url for url in urls if not is_command(url)), ""))
     manifest = Manifest(
         tool_version=__version__,
         name=f"stream of {named[1] if named else 'shards'}",
@@ -307,6 +307,10 @@ def expand_shards(words: str) -> tuple[str, ...]:
 
     urls: list[str] = []
     for part in words.split("::"):
+        if is_record(part):
+            raise ValueError(
+                f"data.dataset: {part} is the record of a command. Give the command again: data.dataset='pipe:COMMAND'"
+            )
         for _ in range(10):
             part = re.sub(r"\$\{(\w+)\}", value, part)  # noqa: PLW2901
         try:
@@ -328,7 +332,7 @@ def expand_shards(words: str) -> tuple[str, ...]:
             if path.is_dir()
             else "correct the list (a range is {000..146}, not *), or put it there"
         )
-        raise ValueError(f"data.dataset: {url or words!r} is no file; {hint}")
+        raise ValueError(f"data.dataset: {url or recorded(words)!r} is no file; {hint}")
     return tuple(urls)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from data_prep.clients import is_command
 from data_prep.manifest import accuracy
 from data_prep.progress import doing
 from data_prep.publish import hash_of_json
@@ -284,6 +285,7 @@ def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> Trainer
     before, now = state.num_cpu_threads, num_cpu_threads(device)
     if trainer.world.is_first:
         anew = "; the stream begins anew, in another order" if trainer.data.settings.stream else ""
+        anew += "; data.dataset: its command has the recorded hash" if is_command(trainer.data.settings.dataset) else ""
         print(f"{trainer.run_dir.name}: going on from {place.name if own else place}{anew}")
         if before is not None and now is not None and before != now:
             print(

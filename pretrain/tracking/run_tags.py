@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.manifest import Manifest, load_index
+from data_prep.settings import without_commands
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import Part, StreamData, TrainingData
 from pretrain.ranks.launch import LAUNCHED_WITH
@@ -136,11 +137,11 @@ _OPTIONS = re.compile(r"^([\w.]*storage[\w.]*|(?:data|checkpoint)(?==.*storage))
 
 
 def shown_command(words: list[str]) -> str:
-    """The command line as one would type it, without what only fsspec may know."""
+    """The command line as one would type it, without storage options and without the commands of a stream."""
     program = Path(words[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
     known = [_OPTIONS.sub(r"\1=...", _given(word)) for word in words[1:]]
-    return shlex.join([name, *known, *os.environ.get(LAUNCHED_WITH, "").split()])
+    return shlex.join([name, *(without_commands(word) for word in known), *os.environ.get(LAUNCHED_WITH, "").split()])
 
 
 def _given(word: str) -> str:

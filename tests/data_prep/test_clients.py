@@ -178,8 +178,6 @@ def test_an_address_that_is_kept_holds_a_variable_or_no_secret() -> None:
         "sqlite:////a@b:c/mlflow.db?mode=ro",
         "file:///a?key=b",
         "data/a@b:c?key=d",
-        'pipe:curl -u "$ME:$WORD" -H "Authorization: Bearer $TOKEN" https://h/a.tar?key=$KEY',
-        "pipe:gsutil -u project cat gs://b/a.tar",
     ):
         assert clients.without_secrets(url, remedy="") == url
     for url in (
@@ -194,9 +192,7 @@ def test_an_address_that_is_kept_holds_a_variable_or_no_secret() -> None:
         "s3://b/a b.tar?X-Amz-Signature=word",
         "mysql://me:word@h/runs",
         "mysql://h/runs?password=word",
-        "pipe:curl -s 'https://h/a.tar?key=word'",
-        "pipe:curl --user me:word https://h/a.tar",
-        "pipe:curl -H 'Authorization: Bearer word' https://h/a.tar",
+        "pipe:curl https://h/a.tar::https://h/b.tar?token=word",
     ):
         with pytest.raises(UserError, match=r"which would stand in records; go$") as caught:
             clients.without_secrets(url, remedy="go")

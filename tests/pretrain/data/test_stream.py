@@ -21,7 +21,7 @@ from webdataset.shardlists import expand_urls
 
 from data_prep import remote
 from data_prep.manifest import Shard
-from data_prep.settings import UserError, validate
+from data_prep.settings import UserError, read_yaml, validate
 from pretrain.checkpoints.card import read_card
 from pretrain.checkpoints.run import list_checkpoints
 from pretrain.cli import main
@@ -32,7 +32,8 @@ from pretrain.data.loader import Batch, as_stored
 from pretrain.data.order import BatchPlan
 from pretrain.data.stream import Stream, batches_of
 from pretrain.ranks.world import World
-from tests.data_prep.samples import encoded, picture
+from pretrain.tracking.run_tags import shown_command
+from tests.data_prep.samples import encoded, files_of, picture
 from tests.data_prep.stock import forget_credentials, s3_server, web, write_stock
 from tests.moments import wait_until
 from tests.training import finish, start
@@ -314,22 +315,65 @@ def test_a_preview_shows_what_a_stream_feeds(shards: Path, tmp_path: Path) -> No
     assert Image.open(tmp_path / "sheet.png").width > 8 * SIZE
 
 
+COMMANDS = {
+    "wget --password=hush-word https://h/a.tar": "wget",
+    "wget --http-password=hush-word https://h/a.tar": "wget",
+    "curl -H 'X-Api-Key: hush-word' https://h/a.tar": "curl",
+    "AWS_SECRET_ACCESS_KEY=hush-word/+== aws s3 cp s3://b/a.tar -": "aws",
+    'KEY="a hush-word" aws s3 cp s3://b/a.tar -': "command",
+    "KEY=$(echo a hush-word) aws s3 cp s3://b/a.tar -": "command",
+    "sshpass -p hush-word ssh me@host cat a.tar": "sshpass",
+    "'hush-word' a.tar": "command",
+}
+"""Command of a stream -> the program that records name."""
+
+
+@pytest.mark.parametrize(("command", "program"), COMMANDS.items())
+def test_records_hold_a_commands_program_and_hash_only(
+    command: str, program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = str(DataSettings(dataset=f"a.tar::pipe:{command}").model_dump(mode="json")["dataset"])
+    assert record.startswith(f"a.tar::pipe:{program} (sha256 ") and "hush-word" not in record
+    assert validate(DataSettings, {"dataset": record}).model_dump()["dataset"] == record
+    assert DataSettings(dataset=f"a.tar::pipe:{command} ").model_dump()["dataset"] != record
+    config = tmp_path / "c.yaml"
+    config.write_text(f"run_dir: r\nmodel: {{kind: mlp, depth: 1, width: 8}}\ndata: {{dataset: 'pipe:{command}: \n")
+    shown = shown_command(["pretrain", "train", "c.yaml", f"dataset=pipe:{command}", f"data={{dataset: pipe:{command}}}"])
+    for words in (
+        [str(config)],
+        ["configs/pretrain/demo_mlp.yaml", f"data.dataset=pipe:{command}"],
+        ["configs/pretrain/demo_mlp.yaml", f"data.dataset=[pipe:{command}]"],
+        ["configs/pretrain/demo_mlp.yaml", f"data.dataset=pipe:{command}: x: y"],
+        ["configs/pretrain/demo_mlp.yaml", f"data.dataset={{pipe:{command}"],
+        ["configs/pretrain/demo_mlp.yaml", f"data.dataset=pipe:{command}", "data.dataset.x=1"],
+        ["configs/pretrain/demo_mlp.yaml", f"pipe:{command}"],
+        ["configs/pretrain/demo_mlp.yaml", f"data.dataset='{record}'", f"run_dir={tmp_path / 'r'}", "data={stream: true}"],
+        ["configs/pretrain/demo_mlp.yaml", f"data.also=[{{dataset: 'pipe:{command}'}}]"],
+    ):
+        assert main(["train", *words]) == 2
+        said = capsys.readouterr()
+        assert said.err and "Traceback" not in said.err
+        shown += said.out + said.err
+    assert "hush-word" not in shown
+
+
 @pytest.mark.processes
-def test_ranks_train_on_a_stream_and_card_and_result_say_so(shards: Path, tmp_path: Path) -> None:
+def test_ranks_train_on_a_stream_and_card_and_result_say_so(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(f"""
 run_dir: null
 model: {{kind: mlp, depth: 1, width: 8, expansion: 2}}
 data:
   stream: true
-  dataset: "{shards}/part-{{00..05}}.tar::pipe:cat {shards}/part-{{06..11}}.tar"
+  dataset: "{shards}/part-{{00..05}}.tar::pipe:KEY=hush-word cat {shards}/part-{{06..11}}.tar"
   num_classes: {CLASSES}
   samples_per_epoch: 80
   image_size: {SIZE}
   eval_split: null
 train: {{duration: 2 epochs, global_batch_size: 8, log_every_steps: 1}}
 engine: {{precision: fp32, timeout_s: 60}}
-tracking: {{enabled: false}}
 """)
     for duration, steps in (("2 epochs", 20), ("24 steps", 24)):
         output = finish(start(config, tmp_path / "run", f"train.duration={duration}", journal_only=True))
@@ -340,3 +384,16 @@ tracking: {{enabled: false}}
     assert "0.485 0.456 0.406 / 0.229 0.224 0.225, ImageNet's by default" in output
     card = read_card(list_checkpoints(tmp_path / "run")[-1])
     assert card.stream and card.dataset == "stream of part" and card.classes == tuple("01234")
+    assert "its command has the recorded hash" in output
+    run = tmp_path / "run"
+    assert not any(b"hush-word" in data for data in files_of(run).values())
+    recorded = read_yaml(run / "config.yaml")["data"]["dataset"]
+    assert "pipe:cat (sha256 " in recorded
+    capsys.readouterr()
+    for words, problem in (
+        ([str(run / "config.yaml")], "data.dataset: pipe:cat (sha256 "),
+        ([str(config), f"run_dir={run}", f"dataset={shards}/part-{{00..05}}.tar::pipe:cat x"], "other settings (data.dataset: "),
+    ):
+        assert main(["train", *words, "train.duration=30 steps"]) == 2
+        said = capsys.readouterr().err
+        assert problem in said and said.count("\n") == 1
