@@ -7,7 +7,8 @@ The protocol, for a file and for a directory alike:
 3. rename over the final name;
 4. fsync the parent, so that the rename itself survives a power cut.
 
-A crash before 3 leaves only a temporary name, which the next writer of the same name removes.
+A crash before 3 leaves only a temporary name, which the next writer of the same name takes over. A writer locks its temporary name,
+so a second writer of the same name takes another one, and the last to end is published.
 
 A process that uses a workspace has its temporary names there: what appears is renamed out of it, what is removed is renamed into
 it. Whoever removes the workspace has fenced that process off (pretrain/ranks/starts.py): such a rename fails in the file system
@@ -17,6 +18,7 @@ itself.
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -97,49 +99,91 @@ def _name(error: BaseException, path: Path) -> None:
         error.filename = str(path)
 
 
+def _claim(path: Path, *, is_directory: bool = False) -> tuple[Path, Path, int]:
+    """Return a temporary name that no living writer uses, a name for what it replaces, and a descriptor that holds its lock."""
+    for number in itertools.count(1):
+        kind = f"{number}-" if number > 1 else ""
+        temporary = _temporary_of(path, kind)
+        while True:
+            if is_directory:
+                temporary.mkdir(exist_ok=True)
+            try:
+                descriptor = os.open(temporary, os.O_RDONLY if is_directory else os.O_RDWR | os.O_CREAT, 0o666)
+            except FileNotFoundError:
+                if is_directory and temporary.parent.is_dir():
+                    continue  # its writer has just published it
+                raise
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                break
+            except OSError:
+                pass  # no locks on this file system
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), temporary.stat()):
+                    return temporary, _temporary_of(path, kind + REPLACED), descriptor
+            os.close(descriptor)  # its writer has published it between our open and our lock
+    raise AssertionError
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A binary file object; its bytes stand at `path` only if the block ends without an exception."""
-    temporary = _temporary_of(path)
     with unless_superseded(path):
-        try:
-            with open(temporary, "wb") as file:
+        temporary, _, descriptor = _claim(path)
+        with open(temporary, "wb", opener=lambda *_: descriptor) as file:  # closed last, for it holds the lock
+            try:
+                file.truncate(0)
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException as error:
-            temporary.unlink(missing_ok=True)
-            _name(error, path)
-            raise
+                os.replace(temporary, path)
+            except BaseException as error:
+                temporary.unlink(missing_ok=True)
+                _name(error, path)
+                raise
         sync(path.parent)
 
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
     """A fresh directory to fill; it stands at `path` (replacing an older one) only if the block ends well."""
-    temporary, replaced = _temporary_of(path), _temporary_of(path, REPLACED)
     with unless_superseded(path):
-        if replaced.exists() and not path.exists():  # a crash between the two renames below
-            os.rename(replaced, path)
-        for leftover in (temporary, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
+        temporary, replaced, descriptor = _claim(path, is_directory=True)
         try:
-            yield temporary
-            for file in sorted(temporary.rglob("*")):
-                sync(file)
-            sync(temporary)
-            if path.exists():
-                os.rename(path, replaced)
-            os.rename(temporary, path)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            _name(error, path)
-            raise
-        sync(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+            if replaced.exists() and not path.exists():  # a crash between the two renames below
+                os.rename(replaced, path)
+            shutil.rmtree(replaced, ignore_errors=True)
+            for leftover in temporary.iterdir():
+                _remove(leftover)
+            try:
+                yield temporary
+                for file in sorted(temporary.rglob("*")):
+                    sync(file)
+                sync(temporary)
+                _put_in_place(temporary, path, replaced)
+            except BaseException as error:
+                shutil.rmtree(temporary, ignore_errors=True)
+                _name(error, path)
+                raise
+            sync(path.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def _put_in_place(temporary: Path, path: Path, replaced: Path) -> None:
+    while True:
+        with suppress(FileNotFoundError):
+            os.rename(path, replaced)
+        try:
+            return os.rename(temporary, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            shutil.rmtree(replaced, ignore_errors=True)  # another writer was faster: its directory is replaced
 
 
 def withdraw(path: Path) -> None:

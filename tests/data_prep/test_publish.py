@@ -141,6 +141,39 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert seen <= {bytes([letter]) * size for letter in b"0123456789"}
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path, kind: str) -> None:
+    path, size, num_writers = tmp_path / "thing", 1 << 16, 6
+
+    def write(letter: bytes) -> None:
+        for _ in range(40):
+            if kind == "file":
+                with atomic_file(path) as file:
+                    for _ in range(4):
+                        file.write(letter * (size // 4))
+                        file.flush()
+            else:
+                with atomic_directory(path) as temporary:
+                    for name in "ab":
+                        (temporary / name).write_bytes(letter * size)
+        os._exit(0)
+
+    children = []
+    for letter in range(num_writers):
+        if (pid := fork()) == 0:
+            try:
+                write(b"%d" % letter)
+            finally:
+                os._exit(1)
+        children.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * num_writers
+    files = [path] if kind == "file" else [path / name for name in "ab"]
+    assert len({file.read_bytes() for file in files}) == 1 and len(set(files[0].read_bytes())) == 1
+    assert files[0].stat().st_size == size
+    assert names(tmp_path) == (["thing"] if kind == "file" else ["thing", "thing/a", "thing/b"])
+
+
 def test_a_directory_has_one_writer_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there" / "yet"
     with sole_writer(folder):
