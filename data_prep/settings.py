@@ -6,7 +6,7 @@ imported here: a bad config must cost well under a second.
 
 Long because every message about a setting is made here, with its remedy.
 
-YAML here is YAML 1.2 in the two places where PyYAML's 1.1 surprises: `1e-3` is a number and `off` is a word.
+YAML here is YAML 1.2 where PyYAML's 1.1 surprises: `1e-3` and `010` are decimal numbers, `off` and `1:30` are words.
 """
 
 import difflib
@@ -420,12 +420,15 @@ class _Loader(yaml.SafeLoader):
 
 
 _NUMBER = re.compile(r"^[-+]?(\d[\d_]*\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?)$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
-_BOOL, _FLOAT, _TEXT, _TIME = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "str", "timestamp"))
+_WHOLE = re.compile(r"^([-+]?\d[\d_]*|0o[0-7]+|0x[0-9a-fA-F]+)$")
+_BOOL, _INT, _FLOAT, _TEXT, _TIME = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "str", "timestamp"))
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in rules if tag not in (_BOOL, _FLOAT, _TIME)]
+    first: [(tag, regexp) for tag, regexp in rules if tag not in (_BOOL, _INT, _FLOAT, _TIME)]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
+_Loader.add_constructor(_INT, lambda _, node: int(node.value.replace("_", ""), 0 if node.value[:2] in ("0o", "0x") else 10))
 _Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
 _Loader.add_constructor(  # the shell leaves key=~/x as it is
     _TEXT, lambda _, node: str(Path(node.value).expanduser()) if node.value.startswith("~/") else node.value

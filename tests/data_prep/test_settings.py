@@ -55,6 +55,13 @@ def complaint(tree: dict[str, Any], schema: type[Settings] = Outer) -> str:
         ("1e-3x", "1e-3x"),
         ("1.2.3", "1.2.3"),
         ("off", "off"),
+        ("010", 10),
+        ("-09", -9),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("1_000_", 1000),
+        ("1:30", "1:30"),
+        ("0b11", "0b11"),
         ("on", "on"),
         ("no", "no"),
         ("yes", "yes"),
@@ -77,7 +84,7 @@ def test_scalars_are_read_as_people_mean_them(tmp_path: Path, text: str, value: 
 
 
 @pytest.mark.parametrize(
-    "value", ["plain", "a: b", "1e3", "on", "true", "a #b", "x y", "", "12", "[a]", "- a", "a, b", "é", 0.1, 3e-5]
+    "value", ["plain", "a: b", "1e3", "010", "1:30", "on", "true", "a #b", "x y", "", "12", "[a]", "- a", "a, b", "é", 0.1, 3e-5]
 )
 def test_a_value_is_written_as_it_is_read(tmp_path: Path, value: str | float) -> None:
     assert read(tmp_path, f"key: {in_yaml(value)}  # why: so\n") == {"key": value}
