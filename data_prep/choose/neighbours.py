@@ -2,7 +2,8 @@
 
 Cut into `near + agreeing` blocks, two hashes within `near` bits of each other have `agreeing` blocks in common, because every bit
 that differs spoils at most one. So for every choice of `agreeing` blocks the hashes are sorted by those bits, and only runs of
-equal ones are compared. More agreeing blocks mean more sorts and shorter runs: `plan` takes what costs least.
+equal ones are compared. More agreeing blocks mean more sorts and shorter runs: `plan` takes what costs least. The first table that
+finds a pair keeps it, so memory grows with the pairs and not with the tables.
 
 14 million hashes, near 6: 84 sorts by 21 bits each, 3 * 10^9 comparisons instead of 10^14. A table takes 6 to 8 s
 and 0.9 GB on one busy core, so all of them ten minutes.
@@ -28,19 +29,18 @@ def near_pairs(bits: NDArray[np.uint64], *, near: int, first: int = 0) -> tuple[
     masks = plan(len(bits), near=near)
     found: list[tuple[Ids, Ids]] = []
     with progress("comparing hashes", total=len(masks), unit="tables") as line:
-        for mask in masks:
-            found.append(_pairs_of_table(bits, mask, near=near, first=first))
+        for number in range(len(masks)):
+            found.append(_pairs_of_table(bits, masks[: number + 1], near=near, first=first))
             line.advance()
-    size = max(1, len(bits))
-    pairs = np.unique(np.concatenate([a * size + b for a, b in found]))
-    a, b = pairs // size, pairs % size
+    a, b = (np.concatenate(column) for column in zip(*found, strict=True))
     distance = np.bitwise_count(bits[a] ^ bits[b])
     order = np.lexsort((a, distance, b))
     return a[order], b[order], distance[order]
 
 
-def _pairs_of_table(bits: NDArray[np.uint64], mask: np.uint64, *, near: int, first: int) -> tuple[Ids, Ids]:
-    keys = bits & mask
+def _pairs_of_table(bits: NDArray[np.uint64], masks: list[np.uint64], *, near: int, first: int) -> tuple[Ids, Ids]:
+    """The pairs that the last of the masks finds and no mask before it."""
+    keys = bits & masks[-1]
     order = np.argsort(keys)
     keys, ordered = keys[order], bits[order]  # so that what is compared lies side by side
     lows, highs = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -48,6 +48,8 @@ def _pairs_of_table(bits: NDArray[np.uint64], mask: np.uint64, *, near: int, fir
     alive = np.flatnonzero(keys[1:] == keys[:-1])
     while len(alive):
         close = alive[np.bitwise_count(ordered[alive] ^ ordered[alive + step]) <= near]
+        for mask in masks[:-1]:
+            close = close[(ordered[close] ^ ordered[close + step]) & mask != 0]
         a, b = order[close], order[close + step]
         a, b = np.minimum(a, b), np.maximum(a, b)
         lows.append(a[b >= first])

@@ -1,6 +1,7 @@
 """`dedup` finds what is the same picture and nothing else, drops it from training alone, and leaves nothing for a second run."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,17 @@ def test_the_search_finds_the_pairs_that_comparing_all_with_all_finds(near: int)
     a, b, distance = near_pairs(bits, near=near, first=100)
     assert set(zip(a.tolist(), b.tolist(), distance.tolist(), strict=True)) == wanted
     assert len(a) == len(wanted)
+
+
+def test_memory_grows_with_the_pairs_and_not_with_the_tables() -> None:
+    flips = np.random.default_rng(0).integers(0, 64, (400, 3))
+    bits = np.bitwise_or.reduce(np.uint64(1) << flips.astype(np.uint64), axis=1)  # all within 6 bits of each other
+    tracemalloc.start()
+    a, _, _ = near_pairs(bits, near=6)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(a) == 400 * 399 // 2
+    assert len(plan(len(bits), near=6)) >= 7 and peak < 100 * len(a)
 
 
 def test_no_plan_compares_all_with_all_at_the_size_of_imagenet21k() -> None:
