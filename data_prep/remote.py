@@ -16,6 +16,7 @@ import io
 import random
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from base64 import b64decode
@@ -92,6 +93,23 @@ def listing(pattern: str, *, storage: dict[str, Any]) -> list[str]:
 @contextlib.contextmanager
 def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int = NUM_ATTEMPTS) -> Iterator[Version]:
     """The file of `url` stands at `place` within the block."""
+    try:
+        yield copy_to(url, place, storage=storage, num_attempts=num_attempts, room=place)
+    finally:
+        place.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def nameless_copy(url: str, directory: Path, *, storage: dict[str, Any]) -> Iterator[Path]:
+    """A path of a copy of `url` within the block. The copy has no name on disk, so it goes whatever ends the process."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        place = Path(f"/proc/self/fd/{file.fileno()}")
+        copy_to(url, place, storage=storage, room=directory)
+        yield place
+
+
+def copy_to(url: str, place: Path, *, storage: dict[str, Any], room: Path, num_attempts: int = NUM_ATTEMPTS) -> Version:
+    """Write the file of `url` to `place`. `room`: the path that a message names if the disk is full."""
     how: dict[str, Any] = {"storage": storage, "silence_s": READ_TIMEOUT_S, "stop": threading.Event()}
 
     def copy() -> Version:
@@ -101,7 +119,7 @@ def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int 
                 fetch(url, file.write, num_bytes=found.num_bytes, **how)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):  # is not the server's fault, and does not pass
-                raise UserError(f"{place}: {error.strerror}; make room there, then give the same command again") from None
+                raise UserError(f"{room}: {error.strerror}; make room there, then give the same command again") from None
             raise
         num_bytes = place.stat().st_size
         if found.num_bytes is not None and num_bytes != found.num_bytes:
@@ -110,10 +128,7 @@ def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int 
             raise RemoteError("changed while it was read")
         return found
 
-    try:
-        yield tried(url, copy, num_attempts=num_attempts)
-    finally:
-        place.unlink(missing_ok=True)
+    return tried(url, copy, num_attempts=num_attempts)
 
 
 def fetch(

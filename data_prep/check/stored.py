@@ -17,8 +17,7 @@ from data_prep.clients import options_for
 from data_prep.images import Rejection
 from data_prep.local_copy import own_host
 from data_prep.manifest import MANIFEST_NAME, REJECTED_NAME, DatasetError, Manifest, Shard, load_index
-from data_prep.publish import TEMPORARY_PREFIX
-from data_prep.remote import copied
+from data_prep.remote import nameless_copy
 from data_prep.tar import BLOCK, TarError, header_name, key_of
 from data_prep.workers import Tally, sweep
 
@@ -51,11 +50,9 @@ def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Pa
         yield directory / shard.file
         return
     room = directory if os.access(directory, os.W_OK) else Path(tempfile.gettempdir())
-    descriptor, name = tempfile.mkstemp(prefix=f"{TEMPORARY_PREFIX}{shard.name}-", suffix=".tar", dir=room)
-    os.close(descriptor)
     own = options_for(shard.file, storage, hosts=[own_host(directory)]) if storage else {}
-    with copied(shard.file, Path(name), storage=own):
-        yield Path(name)
+    with nameless_copy(shard.file, room, storage=own) as path:
+        yield path
 
 
 def known_files(manifest: Manifest) -> set[str]:

@@ -3,12 +3,17 @@ a server's faults are tried again or reported in one line.
 """
 
 import json
+import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from data_prep.check.stats import stats
@@ -19,6 +24,7 @@ from data_prep.settings import UserError
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import Web, forget_credentials, index, last_line, s3_server, sample, write_stock
+from tests.moments import wait_until
 
 NAMES = [f"s-{number:03d}.tar" for number in range(3)]
 PATTERN = "s-{000..002}.tar"
@@ -290,3 +296,19 @@ def test_verbs_try_faults_that_pass_again_and_name_others(
     assert f"{address}/{NAMES[1]}: cannot be read after 4 attempts" in said.out
     assert said.err.count(f"data_prep: {address}/{NAMES[1]}: cannot be read after 4 attempts") == 3
     assert not list((tmp_path / "http").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_verb_leaves_no_copy_of_a_shard(tmp_path: Path, server: tuple[str, Web], number: signal.Signals) -> None:
+    address, state = server
+    assert index(tmp_path / "http", f"{address}/{PATTERN}") == 0
+    state.faults, state.gets = {name: ["stall"] for name in NAMES}, {}
+    (tmp_path / "tmp").mkdir()
+    words = [sys.executable, "-m", "data_prep", "verify", str(tmp_path / "http"), "--workers", "2"]
+    verb = subprocess.Popen(words, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}, stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(state.gets) >= 2, lives=lambda: verb.poll() is None)
+    workers = psutil.Process(verb.pid).children(recursive=True)
+    verb.send_signal(number)
+    verb.wait(30)
+    psutil.wait_procs(workers, timeout=30)
+    assert not [path for folder in ("http", "tmp") for path in (tmp_path / folder).rglob("*") if path.suffix == ".tar"]
