@@ -301,29 +301,48 @@ def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Ite
     """
     make_directory(directory)
     with open(directory / LOCK, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                holder = _holder_in(file)
-                raise Busy(
-                    f"{directory}: another process is writing here{f' ({holder})' if holder else ''}; wait for it, or choose "
-                    "another directory"
-                ) from None
-            whom = _holder_in(file) or "another process"
-            print(notice or f"{directory}: waiting for {whom}, which holds it; if that hangs, end it", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            raise _no_locks(directory, error) from None
-        with suppress(OSError):  # whoever needs the disk reports that it is full
-            file.truncate(0)
-            file.write(json.dumps(asdict(Holder())))
-            file.flush()
+        _hold(file, directory, wait=wait, notice=notice)
         try:
             yield
         finally:
             with suppress(OSError):
                 file.truncate(0)
+
+
+@contextmanager
+def sole_maker(path: Path) -> Iterator[None]:
+    """Waits for other makers of the directory `path`, which appears complete. Its lock is next to it and goes with the block."""
+    make_directory(path.parent)
+    lock, is_ours = _temporary_of(path, "lock-"), False
+    while not is_ours:
+        with open(lock, "a+") as file:
+            _hold(file, path, wait=True)
+            with suppress(FileNotFoundError):
+                is_ours = os.path.samestat(os.fstat(file.fileno()), lock.stat())  # not one that its maker has just removed
+            if is_ours:
+                try:
+                    yield
+                finally:
+                    lock.unlink(missing_ok=True)
+
+
+def _hold(file: IO[str], place: Path, *, wait: bool, notice: str = "") -> None:
+    """Locks the file, and records who holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not wait:
+            whom = f" ({holder})" if (holder := _holder_in(file)) else ""
+            raise Busy(f"{place}: another process is writing here{whom}; wait for it, or choose another directory") from None
+        whom = _holder_in(file) or "another process"
+        print(notice or f"{place}: waiting for {whom}, which holds it; if that hangs, end it", file=sys.stderr, flush=True)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        raise _no_locks(place, error) from None
+    with suppress(OSError):  # whoever needs the disk reports that it is full
+        file.truncate(0)
+        file.write(json.dumps(asdict(Holder())))
+        file.flush()
 
 
 def is_held(directory: Path) -> tuple[bool, Holder | None]:

@@ -44,7 +44,7 @@ from data_prep.manifest import (
     save_manifest,
 )
 from data_prep.progress import progress
-from data_prep.publish import LOCK, TEMPORARY_PREFIX, atomic_directory, hash_of_json, sole_writer
+from data_prep.publish import LOCK, TEMPORARY_PREFIX, atomic_directory, hash_of_json, sole_maker
 from data_prep.remote import shown
 from data_prep.settings import Settings, UserError, nearest, read_lines
 
@@ -116,8 +116,7 @@ def subset(source: Path, out: Path, selection: Selection) -> Manifest:
     classes, exclusions = _classes(parent, selection.classes_file), load_exclusions(selection.exclude)
     description = _describe(parent, selection, classes, exclusions)
     plan_hash = hash_of_json([description, out.name])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with sole_writer(out.parent, wait=True):
+    with sole_maker(out):
         existing = _existing(out, plan_hash, parent)
         if existing is not None:
             return existing

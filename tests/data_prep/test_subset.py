@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from data_prep.choose.selection import ranking
 from data_prep.choose.subset import _classes
 from data_prep.cli import main
 from data_prep.manifest import load_annotation, load_index, load_manifest
+from data_prep.publish import sole_maker
 from pretrain.data.reader import open_split
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, change_manifest, files_of, replace_index, write_classes
@@ -269,6 +272,22 @@ def test_what_is_no_picture_of_the_parent_makes_no_other_subset(animals: Path, t
     assert subset(*again) == 2
 
 
+@pytest.mark.processes
+def test_nothing_is_put_next_to_a_subset_and_two_commands_make_one(
+    animals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = [sys.executable, "-m", "data_prep", "subset", str(animals), "--fraction", "0.5", "--out"]
+    with sole_maker(tmp_path / "x"):  # so that both wait
+        both = [subprocess.Popen([*words, str(tmp_path / "x")], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+        said = [str(each.stderr.readline()) for each in both if each.stderr]
+        assert subset(animals, tmp_path / "y", "--fraction", "0.5") == 0  # another one does not wait
+    assert not [said for each in both for said in each.communicate(timeout=60) if "Error" in (said or "")]
+    assert [each.returncode for each in both] == [0, 0] and all("waiting for process" in line for line in said)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "y"]
+    assert verify(tmp_path / "x").faults == []
+
+
 def test_tars_that_moved_are_named_anew_by_the_same_call(animals: Path, tmp_path: Path, refused: Refused) -> None:
     shutil.copytree(animals, tmp_path / "here")
     assert subset(tmp_path / "here", tmp_path / "half", "--fraction", "0.5") == 0
@@ -302,7 +321,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     animals: Path, tmp_path: Path, refused: Refused, words: list[str], message: str
 ) -> None:
     refused(subset(animals, tmp_path / "out", *words), message)
-    assert not [path for path in tmp_path.iterdir() if path.name != ".lock"]
+    assert not list(tmp_path.iterdir())
 
 
 class Counted(tuple[str, ...]):
