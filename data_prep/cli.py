@@ -18,6 +18,7 @@ FIRST = {
     errno.EROFS: "name a disk that can be written to",
     **dict.fromkeys((errno.EACCES, errno.EPERM), "get the right to write or read there"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG), "correct that path"),
 }
 """What must be done before the same command can go on."""
 

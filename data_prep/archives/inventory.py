@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.publish import atomic_directory, canonical_json, write_json
+from data_prep.publish import atomic_directory, canonical_json, sealed, unsealed, write_json
 from data_prep.settings import printable
 
 HEAD_NAME = "containers.json"
@@ -100,14 +100,16 @@ class Outline:
 
 
 class Inventory:
-    """Read access to an inventory that `write_inventory` has made."""
+    """Read access to an inventory that `write_inventory` has made. ValueError or OSError if its head is damaged."""
 
     def __init__(self, directory: Path):
-        head = json.loads((directory / HEAD_NAME).read_text(encoding="utf-8"))
+        head = unsealed(json.loads((directory / HEAD_NAME).read_text(encoding="utf-8")))
         self.directory, self.digest, self.stamp = directory, str(head["digest"]), str(head["stamp"])
         self.classes: tuple[str, ...] = tuple(head["classes"])
         self.containers = tuple(Container(*fields) for fields in head["containers"])
         self.outline = Outline(self.classes, self.containers, tuple((name, stamp) for name, stamp in head["beside"]))
+        self.files: dict[str, str] = head["files"]
+        """Name of a column's file -> its sha256."""
         columns = {name: _map(directory / f"{name}.bin", dtype) for name, dtype in _COLUMNS.items()}
         self.container_numbers, self.labels, self.sizes = columns["container"], columns["label"], columns["size"]
         self._offsets, self._name_ends, self._names = columns["offset"], columns["name_end"], columns["names"]
@@ -142,18 +144,21 @@ def write_inventory(directory: Path, outline: Outline, listed: Iterable[Entries]
         names_end = 0
         with ExitStack() as stack:
             files = {name: stack.enter_context(open(temporary / f"{name}.bin", "wb")) for name in _COLUMNS}
+            of_files = {name: hashlib.sha256() for name in _COLUMNS}
             for number, (container, entries) in enumerate(zip(outline.containers, listed, strict=True)):
                 columns, names = _sorted_columns(number, entries, names_end)
-                for name, column in columns.items():
-                    files[name].write(column.tobytes())
-                files["names"].write(b"".join(names))
+                contents = {name: column.tobytes() for name, column in columns.items()} | {"names": b"".join(names)}
+                for name, data in contents.items():
+                    files[name].write(data)
+                    of_files[name].update(data)
                 names_end += sum(map(len, names))
                 digest.update(canonical_json([container.path, container.split, len(names)]) + b"\0".join(names))
                 digest.update(columns["label"].tobytes() + columns["size"].tobytes())
                 stamp.update(container.stamp.encode() + columns["offset"].tobytes())
         hashes = {"digest": digest.hexdigest(), "stamp": stamp.hexdigest()}
+        hashes |= {"files": {f"{name}.bin": each.hexdigest() for name, each in of_files.items()}}
         head = {"classes": outline.classes, "containers": outline.containers, "beside": outline.beside, **hashes}
-        write_json(temporary / HEAD_NAME, head)
+        write_json(temporary / HEAD_NAME, sealed(head))
     return Inventory(directory)
 
 

@@ -23,7 +23,7 @@ from data_prep.build.config import BuildSettings
 from data_prep.build.destination import Destination, finished_manifest, hand_over, occupy
 from data_prep.build.parts import forget_parts, sole_builder
 from data_prep.build.shards import ShardRecord, damaged_files, load_record
-from data_prep.build.workplan import Workplan, load_begun, outline_of
+from data_prep.build.workplan import Workplan, load_begun, outline_of, refuse_damaged
 from data_prep.images.channels import channel_statistics
 from data_prep.manifest import (
     MANIFEST_NAME,
@@ -76,6 +76,7 @@ def merge(place: Destination, *, num_workers: int, trust: bool = False) -> Manif
             if work.settings.out != place.out and place.is_remote:
                 raise UserError(f"work: {directory} is of {work.settings.out}; name that, or the other's --work")
             work = work.under(work.settings.model_copy(update=place.model_dump()))
+            refuse_damaged(work)
             records = _verified_records(work, num_workers=num_workers, trust=trust)
             source = open_source(work.settings.source, num_workers=num_workers)
             if _is_here(work.settings):

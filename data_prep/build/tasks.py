@@ -99,7 +99,7 @@ def _prepared(
 def _read(failure: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(failure.read_bytes()))
-    except FileNotFoundError:  # another task may remove it at any moment
+    except (FileNotFoundError, ValueError, TypeError):  # another task may remove it at any moment; damaged, it says nothing
         return {}
 
 

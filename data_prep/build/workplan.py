@@ -14,6 +14,7 @@ lock of OUT:
 4. write the order of every split, then `begun.json`.
 """
 
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
@@ -22,15 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
-from data_prep.archives.inventory import HEAD_NAME, Entries, Inventory, Outline, write_inventory
+from data_prep.archives.inventory import HEAD_NAME, Entries, Inventory, Outline, open_inventory, write_inventory
 from data_prep.build.config import DEFAULT_SHARD, BuildSettings
 from data_prep.build.exclusions import Exclusions, load_exclusions
 from data_prep.build.parts import BEGUN, of_another, read_record, record_path, write_record
 from data_prep.images.decoding import decoder_version
 from data_prep.manifest import MANIFEST_NAME, PARTS, load_manifest
 from data_prep.progress import progress
-from data_prep.publish import TEMPORARY_PREFIX, atomic_file, hash_of_json, remove_leftovers, withdraw
+from data_prep.publish import TEMPORARY_PREFIX, atomic_file, hash_of_json, remove_leftovers, sha256_of, withdraw
 from data_prep.settings import Settings, UserError, differences, printable
 from data_prep.sources import Arrangement, Source, SourceError
 
@@ -66,6 +68,8 @@ class Workplan(Settings):
     num_held_out: int = 0
     shards: tuple[ShardPlan, ...]
     num_tasks: int
+    orders: dict[str, str] = Field(default_factory=dict)
+    """Split -> sha256 of its order's file."""
 
     @property
     def directory(self) -> Path:
@@ -101,6 +105,10 @@ def prepare(settings: BuildSettings, source: Source, pool: Executor, *, num_task
     if standing is not None and standing.config != config:
         raise of_another(directory, standing.config, config)
     _check_decoder(directory, before)
+    if before is not None and (damaged := damaged_file(before)):
+        print(f"data_prep: {damaged}: is damaged; the plan is made again, and finished shards are kept", file=sys.stderr)
+        open_inventory.cache_clear()
+        before = None
     remove_leftovers(directory, directory / PARTS)
     inventory = _listed(settings, source, pool, before=before)
     plan_hash = hash_of_json([config, inventory.digest])
@@ -133,6 +141,7 @@ def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) 
     _check_decoder(directory, begun)
     if begun.num_tasks != num_tasks:
         raise UserError(f"--task: {begun.num_tasks} tasks are at work in {directory}, not {num_tasks}; wait until they end")
+    refuse_damaged(begun)
     if Inventory(directory / PARTS / INVENTORY_NAME).outline != outline_of(settings, source):
         raise SourceError(
             "source: has changed since the first task listed it (or is a copy without its times: cp -p, rsync -a keep them); "
@@ -150,7 +159,29 @@ def load_begun(directory: Path) -> Workplan | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        raise UserError(f"{record_path(directory, BEGUN)}: is not as it was written; remove {directory} and build again") from None
+        raise UserError(
+            f"{record_path(directory, BEGUN)}: is damaged. Remove it, then run the build again: it keeps finished shards"
+        ) from None
+
+
+def damaged_file(work: Workplan) -> Path | None:
+    """The first file of the plan, besides its record, that is not as it was written."""
+    inventory = work.inventory_directory
+    try:
+        files = {inventory / name: digest for name, digest in Inventory(inventory).files.items()}
+    except OSError as error:
+        return Path(error.filename or inventory)
+    except (ValueError, KeyError):
+        return inventory / HEAD_NAME
+    orders = {plan.split: work.orders.get(plan.split) for plan in work.shards}
+    files |= {work.order_path(split): digest or "" for split, digest in orders.items()}
+    return next((path for path, digest in files.items() if not path.is_file() or sha256_of(path) != digest), None)
+
+
+def refuse_damaged(work: Workplan) -> None:
+    if damaged := damaged_file(work):
+        remedy = f"End the tasks of {work.directory}, then run task 0/{work.num_tasks} again: it makes the plan again"
+        raise UserError(f"{damaged}: is damaged. {remedy}")
 
 
 def _check_decoder(directory: Path, begun: Workplan | None) -> None:
@@ -240,7 +271,7 @@ def _write_plan(
     arrangement = source.arrange(inventory)
     _refuse_empty(source, inventory, arrangement)
     labels, classes, left_out = _renumber(settings, inventory, arrangement)
-    directory, shards = settings.directory, []
+    directory, shards, orders = settings.directory, [], {}
     dropped = exclusions.rows(inventory)
     if exclusions.paths and not len(dropped):
         raise UserError(
@@ -262,6 +293,7 @@ def _write_plan(
             raise UserError(f"classes, exclude: they leave nothing of the split {split}; leave out less")
         with atomic_file(directory / PARTS / f"order-{split}.npy") as file:
             np.save(file, rows)
+        orders[split] = sha256_of(directory / PARTS / f"order-{split}.npy")
         size = shard_size(len(rows), most=settings.samples_per_shard)
         for shard, start in enumerate(range(0, len(rows), size)):
             stop = min(start + size, len(rows))
@@ -278,6 +310,7 @@ def _write_plan(
         num_held_out=arrangement.num_held_out,
         shards=tuple(shards),
         num_tasks=num_tasks,
+        orders=orders,
     )
     write_record(directory, BEGUN, work)
     return work.under(settings)

@@ -215,7 +215,7 @@ def test_what_the_tasks_agreed_on_is_published_only_as_it_was_written(
     out = tmp_path / "animals"
     assert task(source, out, "0/1") == 0
     begun = out / PARTS / "begun.json"
-    data, message = begun.read_bytes(), f"data_prep: {begun}: is not as it was written; remove {out} and build again"
+    data, message = begun.read_bytes(), f"data_prep: {begun}: is damaged. Remove it"
     for before, after in (
         (b'"bee"', b'"Bee"'),
         (b'"image_size": 16', b'"image_size": 61'),
@@ -229,6 +229,39 @@ def test_what_the_tasks_agreed_on_is_published_only_as_it_was_written(
     begun.unlink()
     refused(merge(out), "unfinished; run its data_prep build again")
     assert task(source, out, "0/1") == 0
+    assert merge(out) == 0
+    assert files_of(out) == whole
+
+
+@pytest.mark.parametrize("harm", ["cut", "changed", "lost"])
+@pytest.mark.parametrize("name", ["inventory/containers.json", "inventory/label.bin", "inventory/names.bin", "order-train.npy"])
+def test_a_damaged_plan_is_named_and_a_task_that_runs_alone_makes_it_again(
+    tmp_path: Path,
+    source: Path,
+    whole: dict[str, bytes],
+    refused: Refused,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    harm: str,
+) -> None:
+    out = tmp_path / "animals"
+    assert task(source, out, "0/2") == 0
+    tars = {path: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    path = out / PARTS / name
+    data = path.read_bytes()
+    if harm == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(data[: len(data) // 2] if harm == "cut" else data[:-40] + bytes([data[-40] ^ 1]) + data[-39:])
+    refused(merge(out), f"{path}: is damaged", "run task 0/2 again")
+    with sole_writer(out / PARTS / "task-0" / "at-work"):
+        refused(task(source, out, "1/2"), f"{path}: is damaged", "run task 0/2 again")
+    capsys.readouterr()
+    assert task(source, out, "0/2") == 0
+    assert f"{path}: is damaged" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in tars} == tars
+    (out / PARTS / "failed.json").write_text('{"nodes": ')  # says nothing
+    assert task(source, out, "1/2") == 0
     assert merge(out) == 0
     assert files_of(out) == whole
 
