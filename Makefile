@@ -50,6 +50,7 @@ soak: .venv/.installed
 lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -m deptry data_prep pretrain finetune analysis cluster
 	$(BIN)/python -m tests.budgets
 
 types:

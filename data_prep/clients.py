@@ -64,7 +64,8 @@ def host_of(url: str) -> str:
     parts = urlsplit(url)
     kind = KINDS.get(parts.scheme)
     if kind is _HTTP:
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        host = parts.netloc.rpartition("@")[2].lower()
+        return f"{parts.scheme}://{host.removesuffix(':443' if parts.scheme == 'https' else ':80')}"
     return f"az://{parts.netloc.partition('@')[2]}" if kind is _AZ else f"{parts.scheme}://"
 
 
@@ -80,19 +81,17 @@ class _OwnHeaders(NamedTuple):
     names: tuple[str, ...]
 
     async def __call__(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
-        if str(request.url.origin()) != self.host:
+        if host_of(str(request.url)) != self.host:
             for name in self.names:
                 request.headers.popall(name, None)
         return await handler(request)
 
 
 def _own_headers(url: str, options: Mapping[str, Any]) -> _OwnHeaders:
-    import yarl
-
     own = options.get("client_kwargs", {})
     names = {*options.get("headers", {}), *own.get("headers", {})}
     names |= {header for key, header in (("auth", "Authorization"), ("cookies", "Cookie")) if key in options or key in own}
-    return _OwnHeaders(str(yarl.URL(url).origin()), tuple(sorted(names)))
+    return _OwnHeaders(host_of(url), tuple(sorted(names)))
 
 
 def shown(url: str) -> str:

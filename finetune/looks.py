@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from cycler import cycler
+from matplotlib import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 

@@ -308,9 +308,7 @@ def expand_shards(words: str) -> tuple[str, ...]:
     urls: list[str] = []
     for part in words.split("::"):
         if is_record(part):
-            raise ValueError(
-                f"data.dataset: {part} is the record of a command. Give the command again: data.dataset='pipe:COMMAND'"
-            )
+            raise ValueError(f"data.dataset: {part} only records a command. Give the command again: data.dataset='pipe:COMMAND'")
         for _ in range(10):
             part = re.sub(r"\$\{(\w+)\}", value, part)  # noqa: PLW2901
         try:

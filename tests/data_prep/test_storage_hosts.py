@@ -106,6 +106,7 @@ def test_a_local_dataset_sends_its_options_to_the_one_host_of_its_shards(
     ("one", "other", "is_same"),
     [
         ("https://h/a", "https://h/b/c", True),
+        ("https://h/a", "https://H:443/a", True),
         ("https://h/a", "http://h/a", False),
         ("https://h/a", "https://h:8443/a", False),
         ("https://h/a", "https://h.evil/a", False),
