@@ -332,8 +332,8 @@ def _hold(file: IO[str], place: Path, *, wait: bool, notice: str = "") -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if not wait:
-            whom = f" ({holder})" if (holder := _holder_in(file)) else ""
-            raise Busy(f"{place}: another process is writing here{whom}; wait for it, or choose another directory") from None
+            known = f" ({holder})" if (holder := _holder_in(file)) else ""
+            raise Busy(f"{place}: another process is writing here{known}; wait for it, or choose another directory") from None
         whom = _holder_in(file) or "another process"
         print(notice or f"{place}: waiting for {whom}, which holds it; if that hangs, end it", file=sys.stderr, flush=True)
         fcntl.flock(file, fcntl.LOCK_EX)

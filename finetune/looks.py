@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 
 from data_prep.images.lettering import families
 from data_prep.publish import write_atomic

@@ -155,8 +155,8 @@ def write_inventory(directory: Path, outline: Outline, listed: Iterable[Entries]
                 digest.update(canonical_json([container.path, container.split, len(names)]) + b"\0".join(names))
                 digest.update(columns["label"].tobytes() + columns["size"].tobytes())
                 stamp.update(container.stamp.encode() + columns["offset"].tobytes())
-        hashes = {"digest": digest.hexdigest(), "stamp": stamp.hexdigest()}
-        hashes |= {"files": {f"{name}.bin": each.hexdigest() for name, each in of_files.items()}}
+        files_sha256 = {f"{name}.bin": each.hexdigest() for name, each in of_files.items()}
+        hashes = {"digest": digest.hexdigest(), "stamp": stamp.hexdigest(), "files": files_sha256}
         head = {"classes": outline.classes, "containers": outline.containers, "beside": outline.beside, **hashes}
         write_json(temporary / HEAD_NAME, sealed(head))
     return Inventory(directory)
