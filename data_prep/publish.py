@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 from urllib.parse import quote
 
 from data_prep.settings import UserError
@@ -99,20 +99,24 @@ def _name(error: BaseException, path: Path) -> None:
         error.filename = str(path)
 
 
-def _claim(path: Path, *, is_directory: bool = False) -> tuple[Path, Path, int]:
-    """Return a temporary name that no living writer uses, a name for what it replaces, and a descriptor that holds its lock."""
+class _Claim(NamedTuple):
+    """Names that no other living writer of the same target uses."""
+
+    temporary: Path
+    replaced: Path
+    lock: Path
+    descriptor: int
+    """Holds the lock."""
+
+
+def _claim(path: Path, *, is_directory: bool = False) -> _Claim:
+    """A file is its own lock. The lock of a directory is next to it, and its writer removes it."""
     for number in itertools.count(1):
         kind = f"{number}-" if number > 1 else ""
         temporary = _temporary_of(path, kind)
+        lock = _temporary_of(path, f"{kind}lock-") if is_directory else temporary
         while True:
-            if is_directory:
-                temporary.mkdir(exist_ok=True)
-            try:
-                descriptor = os.open(temporary, os.O_RDONLY if is_directory else os.O_RDWR | os.O_CREAT, 0o666)
-            except FileNotFoundError:
-                if is_directory and temporary.parent.is_dir():
-                    continue  # its writer has just published it
-                raise
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -121,9 +125,9 @@ def _claim(path: Path, *, is_directory: bool = False) -> tuple[Path, Path, int]:
             except OSError:
                 pass  # no locks on this file system
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), temporary.stat()):
-                    return temporary, _temporary_of(path, kind + REPLACED), descriptor
-            os.close(descriptor)  # its writer has published it between our open and our lock
+                if os.path.samestat(os.fstat(descriptor), lock.stat()):
+                    return _Claim(temporary, _temporary_of(path, kind + REPLACED), lock, descriptor)
+            os.close(descriptor)  # its writer has published or removed it between our open and our lock
     raise AssertionError
 
 
@@ -131,7 +135,7 @@ def _claim(path: Path, *, is_directory: bool = False) -> tuple[Path, Path, int]:
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A binary file object; its bytes stand at `path` only if the block ends without an exception."""
     with unless_superseded(path):
-        temporary, _, descriptor = _claim(path)
+        temporary, *_, descriptor = _claim(path)
         with open(temporary, "wb", opener=lambda *_: descriptor) as file:  # closed last, for it holds the lock
             try:
                 file.truncate(0)
@@ -151,13 +155,14 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     """A fresh directory to fill; it stands at `path` (replacing an older one) only if the block ends well."""
     with unless_superseded(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary, replaced, descriptor = _claim(path, is_directory=True)
+        temporary, replaced, lock, descriptor = _claim(path, is_directory=True)
         try:
             if replaced.exists() and not path.exists():  # a crash between the two renames below
-                os.rename(replaced, path)
-            shutil.rmtree(replaced, ignore_errors=True)
-            for leftover in temporary.iterdir():
-                _remove(leftover)
+                with _another_was_faster():
+                    os.rename(replaced, path)
+            for leftover in (temporary, replaced):
+                shutil.rmtree(leftover, ignore_errors=True)
+            temporary.mkdir()
             try:
                 yield temporary
                 for file in sorted(temporary.rglob("*")):
@@ -171,6 +176,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             sync(path.parent)
             shutil.rmtree(replaced, ignore_errors=True)
         finally:
+            lock.unlink(missing_ok=True)
             os.close(descriptor)
 
 
@@ -178,12 +184,20 @@ def _put_in_place(temporary: Path, path: Path, replaced: Path) -> None:
     while True:
         with suppress(FileNotFoundError):
             os.rename(path, replaced)
-        try:
-            return os.rename(temporary, path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            shutil.rmtree(replaced, ignore_errors=True)  # another writer was faster: its directory is replaced
+        with _another_was_faster():
+            os.rename(temporary, path)
+            return
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def _another_was_faster() -> Iterator[None]:
+    """Suppresses the error of a rename to a directory that has appeared meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def withdraw(path: Path) -> None:
@@ -313,7 +327,7 @@ def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Ite
 def sole_maker(path: Path) -> Iterator[None]:
     """Waits for other makers of the directory `path`, which appears complete. Its lock is next to it and goes with the block."""
     make_directory(path.parent)
-    lock, is_ours = _temporary_of(path, "lock-"), False
+    lock, is_ours = _temporary_of(path, "making-"), False
     while not is_ours:
         with open(lock, "a+") as file:
             _hold(file, path, wait=True)
