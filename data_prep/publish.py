@@ -158,8 +158,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         temporary, replaced, lock, descriptor = _claim(path, is_directory=True)
         try:
             if replaced.exists() and not path.exists():  # a crash between the two renames below
-                with _another_was_faster():
-                    os.rename(replaced, path)
+                _rename_directory(replaced, path)
             for leftover in (temporary, replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
             temporary.mkdir()
@@ -181,23 +180,23 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def _put_in_place(temporary: Path, path: Path, replaced: Path) -> None:
-    while True:
+    is_done = False
+    while not is_done:
+        shutil.rmtree(replaced, ignore_errors=True)
         with suppress(FileNotFoundError):
             os.rename(path, replaced)
-        with _another_was_faster():
-            os.rename(temporary, path)
-            return
-        shutil.rmtree(replaced, ignore_errors=True)
+        is_done = _rename_directory(temporary, path)
 
 
-@contextmanager
-def _another_was_faster() -> Iterator[None]:
-    """Suppresses the error of a rename to a directory that has appeared meanwhile."""
+def _rename_directory(directory: Path, path: Path) -> bool:
+    """Return False if another writer's directory has appeared at `path` meanwhile."""
     try:
-        yield
+        os.rename(directory, path)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+        return False
+    return True
 
 
 def withdraw(path: Path) -> None:
