@@ -136,7 +136,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A binary file object; its bytes stand at `path` only if the block ends without an exception."""
     with unless_superseded(path):
         temporary, *_, descriptor = _claim(path)
-        with open(temporary, "wb", opener=lambda *_: descriptor) as file:  # closed last, for it holds the lock
+        with os.fdopen(descriptor, "wb") as file:  # closed last, for it holds the lock
             try:
                 file.truncate(0)
                 yield file
