@@ -205,8 +205,8 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     max_bad_share: float = Field(0.001, ge=0, le=1)
     """Of an epoch's samples: if more than that cannot be decoded, the run stops. Others stand in for those that cannot."""
     check: Literal["first-read", "none"] = "first-read"
-    """first-read: each shard that is read where it lies is hashed once in a run, behind training, and training ends where one is
-    not what its manifest says; no checkpoint is made before all were right (first_read.py). none: such shards are believed."""
+    """first-read: hash each shard that is read in place once in a run, in the background, and stop training at the first shard that
+    differs from its manifest. Checkpoints do not wait for the hashes. none: do not hash these shards."""
     stage_dir: str | None = Field(None, examples=["/scratch"])
     """A directory on each node's own disk: the shards are copied there, into shards-UID, before training reads them, once for all
     ranks and jobs of the node. Without room training reads them where they are, and warns. Remote shards have `cache_dir`."""

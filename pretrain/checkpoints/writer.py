@@ -1,10 +1,10 @@
 """When a checkpoint is due, how all ranks make one together, and how the first rank brings it to disk while training goes on.
 
 A checkpoint's way: 1. `make_room` waits until none is being written, and holds back one whose writing failed; 2. the ranks make the
-snapshot (which may reuse the memory of the one before); 3. `submit` hands it over, in place of a failed one; 4. a thread publishes
-it, and tries again, with growing pauses, as long as the file system refuses: a full disk costs a checkpoint, never the run. What
-training loses is the snapshot, and the wait for the write before it, if that is still under way (usage/checkpoint_stall_s). 5. With
-checkpoint.mirror another thread brings it to a store (mirror.py).
+snapshot (which may reuse the memory of the one before); 3. `submit` hands it over, in place of a failed one; 4. a thread syncs the
+event log, then publishes the checkpoint. It tries again, with growing pauses, while the file system refuses: a full disk costs a
+checkpoint, never the run. What training loses is the snapshot, and the wait for the write before it, if that is still under way
+(usage/checkpoint_stall_s). 5. With checkpoint.mirror another thread brings it to a store (mirror.py).
 
 The best is the best of the checkpoints that came to be: what an evaluation found is forgotten, by all ranks, where the checkpoint
 of its step is left out, or could not be written and made room for the next. So whatever a checkpoint calls the best is there.
@@ -16,9 +16,9 @@ import errno
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, prune, publish, published_best, settle, write_best
@@ -44,21 +44,17 @@ FINAL_S = 120.0
 _LOOK_S = 0.2
 
 
+class EventLog(Protocol):
+    def sync(self) -> None:
+        """Bring all events to disk."""
+
+
 class Saver:
     """All ranks' side: every rank has one, and calls it at the same steps. Only the first rank's writer writes."""
 
     def __init__(
-        self,
-        settings: PretrainSettings,
-        data: TrainingData,
-        *,
-        engine: Engine,
-        world: World,
-        card: ModelCard,
-        data_is_right: Callable[[], bool],
+        self, settings: PretrainSettings, data: TrainingData, *, engine: Engine, world: World, card: ModelCard, log: EventLog
     ):
-        """`data_is_right`: what all ranks know of the shards that they learned from, which may take a while; False: it would take
-        too long."""
         wanted = settings.checkpoint
 
         def steps(length: str) -> int:
@@ -70,9 +66,10 @@ class Saver:
         self._keep_best = data.settings.eval_split is not None if wanted.keep_best is None else wanted.keep_best
         self._longest_wait_s = settings.engine.timeout_s / 2
         """For the write before: well before the other ranks give up a collective."""
-        self._engine, self._world, self._card, self._data_is_right = engine, world, card, data_is_right
+        self._engine, self._world, self._card = engine, world, card
         self._grace_s, self.mirror = wanted.grace_s, Mirror.of(settings)
-        self.writer = CheckpointWriter(Path(settings.run_dir), self._retention, mirror=self.mirror if world.is_first else None)
+        mirror = self.mirror if world.is_first else None
+        self.writer = CheckpointWriter(Path(settings.run_dir), self._retention, log=log, mirror=mirror)
         self.saved_step = 0
         """Where training went on from, then the last one handed to the writer."""
         self._judged: list[Best] = []
@@ -101,11 +98,6 @@ class Saver:
         filled in here."""
         began_s, step = time.monotonic(), state.step
         if step == self.saved_step:
-            return
-        if not self._data_is_right():
-            if is_last:  # asked to stop: there will be a last one
-                self._warn(f"the checkpoint of step {step} is left out: its shards could not be hashed in time (data.check)")
-            self._forget(step)
             return
         PROGRESS.mark("making a checkpoint", step=step)
         while any_rank(
@@ -188,12 +180,13 @@ class CheckpointWriter:
         run_dir: Path,
         retention: Retention,
         *,
+        log: EventLog | None = None,
         mirror: Mirror | None = None,
         first_pause_s: float = 2.0,
         longest_pause_s: float = 60.0,
     ):
         """`first_pause_s` follows the first failure, and doubles with each up to `longest_pause_s`."""
-        self._run_dir, self._retention = run_dir, retention
+        self._run_dir, self._retention, self._log = run_dir, retention, log
         self._first_pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
@@ -310,6 +303,8 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot) -> None:
         if not self._is_published:
+            if self._log is not None:
+                self._log.sync()
             began_s, num_bytes = time.monotonic(), publish(self._run_dir, snapshot)
             self._is_published = True
             self.report({"usage/checkpoint_write_s": time.monotonic() - began_s, "usage/checkpoint_gb": num_bytes / 1e9})

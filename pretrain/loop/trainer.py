@@ -92,7 +92,7 @@ class Trainer:
         settings, data, rank, device = self.settings, self.data, self.world.rank, self.engine.device
         train, self.run_dir = settings.train, Path(settings.run_dir)
         unchecked = data.read_parts if data.settings.check == "first-read" else ()
-        self.first_read = FirstRead(unchecked, run_dir=self.run_dir, world=self.world, device=device)
+        self.first_read = FirstRead(unchecked, run_dir=self.run_dir, world=self.world)
         store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
         bad_log = self.run_dir / "bad_samples" / f"rank-{rank}.jsonl"
         self.reader = open_reader(data, seed=train.seed, world=self.world, store=store, log=bad_log)
@@ -106,14 +106,7 @@ class Trainer:
             dtype=self.engine.input_dtype,
             pixels=self.card,
         )
-        self.saver = Saver(
-            settings,
-            data,
-            engine=self.engine,
-            world=self.world,
-            card=self.card,
-            data_is_right=lambda: self.first_read.wait(self.stop),
-        )
+        self.saver = Saver(settings, data, engine=self.engine, world=self.world, card=self.card, log=self.tracker)
         self.num_steps, self.eval_every = self._steps(train.duration), max(1, self._steps(train.eval_every))
         self.order = data.order(seed=train.seed, global_batch_size=train.global_batch_size)
         warmup, cooldown = (self._steps(length) for length in (settings.schedule.warmup, settings.schedule.cooldown))
@@ -184,6 +177,7 @@ class Trainer:
                     self.meter.restart()
                 self._log_saving()
             self._settle()
+            self.first_read.raise_fault()
             if self.step > 0:
                 self.saver.save(self._state(), is_last=True)
         try:

@@ -3,14 +3,19 @@
 Its imports, retries and stalls cost training nothing, and a dead server costs nothing but time: what was not delivered stays in the
 journal and goes out when the server is back, when the run is resumed, or when `pretrain sync RUN_DIR` is called.
 
-    RUN/tracking/delivered.json     the run's id in the store, how many bytes of the journal have arrived, and which files are owed
+    RUN/tracking/delivered.json     the run's id in the store, how many bytes of the journal have arrived, the hash of the last of
+                                    these bytes, and which files are owed
+
+The journal is synced before its events are sent. If it still returns from a power cut without the bytes that were delivered (it is
+shorter, or other bytes are in their place), it is sent again from its beginning.
 
 Delivery is idempotent: metrics and pictures carry the journal's times, so what is sent twice stands once, and the run is found by
 its key. A run that is resumed goes on in the same MLflow run; where the store has lost that, all of the journal is sent again.
 Files are sent after the figures and are owed until they arrive: a store for files that is out of order holds up no figure. The
-status is the journal's; where that has no end, and there is no trainer any more, the run has FAILED.
+status is the journal's. Without an end in the journal and a trainer, the run is FINISHED if it has a result.json, else FAILED.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -26,6 +31,7 @@ from typing import IO, Any
 
 from data_prep.publish import Busy, Superseded, check_not_superseded, sole_writer, use_workspace, write_json
 from data_prep.settings import UserError
+from pretrain.checkpoints.run import RESULT
 from pretrain.ranks.preemption import SIGNALS
 from pretrain.ranks.starts import is_at_work
 from pretrain.tracking.sinks import Sinks
@@ -35,6 +41,8 @@ POLL_S = 1.0
 _BATCH_EVENTS = 200
 _ATTEMPTS = 3
 _FILES = ("artifact", "image", "version")
+_TAIL_BYTES = 4096
+"""How many of the last delivered bytes are hashed. Each line has its time, so no other line has the same hash."""
 
 
 class Delivery:
@@ -53,10 +61,16 @@ class Delivery:
         self.offset: int = position.get("offset", 0)
         self.ended = False
         """Whether the journal, as far as it has arrived, holds the end of the run."""
+        self._tail = b""
+        """The last bytes that were delivered."""
         if self._journal_path.exists():
             with open(self._journal_path, "rb") as journal:
-                kinds = [event["event"] for event in readable_events(journal.read(self.offset).splitlines())]
+                delivered = journal.read(self.offset)
+            if len(delivered) < self.offset or position.get("tail_sha256", _sha256(delivered)) != _sha256(delivered):
+                self.offset, delivered = 0, b""
+            kinds = [event["event"] for event in readable_events(delivered.splitlines())]
             self.ended = [kind for kind in kinds if kind in ("start", "end")][-1:] == ["end"]
+            self._tail = delivered[-_TAIL_BYTES:]
         self.num_bytes_sent = 0
         """Of the journal, by this delivery."""
         self._owed: list[dict[str, Any]] = position.get("owed", [])
@@ -82,6 +96,7 @@ class Delivery:
         if not self._is_known:
             if not self.store.has_run(self.run_id or ""):  # the store was made anew
                 self.run_id, self.offset, self.ended, self._owed, self._status = None, 0, False, [], None
+                self._tail = b""
                 self._keep_position()
             self._is_known = True
         with open(self._journal_path, "rb") as journal:
@@ -90,13 +105,15 @@ class Delivery:
                 lines = [line for line in (journal.readline() for _ in range(_BATCH_EVENTS)) if line.endswith(b"\n")]
                 if not lines:
                     break
+                os.fsync(journal.fileno())
                 # after the reading: what was written before the fence is in the next journal, too
                 check_not_superseded(self.directory)
                 events = readable_events(lines)
                 self._send(events)
-                self._owed += [event for event in events if event["event"] in _FILES]
+                self._owed += [event for event in events if event["event"] in _FILES and event not in self._owed]
                 self._owed.sort(key=lambda event: event["event"] == "version")  # a registry in trouble holds up no file
                 num_bytes = sum(len(line) for line in lines)
+                self._tail = (self._tail + b"".join(lines))[-_TAIL_BYTES:]
                 self.offset += num_bytes
                 self.num_bytes_sent += num_bytes
                 self._keep_position()
@@ -115,7 +132,8 @@ class Delivery:
                 self._status = status
 
     def _keep_position(self) -> None:
-        write_json(self._position_path, {"run_id": self.run_id, "offset": self.offset, "owed": self._owed})
+        position = {"run_id": self.run_id, "offset": self.offset, "tail_sha256": _sha256(self._tail), "owed": self._owed}
+        write_json(self._position_path, position)
 
     def _send(self, events: list[dict[str, Any]]) -> None:
         status = None
@@ -154,6 +172,15 @@ class Delivery:
                 self.store.log_file(run_id, Path(event["path"]), folder=event.get("folder", "pictures"))
 
 
+def _sha256(delivered: bytes) -> str:
+    return hashlib.sha256(delivered[-_TAIL_BYTES:]).hexdigest()
+
+
+def _status_without_end(run_dir: Path) -> Status:
+    """Return the status of a run whose trainer is gone and whose journal has no end."""
+    return "FINISHED" if (run_dir / RESULT).exists() else "FAILED"
+
+
 def sync(run_dir: Path) -> int:
     """Delivers what an earlier delivery could not; returns the number of journal bytes that arrived."""
     with sole_writer(run_dir / "tracking"):
@@ -162,7 +189,7 @@ def sync(run_dir: Path) -> int:
             try:
                 delivery.deliver(wait=True)
                 if not delivery.ended and not is_at_work(run_dir):  # it died, and so did its deliverer
-                    delivery.set_status("FAILED", wait=True)
+                    delivery.set_status(_status_without_end(run_dir), wait=True)
                 return delivery.num_bytes_sent
             except UserError:
                 raise
@@ -198,7 +225,7 @@ def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s
                 delivery.deliver()
                 if not delivery.ended:
                     # also where nothing is new: the one before may have reported FAILED, after this trainer had started
-                    delivery.set_status("RUNNING" if closed_at_s is None else "FAILED")
+                    delivery.set_status("RUNNING" if closed_at_s is None else _status_without_end(run_dir))
                 if closed_at_s is not None:
                     return 0
                 wait_s, reported = POLL_S, ""

@@ -53,6 +53,8 @@ STUCK_S = 10.0
 DRAWING_S = 10.0
 """How long the end of a run waits for its last pictures, and for a disk that does not take its last lines."""
 
+SYNC_S = 10.0
+"""How long a checkpoint waits for lines of the journal that the disk does not take."""
 JOURNAL_RETRY_S, JOURNAL_WARN_AGAIN_S = 1.0, 600.0
 """How often a disk that takes no lines is tried again, and how often that is reported."""
 
@@ -182,6 +184,12 @@ class Tracker:
         event = {"model": model, "path": str((checkpoint / CONFIG).resolve()), "checkpoint": str(checkpoint.resolve())}
         self._append({"event": "version", "weights_sha256": weights_sha256, "parent_key": parent_key, "tags": tags} | event)
 
+    def sync(self) -> None:
+        """Bring the journal to disk, before a checkpoint is published: a resume logs only the steps after that checkpoint."""
+        journal = self._journal
+        if journal is not None:
+            journal.sync(timeout_s=SYNC_S)
+
     def close(self, status: Status) -> None:
         """Logs how the run ended, and gives delivery a while to finish."""
         self._closing.set()
@@ -297,13 +305,20 @@ class Journal:
         line = json.dumps(event | {"time_ms": int(time.time() * 1000)}).encode() + b"\n"
         with self._changed:
             self._waiting += line
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def sync(self, *, timeout_s: float) -> None:
+        """Bring all lines to disk, unless the disk refuses them or needs longer than `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting, timeout_s)
+        with suppress(OSError):
+            os.fsync(self._descriptor)
 
     def close(self, *, timeout_s: float) -> bool:
         """Whether all lines are in the file now."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._writer.join(timeout_s)
         atexit.unregister(self.close)
         with self._changed:
@@ -327,6 +342,7 @@ class Journal:
                 continue
             with self._changed:
                 del self._waiting[:written]
+                self._changed.notify_all()
             if self._warned_s is not None and written == len(lines):
                 self._warned_s = None
                 print(f"tracking: {self.path} is written again, nothing was lost", file=sys.stderr)

@@ -27,7 +27,7 @@ from pretrain.checkpoints.checkpoint import Checkpoint, fault_of
 from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, read_tensors
 from pretrain.checkpoints.run import list_checkpoints, step_of
 from pretrain.checkpoints.writer import CheckpointWriter, Saver
-from pretrain.config import CheckpointSettings
+from pretrain.config import CheckpointSettings, TrackingSettings
 from pretrain.engine.step import EngineState
 from pretrain.loop import train
 from pretrain.models.spec import MlpSpec
@@ -35,6 +35,7 @@ from pretrain.ranks.collectives import FailedElsewhere, on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.starts import started
 from pretrain.ranks.world import World
+from pretrain.tracking.tracker import Tracker
 from tests.moments import wait_until
 from tests.pretrain.checkpoints.tiny import card_of
 from tests.ranks import run_ranks
@@ -168,9 +169,7 @@ def submitted(writer: CheckpointWriter, step: int, engine: EngineState | None = 
     return writer
 
 
-def saver_of(
-    run_dir: Path, *, world: World, every: int, timeout_s: float = 600.0, data_is_right: Callable[[], bool] = lambda: True
-) -> Saver:
+def saver_of(run_dir: Path, *, world: World, every: int, timeout_s: float = 600.0) -> Saver:
     """Of a training of 999 steps that keeps one checkpoint and the best."""
     settings: Any = SimpleNamespace(
         run_dir=run_dir,
@@ -180,7 +179,7 @@ def saver_of(
     )
     data: Any = SimpleNamespace(steps=lambda length, **_batch: int(length.split()[0]))
     engine: Any = SimpleNamespace(device=torch.device("cpu"), export_state=lambda: state(1.0))
-    return Saver(settings, data, engine=engine, world=world, card=CARD, data_is_right=data_is_right)
+    return Saver(settings, data, engine=engine, world=world, card=CARD, log=Tracker(None, params={}, tags={}))
 
 
 @dataclass
@@ -203,8 +202,7 @@ class Rank:
             return publish_really(run_dir, snapshot)
 
         self.monkeypatch.setattr("pretrain.checkpoints.writer.publish", publish)
-        self.data_is_right = True
-        self.saver = saver_of(self.run_dir, world=World(0, 0, 1), every=10, timeout_s=0.1, data_is_right=lambda: self.data_is_right)
+        self.saver = saver_of(self.run_dir, world=World(0, 0, 1), every=10, timeout_s=0.1)
         self.writer = self.saver.writer = CheckpointWriter(self.run_dir, Retention(keep_last=1), first_pause_s=60)
 
     def judge_and_save(self, step: int, score: float, *, waits: bool = True) -> None:
@@ -260,13 +258,31 @@ def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(tmp_path: Pat
     rank.ends_with([40, 50], Best(40, 0.7))
 
 
-def test_what_was_learned_from_shards_that_nobody_hashed_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(tmp_path, monkeypatch)
-    rank.judge_and_save(10, 0.5)
-    rank.data_is_right = False
-    rank.judge_and_save(20, 0.9)
-    assert rank.saver.saved_step == 10
-    rank.ends_with([10], Best(10, 0.5))
+def test_the_event_log_is_synced_before_a_checkpoint_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume logs only the steps after its checkpoint: events of earlier steps must have survived, too."""
+    journal, fsync, lines_at_rename, rename = tmp_path / "tracking" / "journal.jsonl", os.fsync, [], os.rename
+    synced = b""
+
+    def noted_fsync(descriptor: int) -> None:
+        nonlocal synced
+        fsync(descriptor)
+        if os.path.samestat(os.fstat(descriptor), journal.stat()):
+            synced = journal.read_bytes()
+
+    def noted_rename(source: Any, target: Any) -> None:
+        lines_at_rename.append((Path(target).name, synced.count(b"loss")))
+        rename(source, target)
+
+    journal.parent.mkdir()
+    tracker = Tracker(tmp_path, params={}, tags={}, settings=TrackingSettings(enabled=False))
+    monkeypatch.setattr("os.fsync", noted_fsync)
+    monkeypatch.setattr("os.rename", noted_rename)
+    writer = CheckpointWriter(tmp_path, Retention(2), log=tracker)
+    for step in (1, 2):
+        tracker.metrics({"loss": 1.0}, step=step)
+        submitted(writer, step).finish(None)
+    assert lines_at_rename == [("step-00000001", 1), ("step-00000002", 2)]
+    tracker.close("FINISHED")
 
 
 def waits(world: World, folder: str) -> list[Any]:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -331,6 +332,48 @@ def test_what_is_sent_again_stands_once(tmp_path: Path, store: Path) -> None:
     kept = tmp_path / "mlartifacts" / run.info.run_id / "artifacts" / "pictures" / "20.png"
     assert kept.read_bytes() == Path(whole["path"]).read_bytes()
     assert json.loads((run_dir / "tracking" / "delivered.json").read_text())["owed"] == []
+
+
+@pytest.mark.parametrize("num_new", [1, 3, 40])
+def test_a_journal_that_a_power_cut_made_shorter_delivers_every_new_event(tmp_path: Path, store: Path, num_new: int) -> None:
+    """With its new events it is shorter than what was delivered, about as long, or longer."""
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, START, *(loss(step) for step in range(1, 7)), picture(run_dir, step=1))
+    sync(run_dir)
+    journal = run_dir / "tracking" / "journal.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:4]))
+    write_journal(run_dir, START, *(loss(step) for step in range(7, 7 + num_new)), end("FINISHED"))
+    sync(run_dir)
+    (run,) = runs_in(store)
+    assert run.info.status == "FINISHED"
+    assert [step for step, _ in points(store, run, "loss")] == list(range(1, 7 + num_new))
+    assert sync(run_dir) == 0 and files(tmp_path) == ["1.png"]
+
+
+def test_events_are_on_disk_before_they_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    run_dir, synced, fsync, sent = tmp_path / "run", [0], os.fsync, []
+    write_journal(run_dir, START, loss(1))
+    journal = (run_dir / "tracking" / "journal.jsonl").stat()
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        if os.path.samestat(os.fstat(descriptor), journal):
+            synced.append(journal.st_size)
+
+    real = MlflowClient.log_batch
+    monkeypatch.setattr("os.fsync", noted)
+    monkeypatch.setattr(MlflowClient, "log_batch", lambda *words, **more: (sent.append(synced[-1]), real(*words, **more)))
+    sync(run_dir)
+    assert sent and set(sent) == {journal.st_size}
+
+
+@pytest.mark.parametrize("deliver", [sync, deliver_after_the_end], ids=["sync", "deliverer"])
+def test_a_finished_run_whose_journal_lost_its_end_is_finished(tmp_path: Path, store: Path, deliver: Callable[[Path], int]) -> None:
+    run_dir = tmp_path / "run"
+    write_journal(run_dir, START, loss(1))
+    (run_dir / "result.json").write_text("{}")
+    deliver(run_dir)
+    assert [run.info.status for run in runs_in(store)] == ["FINISHED"]
 
 
 def test_figures_of_nodes_are_numbered_each_for_itself(tmp_path: Path, by_hand: None) -> None:
