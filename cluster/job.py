@@ -12,7 +12,7 @@ unless the config is wrong, it was cancelled, or its starts lead nowhere (starts
 gets so far, means that the config is wrong: whatever else goes wrong may be the node's fault, until a second node has the same.
 
 jobs/JOB (or jobs/ARRAY_TASK) has the logs of all ranks, starts.jsonl and bad-nodes. Imports the standard library alone (Python
-3.9 or newer): it must also run where .venv does not, to name that node.
+3.9 or newer), and so does data_prep/console.py: it must also run where .venv does not, to name that node.
 
 An error of this file itself ends a start as a failure of a rank does: it is shown, and the job goes back into the queue.
 
@@ -39,6 +39,7 @@ from typing import Any
 
 from cluster.slurm import ALL_TASKS, SlurmError, about_job, facts, hosts, lines_of, my_jobs, new_job, slurm
 from cluster.starts import UNKNOWN, give_up_reason, has_trained, read_starts
+from data_prep import console
 
 BAD_INPUT, NAMED_BAD, BUSY = 2, 3, 75
 """Exit codes: of a wrong config; of the pre-flight; of ranks whose run another start holds (pretrain/cli.py)."""
@@ -550,6 +551,7 @@ def submit_merge(job: Job, words: list[str]) -> None:
 
 
 def main(words: list[str]) -> int:
+    console.install()
     job = Job()
     for number in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, job.receive)

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from data_prep import console
+
 INTERRUPTED = 130
 ENDS_WITHIN_S = 0.8
 ANSWERED = "WIDE_MLPS_CTRL_C_ANSWERED"
@@ -36,6 +38,7 @@ def interruptible(program: str, module: str) -> Callable[..., int]:
     """The `main` of that module, which is imported when Ctrl-C is heeded already. Called once in a process."""
 
     def main(arguments: list[str] | None = None) -> int:
+        console.install()
         incoming, outgoing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         thread = threading.Thread(target=_answer, args=(program, incoming), daemon=True)
         error: BaseException | None = None
@@ -60,6 +63,9 @@ def interruptible(program: str, module: str) -> Callable[..., int]:
         if _Now.has_come:
             sys.stdout.flush()
             os._exit(code)  # no thread is waited for
+        if code == 0 and (fault := console.lost_output()) is not None:
+            print(f"{program}: standard output: cannot be written ({fault.strerror}). Repeat the command", file=sys.stderr)
+            return 1
         return code
 
     return main
@@ -85,5 +91,5 @@ def _answer(program: str, incoming: int) -> None:
                 break
             _Now.has_come, wait_s = True, _Now.ends_within_s
             if ANSWERED not in os.environ and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
-                os.write(2, f"\n{program}: stopping; {_Now.words}; Ctrl-C again ends it at once\n".encode())
+                console.write_error(f"\n{program}: stopping; {_Now.words}; Ctrl-C again ends it at once\n")
     os._exit(INTERRUPTED)

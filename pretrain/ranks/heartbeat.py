@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from data_prep.console import write_error
 from pretrain.ranks.collectives import all_sum
 from pretrain.ranks.hangs import PROGRESS, Standing, Standings, Verdict
 from pretrain.ranks.settings import RanksSettings
@@ -379,11 +380,11 @@ class Heartbeat:
         is_survivor = self._world.local_rank == (1 if verdict.peer.rank == first_here else 0)
         if self._world.is_first if by_first else is_survivor:
             line = f"{verdict}; stacks of all ranks: {stacks.directory}\n" if stacks else f"{verdict}\n"
-            os.write(2, ("\n" + line if sys.stderr.isatty() else line).encode())
+            write_error("\n" + line if sys.stderr.isatty() else line)
         if stacks:
             stacks.dump(f"{PROGRESS.standing().place}; {verdict}")
             if verdict.why == "silent" and is_survivor and (found := stacks.describe(verdict.peer)) is not None:
-                os.write(2, f"{found}\n".encode())
+                write_error(f"{found}\n")
         self._at_end(verdict.why == "waits")
         os._exit(0 if verdict.why == "waits" else 1)
 

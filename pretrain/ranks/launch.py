@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
+from data_prep.console import output_is_progress, write_error
 from data_prep.interrupts import ANSWERED, INTERRUPTED, keep
 from pretrain.ranks.preemption import LAST_WRITE_S, SIGNALS
 from pretrain.ranks.world import free_port
@@ -54,6 +55,7 @@ def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False
             signal.pthread_sigmask(signal.SIG_UNBLOCK, set(SIGNALS) - {signal.SIGINT})  # that one waits until it is heeded
 
     keep("")  # `answer` does it
+    output_is_progress()
     ranks: list[subprocess.Popen[bytes]] = []
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ranks inherit it; what comes to us meanwhile is passed on afterwards
     try:
@@ -102,8 +104,8 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # t
 
     def answer(number: int, _frame: FrameType | None) -> None:
         signal.signal(number, end_at_once)
-        words = b"stopping at the next step, with a checkpoint" if saves else b"stopping; nothing more is saved"
-        os.write(2, b"\nlaunch: " + words + b"; Ctrl-C again ends it at once\n")  # print may be interrupted in itself
+        words = "stopping at the next step, with a checkpoint" if saves else "stopping; nothing more is saved"
+        write_error(f"\nlaunch: {words}; Ctrl-C again ends it at once\n")  # print may be interrupted in itself
         if saves:
             pass_on(signal.SIGTERM, None)
 

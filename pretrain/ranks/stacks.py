@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from data_prep.console import write_error
 from pretrain.ranks.world import Peer
 
 WRITE_S = 10.0
@@ -96,7 +97,7 @@ class Stacks:
         threading.Thread(target=write, name="stacks", daemon=True).start()
         if not done.wait(WRITE_S):
             shown = f"{self._path(peer)} could not be written in {WRITE_S:g} s; it would hold:\n{text[:_LONGEST_SHOWN]}\n"
-            os.write(2, shown.encode())
+            write_error(shown)
 
 
 class _Thread(NamedTuple):
