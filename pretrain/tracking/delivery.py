@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from data_prep import console
 from data_prep.publish import Busy, Superseded, check_not_superseded, sole_writer, use_workspace, write_json
 from data_prep.settings import UserError
 from pretrain.checkpoints.run import RESULT
@@ -237,11 +238,11 @@ def deliver_while_training(run_dir: Path, trainer: IO[bytes], *, close_timeout_s
                 # whatever the store raises, the journal keeps the events, and the next round tries again
                 fault = delivery.store.fault_of(error)
                 if fault != reported:  # an outage of a day is one line
-                    print(f"{time.strftime('%F %T')} {fault}", file=sys.stderr, flush=True)
+                    _report(fault)
                 wait_s, reported = min(60.0, wait_s * 2), fault
             if closed_at_s is not None and time.monotonic() - closed_at_s > close_timeout_s:
                 if fault != reported:
-                    print(f"{time.strftime('%F %T')} {fault}", file=sys.stderr, flush=True)
+                    _report(fault)
                 return 1
 
 
@@ -249,10 +250,26 @@ def _main() -> int:
     os.nice(10)  # training comes first
     for number in SIGNALS:  # SLURM sends a stop to every process of the step; this one goes on until the pipe closes
         signal.signal(number, signal.SIG_IGN)
-    run_dir = Path(sys.argv[1])
-    log = open(run_dir / "tracking" / "delivery.log", "a", encoding="utf-8")
-    os.dup2(log.fileno(), sys.stderr.fileno())
-    os.dup2(log.fileno(), sys.stdout.fileno())
+    run_dir, flags = Path(sys.argv[1]), os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    try:
+        log = os.open(run_dir / "tracking" / "delivery.log", flags, 0o666)
+    except OSError:
+        log = os.open(os.devnull, flags)  # the trainer's journal meets the same disk, and reports it
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    console.install()
+    try:
+        return _deliver(run_dir)
+    except OSError as error:
+        _report(f"{error}; delivery has ended, and the trainer starts it again")
+        return 1
+
+
+def _report(fault: str) -> None:
+    print(f"{time.strftime('%F %T')} {fault}", file=sys.stderr, flush=True)
+
+
+def _deliver(run_dir: Path) -> int:
     if sys.argv[4:]:
         use_workspace(Path(sys.argv[4]), under=run_dir)
     with suppress(Superseded):

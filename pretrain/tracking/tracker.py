@@ -36,7 +36,7 @@ from PIL import Image
 
 from data_prep.clients import without_secrets
 from data_prep.images.sheet import save_sheet
-from data_prep.publish import atomic_file, workspace_of, write_json
+from data_prep.publish import Superseded, atomic_file, workspace_of, write_json
 from data_prep.settings import Settings
 from pretrain.checkpoints.card import CONFIG
 from pretrain.config import OF_SERVER, TrackingSettings
@@ -172,8 +172,8 @@ class Tracker:
             path = self.run_dir / "tracking" / "pictures" / f"{key}-{step:08d}.png"
             try:
                 save_sheet(draw(), path)
-            except OSError as error:
-                print(f"tracking: {path} cannot be written ({error.strerror}); it is left out", file=sys.stderr)
+            except (OSError, Superseded) as error:
+                print(f"tracking: {path}: cannot be written ({error}). Training continues without it", file=sys.stderr)
             else:
                 self._append({"event": "image", "path": str(path.resolve()), "key": key, "step": step})
 

@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -374,6 +377,42 @@ def test_a_finished_run_whose_journal_lost_its_end_is_finished(tmp_path: Path, s
     (run_dir / "result.json").write_text("{}")
     deliver(run_dir)
     assert [run.info.status for run in runs_in(store)] == ["FINISHED"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("fault", ["no lock", "no log"])
+def test_a_deliverer_whose_disk_refuses_ends_without_a_traceback(tmp_path: Path, fault: str) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "run" / "tracking" / "delivery.log"
+    write_journal(run_dir, START)
+    (run_dir / "tracking" / LOCK).mkdir()
+    if fault == "no log":
+        log.mkdir()
+    words = [sys.executable, "-m", "pretrain.tracking.delivery", str(run_dir), "0", ""]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    if fault == "no lock":
+        assert LOCK in log.read_text() and log.read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("is_superseded", [False, True])
+def test_a_picture_that_cannot_be_written_is_one_line(
+    tmp_path: Path, by_hand: None, capsys: pytest.CaptureFixture[str], is_superseded: bool
+) -> None:
+    """The run directory is gone, or a newer start has taken it over."""
+    run_dir, workspace = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
+    identity(run_dir)
+    if is_superseded:
+        workspace.mkdir(parents=True)
+        use_workspace(workspace, under=run_dir)
+    run, raised = tracker(run_dir), list[Any]()
+    shutil.rmtree(run_dir)
+    if not is_superseded:
+        run_dir.write_bytes(b"")
+    before, threading.excepthook = threading.excepthook, raised.append
+    run.picture("first", lambda: Image.new("RGB", (8, 8)), step=0)
+    run.close("FAILED")
+    threading.excepthook = before
+    assert not raised and [line for line in capsys.readouterr().err.splitlines() if "pictures" in line] != []
 
 
 def test_figures_of_nodes_are_numbered_each_for_itself(tmp_path: Path, by_hand: None) -> None:
