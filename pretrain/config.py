@@ -308,8 +308,7 @@ class AugmentSettings(Settings):
     def is_crop_flip_mixup(self) -> bool:
         """Nothing but what can be done in one pass over the pictures."""
         others = self.crop_padding or self.auto_augment or self.erase_probability > 0
-        is_mixed_so = not self.mixing or (self.mix_with == "neighbour" and "CutMix" not in self.mixing)
-        return not others and self.crop_interpolation in (None, "bilinear", "area") and is_mixed_so
+        return not others and self.crop_interpolation in (None, "bilinear", "area") and "CutMix" not in self.mixing
 
     @property
     def mixes_pairs(self) -> bool:

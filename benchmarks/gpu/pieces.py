@@ -9,8 +9,7 @@ block      one block forward and backward, eager and compiled, against its six p
 loss       the one pass of pretrain/engine/step.py, forward and backward, against two cross-entropies, eager and compiled
 lion       pretrain/optim/lion.py's step of a shard (a kernel on a GPU), against its reference and the operations of stage 0
 update     pretrain/engine/sharded_update.py, all of a step after the backward pass, against DeepSpeed's own; its norm alone
-augment    pretrain/augment on the device (on_gpu.py): all of `prepare`, its sampler and its noise, against plain operations; and
-           what the host draws for it
+augment    pretrain/augment on the device (on_gpu.py): all of `prepare` against plain operations, and what the host draws for it
 The product's pieces stand beside their plain forms ("off by": from those) and their limit: the bytes that have to be read and
 written, at the rate of a copy on this device. On a CPU: a dry run at small sizes, where the product has other pieces for CPUs.
 """
@@ -36,10 +35,6 @@ from torch.nn.functional import cross_entropy
 from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.augment.crops import draw_boxes
 from pretrain.augment.draws import Draws
-from pretrain.augment.erasing import normal_noise
-from pretrain.augment.operations import _move as plain_move
-from pretrain.augment.operations import matrices, move
-from pretrain.augment.plan import Operation
 from pretrain.config import AugmentSettings, EngineSettings, OptimizerSettings
 from pretrain.data.loader import Batch
 from pretrain.data.order import BatchPlan
@@ -352,7 +347,6 @@ def augment() -> None:
     )
     for name, sizes in cases.items():
         augment_at(name, *sizes)
-    augment_alone(256 if ON_GPU else 4, 224 if ON_GPU else 32)
 
 
 def augment_at(name: str, count: int, stored: int, size: int) -> None:
@@ -379,23 +373,6 @@ def augment_at(name: str, count: int, stored: int, size: int) -> None:
         draw_boxes(recipe, draws, count=count, stored_size=stored)
         mixer.draw(Draws((0, batch.mix_keys)), size=size)
     note("augment", f"{name}, drawn on the host by one thread", (time.perf_counter() - began_s) * 200, "ms")
-
-
-def augment_alone(count: int, size: int) -> None:
-    """The sampler of RandAugment's turns and shifts, and the noise of random erasing."""
-    pictures = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=DEVICE)
-    turns = matrices(np.full(count, Operation.ROTATE), np.linspace(-30, 30, count), height=size, width=size)
-    known, fill = torch.from_numpy(turns).to(DEVICE), torch.zeros(3, dtype=torch.uint8, device=DEVICE)
-    keys = torch.arange(count, device=DEVICE)
-    for sampling in ("linear", "cubic"):
-        how: dict[str, Any] = {"sampling": sampling, "fill_C": fill}
-        differ = int((move(pictures, known, **how) != plain_move(pictures, known, **how)).sum())
-        for way, made in {"the product's": move, "plain": plain_move}.items():
-            took = ms(lambda made=made, how=how: made(pictures, known, **how))
-            words = f"{differ} of {pictures.numel():,} levels differ; {limit(2 * pictures.nbytes)}"
-            note("augment", f"{count} pictures of {size} px turned, {sampling}, {way}", took, "ms", words)
-    took = ms(lambda: normal_noise(keys, 3 * size**2))
-    note("augment", f"noise for {count} pictures of {size} px, the product's", took, "ms", limit(4 * 3 * size**2 * count))
 
 
 def arguments() -> argparse.Namespace:

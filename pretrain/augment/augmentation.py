@@ -101,7 +101,8 @@ class Augmentation:
         self._on_cpu, self._kernels = device.type == "cpu", kernels() if device.type == "cuda" else None
         self._colours_23 = torch.stack([self._mean, self._scale]).view(2, 3)
         self._area = settings.crop_interpolation == "area"
-        writes = bool(self._kernels) or (self._on_cpu and dtype in (torch.float32, torch.bfloat16))
+        is_on_cpu = self._on_cpu and dtype in (torch.float32, torch.bfloat16) and not settings.mixes_previous
+        writes = bool(self._kernels) or is_on_cpu
         self._in_one_pass = writes and settings.is_crop_flip_mixup
 
     def prepare(self, batch: Batch) -> Prepared:

@@ -84,10 +84,6 @@ def erase(pictures_BCOO: Tensor, blocks: Blocks, *, mode: EraseMode) -> Tensor:
 
 def normal_noise(keys_n: Tensor, count: int) -> Tensor:
     """(n, count) normal numbers: SplitMix64's sequence from each key, its top 23 bits through the inverse distribution."""
-    if keys_n.device.type == "cuda":
-        from pretrain.augment import on_gpu  # which imports Triton
-
-        return torch.as_tensor(torch.special.ndtri(on_gpu.noise(keys_n, count)))
     place = torch.arange(1, count + 1, device=keys_n.device)
     state = keys_n.unsqueeze(-1) + place * _GOLDEN
     state = (state ^ _shifted(state, 30)) * _M1

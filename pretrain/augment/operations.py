@@ -235,10 +235,6 @@ def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int
 
 
 def move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, sampling: str, fill_C: Tensor) -> Tensor:
-    if pictures_nHWC.device.type == "cuda":
-        from pretrain.augment import on_gpu  # which imports Triton
-
-        return torch.as_tensor(on_gpu.moved(pictures_nHWC, matrices_n6, fill_C, len(TAPS[sampling])))
     if pictures_nHWC.device.type != "cpu":
         return _move(pictures_nHWC, matrices_n6, sampling=sampling, fill_C=fill_C)
     parts = (slice(first, first + _TOGETHER_ON_CPU) for first in range(0, len(pictures_nHWC), _TOGETHER_ON_CPU))

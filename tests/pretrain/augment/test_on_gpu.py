@@ -3,6 +3,7 @@ compiled for a GPU that is not there. The whole augmentation on `cuda` under fak
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pretrain.augment import on_cpu
 from pretrain.augment.augmentation import Augmentation, Normalisation, kernels
 from pretrain.augment.crops import resample, resample_levels
-from pretrain.augment.erasing import normal_noise
-from pretrain.augment.operations import TAPS, _move, matrices
-from pretrain.augment.plan import Operation
 from pretrain.config import AugmentSettings
 from tests import forked
-from tests.pretrain.augment.pictures import batch_of, hard_pictures, make, pictures
+from tests.pretrain.augment.pictures import batch_of, make, pictures
 from tests.pretrain.augment.test_augmentation import CIFAR, COLOURS, FLOATS, PAPER_A, RESIZED
 from tests.pretrain.augment.test_on_cpu import MEAN, SCALE, plain_mix, random_boxes
 
 AREA = AugmentSettings(crop_scale=(0.4, 1.0), crop_interpolation="area", mixup_alpha=0.8)
+PREVIOUS = AREA.model_copy(update={"mix_with": "previous"})
+"""The recipe of both ImageNet-21k configs."""
 
 
 def crops() -> None:
@@ -37,6 +37,12 @@ def crops() -> None:
         assert found.is_contiguous() and torch.equal(weights, torch.from_numpy(how["weights"]).float())
         plain = plain_mix(resample(images, boxes, size=size, area=area), how["weights"])
         torch.testing.assert_close(found.double(), plain, rtol=0, atol=1e-5)
+        before, _ = kernels().crop_mix_normalise(
+            images, boxes, colours_23=torch.tensor([MEAN, SCALE]), **how | {"weights": how["weights"][1:]}
+        )
+        each = plain_mix(resample(images, boxes, size=size, area=area), None)
+        own = torch.from_numpy(how["weights"][1:]).view(-1, 1, 1, 1)
+        torch.testing.assert_close(before.double(), own * each[1:] + (1 - own) * each[:-1], rtol=0, atol=1e-5)
         of_cpu = on_cpu.crop_mix_normalise(images, boxes, mean=MEAN, scale=SCALE, dtype=torch.float32, **how)
         torch.testing.assert_close(found, of_cpu, rtol=0, atol=1e-4)
         if size <= 64:
@@ -45,23 +51,13 @@ def crops() -> None:
             assert torch.equal(levels, resample_levels(images, boxes, size=size, area=area, cubic=cubic)), (stored, size)
 
 
-def sampler() -> None:
-    """Turned, slanted and shifted pictures bit for bit, whose places fall on pixels' edges, too; and the noise."""
-    kernels()._BLOCK = 256
-    operations = np.array([Operation.ROTATE, Operation.ROTATE, Operation.SHEAR_X, Operation.TRANSLATE_Y, Operation.SHIFT_X])
-    known = matrices(operations, np.array([26.7, 90.0, -0.27, 0.45, 0.123]), height=9, width=17)
-    stored, fill = torch.from_numpy(hard_pictures(9, 17)[[0, 1, 2, 6, 7]]), torch.tensor([10, 128, 200], dtype=torch.uint8)
-    for sampling, taps in TAPS.items():
-        plain = _move(stored, torch.from_numpy(known), sampling=sampling, fill_C=fill)
-        assert torch.equal(kernels().moved(stored, torch.from_numpy(known), fill, len(taps)), plain), sampling
-    keys = torch.tensor([3, -5, 2**62 + 7])
-    assert torch.equal(torch.special.ndtri(kernels().noise(keys, 300)), normal_noise(keys, 300))
-
-
 def recipes() -> None:
     """`prepare` and `plain` as a GPU has them. The interpreter cuts to bfloat16 where a GPU rounds: one of the last bit."""
-    for settings, dtype in ((FLOATS, torch.float32), (AREA, torch.bfloat16), (RESIZED, torch.float32), (PAPER_A, torch.float32)):
+    for settings in (FLOATS, AREA, PREVIOUS, RESIZED, PAPER_A):
+        dtype = torch.bfloat16 if settings is AREA else torch.float32
         batch = batch_of(pictures(6, 20), np.arange(6))
+        if settings.mixes_previous:  # one image more than is asked for
+            batch = replace(batch, mix_keys=batch.mix_keys[1:])
         plain, ours = (make(settings, normalisation=COLOURS, dtype=dtype) for _ in range(2))
         plain._on_cpu = plain._in_one_pass = False
         ours._on_cpu, ours._kernels, ours._in_one_pass = False, kernels(), settings.is_crop_flip_mixup
@@ -81,7 +77,7 @@ def interpreted(name: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize("case", [crops, sampler, recipes], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [crops, recipes], ids=lambda case: case.__name__)
 def test_interpreted_kernels_make_what_the_plain_forms_make(case: Callable[[], None], tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     output = tmp_path / "output"
@@ -89,41 +85,30 @@ def test_interpreted_kernels_make_what_the_plain_forms_make(case: Callable[[], N
     assert forked.wait([process], timeout_s=280) == [0], output.read_text()
 
 
-@pytest.mark.parametrize("kernel", ["_gather", "levels", "_move", "_noise"])
+@pytest.mark.parametrize("kernel", ["pairs", "previous", "levels"])
 def test_the_kernels_compile_for_a_gpu_that_is_not_there(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     triton, compiler = pytest.importorskip("triton"), pytest.importorskip("triton.compiler")
     from triton.backends.compiler import GPUTarget
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     levels = kernel == "levels"
-    constants: dict[str, int] = {"TAPS": 5 if levels else 2, "MIXED": not levels, "AREA": False, "CUBIC": levels, "LEVELS": levels}
+    constants: dict[str, int] = {"TAPS": 5 if levels else 2, "MIXING": ["levels", "pairs", "previous"].index(kernel)}
+    constants |= {"AREA": False, "CUBIC": levels, "LEVELS": levels}
     constants |= {"NORMALISED": not levels, "BLOCK": 512}
     signature = {"images": "*u8", "boxes": "*fp32", "colours": "*fp32", "out": "*u8" if levels else "*bf16"}
     signature |= dict.fromkeys(("count", "stored", "size", "blocks"), "i32")
-    if kernel == "_move":
-        signature = {
-            "pictures": "*u8",
-            "matrices": "*fp64",
-            "fill": "*u8",
-            "out": "*u8",
-            "height": "i32",
-            "width": "i32",
-            "blocks": "i32",
-        }
-        constants = {"TAPS": 4, "BLOCK": 512}
-    elif kernel == "_noise":
-        signature, constants = {"keys": "*i64", "out": "*fp32", "count": "i32", "blocks": "i32"}, {"BLOCK": 512}
     signature |= dict.fromkeys(constants, "constexpr")
-    function = getattr(kernels(), "_gather" if levels else kernel)
-    source = compiler.ASTSource(fn=function, signature=signature, constexprs=constants, attrs={})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": kernel == "_gather"})
+    source = compiler.ASTSource(fn=kernels()._gather, signature=signature, constexprs=constants, attrs={})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": not levels})
     # whole levels hang on sums that are not fused with products; bfloat16 is rounded to nearest
-    assert ("fma.rn" in made.asm["ptx"], "cvt.rn.bf16" in made.asm["ptx"]) == (kernel == "_gather", kernel == "_gather")
+    assert ("fma.rn" in made.asm["ptx"], "cvt.rn.bf16" in made.asm["ptx"]) == (not levels, not levels)
     assert len(made.asm["cubin"]) > 5_000
 
 
 @pytest.mark.parametrize(
-    "settings", [PAPER_A, CIFAR, FLOATS, AREA, RESIZED], ids=["paper A", "padding", "floats", "area", "resized"]
+    "settings",
+    [PAPER_A, CIFAR, FLOATS, AREA, PREVIOUS, RESIZED],
+    ids=["paper A", "padding", "floats", "area", "previous", "resized"],
 )
 @pytest.mark.parametrize("way", ["prepare", "plain"])
 def test_on_a_gpu_that_is_fake_nothing_is_waited_for(settings: AugmentSettings, way: str) -> None:
@@ -136,9 +121,10 @@ def test_on_a_gpu_that_is_fake_nothing_is_waited_for(settings: AugmentSettings, 
             device=torch.device("cuda", 0),
             dtype=torch.bfloat16,
         )
-        stored = torch.empty((48, 20, 20, 3), dtype=torch.uint8)
-        prepared = getattr(there, way)(batch_of(stored, np.arange(48)))
+        batch = batch_of(torch.empty((48, 20, 20, 3), dtype=torch.uint8), np.arange(48))
+        count = 47 if way == "prepare" and settings.mixes_previous else 48
+        prepared = getattr(there, way)(replace(batch, mix_keys=batch.mix_keys[-count:]))
     images = prepared.images_BCHW
-    assert (images.shape, images.dtype, images.device.type) == ((48, 3, 16, 16), torch.bfloat16, "cuda")
-    assert images.is_contiguous() or not there._in_one_pass
+    assert (images.shape, images.dtype, images.device.type) == ((count, 3, 16, 16), torch.bfloat16, "cuda")
+    assert there._in_one_pass is (settings in (FLOATS, AREA, PREVIOUS)) and (images.is_contiguous() or not there._in_one_pass)
     assert {tensor.device.type for tensor in vars(prepared).values() if tensor is not None} == {"cuda"}
