@@ -1,8 +1,8 @@
 """DeepSpeed behind the `Engine` contract. The only file that imports deepspeed.
 
 bf16 and fp16 at stages 1-3 mean low-precision weights with fp32 master copies in the sharded optimizer; at stage 0, where DeepSpeed
-has neither sharding nor readable state for them, they are autocast over fp32 weights. Gradients are accumulated in fp32 where the
-stage can.
+has neither sharding nor readable state for them, they are autocast over fp32 weights. The gradients of micro-batches are added up
+in fp32 at every stage.
 
 A step counts only if the loss and the gradients of all ranks are finite: a loss that is not makes its gradients NaN, the reduction
 carries that to every rank, and the norm, which each step has anyhow, shows it everywhere at once. At stages 1 and 2 the update
@@ -159,6 +159,8 @@ class DeepSpeedEngine:
         config = deepspeed_config(settings, plan, model, on_gpu=device.type == "cuda")
         with _no_compiler():
             self._engine, self._optimizer, _, _ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
+        if settings.zero_stage == 1 and settings.precision == "bf16" and plan.accumulation_steps > 1:
+            _accumulate_in_fp32(self._optimizer)
         self._state = ShardedState(self._engine.module, self._optimizer, stage=settings.zero_stage, world=world, device=device)
         self._update: ShardedUpdate | None = None
         if updates_on_device(settings):
@@ -334,6 +336,12 @@ def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
     model.forward = forward
 
 
+def _accumulate_in_fp32(zero: Any) -> None:
+    """Set what `data_types.grad_accum_dtype` sets at other stages. It is read when the first backward pass begins."""
+    zero.gradient_accumulation_dtype = torch.float32
+    zero.use_separate_grad_accum = zero.use_grad_accum_attribute = True
+
+
 def _end_reduction_on_device(zero: Any) -> None:
     """With overlap the host would wait for the device after each backward pass; that the update's stream waits is enough."""
     accelerator, end = deepspeed.accelerator.get_accelerator(), zero.independent_gradient_partition_epilogue
@@ -385,7 +393,7 @@ def deepspeed_config(settings: EngineSettings, plan: BatchPlan, model: nn.Module
             config["fp16"] |= {"loss_scale": 0, "initial_scale_power": LOSS_SCALE["init_scale"].bit_length() - 1}  # 0: dynamic
             config["fp16"] |= {"loss_scale_window": LOSS_SCALE["scale_window"], "min_loss_scale": LOSS_SCALE["min_scale"]}
             config["fp16"] |= {"hysteresis": LOSS_SCALE["delayed_shift"]}
-        # bf16 at stage 1 would switch to DeepSpeed's BF16_Optimizer, another class with another state
-        if stage > 1 or settings.precision == "fp16":
+        # in bf16 at stage 1 it would choose DeepSpeed's BF16_Optimizer, another class with another state: see _accumulate_in_fp32
+        if stage > 1 or settings.precision == "fp16" or settings.offload != "none":
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config

@@ -63,9 +63,13 @@ class ShardedUpdate:
         """Of a shard's gradients, one after the other, from its first element on; what they leave is padding."""
         if self._keeps_gradients:
             parameters = self._zero.round_robin_bit16_groups[number]
-            return [(torch.zeros_like(each) if each.grad is None else each.grad).reshape(-1) for each in parameters]
+            gradients = [self._zero.get_param_gradient_attribute(each) for each in parameters]
+            return [
+                (torch.zeros_like(each) if gradient is None else gradient).reshape(-1)
+                for each, gradient in zip(parameters, gradients, strict=True)
+            ]
         found = self._zero.averaged_gradients[number]
-        whole = getattr(found, "flat_partition", None)  # stage 2 in bf16 adds them up in fp32, in one row
+        whole = getattr(found, "flat_partition", None)  # in bf16 they are added up in fp32, in one row
         return [whole] if whole is not None else [each.reshape(-1) for each in found]
 
     def _norm(self, pieces: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -5,11 +5,14 @@ precision); K optimizer values per weight (Lion and SGD 1, AdamW and LAMB 2), in
 
     stage   weights   master     optimizer   gradients                                   sent in a step of A micro-batches
     0       4 P       -          4 K P       4 P                                         2 r 4 P
-    1       w P       4 P / N    4 K P / N   w P / N; with accumulation 2 w P, alone w P 2 r w P + r w P
+    1       w P       4 P / N    4 K P / N   w P / N; with accumulation *             2 r w P + r w P
     2       w P       4 P / N    4 K P / N   4 P / N                                     2 r w P A + r w P
     3       w P / N   4 P / N    4 K P / N   4 P / N                                     at most 3 r w P A
 
-where r = (N - 1) / N is a ring's share. Stage 1 reduces once a step, stages 2 and 3 with each micro-batch. Stage 2's reduction is
+* The sum over micro-batches is in fp32: in bf16 4 P + 4 P / N, on one rank 4 P; in fp32 8 P, on one rank 4 P. fp16 and offload
+have 4 P + 4 P / N without accumulation, too.
+
+r = (N - 1) / N is a ring's share. Stage 1 reduces once a step, stages 2 and 3 with each micro-batch. Stage 2's reduction is
 twice what a reduce-scatter would be, for DeepSpeed does it as an all-reduce; stage 3 gathers the weights twice (forward, and
 backward but for the layers that it begins with) and scatters the gradients once. tests/distributed/test_zero_cost.py compares this
 with what ranks really hold and send. Activations are not in it (micro_batch.py), nor is padding.
@@ -84,7 +87,7 @@ def held(training: Training) -> Held:
         case 0:
             gradients = 4.0 * size
         case 1:
-            gradients = each * (share if 1 in (training.accumulation_steps, training.num_ranks) else 2 * size)
+            gradients = _gradients_at_stage_1(training)
         case _:
             gradients = 4 * share
     bucket = 0.0 if stage == 0 else float(each * bucket_elements(size))
@@ -94,6 +97,14 @@ def held(training: Training) -> Held:
     if training.offload != "none":
         on_host = shards + (gradients if stage >= 2 else 0.0) + (weights if training.offload == "all" else 0.0)
     return Held(weights + shards + gradients + bucket - on_host, on_host, bucket)
+
+
+def _gradients_at_stage_1(training: Training) -> float:
+    size, num_ranks, is_accumulated = training.num_parameters, training.num_ranks, training.accumulation_steps > 1
+    has_loss_scale_or_offload = training.precision == "fp16" or training.offload != "none"
+    if training.bytes_per_weight == 2 and (is_accumulated or has_loss_scale_or_offload):
+        return 4 * (size + (size / num_ranks if num_ranks > 1 or has_loss_scale_or_offload else 0))
+    return training.bytes_per_weight * (2 * size if is_accumulated and num_ranks > 1 else size / num_ranks)
 
 
 def bytes_sent(training: Training) -> float:

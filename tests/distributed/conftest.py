@@ -7,7 +7,7 @@ import pytest
 
 from pretrain.ranks.world import World
 from tests.distributed.engine_cells import CELLS, cell, elsewhere, going_on_alone
-from tests.distributed.engine_options import UPDATED, options, updated
+from tests.distributed.engine_options import UPDATED, accumulated, options, updated
 from tests.distributed.engines import from_all_ranks
 from tests.distributed.test_agreement import agreements
 from tests.distributed.test_zero_cost import CELLS as COST_CELLS
@@ -43,7 +43,8 @@ def results(folder: str) -> dict[str, Any]:
 
 def one_alone(world: World, folder: str) -> dict[str, Any]:
     losses = going_on_alone(world, folder)
-    return {"losses": losses, "updated": {identity: updated(world, identity) for identity in UPDATED}}
+    found = {identity: updated(world, identity) for identity in UPDATED}
+    return {"losses": losses, "updated": found, "accumulated": accumulated(world, 1)}
 
 
 @pytest.fixture(scope="session")

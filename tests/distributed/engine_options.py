@@ -13,13 +13,15 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pretrain.augment.augmentation import Prepared
 from pretrain.data.order import BatchPlan
+from pretrain.engine.step import loss_of
 from pretrain.models.layers.buffers import kept_buffers
 from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 from pretrain.optim import build_optimizer
 from pretrain.ranks.preemption import Interrupted
 from pretrain.ranks.world import World
-from tests.distributed.engine_cells import gradient_errors
+from tests.distributed.engine_cells import gradient_errors, of_kind
 from tests.distributed.engines import (
     CLIP,
     DECAY,
@@ -46,6 +48,7 @@ OFFLOADED = {
     f"stage{stage}-{offload}-{precision}": (stage, offload, precision, optimizer)
     for stage, offload, precision, optimizer in (
         (1, "optimizer", "fp16", "adamw"),
+        (1, "optimizer", "bf16", "adamw"),
         (2, "optimizer", "fp32", "lion"),
         (3, "optimizer", "bf16", "sgd"),
         (3, "all", "bf16", "sgd"),
@@ -99,6 +102,8 @@ def updated(world: World, identity: str) -> dict[str, Any]:
     """How far the update on the device is from DeepSpeed's, from a first step on that is skipped; and which of them waits."""
     stage, precision, optimizer, clip = UPDATED[identity]
     kind: dict[str, Any] = {"gradient_clip_norm": clip, "ema_decay": DECAY}
+    if world.num_ranks == 1 and (stage, precision) == (1, "bf16"):
+        kind["accumulation"] = 1  # DeepSpeed rounds the fp32 sum to bf16 even when there is nothing to reduce
     ours, theirs = (make_engine(world, stage, precision, optimizer, on_device=where, **kind) for where in (True, False))
     overlapped = make_engine(world, stage, precision, optimizer, overlap=world.num_ranks > 1, **kind)
     start, steps = shared(ours.export_state()), [0.0, 0.0]
@@ -127,6 +132,21 @@ def updated(world: World, identity: str) -> dict[str, Any]:
         "updates": [one.num_updates, last.num_updates],
         "theirs_waits": waits,
     }
+
+
+def accumulated(world: World, stage: int) -> float:
+    """How far the gradient of a step of single images is from the fp32 sum of their bf16 gradients."""
+    model, (images, labels) = make_model().to(torch.bfloat16), global_batch(0)
+    expected = {name: torch.zeros(weight.shape) for name, weight in model.named_parameters()}
+    for row in range(GLOBAL):
+        model.zero_grad()
+        one = Prepared(images[row : row + 1].to(torch.bfloat16), labels[row : row + 1])
+        (loss_of(model(one.images_BCHW), one, label_smoothing=0.1) / (GLOBAL // world.num_ranks)).backward()
+        for name, weight in model.named_parameters():
+            expected[name] += weight.grad.float() / world.num_ranks
+    engine = make_engine(world, stage, "bf16", "sgd", accumulation=GLOBAL // world.num_ranks, gradient_clip_norm=0.0)
+    train_step(engine, world, 0)
+    return relative(of_kind(shared(engine.export_state()), "momentum_buffer"), expected)
 
 
 def checkpointed(world: World, stage: int) -> float:
@@ -309,6 +329,7 @@ def options(world: World, folder: str) -> dict[str, Any]:
         "pages": pages_taken_again(),
         "offloaded": {identity: offloaded(world, identity) for identity in OFFLOADED},
         "updated": {identity: updated(world, identity) for identity in UPDATED},
+        "accumulated": {stage: accumulated(world, stage) for stage in (1, 2, 3)},
         "checkpointed": checkpointed(world, 3),
         "averages": averages_agree(world, 1),
         "permutations": permutations_are_restored(world, 3),

@@ -44,6 +44,12 @@ def test_the_update_on_the_device_is_deepspeeds_and_waits_for_nothing(
     judge_update(alone["updated"][identity], identity)
 
 
+def test_gradients_of_micro_batches_are_added_up_in_fp32(results: dict[str, Any], alone: dict[str, Any]) -> None:
+    """Ranks exchange bf16. Sums in bf16 would be off by 6e-3, on one rank as well."""
+    assert alone["accumulated"] == 0
+    assert max(results["options"]["accumulated"].values()) < 4e-3
+
+
 @pytest.mark.parametrize(("stage", "offload"), [(0, "optimizer"), (0, "all"), (2, "all")])
 def test_a_stage_that_has_nothing_to_offload_says_so(stage: int, offload: str) -> None:
     with pytest.raises(ValueError, match=rf"engine\.offload: '{offload}' needs engine\.zero_stage \d or more, not {stage}"):

@@ -18,7 +18,7 @@ from pretrain.optim import build_optimizer
 from pretrain.ranks.world import World
 
 SPEC, SIZE, CLASSES = MlpSpec(kind="mlp", depth=3, width=256), 32, 100
-CELLS = [(stage, precision, steps) for stage in range(4) for precision, steps in (("fp32", 1), ("bf16", 2))]
+CELLS = [(stage, precision, steps) for stage in range(4) for precision, steps in (("fp32", 1), ("bf16", 2))] + [(1, "fp16", 1)]
 RING = {
     "all_reduce": (2, "tensor"),
     "reduce_scatter_tensor": (1, "input"),

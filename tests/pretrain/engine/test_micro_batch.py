@@ -166,7 +166,7 @@ def test_zero_shares_out_what_it_says(tmp_path: Path) -> None:
         return engine_bytes(weights, settings=settings, num_ranks=ranks, on_gpu=True) / 10**6
 
     assert per_weight(0, 4, "fp32") == per_weight(0, 1, "fp32") == 4 + 4 + 4 + 8
-    assert [per_weight(1, ranks) for ranks in (1, 4)] == [2 + 2 + 2 + 12, 2 + 4 + 4 + 3]
+    assert [per_weight(1, ranks) for ranks in (1, 4)] == [2 + 2 + 4 + 12, 2 + 4 + 5 + 3]
     assert per_weight(2, 4) == 2 + 4 + 1 + 3
     assert per_weight(3, 4) == 0.5 + 2 + 2 + 1 + 3
 
