@@ -79,6 +79,7 @@ class Stream:
         self._classes = {name: number for number, name in enumerate(data.classes)}
         self._stop, self._commands = threading.Event(), set[Any]()
         self._named: dict[int, tuple[str, str]] = {}
+        self._naming = threading.Lock()
 
     def names(self, ids: Ids) -> list[tuple[str, str]]:
         return [self._named.get(position, ("not known any more", str(position))) for position in ids.tolist()]
@@ -225,12 +226,14 @@ class Stream:
                 decode_square(self._picture(sample), images[place], crop=manifest.crop, interpolation=manifest.interpolation)
             except Rejection as error:
                 bad.append(Unreadable(place, int(positions[place]), sample.shard, sample.key, str(error)))
-        self._named |= {position: (each.shard, each.key) for position, each in zip(positions.tolist(), samples, strict=True)}
+        with self._naming:
+            self._named |= {position: (each.shard, each.key) for position, each in zip(positions.tolist(), samples, strict=True)}
         return labels, bad
 
     def forget_names(self) -> None:
-        while len(self._named) > NUM_NAMED:
-            del self._named[next(iter(self._named))]
+        with self._naming:
+            while len(self._named) > NUM_NAMED:
+                del self._named[next(iter(self._named))]
 
     def _picture(self, sample: Sample) -> bytes:
         found = [name for name in sample.members if _is_picture(name, self._settings.image_member)]

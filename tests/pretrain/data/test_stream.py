@@ -5,15 +5,18 @@ import gzip
 import itertools
 import json
 import signal
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import webdataset
 from PIL import Image
 from psutil import Process
@@ -30,7 +33,7 @@ from pretrain.data.bad_samples import BadSampleLog
 from pretrain.data.datasets import StreamData, expand_shards, load_training_data
 from pretrain.data.loader import Batch, as_stored
 from pretrain.data.order import BatchPlan
-from pretrain.data.stream import Stream, batches_of
+from pretrain.data.stream import Sample, Stream, batches_of
 from pretrain.ranks.world import World
 from pretrain.tracking.run_tags import shown_command
 from tests.data_prep.samples import encoded, files_of, picture
@@ -302,6 +305,33 @@ def test_a_log_names_a_sample_once(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.count("\n") == 1
     log.note(Unreadable(0, 4, "a.tar", "k", "cut"), 1, known_as=4)  # of another dataset, whose shards are called alike
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 2
+
+
+def test_threads_that_decode_and_forget_names_at_once_do_not_fail(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without decoding, which takes long and changes no name: only then threads meet often enough."""
+    for name in (
+        "pretrain.data.stream.decode_square",
+        "pretrain.data.stream.Stream._label",
+        "pretrain.data.stream.Stream._picture",
+    ):
+        monkeypatch.setattr(name, lambda *_, **__: 0)
+    monkeypatch.setattr("pretrain.data.stream.NUM_NAMED", 8)
+    stream = Stream(loaded(str(shards / "part-00.tar")), seed=3, world=World(0, 0, 1))
+    rows, images, samples = np.arange(64), torch.empty((64, 1)), [Sample("a.tar", "key", {})] * 64
+
+    def work(thread: int) -> None:
+        for number in range(4_000):
+            stream.decode(samples, 10_000_000 * thread + 64 * number + rows, images)
+            stream.forget_names()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    assert len(stream._named) == 8
 
 
 def test_a_preview_shows_what_a_stream_feeds(shards: Path, tmp_path: Path) -> None:
