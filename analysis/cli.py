@@ -13,6 +13,7 @@ from analysis.scaling import command as scaling
 from analysis.sweeps import command as sweeps
 from data_prep.explain import Verbs, program
 from data_prep.images.sheet import check_out as check_picture
+from data_prep.limits import limit_remedy
 from data_prep.progress import doing
 from data_prep.settings import near_path
 
@@ -26,7 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except (ValueError, OSError) as error:
-        print(f"analysis: {error}", file=sys.stderr)
+        remedy = limit_remedy(error)
+        print(f"analysis: {error}; {remedy}" if remedy else f"analysis: {error}", file=sys.stderr)
         return BAD_INPUT
 
 

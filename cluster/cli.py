@@ -5,6 +5,7 @@ import sys
 
 from cluster import init, plan
 from data_prep.explain import Verbs, at_least, program
+from data_prep.limits import limit_remedy
 from data_prep.settings import UserError
 from pretrain.cli import BAD_INPUT
 
@@ -17,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except (UserError, OSError) as error:
-        more = "; mend that, and the same command goes on" if isinstance(error, OSError) else ""
+        more = f"; {limit_remedy(error) or 'mend that'}, and the same command goes on" if isinstance(error, OSError) else ""
         print(f"wide-mlps: {error}{more}", file=sys.stderr)
         return BAD_INPUT
 

@@ -11,6 +11,7 @@ from concurrent.futures import BrokenExecutor
 from data_prep.commands import BAD_INPUT, FAULTY, add_verbs
 from data_prep.explain import program
 from data_prep.interrupts import keep
+from data_prep.limits import limit_remedy
 from data_prep.publish import Busy
 from data_prep.settings import UserError
 
@@ -45,5 +46,5 @@ def main(arguments: list[str] | None = None) -> int:
 def _what_next(error: Exception, after_a_stop: str) -> str:
     if str(error) == "AF_UNIX path too long":
         return f"the folder of temporary files is ({tempfile.gettempdir()}); set TMPDIR to a shorter one, such as /tmp"
-    first = FIRST.get(error.errno or 0) if isinstance(error, OSError) else None
+    first = limit_remedy(error) or (FIRST.get(error.errno or 0) if isinstance(error, OSError) else None)
     return f"{first} first: {after_a_stop}" if first else after_a_stop

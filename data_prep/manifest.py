@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from data_prep.clients import KINDS, SCHEMES
+from data_prep.limits import cause_of
 from data_prep.publish import hash_of_json, sealed, sha256_of, unsealed, write_json
 from data_prep.settings import Settings, UserError, near_path, nearest
 
@@ -223,7 +224,7 @@ def load_manifest(directory: Path | str) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise DatasetError(f"{path.parent}: {_no_dataset(path.parent)}") from None
     except OSError as error:
-        raise DatasetError(f"{path}: cannot be read ({error.strerror}); mend that, or rebuild the dataset") from None
+        raise DatasetError(f"{path}: cannot be read ({cause_of(error)}); mend that, or rebuild the dataset") from None
     return parse_manifest(data, path)
 
 
@@ -333,5 +334,5 @@ def _reading(directory: Path | str, path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
+        why = cause_of(error) if isinstance(error, OSError) else error
         raise DatasetError(f"{path}: cannot be read ({why}); run data_prep verify {directory}") from None

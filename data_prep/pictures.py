@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from data_prep.archives.files import ENDINGS, NOWHERE, walk_pictures
 from data_prep.images import Rejection
+from data_prep.limits import limit_remedy
 from data_prep.settings import UserError
 from data_prep.tar import TarError, members
 
@@ -38,6 +39,8 @@ class Picture(NamedTuple):
                 file.seek(self.offset)
                 return file.read(num_bytes)
         except OSError as error:
+            if limit_remedy(error):
+                raise  # of this process, not of the file
             raise Rejection("not_a_file", error.strerror or str(error)) from None
 
 

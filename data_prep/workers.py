@@ -220,8 +220,9 @@ class _Worker:
         with theirs, _one_at_a_time:
             ignores_interrupts = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # in the background of a shell
             words = (theirs, self._slots, self._number, ignores_interrupts)
-            self._process = _CONTEXT.Process(target=_work, args=words, daemon=True)
-            self._process.start()
+            process = _CONTEXT.Process(target=_work, args=words, daemon=True)
+            process.start()
+            self._process = process
         return self._pipe
 
     def _fate(self) -> tuple[str, str]:

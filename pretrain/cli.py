@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from data_prep.explain import Verbs, at_least, program
+from data_prep.limits import limit_remedy
 from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
@@ -67,8 +68,8 @@ def guarded(program: str, options: argparse.Namespace) -> int:
             code, alone = FAILED, not error.of_all_ranks
         elif isinstance(error, ValueError) and not is_started:
             code, alone = BAD_INPUT, False
-        elif isinstance(error, OSError) and error.errno in _MENDABLE:
-            code, alone, message = FAILED, True, f"{error}; mend that, and the same command goes on"
+        elif isinstance(error, OSError) and (error.errno in _MENDABLE or limit_remedy(error)):
+            code, alone, message = FAILED, True, f"{error}; {limit_remedy(error) or 'mend that'}, and the same command goes on"
         else:
             raise
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")  # under srun RANK is set only later

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from data_prep.limits import limit_remedy
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, prune, publish, published_best, settle, write_best
 from pretrain.checkpoints.mirror import GRACE_SHARE, Mirror, MirrorWriter
@@ -323,4 +324,5 @@ class CheckpointWriter:
 
 
 def _in_words(error: OSError) -> str:
-    return f"({error.strerror or error}); {_REMEDIES.get(error.errno or 0, 'see what is wrong with that file system')}"
+    remedy = limit_remedy(error) or _REMEDIES.get(error.errno or 0, "see what is wrong with that file system")
+    return f"({error.strerror or error}); {remedy}"

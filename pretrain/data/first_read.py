@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from data_prep.limits import cause_of
 from data_prep.manifest import DatasetError
 from data_prep.publish import sha256_of
 from pretrain.data.datasets import Part
@@ -60,7 +61,7 @@ class FirstRead(threading.Thread):
                 line = json.dumps([str(path), status.st_size, status.st_mtime_ns, expected]).encode()
                 sha256 = expected if line in known else sha256_of(path)
             except OSError as error:
-                raise DatasetError(f"{path}: cannot be read ({error.strerror}). Run data_prep verify {dataset}") from None
+                raise DatasetError(f"{path}: cannot be read ({cause_of(error)}). Run data_prep verify {dataset}") from None
             if sha256 != expected:
                 raise DatasetError(
                     f"{path}: its bytes are no longer those of the manifest (sha256 {sha256[:12]}..., not {expected[:12]}...). "

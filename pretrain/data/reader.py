@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.images import Rejection, decode_square, ppm_header
+from data_prep.limits import cause_of
 from data_prep.local_copy import own_host
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
 from data_prep.settings import UserError
@@ -256,7 +257,7 @@ def _index_size(part: Part, shard: Shard) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise _damaged(path, f"index cannot be read ({error.strerror})", part) from None
+        raise _damaged(path, f"index cannot be read ({cause_of(error)})", part) from None
 
 
 def _damaged(path: Path | str, what: str, part: Part) -> DatasetError:
@@ -373,7 +374,7 @@ class MappedShards:
         try:
             num_bytes = path.stat().st_size
         except OSError as error:
-            raise _damaged(path, f"cannot be read ({error.strerror})", part) from None
+            raise _damaged(path, f"cannot be read ({cause_of(error)})", part) from None
         if num_bytes != shard.num_bytes:
             difference = f"{num_bytes:,} bytes, the manifest says {shard.num_bytes:,}"
             raise DatasetError(f"{path}: {difference}; it was cut or changed, rebuild it")

@@ -36,6 +36,7 @@ from PIL import Image
 
 from data_prep.clients import without_secrets
 from data_prep.images.sheet import save_sheet
+from data_prep.limits import cause_of
 from data_prep.publish import Superseded, atomic_file, workspace_of, write_json
 from data_prep.settings import Settings
 from pretrain.checkpoints.card import CONFIG
@@ -336,7 +337,7 @@ class Journal:
             except OSError as error:
                 if self._warned_s is None or time.monotonic() - self._warned_s > JOURNAL_WARN_AGAIN_S:
                     self._warned_s = time.monotonic()
-                    how = f"cannot be written ({error.strerror}); training goes on, the lines wait in memory"
+                    how = f"cannot be written ({cause_of(error)}); training goes on, the lines wait in memory"
                     print(f"tracking: {self.path} {how}", file=sys.stderr)
                 time.sleep(JOURNAL_RETRY_S)
                 continue
