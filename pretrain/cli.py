@@ -223,6 +223,8 @@ def _train(options: argparse.Namespace) -> int:
         print(f"{settings.run_dir}: starting {what}; loading DeepSpeed takes some seconds", flush=True)
         if isinstance(data, StreamData):
             print(f"{settings.run_dir}: {data.in_words}", flush=True)
+        if data.enlargement:
+            print(f"{settings.run_dir}: {data.enlargement}", flush=True)
     if options.ranks:
         command = [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides]
         return launch(command, num_ranks=options.ranks, heed_signals=True)

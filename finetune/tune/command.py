@@ -57,6 +57,8 @@ def _tune(options: argparse.Namespace) -> int:
     if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):
         label, from_ = checkpoint.card.model.label, settings.pretrained if settings.init == "pretrained" else "scratch"
         print(f"{run_dir}: starting {label} from {from_} on {ranks_of(world)}; loading torch takes some seconds", flush=True)
+        if enlargement := checked[0][1].enlargement:
+            print(f"{run_dir}: {enlargement}", flush=True)
     if options.ranks:
         return launch_ranks("tune", [options.config], options, heed_signals=True)
     options.started = True

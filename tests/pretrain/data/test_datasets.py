@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from data_prep.manifest import load_manifest
+from pretrain.cli import main
 from pretrain.config import DataSettings, MixedDataset
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.data.order import BatchPlan
@@ -170,3 +171,19 @@ def test_a_mixture_with_stored_sizes_is_told_which_size_will_do(shapes: Path, ke
 def test_a_kept_size_is_proposed_where_none_is_said(kept: Path) -> None:
     with pytest.raises(ValueError, match=rf"data.image_size: missing; {kept} keeps .*, such as 24$"):
         load_training_data(settings(kept))
+
+
+@pytest.mark.parametrize(("image_size", "is_said"), [(16, False), (12, False), (24, True)])
+def test_a_start_says_once_that_images_are_enlarged(
+    shapes: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    image_size: int,
+    is_said: bool,
+) -> None:
+    monkeypatch.setattr("pretrain.cli.launch", lambda *_, **__: 0)
+    words = [str(write_config(tmp_path, dataset=shapes)), f"run_dir={tmp_path / 'run'}", f"data.image_size={image_size}"]
+    assert main(["train", *words, "--ranks", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("enlarged") == is_said and ("16 px" in said) is is_said
