@@ -197,6 +197,12 @@ def ranks_of(world: World) -> str:
     return f"{world.num_ranks} rank{'s' * (world.num_ranks > 1)}"
 
 
+def warn_if_enlarged(data: TrainingData, run_dir: str) -> None:
+    stored = data.parts[0].stored_size(data.image_size)
+    if stored < data.image_size:
+        print(f"{run_dir}: images are stored with {stored} px and enlarged to {data.image_size} px", flush=True)
+
+
 def _train(options: argparse.Namespace) -> int:
     if not options.ranks:
         StopFlag().install()  # before the long imports: what comes while they last counts
@@ -223,8 +229,7 @@ def _train(options: argparse.Namespace) -> int:
         print(f"{settings.run_dir}: starting {what}; loading DeepSpeed takes some seconds", flush=True)
         if isinstance(data, StreamData):
             print(f"{settings.run_dir}: {data.in_words}", flush=True)
-        if data.enlargement:
-            print(f"{settings.run_dir}: {data.enlargement}", flush=True)
+        warn_if_enlarged(data, settings.run_dir)
     if options.ranks:
         command = [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides]
         return launch(command, num_ranks=options.ranks, heed_signals=True)

@@ -13,7 +13,7 @@ from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.mirror import bring
 from pretrain.checkpoints.run import check_length, check_settings, finished_result, list_checkpoints
-from pretrain.cli import OK, leave, ranks_of, world_of
+from pretrain.cli import OK, leave, ranks_of, warn_if_enlarged, world_of
 from pretrain.config import check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 from pretrain.ranks.launch import LAUNCHED_WITH
@@ -57,8 +57,7 @@ def _tune(options: argparse.Namespace) -> int:
     if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):
         label, from_ = checkpoint.card.model.label, settings.pretrained if settings.init == "pretrained" else "scratch"
         print(f"{run_dir}: starting {label} from {from_} on {ranks_of(world)}; loading torch takes some seconds", flush=True)
-        if enlargement := checked[0][1].enlargement:
-            print(f"{run_dir}: {enlargement}", flush=True)
+        warn_if_enlarged(checked[0][1], settings.run_dir)
     if options.ranks:
         return launch_ranks("tune", [options.config], options, heed_signals=True)
     options.started = True

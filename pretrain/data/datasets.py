@@ -111,12 +111,6 @@ class TrainingData:
         return self.settings.image_size or self.parts[0].manifest.image_size
 
     @property
-    def enlargement(self) -> str:
-        """The line that says that images are enlarged, or nothing."""
-        stored = self.parts[0].stored_size(self.image_size)
-        return f"images are stored with {stored} px and enlarged to {self.image_size} px" if stored < self.image_size else ""
-
-    @property
     def read_parts(self) -> tuple[Part, ...]:
         """To train and to evaluate on."""
         evaluated = self.eval_part()

@@ -106,14 +106,15 @@ def test_code_that_could_not_be_kept_whole_is_not_run(root: Path) -> None:
     assert not (root / "jobs/77/snapshot").is_symlink() and list((root / "jobs/snapshots").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["job", "slurm", "starts"])
+@pytest.mark.parametrize("name", ["cluster/job", "cluster/slurm", "cluster/starts", "data_prep/__init__", "data_prep/console"])
 def test_the_supervisor_runs_on_a_nodes_own_python(name: str) -> None:
     """Where .venv does not run, it names the node; and it stays outside of containers."""
-    tree = ast.parse((Path(jobs.__file__).parent / f"{name}.py").read_text(), feature_version=(3, 9))
+    tree = ast.parse((Path(jobs.__file__).parents[1] / f"{name}.py").read_text(), feature_version=(3, 9))
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert imported and {each.partition(".")[0] for each in imported} - {"cluster"} <= sys.stdlib_module_names
-    assert {each for each in imported if each.startswith("cluster")} <= {"cluster.slurm", "cluster.starts"}
+    assert {each.partition(".")[0] for each in imported} - {"cluster", "data_prep"} <= sys.stdlib_module_names
+    ours = {each for each in imported if each.startswith(("cluster", "data_prep"))}
+    assert ours <= {"cluster.slurm", "cluster.starts", "data_prep", "data_prep.console"}
 
 
 # ---- what it asks of SLURM --------------------------------------------------------------------------------------------
