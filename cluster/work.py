@@ -28,6 +28,7 @@ from typing import Any, Literal
 from cluster.slurm import taken_by
 from data_prep.build.config import BuildSettings
 from data_prep.build.destination import finished_manifest
+from data_prep.build.workplan import refuse_other_config
 from data_prep.commands import building
 from data_prep.explain import program
 from data_prep.manifest import MANIFEST_NAME, load_manifest
@@ -100,7 +101,13 @@ class Work:
         try:
             if self.kind == "build":  # whose words may be options, too
                 parser = program("data_prep", description="", add_verbs=building.add_verbs)
-                return building.settings_to_build(parser.parse_args(["build", self.config, *self.overrides]))
+                options = parser.parse_args(["build", self.config, *self.overrides])
+                if options.task is not None or options.show:
+                    option = "--show" if options.show else "--task"
+                    raise SettingsError(
+                        f"{option}: a job builds the complete dataset. Leave {option} out; sbatch's --array splits it."
+                    )
+                return building.settings_to_build(options)
             path = Path(self.config).absolute()
             tree = copy.deepcopy(_read(path, path.stat().st_mtime_ns) if path.is_file() else read_yaml(Path(self.config)))
             keys = frozenset(tree)
@@ -154,7 +161,7 @@ class Work:
         return getattr(settings, "pretrained", None)
 
     def is_finished(self) -> bool:
-        """Raises `SettingsError` where its place is another's."""
+        """Raise `UserError` if its place holds another's results."""
         settings = self.settings
         match settings:
             case BuildSettings():
@@ -241,7 +248,7 @@ class Work:
         try:
             if self.is_finished():
                 return "finished"
-        except SettingsError:
+        except UserError:
             return "other settings"
         run_dir = Path(self.writes)
         checkpoints = list_checkpoints(run_dir)
@@ -279,13 +286,7 @@ def _is_built(settings: BuildSettings) -> bool:
         manifest = load_manifest(settings.out) if (Path(settings.out) / MANIFEST_NAME).exists() else None
     if manifest is None:
         return False
-    source = settings.source.model_dump(mode="json")
-    pairs = [(f"source.{key}", source[key], stored) for key, stored in manifest.source.items() if key in source]
-    for key in ("image_size", "encoding", "crop", "interpolation", "seed"):
-        pairs.append((key, getattr(settings, key), getattr(manifest, key)))
-    for field, wanted, stored in pairs:
-        if wanted != stored and field != "source.real":  # the manifest has the hash of that file, not its place
-            raise SettingsError(f"{field}: {wanted}, but {settings.out} was built with {stored}; name another out")
+    refuse_other_config(settings, manifest)
     return True
 
 

@@ -73,10 +73,15 @@ class BuildSettings(ImageSpec, Destination):
     def dataset_name(self) -> str:
         return self.name or self.last_name
 
+    @property
+    def tables(self) -> dict[str, str]:
+        """Files that the source reads besides its archives, by setting."""
+        names = ("labels", "real") if self.source.kind == "folder" else ("real",)  # labels of cifar are no file
+        return {name: file for name in names if (file := getattr(self.source, name, None)) is not None}
+
     def settled(self) -> "BuildSettings":
         """The same, wherever and under whatever name `merge` finds it."""
-        table = ["labels"] * (self.source.kind == "folder")  # cifar's are no file
-        paths = {key: getattr(self.source, key, None) for key in ("path", "real", "images_dir", *table)}
+        paths = {key: getattr(self.source, key, None) for key in ("path", "images_dir")} | self.tables
         settled = {key: str(Path(path).resolve()) for key, path in paths.items() if path is not None}
         source = self.source.model_copy(update=settled)
         kept, out = self.kept_classes, self.out if self.is_remote else str(Path(self.out).resolve())

@@ -14,6 +14,7 @@ lock of OUT:
 4. write the order of every split, then `begun.json`.
 """
 
+import os
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -30,11 +31,11 @@ from data_prep.build.config import DEFAULT_SHARD, BuildSettings
 from data_prep.build.exclusions import Exclusions, load_exclusions
 from data_prep.build.parts import BEGUN, of_another, read_record, record_path, write_record
 from data_prep.images.decoding import decoder_version
-from data_prep.manifest import MANIFEST_NAME, PARTS, load_manifest
+from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, load_manifest
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX, atomic_file, hash_of_json, remove_leftovers, sha256_of, withdraw
 from data_prep.settings import Settings, UserError, differences, printable
-from data_prep.sources import Arrangement, Source, SourceError
+from data_prep.sources import Arrangement, Source, SourceError, open_source
 
 INVENTORY_NAME = "inventory"
 NUM_NAMED = 20
@@ -191,6 +192,17 @@ def _check_decoder(directory: Path, begun: Workplan | None) -> None:
             f"{directory}: was begun with {begun.decoder}, and here is {decoder_version()}; "
             "go on in the environment that began it, or remove it and build anew"
         )
+
+
+def refuse_other_config(settings: BuildSettings, manifest: Manifest) -> None:
+    """Raise `UserError` if another config made this finished dataset. The tables of a source that is gone are not compared."""
+    gone = [name for name, file in settings.tables.items() if not all(map(os.path.exists, (file, settings.source.path)))]
+    source, before = settings.source.model_copy(update=dict.fromkeys(gone)), manifest.config.get("source", {})
+    settings = settings.model_copy(update={"source": source})
+    config = described(settings, open_source(source, num_workers=1), load_exclusions(settings.exclude))
+    config["source"] |= {name: before.get(name) for name in gone}
+    if manifest.config != config:
+        raise of_another(settings.directory, manifest.config, config)
 
 
 def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -> dict[str, Any]:
