@@ -37,7 +37,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cluster.slurm import ALL_TASKS, SlurmError, about_job, facts, hosts, lines_of, my_jobs, new_job, slurm
+from cluster.slurm import (
+    ALL_TASKS,
+    SlurmError,
+    about_job,
+    allocated_gpus,
+    cpus_per_rank,
+    facts,
+    hosts,
+    lines_of,
+    my_jobs,
+    new_job,
+    slurm,
+)
 from cluster.starts import UNKNOWN, give_up_reason, has_trained, read_starts
 from data_prep import console
 
@@ -142,14 +154,14 @@ class Job:
         environment = os.environ
         self.gpus = int(environment.get("SLURM_GPUS_ON_NODE") or 0)
         self.ranks = per_node or setting("RANKS_PER_NODE", self.gpus or 1)
-        smallest = min(map(int, re.sub(r"\([^)]*\)", "", environment["SLURM_JOB_CPUS_PER_NODE"]).split(",")))
-        self.cpus = max(1, smallest // self.ranks)
-        environment.setdefault("OMP_NUM_THREADS", str(self.cpus))
         self.nodes = hosts(environment["SLURM_JOB_NODELIST"])
-        lines: list[str] = []
+        lines, about = list[str](), ""
         with suppress(SlurmError):  # a controller that fails over now ends no job: the names are used as they are
             lines = slurm("scontrol", "-o", "show", "node", environment["SLURM_JOB_NODELIST"], tries=3).splitlines()
-        least = min((int(count) for line in lines for count in re.findall(r"gres/gpu=(\d+)", line)[:1]), default=self.gpus)
+            about = slurm("scontrol", "-d", "-o", "show", "job", self.label, tries=3)
+        self.cpus = cpus_per_rank(environment, lines, ranks=self.ranks)
+        environment.setdefault("OMP_NUM_THREADS", str(self.cpus))
+        least = min(allocated_gpus(about), default=self.gpus)
         if least < self.gpus:
             text = f"its nodes have from {least} to {self.gpus} GPUs and more; ask for as many of each: --gpus-per-node=N"
             raise End(text, BAD_INPUT)
@@ -178,7 +190,8 @@ class Job:
 
         --wait: how many seconds after the first rank has ended those that hang are killed; longer than a checkpoint's last write.
         No --kill-on-bad-exit, which sites may have as their default: it kills ranks that are about to exit with 2. --gres: with
-        --exclusive steps get no GPU unasked; each rank sees all. --export: against SBATCH_EXPORT=NONE.
+        --exclusive steps get no GPU unasked; each rank sees all. --export: against SBATCH_EXPORT=NONE. --distribution: the ranks of
+        a node have successive numbers, whatever SLURM_DISTRIBUTION or the site's default says.
         """
         log, ends = f"{self.directory}/{name}", self.directory / "ends" / f"{name}.{self.restarts}"
         shutil.rmtree(ends, ignore_errors=True)
@@ -187,7 +200,7 @@ class Job:
         first.touch()
         options = [f"--nodes={self.num_nodes}", f"--ntasks={self.num_nodes * self.ranks}", f"--ntasks-per-node={self.ranks}"]
         options += [f"--cpus-per-task={self.cpus}", f"--wait={wait_s}", "--kill-on-bad-exit=0", "--export=ALL"]
-        options += ["--open-mode=append", f"--output={log}-%4t.log", *self.container_options]
+        options += ["--distribution=block", "--open-mode=append", f"--output={log}-%4t.log", *self.container_options]
         options += [f"--gres=gpu:{self.gpus}"] if self.gpus else []
         follow = ["tail", "-q", "-s", "0.2", "-F", "-c", f"+{first.stat().st_size + 1}", str(first)]
         with subprocess.Popen(follow, stderr=subprocess.DEVNULL) as tail:

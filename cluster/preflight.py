@@ -193,9 +193,9 @@ def check_node(world: World, read: Sequence[str], doing: Callable[[str], None]) 
         why = why if torch.version.cuda or torch.version.hip else "this torch is built without CUDA: make CUDA=lock"
         text = f"{visible or 'none'} of its {expected} GPUs visible to torch; {why} (PREFLIGHT_GPUS=ignore trains on CPUs)"
         return found | {"faults": [*faults, ["gpus" if visible else "no gpu", text]]}
-    on_gpu = visible > world.local_rank
-    device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
-    doing(f"GPU {world.local_rank}" if on_gpu else "its CPU")
+    gpu = world.gpu(visible)
+    on_gpu, device = gpu is not None, torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+    doing(f"GPU {gpu}" if on_gpu else "its CPU")
     if not on_gpu:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or world.num_cores))
     try:
@@ -328,7 +328,8 @@ def _all_reduce(doing: Callable[[str], None], *, world: World, group: list[int],
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     doing("its network")
-    backend, device = ("nccl", torch.device("cuda", world.local_rank)) if on_gpu else ("gloo", torch.device("cpu"))
+    gpu = world.gpu(torch.cuda.device_count()) if on_gpu else None
+    backend, device = ("nccl", torch.device("cuda", gpu)) if on_gpu else ("gloo", torch.device("cpu"))
     if on_gpu:
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=LINK_TIMEOUT_S)

@@ -17,11 +17,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 ALL_TASKS = "-"
 WARNING = "warning: "
 """How cluster/submit begins what does not stop it; the doctor repeats it."""
+COMPLETE_NAMES = ("--container", "--export", "--gpus", "--gres", "--mem", "--ntasks", "--time", "--wait")
+"""Options of sbatch that are the beginning of other options, and yet no abbreviations."""
+GPU_OPTIONS = {
+    "--gpus-per-node": "SBATCH_GPUS_PER_NODE",
+    "--gres": "SBATCH_GRES",
+    "--gpus": "SBATCH_GPUS",
+    "--gpus-per-task": "SBATCH_GPUS_PER_TASK",
+    "--gpus-per-socket": "SBATCH_GPUS_PER_SOCKET",
+}
+"""sbatch's ways to ask for GPUs, each with its variable."""
 KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WAIT")
 
 
@@ -72,6 +83,35 @@ def facts(line: str) -> dict[str, str]:
     return {name: value for name, value in re.findall(r"(\w+)=(\S*)", line) if value != "(null)"}
 
 
+def count_gpus(gres: str) -> int:
+    """Return the GPUs of a gres list, such as 4 of gpu:h100:4(S:0-1),nvme:2; a name without a number is one."""
+    items = [
+        re.split("[:=/]", item.removeprefix("gres/").removeprefix("gres:")) for item in re.sub(r"\([^)]*\)", "", gres).split(",")
+    ]
+    return sum(int(parts[-1]) if parts[-1].isdigit() else 1 for parts in items if parts[0] == "gpu")
+
+
+def allocated_gpus(about: str) -> list[int]:
+    """Return the GPUs that a job has on each group of its nodes, from `scontrol -d show job`."""
+    return [count_gpus(gres) for gres in re.findall(r" CPU_IDs=\S+ Mem=\S+ GRES=(\S*)", about)]
+
+
+def cpus_per_rank(environment: Mapping[str, str], node_lines: Iterable[str], *, ranks: int) -> int:
+    """Return the CPUs that each of a node's ranks may have, on the node of the job that has the fewest.
+
+    SLURM gives complete cores to a step, so an uneven fraction of a node with several threads per core is rounded down. With
+    --hint=nomultithread a CPU is a core; older versions of SLURM count its threads in SLURM_JOB_CPUS_PER_NODE nevertheless.
+    """
+    nodes = [node for node in map(facts, node_lines) if {"CPUTot", "Sockets", "CoresPerSocket"} <= node.keys()]
+    cores = [int(node["Sockets"]) * int(node["CoresPerSocket"]) for node in nodes]
+    cpus = min(map(int, re.sub(r"\([^)]*\)", "", environment["SLURM_JOB_CPUS_PER_NODE"]).split(",")))
+    threads = max((int(node["CPUTot"]) // count for node, count in zip(nodes, cores, strict=True)), default=1)
+    if environment.get("SLURM_HINT") == "nomultithread" or environment.get("SLURM_THREADS_PER_CORE") == "1":
+        cpus, threads = min([cpus, *cores]), 1
+    fraction = max(1, cpus // ranks)
+    return fraction - fraction % threads if fraction > threads else fraction
+
+
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Plain text for terminals, logs and grep: nothing is wrapped, the last column is as long as it is."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
@@ -110,22 +150,56 @@ class Submission:
             for name in names:
                 head, is_given, given = word.partition("=")
                 # sbatch takes the beginning of a long name: --depend as well as --dependency
-                if word == name or (len(head) > 4 and name.startswith("--") and name.startswith(head)):
+                is_short = len(head) > 4 and name.startswith("--") and name.startswith(head) and head not in COMPLETE_NAMES
+                if head == name or is_short:
                     value = given if is_given else "" if following.startswith("-") else following
                 elif not name.startswith("--") and word.startswith(name) and not word.startswith("--"):
                     value = word[len(name) :]
         return value
 
     def ranks(self, environment: Mapping[str, str]) -> tuple[int | None, int | None]:
-        """Nodes, and ranks on each (RANKS_PER_NODE, or the GPUs that are asked for), where they are known before the job starts."""
-        nodes = self.option("--nodes", "-N") or "1"
-        of_node = environment.get("RANKS_PER_NODE") or self.gpus(environment) or "1"
-        return int(nodes) if nodes.isdigit() else None, int(of_node) if of_node.isdigit() else None
+        """Return the nodes, and the ranks on each (RANKS_PER_NODE, or the GPUs); None if only the allocation tells."""
+        ranks = environment.get("RANKS_PER_NODE", "")
+        if ranks:
+            return self.nodes, int(ranks) if ranks.isdigit() else None
+        gpus = self.gpus_per_node(environment)
+        return self.nodes, None if gpus is None else gpus or 1
 
-    def gpus(self, environment: Mapping[str, str]) -> str:
-        """Those of a node, as they are asked for; "" where nobody asks."""
-        gres = self.option("--gres") or environment.get("SBATCH_GRES", "")
-        return (self.option("--gpus-per-node") or environment.get("SBATCH_GPUS_PER_NODE") or gres).rpartition(":")[2]
+    @property
+    def nodes(self) -> int | None:
+        """The number of nodes; None for a range."""
+        nodes = self.option("--nodes", "-N") or "1"
+        return int(nodes) if nodes.isdigit() else None
+
+    def gpu_request(self, environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+        """Return the options that ask for GPUs, or else the site's variables, by the name of the option."""
+        short = {"--gpus": ("-G",)}
+        options = {name: self.option(name, *short.get(name, ())) or "" for name in GPU_OPTIONS}
+        for request in (options, {name: environment.get(variable, "") for name, variable in GPU_OPTIONS.items()}):
+            if found := {name: value for name, value in request.items() if value and (name != "--gres" or count_gpus(value))}:
+                return found
+        return {}
+
+    def gpus_per_node(self, environment: Mapping[str, str]) -> int | None:
+        """Return the GPUs of each node that are asked for; None if only the allocation tells."""
+        name, value = next(iter(self.gpu_request(environment).items()), ("", ""))
+        if name in ("", "--gres"):
+            return count_gpus(value)
+        count = count_gpus(",".join(f"gpu:{part}" for part in value.split(",")))
+        if name == "--gpus":
+            return self._on_each_node(count)
+        times: int | None = 1
+        if name == "--gpus-per-task":
+            of_node, tasks = self.option("--ntasks-per-node"), self.option("--ntasks", "-n") or str(self.nodes)
+            times = int(of_node) if of_node else self._on_each_node(int(tasks)) if tasks.isdigit() else None
+        elif name == "--gpus-per-socket":
+            sockets = self.option("--sockets-per-node") or ""
+            times = int(sockets) if sockets.isdigit() else None
+        return None if times is None else count * times
+
+    def _on_each_node(self, total: int) -> int | None:
+        """Return an even fraction; None if there is none."""
+        return total // self.nodes if self.nodes and total % self.nodes == 0 else None
 
 
 def new_job(environment: Mapping[str, str]) -> dict[str, str]:

@@ -190,7 +190,7 @@ def _writers(submission: Submission, places: list[str]) -> dict[str, list[Writer
 def _warn_of_nodes(submission: Submission, works: list[Work]) -> None:
     """Of pretrainings on GPUs: a line where fewer nodes would be faster, of the first for which that is so."""
     nodes, of_node = submission.ranks(os.environ)
-    if nodes is None or nodes == 1 or not of_node or not submission.gpus(os.environ):
+    if nodes is None or nodes == 1 or not of_node or not submission.gpus_per_node(os.environ):
         return
     speeds = {}
     for name, field in (("GPU_TFLOPS", "teraflops"), ("NODE_GBIT", "gbit_per_s"), ("GPU_GBIT", "gbit_per_s_inside")):

@@ -108,9 +108,10 @@ DynamicLossScaler = deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
 def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     """Joins the ranks and returns this rank's device."""
     on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
-    if on_gpu and world.local_rank >= num_gpus:
+    gpu = world.gpu(num_gpus)
+    if on_gpu and gpu is None:
         raise SettingsError(f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one rank per GPU")
-    device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", gpu) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     else:

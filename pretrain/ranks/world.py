@@ -20,10 +20,18 @@ class World:
     """Of this rank."""
     num_local_ranks: int = 1
     """Of this node."""
+    num_slurm_gpus: int = 0
+    """GPUs of this node that SLURM has given to its ranks; 0 without SLURM."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    def gpu(self, num_visible: int) -> int | None:
+        """Return the number of this rank's GPU. A rank that sees one of several GPUs, as with --gpus-per-task=1, uses that one."""
+        sees_its_own = num_visible == 1 and self.num_slurm_gpus >= self.num_local_ranks
+        number = 0 if sees_its_own else self.local_rank
+        return number if number < num_visible else None
 
     @property
     def is_one_node(self) -> bool:
@@ -63,15 +71,18 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
     if "LOCAL_SIZE" in environment:  # the `deepspeed` launcher's word for it
         environment.setdefault("LOCAL_WORLD_SIZE", environment["LOCAL_SIZE"])
     local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    return World(rank, local_rank, num_ranks, _cores_per_rank(environment), local)
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    return World(rank, local_rank, num_ranks, _cores_per_rank(environment), local, int(gpus) if gpus.isdigit() else 0)
 
 
 def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
-    """A rank that is a task of SLURM has that task's cores; those that one task, or nobody, started share what there is."""
-    here = min(len(os.sched_getaffinity(0)), int(environment.get("SLURM_CPUS_PER_TASK", "1_000_000")))
-    if "SLURM_CPUS_PER_TASK" in environment and environment.get("SLURM_NTASKS", "1") == environment["WORLD_SIZE"]:
-        return here
-    return max(1, here // int(environment.get("LOCAL_WORLD_SIZE", "1")))
+    """A rank that is a task of SLURM has the cores that it is bound to, and no more than its share of the step's; those that one
+    task, or nobody, started share what there is."""
+    here, local = len(os.sched_getaffinity(0)), int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    of_task, of_node = (int(environment.get(name, "0")) for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"))
+    if environment.get("SLURM_NTASKS", "1") == environment["WORLD_SIZE"] and (of_task or of_node):
+        return max(1, min(here, *filter(None, (of_task, of_node // local))))
+    return max(1, min(here, of_task or here) // local)
 
 
 def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:

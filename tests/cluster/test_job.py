@@ -222,7 +222,8 @@ def test_a_requeued_start_records_its_end_unless_the_next_has_begun(job: Job, ha
     assert [each["how"] for each in read_starts(Path("jobs/7/starts.jsonl"))] == (["lost"] * 2 if has_next else ["stopped"])
 
 
-NODES = "NodeName=n{} NodeAddr=127.0.0.1 CfgTRES=cpu=8,mem=9,gres/gpu={},gres/gpu:h100={} AllocTRES=gres/gpu=1"
+NODE = "NodeName=n{} NodeAddr=127.0.0.1 CoresPerSocket=8 CPUTot=16 Sockets=1 CfgTRES=cpu=16,gres/gpu=8,gres/gpu:h100=8"
+HAS = "Nodes=n{} CPU_IDs=0-7 Mem=0 GRES=gpu:h100:{}(IDX:0-7)"
 
 
 @pytest.mark.parametrize(
@@ -232,8 +233,14 @@ NODES = "NodeName=n{} NodeAddr=127.0.0.1 CfgTRES=cpu=8,mem=9,gres/gpu={},gres/gp
 def test_the_shape_of_a_step_suits_the_smallest_node(
     job: Job, gpus: str, of_nodes: tuple[int, int], answer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = "\n".join(NODES.format(number, count, count) for number, count in enumerate(of_nodes))
-    stand_in(Path(), "scontrol", f"case $*_ in *hostnames*) echo n0; echo n1 ;; *) echo '{lines}' ;; esac")
+    """Nodes have eight GPUs; those that the job has been given count."""
+    nodes = "\n".join(NODE.format(number) for number in (0, 1))
+    has = "  ".join(HAS.format(number, count) for number, count in enumerate(of_nodes))
+    stand_in(
+        Path(),
+        "scontrol",
+        f"case $*_ in *hostnames*) echo n0; echo n1 ;; *node*) echo '{nodes}' ;; *) echo 'JobId=7 {has}' ;; esac",
+    )
     for name in ("SLURM_GPUS_ON_NODE", "RANKS_PER_NODE"):
         monkeypatch.setenv(name, gpus)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -245,6 +252,13 @@ def test_the_shape_of_a_step_suits_the_smallest_node(
     job.settle_ranks()
     assert (job.ranks, job.cpus) == answer and os.environ["OMP_NUM_THREADS"] == str(answer[1])
     assert 10000 <= int(os.environ["MASTER_PORT"]) < 30100 and os.environ["MASTER_ADDR"]
+
+
+def test_ranks_of_a_node_have_successive_numbers(job: Job) -> None:
+    stand_in(Path(), "srun", "echo $* >asked")
+    job.ranks, job.cpus, job.gpus = 2, 4, 0
+    assert job.run_step("rank", ["x"], wait_s=1, cache="") == 0
+    assert {"--distribution=block", "--ntasks-per-node=2", "--cpus-per-task=4"} <= set(Path("asked").read_text().split())
 
 
 def test_only_ranks_that_take_gpus_are_warned_of_idle_ones(

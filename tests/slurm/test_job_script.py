@@ -127,6 +127,7 @@ def one_rank_per_gpu_and_every_rank_sees_all(lab: Cluster) -> None:
         (["--oversubscribe", "--gpus-per-node=2", "--cpus-per-task=2"], "0,1"),
         (["--ntasks=4", "--gpus-per-task=1"], "0,1,2,3"),
         (["--gpu-bind=single:1"], "0,1,2,3"),
+        (["--oversubscribe", "--gpus=3", "--cpus-per-task=3"], "0,1,2"),
     )
     jobs = [lab.sbatch("--partition=gpu", *options, SCRIPT, "quick" + "".join(options)) for options, _ in cases]
     for job, (_, gpus) in zip(jobs, cases, strict=True):
@@ -136,6 +137,15 @@ def one_rank_per_gpu_and_every_rank_sees_all(lab: Cluster) -> None:
         where = f"gpus {gpus}, master g1, on g1, caches {mine}/triton {mine}/extensions"
         assert ranks == [f"rank {rank} of {count}, local {rank} of {count}, {where}" for rank in range(count)]
     assert mine.stat().st_mode & 0o777 == 0o700
+
+
+@scenario
+def ranks_of_a_node_have_successive_numbers(lab: Cluster) -> None:
+    job = lab.sbatch("--nodes=2", "--export=ALL,RANKS_PER_NODE=2,SLURM_DISTRIBUTION=cyclic", SCRIPT, "quick-block")
+    lab.wait(job, "COMPLETED")
+    places = [re.findall(r"(rank \d) of 4, local (\d) of .* on (\w+),", log)[0] for log in lab.rank_logs(job)]
+    assert [place[:2] for place in places] == [("rank 0", "0"), ("rank 1", "1"), ("rank 2", "0"), ("rank 3", "1")]
+    assert places[0][2] == places[1][2] != places[2][2] == places[3][2]
 
 
 @scenario

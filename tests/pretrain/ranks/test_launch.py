@@ -143,26 +143,52 @@ def test_srun_says_how_many_ranks_this_node_has(more: dict[str, str], expected: 
     assert world.num_local_ranks == expected and world.is_one_node == (expected == 14)
 
 
+@pytest.mark.parametrize(
+    ("local_rank", "gpus_on_node", "num_visible", "gpu"),
+    [
+        (3, "4", 1, 0),  # srun --ntasks-per-node=4 --gpus-per-task=1
+        (3, "4", 4, 3),
+        (1, "1", 1, None),  # two tasks, one GPU
+        (1, "", 1, None),  # no SLURM
+        (0, "", 1, 0),
+        (0, "", 0, None),
+    ],
+)
+def test_a_rank_that_sees_one_of_the_nodes_gpus_uses_it(
+    local_rank: int, gpus_on_node: str, num_visible: int, gpu: int | None
+) -> None:
+    num_local = "2" if gpus_on_node in ("", "1") else "4"
+    facts = {"RANK": "1", "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": num_local}
+    world = read_world(facts | {"MASTER_ADDR": "x", "MASTER_PORT": "1", "SLURM_GPUS_ON_NODE": gpus_on_node})
+    assert world.gpu(num_visible) == gpu
+
+
 def test_half_an_environment_is_one_clear_error() -> None:
     with pytest.raises(ValueError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set"):
         read_world({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 @pytest.mark.parametrize(
-    ("slurm", "world_size", "local_world_size", "cores"),
+    ("slurm", "world_size", "local_world_size", "bound", "cores"),
     [
-        ({"SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS": "16"}, 16, 4, 8),  # srun started each rank
-        ({"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "1"}, 4, 4, 8),  # --ranks 4 or torchrun in one task
-        ({"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "2"}, 8, 4, 8),  # torchrun on each of two nodes
-        ({"SLURM_CPUS_PER_TASK": "32"}, 4, 4, 8),
-        ({"SLURM_CPUS_PER_TASK": "2", "SLURM_NTASKS": "1"}, 4, 4, 1),
-        ({}, 4, 4, 16),
+        ({"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16"}, 16, 4, 8, 8),  # bound without --cpus-per-task
+        ({"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16"}, 16, 4, 64, 8),  # not bound
+        ({"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16", "SLURM_HINT": "nomultithread"}, 16, 4, 4, 4),  # one thread of each core
+        ({"SLURM_CPUS_ON_NODE": "30", "SLURM_NTASKS": "16"}, 16, 4, 62, 7),  # core specialization keeps two
+        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "7", "SLURM_NTASKS": "1"}, 1, 1, 64, 7),
+        ({"SLURM_CPUS_ON_NODE": "16", "SLURM_CPUS_PER_TASK": "16", "SLURM_NTASKS": "4"}, 4, 4, 16, 4),  # sbatch's, not srun's
+        ({"SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS": "16"}, 16, 4, 64, 8),  # srun started each rank
+        ({"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "1"}, 4, 4, 64, 8),  # --ranks 4 or torchrun in one task
+        ({"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "2"}, 8, 4, 64, 8),  # torchrun on each of two nodes
+        ({"SLURM_CPUS_PER_TASK": "32"}, 4, 4, 64, 8),
+        ({"SLURM_CPUS_PER_TASK": "2", "SLURM_NTASKS": "1"}, 4, 4, 64, 1),
+        ({}, 4, 4, 64, 16),
     ],
 )
 def test_ranks_of_one_task_share_its_cores(
-    slurm: dict[str, str], world_size: int, local_world_size: int, cores: int, monkeypatch: pytest.MonkeyPatch
+    slurm: dict[str, str], world_size: int, local_world_size: int, bound: int, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(bound)))
     facts = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local_world_size)}
     assert read_world(facts | sizes | slurm).num_cores == cores

@@ -1,0 +1,107 @@
+"""What is read from sbatch's options and from SLURM's words about GPUs and CPUs: functions of strings and variables."""
+
+import pytest
+
+from cluster.slurm import allocated_gpus, count_gpus, cpus_per_rank, read_submission
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("", 0),
+        ("none", 0),
+        ("gpu", 1),
+        ("gpu:4", 4),
+        ("gpu:h100", 1),
+        ("gpu:4,x:1", 4),
+        ("x:3,gpu:h100:2", 2),
+        ("gpu:3g.20gb:7", 7),
+        ("gpu:1080ti:2", 2),
+        ("gpu:a100:2,gpu:h100:1", 3),
+        ("gres/gpu:2", 2),
+        ("gres:gpu:2", 2),
+        ("gpu=2", 2),
+        ("gpu:h100:8(S:0-1,3),nvme:2", 8),
+        ("gpumem:80", 0),
+    ],
+)
+def test_gpus_of_a_gres_list(gres: str, count: int) -> None:
+    assert count_gpus(gres) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "site", "gpus"),
+    [
+        ("", {}, 0),
+        ("--gpus=16 --nodes=4", {}, 4),
+        ("-G 16 -N4", {}, 4),
+        ("-G8", {}, 8),
+        ("--gpus=h100:2", {}, 2),
+        ("--gpus=3 --nodes=2", {}, None),
+        ("--gpus=8 --nodes=1-2", {}, None),
+        ("--gres=gpu:4,x:1", {}, 4),
+        ("--gres=gpu", {}, 1),
+        ("--gres=x:1", {"SBATCH_GPUS_PER_NODE": "8"}, 8),
+        ("--gpus-per-node=h100:4", {"SBATCH_GRES": "gpu:8"}, 4),
+        ("--gpus-per-node=0", {"SBATCH_GPUS_PER_NODE": "8"}, 0),
+        ("--gpus-per-n 4", {}, 4),
+        ("--gpus-per-task=1 --ntasks-per-node=4 --nodes=2", {}, 4),
+        ("--gpus-per-task=2 -n 4 --nodes=2", {}, 4),
+        ("--gpus-per-task=1 --ntasks=3 --nodes=2", {}, None),
+        ("--gpus-per-task=2", {}, 2),
+        ("--gpus-per-socket=2 --sockets-per-node=2", {}, 4),
+        ("--gpus-per-socket=2", {}, None),
+        ("--nodes=2", {"SBATCH_GPUS": "4"}, 2),
+        ("", {"SBATCH_GPUS_PER_TASK": "2"}, 2),
+        ("", {"SBATCH_GRES": "gpu:h100:8"}, 8),
+    ],
+)
+def test_gpus_that_a_submission_asks_for(options: str, site: dict[str, str], gpus: int | None) -> None:
+    asked = read_submission([*options.split(), "cluster/pretrain.slurm", "x.yaml"])
+    assert asked.gpus_per_node(site) == gpus
+    assert asked.ranks(site)[1] == (None if gpus is None else gpus or 1)
+    assert asked.ranks(site | {"RANKS_PER_NODE": "3"})[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        ("--mem=4G", "--mem-per-cpu", None),
+        ("--ntasks=4", "--ntasks-per-node", None),
+        ("--time=5", "--time-min", None),
+        ("--depend=afterok:1", "--dependency", "afterok:1"),
+        ("--gpus=16", "--gpus-per-node", None),
+    ],
+)
+def test_a_complete_option_abbreviates_no_other(options: str, name: str, value: str | None) -> None:
+    assert read_submission([options, "cluster/pretrain.slurm"]).option(name) == value
+
+
+DETAILS = "JOB_GRES=gpu:6   Nodes=g1 CPU_IDs=0-3 Mem=0 GRES=gpu:h100:4(IDX:0-3)   Nodes=g2 CPU_IDs=0 Mem=0 GRES={} MinCPUsNode=1"
+
+
+@pytest.mark.parametrize(
+    ("other", "counts"), [("gpu:2(IDX:0,2)", [4, 2]), ("", [4, 0]), ("gpu:a:1(IDX:0),gpu:b:2(IDX:1-2)", [4, 3])]
+)
+def test_gpus_that_a_job_has(other: str, counts: list[int]) -> None:
+    assert allocated_gpus(DETAILS.format(other)) == counts
+    assert allocated_gpus("JobId=7 JobState=RUNNING") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "threads", "ranks", "cpus"),
+    [
+        ({"SLURM_JOB_CPUS_PER_NODE": "16(x2),8"}, 1, 4, 2),
+        ({"SLURM_JOB_CPUS_PER_NODE": "6"}, 2, 2, 2),  # core specialization left three cores
+        ({"SLURM_JOB_CPUS_PER_NODE": "6"}, 2, 1, 6),
+        ({"SLURM_JOB_CPUS_PER_NODE": "8"}, 2, 8, 1),
+        ({"SLURM_JOB_CPUS_PER_NODE": "2"}, 2, 4, 1),
+        ({"SLURM_JOB_CPUS_PER_NODE": "4", "SLURM_HINT": "nomultithread", "SLURM_THREADS_PER_CORE": "1"}, 2, 1, 4),
+        ({"SLURM_JOB_CPUS_PER_NODE": "16", "SLURM_HINT": "nomultithread"}, 2, 2, 4),  # an older SLURM counts threads
+        ({"SLURM_JOB_CPUS_PER_NODE": "16", "SLURM_HINT": "multithread"}, 2, 2, 8),
+    ],
+)
+def test_cpus_of_each_rank(given: dict[str, str], threads: int, ranks: int, cpus: int) -> None:
+    lines = [f"NodeName=n{number} CoresPerSocket={8 // threads} CPUEfctv=16 CPUTot=16 Sockets=2" for number in (0, 1)]
+    assert cpus_per_rank(given, lines, ranks=ranks) == cpus
+    assert cpus_per_rank({"SLURM_JOB_CPUS_PER_NODE": "16"}, [], ranks=4) == 4
