@@ -45,10 +45,11 @@ from cluster.slurm import (
     cpus_per_rank,
     facts,
     hosts,
+    inherited,
     lines_of,
-    my_jobs,
     new_job,
     slurm,
+    state_of,
 )
 from cluster.starts import UNKNOWN, give_up_reason, has_trained, read_starts
 from data_prep import console
@@ -341,7 +342,7 @@ class Job:
             self.begin_start()  # each start counts, or one that fails early would be repeated for ever
         self.end_start(how)
         try:
-            state = next((each.state for each in my_jobs(tries=PATIENCE) if each.label == self.label), "gone")
+            state = state_of(self.label, tries=PATIENCE)
             if state != "RUNNING":
                 raise End(f"SLURM is ending this start ({state}): the job was cancelled or requeued, or a node failed")
             self.give_up_if_idle()
@@ -550,17 +551,14 @@ def submit_merge(job: Job, words: list[str]) -> None:
     noted = Path("jobs", str(job.array), "merge")
     if noted.exists():
         return
-    environment = os.environ
     options = [f"--dependency=afterok:{job.array}", "--kill-on-invalid-dep=yes", "--array=0"]
-    options += [f"--partition={environment['SLURM_JOB_PARTITION']}", f"--account={environment.get('SLURM_JOB_ACCOUNT', '')}"]
-    options += [f"--qos={environment['SLURM_JOB_QOS']}"] if environment.get("SLURM_JOB_QOS") else []
-    options += [f"--cpus-per-task={environment.get('SLURM_CPUS_PER_TASK', 1)}"]
-    command = ["sbatch", "--parsable", *options, str(job.snapshot / "cluster/data_prep.slurm"), "--merge", *words]
-    try:
-        noted.write_text(slurm(*command, tries=6, environment=new_job(environment)))  # a minute, for its own part waits as long
+    script = [str(job.snapshot / "cluster/data_prep.slurm"), "--merge", *words]
+    try:  # for a minute each, because its own part waits as long
+        options += inherited(about_job(job.label, tries=6))
+        noted.write_text(slurm("sbatch", "--parsable", *options, *script, tries=6, environment=new_job(os.environ)))
     except SlurmError as error:
-        script = "sbatch --array=0 cluster/data_prep.slurm --merge ..."
-        job.log(f"WARNING: the merge could not be submitted ({error}); when the parts are done: {script}")
+        remedy = "sbatch --array=0 cluster/data_prep.slurm --merge ..."
+        job.log(f"WARNING: the merge could not be submitted ({error}); when the parts are done: {remedy}")
 
 
 def main(words: list[str]) -> int:

@@ -80,7 +80,7 @@ def _shield() -> None:
 
 def facts(line: str) -> dict[str, str]:
     """Of a line of `scontrol -o show`; what is (null) there is absent here."""
-    return {name: value for name, value in re.findall(r"(\w+)=(\S*)", line) if value != "(null)"}
+    return {name: value for name, value in re.findall(r"([\w/]+)=(\S*)", line) if value != "(null)"}
 
 
 def count_gpus(gres: str) -> int:
@@ -120,6 +120,27 @@ def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def about_job(job: str, *, tries: int = 1) -> dict[str, str]:
     return facts(slurm("scontrol", "-o", "show", "job", job, tries=tries))
+
+
+def inherited(about: Mapping[str, str]) -> list[str]:
+    """Return the sbatch options that give another job what this job was given, from `scontrol show job`: all but its size."""
+    names = {"partition": "Partition", "account": "Account", "qos": "QOS", "reservation": "Reservation", "time": "TimeLimit"}
+    names |= {"constraint": "Features", "mem": "MinMemoryNode", "mem-per-cpu": "MinMemoryCPU", "cpus-per-task": "CPUs/Task"}
+    return [
+        f"--{option}={value}"
+        for option, name in names.items()
+        if (value := about.get(name)) not in (None, "", "N/A", "Partition_Limit")
+    ]
+
+
+def state_of(label: str, *, tries: int = 1) -> str:
+    """Return the state of one job, or of one task of an array; "gone" if SLURM has forgotten it."""
+    try:
+        return slurm("squeue", "--noheader", f"--jobs={label}", "--format=%T", tries=tries).strip() or "gone"
+    except SlurmError as error:
+        if "Invalid job id" in str(error):
+            return "gone"
+        raise
 
 
 def hosts(names: str) -> list[str]:
@@ -277,9 +298,9 @@ def taken_by(place: str, environment: Mapping[str, str]) -> Writer | None:
     return first if first.state == "RUNNING" and first.label != me.label else None
 
 
-def my_jobs(*, tries: int = 1) -> list[Writer]:
+def my_jobs() -> list[Writer]:
     # all of one's own, not -j: that is an error as soon as SLURM has forgotten one of them
-    lines = slurm("squeue", "--noheader", "--me", "--array", "--format=%F %K %T %S", tries=tries).splitlines()
+    lines = slurm("squeue", "--noheader", "--me", "--array", "--format=%F %K %T %S").splitlines()
     found = [line.split() for line in lines if len(line.split()) == 4]
     return [Writer(job, "" if task == "N/A" else task, state, since) for job, task, state, since in found]
 

@@ -18,7 +18,7 @@ import pytest
 
 from cluster import job as jobs
 from cluster.job import End, Job
-from cluster.slurm import slurm
+from cluster.slurm import slurm, state_of
 from cluster.starts import give_up_reason, has_trained, read_starts
 from tests.cluster.checkouts import run, stand_in
 
@@ -133,7 +133,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(jobs, "PATIENCE", 1)
     monkeypatch.chdir(tmp_path)
     stand_in(tmp_path, "sinfo", "printf '%s\\n' 'n1 h100,big' 'n2 h100' 'n3 a100,big' 'n4 a100' 'n4 a100'")
-    stand_in(tmp_path, "squeue", 'echo "7 N/A RUNNING${SQUEUE_STATES} x"; echo "squeue: error: a strange key" >&2')
+    asks = "case $* in *--jobs=7*) ;; *) exit 1 ;; esac"  # for its own job alone
+    stand_in(tmp_path, "squeue", f'{asks}; echo "RUNNING${{SQUEUE_STATES}}"; echo "squeue: error: a strange key" >&2')
     before = dict(os.environ)  # a job changes what its ranks inherit
     made = Job()
     (made.directory / "bad-nodes").write_text("n2\tslow\n")
@@ -297,10 +298,29 @@ def test_a_mistake_in_a_setting_ends_the_job(
 def test_the_merge_is_submitted_though_the_controller_is_away_at_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     stand_in(Path(), "sbatch", 'echo "$*" >>asked; [ $(wc -l <asked) -ge 3 ] && echo "8${SLURM_JOB_ID:-}"')
+    stand_in(Path(), "scontrol", f"[ -e once ] || {{ touch once; exit 1; }}; echo '{PARTS}'")
     job.array = "7"
     for _ in range(2):
         jobs.submit_merge(job, ["x.yaml"])
     assert Path("jobs/7/merge").read_text() == "8\n" and Path("asked").read_text().count("--merge x.yaml\n") == 3
+    options = {word for word in Path("asked").read_text().split() if word.startswith("--")}
+    assert options - {"--parsable", "--dependency=afterok:7", "--kill-on-invalid-dep=yes", "--array=0", "--merge"} == {
+        "--partition=long", "--account=vision", "--reservation=week", "--time=1-02:00:00", "--constraint=ssd&big", "--mem=24G",
+        "--cpus-per-task=6",
+    }  # fmt: skip
+
+
+PARTS = """JobId=7 ArrayJobId=7 Account=vision QOS=N/A TimeLimit=1-02:00:00 Partition=long NumCPUs=6 CPUs/Task=6 MinCPUsNode=6
+MinMemoryNode=24G Features=ssd&big DelayBoot=00:00:00 Reservation=week OverSubscribe=OK Licenses=(null)"""
+
+
+@pytest.mark.parametrize(
+    ("does", "state"),
+    [("echo PENDING", "PENDING"), ("true", "gone"), ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "gone")],
+)
+def test_the_state_of_one_job(job: Job, does: str, state: str) -> None:
+    stand_in(Path(), "squeue", does)
+    assert state_of("7") == state
 
 
 def test_an_error_of_the_supervisor_is_a_failed_start_and_three_are_the_end(

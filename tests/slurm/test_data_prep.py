@@ -28,8 +28,13 @@ def merge_of(slurm: Cluster, array: str) -> str:
 
 
 def test_an_array_writes_what_one_process_writes(slurm: Cluster) -> None:
-    array = slurm.sbatch("--array=0-2", "--cpus-per-task=1", SCRIPT, *words("parts"))
+    array = slurm.sbatch("--array=0-2", "--cpus-per-task=1", "--mem=3G", "--time=77", SCRIPT, *words("parts"))
     merge = merge_of(slurm, array)
+    assert {name: slurm.job(merge)[name] for name in ("TimeLimit", "MinMemoryNode", "Task")} == {
+        "TimeLimit": "01:17:00",
+        "MinMemoryNode": "3G",
+        "Task": "1",
+    }
     assert slurm.job(merge)["Dependency"] in ("(null)", f"afterok:{array}_*(unfulfilled)")  # the former when it is met
     slurm.wait(merge, "COMPLETED")
     assert "288 samples, every one as the manifest says" in slurm.log(f"{merge}_0"), slurm.log(f"{merge}_0")
