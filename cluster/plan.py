@@ -18,7 +18,7 @@ from types import FrameType
 
 from cluster.plan_file import Plan, Stage, load_checked
 from cluster.slurm import SlurmError, Submission, in_columns, jobs_of, slurm, writers_of
-from cluster.submit import NothingLeft, refuse_missing, submit
+from cluster.submit import NothingLeft, on_part_of_node, refuse_missing, submit
 from cluster.work import COMMANDS, Work
 from data_prep.interrupts import INTERRUPTED, keep
 from data_prep.settings import UserError
@@ -219,10 +219,11 @@ def submission(plan: Plan, stage: Stage, jobs: dict[str, str], options: Sequence
     if after:
         words.append("--dependency=" + ",".join(f"{kind}:{':'.join(numbers)}" for kind, numbers in after.items()))
         words.append("--kill-on-invalid-dep=yes")
-    if stage.entry.is_grid:
-        return Submission(tuple(words), "cluster/grid.slurm", (plan.path, stage.name))
     work = stage.members[0].work
-    return Submission(tuple(words), COMMANDS[stage.kind].script, (work.config, *work.overrides))
+    script, arguments = COMMANDS[stage.kind].script, (work.config, *work.overrides)
+    if stage.entry.is_grid:
+        script, arguments = "cluster/grid.slurm", (plan.path, stage.name)
+    return on_part_of_node(Submission(tuple(words), script, arguments), os.environ, gpus=stage.num_gpus)
 
 
 def _refuse_twice(todo: list[Stage]) -> None:

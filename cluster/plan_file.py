@@ -42,9 +42,6 @@ from data_prep.settings import Settings, SettingsError, apply_override, load_set
 from pretrain.checkpoints.run import run_and_length
 from pretrain.config import parse_length
 
-MAX_MEMBERS = 1000
-"""SLURM's MaxArraySize is 1001 unless a site raises it; the largest index is one less."""
-
 
 def _several(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
@@ -78,7 +75,9 @@ class Entry(Settings):
     max_concurrent: int | None = Field(None, ge=1, examples=[4])
     """At most so many members at a time, as a SLURM array's %; null: as many as SLURM has room for."""
     nodes: int | None = Field(None, ge=1, examples=[4])
-    """Of the SLURM job; the job script's own number otherwise."""
+    """Complete nodes of each member on SLURM; null: one node to pretrain a single run, otherwise a part of a node."""
+    gpus: int | None = Field(None, ge=0, examples=[4])
+    """GPUs of each member on SLURM, on one node and with their share of its CPUs and memory; null: one, or none to export."""
     sbatch: tuple[str, ...] = Field((), examples=[["--time=24:00:00"]])
     """Further options of sbatch for this job, such as --time=24:00:00 or, to prepare, --array=0-31."""
 
@@ -100,6 +99,8 @@ class Entry(Settings):
             )
         if self.checkpoints and not self.is_of_each:
             raise ValueError("checkpoints: these are of runs; set each_pretrained, or name pretrained=RUN@50epochs in a grid")
+        if self.nodes is not None and self.gpus is not None:
+            raise ValueError("gpus: not valid with nodes, which books complete nodes. Leave out one of the two.")
         if self.is_grid and self.run_dir is None:
             raise ValueError("run_dir: null will not do with a grid; name its axes, such as runs/{name}/{seed}")
         return self
@@ -200,6 +201,11 @@ class Stage:
     @property
     def works(self) -> list[Work]:
         return [member.work for member in self.members]
+
+    @property
+    def num_gpus(self) -> int | None:
+        """GPUs of each member; None: as its job script needs."""
+        return 0 if self.entry.gpus is None and self.kind == "export" and self.entry.is_grid else self.entry.gpus
 
     def title(self, member: Member) -> str:
         """As lists and messages call it."""
@@ -302,10 +308,6 @@ def _problems(plan: Plan) -> Iterable[str]:
         yield f"nothing to do; give it {', '.join(command.section for command in COMMANDS.values())}"
     seen = dict[Path, str]()
     for stage in plan.stages:
-        if len(stage.members) > MAX_MEMBERS:
-            most = f"an array of SLURM takes ({MAX_MEMBERS:,})"
-            yield f"{stage.name}: {len(stage.members):,} members are more than {most}; make two entries of it"
-            continue
         for member in stage.members:
             name = f"{stage.name}: member {member.index}" if stage.entry.is_grid else stage.name
             try:
@@ -366,8 +368,8 @@ def _not_kept(work: Work, plan: Plan) -> Iterable[str]:
 
 
 def _members(entry: Entry, kind: Kind, *, name: str, before: tuple[Stage, ...], configs: list[str]) -> Iterable[Member]:
-    if kind == "build" and (entry.is_grid or entry.run_dir):
-        raise SettingsError("grid, seeds and run_dir are for runs; give each dataset an entry")
+    if kind == "build" and (entry.is_grid or entry.run_dir or entry.gpus):
+        raise SettingsError("grid, seeds, run_dir and gpus are for runs; give each dataset an entry")
     axes = _axes(entry, kind, before)
     for index, choices in enumerate(itertools.product(*axes.values())):
         labels = {"name": name} | {axis: each.label for axis, each in zip(axes, choices, strict=True)}

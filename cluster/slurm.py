@@ -25,6 +25,8 @@ WARNING = "warning: "
 """How cluster/submit begins what does not stop it; the doctor repeats it."""
 COMPLETE_NAMES = ("--container", "--export", "--gpus", "--gres", "--mem", "--ntasks", "--time", "--wait")
 """Options of sbatch that are the beginning of other options, and yet no abbreviations."""
+NUM_CPUS = 4
+"""Of a member without a GPU, if its node has as many."""
 GPU_OPTIONS = {
     "--gpus-per-node": "SBATCH_GPUS_PER_NODE",
     "--gres": "SBATCH_GRES",
@@ -110,6 +112,43 @@ def cpus_per_rank(environment: Mapping[str, str], node_lines: Iterable[str], *, 
         cpus, threads = min([cpus, *cores]), 1
     fraction = max(1, cpus // ranks)
     return fraction - fraction % threads if fraction > threads else fraction
+
+
+def part_of_node(nodes: Iterable[Mapping[str, str]], *, gpus: int) -> tuple[int, int, int]:
+    """Return the GPUs, CPUs and megabytes of one member: so many GPUs with their share of the node that has the least for them, or
+    NUM_CPUS CPUs with theirs. `nodes`: facts of `scontrol show node`."""
+    found = [
+        (count_gpus(node.get("Gres", "")), int(node.get("CPUEfctv") or node["CPUTot"]), node)
+        for node in nodes
+        if {"CPUTot", "RealMemory"} <= node.keys()
+    ]
+    most = max((count for count, _, _ in found), default=0)
+    gpus = min(gpus, most)
+    shares = [(gpus, count) if gpus else (min(NUM_CPUS, cpus), cpus) for count, cpus, _ in found]
+    fitting = [(share, each) for share, each in zip(shares, found, strict=True) if share[0] <= share[1]]
+    cpus = min((cpus * part // whole for (part, whole), (_, cpus, _) in fitting), default=1)
+    memory = (
+        (int(node["RealMemory"]) - int(node.get("MemSpecLimit", 0))) * part // whole for (part, whole), (_, _, node) in fitting
+    )
+    return gpus, max(1, cpus), min(memory, default=0)
+
+
+def max_array_size() -> int | None:
+    """Return the site's limit, which is one more than the largest index; None if SLURM does not answer."""
+    with suppress(SlurmError):
+        if found := re.search(r"MaxArraySize\s*=\s*(\d+)", slurm("scontrol", "show", "config")):
+            return int(found[1])
+    return None
+
+
+def nodes_of(partitions: str) -> list[dict[str, str]]:
+    """Return the facts of the nodes of these partitions, or of the default one if the text is empty."""
+    chosen = set(partitions.split(",")) - {""}
+    if not chosen:
+        every = map(facts, slurm("scontrol", "-o", "show", "partition").splitlines())
+        chosen = {each["PartitionName"] for each in every if each.get("Default") == "YES"}
+    nodes = map(facts, slurm("scontrol", "-o", "show", "node").splitlines())
+    return [node for node in nodes if chosen & set(node.get("Partitions", "").split(","))]
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:

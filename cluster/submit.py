@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from cluster.plan_file import MAX_MEMBERS, compressed, load_checked
+from cluster.plan_file import compressed, load_checked
 from cluster.slurm import (
     ALL_TASKS,
     WARNING,
@@ -25,7 +25,10 @@ from cluster.slurm import (
     Writer,
     jobs_of,
     lines_of,
+    max_array_size,
     new_job,
+    nodes_of,
+    part_of_node,
     read_submission,
     slurm,
     writers_of,
@@ -52,6 +55,8 @@ class Order:
     """place -> the task that writes it, or "-" """
     reads: tuple[str, ...] = ()
     """Files besides the config that jobs read."""
+    gpus: int | None = None
+    """GPUs of each member, if the plan says so."""
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------------
@@ -150,11 +155,16 @@ def _grid(submission: Submission) -> Order:
         print(f"{path}: {said}", file=sys.stderr)
     if not todo:
         raise NothingLeft(f"{path}: all that is left of {name} is in the queue")
+    limit = max_array_size()
+    if limit is not None and todo[-1].index >= limit:
+        raise SettingsError(
+            f"{path}: {name}: member {todo[-1].index:,} is beyond this cluster's arrays (MaxArraySize {limit:,}). Make two entries."
+        )
     _warn_of_nodes(submission, [member.work for member in todo])
     if not array:
         options = (*submission.options, f"--array={stage.array(member.index for member in todo)}")
         submission = replace(submission, options=options)
-    return Order(submission, {member.work.writes: str(member.index) for member in todo}, tuple(plan.files))
+    return Order(submission, {member.work.writes: str(member.index) for member in todo}, tuple(plan.files), stage.num_gpus)
 
 
 _CHECKS: Mapping[str, Callable[[Submission], Order]] = {
@@ -173,10 +183,14 @@ def indices(array: str) -> list[int]:
         if parts is None:
             raise SettingsError(f"--array={array}: will not do; write it as 0-7, 0-7%2 or 1,4-6")
         first, last, step = int(parts[1]), int(parts[2] or parts[1]), int(parts[3] or 1)
-        if last - first > 10 * MAX_MEMBERS:
+        if last - first > MAX_INDICES:
             raise SettingsError(f"--array={array}: no array of SLURM is that long")
         found |= set(range(first, last + 1, step))
     return sorted(found)
+
+
+MAX_INDICES = 4_000_000
+"""More than any site's MaxArraySize may be."""
 
 
 def _writers(submission: Submission, places: list[str]) -> dict[str, list[Writer]]:
@@ -209,13 +223,62 @@ def refuse_missing(submission: Submission, missing: list[str]) -> None:
         raise SettingsError("; ".join(missing) + "; or let the job wait for what makes it: --dependency=afterok:JOB")
 
 
+# ---- a part of a node --------------------------------------------------------------------------------------------------
+
+ON_PARTS = ("grid.slurm", "probe.slurm", "finetune.slurm", "knn.slurm", "evaluate.slurm")
+"""Job scripts whose runs mostly need one GPU; they book a complete node unless the options say otherwise."""
+_SHAPES = (
+    *(("--nodes", "-N"), ("--ntasks", "-n"), ("--ntasks-per-node",), ("--exclusive",), ("--oversubscribe", "-s")),
+    *(("--gpus", "-G"), ("--gpus-per-task",), ("--gpus-per-socket",)),
+)
+"""Options by which a submission says itself how much of a node it takes."""
+
+
+def on_part_of_node(submission: Submission, environment: Mapping[str, str], *, gpus: int | None = None) -> Submission:
+    """Return the submission with options for a part of a node in front of its own.
+
+    The part has `gpus` GPUs (None: one, if the site has any) with their fraction of the CPUs and the memory. --oversubscribe takes
+    back the script's --exclusive; SLURM never gives a GPU to two jobs.
+    """
+    is_shaped = any(submission.option(*names) is not None for names in _SHAPES)
+    of_site = {"SBATCH_EXCLUSIVE", "RANKS_PER_NODE"} & environment.keys()  # the latter if SLURM does not know of the GPUs
+    if is_shaped or of_site or (submission.name not in ON_PARTS and gpus is None):
+        return submission
+    asks = submission.gpu_request()
+    wanted = submission.gpus_per_node({}) or 0 if asks else 1 if gpus is None else gpus
+    try:
+        nodes = nodes_of(submission.option("--partition", "-p") or environment.get("SBATCH_PARTITION", ""))
+    except SlurmError:
+        return submission
+    if not nodes:
+        return submission
+    has_gpus, cpus, memory_mb = part_of_node(nodes, gpus=wanted)
+    options = ["--oversubscribe"] if asks else ["--oversubscribe", *_gpu_options(environment, wanted, are_known=bool(has_gpus))]
+    if not any(submission.option(*names) for names in (("--cpus-per-task", "-c"), ("--cpus-per-gpu",))):
+        options.append(f"--cpus-per-task={cpus}")
+    if not any(submission.option(name) for name in ("--mem", "--mem-per-cpu", "--mem-per-gpu")):
+        options.append(f"--mem={memory_mb}M")
+    return replace(submission, options=(*options, *submission.options))
+
+
+def _gpu_options(environment: Mapping[str, str], gpus: int, *, are_known: bool) -> list[str]:
+    """Return the option for so many GPUs, in the way and of the kind that the site asks for its own."""
+    name, value = next(iter(Submission().gpu_request(environment).items()), ("", ""))
+    if not name:
+        return [f"--gpus-per-node={gpus}"] if are_known else []
+    item = next((each for each in value.split(",") if each.startswith("gpu:")), f"gpu:{value}")
+    kind = [word for word in item.split(":")[1:] if word and not word.isdigit()]
+    words = ":".join([*kind, str(gpus)])
+    return [f"--gres=gpu:{words}" if name == "--gres" else f"--gpus-per-node={words}"]
+
+
 # ---- what is submitted ------------------------------------------------------------------------------------------------
 
 
 def submit(submission: Submission) -> tuple[str, ...]:
     """The numbers of the jobs: to prepare the parts and their merge; others wait for the last one."""
     order = examine(submission)
-    options, arguments = order.submission.options, order.submission.arguments
+    options, arguments = on_part_of_node(order.submission, os.environ, gpus=order.gpus).options, order.submission.arguments
     config = next((word for word in arguments if not word.startswith("-")), "")
     if not Path(config).is_file():
         raise SettingsError(f"{config}: no such file")

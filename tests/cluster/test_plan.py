@@ -20,7 +20,7 @@ from cluster.plan_file import compressed, load_checked, load_plan
 from cluster.submit import main as submit
 from data_prep.settings import SettingsError
 from pretrain.config import PretrainSettings
-from tests.cluster.checkouts import finish
+from tests.cluster.checkouts import finish, stand_in
 from tests.ranks import REPOSITORY
 
 DEMO = "configs/plan/demo.yaml"
@@ -166,7 +166,6 @@ def test_array_ranges_parse_back_to_the_set() -> None:
         (("model.depth: 2", "model.depht: 2"), "model.depht: unknown key; did you mean 'depth'?"),
         (("0.001]", "1e-4]"), "two of its values are called '0.0001'"),
         (("[1e-4, 0.001]", "3"), "grid.optimizer.lr: 3 will not do; give a list of values, or cases"),
-        (("[7, 8]", f"[{','.join(map(str, range(251)))}]"), "1,004 members are more than an array of SLURM takes"),
         (("    shape:\n", "    seed:\n"), "grid.seed: the name is taken"),
         (("demo_mlp.yaml", "demo_mpl.yaml"), "no such config file; did you mean configs/pretrain/demo_mlp.yaml?"),
         (("seeds: [7, 8]", "each_pretrained: true"), "each_pretrained: true is for probe, finetune, knn,"),
@@ -188,6 +187,8 @@ def test_array_ranges_parse_back_to_the_set() -> None:
         ("prepare: {config: configs/data_prep/cifar10.yaml, seeds: [1], run_dir: x}", "give each dataset an entry"),
         ("pretrain: [configs/pretrain/demo_mlp.yaml, configs/pretrain/demo_mlp.yaml]", "writes runs/demo/pretrain-mlp, as"),
         ("pretrain: {config: configs/pretrain/demo_mlp.yaml, nodes: 0}", "nodes: 0 will not do"),
+        ("pretrain: {config: configs/pretrain/demo_mlp.yaml, nodes: 1, gpus: 1}", "gpus: not valid with nodes"),
+        ("prepare: {config: configs/data_prep/demo_pretrain.yaml, gpus: 1}", "gpus are for runs"),
         ("pretrain: {config: configs/pretrain/demo_mlp.yaml, overrides: [a=1]}", "configs/pretrain/demo_mlp.yaml: a: unknown"),
         ("pretrain: {confg: a}", "confg: unknown key; did you mean 'config'?"),
         ("pretrain: [[a]]", "['a'] will not do; give the path of a config"),
@@ -307,6 +308,67 @@ def test_what_is_queued_is_not_queued_again(slurm: Path, capsys: pytest.CaptureF
     assert len(calls(slurm, "sbatch")) == 7
     (slurm / "queue").write_text(f"9 N/A RUNNING {since}\n")
     assert submit([DEMO]) == 0 and len(calls(slurm, "sbatch")) == 14
+
+
+SITE = """case $* in
+*config) echo "MaxArraySize            = 4" ;;
+*partition) echo "PartitionName=gpu Default=YES"; echo "PartitionName=cpu Default=NO" ;;
+*node) cat <<END
+NodeName=g1 CPUEfctv=62 CPUTot=64 Gres=gpu:h100:4(S:0-1) MemSpecLimit=1000 Partitions=gpu RealMemory=401000
+NodeName=g2 CPUEfctv=64 CPUTot=64 Gres=gpu:h100:8 Partitions=gpu,all RealMemory=600000
+NodeName=g3 CPUEfctv=8 CPUTot=8 Gres=gpu:k80:2 Partitions=old RealMemory=8000
+NodeName=n1 CPUTot=32 Gres=(null) Partitions=cpu RealMemory=64000
+END
+;; *) exit 1 ;; esac"""
+TWO_GPUS = "--oversubscribe --gpus-per-node=2 --cpus-per-task=16 --mem=150000M"
+ONE_GPU = "--oversubscribe --gpus-per-node=1 --cpus-per-task=8 --mem=75000M"
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "site", "booked"),
+    [
+        ("knn: {%s}", "", {}, ONE_GPU),
+        ("knn: {%s, grid: {neighbours: [1, 2]}, run_dir: 'runs/{neighbours}'}", "", {}, ONE_GPU),
+        ("knn: {%s, gpus: 2}", "", {}, TWO_GPUS),
+        ("knn: {%s, gpus: 8}", "", {}, "--oversubscribe --gpus-per-node=8 --cpus-per-task=64 --mem=600000M"),
+        ("knn: {%s, gpus: 0}", "", {}, "--oversubscribe --cpus-per-task=4 --mem=25806M"),
+        ("knn: {%s, nodes: 1}", "", {}, "--nodes=1"),
+        ("knn: {%s}", "--exclusive", {}, "--exclusive"),
+        ("knn: {%s}", "--gpus=3", {}, "--gpus=3"),
+        ("knn: {%s}", "--gpus-per-node=2", {}, "--oversubscribe --cpus-per-task=16 --mem=150000M --gpus-per-node=2"),
+        ("knn: {%s}", "-c 3 --mem-per-gpu=9G", {}, "--oversubscribe --gpus-per-node=1 -c 3 --mem-per-gpu=9G"),
+        ("knn: {%s}", "-p cpu", {}, "--oversubscribe --cpus-per-task=4 --mem=8000M -p cpu"),
+        ("knn: {%s}", "", {"SBATCH_PARTITION": "cpu"}, "--oversubscribe --cpus-per-task=4 --mem=8000M"),
+        ("knn: {%s}", "-p old", {}, "--oversubscribe --gpus-per-node=1 --cpus-per-task=4 --mem=4000M -p old"),
+        ("knn: {%s}", "", {"SBATCH_GPUS_PER_NODE": "h100:8"}, ONE_GPU.replace("=1", "=h100:1")),
+        ("knn: {%s}", "", {"SBATCH_GRES": "x:1,gpu:8"}, ONE_GPU.replace("--gpus-per-node=", "--gres=gpu:")),
+        ("knn: {%s}", "", {"RANKS_PER_NODE": "8"}, ""),  # SLURM does not know of the GPUs
+        ("knn: {%s}", "-p nowhere", {}, "-p nowhere"),
+        ("pretrain: {%s}", "", {}, ""),
+        ("pretrain: {%s, gpus: 2}", "", {}, TWO_GPUS),
+    ],
+)
+def test_a_member_books_a_part_of_a_node(
+    slurm: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch, stage: str, options: str, site: dict[str, str], booked: str
+) -> None:
+    stand_in(slurm, "bin/scontrol", SITE)
+    for name, value in site.items():
+        monkeypatch.setenv(name, value)
+    config, more = ("knn/demo", "pretrained=null") if stage.startswith("knn") else ("pretrain/demo_mlp", "schedule.warmup=0 steps")
+    path = written(stage % f"config: configs/{config}.yaml, overrides: ['data.dataset={shapes}', {more}]")
+    assert submit([*options.split(), path]) == 0
+    words = [word for word in calls(slurm, "sbatch")[0][1:] if not word.startswith("--array")]
+    assert words[: words.index(next(word for word in words if word.endswith(".slurm")))] == booked.split()
+
+
+def test_an_array_is_as_long_as_the_cluster_takes(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stand_in(slurm, "bin/scontrol", SITE)
+    assert submit(["--begin=tomorrow", written(SMALL)]) == 2
+    assert "member 7 is beyond this cluster's arrays (MaxArraySize 4)" in capsys.readouterr().err
+    stand_in(slurm, "bin/scontrol", SITE.replace("= 4", "= 8"))
+    assert submit(["--begin=tomorrow", "small.yaml"]) == 0
+    many = written(SMALL.replace("[7, 8]", str([*range(251)])), "many.yaml")
+    assert len(load_checked(many).stages[0].members) == 1004  # which run here, or on a site with longer arrays
 
 
 def test_what_is_finished_is_left_out_and_not_waited_for(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,18 @@ def one_rank_per_gpu_and_every_rank_sees_all(lab: Cluster) -> None:
 
 
 @scenario
+def a_run_that_needs_one_gpu_leaves_the_rest_of_its_node(lab: Cluster) -> None:
+    words = ("--hold", "--parsable", "--partition=gpu", "cluster/knn.slurm", "configs/knn/demo.yaml")
+    job = lab("cluster/submit", *words)
+    asked = lab.job(job)
+    assert (asked["NumCPUs"], asked["MinMemoryNode"], asked["OverSubscribe"]) == ("1", "25000M", "YES")
+    lab("scontrol", "release", job)
+    lab.wait(job, "COMPLETED")
+    (log,) = lab.rank_logs(job)
+    assert re.search(r"rank 0 of 1, local 0 of 1, gpus [0-3],", log), log
+
+
+@scenario
 def ranks_of_a_node_have_successive_numbers(lab: Cluster) -> None:
     job = lab.sbatch("--nodes=2", "--export=ALL,RANKS_PER_NODE=2,SLURM_DISTRIBUTION=cyclic", SCRIPT, "quick-block")
     lab.wait(job, "COMPLETED")
