@@ -7,7 +7,7 @@
 
 1. The config is checked, here, in a second or two (cluster.work answers in JSON). 2. Each node is measured (cluster.preflight).
 3. The ranks run, a log each. 4. USR2 (300 s before the limit, or at preemption) and TERM are passed on to them: they save at a
-step boundary and exit with 0. 5. An unfinished job puts itself back into the queue, without the nodes that were found bad;
+step boundary and exit. 5. An unfinished job puts itself back into the queue, without the nodes that were found bad;
 unless the config is wrong, it was cancelled, or its starts lead nowhere (starts.py). Only exit code 2, at the first start that
 gets so far, means that the config is wrong: whatever else goes wrong may be the node's fault, until a second node has the same.
 
@@ -220,7 +220,7 @@ class Job:
             self.step = None
             time.sleep(0.5)  # for the last lines
             tail.kill()
-        if code not in (0, NAMED_BAD) and not self.stopped:
+        if code not in (0, NAMED_BAD) and not self.stopped and not was_stopped(code):
             with suppress(OSError, ValueError, KeyError):  # a record or a log that a full disk has cut
                 self.show_first_failure(ends, log)
         return code if code >= 0 else 128 - code
@@ -287,7 +287,7 @@ class Job:
         if code == BAD_INPUT and not has_trained(read_starts(self.directory / "starts.jsonl")[:-1]):
             self.end_start("refused")
             return BAD_INPUT
-        self.stopped = self.stopped or code == 0 or was_stopped(code)  # ranks that receive a signal exit with 0, whoever sent it
+        self.stopped = self.stopped or code == 0 or was_stopped(code)  # as ranks exit that receive a signal, whoever sent it
         why = f"{self.why_stopped()}, " if self.stopped else ""
         self.log(f"{self.run_dir} is not finished: {why}srun ended with {code}")
         raise self.start_again("stopped" if self.stopped else "failed")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from data_prep.explain import Verbs, at_least, program
+from data_prep.interrupts import INTERRUPTED
 from data_prep.limits import limit_remedy
 from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
@@ -281,8 +282,12 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
 
 
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequence[str] = ()) -> int:
-    """Ends a rank, which waits for no other: its heartbeat has ended, and nobody would notice a death. A stopped run exits with 0,
-    too: whoever started it sees from result.json whether to start it again."""
+    """End this rank, which waits for no other: its heartbeat has ended, and nobody would notice a death.
+
+    A stopped run exits with 0, too: whoever started it sees from result.json whether to start it again. SLURM does not read that
+    file: in a job the first rank exits with 130, or jobs that wait with --dependency=afterok would begin. The other ranks exit with
+    0, because some sites kill a step at its first bad exit.
+    """
     if is_first and run_dir is not None:
         stopped = "stopped with a checkpoint; the same command goes on from there"
         if not list_checkpoints(run_dir):
@@ -290,7 +295,10 @@ def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequenc
         print("\n".join([f"{run_dir}: {'finished' if finished else stopped}", *more]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(OK)  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
+    is_done = finished or not is_first or "SLURM_JOB_ID" not in os.environ
+    os._exit(
+        OK if is_done else INTERRUPTED
+    )  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
 
 
 def _preview(options: argparse.Namespace) -> int:

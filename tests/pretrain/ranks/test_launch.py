@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pretrain.cli import leave
 from pretrain.ranks import launch
 from pretrain.ranks.preemption import LAST_WRITE_S
 from pretrain.ranks.world import World, read_world
@@ -192,6 +193,26 @@ def test_ranks_of_one_task_share_its_cores(
     facts = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local_world_size)}
     assert read_world(facts | sizes | slurm).num_cores == cores
+
+
+@pytest.mark.parametrize(
+    ("job", "finished", "is_first", "code"),
+    [("", False, True, 0), ("7", True, True, 0), ("7", False, True, 130), ("7", False, False, 0)],
+)
+def test_an_unfinished_run_does_not_succeed_in_a_slurm_job(
+    job: str, finished: bool, is_first: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or jobs that wait for it (--dependency=afterok) would begin. Elsewhere a stopped run exits with 0."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            leave(finished, run_dir=None, is_first=is_first)
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
 
 
 def begun(rank: str) -> "subprocess.Popen[str]":
