@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
         return 1
     width = min(120, max(60, shutil.get_terminal_size((80, 24)).columns))
     findings: list[Finding] = []
-    for check in (check_python, check_driver, check_slurm, check_job):
+    for check in (check_python, check_driver, check_locks, check_slurm, check_job):
         for finding in check(submission, os.environ):
             findings.append(finding)
             print(in_lines(finding, width=width), flush=True)  # at once: some checks take seconds
@@ -128,6 +128,37 @@ def check_driver(_: Submission, environment: Mapping[str, str]) -> list[Finding]
     if fault := too_old(driver, cuda):
         return [Finding("driver", "FAULT", *fault)]
     return [Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")]
+
+
+# ---- file systems -----------------------------------------------------------------------------------------------------
+
+MOUNTS = Path("/proc/self/mounts")
+LOCAL_LOCKS = ("localflock", "nolock", "local_lock=all", "local_lock=flock")
+"""Mount options of Lustre and NFS with which a lock is known to its own node only."""
+
+
+def check_locks(submission: Submission, _: Mapping[str, str]) -> list[Finding]:
+    """Look at the places that jobs write, as this node has them mounted."""
+    named = [word.partition("=")[2] for word in submission.arguments if word.startswith(("run_dir=", "out="))]
+    try:
+        mounts = MOUNTS.read_text(errors="replace")
+    except OSError:
+        return []
+    found = dict(filter(None, (local_locks(os.path.realpath(place), mounts) for place in (".", "jobs", "runs", "data", *named))))
+    remedy = "ask the site for a mount with flock, or keep jobs, runs and data on another file system"
+    text = "{} is mounted with {}: two nodes may write the same run or dataset, because a lock holds on its own node only"
+    return [Finding("locks", "warning", text.format(place, option), remedy) for place, option in found.items()]
+
+
+def local_locks(path: str, mounts: str) -> tuple[str, str] | None:
+    """Return the mount point of a whole path and its option of node-local locks, or None. `mounts`: the text of /proc/mounts."""
+    point, given = "", ""
+    for line in mounts.splitlines():
+        words = [re.sub(r"\\(0[0-7]{2}|1[0-7]{2})", lambda code: chr(int(code[1], 8)), word) for word in line.split(" ")]
+        if len(words) > 3 and len(words[1]) >= len(point) and f"{path}/".startswith(words[1].rstrip("/") + "/"):
+            point, given = words[1], words[3]
+    option = next((option for option in given.split(",") if option in LOCAL_LOCKS), None)
+    return None if option is None else (point, option)
 
 
 # ---- SLURM ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.doctor import check_job, check_python, check_slurm, judge_time_limit, main, minutes_of
+from cluster.doctor import check_job, check_locks, check_python, check_slurm, judge_time_limit, main, minutes_of
 from cluster.slurm import Submission, read_submission
 from tests.cluster.checkouts import run, stand_in
 from tests.ranks import REPOSITORY
@@ -36,6 +36,36 @@ def slurm(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{root}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(root))
     return root
+
+
+@pytest.mark.parametrize(
+    ("options", "point", "warned"),
+    [
+        ("rw,flock,lazystatfs", "", False),
+        ("rw,localflock,lazystatfs", "", True),
+        ("rw,vers=3,nolock,local_lock=all", "", True),
+        ("rw,vers=4.2,local_lock=none", "", False),
+        ("rw,local_lock=flock", "", True),
+        ("rw,localflock", "/another", False),
+        ("rw,localflock", "/runs", True),  # only the runs are on it
+        ("rw,localflock", "/of others", False),
+        ("rw,localflock", "/named", True),  # by the submission
+    ],
+)
+def test_file_systems_with_node_local_locks_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, point: str, warned: bool
+) -> None:
+    place = f"{tmp_path}/a folder{point}".replace(" ", "\\040")
+    (tmp_path / "a folder/runs").mkdir(parents=True)
+    (tmp_path / "mounts").write_text(
+        f"proc /proc proc rw 0 0\n/dev/a / ext4 rw,nolock 0 0\n/dev/c {tmp_path} ext4 rw 0 0\nx {place} x {options} 0 0\n"
+    )
+    monkeypatch.setattr("cluster.doctor.MOUNTS", tmp_path / "mounts")
+    monkeypatch.chdir(tmp_path / "a folder")
+    words = ["cluster/pretrain.slurm", MLP, f"run_dir={tmp_path}/a folder/named/x"]
+    found = check_locks(read_submission(words), {})
+    assert [each.verdict for each in found] == ["warning"] * warned
+    assert all(f"{tmp_path}/a folder{point} is mounted with" in each.found for each in found)
 
 
 @pytest.mark.parametrize(
