@@ -329,7 +329,7 @@ def _all_reduce(doing: Callable[[str], None], *, world: World, group: list[int],
 
     doing("its network")
     gpu = world.gpu(torch.cuda.device_count()) if on_gpu else None
-    backend, device = ("nccl", torch.device("cuda", gpu)) if on_gpu else ("gloo", torch.device("cpu"))
+    backend, device = ("gloo", torch.device("cpu")) if gpu is None else ("nccl", torch.device("cuda", gpu))
     if on_gpu:
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=LINK_TIMEOUT_S)

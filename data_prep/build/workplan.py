@@ -196,7 +196,11 @@ def _check_decoder(directory: Path, begun: Workplan | None) -> None:
 
 def refuse_other_config(settings: BuildSettings, manifest: Manifest) -> None:
     """Raise `UserError` if another config made this finished dataset. The tables of a source that is gone are not compared."""
-    gone = [name for name, file in settings.tables.items() if not all(map(os.path.exists, (file, settings.source.path)))]
+    gone = [
+        name
+        for name, file in settings.tables.items()
+        if not all(map(os.path.exists, (file, getattr(settings.source, "path", "."))))
+    ]
     source, before = settings.source.model_copy(update=dict.fromkeys(gone)), manifest.config.get("source", {})
     settings = settings.model_copy(update={"source": source})
     config = described(settings, open_source(source, num_workers=1), load_exclusions(settings.exclude))

@@ -111,7 +111,7 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     gpu = world.gpu(num_gpus)
     if on_gpu and gpu is None:
         raise SettingsError(f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one rank per GPU")
-    device = torch.device("cuda", gpu) if on_gpu else torch.device("cpu")
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if on_gpu:
         torch.cuda.set_device(device)
     else:
