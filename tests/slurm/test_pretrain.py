@@ -38,7 +38,7 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     assert tracked(slurm, run_dir) == ["FINISHED"]
     log = slurm.log(job)
     assert log.count("going on from step-") == 3, log
-    assert "its ranks received a signal, srun ended with 0" in log, log
+    assert "its ranks received a signal, srun ended with 130" in log, log
 
 
 def test_a_wrong_config_fails_at_once(slurm: Cluster, config: Path) -> None:
