@@ -48,6 +48,7 @@ from pretrain.checkpoints.run import (
     finished_result,
     list_checkpoints,
     run_and_length,
+    step_of,
 )
 from pretrain.config import DataSettings, PretrainSettings
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
@@ -252,7 +253,7 @@ class Work:
             return "other settings"
         run_dir = Path(self.writes)
         checkpoints = list_checkpoints(run_dir)
-        where = f" at step {int(checkpoints[-1].name.removeprefix('step-')):,}" if checkpoints else ""
+        where = f" at step {step_of(checkpoints[-1]):,}" if checkpoints else ""
         if _last_end(run_dir) == "FAILED":
             return f"failed{where}"
         return f"begun,{where}" if where else "begun" if (run_dir / CONFIG_FILE).exists() else "not begun"

@@ -237,7 +237,7 @@ def prune(run_dir: Path, newest: Path, retention: Retention, *, spared: int | No
 
 def superfluous(found: list[Path], *, newest: Path, retention: Retention, best: Best | None) -> list[Path]:
     """Of all (oldest first) the older ones that no rule keeps, and those newer than `newest`: training had gone on there."""
-    older = [path for path in found if path.name < newest.name]
+    older = [path for path in found if step_of(path) < step_of(newest)]
     kept = {newest, *older[max(0, len(older) - (retention.keep_last - 1)) :]}
     kept |= {path for path in older if retention.keeps(step_of(path)) or (best is not None and step_of(path) == best.step)}
     return [path for path in found if path not in kept]

@@ -40,7 +40,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -80,6 +79,7 @@ from pretrain.checkpoints.run import (
     checkpoint_dir,
     checkpoints_dir,
     finished_result,
+    is_checkpoint_name,
     list_checkpoints,
     may_change,
     step_of,
@@ -313,7 +313,8 @@ class Mirror:
 
     def look(self) -> None:
         """What is whole there."""
-        steps = {step_of(Path(name).parent) for name in self._names("checkpoints") if fnmatch(name, f"step-*/{HASHES}")}
+        found = [Path(name) for name in self._names("checkpoints")]
+        steps = {step_of(path.parent) for path in found if path.name == HASHES and is_checkpoint_name(str(path.parent))}
         self.whole = {step: self.whole.get(step) for step in sorted(steps)}
 
     def has(self, place: Path) -> bool:
@@ -364,7 +365,7 @@ class Mirror:
         if best is not None:
             self._send(_BEST, json.dumps(asdict(best)).encode())
         gone = {path.name for path in superfluous(found, newest=newest, retention=retention, best=best)}
-        names = [name for name in self._names("checkpoints") if name.startswith("step-")]
+        names = [name for name in self._names("checkpoints") if is_checkpoint_name(name.split("/")[0])]
         gone |= {name.split("/")[0] for name in names} - {path.name for path in found}  # begun, and never whole
         names = [f"checkpoints/{name}" for name in names if name.split("/")[0] in gone]
         if names:

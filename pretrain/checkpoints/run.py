@@ -17,6 +17,7 @@ RUN/result.json       written last; a run that has it is finished
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -60,9 +61,14 @@ def checkpoint_dir(run_dir: Path, step: int) -> Path:
     return checkpoints_dir(run_dir) / f"step-{step:08d}"
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """True for `step-` plus digits; a copy named step-00000010.bak is the user's own."""
+    return re.fullmatch(r"step-[0-9]+", name) is not None
+
+
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Published ones, oldest first."""
-    return sorted(checkpoints_dir(run_dir).glob("step-*"))
+    """Published checkpoints, oldest first."""
+    return sorted((path for path in checkpoints_dir(run_dir).glob("step-*") if is_checkpoint_name(path.name)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -163,6 +163,22 @@ def test_what_stays_follows_the_rules(tmp_path: Path) -> None:
     assert writer.news()["usage/checkpoint_gb"] > 0
 
 
+@pytest.mark.parametrize("name", ["step-00000020.bak", "step-old", "step-", "step-1e3", "step--1", "old-step-00000020"])
+def test_only_step_plus_digits_is_a_checkpoint(tmp_path: Path, name: str) -> None:
+    """A user may keep copies next to the checkpoints; nobody reads or removes these copies."""
+    shutil.copytree(save(tmp_path, 20), tmp_path / "checkpoints" / name)
+    save(tmp_path, 30, keep_last=1)
+    assert steps(tmp_path) == [30] and (tmp_path / "checkpoints" / name / "model.safetensors").exists()
+    assert restored(tmp_path)[1].step == 30
+    assert Checkpoint.open(tmp_path).directory == Checkpoint.found(str(tmp_path)).directory == list_checkpoints(tmp_path)[-1]  # type: ignore[union-attr]
+
+
+def test_checkpoints_are_sorted_by_step_and_not_by_name(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_001):
+        save(tmp_path, step)
+    assert steps(tmp_path) == [99_999_999, 100_000_001] and restored(tmp_path)[1].step == 100_000_001
+
+
 def submitted(writer: CheckpointWriter, step: int, engine: EngineState | None = None, best: Best | None = None) -> CheckpointWriter:
     assert writer.make_room(timeout_s=10)
     writer.submit(Snapshot(engine or state(step), TrainerState(step, step * 16, best), CARD))

@@ -73,7 +73,7 @@ class Node:
 
 def whole(store: Path) -> list[int]:
     """Steps of what a start could go on from."""
-    found = [path.parent for path in sorted((store / "checkpoints").glob("step-*/sha256.json"))]
+    found = [path.parent for path in sorted((store / "checkpoints").glob("step-*[0-9]/sha256.json"))]
     assert [fault_of(path, needed=FILES) for path in found] == [None] * len(found)
     return [step_of(path) for path in found]
 
@@ -82,6 +82,9 @@ def test_another_disk_goes_on_from_what_the_store_holds(tmp_path: Path) -> None:
     """And from there it knows config, journal, identity and the best; what the rules keep stays, as in the run's directory."""
     node = Node(tmp_path / "a", tmp_path / "store")
     writer = node.writer(Retention(keep_last=2, keep_every_steps=30))
+    own_copy = tmp_path / "store" / "checkpoints" / "step-00000010.bak" / "sha256.json"
+    own_copy.parent.mkdir(parents=True)
+    own_copy.touch()
     node.record("tracking/identity.json", json.dumps({"uri": f"sqlite:///{tmp_path}/a/mlflow.db"}).encode())
     best = None
     for step in range(10, 101, 10):
@@ -100,7 +103,7 @@ def test_another_disk_goes_on_from_what_the_store_holds(tmp_path: Path) -> None:
     assert {30, 60, 70, 100} <= {*whole(tmp_path / "store")} and len(whole(tmp_path / "store")) == 5
     assert json.loads((tmp_path / "store" / "checkpoints" / "best.json").read_text()) == asdict(Best(70, 0.5))
     other = Node(tmp_path / "b", tmp_path / "store")
-    assert steps(other.run_dir) == [70, 100]
+    assert steps(other.run_dir) == [70, 100] and own_copy.exists()
     for name in ("tracking/journal.jsonl", "tracking/delivered.json"):
         assert (other.run_dir / name).read_bytes() == (node.run_dir / name).read_bytes()
     assert json.loads((other.run_dir / "tracking/identity.json").read_text()) == {"uri": f"sqlite:///{tmp_path}/b/mlflow.db"}
