@@ -1,13 +1,13 @@
 """When a checkpoint is due, how all ranks make one together, and how the first rank brings it to disk while training goes on.
 
-A checkpoint's way: 1. `make_room` waits until none is being written, and holds back one whose writing failed; 2. the ranks make the
-snapshot (which may reuse the memory of the one before); 3. `submit` hands it over, in place of a failed one; 4. a thread syncs the
-event log, then publishes the checkpoint. It tries again, with growing pauses, while the file system refuses: a full disk costs a
-checkpoint, never the run. What training loses is the snapshot, and the wait for the write before it, if that is still under way
-(usage/checkpoint_stall_s). 5. With checkpoint.mirror another thread brings it to a store (mirror.py).
+A checkpoint's way: 1. `make_room` waits until none is being written; 2. the ranks make the snapshot (which may reuse the memory of
+the one before); 3. `submit` hands it over, in place of one that could not be written; 4. a thread syncs the event log, then
+publishes the checkpoint. A failed write is reported, and the next checkpoint replaces it: a full disk costs a checkpoint, never the
+run. Only the last one is retried, by `finish`, and the run does not count as hung meanwhile. What training loses is the snapshot,
+and the wait for the write before it, if that is still under way (usage/checkpoint_stall_s). 5. With checkpoint.mirror another thread
+brings it to a store (mirror.py).
 
-The best is the best of the checkpoints that came to be: what an evaluation found is forgotten, by all ranks, where the checkpoint
-of its step is left out, or could not be written and made room for the next. So whatever a checkpoint calls the best is there.
+The best is the best evaluation so far. best.json names the best checkpoint that was published.
 
 Figures wait in `news` for the trainer's thread, which alone uses the tracker.
 """
@@ -28,7 +28,7 @@ from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.engine.step import Engine
-from pretrain.ranks.collectives import any_rank, highest, on_all_ranks
+from pretrain.ranks.collectives import any_rank, on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
@@ -42,6 +42,8 @@ _REMEDIES = {
 }
 FINAL_S = 120.0
 """How long the end of training waits for a file system that refuses; one that is merely slow has all the time it needs."""
+RETRY_S = 10.0
+"""The pause between two attempts to write the last checkpoint."""
 _LOOK_S = 0.2
 
 
@@ -73,22 +75,18 @@ class Saver:
         self.writer = CheckpointWriter(Path(settings.run_dir), self._retention, log=log, mirror=mirror)
         self.saved_step = 0
         """Where training went on from, then the last one handed to the writer."""
-        self._judged: list[Best] = []
-        """Each better than the one before it; after them what was judged last, if that is not the best."""
+        self.best: Best | None = None
+        """The best evaluation so far; after `finish`, on the first rank, the best checkpoint that was published."""
 
     def go_on(self, start: TrainerState) -> None:
-        self.saved_step, self._judged = start.step, [start.best] if start.best else []
+        self.saved_step, self.best = start.step, start.best
         if self.writer.mirror is not None:
             self.writer.mirror.start()
 
-    @property
-    def best(self) -> Best | None:
-        return max(self._judged, key=lambda each: each.score, default=None)
-
     def judge(self, step: int, *, top1: float) -> None:
         """What an evaluation found; every rank has the same scores."""
-        if self._keep_best:
-            self._judged = [*self._bests(), Best(step, top1)]
+        if self._keep_best and (self.best is None or top1 > self.best.score):
+            self.best = Best(step, top1)
 
     def is_due(self, step: int) -> bool:
         is_new_best = self.best is not None and self.best.step == step != self.saved_step
@@ -110,9 +108,7 @@ class Saver:
                 "system"
             )
             if not is_last:
-                self._forget(step)
                 return
-        self._replace_failed(step)
         engine = self._engine.export_state()
         if self._world.is_first:
             card = self._card.model_copy(update={"step": step})
@@ -132,7 +128,7 @@ class Saver:
 
     def _finish(self, stop: StopFlag | None) -> None:
         began_s = time.monotonic()
-        self.writer.finish(self.best)
+        self.best = self.writer.finish(self.best)
         if self.writer.mirror is not None:
 
             def left_s() -> float:
@@ -151,23 +147,6 @@ class Saver:
             failed="the mirror is not complete; see the message of the first rank",
         )
 
-    def _bests(self) -> list[Best]:
-        """Without the one that was judged last, if it is not the best."""
-        return self._judged[:-1] if self._judged and self._judged[-1] != self.best else self._judged
-
-    def _forget(self, step: int) -> None:
-        """There is no checkpoint of this step, and there will be none."""
-        self._judged = [each for each in self._judged if each.step != step]
-
-    def _replace_failed(self, step: int) -> None:
-        """The checkpoint before, if it could not be written, will never be."""
-        failed = self.writer.held_back_step if self._world.is_first else None
-        lost = highest(-1 if failed is None else failed, device=self._engine.device)
-        if lost >= 0:
-            if self._judged and self._judged[-1].step != step:
-                self._judged = self._bests()  # only what is saved now may be the best of those that there are
-            self._forget(lost)
-
     def _warn(self, text: str) -> None:
         if self._world.is_first:
             print(f"WARNING: {text}", file=sys.stderr, flush=True)
@@ -176,27 +155,16 @@ class Saver:
 class CheckpointWriter:
     """The first rank's side: writes snapshots one at a time, in a thread of its own."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        retention: Retention,
-        *,
-        log: EventLog | None = None,
-        mirror: Mirror | None = None,
-        first_pause_s: float = 2.0,
-        longest_pause_s: float = 60.0,
-    ):
-        """`first_pause_s` follows the first failure, and doubles with each up to `longest_pause_s`."""
+    def __init__(self, run_dir: Path, retention: Retention, *, log: EventLog | None = None, mirror: Mirror | None = None):
         self._run_dir, self._retention, self._log = run_dir, retention, log
-        self._first_pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
-        """What is still to be written, or is being written."""
-        self._is_writing = self._held_back = False
+        """What is still to be written, is being written, or could not be written."""
         self._is_published = False
         """Of the snapshot's steps the first two are done, though a later one failed."""
-        self._num_failures, self._pause_s, self._try_at_s = 0, 0.0, 0.0
+        self._num_failures = 0
         self._fault: OSError | None = None
+        """Why the snapshot could not be written."""
         self._defect: Exception | None = None
         self._news: dict[str, float] = {}
         self._thread: threading.Thread | None = None
@@ -205,23 +173,15 @@ class CheckpointWriter:
     def make_room(self, *, timeout_s: float) -> bool:
         """Waits until the last snapshot is written, or has failed. False: neither yet, and a new one has to be left out."""
         with self._changed:
-            self._held_back = self._changed.wait_for(self._has_room, timeout_s)
+            has_room = self._changed.wait_for(self._has_room, timeout_s)
             self.raise_defect()
-            return self._held_back
-
-    @property
-    def held_back_step(self) -> int | None:
-        """Of the checkpoint that could not be written, and that the next `submit` takes the place of."""
-        with self._changed:
-            held = self._snapshot if self._held_back and not self._is_published else None
-            return None if held is None else held.trainer.step
+            return has_room
 
     def submit(self, snapshot: Snapshot) -> None:
-        """In place of the one that is held back, if any."""
+        """Hand over a snapshot, in place of the one that could not be written."""
         with self._changed:
-            assert self._held_back and self._has_room()
-            self._snapshot, self._held_back, self._is_published = snapshot, False, False
-            self._pause_s, self._try_at_s, self._fault = self._first_pause_s, 0.0, None
+            assert self._has_room()
+            self._snapshot, self._is_published, self._fault = snapshot, False, None
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
                 self._thread.start()
@@ -245,24 +205,30 @@ class CheckpointWriter:
         if self.mirror is not None:
             self.mirror.wait(max(0.0, end_s - time.monotonic()))
 
-    def finish(self, best: Best | None) -> None:
-        """Returns when the last snapshot is on disk; an error where it cannot be brought there."""
-        give_up_at_s = time.monotonic() + FINAL_S
+    def finish(self, best: Best | None) -> Best | None:
+        """Return the best checkpoint on disk once the last snapshot is there. Raise an error after FINAL_S of failed writes."""
+        give_up_at_s, retry_at_s = time.monotonic() + FINAL_S, 0.0
         with self._changed:
-            self._held_back = False
-            self._try_at_s = 0.0  # at once: what made it fail may be mended
-            self._changed.notify_all()
             while self._snapshot is not None:
-                self._changed.wait(_LOOK_S)
-                if self._fault is not None and not self._is_writing and time.monotonic() > give_up_at_s:
+                if self._fault is None:  # it is being written, and reports its own progress
+                    self._changed.wait()
+                elif time.monotonic() > give_up_at_s:
                     step, self._snapshot = self._snapshot.trainer.step, None
                     raise CheckpointError(
                         f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {step}) could not be written "
                         f"{_in_words(self._fault)}, and the same command goes on from the one before"
                     )
+                elif time.monotonic() < retry_at_s:
+                    PROGRESS.touch()  # the run waits, and does not hang
+                    self._changed.wait(_LOOK_S)
+                else:
+                    self._fault, retry_at_s = None, time.monotonic() + RETRY_S
+                    self._changed.notify_all()
             self.raise_defect()
+        published = published_best(self._run_dir, best) if best is not None else None
         if best is not None:
-            write_best(self._run_dir, published_best(self._run_dir, best))
+            write_best(self._run_dir, published)
+        return published
 
     def tidy(self) -> None:
         """What the mirror was reading when its turn came."""
@@ -270,7 +236,7 @@ class CheckpointWriter:
             prune(self._run_dir, newest, self._retention)
 
     def _has_room(self) -> bool:
-        return not self._is_writing and (self._snapshot is None or self._fault is not None)
+        return self._snapshot is None or self._fault is not None
 
     def raise_defect(self) -> None:
         for found in (self._defect, self.mirror.defect if self.mirror else None):
@@ -280,9 +246,9 @@ class CheckpointWriter:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while self._snapshot is None or self._held_back or time.monotonic() < self._try_at_s:
-                    self._changed.wait(None if self._fault is None else _LOOK_S)
-                snapshot, self._is_writing = self._snapshot, True
+                while self._snapshot is None or self._fault is not None:
+                    self._changed.wait()
+                snapshot = self._snapshot
             fault, defect = None, None
             try:
                 self._write(snapshot)
@@ -292,14 +258,12 @@ class CheckpointWriter:
             except Exception as error:  # noqa: BLE001 (it belongs to the trainer, who meets it at the next checkpoint)
                 defect = error
             with self._changed:
-                self._is_writing, self._fault, self._defect = False, fault, defect
+                self._fault, self._defect = fault, defect
                 if fault is None:
                     self._snapshot = None
                 else:
                     self._num_failures += 1
                     self._news["usage/checkpoint_failures"] = float(self._num_failures)
-                    self._try_at_s = time.monotonic() + self._pause_s
-                    self._pause_s = min(self._longest_pause_s, 2 * self._pause_s)
                 self._changed.notify_all()
 
     def _write(self, snapshot: Snapshot) -> None:
@@ -317,7 +281,7 @@ class CheckpointWriter:
         PROGRESS.touch()
         print(
             f"WARNING: {checkpoints_dir(self._run_dir)}: the checkpoint of step {step} could not be written {_in_words(error)}. "
-            f"Training goes on, and it is tried again in {self._pause_s:,.0f} s",
+            f"The next checkpoint replaces it; the last one is retried for up to {FINAL_S:.0f} s",
             file=sys.stderr,
             flush=True,
         )
