@@ -303,6 +303,8 @@ class Busy(UserError):  # noqa: N818
     """Another process holds the place now: nobody's mistake, and later the same command may do."""
 
 
+BUSY = 75
+"""The exit code for `Busy`: cluster/job.py knows the number."""
 LOCK = ".lock"
 
 

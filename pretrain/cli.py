@@ -19,7 +19,7 @@ from data_prep.limits import limit_remedy
 from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
-from data_prep.publish import Busy
+from data_prep.publish import BUSY, Busy
 from data_prep.settings import SettingsError, UserError, differences, dump, load_settings, near_path, read_lines
 from pretrain import start
 from pretrain.checkpoints.card import CONFIG
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 OK, FAILED, BAD_INPUT = 0, 1, 2
-BUSY = 75
-"""The run is held by another start: nobody's mistake. cluster/job.py knows the number."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -35,6 +35,7 @@ import torch
 from data_prep.console import write_error
 from pretrain.ranks.collectives import all_sum
 from pretrain.ranks.hangs import PROGRESS, Standing, Standings, Verdict
+from pretrain.ranks.launch import report_joined
 from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.stacks import Stacks
 from pretrain.ranks.world import Peer, World
@@ -57,6 +58,7 @@ def watched(world: World, ranks: RanksSettings, *, device: torch.device) -> "Ite
     """Entered by all ranks when they have joined: if one of them is gone, frozen or fails, the others end and name it."""
     heartbeat = Heartbeat(world, ranks)
     heartbeat.start(lambda numbers: all_sum(torch.tensor(numbers, device=device)).tolist())
+    report_joined()
     try:
         yield heartbeat
     except BaseException as error:

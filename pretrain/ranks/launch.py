@@ -1,11 +1,13 @@
 """Starts N local ranks of a command and fails fast: when one dies, the others end within seconds and its last words come first.
 
 The same environment that torchrun sets, without its import of torch and its tracebacks. Ctrl-C and SIGTERM reach every rank, which
-finishes its step, writes a checkpoint and exits with 0.
+finishes its step, writes a checkpoint and exits with 0. Ranks report that they have joined (`report_joined`). If one ends before
+that, the others have nothing to save and wait for it within torch, where no signal handler runs: the launcher kills them.
 """
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,15 +15,18 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 from data_prep.console import output_is_progress, write_error
 from data_prep.interrupts import ANSWERED, INTERRUPTED, keep
+from data_prep.publish import BUSY
 from pretrain.ranks.preemption import LAST_WRITE_S, SIGNALS
 from pretrain.ranks.world import free_port
 
 _PR_SET_PDEATHSIG = 1
 LAUNCHED_WITH = "WIDE_MLPS_LAUNCHED_WITH"
 """The variable that gives ranks the rest of the command line: a run's page shows the whole of it."""
+_JOINED_PIPE = "WIDE_MLPS_JOINED_PIPE"
 LAST_WORDS_S = 5.0
 """How long the other ranks may go on after one has died."""
 GRACE_S = LAST_WRITE_S + 10.0
@@ -33,12 +38,20 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def report_joined() -> None:
+    """Tell the launcher, if one started this rank, that all ranks have joined."""
+    if pipe := os.environ.pop(_JOINED_PIPE, ""):
+        os.write(int(pipe), b"j")
+
+
 def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False) -> int:
     """The exit code of the first rank that failed, or 0. Standard streams are inherited.
 
     `heed_signals`: the command installs a StopFlag; a signal that comes sooner waits for it instead of ending the rank.
     """
+    joined, joined_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     shared = os.environ | {
+        _JOINED_PIPE: str(joined_writer),
         LAUNCHED_WITH: f"--ranks {num_ranks}",
         ANSWERED: "saves" if heed_signals else "ends",
         "WORLD_SIZE": str(num_ranks),
@@ -61,25 +74,32 @@ def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False
     try:
         for rank in range(num_ranks):
             environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=environment, preexec_fn=prepare))  # noqa: PLW1509 (no threads here)
+            options: dict[str, Any] = {"preexec_fn": prepare, "pass_fds": [joined_writer]}  # no threads here
+            ranks.append(subprocess.Popen(command, env=environment, **options))
         restore = _forward_signals(ranks, saves=heed_signals)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
-        return _watch(ranks)
+        return _watch(ranks, joined=joined)
     finally:
-        _end(ranks)
+        _end(ranks, have_joined=_have_joined(joined))
         restore()
+        os.close(joined)
+        os.close(joined_writer)
 
 
-def _watch(ranks: list[subprocess.Popen[bytes]]) -> int:
+def _have_joined(pipe: int) -> bool:
+    return bool(select.select([pipe], [], [], 0)[0])
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], *, joined: int) -> int:
     while True:
         codes = [rank.poll() for rank in ranks]
         # a signal first: the others may have ended already because of it
         for number, code in sorted(enumerate(codes), key=lambda each: (each[1] or 0) >= 0):
             if code not in (None, 0):
-                _wait(ranks, LAST_WORDS_S)
-                if code != INTERRUPTED:
+                _wait(ranks if _have_joined(joined) else ranks[:1], LAST_WORDS_S)  # a mistake of all is reported by the first
+                if code not in (INTERRUPTED, BUSY):
                     print(f"launch: rank {number} ended with {describe(code)}; ending the others", file=sys.stderr)
                 return code if code and code > 0 else 128 - (code or 0)
         if all(code == 0 for code in codes):
@@ -119,8 +139,8 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # t
     return lambda: [signal.signal(number, handler) for number, handler in previous.items()]
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    for stop in (signal.SIGTERM, signal.SIGKILL):
+def _end(ranks: list[subprocess.Popen[bytes]], *, have_joined: bool) -> None:
+    for stop in (signal.SIGTERM, signal.SIGKILL) if have_joined else (signal.SIGKILL,):
         alive = [rank for rank in ranks if rank.poll() is None]
         for rank in alive:
             rank.send_signal(stop)

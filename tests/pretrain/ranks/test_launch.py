@@ -61,6 +61,8 @@ def test_a_rank_that_writes_is_waited_for_and_one_that_hangs_is_not(tmp_path: Pa
         """
     rank = f"""
         import os, signal, sys, time
+        from pretrain.ranks.launch import report_joined
+        report_joined()
         number = os.environ["RANK"]
         if number == "0": signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), os.write(1, b"written"), os._exit(0)))
         if number == "2": signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -71,6 +73,27 @@ def test_a_rank_that_writes_is_waited_for_and_one_that_hangs_is_not(tmp_path: Pa
         """
     done = start(rank, before=wait)
     assert done.returncode == 7 and done.stdout == "written"
+
+
+BLOCKED = "signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'{ready}/{rank}', 'w').close(); time.sleep(600)"
+NUM_READY = "while len(os.listdir(ready)) < 2: time.sleep(0.01)"
+
+
+@pytest.mark.parametrize(("ending", "code", "words"), [("sys.exit(75)", 75, ""), ("os.kill(os.getpid(), 9)", 137, "SIGKILL")])
+def test_a_rank_that_has_not_joined_is_ended_at_once(tmp_path: Path, ending: str, code: int, words: str) -> None:
+    """It waits within torch, where no handler of SIGTERM runs; the grace of a rank that saves would last forever here."""
+    rank = f"""
+        import os, signal, sys, time
+        rank, ready = os.environ["RANK"], {str(tmp_path)!r}
+        if rank != "0": {BLOCKED}
+        {NUM_READY}
+        print("rank 0 says who holds the run", file=sys.stderr, flush=True)
+        {ending}
+        """
+    done = start(rank, before="launcher.GRACE_S = launcher.LAST_WORDS_S = 1e9")
+    assert done.returncode == code
+    said = [f"launch: rank 0 ended with {words}; ending the others"] if words else []
+    assert done.stderr.splitlines() == ["rank 0 says who holds the run", *said]
 
 
 def failing_rank(world: World) -> None:
