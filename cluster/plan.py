@@ -23,7 +23,7 @@ from cluster.work import COMMANDS, Work
 from data_prep.interrupts import INTERRUPTED, keep
 from data_prep.settings import UserError
 from pretrain.cli import FAILED, OK
-from pretrain.ranks.preemption import SIGNALS
+from pretrain.ranks.preemption import heeded_signals
 
 
 def show(options: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def show(options: argparse.Namespace) -> int:
 class Here:
     """Runs our commands, and passes on what is meant to stop them, so that they can save.
 
-    Ctrl-C reaches the command from the terminal itself; SIGTERM and SIGUSR2 are sent on to it. A training that receives one saves
+    Ctrl-C reaches the command from the terminal itself; the other signals are sent on to it. A training that receives one saves
     and exits with 0: whether it is finished, its own files say.
     """
 
@@ -55,7 +55,7 @@ class Here:
         """Signals, by which somebody wants all of it to end."""
         self._process: subprocess.Popen[bytes] | None = None
         keep("")  # the command says what it keeps
-        for number in SIGNALS:
+        for number in heeded_signals():
             signal.signal(number, self._receive)
 
     def run(self, words: list[str]) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 from data_prep.console import output_is_progress, write_error
 from data_prep.interrupts import ANSWERED, INTERRUPTED, keep
 from data_prep.publish import BUSY
-from pretrain.ranks.preemption import LAST_WRITE_S, SIGNALS
+from pretrain.ranks.preemption import LAST_WRITE_S, SIGNALS, heeded_signals
 from pretrain.ranks.world import free_port
 
 _PR_SET_PDEATHSIG = 1
@@ -113,7 +113,7 @@ def describe(code: int | None) -> str:
 
 
 def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # type: ignore[no-untyped-def]
-    """Passes SIGTERM and SIGUSR2 on. Ctrl-C reaches the ranks from the terminal itself; the first is confirmed here, and those that
+    """Passes the other signals on. Ctrl-C reaches the ranks from the terminal itself; the first is confirmed here, and those that
     save hear of it by SIGTERM as well, for a SIGINT may be meant for the launcher alone. A second one kills them: where they are
     still starting, they would know of one."""
 
@@ -134,7 +134,7 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # t
             rank.kill()
         os._exit(INTERRUPTED)
 
-    handlers = {signal.SIGTERM: pass_on, signal.SIGUSR2: pass_on, signal.SIGINT: answer}
+    handlers = dict.fromkeys(heeded_signals(), pass_on) | {signal.SIGINT: answer}
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     return lambda: [signal.signal(number, handler) for number, handler in previous.items()]
 

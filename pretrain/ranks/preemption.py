@@ -1,7 +1,7 @@
 """Stopping is a flag. The handlers only raise it; the trainer reads it at a step boundary, where all ranks agree, and then saves.
 
-SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGINT from Ctrl-C: what it is answered, and what a second one does,
-stands in data_prep/interrupts.py.
+SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGHUP from a terminal that is closed, SIGINT from Ctrl-C: what it is
+answered, and what a second one does, stands in data_prep/interrupts.py.
 
 A wait that may never end (for data of a server that is gone) is done within `waiting`, by `result`. A single rank gives it up at
 once, and is then still at its step boundary. With several ranks the others may be within the step, so none can give up by itself:
@@ -19,10 +19,15 @@ from typing import TypeVar
 from data_prep.interrupts import keep
 
 T = TypeVar("T")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 LAST_WRITE_S = 30.0
 """How long a run that ends early, or with an error, waits for the checkpoint that is being written. Our launcher waits longer."""
 _LOOK_S = 0.2
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Return those that stop this process. Under nohup a closed terminal does not."""
+    return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
 
 
 class Interrupted(Exception):  # noqa: N818
@@ -54,7 +59,7 @@ class StopFlag:
         if isinstance(installed, StopFlag):
             return installed
         keep("it ends as soon as all is loaded, nothing is to be saved yet", ends_within_s=None)
-        for number in SIGNALS:
+        for number in heeded_signals():
             signal.signal(number, self._raise)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # our launcher blocks them, so that none is lost before this
         return self

@@ -178,7 +178,7 @@ def test_a_stop_of_any_rank_makes_a_checkpoint_and_a_clean_exit_with_staged_data
     config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     run_dir, scratch = tmp_path / "run", tmp_path / "scratch"
-    for step, rank, number in ((6, 1, signal.SIGUSR2), (20, 0, signal.SIGINT)):
+    for step, rank, number in ((6, 1, signal.SIGUSR2), (13, 1, signal.SIGHUP), (20, 0, signal.SIGINT)):
         strikes = {rank: Strike(run_dir, 1, step=step, signal=number)}
         output = finish(start(config, run_dir, f"data.stage_dir={scratch / str(step)}", strikes=strikes))
         assert output.count("\nstaged ") == 1 and f" MB to {scratch / str(step)} ({socket.gethostname()}) in " in output

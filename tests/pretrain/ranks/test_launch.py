@@ -262,6 +262,26 @@ def test_ctrl_c_is_answered_at_once_and_the_second_ends_it() -> None:
     assert process.returncode == 130 and said == ""
 
 
+@pytest.mark.parametrize(("ignored", "raised_by"), [(False, "SIGHUP"), (True, "None")])
+def test_a_closed_terminal_has_ranks_save_unless_nohup_has_started_them(ignored: bool, raised_by: str) -> None:
+    rank = """if True:
+        import select, sys
+        from pretrain.ranks.preemption import StopFlag
+        stop = StopFlag().install()
+        print("ready", flush=True)
+        while stop.raised_by is None and not select.select([sys.stdin], [], [], 0.01)[0]: pass
+        print(stop.raised_by)
+        """
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)  # the child inherits it
+    try:
+        process = begun(rank)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    os.killpg(process.pid, signal.SIGHUP)
+    said, _ = process.communicate("the terminal has been closed\n", timeout=120)
+    assert (process.returncode, said) == (0, f"{raised_by}\n")
+
+
 def test_an_interrupt_of_the_launcher_alone_has_its_ranks_save() -> None:
     """As `kill -INT` sends it; a terminal sends it to all."""
     save = (
