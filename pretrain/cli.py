@@ -33,6 +33,7 @@ from pretrain.checkpoints.run import (
     finished_result,
     is_begun,
     list_checkpoints,
+    load_run_settings,
     run_and_length,
     steps_of,
 )
@@ -89,9 +90,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_verbs(verbs: Verbs) -> None:
     start.add_verb(verbs)
-    train = _add_config(verbs, "train", _train, help="run a config, or go on with it where it stopped")
+    train = _add_config(verbs, "train", _train, help="train a config, or resume a run directory")
     train.epilog = """pretrain train configs/pretrain/demo_mlp.yaml dataset=data/mine run_dir=runs/mine epochs=20
-pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_dir=runs/mine lr=3e-4 precision=fp32"""
+pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_dir=runs/mine lr=3e-4 precision=fp32
+pretrain train runs/mine
+pretrain train runs/mine epochs=40"""
     train.add_argument("--ranks", type=at_least(1), help="start this many local ranks (torchrun and srun work as well)")
     preview = _add_config(verbs, "preview", _preview, help="draw the pictures that a config feeds to the model")
     preview.epilog = "pretrain preview configs/pretrain/demo_mlp.yaml dataset=data/mine mixup_alpha=0.8 --out preview.png"
@@ -134,7 +137,7 @@ pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_di
 
 def _add_config(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], *, help: str) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(name, help=help)
-    verb.add_argument("config", help="a YAML file, such as configs/pretrain/demo_mlp.yaml")
+    verb.add_argument("config", help="a YAML file, such as configs/pretrain/demo_mlp.yaml, or the directory of a run")
     verb.add_argument("overrides", nargs="*", default=[], help="key=value, such as optimizer.lr=1e-4, or short lr=1e-4")
     verb.set_defaults(run=run, schema="pretrain.config:PretrainSettings")
     return verb
@@ -205,7 +208,7 @@ def warn_if_enlarged(data: TrainingData, run_dir: str) -> None:
 def _train(options: argparse.Namespace) -> int:
     if not options.ranks:
         StopFlag().install()  # before the long imports: what comes while they last counts
-    settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
+    settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     run_dir = Path(settings.run_dir)
     world = world_of(options)
     check_settings(run_dir, settings)
@@ -303,7 +306,7 @@ def _preview(options: argparse.Namespace) -> int:
     from data_prep.images.sheet import check_out, save_sheet
 
     check_out(options.out)
-    settings = load_settings(PretrainSettings, path=options.config, overrides=options.overrides)
+    settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     data = load_training_data(settings.data)  # before torch, for the mistakes that it may find
     with doing("loading torch"):
         from pretrain.loop.preview import preview
@@ -315,7 +318,7 @@ def _preview(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    print(dump(load_settings(PretrainSettings, path=options.config, overrides=options.overrides)), end="")
+    print(dump(load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)), end="")
     return OK
 
 

@@ -5,14 +5,13 @@ import os
 from pathlib import Path
 
 from data_prep.explain import Verbs
-from data_prep.settings import load_settings
 from finetune.split import check_apart
 from finetune.tune.config import TuneSettings, check_kind, check_resume_of, in_words, is_finished, repeats_of, unfinished_of
 from finetune.verbs import add_common, launch_ranks, show, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.mirror import bring
-from pretrain.checkpoints.run import check_length, check_settings, finished_result, list_checkpoints
+from pretrain.checkpoints.run import check_length, check_settings, finished_result, list_checkpoints, load_run_settings
 from pretrain.cli import OK, leave, ranks_of, warn_if_enlarged, world_of
 from pretrain.config import check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
@@ -22,16 +21,17 @@ from pretrain.ranks.preemption import StopFlag
 
 def add_verbs(verbs: Verbs) -> None:
     tune = verbs.add_parser("tune", help="fine-tune a checkpoint, or train its architecture from scratch (init=scratch)")
-    tune.add_argument("config", help="a YAML file, such as configs/finetune/demo.yaml")
+    tune.add_argument("config", help="a YAML file, such as configs/finetune/demo.yaml, or the directory of a run")
     tune.epilog = """finetune tune configs/finetune/demo.yaml pretrained=runs/mine dataset=data/others run_dir=runs/tuned epochs=10
-finetune tune configs/finetune/demo.yaml pretrained=runs/mine dataset=data/others run_dir=runs/tuned seeds=[0,1,2] --ranks 2"""
+finetune tune configs/finetune/demo.yaml pretrained=runs/mine dataset=data/others run_dir=runs/tuned seeds=[0,1,2] --ranks 2
+finetune tune runs/tuned epochs=20"""
     add_common(tune, _tune, schema="finetune.tune.config:TuneSettings")
 
 
 def _tune(options: argparse.Namespace) -> int:
     if not options.ranks:
         StopFlag().install()  # before the long imports: what comes while they last counts
-    settings = load_settings(TuneSettings, path=options.config, overrides=options.overrides)
+    settings = load_run_settings(TuneSettings, path=options.config, overrides=options.overrides)
     if options.show:
         return show(settings)
     world, run_dir = world_of(options), Path(settings.run_dir)

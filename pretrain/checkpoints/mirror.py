@@ -202,7 +202,7 @@ class Mirror:
             with suppress(SettingsError):  # the differences will name what is no setting any more
                 begun = validate(type(settings), begun).model_dump(mode="json")
             wanted = settings.model_dump(mode="json")
-            changes = differences(begun, wanted, is_free=lambda *change: change[0] == "run_dir" or may_change(*change))
+            changes = differences(begun, wanted, is_free=may_change)
             if changes:
                 fault = f"belongs to a run with other settings ({changes}; {_who(newest)})"
                 raise SettingsError(f"{self} {fault}; name another mirror")

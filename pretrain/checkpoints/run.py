@@ -26,7 +26,19 @@ from typing import Any
 from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.publish import withdraw, write_atomic, write_json
-from data_prep.settings import Settings, SettingsError, UserError, differences, dump, read_yaml, validate, verbs_of
+from data_prep.settings import (
+    S,
+    Settings,
+    SettingsError,
+    UserError,
+    differences,
+    dump,
+    in_yaml,
+    load_settings,
+    read_yaml,
+    validate,
+    verbs_of,
+)
 from pretrain.checkpoints.hub import is_on_hub
 from pretrain.config import DataSettings, TrainingSettings, parse_length
 from pretrain.data.datasets import TrainingData, load_training_data
@@ -37,8 +49,8 @@ from pretrain.ranks.starts import started
 RESULT, CONFIG_FILE, WEIGHTS = "result.json", "config.yaml", "weights.json"
 
 MAY_CHANGE = (
-    "resume", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "features", "cache_gb",
-    "chunk_mb",
+    "run_dir", "resume", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "features",
+    "cache_gb", "chunk_mb",
     "tracking.enabled", "tracking.peak_teraflops", "tracking.sinks",
     "engine.zero_stage", "engine.offload", "engine.activation_checkpointing", "engine.compile", "engine.cuda_graphs",
     "engine.timeout_s", "engine.heartbeat_timeout_s", "engine.hang_timeout_s", "engine.lock_wait_s",
@@ -73,6 +85,14 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def load_run_settings(schema: type[S], *, path: str, overrides: list[str]) -> S:
+    """Load a config, or for a run directory the settings that the run was begun with. `overrides` come after either."""
+    stored = Path(path) / CONFIG_FILE
+    if stored.is_file() and schema.of_verb in verbs_of(read_yaml(stored).keys()):
+        path, overrides = str(stored), [f"run_dir={in_yaml(str(Path(path)))}", *overrides]
+    return load_settings(schema, path=path, overrides=overrides)
 
 
 def run_and_length(place: str) -> tuple[str, str]:
@@ -175,6 +195,8 @@ def is_begun(
             begun = validate(schema, begun).model_dump(mode="json")
     changes = differences(begun if isinstance(begun, dict) else {}, wanted, is_free=is_free)
     if changes and not is_free_again:
+        if schema is not None and issubclass(schema, TrainingSettings):
+            advice = f"{schema.of_verb} {directory} resumes it with its own settings, or {advice}"
         raise SettingsError(f"{field}: {directory} belongs to {what} with other settings ({changes}); {advice}")
     if not alone and finished_result(directory) is None:
         check_place(directory, field=field)
@@ -205,7 +227,7 @@ def check_settings(run_dir: Path, settings: Settings) -> bool:
 def check_branch(source: str, settings: Settings) -> None:
     """Of RUN@LENGTH: a branch differs from its run in what a run may change as it goes on, and in its schedule and its records."""
     begun = validate(type(settings), read_yaml(Path(run_and_length(source)[0]) / CONFIG_FILE)).model_dump(mode="json")
-    own = ("run_dir", "start_from", "schedule", "tracking")
+    own = ("start_from", "schedule", "tracking")
     wanted = settings.model_dump(mode="json")
     changes = differences(begun, wanted, is_free=lambda *change: change[0].startswith(own) or may_change(*change))
     if changes:

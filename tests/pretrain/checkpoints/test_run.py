@@ -10,7 +10,16 @@ from data_prep.settings import Settings, SettingsError, dump, validate
 from finetune.evaluate.config import EvaluateSettings
 from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.tune.config import TuneSettings
-from pretrain.checkpoints.run import CONFIG_FILE, MAY_CHANGE, PLACES, check_settings, checkpoint_at, claim, is_begun
+from pretrain.checkpoints.run import (
+    CONFIG_FILE,
+    MAY_CHANGE,
+    PLACES,
+    check_settings,
+    checkpoint_at,
+    claim,
+    is_begun,
+    load_run_settings,
+)
 from pretrain.config import PretrainSettings
 from pretrain.ranks.settings import RanksSettings
 from pretrain.tracking.tracker import RunIdentity
@@ -84,6 +93,25 @@ def test_a_run_that_ended_before_its_first_checkpoint_leaves_its_place_to_other_
     repetition.mkdir(parents=True)
     with pytest.raises(SettingsError, match="belongs to a run with other settings"):
         check_settings(tmp_path, settings_with())
+
+
+@pytest.mark.parametrize("place", ["r", "./r/", "{here}/r", "renamed"])
+def test_a_run_is_found_by_any_spelling_of_its_place_and_resumes_with_its_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_checkpoint: Path, place: str
+) -> None:
+    """A run's place is not one of its settings; `train RUN` needs none of the overrides that the run was begun with."""
+    begun, place = settings_with(depth=3), place.format(here=tmp_path)
+    run = Path(shutil.copytree(first_checkpoint.parents[1], tmp_path / ".." / f"{tmp_path.name}-run"))
+    monkeypatch.chdir(run.rename(tmp_path / Path(place).name).parent)
+    (Path(place) / CONFIG_FILE).write_text(dump(begun))
+    assert check_settings(Path(place), begun.model_copy(update={"run_dir": place}))
+    resumed = load_run_settings(PretrainSettings, path=place, overrides=["epochs=20"])
+    assert (Path(resumed.run_dir), resumed.model, resumed.train.duration) == (Path(place), begun.model, "20 epochs")
+    assert check_settings(Path(place), resumed)
+    with pytest.raises(SettingsError, match=r"\(model.depth: 4, was 3\); pretrain train \S+ resumes it"):
+        check_settings(Path(place), load_run_settings(PretrainSettings, path=place, overrides=["model.depth=4"]))
+    with pytest.raises(SettingsError, match="is a directory, no config file"):  # of a run of another command
+        load_run_settings(TuneSettings, path=place, overrides=[])
 
 
 def test_the_run_of_another_verb_and_a_dataset_are_named_as_such(tmp_path: Path, shapes: Path) -> None:
