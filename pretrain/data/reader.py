@@ -19,6 +19,7 @@ import ctypes
 import itertools
 import mmap
 import os
+import shlex
 import tempfile
 import threading
 import weakref
@@ -40,6 +41,7 @@ from data_prep.local_copy import own_host
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
 from data_prep.settings import UserError
 from pretrain.config import ReadingSettings
+from pretrain.data.bus_error import name_dataset
 from pretrain.data.datasets import Part
 from pretrain.data.order import Ids, hash64
 from pretrain.data.store.directory import File, tar_of
@@ -91,6 +93,8 @@ class ShardReader:
     def __init__(self, parts: Sequence[Part], *, image_size: int | None = None, store: ShardStore | None = None):
         self.parts = tuple(parts)
         (self.stored_size,) = {part.stored_size(image_size) for part in parts}  # the config is checked against the datasets before
+        for part in parts:
+            name_dataset(shlex.quote(str(part.directory)))
         self._placed = [(part, shard) for part in parts for shard in part.content.shards if shard.num_samples]
         self._store = store
         self._starts = np.cumsum([0, *(shard.num_samples for _, shard in self._placed)])
