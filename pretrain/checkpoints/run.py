@@ -124,12 +124,33 @@ def checkpoint_at(place: str) -> Path | None:
     return found
 
 
+def _read_record(path: Path, *, fix: str) -> dict[str, Any]:
+    """Return the JSON object that a run has written. A damaged file is an error that names the file and the fix."""
+    try:
+        record = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"{path}: is damaged ({str(error).partition(': ')[0]}). {fix}") from None
+    if not isinstance(record, dict):
+        raise SettingsError(f"{path}: is damaged (no JSON object). {fix}")
+    return record
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        if config := read_yaml(path):
+            return config
+        raise SettingsError(f"{path}: is empty")
+    except SettingsError as error:
+        raise SettingsError(f"{error}. Restore it, for example by pretrain show CONFIG > {path}") from None
+
+
 def finished_result(run_dir: Path, asked: Settings | None = None) -> dict[str, Any] | None:
     """`asked`: settings as they are now; of a training, one that has ended after another number of steps is not finished."""
     asked, path = asked if isinstance(asked, TrainingSettings) else None, run_dir / CONFIG_FILE
     begun = read_yaml(path).get("train") if asked and path.exists() else None  # read first, as `claim` removes the result first
     path = run_dir / RESULT
-    result: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    fix = "Restore it, or remove it and run the same command again"
+    result = _read_record(path, fix=fix) if path.exists() else None
     if result is None or asked is None or begun is None or begun["duration"] == asked.train.duration:
         return result
     with suppress(ValueError):  # the data is gone: nothing shows that the other words mean the same
@@ -152,7 +173,8 @@ def save_result(run_dir: Path, result: dict[str, Any]) -> dict[str, Any]:
 def begun_with(run_dir: Path) -> dict[str, Any]:
     """Sha256 and step of the weights; {} where there were none."""
     path = run_dir / WEIGHTS
-    return json.loads(path.read_text()) if path.exists() else {}
+    fix = "Restore it, or remove it: the run then forgets which weights it began with"
+    return _read_record(path, fix=fix) if path.exists() else {}
 
 
 def is_begun(
@@ -185,9 +207,13 @@ def is_begun(
         check_place(directory, field=field)
         return False
     try:
-        begun: Any = json.loads(path.read_text()) if path.suffix == ".json" else read_yaml(path)
+        begun: Any = json.loads(path.read_text()) if path.suffix == ".json" else _read_config(path)
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise SettingsError(f"{field}: {path} cannot be read; {advice}") from None
+    except SettingsError:
+        if is_free_again:
+            return False
+        raise
     if key is not None:
         begun = begun.get(key) if isinstance(begun, dict) else None
     if schema is not None:
@@ -218,7 +244,7 @@ def forget(run_dir: Path) -> None:
 def check_settings(run_dir: Path, settings: Settings) -> bool:
     """Refuses a directory that another config has begun to fill; whether this one has begun it."""
     if (run_dir / CONFIG_FILE).is_file() and not is_worthless(run_dir):  # a line in the place of all settings of both
-        verbs = verbs_of(read_yaml(run_dir / CONFIG_FILE).keys())
+        verbs = verbs_of(_read_config(run_dir / CONFIG_FILE).keys())
         if verbs and settings.of_verb not in ("", *verbs):
             raise SettingsError(f"run_dir: {run_dir} is a run of {' or '.join(verbs)}; name another run_dir")
     return is_begun(run_dir, settings.model_dump(mode="json"), record=CONFIG_FILE, schema=type(settings), is_free=may_change)

@@ -214,9 +214,11 @@ class CheckpointWriter:
                     self._changed.wait()
                 elif time.monotonic() > give_up_at_s:
                     step, self._snapshot = self._snapshot.trainer.step, None
+                    before = list_checkpoints(self._run_dir)[-1:]
+                    resumes = f". The same command then resumes from {before[0].name}" if before else ""
                     raise CheckpointError(
                         f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {step}) could not be written "
-                        f"{_in_words(self._fault)}, and the same command goes on from the one before"
+                        f"{_in_words(self._fault)}{resumes}"
                     )
                 elif time.monotonic() < retry_at_s:
                     PROGRESS.touch()  # the run waits, and does not hang

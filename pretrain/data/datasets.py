@@ -338,9 +338,9 @@ def check_against_data(data: TrainingData, *, model: ModelSpec, train: TrainSett
     """The number of steps of the run; raises what only the datasets can tell."""
     model.check(image_size=data.image_size)
     batch = train.global_batch_size
-    if data.epoch_size(global_batch_size=batch) == 0:
-        too_few = f"'drop' leaves nothing of {data.num_samples:,} samples, fewer than train.global_batch_size {batch:,}"
-        raise ValueError(f"data.last_batch: {too_few}; make the batch smaller, or choose carry or pad")
+    if batch > data.num_samples:
+        fix = f"Set it to at most {data.num_samples:,}, such as {1 << (data.num_samples.bit_length() - 1)}"
+        raise ValueError(f"train.global_batch_size: {batch:,} is more than the {data.num_samples:,} samples of an epoch. {fix}")
     steps = data.steps(train.duration, global_batch_size=batch)
     if steps < 1:
         raise ValueError(f"train.duration: {train.duration!r} is no step at all; make it longer")

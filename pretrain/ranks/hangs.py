@@ -96,7 +96,8 @@ class Verdict:
             "waits": "waits for data, and all were told to stop",
         }[self.why]
         behind = f"; {self.behind}" if self.behind else ""
-        return f"{self.peer} {what}{behind}; the run stops; the same command goes on with it"
+        resumes = "" if self.why == "failed" else "; the same command goes on with it"  # an error may come again
+        return f"{self.peer} {what}{behind}; the run stops{resumes}"
 
     @property
     def wants_stacks(self) -> bool:

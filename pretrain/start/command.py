@@ -67,7 +67,8 @@ def start(options: argparse.Namespace) -> int:
         values = recipe.tuning(data, name=name, pretrained=options.pretrained, card=card)
     if verb == "probe" and data.judged is None:
         raise UserError(f"{directory}: has no split to test on; build it with source.val_share=0.1, or tune (without --probe)")
-    config, path, ranks = recipe.render(verb, values), Path(f"{values['run_dir']}.yaml"), recipe.num_ranks(machine)
+    config, path = recipe.render(verb, values), Path(f"{values['run_dir']}.yaml")
+    ranks = recipe.num_ranks(machine, batch=values["batch"])
     command = ["pretrain" if card is None else "finetune", verb, str(path), *(["--ranks", str(ranks)] if ranks > 1 else [])]
     if path.exists() and not options.new:
         kept = read_yaml(path)

@@ -78,7 +78,8 @@ def tuning(data: Data, *, name: str, pretrained: str, card: ModelCard) -> dict[s
 def _common(data: Data, *, name: str, epochs: int, warmup: float, most: int) -> dict[str, Any]:
     manifest, count, judged = data.manifest, data.num_train, data.judged
     counts = [count for count in manifest.splits[data.train].class_counts if count]
-    batch, every = max(16, min(most, 1 << max(0, (count // 8).bit_length() - 1))), _epochs(epochs / 20)
+    least = min(16, 1 << max(0, count.bit_length() - 1))  # never more than the pictures
+    batch, every = max(least, min(most, 1 << max(0, (count // 8).bit_length() - 1))), _epochs(epochs / 20)
     found = {
         "paper": PAPER,
         "run_dir": f"runs/{name}",
@@ -102,9 +103,9 @@ def _common(data: Data, *, name: str, epochs: int, warmup: float, most: int) -> 
     return found | ({"test_split": judged} if judged not in (None, "val") else {})
 
 
-def num_ranks(machine: Machine) -> int:
-    """A process for each GPU: a power of two, which every batch splits over. One for all cores."""
-    return 1 << max(0, len(machine.gpus).bit_length() - 1)
+def num_ranks(machine: Machine, *, batch: int) -> int:
+    """A process for each GPU: a power of two, which every batch splits over into at least two images. One for all cores."""
+    return min(max(1, batch // 2), 1 << max(0, len(machine.gpus).bit_length() - 1))
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:

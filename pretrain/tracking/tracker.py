@@ -33,12 +33,13 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from PIL import Image
+from pydantic import ValidationError
 
 from data_prep.clients import without_secrets
 from data_prep.images.sheet import save_sheet
 from data_prep.limits import cause_of
 from data_prep.publish import Superseded, atomic_file, workspace_of, write_json
-from data_prep.settings import Settings
+from data_prep.settings import Settings, UserError
 from pretrain.checkpoints.card import CONFIG
 from pretrain.config import OF_SERVER, TrackingSettings
 from pretrain.ranks.launch import describe
@@ -100,7 +101,11 @@ class RunIdentity(Settings):
     def known(run_dir: Path) -> "RunIdentity | None":
         """That of a run that has been begun."""
         path = run_dir / IDENTITY
-        return RunIdentity.model_validate_json(path.read_text()) if path.exists() else None
+        try:
+            return RunIdentity.model_validate_json(path.read_bytes()) if path.exists() else None
+        except ValidationError:
+            fix = "Restore it, or remove it: tracking then shows the run as a new one"
+            raise UserError(f"{path}: is damaged. {fix}") from None
 
 
 class Tracker:

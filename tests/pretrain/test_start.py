@@ -42,9 +42,9 @@ def test_choices_are_a_good_config_whatever_the_data_and_the_machine(shapes: Pat
     for judged in ("val", None):
         values = recipe.pretraining(of_size(shapes, count, judged=judged), machine, name="x")
         settings = validate(PretrainSettings, parse_yaml(reasoned("train", values), Path("x.yaml")))
-        local = check_against_ranks(settings.train, settings.augment, num_ranks=recipe.num_ranks(machine))
-        assert local >= 2 and settings.train.global_batch_size <= max(16, count)
-        assert recipe.num_ranks(machine) <= max(1, num_gpus)
+        local = check_against_ranks(settings.train, settings.augment, num_ranks=recipe.num_ranks(machine, batch=values["batch"]))
+        assert local >= 2 and settings.train.global_batch_size <= count
+        assert recipe.num_ranks(machine, batch=values["batch"]) <= max(1, num_gpus)
         data = load_training_data(settings.data)
         larger = replace(data.parts[0], manifest=of_size(shapes, count).manifest)
         steps = check_against_data(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_prep.settings import Settings, SettingsError, dump, validate
+from data_prep.settings import Settings, SettingsError, UserError, dump, validate
 from finetune.evaluate.config import EvaluateSettings
 from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.tune.config import TuneSettings
@@ -14,9 +14,11 @@ from pretrain.checkpoints.run import (
     CONFIG_FILE,
     MAY_CHANGE,
     PLACES,
+    begun_with,
     check_settings,
     checkpoint_at,
     claim,
+    finished_result,
     is_begun,
     load_run_settings,
 )
@@ -112,6 +114,27 @@ def test_a_run_is_found_by_any_spelling_of_its_place_and_resumes_with_its_own_se
         check_settings(Path(place), load_run_settings(PretrainSettings, path=place, overrides=["model.depth=4"]))
     with pytest.raises(SettingsError, match="is a directory, no config file"):  # of a run of another command
         load_run_settings(TuneSettings, path=place, overrides=[])
+
+
+DAMAGES = {"cut": b'{"a": [', "bytes": b"\xff\xfe", "empty": b"", "a list": b"[]"}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["config.yaml", "result.json", "weights.json", "tracking/identity.json"])
+def test_a_damaged_record_of_a_run_is_named_with_the_remedy(tmp_path: Path, first_checkpoint: Path, name: str, damage: str) -> None:
+    """The user sees one line, not a traceback; a config that binds nobody yet is replaced."""
+    (tmp_path / CONFIG_FILE).write_text(dump(settings_with()))
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(DAMAGES[damage])
+    readers = {"config.yaml": lambda: check_settings(tmp_path, settings_with()), "result.json": lambda: finished_result(tmp_path)}
+    readers |= {"weights.json": lambda: begun_with(tmp_path), "tracking/identity.json": lambda: RunIdentity.known(tmp_path)}
+    with pytest.raises(UserError, match=f"{path}: .*[Rr]estore it") as found:
+        readers[name]()
+    assert "\n" not in str(found.value)
+    if name == "config.yaml":
+        first_checkpoint.rename(tmp_path / "elsewhere")
+        assert not check_settings(tmp_path, settings_with())
 
 
 def test_the_run_of_another_verb_and_a_dataset_are_named_as_such(tmp_path: Path, shapes: Path) -> None:
