@@ -50,7 +50,7 @@ data: {dataset: DATASET}
 model: {kind: mlp, depth: 2, width: 8}
 train: {duration: 2 epochs, global_batch_size: 24}
 """
-STREAM = "stream: true, num_classes: 9, samples_per_epoch: 9, image_size: 16"
+STREAM = "stream: true, num_classes: 9, samples_per_epoch: 24, image_size: 16"
 
 TABLE = [
     ("section misspelt", ["optimiser.lr=1"], "optimiser: unknown key; did you mean 'optimizer'?"),
