@@ -1,11 +1,11 @@
 """When a checkpoint is due, how all ranks make one together, and how the first rank brings it to disk while training goes on.
 
-A checkpoint's way: 1. `make_room` waits until none is being written; 2. the ranks make the snapshot (which may reuse the memory of
-the one before); 3. `submit` hands it over, in place of one that could not be written; 4. a thread syncs the event log, then
-publishes the checkpoint. A failed write is reported, and the next checkpoint replaces it: a full disk costs a checkpoint, never the
-run. Only the last one is retried, by `finish`, and the run does not count as hung meanwhile. What training loses is the snapshot,
-and the wait for the write before it, if that is still under way (usage/checkpoint_stall_s). 5. With checkpoint.mirror another thread
-brings it to a store (mirror.py).
+A checkpoint's way: 1. `make_room` waits until none is being written; 2. the ranks make the snapshot (which may reuse the memory
+of the one before); 3. `submit` hands it over, in place of one that could not be written; 4. a thread syncs the event log, then
+publishes the checkpoint. A failed write is reported, and the next checkpoint replaces it: a full disk costs a checkpoint, never
+the run. Only the last one is retried, by `finish`, and the run does not count as hung meanwhile. What training loses is the
+snapshot, and the wait for the write before it, if that is still under way (usage/checkpoint_stall_s). 5. With checkpoint.mirror
+another thread brings it to a store (mirror.py).
 
 The best is the best evaluation so far. best.json names the best checkpoint that was published.
 

@@ -278,8 +278,8 @@ def test_the_event_log_is_synced_before_a_checkpoint_appears(tmp_path: Path, mon
             synced = journal.read_bytes()
 
     def noted_rename(source: Any, target: Any) -> None:
+        rename(source, target)  # raises if an earlier directory is to be moved away and there is none
         lines_at_rename.append((Path(target).name, synced.count(b"loss")))
-        rename(source, target)
 
     journal.parent.mkdir()
     tracker = Tracker(tmp_path, params={}, tags={}, settings=TrackingSettings(enabled=False))
