@@ -43,7 +43,7 @@ from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.models.spec import Activation
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
-from pretrain.ranks.world import World, free_port, read_world
+from pretrain.ranks.world import World, free_port, rank_of, read_alone, read_world
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,9 +72,9 @@ def guarded(program: str, options: argparse.Namespace) -> int:
             code, alone, message = FAILED, True, f"{error}; {limit_remedy(error) or 'mend that'}, and the same command goes on"
         else:
             raise
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")  # under srun RANK is set only later
-    if rank == "0" or alone:
-        print(f"{program}: {message}" if rank == "0" else f"{program}, rank {rank}: {message}", file=sys.stderr)
+    rank = rank_of()
+    if rank == 0 or alone:
+        print(f"{program}: {message}" if rank == 0 else f"{program}, rank {rank}: {message}", file=sys.stderr)
     return code
 
 
@@ -311,7 +311,7 @@ def _preview(options: argparse.Namespace) -> int:
     with doing("loading torch"):
         from pretrain.loop.preview import preview
 
-    sheet = preview(settings, data, count=options.count, epoch=options.epoch, num_threads=read_world().num_cores)
+    sheet = preview(settings, data, count=options.count, epoch=options.epoch, num_threads=read_alone().num_cores)
     save_sheet(sheet, options.out)
     print(f"{options.out}: {options.count} pictures, {sheet.width} x {sheet.height}")
     return OK

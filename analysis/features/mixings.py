@@ -29,7 +29,7 @@ from pretrain.data.reader import reading
 from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import MixerBlock
 from pretrain.models.mlp import Block
-from pretrain.ranks.world import read_world
+from pretrain.ranks.world import read_alone
 
 
 def mixings_of(model: ImageModel) -> dict[str, nn.Module]:
@@ -126,7 +126,7 @@ class Pictures:
                 (Request(each, np.ones(len(each), np.bool_)) for each in requests),
                 finish=readable,
                 on_bad=masked,
-                num_threads=read_world().num_cores,
+                num_threads=read_alone().num_cores,
                 prefetch=2,
                 pin=device.type == "cuda",
             )

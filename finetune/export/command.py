@@ -17,7 +17,7 @@ from pretrain.checkpoints.card import MODEL
 from pretrain.checkpoints.checkpoint import HASHES, Checkpoint, fault_of
 from pretrain.checkpoints.hub import HUB, check_access, check_name, push
 from pretrain.cli import OK
-from pretrain.ranks.world import read_world
+from pretrain.ranks.world import rank_of
 
 NEEDED_LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 
@@ -54,7 +54,7 @@ def _export(options: argparse.Namespace) -> int:
     settings = load_settings(ExportSettings, path=config, overrides=words)
     if options.show:
         return show(settings)
-    if not read_world().is_first:
+    if rank_of() != 0:
         return OK  # of several ranks one is enough
     source, out = Checkpoint.open(settings.pretrained), Path(settings.out)
     if source.card.pixel_permutation is not None:

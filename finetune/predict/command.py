@@ -16,7 +16,7 @@ from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place
 from pretrain.cli import OK
 from pretrain.data.datasets import Part
-from pretrain.ranks.world import read_world
+from pretrain.ranks.world import rank_of, read_alone
 
 TOP = 5
 Input = Part | Sequence[Path]
@@ -52,9 +52,9 @@ def _predict(options: argparse.Namespace) -> int:
                 raise SettingsError(f"--{option}: {path} will not do; name a file that ends in {' or '.join(endings)}")
             check_place(path.parent, field=f"--{option}")
     inputs = inputs_of([_here(place) for place in options.pictures], split=options.split)
-    world = read_world()
-    if not world.is_first:
+    if rank_of() != 0:
         return OK  # of several ranks one is enough
+    world = read_alone()
     checkpoint = Checkpoint.open(options.pretrained)
     card, num_classes = checkpoint.card, len(checkpoint.card.classes)
     if (options.top or 1) > num_classes:

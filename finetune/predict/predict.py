@@ -42,7 +42,7 @@ from pretrain.data.order import Ids
 from pretrain.data.reader import Places, ShardReader, Unreadable, reading
 from pretrain.engine.step import working_in
 from pretrain.models.image_model import ImageModel
-from pretrain.ranks.world import World, read_world
+from pretrain.ranks.world import read_alone
 
 BATCH_SIZE, ROWS_PER_GROUP = 256, 8192
 
@@ -213,7 +213,7 @@ def _rows(
 
     count, held, first, end = reader.num_samples, list[tuple[Tensor, ...]](), 0, 0
     size = -(-count // -(-count // BATCH_SIZE))  # batches alike, for the last one would be filled up
-    alone = World(rank=0, local_rank=0, num_ranks=1, num_cores=read_world().num_cores)
+    alone = read_alone()
     device = predictor.augmentation.device
     with (
         evaluation_batches(

@@ -13,7 +13,6 @@ A folder of weights that was imported or exported is a checkpoint without what o
 """
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from pretrain.checkpoints.card import CONFIG, MODEL, CheckpointError, ModelCard,
 from pretrain.checkpoints.hub import HubError, fetch, is_on_hub
 from pretrain.checkpoints.run import CONFIG_FILE, begun_with, checkpoint_at, checkpoints_dir, list_checkpoints
 from pretrain.ranks.hangs import PROGRESS
-from pretrain.ranks.world import read_world
+from pretrain.ranks.world import rank_of
 
 OPTIMIZER, TRAINER, HASHES = "optimizer.safetensors", "trainer.json", "sha256.json"
 LATEST = "latest"
@@ -63,7 +62,7 @@ class Checkpoint:
             if newest is None:
                 raise _no_checkpoint(place)
             return newest
-        with doing(f"{place}: reading its weights", enabled=read_world(dict(os.environ)).is_first):
+        with doing(f"{place}: reading its weights", enabled=rank_of() == 0):
             fault = fault_of(place, needed=(MODEL, CONFIG)) if verify and (place / HASHES).exists() else None
         if fault is not None:
             remedy = "remove it, and it is fetched again" if origin else "copy it again, or use another"
@@ -78,11 +77,11 @@ class Checkpoint:
         needed = (MODEL, CONFIG) if to_read else (MODEL, OPTIMIZER, CONFIG, TRAINER)
         for directory in reversed(found):
             is_bare = to_read and not (directory / HASHES).exists()
-            with doing(f"{directory}: reading it", enabled=read_world(dict(os.environ)).is_first):
+            with doing(f"{directory}: reading it", enabled=rank_of() == 0):
                 fault = "" if is_bare else fault_of(directory, needed=needed) or ""
             if not fault:
                 return cls.read(directory)
-            if directory != found[0] and read_world(dict(os.environ)).is_first:
+            if directory != found[0] and rank_of() == 0:
                 print(f"checkpoint {directory} is damaged ({fault}); trying the one before", file=sys.stderr)
         if found or (checkpoints_dir(run_dir) / LATEST).exists():
             remedy = "use another" if to_read else f"move {checkpoints_dir(run_dir)} away to begin anew"

@@ -3,7 +3,7 @@
 import os
 import re
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -50,20 +50,39 @@ class Peer:
         return f"rank {self.rank} (node {self.node}, pid {self.pid})"
 
 
+def rank_of(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the rank of this process, for example to print a message once. No other variable has to be set."""
+    return int(environment.get("RANK") or environment.get("SLURM_PROCID") or 0)
+
+
+def read_alone(environment: MutableMapping[str, str] = os.environ) -> World:
+    """Return the world of a process that joins no other process, even if torchrun or SLURM started several of them."""
+    _fill_in_torch(environment)
+    environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    return World(rank=0, local_rank=0, num_ranks=1, num_cores=_cores_per_rank(environment))
+
+
+def _fill_in_torch(environment: MutableMapping[str, str]) -> None:
+    """Set defaults of torch's runtime, which reads them when it is loaded."""
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: spinning ones take cores from busy ones
+    if not environment.keys() & ALLOCATOR:  # torch reads it before a GPU's first allocation, and nobody does on a CPU
+        environment[ALLOCATOR[0]] = "expandable_segments:True"  # evaluation, gathers of stage 3, other batch sizes leave no holes
+
+
 def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
-    """The world of this process. What DeepSpeed and torch.distributed expect is filled into `environment`."""
+    """Return the world of this process, for programs whose ranks join. Variables of DeepSpeed and torch.distributed are added."""
     if "RANK" not in environment and int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
         # one task per rank under srun; cluster/pretrain.slurm sets MASTER_ADDR and MASTER_PORT from the job
-        environment["RANK"], environment["LOCAL_RANK"] = environment["SLURM_PROCID"], environment["SLURM_LOCALID"]
+        environment["RANK"] = environment["SLURM_PROCID"]
+        if "SLURM_LOCALID" in environment:
+            environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
         environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]
         environment.setdefault("LOCAL_WORLD_SIZE", str(_tasks_of_this_node(environment)))
     if "RANK" not in environment:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         environment.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
         environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: spinning ones take cores from busy ones
-    if not environment.keys() & ALLOCATOR:  # torch reads it before a GPU's first allocation, and nobody does on a CPU
-        environment[ALLOCATOR[0]] = "expandable_segments:True"  # evaluation, gathers of stage 3, other batch sizes leave no holes
+    _fill_in_torch(environment)
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:
         raise ValueError(f"{', '.join(missing)}: not set, though RANK is; start with --ranks N, torchrun or srun, or unset RANK")
@@ -80,7 +99,7 @@ def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
     task, or nobody, started share what there is."""
     here, local = len(os.sched_getaffinity(0)), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     of_task, of_node = (int(environment.get(name, "0")) for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"))
-    if environment.get("SLURM_NTASKS", "1") == environment["WORLD_SIZE"] and (of_task or of_node):
+    if environment.get("SLURM_NTASKS", "1") == environment.get("WORLD_SIZE") and (of_task or of_node):
         return max(1, min(here, *filter(None, (of_task, of_node // local))))
     return max(1, min(here, of_task or here) // local)
 

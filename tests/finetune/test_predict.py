@@ -22,6 +22,7 @@ from data_prep.manifest import load_manifest
 from data_prep.pictures import in_folder
 from finetune.cli import main
 from finetune.predict import predict as room
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.data.torch_dataset import Shards
 from pretrain.models.build import pooled_features
 from tests.conftest import Capture, Patch
@@ -249,3 +250,28 @@ def test_the_blocks_of_the_python_page_run(folder: Path, shapes: Path, tmp_path:
     assert printed[2].startswith("(16, 16, 3) uint8 ") and printed[6].startswith("(2, 24) ")
     row = predict(tmp_path / "out.csv", "runs/mine", "photo.jpg")[0]
     assert [line.split()[0] for line in printed[5].splitlines()] == [row["class"], row["class_2"], row["class_3"]]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "0"},
+        {"RANK": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "1"},
+    ],
+    ids=str,
+)
+def test_weights_are_read_without_other_ranks_whatever_a_launcher_has_set(
+    variables: dict[str, str], folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A notebook or a batch script of a job with several tasks: only some variables of a launcher are set, and no MASTER_ADDR."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert Checkpoint.open(folder).directory == folder
+    assert room.Predictor.open(folder).card.image_size == 16
+    out = tmp_path / "out.csv"
+    assert main(["predict", str(folder), str(shapes), "--split", "val", "--out", str(out)]) == 0
+    assert out.exists() == (variables.get("RANK") != "1")  # one rank of several writes

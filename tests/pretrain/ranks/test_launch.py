@@ -187,9 +187,10 @@ def test_a_rank_that_sees_one_of_the_nodes_gpus_uses_it(
     assert world.gpu(num_visible) == gpu
 
 
-def test_half_an_environment_is_one_clear_error() -> None:
+@pytest.mark.parametrize("half", [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}], ids=str)
+def test_half_an_environment_is_one_clear_error(half: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set"):
-        read_world({"RANK": "0", "WORLD_SIZE": "2"})
+        read_world(half)
 
 
 @pytest.mark.parametrize(
