@@ -9,8 +9,9 @@ from pathlib import Path
 
 from data_prep.explain import at_least
 from data_prep.interrupts import keep
-from data_prep.settings import Settings, dump
+from data_prep.settings import Settings, SettingsError, dump
 from pretrain.checkpoints.checkpoint import check_source
+from pretrain.checkpoints.hub import is_on_hub
 from pretrain.checkpoints.run import finished_result
 from pretrain.cli import OK
 from pretrain.ranks.launch import LAUNCHED_WITH
@@ -29,6 +30,12 @@ def split_config(words: list[str]) -> tuple[str | None, list[str]]:
     """(CONFIG, the other words) of a verb that needs no config: the first word is one where it ends as a YAML file does."""
     is_config = bool(words) and "=" not in words[0] and words[0].endswith((".yaml", ".yml"))
     return (words[0], words[1:]) if is_config else (None, words)
+
+
+def check_config(config: str, *, command: str) -> None:
+    """Fail if the word in the place of CONFIG names weights. `command` is complete but for these."""
+    if Path(config).is_dir() or is_on_hub(config):
+        raise SettingsError(f"config: {config} is not a config file. Write {command} pretrained={config}")
 
 
 def show(settings: Settings) -> int:

@@ -12,7 +12,7 @@ from data_prep.settings import SettingsError, load_settings
 from finetune.probe.cache import check_room
 from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.split import check_apart, check_split
-from finetune.verbs import add_common, end_on_signals, finished_before, launch_ranks, show, warn_once
+from finetune.verbs import add_common, check_config, end_on_signals, finished_before, launch_ranks, show, warn_once
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place, check_settings
 from pretrain.cli import OK, leave, world_of
@@ -30,6 +30,7 @@ def add_verbs(verbs: Verbs) -> None:
 
 def _run(verb: str, options: argparse.Namespace) -> int:
     schema: type[ProbeSettings | KnnSettings] = ProbeSettings if verb == "probe" else KnnSettings
+    check_config(options.config, command=f"finetune {verb} configs/{verb}/demo.yaml")
     settings = load_settings(schema, path=options.config, overrides=options.overrides)
     if options.show:
         return show(settings)

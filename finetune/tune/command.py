@@ -7,11 +7,11 @@ from pathlib import Path
 from data_prep.explain import Verbs
 from finetune.split import check_apart
 from finetune.tune.config import TuneSettings, check_kind, check_resume_of, in_words, is_finished, repeats_of, unfinished_of
-from finetune.verbs import add_common, launch_ranks, show, warn_once
+from finetune.verbs import add_common, check_config, launch_ranks, show, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.mirror import bring
-from pretrain.checkpoints.run import check_length, check_settings, finished_result, list_checkpoints, load_run_settings
+from pretrain.checkpoints.run import check_length, check_settings, finished_result, list_checkpoints, load_run_settings, stored_config
 from pretrain.cli import OK, leave, ranks_of, warn_if_enlarged, world_of
 from pretrain.config import check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
@@ -31,6 +31,8 @@ finetune tune runs/tuned epochs=20"""
 def _tune(options: argparse.Namespace) -> int:
     if not options.ranks:
         StopFlag().install()  # before the long imports: what comes while they last counts
+    if stored_config(TuneSettings, options.config) is None:
+        check_config(options.config, command="finetune tune configs/finetune/demo.yaml")
     settings = load_run_settings(TuneSettings, path=options.config, overrides=options.overrides)
     if options.show:
         return show(settings)

@@ -87,10 +87,15 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def stored_config(schema: type[Settings], path: str) -> Path | None:
+    """Return the settings that a run directory was begun with; None if `path` is no run of the schema's command."""
+    stored = Path(path) / CONFIG_FILE
+    return stored if stored.is_file() and schema.of_verb in verbs_of(read_yaml(stored).keys()) else None
+
+
 def load_run_settings(schema: type[S], *, path: str, overrides: list[str]) -> S:
     """Load a config, or for a run directory the settings that the run was begun with. `overrides` come after either."""
-    stored = Path(path) / CONFIG_FILE
-    if stored.is_file() and schema.of_verb in verbs_of(read_yaml(stored).keys()):
+    if stored := stored_config(schema, path):
         path, overrides = str(stored), [f"run_dir={in_yaml(str(Path(path)))}", *overrides]
     return load_settings(schema, path=path, overrides=overrides)
 
