@@ -147,7 +147,7 @@ def _parity(*, quick: bool) -> list[Part]:
         "parity-transfer": (*build, "configs/data_prep/demo_transfer.yaml", *transfer),
         "parity-train": ("-m", "pretrain", "train", "configs/pretrain/demo_mlp.yaml", data, f"run_dir={RUNS}/parity", length),
     }
-    one_cell, model = ("lrs=1e-2", "weight_decays=1"), f"pretrained={RUNS}/parity"
+    one_cell, model = ("optimizer=lion", "lrs=1e-2", "weight_decays=1"), f"pretrained={RUNS}/parity"
     for each in ("fp32", "bf16"):
         run = (f"run_dir={RUNS}/evaluate-{each}", f"precision={each}", "tracking.enabled=false")
         words[f"evaluate-{each}"] = ("-m", "finetune", "evaluate", model, f"dataset={DATA}/judged", *run)

@@ -116,8 +116,9 @@ class Cache:
         found, remedy = f"{settings.features_place} has room for {free_gb:.3g}", "name another features_dir"
         if allowed_gb < free_gb:
             found, remedy = f"cache_gb allows {allowed_gb:g}", "raise cache_gb"
-        if getattr(settings, "features", "") == "cache":
-            remedy = f"set features=stream, which keeps none, or {remedy}"
+        if hasattr(settings, "features"):
+            stream = "features=stream" + (" optimizer=lion" if getattr(settings, "optimizer", "") == "lbfgs" else "")
+            remedy = f"set {stream}, which keeps none, or {remedy}"
         return f"they would take {self.missing_gb:.3g} GB more, and {found}; {remedy}"
 
 

@@ -17,9 +17,14 @@ _GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
     "lion": {"lrs": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), "weight_decays": (0.0, 0.1, 1.0, 10.0, 100.0), "epochs": (50,)},
     "sgd": {"lrs": (1e-3, 1e-2, 3e-2, 1e-1, 3e-1), "weight_decays": (0.0, 1e-5, 1e-4, 1e-3, 1e-2), "epochs": (50,)},
     "adamw": {"lrs": (1e-4, 3e-4, 1e-3, 3e-3), "weight_decays": (1e-2,), "epochs": (50,)},
-    "lbfgs": {"lrs": (1.0,), "weight_decays": (1e-5, 1e-4, 1e-3, 1e-2, 1e-1), "epochs": (500,)},
+    "lbfgs": {
+        "lrs": (1.0,),
+        "weight_decays": (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0),
+        "epochs": (1000,),
+    },
 }
-"""What an optimizer is given where the config says nothing."""
+"""Defaults of the three lists for each optimizer."""
+_DEFAULT: HeadOptimizer = "lbfgs"
 
 
 def _as_tuple(value: Any) -> Any:
@@ -94,16 +99,16 @@ class ProbeSettings(FeatureSettings):
     """cache: made once and kept on disk; stream: made anew for each batch, by all ranks together, and nothing is kept; auto: stream
     where they would take more than `cache_gb`, or than the disk has. Both train the same heads."""
     cache_gb: float = Field(100.0, ge=0)
-    """The most that new features may take on disk: with auto more are streamed, with cache (and lbfgs) refused."""
-    optimizer: HeadOptimizer = "lion"
-    """lion and adamw decay weights apart from the gradient, sgd through it, as torch does; lbfgs minimises cross-entropy +
-    weight_decay / 2 |W|^2 to the end. Biases never decay."""
-    lrs: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS["lion"]["lrs"]
+    """Largest size of new features on disk. Above it, lion, adamw and sgd stream features with `auto`; `cache` and lbfgs fail."""
+    optimizer: HeadOptimizer = _DEFAULT
+    """lbfgs is logistic regression: it minimizes cross-entropy + weight_decay / 2 |W|^2 until it converges. lion and adamw decay
+    weights apart from the gradient, sgd through the gradient, as torch does. Biases never decay. Views need lion, adamw or sgd."""
+    lrs: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["lrs"]
     """Every combination of learning rate, decay and length is a cell; one pass over the features trains all of them, and the best
     on held-out samples is kept. Left out, or null, the three lists fit the optimizer."""
-    weight_decays: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS["lion"]["weight_decays"]
+    weight_decays: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["weight_decays"]
     """See `lrs`."""
-    epochs: Annotated[tuple[int, ...], _ONE_OR_MORE] = (50,)
+    epochs: Annotated[tuple[int, ...], _ONE_OR_MORE] = (1000,)
     """Lengths, each with a schedule of its own; for lbfgs the most passes over the features."""
     schedule: ScheduleSettings = ScheduleSettings()
     """Of each cell's learning rate; not for lbfgs, as the next three are not."""
@@ -139,7 +144,7 @@ class ProbeSettings(FeatureSettings):
     def _grid_fits_the_optimizer(cls, tree: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
-        name = tree.get("optimizer", "lion")
+        name = tree.get("optimizer", _DEFAULT)
         grid = _GRIDS.get(name, {}) if isinstance(name, str) else {}
         given = {key: value for key, value in tree.items() if not (key in grid and value is None)}
         return {**grid, **_with_tuples(given)}
@@ -158,12 +163,11 @@ class ProbeSettings(FeatureSettings):
                 raise ValueError(f"{name}: {list(values)} will not do; every {words}")
             if len(set(values)) < len(values):
                 raise ValueError(f"{name}: {list(values)} will not do; name each value once")
-        if self.optimizer == "lbfgs" and (len(self.lrs) > 1 or len(self.epochs) > 1):
-            advice = "leave them out (lrs=null), and name several weight_decays"
-            raise ValueError(f"optimizer: 'lbfgs' finds its own steps and takes one of lrs and epochs; {advice}")
-        for name in ("schedule", "label_smoothing", "gradient_clip_norm"):
+        if self.optimizer == "lbfgs" and len(self.epochs) > 1:
+            raise ValueError("epochs: lbfgs takes one limit of passes. Set one number, or several weight_decays")
+        for name in ("lrs", "schedule", "label_smoothing", "gradient_clip_norm"):
             if self.optimizer == "lbfgs" and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: changes nothing with lbfgs, which minimises the cross-entropy itself; leave it out")
+                raise ValueError(f"{name}: lbfgs does not use it. Set optimizer=lion, or remove {name}")
         for lr in self.lrs:
             check_schedule(self.schedule, lr, field="lrs")
         return self
@@ -177,9 +181,9 @@ class ProbeSettings(FeatureSettings):
         for way, field in (self.augment.mixing if self.augment else {}).items():
             raise ValueError(f"augment.{field}: {way} will not do here: kept features have one label each; set augment.{field}=0")
         if self.features == "stream" and self.optimizer == "lbfgs":
-            raise ValueError("features: stream will not do with lbfgs, whose passes are many; use sgd, or leave features out")
+            raise ValueError("features: stream is not valid with lbfgs, which needs many passes. Set optimizer=lion")
         if self.views and self.optimizer == "lbfgs":
-            raise ValueError(f"views: {self.views} will not do with lbfgs, which needs one fixed problem; use sgd, or set views=0")
+            raise ValueError(f"views: {self.views} is not valid with lbfgs, which needs fixed features. Set optimizer=lion")
         return self
 
     @model_validator(mode="after")

@@ -131,7 +131,7 @@ def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:
     per_s, peak_gb = result["images_per_s"], resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
     epochs, every = (int(values[key].split()[0]) for key in ("duration", "every"))
     passes, judgements, what = epochs, max(1, epochs // every), f"{epochs} epochs"
-    if command[1] == "probe":  # the features take a third of a tuning's time, and 50 epochs of heads about twice as long
+    if command[1] == "probe":  # features take a third of a tuning's time, and heads about twice as long
         passes, judgements, what = 1, 1, "the features and their heads"
     load, cores = os.getloadavg()[0], num_cores()
     how = f"{steps // 2} steps {'of a tuning ' * (verb != command[1])}timed here"

@@ -71,8 +71,7 @@ def tuning(data: Data, *, name: str, pretrained: str, card: ModelCard) -> dict[s
     """For tune and probe alike."""
     epochs, about = 30 if data.num_train < FEW else 15, f"{card.model.label}"
     found = _common(data, name=name, epochs=epochs, warmup=epochs / 15, most=1024)
-    found |= {"pretrained": pretrained, "model": about, "trained_size": card.image_size, "trained_on": card.dataset}
-    return found | ({"lrs": [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]} if data.num_train < FEW else {})
+    return found | {"pretrained": pretrained, "model": about, "trained_size": card.image_size, "trained_on": card.dataset}
 
 
 def _common(data: Data, *, name: str, epochs: int, warmup: float, most: int) -> dict[str, Any]:

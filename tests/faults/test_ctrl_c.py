@@ -33,7 +33,11 @@ def answered(program: str, kept: str) -> str:
 
 VERBS = {
     "evaluate": ("finetune evaluate pretrained={folder} dataset={shapes}", BUSY, "nothing is saved; the same command begins anew"),
-    "probe": ("finetune probe --ranks 2 {knn} pretrained={folder} dataset={shapes} run_dir={here}/run lrs=[0.1]", SLEEPING, ""),
+    "probe": (
+        "finetune probe --ranks 2 {knn} pretrained={folder} dataset={shapes} run_dir={here}/run weight_decays=[0.1]",
+        SLEEPING,
+        "",
+    ),
     "import": ("pretrain import {folder}/model.safetensors --out {here}/out", SLEEPING, "nothing is saved"),
     "filters": ("analysis filters {folder} --out {here}/filters", SLEEPING, "nothing is saved"),
 }

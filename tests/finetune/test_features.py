@@ -79,7 +79,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other
     assert checkpoint is not None
     other = replace(checkpoint, hashes={"model.safetensors": "other"})
     plain, viewed = path(), path(view=0)
-    same = {"run_dir": "elsewhere", "feature_batch_size": 3, "lrs": (1.0,), "batch_size": 7, "standardise": False}
+    same = {"run_dir": "elsewhere", "feature_batch_size": 3, "weight_decays": (1.0,), "batch_size": 7, "standardise": False}
     assert path(**same) == plain and path(seed=5) == plain and path(view=0, **same) == viewed
     others = [
         path("train"),
@@ -174,7 +174,7 @@ def test_what_a_cache_would_take_is_what_it_takes_and_what_does_not_fit_is_refus
         small = settings.model_copy(update={"cache_gb": left_gb * 0.999})
         with pytest.raises(UserError, match=r"cache_gb allows .*; set features=stream, which keeps none, or raise cache_gb"):
             check_room(small, manifest, checkpoint)
-        with pytest.raises(UserError, match=r"cache_gb allows [0-9.e-]+; raise cache_gb"):
+        with pytest.raises(UserError, match=r"cache_gb allows [0-9.e-]+; set features=stream optimizer=lion"):
             check_room(small.model_copy(update={"features": "auto", "optimizer": "lbfgs"}), manifest, checkpoint)
         with monkeypatch.context() as patch:
             patch.setattr("shutil.disk_usage", Mock(return_value=Mock(free=left_gb * 0.999e9)))

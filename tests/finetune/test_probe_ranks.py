@@ -216,7 +216,9 @@ def with_long_work_of_the_first_rank(words: list[str]) -> int:
 
 def run_probe(case: str, folder: Path, place: Path, dataset: Path, **settings: object) -> tuple[list[int | None], str]:
     config = place / "probe.yaml"
-    config.write_text("tracking: {enabled: false}\nlrs: [0.1]\nfeature_batch_size: 8\nweight_decays: [0]\nepochs: [2]\n")
+    config.write_text(
+        "tracking: {enabled: false}\noptimizer: lion\nlrs: [0.1]\nfeature_batch_size: 8\nweight_decays: [0]\nepochs: [2]\n"
+    )
     given = {"run_dir": place / "run", "data.dataset": dataset, "pretrained": folder, "features_dir": place / "features"}
     words = ["probe", str(config), *(f"{name}={value}" for name, value in (given | settings).items())]
     ranks = [begin(TARGET + case, words, environment=each, output=place / "output") for each in environments(2)]
