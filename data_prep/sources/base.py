@@ -109,15 +109,16 @@ def move_to_val(
     firsts: NDArray[np.int64] | None = None,
 ) -> Arrangement:
     """Of every class of `train`, `count(images of the class)` become `val`: drawn for each class by its own name, whatever the
-    other classes are. `firsts`: the position in `train` of the first image equal to each image. Only first images are counted and
-    drawn, and equal images follow the first one."""
+    other classes are. Unlabeled images stay in `train`. `firsts`: the position in `train` of the first image equal to each image.
+    Only first images are counted and drawn, and equal images follow the first one."""
     train = arrangement.splits["train"]
+    labels, held = inventory.labels[train], np.zeros(len(train), np.bool_)
     firsts = np.arange(len(train)) if firsts is None else firsts
-    drawable = np.flatnonzero(firsts == np.arange(len(train)))
-    labels, held = inventory.labels[train[drawable]], np.zeros(len(train), np.bool_)
-    by_class = np.split(drawable[np.argsort(labels, kind="stable")], np.cumsum(np.bincount(labels))[:-1])
-    for label, places in enumerate(by_class):
-        digest = hashlib.sha256(inventory.classes[label].encode("utf-8", "surrogateescape")).digest()
+    drawable = np.flatnonzero((firsts == np.arange(len(train))) & (labels != UNLABELLED))
+    counts = np.bincount(labels[drawable], minlength=len(inventory.classes))
+    by_class = np.split(drawable[np.argsort(labels[drawable], kind="stable")], np.cumsum(counts)[:-1])
+    for name, places in zip(inventory.classes, by_class, strict=False):  # no class at all is one empty part
+        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
         sequence = np.random.SeedSequence([seed, int.from_bytes(digest[:8], "big")])
         drawn = np.random.Generator(np.random.Philox(sequence)).permutation(places)
         held[drawn[: count(len(places))]] = True

@@ -14,7 +14,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from data_prep.cli import main
-from data_prep.manifest import load_manifest, load_paths
+from data_prep.manifest import load_index, load_manifest, load_paths
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, encoded, files_of, picture, write_classes, write_files
 
@@ -90,6 +90,23 @@ def test_one_split_has_some_held_out_and_the_number_of_workers_changes_no_byte(p
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
     manifest = load_manifest(tmp_path / "1" / "out")
     assert manifest.num_held_out == 3 and set(manifest.splits) == {"train", "val"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_held_out"), [([-1, 0, 1, 0, 1, 0, 1], 2), ([None, 0, 0, 0, 0, 0, 0], 1), ([-1] * 7, 0), ([None] * 7, 0)]
+)
+def test_unlabeled_rows_stay_in_train(tmp_path: Path, labels: list[int | None], num_held_out: int) -> None:
+    """The hub marks rows without a label with -1 or null, mostly in test splits."""
+    rows = {"image": [encoded(picture(seed=number)) for number in range(7)], "label": pyarrow.array(labels, pyarrow.int64())}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "data.parquet")
+    assert pack(tmp_path / "data.parquet", tmp_path / "out", "source.val_share=0.2") == 0
+    manifest = load_manifest(tmp_path / "out")
+    found = {
+        split: [label for shard in each.shards for label in load_index(tmp_path / "out", shard)[:, 2].tolist()]
+        for split, each in manifest.splits.items()
+    }
+    assert manifest.num_held_out == len(found.get("val", [])) == num_held_out and -1 not in found.get("val", [])
+    assert found["train"].count(-1) == sum(each in (-1, None) for each in labels)
 
 
 @pytest.mark.parametrize("label", ["string", "int64"])
