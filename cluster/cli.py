@@ -4,10 +4,10 @@ import io
 import sys
 
 from cluster import init, plan
+from data_prep.exit_codes import exit_code_of
 from data_prep.explain import Verbs, at_least, program
 from data_prep.limits import limit_remedy
 from data_prep.settings import UserError
-from pretrain.cli import BAD_INPUT
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (UserError, OSError) as error:
         more = f"; {limit_remedy(error) or 'mend that'}, and the same command goes on" if isinstance(error, OSError) else ""
         print(f"wide-mlps: {error}{more}", file=sys.stderr)
-        return BAD_INPUT
+        return exit_code_of(error)
 
 
 def add_verbs(verbs: Verbs) -> None:

@@ -8,11 +8,11 @@ import sys
 import tempfile
 from concurrent.futures import BrokenExecutor
 
-from data_prep.commands import BAD_INPUT, FAULTY, add_verbs
+from data_prep.commands import add_verbs
+from data_prep.exit_codes import FAILED, exit_code_of
 from data_prep.explain import program
 from data_prep.interrupts import keep
 from data_prep.limits import limit_remedy
-from data_prep.publish import Busy
 from data_prep.settings import UserError
 
 FIRST = {
@@ -32,15 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     keep(options.after_a_stop)  # workers that are in the middle of a large file end when they see that nobody is there any more
     try:
         return int(options.run(options))
-    except Busy as error:
-        print(f"data_prep: {error}", file=sys.stderr)
-        return FAULTY
     except UserError as error:
         print(f"data_prep: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return exit_code_of(error)
     except (OSError, BrokenExecutor) as error:
         print(f"data_prep: {str(error).rstrip('.')}; {_what_next(error, options.after_a_stop)}", file=sys.stderr)
-        return FAULTY
+        return FAILED
 
 
 def _what_next(error: Exception, after_a_stop: str) -> str:

@@ -26,6 +26,8 @@ from pydantic.fields import FieldInfo
 class UserError(ValueError):
     """Something that the user can mend; the text names it and the remedy, and is all that the user sees."""
 
+    is_final: ClassVar[bool] = False
+    """True if another attempt would fail in the same way, even after the checks (exit code 2)."""
     of_all_ranks = False
     """Whether every rank raises it at the same step, so that one of them may say it for all."""
 
@@ -35,6 +37,8 @@ class UserError(ValueError):
 
 class SettingsError(UserError):
     """A mistake in a config or on the command line."""
+
+    is_final = True
 
 
 class Settings(BaseModel):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from data_prep.exit_codes import OK, exit_code_of
 from data_prep.explain import Verbs, at_least, program
 from data_prep.interrupts import INTERRUPTED
 from data_prep.limits import limit_remedy
@@ -48,8 +49,6 @@ from pretrain.ranks.world import World, free_port, rank_of, read_alone, read_wor
 if TYPE_CHECKING:
     from rich.console import Console
 
-OK, FAILED, BAD_INPUT = 0, 1, 2
-
 
 def main(arguments: list[str] | None = None) -> int:
     return guarded("pretrain", _parser().parse_args(arguments))
@@ -62,16 +61,16 @@ def guarded(program: str, options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         message, is_started = str(error), getattr(options, "started", False)
         # before the start every rank finds the same mistake, so the first one reports it; later a rank may be alone with its error
-        if isinstance(error, Busy):
-            code, alone = BUSY, True
-        elif isinstance(error, UserError) and is_started:
-            code, alone = FAILED, not error.of_all_ranks
-        elif isinstance(error, ValueError) and not is_started:
-            code, alone = BAD_INPUT, False
-        elif isinstance(error, OSError) and (error.errno in _MENDABLE or limit_remedy(error)):
-            code, alone, message = FAILED, True, f"{error}; {limit_remedy(error) or 'mend that'}, and the same command goes on"
+        alone = isinstance(error, OSError | Busy) or (is_started and not getattr(error, "of_all_ranks", False))
+        code, remedy = exit_code_of(error, is_started=is_started), limit_remedy(error)
+        if isinstance(error, OSError):
+            is_ours = error.errno not in _MENDABLE and remedy is None
         else:
+            is_ours = is_started and not isinstance(error, UserError)
+        if is_ours:
             raise
+        if isinstance(error, OSError):
+            message = f"{error}; {remedy or 'fix that'}, and the same command resumes"
     rank = rank_of()
     if rank == 0 or alone:
         print(f"{program}: {message}" if rank == 0 else f"{program}, rank {rank}: {message}", file=sys.stderr)

@@ -13,8 +13,6 @@ from typing import Any
 from data_prep.explain import Verbs, at_least
 from data_prep.settings import S, UserError, load_settings, num_cores
 
-OK, FAULTY, BAD_INPUT = 0, 1, 2
-
 
 def add_verbs(verbs: Verbs) -> None:
     """Where every verb is registered, in the order of the help."""

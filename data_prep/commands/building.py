@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from data_prep.commands import FAULTY, OK, add_verb, counted, settings_of
+from data_prep.commands import add_verb, counted, settings_of
+from data_prep.exit_codes import FAILED, OK
 from data_prep.explain import Verbs
 from data_prep.manifest import REJECTED_NAME, Manifest, load_rejected
 from data_prep.settings import S, dump, validate
@@ -133,7 +134,7 @@ def _published(publish: Callable[[], Manifest], place: "Destination", *, as_json
         manifest = publish()
     except TooManyRejected as error:
         print(f"data_prep: {error}", file=sys.stderr)
-        manifest, code = error.manifest, FAULTY
+        manifest, code = error.manifest, FAILED
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
     if as_json:
         counts = {"read": manifest.num_read, "written": manifest.num_written, "rejected": manifest.num_rejected}

@@ -4,7 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
-from data_prep.commands import FAULTY, OK, add_verb, counted, directory_of, print_table
+from data_prep.commands import add_verb, counted, directory_of, print_table
+from data_prep.exit_codes import FAILED, OK
 from data_prep.explain import Verbs, at_least
 
 NOTHING_CHANGED = "the dataset was not changed"
@@ -36,7 +37,7 @@ def _verify(options: argparse.Namespace) -> int:
     if options.json:
         counts = {"samples": found.manifest.num_written, "num_faults": found.num_faults}
         print(json.dumps({"dataset": str(options.dataset), **counts, "faults": found.faults, "notes": found.notes}))
-        return FAULTY if found.num_faults else OK
+        return FAILED if found.num_faults else OK
     for fault in found.faults[:MAX_PRINTED]:
         print(fault)
     if found.num_faults > MAX_PRINTED:
@@ -45,7 +46,7 @@ def _verify(options: argparse.Namespace) -> int:
         print(f"{options.dataset}: {found.manifest.num_written:,} samples, every one as the manifest says")
     for note in found.notes:
         print(f"note: {note}")
-    return FAULTY if found.num_faults else OK
+    return FAILED if found.num_faults else OK
 
 
 def _stats(options: argparse.Namespace) -> int:

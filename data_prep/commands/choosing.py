@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from data_prep.clients import shown
-from data_prep.commands import OK, add_verb, counted, directory_of, json_options, place, print_table
+from data_prep.commands import add_verb, counted, directory_of, json_options, place, print_table
+from data_prep.exit_codes import OK
 from data_prep.explain import Verbs, at_least
 from data_prep.publish import write_atomic
 from data_prep.settings import UserError, validate

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+from data_prep.exit_codes import OK
 from data_prep.explain import Verbs
 from data_prep.progress import doing
 from data_prep.publish import make_directory
@@ -16,7 +17,6 @@ from finetune.verbs import end_on_signals, show, split_config
 from pretrain.checkpoints.card import MODEL
 from pretrain.checkpoints.checkpoint import HASHES, Checkpoint, fault_of
 from pretrain.checkpoints.hub import HUB, check_access, check_name, push
-from pretrain.cli import OK
 from pretrain.ranks.world import rank_of
 
 NEEDED_LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}

@@ -5,6 +5,7 @@ import shlex
 from functools import partial
 from pathlib import Path
 
+from data_prep.exit_codes import OK
 from data_prep.explain import Verbs
 from data_prep.manifest import DatasetError, baselines, load_manifest
 from data_prep.progress import doing
@@ -15,7 +16,7 @@ from finetune.split import check_apart, check_split
 from finetune.verbs import add_common, check_config, end_on_signals, finished_before, launch_ranks, show, warn_once
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place, check_settings
-from pretrain.cli import OK, leave, world_of
+from pretrain.cli import leave, world_of
 
 
 def add_verbs(verbs: Verbs) -> None:

@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from data_prep.exit_codes import OK
 from data_prep.explain import Verbs
 from finetune.split import check_apart
 from finetune.tune.config import TuneSettings, check_kind, check_resume_of, in_words, is_finished, repeats_of, unfinished_of
@@ -12,7 +13,7 @@ from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.mirror import bring
 from pretrain.checkpoints.run import check_length, check_settings, finished_result, list_checkpoints, load_run_settings, stored_config
-from pretrain.cli import OK, leave, ranks_of, warn_if_enlarged, world_of
+from pretrain.cli import leave, ranks_of, warn_if_enlarged, world_of
 from pretrain.config import check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
 from pretrain.ranks.launch import LAUNCHED_WITH

@@ -19,6 +19,12 @@ class CheckpointError(UserError):
     """A checkpoint that is missing or damaged; the text names it and the remedy."""
 
 
+class WeightsError(CheckpointError):
+    """Weights or metadata that cannot be used; another attempt would read the same."""
+
+    is_final = True
+
+
 class ModelCard(PixelOrder):
     """What weights need in order to be used, and where they come from; config.json holds it, and timm's words for it beside it."""
 
@@ -134,9 +140,9 @@ def read_card(directory: Path) -> ModelCard:
         return ModelCard.model_validate_json(json.dumps(fields))
     except ValidationError as error:
         fault = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-        raise CheckpointError(f"{path}: cannot be read ({fault})") from None
+        raise WeightsError(f"{path}: cannot be read ({fault})") from None
     except (ValueError, OSError, LookupError, TypeError, AttributeError) as error:  # anybody may have written it
-        raise CheckpointError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+        raise WeightsError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
 
 
 # ---- folders that timm has written -----------------------------------------------------------------------------------

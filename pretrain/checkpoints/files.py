@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from data_prep.publish import atomic_directory, sha256_of, withdraw, write_atomic, write_json
-from pretrain.checkpoints.card import CONFIG, MODEL, CheckpointError, ModelCard, config_of, is_of_timm
+from pretrain.checkpoints.card import CONFIG, MODEL, ModelCard, WeightsError, config_of, is_of_timm
 from pretrain.checkpoints.checkpoint import HASHES, LATEST, OPTIMIZER, TRAINER, Checkpoint
 from pretrain.checkpoints.foreign import by_our_names, model_of_timm
 from pretrain.checkpoints.run import checkpoint_dir, checkpoints_dir, list_checkpoints, step_of
@@ -277,7 +277,7 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     try:
         return by_our_names(read_tensors(path), checkpoint.card.model)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); copy it again, or use another") from None
+        raise WeightsError(f"{path}: cannot be read ({error}); copy it again, or use another") from None
 
 
 def _is_of_timm(checkpoint: Checkpoint) -> bool:

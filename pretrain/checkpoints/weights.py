@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from data_prep.settings import UserError
+from pretrain.checkpoints.card import WeightsError
 from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 
 AVERAGES = ("state_dict_ema", "model_ema")
@@ -138,7 +139,7 @@ def check_fit(given: Shapes, needed: Shapes, *, source: object, label: str) -> N
     kinds = (("missing", missing), ("unknown", unknown), ("of another shape", changed))
     found = [f"{len(names)} {kind} ({first(names)})" for kind, names in kinds if names]
     if found:
-        raise UserError(f"weights of {source} do not fit {label}: {', '.join(found)}")
+        raise WeightsError(f"weights of {source} do not fit {label}: {', '.join(found)}")
 
 
 def needed_shapes(model: nn.Module, given: Shapes) -> Shapes:
@@ -162,7 +163,7 @@ def needed_shapes(model: nn.Module, given: Shapes) -> Shapes:
 def check_finite(weights: Mapping[str, Tensor], *, source: object) -> None:
     bad = [name for name, tensor in weights.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
     if bad:
-        raise UserError(
+        raise WeightsError(
             f"weights of {source} hold NaN or infinite numbers in {len(bad)} of {len(weights)} tensors ({first(bad)}); "
             "use a checkpoint from before that"
         )

@@ -115,7 +115,7 @@ def test_two_builders_and_strangers_are_refused(tmp_path: Path, store: Store, so
             run(*words(source, store, tmp_path / "other")),
             f"out: {out} is being written by process ",
             f"--work {tmp_path / 'work'}",
-            code=1,
+            code=75,
         )
         store.faults.clear()
     remote.remove([store.url("out", name) for name in names_under(out, **how)], **how)
@@ -138,7 +138,7 @@ def test_a_work_directory_is_of_one_place(tmp_path: Path, store: Store) -> None:
 
 @pytest.mark.parametrize(
     ("theirs", "told", "code"),
-    [(b"{}", "is being written by", 1), (b"", "give the same command again", 2)],
+    [(b"{}", "is being written by", 75), (b"", "give the same command again", 2)],
     ids=["taken over", "emptied"],
 )
 def test_a_builder_whose_place_is_no_longer_its_own_publishes_nothing(

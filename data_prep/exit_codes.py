@@ -1,0 +1,26 @@
+"""Exit codes of data_prep, pretrain, finetune, analysis and wide-mlps; docs/cluster.md says what a SLURM job does with each.
+
+| code | name        | meaning                                                                              |
+|------|-------------|--------------------------------------------------------------------------------------|
+| 0    | OK          | finished, or stopped by a signal with everything saved                               |
+| 1    | FAILED      | failed, or found faults (`verify`); another attempt may succeed                      |
+| 2    | BAD_INPUT   | settings, weights or data are not valid; another attempt would fail in the same way  |
+| 75   | BUSY        | another process holds the run or dataset; try again later                            |
+| 130  | INTERRUPTED | Ctrl-C                                                                               |
+"""
+
+from data_prep.interrupts import INTERRUPTED
+from data_prep.publish import Busy
+from data_prep.settings import UserError
+
+OK, FAILED, BAD_INPUT, BUSY = 0, 1, 2, 75
+__all__ = ["BAD_INPUT", "BUSY", "FAILED", "INTERRUPTED", "OK", "exit_code_of"]
+
+
+def exit_code_of(error: ValueError | OSError, *, is_started: bool = False) -> int:
+    """Return the exit code for an error. `is_started`: after all checks, when another attempt may succeed."""
+    if isinstance(error, Busy):
+        return BUSY
+    if isinstance(error, OSError):
+        return FAILED
+    return FAILED if is_started and not (isinstance(error, UserError) and error.is_final) else BAD_INPUT
