@@ -68,7 +68,7 @@ def test_a_gpu_gets_more_pictures_of_a_small_model(folder: Path, other_shapes: P
 
 
 def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
-    settings = feature_settings(other_shapes, tmp_path, folder, views=2, augment=CROPS)
+    settings = feature_settings(other_shapes, tmp_path, folder, optimizer="lion", views=2, augment=CROPS)
 
     def path(split: str = "val", view: int | None = None, **changes: Any) -> Path:
         names = ("checkpoint", "image_size", "normalisation", "interpolation")
@@ -161,7 +161,9 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
 def test_what_a_cache_would_take_is_what_it_takes_and_what_does_not_fit_is_refused(
     folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    settings = feature_settings(other_shapes, tmp_path, folder, views=2, augment=CROPS, features="cache", feature_dtype="float16")
+    settings = feature_settings(
+        other_shapes, tmp_path, folder, optimizer="lion", views=2, augment=CROPS, features="cache", feature_dtype="float16"
+    )
     tables, row_gb = [("val", None), ("train", 0), ("train", 1), ("train", None)], 24 * 2 / 1e9
     sizes = {"train": 60, "val": 35}
     maker = maker_of(settings)
@@ -198,7 +200,7 @@ def test_a_picture_that_does_not_decode_is_named(folder: Path, other_shapes: Pat
 
 
 def test_a_view_is_what_training_shows_in_that_epoch(folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    settings = feature_settings(other_shapes, tmp_path, folder, views=2, augment=CROPS, seed=3)
+    settings = feature_settings(other_shapes, tmp_path, folder, optimizer="lion", views=2, augment=CROPS, seed=3)
     maker = maker_of(settings)
     tables = maker.tables("train", [0, 1])
     reader, ids = open_split(other_shapes, load_manifest(other_shapes), "train"), np.array([7, 20, 59])
