@@ -17,10 +17,13 @@ OK, FAILED, BAD_INPUT, BUSY = 0, 1, 2, 75
 __all__ = ["BAD_INPUT", "BUSY", "FAILED", "INTERRUPTED", "OK", "exit_code_of"]
 
 
+_WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+
+
 def exit_code_of(error: ValueError | OSError, *, is_started: bool = False) -> int:
     """Return the exit code for an error. `is_started`: after all checks, when another attempt may succeed."""
     if isinstance(error, Busy):
         return BUSY
     if isinstance(error, OSError):
-        return FAILED
+        return BAD_INPUT if isinstance(error, _WRONG_PATH) and not is_started else FAILED
     return FAILED if is_started and not (isinstance(error, UserError) and error.is_final) else BAD_INPUT

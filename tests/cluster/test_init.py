@@ -130,6 +130,6 @@ def test_where_it_cannot_be_laid_out_one_line_says_why(tmp_path: Path, capsys: p
         (tmp_path / "taken", "taken/cluster/site.env'; mend that, and the same command goes on"),
         (Path("/sys/mine"), "Operation not permitted: '/sys/mine'; mend that, and the same command goes on"),
     ):
-        assert main(["init", str(place)]) == 2
+        assert main(["init", str(place)]) == (1 if "not permitted" in words else 2)
         said = capsys.readouterr().err
         assert words in said and said.startswith("wide-mlps: ") and said.count("\n") == 1, said
