@@ -300,11 +300,9 @@ class Holder:
 
 
 class Busy(UserError):  # noqa: N818
-    """Another process holds the place now: nobody's mistake, and later the same command may do."""
+    """Another process holds the place now. The same command may succeed later."""
 
 
-BUSY = 75
-"""The exit code for `Busy`: cluster/job.py knows the number."""
 LOCK = ".lock"
 
 

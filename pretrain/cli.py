@@ -20,7 +20,7 @@ from data_prep.limits import limit_remedy
 from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
-from data_prep.publish import BUSY, Busy
+from data_prep.publish import Busy
 from data_prep.settings import SettingsError, UserError, differences, dump, load_settings, near_path, read_lines
 from pretrain import start
 from pretrain.checkpoints.card import CONFIG

@@ -12,7 +12,14 @@ from finetune.verbs import add_common, check_config, launch_ranks, show, warn_on
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.mirror import bring
-from pretrain.checkpoints.run import check_length, check_settings, finished_result, list_checkpoints, load_run_settings, stored_config
+from pretrain.checkpoints.run import (
+    check_length,
+    check_settings,
+    finished_result,
+    list_checkpoints,
+    load_run_settings,
+    stored_config,
+)
 from pretrain.cli import leave, ranks_of, warn_if_enlarged, world_of
 from pretrain.config import check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data

@@ -18,8 +18,8 @@ from types import FrameType
 from typing import Any
 
 from data_prep.console import output_is_progress, write_error
+from data_prep.exit_codes import BUSY
 from data_prep.interrupts import ANSWERED, INTERRUPTED, keep
-from data_prep.publish import BUSY
 from pretrain.ranks.preemption import LAST_WRITE_S, SIGNALS, heeded_signals
 from pretrain.ranks.world import free_port
 
