@@ -172,7 +172,8 @@ def ends_in_header(data: bytes) -> bool:
     """Return True if the file is the beginning of a JPEG and ends before its first scan."""
     at = 2
     while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != _START_OF_SCAN:
-        at += 2 + (data[at + 2] << 8 | data[at + 3])
+        is_padding = data[at + 1] == 0xFF  # any number of 0xFF may be in front of a marker
+        at += 1 if is_padding else 2 + (data[at + 2] << 8 | data[at + 3])
     return at + 4 > len(data)
 
 

@@ -136,6 +136,7 @@ HARMLESS: list[Change] = [
     other_adobe,
     broken_profile,
     zeros_in_the_scan_header,
+    lambda data, _: data.replace(b"\xff\xdb", b"\xff" * 3 + b"\xff\xdb"),
 ]
 
 
@@ -153,7 +154,7 @@ def test_what_does_no_harm_is_taken_with_the_same_pixels_and_hides_no_damage(cha
         with pytest.raises(Rejection, match="damaged: "):
             decode(change(damaged, generator))
         num_hidden += warning_of(change(whole, generator)) is not None
-    assert num_hidden or change in (HARMLESS[1], HARMLESS[3])
+    assert num_hidden or change in (HARMLESS[1], HARMLESS[3], HARMLESS[-1])
 
 
 @pytest.mark.parametrize(
