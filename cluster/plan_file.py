@@ -368,7 +368,7 @@ def _not_kept(work: Work, plan: Plan) -> Iterable[str]:
 
 
 def _members(entry: Entry, kind: Kind, *, name: str, before: tuple[Stage, ...], configs: list[str]) -> Iterable[Member]:
-    if kind == "build" and (entry.is_grid or entry.run_dir or entry.gpus):
+    if kind == "build" and (entry.is_grid or entry.run_dir or entry.gpus is not None):
         raise SettingsError("grid, seeds, run_dir and gpus are for runs; give each dataset an entry")
     axes = _axes(entry, kind, before)
     for index, choices in enumerate(itertools.product(*axes.values())):

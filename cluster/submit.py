@@ -256,7 +256,8 @@ def on_part_of_node(submission: Submission, environment: Mapping[str, str], *, g
     options = ["--oversubscribe"] if asks else ["--oversubscribe", *_gpu_options(environment, wanted, are_known=bool(has_gpus))]
     if not any(submission.option(*names) for names in (("--cpus-per-task", "-c"), ("--cpus-per-gpu",))):
         options.append(f"--cpus-per-task={cpus}")
-    if not any(submission.option(name) for name in ("--mem", "--mem-per-cpu", "--mem-per-gpu")):
+    is_known = memory_mb > 1  # SLURM's RealMemory is 1 if the site does not set it
+    if is_known and not any(submission.option(name) for name in ("--mem", "--mem-per-cpu", "--mem-per-gpu")):
         options.append(f"--mem={memory_mb}M")
     return replace(submission, options=(*options, *submission.options))
 

@@ -188,7 +188,7 @@ def test_array_ranges_parse_back_to_the_set() -> None:
         ("pretrain: [configs/pretrain/demo_mlp.yaml, configs/pretrain/demo_mlp.yaml]", "writes runs/demo/pretrain-mlp, as"),
         ("pretrain: {config: configs/pretrain/demo_mlp.yaml, nodes: 0}", "nodes: 0 will not do"),
         ("pretrain: {config: configs/pretrain/demo_mlp.yaml, nodes: 1, gpus: 1}", "gpus: not valid with nodes"),
-        ("prepare: {config: configs/data_prep/demo_pretrain.yaml, gpus: 1}", "gpus are for runs"),
+        ("prepare: {config: configs/data_prep/demo_pretrain.yaml, gpus: 0}", "gpus are for runs"),
         ("pretrain: {config: configs/pretrain/demo_mlp.yaml, overrides: [a=1]}", "configs/pretrain/demo_mlp.yaml: a: unknown"),
         ("pretrain: {confg: a}", "confg: unknown key; did you mean 'config'?"),
         ("pretrain: [[a]]", "['a'] will not do; give the path of a config"),
@@ -318,6 +318,7 @@ NodeName=g1 CPUEfctv=62 CPUTot=64 Gres=gpu:h100:4(S:0-1) MemSpecLimit=1000 Parti
 NodeName=g2 CPUEfctv=64 CPUTot=64 Gres=gpu:h100:8 Partitions=gpu,all RealMemory=600000
 NodeName=g3 CPUEfctv=8 CPUTot=8 Gres=gpu:k80:2 Partitions=old RealMemory=8000
 NodeName=n1 CPUTot=32 Gres=(null) Partitions=cpu RealMemory=64000
+NodeName=s1 CPUTot=16 Gres=gpu:1 Partitions=small RealMemory=1
 END
 ;; *) exit 1 ;; esac"""
 TWO_GPUS = "--oversubscribe --gpus-per-node=2 --cpus-per-task=16 --mem=150000M"
@@ -340,6 +341,7 @@ ONE_GPU = "--oversubscribe --gpus-per-node=1 --cpus-per-task=8 --mem=75000M"
         ("knn: {%s}", "-p cpu", {}, "--oversubscribe --cpus-per-task=4 --mem=8000M -p cpu"),
         ("knn: {%s}", "", {"SBATCH_PARTITION": "cpu"}, "--oversubscribe --cpus-per-task=4 --mem=8000M"),
         ("knn: {%s}", "-p old", {}, "--oversubscribe --gpus-per-node=1 --cpus-per-task=4 --mem=4000M -p old"),
+        ("knn: {%s}", "-p small", {}, "--oversubscribe --gpus-per-node=1 --cpus-per-task=16 -p small"),
         ("knn: {%s}", "", {"SBATCH_GPUS_PER_NODE": "h100:8"}, ONE_GPU.replace("=1", "=h100:1")),
         ("knn: {%s}", "", {"SBATCH_GRES": "x:1,gpu:8"}, ONE_GPU.replace("--gpus-per-node=", "--gres=gpu:")),
         ("knn: {%s}", "", {"RANKS_PER_NODE": "8"}, ""),  # SLURM does not know of the GPUs
