@@ -151,7 +151,7 @@ def check_locks(submission: Submission, _: Mapping[str, str]) -> list[Finding]:
 
 
 def local_locks(path: str, mounts: str) -> tuple[str, str] | None:
-    """Return the mount point of a whole path and its option of node-local locks, or None. `mounts`: the text of /proc/mounts."""
+    """Return the mount point of an absolute path and its option for node-local locks, or None. `mounts`: /proc/mounts."""
     point, given = "", ""
     for line in mounts.splitlines():
         words = [re.sub(r"\\(0[0-7]{2}|1[0-7]{2})", lambda code: chr(int(code[1], 8)), word) for word in line.split(" ")]

@@ -26,7 +26,7 @@ WARNING = "warning: "
 COMPLETE_NAMES = ("--container", "--export", "--gpus", "--gres", "--mem", "--ntasks", "--time", "--wait")
 """Options of sbatch that are the beginning of other options, and yet no abbreviations."""
 NUM_CPUS = 4
-"""Of a member without a GPU, if its node has as many."""
+"""CPUs of a member without a GPU, if its node has that many."""
 GPU_OPTIONS = {
     "--gpus-per-node": "SBATCH_GPUS_PER_NODE",
     "--gres": "SBATCH_GRES",
@@ -115,8 +115,8 @@ def cpus_per_rank(environment: Mapping[str, str], node_lines: Iterable[str], *, 
 
 
 def part_of_node(nodes: Iterable[Mapping[str, str]], *, gpus: int) -> tuple[int, int, int]:
-    """Return the GPUs, CPUs and megabytes of one member: so many GPUs with their share of the node that has the least for them, or
-    NUM_CPUS CPUs with theirs. `nodes`: facts of `scontrol show node`."""
+    """Return the GPUs, CPUs and megabytes of one member: `gpus` GPUs and their fraction of the node that has the least for them, or
+    NUM_CPUS CPUs and their fraction of the memory. `nodes`: facts of `scontrol show node`."""
     found = [
         (count_gpus(node.get("Gres", "")), int(node.get("CPUEfctv") or node["CPUTot"]), node)
         for node in nodes

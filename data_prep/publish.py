@@ -8,7 +8,8 @@ The protocol, for a file and for a directory alike:
 4. fsync the parent, so that the rename itself survives a power cut.
 
 A crash before 3 leaves only a temporary name, which the next writer of the same name takes over. A writer locks its temporary name,
-so a second writer of the same name takes another one, and the last to end is published.
+so a second writer at the same time takes a numbered one, and the last to end is published. After a crash, a numbered name stays
+until `remove_leftovers`.
 
 A process that uses a workspace has its temporary names there: what appears is renamed out of it, what is removed is renamed into
 it. Whoever removes the workspace has fenced that process off (pretrain/ranks/starts.py): such a rename fails in the file system
@@ -324,7 +325,7 @@ def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Ite
 
 @contextmanager
 def sole_maker(path: Path) -> Iterator[None]:
-    """Waits for other makers of the directory `path`, which appears complete. Its lock is next to it and goes with the block."""
+    """Wait for other makers of the directory `path`. Its lock is next to it, and the end of the block removes it."""
     make_directory(path.parent)
     lock, is_ours = _temporary_of(path, "making-"), False
     while not is_ours:
@@ -340,7 +341,7 @@ def sole_maker(path: Path) -> Iterator[None]:
 
 
 def _hold(file: IO[str], place: Path, *, wait: bool, notice: str = "") -> None:
-    """Locks the file, and records who holds it."""
+    """Lock the file, and record its holder in it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

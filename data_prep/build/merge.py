@@ -211,7 +211,7 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
 
 
 def _name_repeats(work: Workplan, records: list[ShardRecord]) -> None:
-    """Say how many images of other splits are in `train`, too: equal as they are stored, so that resaved copies count."""
+    """Print how many images of each other split are also in `train`. Stored images are compared, so resaved copies count."""
     of_split: dict[str, list[NDArray[Any]]] = {}
     for plan, record in zip(work.shards, records, strict=True):
         of_split.setdefault(plan.split, []).append(np.frombuffer(bytes.fromhex(record.fingerprints), "<u8"))
@@ -220,8 +220,8 @@ def _name_repeats(work: Workplan, records: list[ShardRecord]) -> None:
     for split, fingerprints in stored.items():
         if count := int(np.isin(fingerprints, train).sum()):
             print(
-                f"data_prep: {count:,} of {len(fingerprints):,} images of {split} are also in train, which flatters accuracies; "
-                f"list the copies with data_prep dedup {work.settings.out} --exact --out duplicates.jsonl, then build elsewhere "
+                f"data_prep: {count:,} of {len(fingerprints):,} images of {split} are also in train, so its accuracy is too high. "
+                f"List the copies with data_prep dedup {work.settings.out} --exact --out duplicates.jsonl, then build elsewhere "
                 "with exclude=[duplicates.jsonl]",
                 file=sys.stderr,
             )

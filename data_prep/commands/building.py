@@ -24,7 +24,7 @@ REMEDIES = {
     "not_held": "build from the folder that they lie in, or save them anew with save_to_disk of datasets, which takes them in",
     "truncated": "copy or download them again",
     "damaged": "copy or download them again",
-    "no_end_marker": "copy or download them again, or open and save them: their pixels are whole",
+    "no_end_marker": "copy or download them again, or open and save them: their pixels are complete",
     "not_a_file": "put the files in the place of the links, or remove these",
     "not_an_image": "remove what is no picture, or convert it to JPEG or PNG",
     "unsupported": "convert them to 8-bit RGB",
