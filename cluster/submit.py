@@ -270,7 +270,7 @@ def _gpu_options(environment: Mapping[str, str], gpus: int, *, are_known: bool) 
     item = next((each for each in value.split(",") if each.startswith("gpu:")), f"gpu:{value}")
     kind = [word for word in item.split(":")[1:] if word and not word.isdigit()]
     words = ":".join([*kind, str(gpus)])
-    return [f"--gres=gpu:{words}" if name == "--gres" else f"--gpus-per-node={words}"]
+    return [f"{name}=gpu:{words}" if name == "--gres" else f"{name}={words}"]  # replaces the site's own request
 
 
 # ---- what is submitted ------------------------------------------------------------------------------------------------

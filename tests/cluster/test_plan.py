@@ -344,6 +344,7 @@ ONE_GPU = "--oversubscribe --gpus-per-node=1 --cpus-per-task=8 --mem=75000M"
         ("knn: {%s}", "-p small", {}, "--oversubscribe --gpus-per-node=1 --cpus-per-task=16 -p small"),
         ("knn: {%s}", "", {"SBATCH_GPUS_PER_NODE": "h100:8"}, ONE_GPU.replace("=1", "=h100:1")),
         ("knn: {%s}", "", {"SBATCH_GRES": "x:1,gpu:8"}, ONE_GPU.replace("--gpus-per-node=", "--gres=gpu:")),
+        ("knn: {%s}", "", {"SBATCH_GPUS": "16"}, ONE_GPU.replace("--gpus-per-node=", "--gpus=")),
         ("knn: {%s}", "", {"RANKS_PER_NODE": "8"}, ""),  # SLURM does not know of the GPUs
         ("knn: {%s}", "-p nowhere", {}, "-p nowhere"),
         ("pretrain: {%s}", "", {}, ""),
