@@ -247,9 +247,10 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
             if models_of(field.annotation, in_lists=False):
                 continue
             key, value, short = f"{prefix}{name}", in_yaml(example_of(field)), forms.get(f"{prefix}{name}", {})
-            more = next((words for place, words in needs.items() if key == place or key.startswith(f"{place}.")), "")
-            if more is None:
+            wanted = [words for place, words in needs.items() if key == place or key.startswith(f"{place}.")]
+            if None in wanted:
                 continue
+            more = " ".join(filter(None, wanted))
             example = ", or ".join(
                 f"{word}={shlex.quote(value.removesuffix(form.removeprefix('{}')))} {more}".rstrip()
                 for word, form in {key: "{}", **short}.items()

@@ -96,7 +96,7 @@ for optimizer in sgd adamw lbfgs; do
     try probe-$optimizer 150 "$PYTHON" -m finetune probe configs/probe/demo.yaml pretrained=runs/gpu/z1-bf16 run_dir=runs/gpu/probe-$optimizer \
         optimizer=$optimizer lrs=null tracking.enabled=false
 done
-try probe-views 150 "$PYTHON" -m finetune probe configs/probe/demo.yaml pretrained=runs/gpu/z1-bf16 run_dir=runs/gpu/probe-views views=4 \
+try probe-views 150 "$PYTHON" -m finetune probe configs/probe/demo.yaml pretrained=runs/gpu/z1-bf16 run_dir=runs/gpu/probe-views optimizer=lion views=4 \
     "augment={crop_scale: [0.4, 1.0]}" feature_dtype=float16 tracking.enabled=false
 try knn 120 "$PYTHON" -m finetune knn configs/knn/demo.yaml pretrained=runs/gpu/z1-bf16 dataset=data/demo-transfer run_dir=runs/gpu/knn tracking.enabled=false
 tune tune-fp32

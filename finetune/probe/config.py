@@ -92,9 +92,12 @@ class FeatureSettings(ShortRunSettings):
         return [(Part(self.data.directory, manifest, split), use) for split, use in uses.items()]
 
 
+_NOT_FOR_LBFGS = ("lrs", "schedule", "label_smoothing", "gradient_clip_norm")
+
+
 class ProbeSettings(FeatureSettings):
     of_verb = "finetune probe"
-    example_with: ClassVar = {"augment": "views=10"}
+    example_with: ClassVar = {"augment": "views=10 optimizer=lion"} | {name: "optimizer=lion" for name in _NOT_FOR_LBFGS}
     features: Literal["auto", "cache", "stream"] = "auto"
     """cache: made once and kept on disk; stream: made anew for each batch, by all ranks together, and nothing is kept; auto: stream
     where they would take more than `cache_gb`, or than the disk has. Both train the same heads."""
@@ -165,7 +168,7 @@ class ProbeSettings(FeatureSettings):
                 raise ValueError(f"{name}: {list(values)} will not do; name each value once")
         if self.optimizer == "lbfgs" and len(self.epochs) > 1:
             raise ValueError("epochs: lbfgs takes one limit of passes. Set one number, or several weight_decays")
-        for name in ("lrs", "schedule", "label_smoothing", "gradient_clip_norm"):
+        for name in _NOT_FOR_LBFGS:
             if self.optimizer == "lbfgs" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name}: lbfgs does not use it. Set optimizer=lion, or remove {name}")
         for lr in self.lrs:

@@ -137,7 +137,7 @@ def test_an_environment_that_is_not_whole_is_a_fault(
 
 def test_the_given_job_is_checked_as_it_will_be(slurm: Path, shapes: Path) -> None:
     job = ("cluster/pretrain.slurm", MLP)
-    whole = (*job, "schedule.warmup=0 steps", f"data.dataset={shapes}")
+    whole = (*job, "train.global_batch_size=32", f"data.dataset={shapes}")
     for words, verdict, found in (
         (("--nodes=2", "--gpus-per-node=1", *whole), "ok", "its batch splits over 2 ranks"),
         (("--nodes=3", *whole), "FAULT", "does not split over 3 ranks"),

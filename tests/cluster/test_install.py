@@ -21,13 +21,13 @@ from cluster.slurm import read_submission
 from tests.ranks import REPOSITORY
 
 WITH_AARCH64_WHEEL = """
-aiohttp ast-serialize cffi charset-normalizer contourpy cryptography cuda-bindings fonttools frozenlist google-crc32c
+aiohttp ast-serialize cffi charset-normalizer contourpy cryptography cuda-bindings deptry fonttools frozenlist google-crc32c
 grimp grpcio hf-xet imagecodecs indexed-gzip kiwisolver lazy-object-proxy librt llvmlite markupsafe matplotlib ml-dtypes
 msgpack multidict mypy ninja numba numpy nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime
 nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13
 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx onnx onnxruntime opencv-python-headless pandas
 propcache protobuf psutil pyarrow pydantic-core pyyaml regex rpds-py ruff safetensors scikit-learn scipy simplejpeg
-sqlalchemy torch torchvision triton uv wandb wcwidth wrapt xxhash yarl
+sqlalchemy tomli torch torchvision triton uv wandb wcwidth wrapt xxhash yarl
 """.split()  # noqa: SIM905 (a list in rows)
 """Asked of the registry on 23 November 2026, for Python 3.11 (runtime packages: 3.12 and 3.13, too) and glibc 2.28:
 uv pip compile pyproject.toml --all-extras --group dev --python-platform aarch64-manylinux_2_28 -c requirements.lock

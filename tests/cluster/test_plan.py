@@ -207,7 +207,7 @@ def test_mistakes_are_named_and_nothing_is_queued(
 
 
 def test_a_member_that_its_dataset_refuses_is_named(checkout: Path, shapes: Path) -> None:
-    text = SMALL.replace("[train.duration=2 epochs]", f"[data.eval_split=nope, data.dataset={shapes}]")
+    text = SMALL.replace("[train.duration=2 epochs]", f"[data.eval_split=nope, data.dataset={shapes}, train.global_batch_size=24]")
     with pytest.raises(SettingsError, match="has no split 'nope'") as error:
         load_checked(written(text))
     assert str(error.value).count("member ") == 8
@@ -357,7 +357,11 @@ def test_a_member_books_a_part_of_a_node(
     stand_in(slurm, "bin/scontrol", SITE)
     for name, value in site.items():
         monkeypatch.setenv(name, value)
-    config, more = ("knn/demo", "pretrained=null") if stage.startswith("knn") else ("pretrain/demo_mlp", "schedule.warmup=0 steps")
+    config, more = (
+        ("knn/demo", "pretrained=null")
+        if stage.startswith("knn")
+        else ("pretrain/demo_mlp", "schedule.warmup=0 steps, train.global_batch_size=24")
+    )
     path = written(stage % f"config: configs/{config}.yaml, overrides: ['data.dataset={shapes}', {more}]")
     assert submit([*options.split(), path]) == 0
     words = [word for word in calls(slurm, "sbatch")[0][1:] if not word.startswith("--array")]
@@ -409,7 +413,7 @@ def test_it_stops_after_a_failure_and_goes_on_from_there(
     small = "source.num_train_per_class=2, source.num_val_per_class=1, source.num_classes=4"
     path = written(
         f"prepare: {{config: configs/data_prep/demo_pretrain.yaml, overrides: [out=data/small, {small}]}}\n"
-        "pretrain: {config: configs/pretrain/demo_mlp.yaml, overrides: [data.dataset=data/small, schedule.warmup=0 steps], "
+        "pretrain: {config: configs/pretrain/demo_mlp.yaml, overrides: [data.dataset=data/small, train.global_batch_size=8], "
         "seeds: [0, 1, 2], run_dir: 'runs/{seed}'}\n"
         "probe: {config: configs/probe/demo.yaml, overrides: [pretrained=runs/1, dataset=data/small]}\n"
     )

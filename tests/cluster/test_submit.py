@@ -76,7 +76,7 @@ def test_who_asks_for_nodes_that_make_it_slower_is_warned(
 ) -> None:
     for name, value in site.items():
         monkeypatch.setenv(name, value)
-    data = (f"data.dataset={shapes}", "schedule.warmup=0 steps")
+    data = (f"data.dataset={shapes}", "schedule.warmup=0 steps", "train.global_batch_size=24")
     order(*words, "cluster/pretrain.slurm", MLP, *data)
     said = capsys.readouterr().err
     assert (said.startswith("cluster/submit: warning: ") and said.count("\n") == 1 and warns in said) if warns else said == ""
@@ -89,7 +89,7 @@ def test_who_asks_for_nodes_that_make_it_slower_is_warned(
 def test_speeds_of_a_site_are_numbers(checkout: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODE_GBIT", "fast")
     with pytest.raises(SettingsError, match="NODE_GBIT: 'fast' will not do"):
-        order("-N2", "--gpus-per-node=2", "cluster/pretrain.slurm", MLP, f"data.dataset={shapes}", "schedule.warmup=0 steps")
+        order("-N2", "--gpus-per-node=2", "cluster/pretrain.slurm", MLP, f"data.dataset={shapes}", "train.global_batch_size=24")
 
 
 def order(*words: str) -> Order:
