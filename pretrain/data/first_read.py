@@ -21,25 +21,29 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from data_prep.limits import cause_of
 from data_prep.manifest import DatasetError
 from data_prep.publish import sha256_of
 from pretrain.data.datasets import Part
+from pretrain.ranks.collectives import any_rank
 from pretrain.ranks.world import World
 
 
 class FirstRead(threading.Thread):
-    def __init__(self, parts: Sequence[Part], *, run_dir: Path, world: World):
+    def __init__(self, parts: Sequence[Part], *, run_dir: Path, world: World, device: torch.device):
+        """All ranks call this with the same parts, because they agree on the parts that a rank reads in place."""
         super().__init__(name="first-read", daemon=True)
         self._checked, self._rank = run_dir / "checked", world.rank
+        parts = [part for part in parts if any_rank(part.staged is None, device=device)]
         shards = {
-            ((part.directory / shard.file).absolute(), shard.sha256): part
+            ((part.directory / shard.file).absolute(), shard.sha256): part.directory
             for part in parts
             for shard in part.content.shards
             if shard.num_samples and not shard.is_remote
         }
-        own = list(shards.items())[world.rank :: world.num_ranks]
-        self._shards = [(path, sha256, part.directory) for (path, sha256), part in own if part.staged is None]
+        self._shards = list(shards.items())[world.rank :: world.num_ranks]
         self._fault: Exception | None = None
 
     def run(self) -> None:
@@ -55,7 +59,7 @@ class FirstRead(threading.Thread):
 
     def _hash_all(self) -> None:
         known = {line for path in self._checked.glob("rank-*.jsonl") for line in path.read_bytes().splitlines()}
-        for path, expected, dataset in self._shards:
+        for (path, expected), dataset in self._shards:
             try:
                 status = path.stat()
                 line = json.dumps([str(path), status.st_size, status.st_mtime_ns, expected]).encode()

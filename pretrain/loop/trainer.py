@@ -92,7 +92,7 @@ class Trainer:
         settings, data, rank, device = self.settings, self.data, self.world.rank, self.engine.device
         train, self.run_dir = settings.train, Path(settings.run_dir)
         unchecked = data.read_parts if data.settings.check == "first-read" else ()
-        self.first_read = FirstRead(unchecked, run_dir=self.run_dir, world=self.world)
+        self.first_read = FirstRead(unchecked, run_dir=self.run_dir, world=self.world, device=device)
         store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
         bad_log = self.run_dir / "bad_samples" / f"rank-{rank}.jsonl"
         self.reader = open_reader(data, seed=train.seed, world=self.world, store=store, log=bad_log)

@@ -1,5 +1,6 @@
 """A byte that is flipped in a shard after the build ends a run; no shard is hashed twice, and no checkpoint waits for hashes."""
 
+import json
 import os
 import shutil
 import time
@@ -7,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.publish import sha256_of
@@ -18,6 +20,7 @@ from pretrain.data.store.directory import StoreDirectory
 from pretrain.ranks.world import World
 from tests.data_prep.samples import files_of
 from tests.forked import begin, environments, wait
+from tests.ranks import run_ranks
 from tests.training import main, start, write_config
 
 FLIPPED = "train-000002.tar"
@@ -55,7 +58,7 @@ def flip(dataset: Path) -> None:
 def hash_all(parts: tuple[Part, ...], run_dir: Path, *, ranks: int = 1) -> None:
     """As a start of the run does, rank by rank."""
     for rank in range(ranks):
-        thread = FirstRead(parts, run_dir=run_dir, world=World(rank, rank, ranks))
+        thread = FirstRead(parts, run_dir=run_dir, world=World(rank, rank, ranks), device=torch.device("cpu"))
         thread.start()
         thread.join()
         thread.raise_fault()
@@ -134,6 +137,27 @@ def test_what_was_hashed_where_it_arrived_is_not_hashed_again(dataset: Path, tmp
     hash_all(tuple(replace(part, staged=copy) for part in parts_of(dataset)), tmp_path)
     hash_all((Part(dataset, remote, "train"),), tmp_path)
     assert hashed == []
+
+
+def hash_with_only_one_staged(world: World, dataset: str, folder: str) -> list[str]:
+    """The names of the shards that this rank hashes. Rank 0 stands for a node that has staged them, rank 1 for another node."""
+    from pretrain.engine.deepspeed import start_distributed
+
+    device, parts, run_dir = start_distributed(world, timeout_s=60), parts_of(Path(dataset)), Path(folder, str(world.rank))
+    if world.is_first:
+        copy = StoreDirectory(Path(folder, "store"), setting="data.stage_dir", max_bytes=None)
+        parts = tuple(replace(part, staged=copy) for part in parts)
+    thread = FirstRead(parts, run_dir=run_dir, world=world, device=device)
+    thread.run()
+    thread.raise_fault()
+    lines = (run_dir / "checked" / f"rank-{world.rank}.jsonl").read_text().splitlines()
+    return [Path(json.loads(line)[0]).name for line in lines]
+
+
+def test_shards_that_one_node_reads_in_place_are_hashed_by_all_ranks(dataset: Path, tmp_path: Path) -> None:
+    hashed = run_ranks(hash_with_only_one_staged, str(dataset), str(tmp_path), num_ranks=2)
+    assert [len(names) for names in hashed] == [3, 3]
+    assert sorted(hashed[0] + hashed[1]) == sorted(path.name for path in dataset.glob("*.tar"))
 
 
 def test_a_shard_that_cannot_be_read_is_named_and_a_memory_that_cannot_be_written_is_not(dataset: Path, tmp_path: Path) -> None:
