@@ -11,7 +11,7 @@ read.
 """
 
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -109,12 +109,10 @@ class Trainer:
         self.saver = Saver(settings, data, engine=self.engine, world=self.world, card=self.card, log=self.tracker)
         self.num_steps, self.eval_every = self._steps(train.duration), max(1, self._steps(train.eval_every))
         self.order = data.order(seed=train.seed, global_batch_size=train.global_batch_size)
-        warmup, cooldown = (self._steps(length) for length in (settings.schedule.warmup, settings.schedule.cooldown))
-        fitted = fit_warmup(warmup, num_steps=self.num_steps)
-        if fitted != warmup and self.world.is_first:
+        warmup, self.schedule = self._steps(settings.schedule.warmup), self._schedule_of(self.num_steps)
+        if (fitted := self.schedule.warmup_steps) != warmup and self.world.is_first:
             why = f"{settings.schedule.warmup} is {warmup:,} steps, but the run has {self.num_steps:,}"
             print(f"{self.run_dir.name}: schedule.warmup: {why}; shortened to {fitted:,} steps", flush=True)
-        self.schedule = Schedule(settings.schedule, settings.optimizer.lr, self.num_steps, fitted, cooldown)
         self.bad_samples = None
         if isinstance(self.reader, ShardReader):
             self.bad_samples = BadSamples(self.reader, log=bad_log, chosen=data.parts[0].chosen)
@@ -193,13 +191,19 @@ class Trainer:
             images_per_s=self.meter.images_per_s,
         )
 
+    def _schedule_of(self, num_steps: int) -> Schedule:
+        """Return the learning rates of this run if it has `num_steps`."""
+        wanted = self.settings.schedule
+        warmup = fit_warmup(self._steps(wanted.warmup), num_steps=num_steps)
+        return Schedule(wanted, self.settings.optimizer.lr, num_steps, warmup, self._steps(wanted.cooldown))
+
     def _note_length(self, start: TrainerState) -> None:
         """Of a run whose length was changed: the rate follows the new one from here on."""
         if not start.lengths or start.lengths[-1] == self.num_steps:
             self.lengths = start.lengths or self.lengths
             return
         self.lengths = (*start.lengths, self.num_steps)
-        before, now = (replace(self.schedule, num_steps=count).lr(self.step) for count in self.lengths[-2:])
+        before, now = (self._schedule_of(count).lr(self.step) for count in self.lengths[-2:])
         words = f"{' -> '.join(f'{count:,}' for count in self.lengths)} steps, at step {self.step:,}"
         jump = "" if before == now or self.step >= self.num_steps else f"; its learning rate jumps from {before:.3g} to {now:.3g}"
         self.tracker.params({}, tags={"extended" if self.lengths[-1] > self.lengths[-2] else "shortened": words + jump})
@@ -363,7 +367,7 @@ class Trainer:
 
 
 def in_words(reading: dict[str, float], scores: Scores | None, *, scored_step: int) -> str:
-    """The note of the progress line. Its scores may be older than its step, so that it names theirs."""
+    """Return the note of the progress line. `scored_step`: the step of the scores, which may be older than the step of the line."""
     parts = [f"epoch {reading['train/epoch']:.1f}"] if "train/epoch" in reading else []
     if "train/loss" in reading:
         parts.append(f"training loss {reading['train/loss']:.3f}")

@@ -97,6 +97,14 @@ def test_with_a_constant_rate_it_ends_at_the_bits_of_a_run_begun_longer(config: 
     }
 
 
+def test_the_jump_starts_at_the_rate_of_the_shortened_warmup(config: Path, tmp_path: Path) -> None:
+    """A warm-up of 6 steps is shortened to none in 6 steps, and fits into 8 steps."""
+    words = ("schedule.warmup=6 steps", "data.eval_split=null")
+    assert "shortened to 0 steps" in finish(start(config, tmp_path / "run", *words, "train.duration=6 steps", ranks=1))
+    said = finish(start(config, tmp_path / "run", *words, "train.duration=8 steps", ranks=1))
+    assert "6 -> 8 steps, at step 6; its learning rate jumps from 0 to 0.001\n" in said and "shortened" not in said
+
+
 def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(config: Path, tmp_path: Path, capsys: Capture) -> None:
     run_dir = tmp_path / "run"
     words = (
