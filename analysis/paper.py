@@ -61,7 +61,7 @@ class Shown:
 
     @property
     def commands(self) -> list[str]:
-        """The first that runs on this machine: the demo's plans, and every plan without SLURM, run locally."""
+        """Return the commands of this experiment. A command that runs on this machine is first: without SLURM `wide-mlps run`."""
         plans = [f"configs/plan/{plan}{'_demo' * self.is_demo}.yaml" for plan in self.experiment.plans]
         ways = ["wide-mlps run"] if self.is_demo else sorted(["cluster/submit", "wide-mlps run"], reverse=not self.has_slurm)
         made = [f"{way} {plan}" for plan in plans for way in ways]

@@ -44,7 +44,7 @@ def print_table(runs: list[Run], console: Console) -> None:
 
 
 def _top1(run: Run) -> str:
-    """An unfinished run has the accuracy of its last evaluation."""
+    """Return the accuracy in words, for an unfinished run the accuracy of its last evaluation."""
     if run.top1 is not None:
         return f"{run.top1:.1%}{spread_of(run)}"
     if run.result:
@@ -90,7 +90,7 @@ def drawn(runs: list[Run]) -> Figure:
 
 
 def draw_curves(runs: list[Run], loss: Axes, accuracy: Axes) -> None:
-    """With the loss and the accuracy of guessing, dotted; if classes are unequal with the class mean and the largest class."""
+    """Draw the curves, and dotted the loss and accuracy of guessing. Unequal classes add the class mean and the largest class."""
     for number, run in enumerate(runs):
         style: dict[str, Any] = {"color": f"C{number}", "label": legible(run.name)}
         losses, accuracies, class_means = run.curves("train/loss", "eval/top1", "eval/class_top1")
@@ -132,7 +132,7 @@ def draw_accuracies(runs: list[Run], axes: Axes) -> None:
 
 
 def _guesses(runs: list[Run], *, mean: str) -> str:
-    """A legend of the marks; `mean`: how the class mean is marked."""
+    """Return a legend of the marks in words. `mean`: the mark of the class mean."""
     are_unequal = any(run.largest_class for run in runs)
     return f"\n(dotted: chance, dashed: largest class, {mean}: class mean)" if are_unequal else " (dotted: chance)"
 

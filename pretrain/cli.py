@@ -284,9 +284,9 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequence[str] = ()) -> int:
     """End this rank, which waits for no other: its heartbeat has ended, and nobody would notice a death.
 
-    A stopped run exits with 0, too: whoever started it sees from result.json whether to start it again. SLURM does not read that
-    file: in a job the first rank exits with 130, or jobs that wait with --dependency=afterok would begin. The other ranks exit with
-    0, because some sites kill a step at its first bad exit.
+    A stopped run exits with 0, too, because result.json shows whether to start it again. SLURM does not read that file: in a job
+    the first rank of a stopped run exits with 130, so jobs that wait with --dependency=afterok do not begin. The other ranks exit
+    with 0, because some sites kill a step at its first bad exit.
     """
     if is_first and run_dir is not None:
         stopped = "stopped with a checkpoint; the same command goes on from there"
@@ -295,10 +295,8 @@ def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequenc
         print("\n".join([f"{run_dir}: {'finished' if finished else stopped}", *more]))
     sys.stdout.flush()
     sys.stderr.flush()
-    is_done = finished or not is_first or "SLURM_JOB_ID" not in os.environ
-    os._exit(
-        OK if is_done else INTERRUPTED
-    )  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
+    code = OK if finished or not is_first or "SLURM_JOB_ID" not in os.environ else INTERRUPTED
+    os._exit(code)  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
 
 
 def _preview(options: argparse.Namespace) -> int:

@@ -171,7 +171,7 @@ class Labeled:
                 self._right_K[number] += label == prediction
 
     def in_words(self) -> list[str]:
-        """One line; none of fewer than two labeled images."""
+        """Return one line, or no line for fewer than two labeled images."""
         right_K, count_K, total = self._right_K, self._count_K, int(self._count_K.sum())
         if total < 2:
             return []
@@ -183,7 +183,7 @@ class Labeled:
 
 
 def labels_of(reader: Reader, ids: Ids) -> list[str]:
-    """The names of their classes: in a dataset as it says, elsewhere the names of their folders."""
+    """Return the class names of images: the labels of a dataset, otherwise the names of the images' folders."""
     if isinstance(reader, ShardReader):
         classes = (*reader.parts[0].manifest.classes, "")  # -1: without a label
         return [classes[label] for label in reader.locate(ids).labels.tolist()]

@@ -12,7 +12,7 @@ shorter, or other bytes are in their place), it is sent again from its beginning
 Delivery is idempotent: metrics and pictures carry the journal's times, so what is sent twice stands once, and the run is found by
 its key. A run that is resumed goes on in the same MLflow run; where the store has lost that, all of the journal is sent again.
 Files are sent after the figures and are owed until they arrive: a store for files that is out of order holds up no figure. The
-status is the journal's. Without an end in the journal and a trainer, the run is FINISHED if it has a result.json, else FAILED.
+status is the journal's. If the journal has no end and the trainer is gone, a run with a result.json is FINISHED, any other FAILED.
 """
 
 import hashlib
