@@ -100,7 +100,7 @@ def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
     here, local = len(os.sched_getaffinity(0)), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     of_task, of_node = (int(environment.get(name, "0")) for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"))
     if environment.get("SLURM_NTASKS", "1") == environment.get("WORLD_SIZE") and (of_task or of_node):
-        return max(1, min(here, *filter(None, (of_task, of_node // local))))
+        return max(1, min(here, of_task or here, of_node // local if of_node else here))
     return max(1, min(here, of_task or here) // local)
 
 

@@ -200,6 +200,7 @@ def test_half_an_environment_is_one_clear_error(half: dict[str, str]) -> None:
         ({"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16"}, 16, 4, 64, 8),  # not bound
         ({"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16", "SLURM_HINT": "nomultithread"}, 16, 4, 4, 4),  # one thread of each core
         ({"SLURM_CPUS_ON_NODE": "30", "SLURM_NTASKS": "16"}, 16, 4, 62, 7),  # core specialization keeps two
+        ({"SLURM_CPUS_ON_NODE": "2", "SLURM_NTASKS": "4"}, 4, 4, 2, 1),  # srun --overcommit
         ({"SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "7", "SLURM_NTASKS": "1"}, 1, 1, 64, 7),
         ({"SLURM_CPUS_ON_NODE": "16", "SLURM_CPUS_PER_TASK": "16", "SLURM_NTASKS": "4"}, 4, 4, 16, 4),  # sbatch's, not srun's
         ({"SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS": "16"}, 16, 4, 64, 8),  # srun started each rank
