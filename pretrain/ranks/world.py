@@ -21,7 +21,7 @@ class World:
     num_local_ranks: int = 1
     """Of this node."""
     num_slurm_gpus: int = 0
-    """GPUs of this node that SLURM has given to its ranks; 0 without SLURM."""
+    """GPUs of this node that SLURM has given to its ranks; 0 if the ranks are not tasks of SLURM."""
 
     @property
     def is_first(self) -> bool:
@@ -90,7 +90,8 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
     if "LOCAL_SIZE" in environment:  # the `deepspeed` launcher's word for it
         environment.setdefault("LOCAL_WORLD_SIZE", environment["LOCAL_SIZE"])
     local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    are_tasks = environment.get("SLURM_NTASKS") == str(num_ranks)
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "") if are_tasks else ""
     return World(rank, local_rank, num_ranks, _cores_per_rank(environment), local, int(gpus) if gpus.isdigit() else 0)
 
 

@@ -168,22 +168,24 @@ def test_srun_says_how_many_ranks_this_node_has(more: dict[str, str], expected: 
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "gpus_on_node", "num_visible", "gpu"),
+    ("local_rank", "gpus_on_node", "num_tasks", "num_visible", "gpu"),
     [
-        (3, "4", 1, 0),  # srun --ntasks-per-node=4 --gpus-per-task=1
-        (3, "4", 4, 3),
-        (1, "1", 1, None),  # two tasks, one GPU
-        (1, "", 1, None),  # no SLURM
-        (0, "", 1, 0),
-        (0, "", 0, None),
+        (3, "4", "8", 1, 0),  # srun --ntasks-per-node=4 --gpus-per-task=1
+        (3, "4", "8", 4, 3),
+        (3, "4", "1", 1, None),  # CUDA_VISIBLE_DEVICES=0 torchrun, within one task
+        (1, "1", "8", 1, None),  # two tasks, one GPU
+        (1, "", "", 1, None),  # no SLURM
+        (0, "", "", 1, 0),
+        (0, "", "", 0, None),
     ],
 )
 def test_a_rank_that_sees_one_of_the_nodes_gpus_uses_it(
-    local_rank: int, gpus_on_node: str, num_visible: int, gpu: int | None
+    local_rank: int, gpus_on_node: str, num_tasks: str, num_visible: int, gpu: int | None
 ) -> None:
     num_local = "2" if gpus_on_node in ("", "1") else "4"
     facts = {"RANK": "1", "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": num_local}
-    world = read_world(facts | {"MASTER_ADDR": "x", "MASTER_PORT": "1", "SLURM_GPUS_ON_NODE": gpus_on_node})
+    slurm = {"SLURM_GPUS_ON_NODE": gpus_on_node, "SLURM_NTASKS": num_tasks or "1"}
+    world = read_world(facts | {"MASTER_ADDR": "x", "MASTER_PORT": "1"} | slurm)
     assert world.gpu(num_visible) == gpu
 
 
