@@ -2,6 +2,8 @@
 
 The classes of a mixture are those of its datasets in the order of their first mention; a class that several datasets name alike is
 one class. Its channel statistics are those of the pictures as they are drawn.
+
+Long because datasets, mixtures, folds and streams have one interface.
 """
 
 import os

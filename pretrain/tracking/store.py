@@ -11,6 +11,8 @@ writing. What cannot be used is named with a remedy, and the runs' journals hold
 It has one writer at a time, whichever node it is on: who writes holds the lock in the folder of its files meanwhile (`lease`), and
 the journals of the others wait. A server of that store (server.py) holds it as long as it serves, and leaves its address beside
 the file: then everybody writes through it.
+
+Long because no other file may import mlflow.
 """
 
 import json
