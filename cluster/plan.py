@@ -47,7 +47,7 @@ class Here:
     """Runs our commands, and passes on what is meant to stop them, so that they can save.
 
     Ctrl-C reaches the command from the terminal itself; the other signals are sent on to it. A training that receives one saves
-    and exits with 0: whether it is finished, its own files say.
+    and exits. Its own files say if it is finished.
     """
 
     def __init__(self) -> None:

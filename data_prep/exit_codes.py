@@ -2,11 +2,11 @@
 
 | code | name        | meaning                                                                              |
 |------|-------------|--------------------------------------------------------------------------------------|
-| 0    | OK          | finished, or stopped by a signal with everything saved                               |
+| 0    | OK          | finished; outside SLURM jobs also a run that a signal stopped after it had saved     |
 | 1    | FAILED      | failed, or found faults (`verify`); another attempt may succeed                      |
 | 2    | BAD_INPUT   | settings, weights or data are not valid; another attempt would fail in the same way  |
 | 75   | BUSY        | another process holds the run or dataset; try again later                            |
-| 130  | INTERRUPTED | Ctrl-C                                                                               |
+| 130  | INTERRUPTED | Ctrl-C; in a SLURM job a run that a signal stopped after it had saved                |
 """
 
 from data_prep.interrupts import INTERRUPTED

@@ -97,7 +97,7 @@ _NOT_FOR_LBFGS = ("lrs", "schedule", "label_smoothing", "gradient_clip_norm")
 
 class ProbeSettings(FeatureSettings):
     of_verb = "finetune probe"
-    example_with: ClassVar = {"augment": "views=10 optimizer=lion"} | {name: "optimizer=lion" for name in _NOT_FOR_LBFGS}
+    example_with: ClassVar = {"augment": "views=10 optimizer=lion"} | dict.fromkeys(_NOT_FOR_LBFGS, "optimizer=lion")
     features: Literal["auto", "cache", "stream"] = "auto"
     """cache: made once and kept on disk; stream: made anew for each batch, by all ranks together, and nothing is kept; auto: stream
     where they would take more than `cache_gb`, or than the disk has. Both train the same heads."""

@@ -141,7 +141,10 @@ def read_card(directory: Path) -> ModelCard:
     except ValidationError as error:
         fault = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
         raise WeightsError(f"{path}: cannot be read ({fault})") from None
-    except (ValueError, OSError, LookupError, TypeError, AttributeError) as error:  # anybody may have written it
+    except OSError as error:
+        is_final = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
+        raise (WeightsError if is_final else CheckpointError)(f"{path}: cannot be read ({error})") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # anybody may have written it
         raise WeightsError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
 
 

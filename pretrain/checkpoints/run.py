@@ -133,7 +133,7 @@ def _read_record(path: Path, *, fix: str) -> dict[str, Any]:
     """Return the JSON object that a run has written. A damaged file is an error that names the file and the fix."""
     try:
         record = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
+    except ValueError as error:  # an OSError says nothing of the content
         raise SettingsError(f"{path}: is damaged ({str(error).partition(': ')[0]}). {fix}") from None
     if not isinstance(record, dict):
         raise SettingsError(f"{path}: is damaged (no JSON object). {fix}")

@@ -27,7 +27,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from data_prep.settings import SettingsError
+from data_prep.settings import SettingsError, UserError
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings
 from pretrain.data.order import BatchPlan
@@ -110,7 +110,8 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
     gpu = world.gpu(num_gpus)
     if on_gpu and gpu is None:
-        raise SettingsError(f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one rank per GPU")
+        # another node may have all its GPUs, so this is no SettingsError, which no job would retry
+        raise UserError(f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one rank per GPU")
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if on_gpu:
         torch.cuda.set_device(device)
