@@ -106,11 +106,10 @@ DynamicLossScaler = deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
 
 
 def start_distributed(world: World, *, timeout_s: float) -> torch.device:
-    """Joins the ranks and returns this rank's device."""
+    """Join the ranks and return this rank's device. A missing GPU is no SettingsError: on another node it may be there."""
     on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
     gpu = world.gpu(num_gpus)
     if on_gpu and gpu is None:
-        # another node may have all its GPUs, so this is no SettingsError, which no job would retry
         raise UserError(f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one rank per GPU")
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if on_gpu:

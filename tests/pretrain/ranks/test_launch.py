@@ -269,12 +269,13 @@ def test_ctrl_c_is_answered_at_once_and_the_second_ends_it() -> None:
 @pytest.mark.parametrize(("ignored", "raised_by"), [(False, "SIGHUP"), (True, "None")])
 def test_a_closed_terminal_has_ranks_save_unless_nohup_has_started_them(ignored: bool, raised_by: str) -> None:
     rank = """if True:
-        import select, sys
+        import os, select, sys
         from pretrain.ranks.preemption import StopFlag
         stop = StopFlag().install()
         print("ready", flush=True)
         while stop.raised_by is None and not select.select([sys.stdin], [], [], 0.01)[0]: pass
-        print(stop.raised_by)
+        print(stop.raised_by, flush=True)
+        os._exit(0)  # as `leave` does: the launcher passes the signal on once more, and an interpreter that ends no longer heeds it
         """
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)  # the child inherits it
     try:
