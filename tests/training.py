@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from data_prep.exit_codes import INTERRUPTED
 from pretrain.checkpoints.run import list_checkpoints
 from tests.forked import begin, environments, new_output, wait
 from tests.moments import Strike, wait_until
@@ -137,10 +138,10 @@ def end_commands() -> None:
 AnyRun = Run | subprocess.Popen[str]
 
 
-def finish(process: AnyRun, *, timeout_s: float = 300) -> str:
-    """The output of a run that must succeed."""
+def finish(process: AnyRun, *, timeout_s: float = 300, code: int = 0) -> str:
+    """Return the output of a run that must end with that exit code."""
     output, _ = process.communicate(timeout=timeout_s)
-    assert process.returncode == 0, output
+    assert process.returncode == code, output
     return output
 
 
@@ -154,10 +155,10 @@ def kill(process: AnyRun) -> None:
 
 
 def stop_while_it_waits(waiting: Run) -> str:
-    """The output of a start that waits for another one, once all its ranks were asked to stop: they end well."""
+    """Stop a run that waits for another attempt, and return its output. In a SLURM job its first rank exits with 130."""
     wait_until(lambda: "waiting up to" in waiting.said() and waiting.heeds(signal.SIGTERM), lives=lambda: waiting.poll() is None)
     waiting.send_signal(signal.SIGTERM)
-    output = finish(waiting)
+    output = finish(waiting, code=INTERRUPTED if "SLURM_JOB_ID" in os.environ else 0)
     assert ": stopped" in output, output
     return output
 
