@@ -250,6 +250,7 @@ def _main() -> int:
     os.nice(10)  # training comes first
     for number in SIGNALS:  # SLURM sends a stop to every process of the step; this one goes on until the pipe closes
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the trainer blocks them, so that none ends this process while it imports
     run_dir, flags = Path(sys.argv[1]), os.O_WRONLY | os.O_APPEND | os.O_CREAT
     try:
         log = os.open(run_dir / "tracking" / "delivery.log", flags, 0o666)

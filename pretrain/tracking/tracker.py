@@ -22,6 +22,7 @@ import atexit
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -43,6 +44,7 @@ from data_prep.settings import Settings, UserError
 from pretrain.checkpoints.card import CONFIG
 from pretrain.config import OF_SERVER, TrackingSettings
 from pretrain.ranks.launch import describe
+from pretrain.ranks.preemption import SIGNALS
 from pretrain.tracking.node import EVERY_S, shared_kind
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -241,15 +243,20 @@ class Tracker:
     def _start_deliverer(self) -> None:
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         workspace = [str(found)] if (found := workspace_of(self.run_dir)) else []
-        self._deliverer = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "pretrain.tracking.delivery"),
-                *(str(self.run_dir), str(self._close_timeout_s), ",".join(self._settings.sinks), *workspace),
-            ],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the trainer's business; it closes the pipe when it is done
-            env={name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},
-        )
+        # SLURM sends a stop to every process of the step. The deliverer inherits this mask until it ignores the signals itself.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self._deliverer = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "pretrain.tracking.delivery"),
+                    *(str(self.run_dir), str(self._close_timeout_s), ",".join(self._settings.sinks), *workspace),
+                ],
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is the trainer's business; it closes the pipe when it is done
+                env={name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _deliver_again(self, dead: subprocess.Popen[bytes]) -> None:
         """In a thread: training does not wait for the disk that a program is read from."""

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from PIL import Image
 from data_prep.publish import LOCK, Superseded, use_workspace
 from data_prep.settings import UserError
 from pretrain.config import TrackingSettings
+from pretrain.ranks.preemption import SIGNALS
 from pretrain.ranks.starts import started
 from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
 from pretrain.tracking.store import Store
@@ -100,6 +102,20 @@ def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path, by_
     assert points(store, run, "loss") == [(step, pytest.approx(1 / step)) for step in range(1, 9)]
     artifacts = MlflowClient(tracking_uri=f"sqlite:///{store}").list_artifacts(run.info.run_id, "notes")
     assert [artifact.path for artifact in artifacts] == ["notes/note.txt"]
+
+
+def test_a_stop_that_comes_while_the_deliverer_still_imports_is_delivered_as_such(tmp_path: Path) -> None:
+    """SLURM sends the signal to every process of a step, whatever that process is doing."""
+    run_dir = tmp_path / "run"
+    identity(run_dir)
+    stopped = tracker(run_dir)
+    assert stopped._deliverer is not None
+    for number in SIGNALS:
+        stopped._deliverer.send_signal(number)
+    stopped.close("KILLED")
+    assert stopped._deliverer.returncode == 0
+    assert [run.info.status for run in runs_in(tmp_path / "mlflow.db")] == ["KILLED"]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*SIGNALS}
 
 
 def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
