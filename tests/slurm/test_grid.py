@@ -11,7 +11,7 @@ from tests.slurm.test_plan import jobs_of
 GRID = """
 probe:
   config: configs/probe/demo.yaml
-  overrides: [pretrained=null, "lrs=[1e-2]", "weight_decays=[0]", epochs=2]
+  overrides: [pretrained=null, optimizer=lion, "lrs=[1e-2]", "weight_decays=[0]", epochs=2]
   grid:
     case:
       first: {{dataset: {shapes}}}

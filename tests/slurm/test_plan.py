@@ -23,6 +23,8 @@ prepare:
     sbatch: [--array=0-1, --cpus-per-task=1]
 {runs}
 """.replace("{small}", "source.num_val_per_class=4, source.image_size=20, image_size=16, samples_per_shard=50, num_workers=1")
+FEW = "train.duration=4 steps, train.global_batch_size=16, train.eval_every=4 steps, checkpoint.every=4 steps"
+HEAD = 'optimizer=lion, "lrs=[1e-2]", "weight_decays=[0]", epochs=2'
 RUNS = """
 pretrain:
   config: configs/pretrain/demo_mlp.yaml
@@ -30,11 +32,11 @@ pretrain:
   sbatch: [{sbatch}]
 probe:
   config: configs/probe/demo.yaml
-  overrides: [run_dir=runs/{name}/probe, pretrained=runs/{name}/pretrain, dataset={b}, "lrs=[1e-2]", "weight_decays=[0]", epochs=2]
+  overrides: [run_dir=runs/{name}/probe, pretrained=runs/{name}/pretrain, dataset={b}, {head}]
 finetune:
   config: configs/finetune/demo.yaml
   overrides: [run_dir=runs/{name}/tune, pretrained=runs/{name}/pretrain, data.dataset={b}, schedule.warmup=0 steps, {few}]
-""".replace("{few}", "train.duration=4 steps, train.global_batch_size=16, train.eval_every=4 steps, checkpoint.every=4 steps")
+""".replace("{head}", HEAD).replace("{few}", FEW)
 MORE = """
 knn:
   config: configs/knn/demo.yaml
