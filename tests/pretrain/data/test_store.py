@@ -124,7 +124,7 @@ def test_what_may_pass_is_tried_again_and_whoever_waits_is_told(
     address, state = server
     state.key, state.faults = SECRET, {f"{number}.tar": list(faults) for number in range(2)}
     before = random.getstate()
-    with closing(opened(place, storage=OPTIONS)) as ours:
+    with closing(opened(place, storage=OPTIONS, hosts=[server[0]])) as ours:
         use(ours, *shards[:2])
     assert cached(place) == hashes(shards, 0, 1) and state.gets == dict.fromkeys((SHARD_0, "1.tar"), len(faults) + 1)
     assert random.getstate() == before, "the order of training must not feel a server"
@@ -150,7 +150,7 @@ def test_what_stays_is_one_line_without_secrets_and_leaves_nothing(
     address, state = server
     state.key, state.faults = SECRET, {SHARD_0: [fault] * 9}
     words = words.replace("{sha256}", shards[0].sha256)
-    with closing(opened(place, storage=OPTIONS)) as ours:
+    with closing(opened(place, storage=OPTIONS, hosts=[server[0]])) as ours:
         with pytest.raises(UserError, match=f"^{re.escape(address)}/0.tar: {words}") as caught:
             ours.hold(shards[0])
         assert "secret-word" not in str(caught.value)
@@ -180,7 +180,7 @@ def test_s3_gives_the_same_in_pieces_and_says_what_is_missing(tmp_path: Path, fo
         there = [far(folder / f"{number}.tar", "s3://pictures/some") for number in range(3)]
         missing = File("s3://pictures/some/gone.tar", f"{'0' * 64}.tar", SIZE, "0" * 64)
         changed = there[0]._replace(name=f"{'1' * 64}.tar", sha256="1" * 64)
-        with closing(opened(place, storage=json.loads(storage))) as ours:
+        with closing(opened(place, storage=json.loads(storage), hosts=["s3://"])) as ours:
             ours.fetch_ahead(there)
             use(ours, *there)
             assert cached(place) == {file.sha256 for file in there}
@@ -191,7 +191,7 @@ def test_s3_gives_the_same_in_pieces_and_says_what_is_missing(tmp_path: Path, fo
                 ours.hold(changed)
         wrong = json.loads(storage) | {"wrong": 1}
         words = "^storage: s3 does not take these options"
-        with closing(opened(tmp_path / "other", storage=wrong)) as ours, pytest.raises(UserError, match=words):
+        with closing(opened(tmp_path / "other", storage=wrong, hosts=["s3://"])) as ours, pytest.raises(UserError, match=words):
             ours.hold(there[0])
     assert not [*place.glob("*.part")]
 
