@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -303,12 +304,12 @@ def test_an_interrupted_verb_leaves_no_copy_of_a_shard(tmp_path: Path, server: t
     address, state = server
     assert index(tmp_path / "http", f"{address}/{PATTERN}") == 0
     state.faults, state.gets = {name: ["stall"] for name in NAMES}, {}
-    (tmp_path / "tmp").mkdir()
     words = [sys.executable, "-m", "data_prep", "verify", str(tmp_path / "http"), "--workers", "2"]
-    verb = subprocess.Popen(words, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}, stderr=subprocess.DEVNULL)
-    wait_until(lambda: len(state.gets) >= 2, lives=lambda: verb.poll() is None)
-    workers = psutil.Process(verb.pid).children(recursive=True)
-    verb.send_signal(number)
-    verb.wait(30)
-    psutil.wait_procs(workers, timeout=30)
-    assert not [path for folder in ("http", "tmp") for path in (tmp_path / folder).rglob("*") if path.suffix == ".tar"]
+    with TemporaryDirectory(dir="/tmp") as folder:  # short, as the socket of the workers is in it
+        verb = subprocess.Popen(words, env={**os.environ, "TMPDIR": folder}, stderr=subprocess.DEVNULL)
+        wait_until(lambda: len(state.gets) >= 2, lives=lambda: verb.poll() is None)
+        workers = psutil.Process(verb.pid).children(recursive=True)
+        verb.send_signal(number)
+        verb.wait(30)
+        psutil.wait_procs(workers, timeout=30)
+        assert not [path for place in (folder, tmp_path / "http") for path in Path(place).rglob("*") if path.suffix == ".tar"]

@@ -19,6 +19,7 @@ import pytest
 
 from data_prep.build import tasks as tasks_of_build
 from data_prep.cli import main
+from data_prep.exit_codes import BUSY
 from data_prep.manifest import PARTS
 from data_prep.publish import Holder, sole_writer
 from data_prep.settings import UserError
@@ -331,8 +332,8 @@ def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
     with at_work(source, out, "0/2"):
         refused(task(source, out, "1/3"), "2 tasks are at work in")
         refused(task(source, out, "1/2", "image_size=20"), f"tasks of another config are at work in {out} (image_size: 20, was 16)")
-        refused(merge(out), "array tasks are at work here; wait", code=1)
-        refused(build(source, out, *CUT), "array tasks are at work here; wait", code=1)
+        refused(merge(out), "array tasks are at work here; wait", code=BUSY)
+        refused(build(source, out, *CUT), "array tasks are at work here; wait", code=BUSY)
         assert task(source, out, "1/2") == 0
     assert merge(out) == 0
     assert files_of(out) == whole
