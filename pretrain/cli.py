@@ -282,7 +282,7 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
 
 
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequence[str] = ()) -> int:
-    """End this rank, which waits for no other: its heartbeat has ended, and nobody would notice a death.
+    """End this rank at once. Its heartbeat has ended, so no other rank would notice if it died later.
 
     A stopped run exits with 0, too, because result.json shows whether to start it again. SLURM does not read that file: in a job
     the first rank of a stopped run exits with 130, so jobs that wait with --dependency=afterok do not begin. The other ranks exit

@@ -159,7 +159,7 @@ class CheckpointWriter:
         self._run_dir, self._retention, self._log = run_dir, retention, log
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
-        """What is still to be written, is being written, or could not be written."""
+        """The snapshot that waits, is being written, or could not be written."""
         self._is_published = False
         """Of the snapshot's steps the first two are done, though a later one failed."""
         self._num_failures = 0

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Any
 
 from data_prep.console import output_is_progress, write_error
 from data_prep.exit_codes import BUSY
@@ -74,8 +73,13 @@ def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False
     try:
         for rank in range(num_ranks):
             environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            options: dict[str, Any] = {"preexec_fn": prepare, "pass_fds": [joined_writer]}  # no threads here
-            ranks.append(subprocess.Popen(command, env=environment, **options))
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                preexec_fn=prepare,  # noqa: PLW1509 (no threads here)
+                pass_fds=[joined_writer],
+            )
+            ranks.append(process)
         restore = _forward_signals(ranks, saves=heed_signals)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
