@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from data_prep import remote
+from pretrain.ranks.world import free_port
 from tests.data_prep.stock import s3_server
 
 BUCKET = "pictures"
@@ -207,13 +208,6 @@ def _az(folder: Path) -> Iterator[tuple[str, Callable[[str], dict[str, Any]]]]:
 SERVERS = {"s3": _s3, "gs": _gs, "az": _az}
 EACH = [pytest.param("s3"), *(pytest.param(name, marks=pytest.mark.stores) for name in ("gs", "az"))]
 """For `pytest.mark.parametrize("store", EACH, indirect=True)`, of a fixture that calls `started`."""
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
 
 
 def no_server(why: str) -> None:

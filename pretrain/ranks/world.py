@@ -1,6 +1,8 @@
 """Rank facts, read once from torchrun's, our launcher's or SLURM's environment. No torch here."""
 
+import errno
 import os
+import random
 import re
 import socket
 from collections.abc import Mapping, MutableMapping
@@ -117,6 +119,13 @@ def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that Linux gives to connections (32768 on), or one of those could take it before the caller does."""
+    for port in random.SystemRandom().sample(range(20000, 32768), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+                return port
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+    raise OSError(f"{host}: 100 ports of 20000 to 32767 are taken. Set MASTER_PORT.")

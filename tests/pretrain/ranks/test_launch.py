@@ -13,7 +13,7 @@ import pytest
 from pretrain.cli import leave
 from pretrain.ranks import launch
 from pretrain.ranks.preemption import LAST_WRITE_S
-from pretrain.ranks.world import World, read_world
+from pretrain.ranks.world import World, free_port, read_world
 from tests.ranks import REPOSITORY, run_ranks
 
 START = """
@@ -296,3 +296,7 @@ def test_an_interrupt_of_the_launcher_alone_has_its_ranks_save() -> None:
     process.send_signal(signal.SIGINT)
     saved, said = process.communicate(timeout=120)
     assert (process.returncode, saved, said.count("stopping at the next step")) == (0, "saved\n", 1)
+
+
+def test_a_free_port_is_none_that_linux_gives_to_connections() -> None:
+    assert all(1024 <= free_port() < 32768 for _ in range(20))
