@@ -1,6 +1,8 @@
-"""`make demo`: the real commands, one after the other, from nothing to fine-tuned models. Each goes on where it stopped.
+"""`make demo`: the real commands, one after the other, from nothing to fine-tuned models. Each goes
+on where it stopped.
 
-A stage that has finished before returns at once, so Ctrl-C and another `make demo` lose at most one checkpoint interval.
+A stage that has finished before returns at once, so Ctrl-C and another `make demo` lose at most one
+checkpoint interval.
 """
 
 import json
@@ -18,14 +20,28 @@ STORE = f"sqlite:///{RUNS}/mlflow.db"
 
 
 def local_ranks() -> str:
-    """Two local processes; one where there is only one GPU for them (nccl wants a GPU for each), of those that
-    CUDA_VISIBLE_DEVICES lets them see: all before a name that no GPU has."""
+    """Two local processes; one where there is only one GPU for them (nccl wants a GPU for each), of
+    those that CUDA_VISIBLE_DEVICES lets them see: all before a name that no GPU has."""
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.count("GPU ")
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
+        ).stdout.count("GPU ")
     except OSError:
         listed = 0
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(listed)))).split(",")]
-    seen = list(takewhile(lambda name: name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < listed), names))
+    names = [
+        name.strip()
+        for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(listed)))).split(
+            ","
+        )
+    ]
+    seen = list(
+        takewhile(
+            lambda name: (
+                name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < listed)
+            ),
+            names,
+        )
+    )
     return "1" if len(seen) == 1 else "2"
 
 
@@ -35,19 +51,37 @@ def stages() -> list[tuple[str, list[str], Path]]:
     ranks = ("--ranks", local_ranks())
     for role in ("pretrain", "transfer"):
         command = ["data_prep", "build", f"configs/data_prep/demo_{role}.yaml"]
-        found.append((f"write and pack the {role} pictures", command, Path(f"data/demo-{role}/manifest.json")))
+        found.append(
+            (
+                f"write and pack the {role} pictures",
+                command,
+                Path(f"data/demo-{role}/manifest.json"),
+            )
+        )
     for model in SCRATCH_LR:
         command = ["pretrain", "train", f"configs/pretrain/demo_{model}.yaml", *ranks]
         found.append((f"pretrain the {model}", command, RUNS / f"pretrain-{model}/result.json"))
-    pixels = ["finetune", "probe", "configs/probe/demo.yaml", "pretrained=null", f"run_dir={RUNS}/probe-pixels"]
-    found.append(("linear classifier on pixels, to compare with", pixels, RUNS / "probe-pixels/result.json"))
+    pixels = [
+        "finetune",
+        "probe",
+        "configs/probe/demo.yaml",
+        "pretrained=null",
+        f"run_dir={RUNS}/probe-pixels",
+    ]
+    found.append(
+        ("linear classifier on pixels, to compare with", pixels, RUNS / "probe-pixels/result.json")
+    )
     for model, scratch_lr in SCRATCH_LR.items():
         tune = ["finetune", "tune", "configs/finetune/demo.yaml"]
         scratch = ["init=scratch", f"optimizer.lr={scratch_lr}", "optimizer.head_lr_scale=1"]
         for task, title, command in (
             ("probe", f"probe the {model}", ["finetune", "probe", "configs/probe/demo.yaml"]),
             ("tune", f"fine-tune the {model}", [*tune, *ranks]),
-            ("scratch", f"train the {model} from scratch, to compare with", [*tune, *ranks, *scratch]),
+            (
+                "scratch",
+                f"train the {model} from scratch, to compare with",
+                [*tune, *ranks, *scratch],
+            ),
         ):
             run = RUNS / f"{task}-{model}"
             overrides = [f"pretrained={RUNS}/pretrain-{model}", f"run_dir={run}"]
@@ -56,7 +90,8 @@ def stages() -> list[tuple[str, list[str], Path]]:
 
 
 def run_stage(command: list[str]) -> int:
-    """Ctrl-C reaches the stage from the terminal itself: here we only wait until it has saved and left."""
+    """Ctrl-C reaches the stage from the terminal itself: here we only wait until it has saved and
+    left."""
     process = subprocess.Popen([sys.executable, "-m", *command])
     while True:
         try:
@@ -66,14 +101,26 @@ def run_stage(command: list[str]) -> int:
 
 
 def margins() -> list[str]:
-    """What pretraining was good for, by the results of the runs; no margin at all ends the demo as a failure."""
-    top1 = {path.parent.name: json.loads(path.read_text()) for path in sorted(RUNS.glob("*/result.json"))}
-    reached = {name: result.get("test_top1", result.get("eval/top1", 0.0)) for name, result in top1.items()}
+    """What pretraining was good for, by the results of the runs; no margin at all ends the demo as
+    a failure."""
+    top1 = {
+        path.parent.name: json.loads(path.read_text())
+        for path in sorted(RUNS.glob("*/result.json"))
+    }
+    reached = {
+        name: result.get("test_top1", result.get("eval/top1", 0.0)) for name, result in top1.items()
+    }
     lines = []
     for model in SCRATCH_LR:
-        for better, worse, words in (("tune", f"scratch-{model}", "from scratch"), ("probe", "probe-pixels", "on pixels")):
+        for better, worse, words in (
+            ("tune", f"scratch-{model}", "from scratch"),
+            ("probe", "probe-pixels", "on pixels"),
+        ):
             gap = 100 * (reached[f"{better}-{model}"] - reached[worse])
-            lines.append(f"{model}: {better} of the pretrained model beats the same {words} by {gap:.1f} points")
+            lines.append(
+                f"{model}: {better} of the pretrained model beats the same {words} by {gap:.1f}"
+                " points"
+            )
             if gap <= 0:
                 raise SystemExit(f"demo: {lines[-1]}, so transfer is broken")
     return lines
@@ -89,17 +136,29 @@ def main() -> int:
         code = run_stage(command)
         print(f"({time.monotonic() - stage_s:.0f} s)", flush=True)
         if code != 0 or not done.exists():
-            print(f"demo: stopped in stage {number}; `make demo` goes on from here", file=sys.stderr)
+            print(
+                f"demo: stopped in stage {number}; `make demo` goes on from here", file=sys.stderr
+            )
             return code or 130
     print(f"\nAll stages stand ({time.monotonic() - began_s:.0f} s this time).\n", flush=True)
     code = 0
     for command in (
-        ["finetune", "evaluate", f"pretrained={RUNS}/tune-mlp", "data.dataset=data/demo-transfer", "views=20"],
+        [
+            "finetune",
+            "evaluate",
+            f"pretrained={RUNS}/tune-mlp",
+            "data.dataset=data/demo-transfer",
+            "views=20",
+        ],
         ["analysis", "report", str(RUNS)],
     ):
         code = code or run_stage(command)
     print(*margins(), sep="\n")
-    print("checkpoints:", *(f"  {path}" for path in sorted(RUNS.glob("*/checkpoints/step-*"))), sep="\n")
+    print(
+        "checkpoints:",
+        *(f"  {path}" for path in sorted(RUNS.glob("*/checkpoints/step-*"))),
+        sep="\n",
+    )
     print("MLflow page: .venv/bin/python -m pretrain serve runs/demo   prints its address")
     return code
 

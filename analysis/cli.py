@@ -1,4 +1,5 @@
-"""Command line of the top floor. Its verbs check all that they can before they import what takes time."""
+"""Command line of the top floor. Its verbs check all that they can before they import what takes
+time."""
 
 import argparse
 import shlex
@@ -20,9 +21,9 @@ from data_prep.settings import near_path
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = program("analysis", description="Tables and pictures of what was trained.", add_verbs=_add_verbs).parse_args(
-        arguments
-    )
+    options = program(
+        "analysis", description="Tables and pictures of what was trained.", add_verbs=_add_verbs
+    ).parse_args(arguments)
     try:
         return int(options.run(options))
     except (ValueError, OSError) as error:
@@ -32,30 +33,62 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _add_verbs(verbs: Verbs) -> None:
-    for add in (_add_pages, _add_points, *(room.add_verbs for room in (sweeps, scaling, features, matrices)), _add_costs):
+    for add in (
+        _add_pages,
+        _add_points,
+        *(room.add_verbs for room in (sweeps, scaling, features, matrices)),
+        _add_costs,
+    ):
         add(verbs)
 
 
 def _add_pages(verbs: Verbs) -> None:
-    report = verbs.add_parser("report", help="a table and a picture of all runs below a folder", epilog="analysis report runs")
+    report = verbs.add_parser(
+        "report",
+        help="a table and a picture of all runs below a folder",
+        epilog="analysis report runs",
+    )
     report.add_argument("runs", type=Path, help="the folder that the runs lie in")
     report.add_argument("--out", type=Path, help="the picture; by default RUNS/report.png")
     report.set_defaults(run=_report)
     table = verbs.add_parser(
-        "table", help="what finished runs reached, beside the papers' tables: Markdown and PNG", epilog="analysis table runs"
+        "table",
+        help="what finished runs reached, beside the papers' tables: Markdown and PNG",
+        epilog="analysis table runs",
     )
-    table.add_argument("runs", type=Path, nargs="?", default=Path("runs"), help="the folder that the runs lie in")
-    table.add_argument("--out", type=Path, help="where tables.md and tables.png go; by default the folder of the runs")
+    table.add_argument(
+        "runs", type=Path, nargs="?", default=Path("runs"), help="the folder that the runs lie in"
+    )
+    table.add_argument(
+        "--out",
+        type=Path,
+        help="where tables.md and tables.png go; by default the folder of the runs",
+    )
     table.set_defaults(run=_table)
     paper = verbs.add_parser(
         "paper",
-        help="every figure and table of a paper: what is there, what is missing, and the command for it, on one page",
+        help=(
+            "every figure and table of a paper: what is there, what is missing, and the command for"
+            " it, on one page"
+        ),
         epilog="analysis paper A --out papers/A",
     )
-    paper.add_argument("paper", choices=["A", "B"], help="A: Understanding MLP-Mixer; B: Scaling MLPs")
-    paper.add_argument("--out", type=Path, help="the folder of index.html and the figures (default: papers/A)")
-    paper.add_argument("--demo", action="store_true", help="of the plans' twins on synthetic shapes")
-    paper.add_argument("--points", type=Path, nargs="+", default=[], help="files of `analysis points`, in the place of runs")
+    paper.add_argument(
+        "paper", choices=["A", "B"], help="A: Understanding MLP-Mixer; B: Scaling MLPs"
+    )
+    paper.add_argument(
+        "--out", type=Path, help="the folder of index.html and the figures (default: papers/A)"
+    )
+    paper.add_argument(
+        "--demo", action="store_true", help="of the plans' twins on synthetic shapes"
+    )
+    paper.add_argument(
+        "--points",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="files of `analysis points`, in the place of runs",
+    )
     paper.set_defaults(run=_paper)
 
 
@@ -66,8 +99,12 @@ def _add_points(verbs: Verbs) -> None:
         epilog="analysis points configs/plan/b_scaling.yaml --out runs/plans/b_scaling.parquet",
     )
     points.add_argument("plans", nargs="+", metavar="PLAN.yaml", help="plans that were run")
-    points.add_argument("--out", type=Path, required=True, metavar="FILE.parquet", help="where the points go")
-    points.add_argument("--partial", action="store_true", help="of what is finished, where not all is")
+    points.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.parquet", help="where the points go"
+    )
+    points.add_argument(
+        "--partial", action="store_true", help="of what is finished, where not all is"
+    )
     points.set_defaults(run=_points)
     figure = verbs.add_parser(
         "figure",
@@ -76,29 +113,60 @@ def _add_points(verbs: Verbs) -> None:
         epilog="analysis figure configs/plan/a_fig7_depth.yaml",
     )
     figure.add_argument("plan", metavar="PLAN.yaml", help="a plan that was run")
-    figure.add_argument("--partial", action="store_true", help="of what is finished, where not all is")
-    figure.add_argument("--out", type=Path, help="what the files are called, without an ending (default: runs/plans/PLAN/figure)")
-    figure.add_argument("--kept", type=Path, metavar="SNAPSHOT", help="the configs as this keeps them: what a job of SLURM gives")
-    figure.add_argument("--points", type=Path, nargs="+", default=[], help="files of `analysis points`, in the place of runs")
+    figure.add_argument(
+        "--partial", action="store_true", help="of what is finished, where not all is"
+    )
+    figure.add_argument(
+        "--out",
+        type=Path,
+        help="what the files are called, without an ending (default: runs/plans/PLAN/figure)",
+    )
+    figure.add_argument(
+        "--kept",
+        type=Path,
+        metavar="SNAPSHOT",
+        help="the configs as this keeps them: what a job of SLURM gives",
+    )
+    figure.add_argument(
+        "--points",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="files of `analysis points`, in the place of runs",
+    )
     figure.set_defaults(run=_figure)
 
 
 def _add_costs(verbs: Verbs) -> None:
     cost = verbs.add_parser(
-        "cost", help="memory, FLOPs and seconds an epoch of paper A's SW-MLP and Mixers (Table S.3)", epilog="analysis cost --quick"
+        "cost",
+        help="memory, FLOPs and seconds an epoch of paper A's SW-MLP and Mixers (Table S.3)",
+        epilog="analysis cost --quick",
     )
-    cost.add_argument("--quick", action="store_true", help="one round of one step each: a minute on 2 cores")
+    cost.add_argument(
+        "--quick", action="store_true", help="one round of one step each: a minute on 2 cores"
+    )
     add_device(cost)
     add_out(cost, "cost")
     cost.set_defaults(run=_cost)
     efficiency = verbs.add_parser(
-        "efficiency", help="latency and throughput of paper B's four models at 64 px", epilog="analysis efficiency --quick"
+        "efficiency",
+        help="latency and throughput of paper B's four models at 64 px",
+        epilog="analysis efficiency --quick",
     )
-    efficiency.add_argument("--quick", action="store_true", help="fewer and shorter rounds: a few minutes on 2 cores")
+    efficiency.add_argument(
+        "--quick", action="store_true", help="fewer and shorter rounds: a few minutes on 2 cores"
+    )
     add_device(efficiency)
-    efficiency.add_argument("--batch", type=int, help="images in a batch (default: 1024 on cuda, 16 on a CPU)")
-    efficiency.add_argument("--dtype", choices=["fp32", "bf16"], help="default: bf16 on cuda, fp32 on a CPU")
-    efficiency.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on cuda only")
+    efficiency.add_argument(
+        "--batch", type=int, help="images in a batch (default: 1024 on cuda, 16 on a CPU)"
+    )
+    efficiency.add_argument(
+        "--dtype", choices=["fp32", "bf16"], help="default: bf16 on cuda, fp32 on a CPU"
+    )
+    efficiency.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="default: on cuda only"
+    )
     add_out(efficiency, "efficiency")
     efficiency.set_defaults(run=_efficiency)
 
@@ -122,7 +190,9 @@ def _check_runs(root: Path) -> None:
     """Before matplotlib is imported."""
     if not root.is_dir():
         near, what = (near_path(root), "is not there") if not root.exists() else ("", "is a file")
-        raise ValueError(f"{root}: {what}; {near or 'name the folder that holds the runs, such as runs'}")
+        raise ValueError(
+            f"{root}: {what}; {near or 'name the folder that holds the runs, such as runs'}"
+        )
     if not any(root.rglob("config.yaml")):
         raise ValueError(f"{root}: holds no runs; name the folder that they lie in, such as runs")
 
@@ -148,7 +218,10 @@ def _table(options: argparse.Namespace) -> int:
         console.print(console_table(table), "")
     for note in NOTES if finished else ():
         console.print(note, style="dim")
-    print(f"{out / 'tables.md'} (all tables), tables.png: of {finished:,} finished runs among {len(runs):,}")
+    print(
+        f"{out / 'tables.md'} (all tables), tables.png: of {finished:,} finished runs among"
+        f" {len(runs):,}"
+    )
     return OK
 
 
@@ -156,7 +229,10 @@ def _points(options: argparse.Namespace) -> int:
     from pretrain.checkpoints.run import check_place
 
     if options.out.suffix != ".parquet":
-        raise ValueError(f"--out: {options.out} does not end in .parquet; name it {options.out.with_suffix('.parquet')}")
+        raise ValueError(
+            f"--out: {options.out} does not end in .parquet; name it"
+            f" {options.out.with_suffix('.parquet')}"
+        )
     check_place(options.out.absolute().parent, field="--out")
     from analysis.points import collect
     from analysis.points import write as write_points
@@ -198,14 +274,25 @@ def _cost(options: argparse.Namespace) -> int:
         from analysis.efficiency import conditions_for, machine
     from analysis.tables.pages import console_of, for_console
 
-    conditions = conditions_for(options.device, dtype="fp32", compiled=False, batch_size=None, quick=options.quick)
+    conditions = conditions_for(
+        options.device, dtype="fp32", compiled=False, batch_size=None, quick=options.quick
+    )
     place = machine(conditions)
     rounds, steps = (1, 1) if options.quick else (5, 3)
     rows = measure(device=conditions.device, num_rounds=rounds, num_steps=steps)
     console = console_of(150)
-    console.print(for_console(COLUMNS, [cells(row) for row in rows], title=f"{place}, median of {rounds} rounds of {steps} steps"))
+    console.print(
+        for_console(
+            COLUMNS,
+            [cells(row) for row in rows],
+            title=f"{place}, median of {rounds} rounds of {steps} steps",
+        )
+    )
     console.print(NOTE, style="dim")
-    facts, figures = {"machine": place, "rounds": rounds, "steps": steps}, {"": draw(rows, device=conditions.device)}
+    facts, figures = (
+        {"machine": place, "rounds": rounds, "steps": steps},
+        {"": draw(rows, device=conditions.device)},
+    )
     return written(write(options.out, facts=facts, rows=facts_of(rows), read=(), figures=figures))
 
 
@@ -228,10 +315,22 @@ def _efficiency(options: argparse.Namespace) -> int:
     from analysis.tables.pages import console_of
 
     conditions = conditions_for(
-        options.device, dtype=options.dtype, compiled=options.compile, batch_size=options.batch, quick=options.quick
+        options.device,
+        dtype=options.dtype,
+        compiled=options.compile,
+        batch_size=options.batch,
+        quick=options.quick,
     )
     place = machine(conditions)
     rows = measure_named(list(PRINTED), conditions)
     print_table(rows, console_of(132), heading=title(conditions, place))
     facts = {"machine": place, "conditions": conditions._asdict(), "image_size": IMAGE_SIZE}
-    return written(write(options.out, facts=facts, rows=facts_of(rows), read=(), figures={"": draw(rows, conditions)}))
+    return written(
+        write(
+            options.out,
+            facts=facts,
+            rows=facts_of(rows),
+            read=(),
+            figures={"": draw(rows, conditions)},
+        )
+    )

@@ -1,12 +1,16 @@
-"""Every figure and table of both papers: which plan or verb makes it, and what the paper prints there. docs/papers.md and
-`analysis paper` show these rows; a test holds each plan of configs/plan/ to one of them.
+"""Every figure and table of both papers: which plan or verb makes it, and what the paper prints
+there. docs/papers.md and `analysis paper` show these rows; a test holds each plan of configs/plan/
+to one of them.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 Paper = Literal["A", "B"]
-TITLES: dict[Paper, str] = {"A": "Understanding MLP-Mixer as a Wide and Sparse MLP", "B": "Scaling MLPs: A Tale of Inductive Bias"}
+TITLES: dict[Paper, str] = {
+    "A": "Understanding MLP-Mixer as a Wide and Sparse MLP",
+    "B": "Scaling MLPs: A Tale of Inductive Bias",
+}
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,19 @@ class Experiment:
 
 
 EXPERIMENTS = (
-    Experiment("A", "Figs 1, S.9", "Masks of the effective matrices", verb="masks", needs_nothing=True),
-    Experiment("A", "Fig. 2a-c", "CKA of Mixers and SW-MLPs, by density", ("a_fig2_cka",), "cka RUN_A RUN_B DATA"),
-    Experiment("A", "Fig. 2d", "Monarch and Kronecker MLPs on MNIST, by width", ("a_fig2d_monarch",)),
+    Experiment(
+        "A", "Figs 1, S.9", "Masks of the effective matrices", verb="masks", needs_nothing=True
+    ),
+    Experiment(
+        "A",
+        "Fig. 2a-c",
+        "CKA of Mixers and SW-MLPs, by density",
+        ("a_fig2_cka",),
+        "cka RUN_A RUN_B DATA",
+    ),
+    Experiment(
+        "A", "Fig. 2d", "Monarch and Kronecker MLPs on MNIST, by width", ("a_fig2d_monarch",)
+    ),
     Experiment(
         "A",
         "Fig. 3",
@@ -37,7 +51,11 @@ EXPERIMENTS = (
         printed="Widest at C = S = (Omega / gamma)^(1/3).",
     ),
     Experiment(
-        "A", "Fig. 4 left", "Error at Omega = 2^19, by width", ("a_fig4_width",), printed="Mixer and SW-MLP: wider is better."
+        "A",
+        "Fig. 4 left",
+        "Error at Omega = 2^19, by width",
+        ("a_fig4_width",),
+        printed="Mixer and SW-MLP: wider is better.",
     ),
     Experiment(
         "A",
@@ -61,16 +79,34 @@ EXPERIMENTS = (
     ),
     Experiment("A", "Fig. 6d", "ImageNet, by patch size", ("a_fig6_imagenet",)),
     Experiment("A", "Fig. 7", "Normal and RP Mixers, by depth", ("a_fig7_depth",)),
-    Experiment("A", "Table 1, CIFAR and STL", "Mixer-SS-W and Mixer-SS/8", ("a_table1_cifar",), "table runs/plans/a_table1_cifar"),
-    Experiment("A", "Table 1, ImageNet", "Mixer-B/16 and Mixer-B-W", ("a_table1_imagenet",), "table runs/plans/a_table1_imagenet"),
+    Experiment(
+        "A",
+        "Table 1, CIFAR and STL",
+        "Mixer-SS-W and Mixer-SS/8",
+        ("a_table1_cifar",),
+        "table runs/plans/a_table1_cifar",
+    ),
+    Experiment(
+        "A",
+        "Table 1, ImageNet",
+        "Mixer-B/16 and Mixer-B-W",
+        ("a_table1_imagenet",),
+        "table runs/plans/a_table1_imagenet",
+    ),
     Experiment("A", "Fig. S.1 left", "SW-MLP at Omega = 2^16, by width", ("a_figS1_left",)),
     Experiment("A", "Fig. S.2", "MLP-Mixer and SW-MLP of hidden layers, by width", ("a_figS2",)),
     Experiment("A", "Fig. S.3", "By gamma at fixed width", ("a_figS3",)),
-    Experiment("A", "Fig. S.4", "One of four blocks randomly permuted", ("a_figS4_caption", "a_figS4_text")),
+    Experiment(
+        "A", "Fig. S.4", "One of four blocks randomly permuted", ("a_figS4_caption", "a_figS4_text")
+    ),
     Experiment("A", "Fig. S.5", "By patch size", ("a_figS5",)),
     Experiment("A", "Figs S.6-S.8", "Training and test loss", ("a_figS6", "a_figS7", "a_figS8")),
     Experiment(
-        "A", "Table S.3", "Memory, FLOPs and seconds an epoch", verb="cost", printed="SW-MLP 28.2, RP 6.41, Mixer 6.08 s an epoch."
+        "A",
+        "Table S.3",
+        "Memory, FLOPs and seconds an epoch",
+        verb="cost",
+        printed="SW-MLP 28.2, RP 6.41, Mixer 6.08 s an epoch.",
     ),
     Experiment(
         "B",
@@ -78,21 +114,37 @@ EXPERIMENTS = (
         "Scaling laws of the linear error",
         ("b_scaling",),
         "scaling POINTS.parquet",
-        printed="alpha 0.12, 0.25, 0.35 (not which is whose); alpha_P about 1, alpha_N about 0.35; P* ~ C^0.35, N* ~ C^0.65.",
+        printed=(
+            "alpha 0.12, 0.25, 0.35 (not which is whose); alpha_P about 1, alpha_N about 0.35; P* ~"
+            " C^0.35, N* ~ C^0.65."
+        ),
     ),
     Experiment("B", "Table 1", "From scratch", ("b_scratch",), "table runs/plans/b_scratch"),
     Experiment("B", "Table 2", "Fine-tuned", ("b_transfer",), "table runs/plans/b_transfer"),
     Experiment("B", "Table 3", "Linear probes", ("b_probe",), "table runs/plans/b_probe"),
-    Experiment("B", "Fig. 4", "Transfer by batch size", ("b_batch_size",), printed="Larger batches transfer better."),
+    Experiment(
+        "B",
+        "Fig. 4",
+        "Transfer by batch size",
+        ("b_batch_size",),
+        printed="Larger batches transfer better.",
+    ),
     Experiment(
         "B",
         "Fig. 5, Table 4",
         "Latency and throughput",
         verb="efficiency",
-        printed="B-12/Wi-768 21.2 ms, 16,063 images/s; ResNet-152 423 ms, 506; ViT-B/4 424 ms, 222; Mixer-B/4 400 ms, 319 (A5000).",
+        printed=(
+            "B-12/Wi-768 21.2 ms, 16,063 images/s; ResNet-152 423 ms, 506; ViT-B/4 424 ms, 222;"
+            " Mixer-B/4 400 ms, 319 (A5000)."
+        ),
     ),
     Experiment(
-        "B", "Fig. 9", "Ablations", ("b_ablation",), printed="LayerNorm, GELU, pre-LN and a skip path around each block are best."
+        "B",
+        "Fig. 9",
+        "Ablations",
+        ("b_ablation",),
+        printed="LayerNorm, GELU, pre-LN and a skip path around each block are best.",
     ),
     Experiment(
         "B",

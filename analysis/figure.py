@@ -9,20 +9,32 @@ from data_prep.settings import SettingsError
 
 
 def command_of(plan: Plan, *, out: Path, partial: bool, kept: Sequence[Path] = ()) -> list[str]:
-    """What draws it, once its points are written. `kept`: files of points, in the place of the plan's runs."""
+    """What draws it, once its points are written. `kept`: files of points, in the place of the
+    plan's runs."""
     figure = plan.figure
     if figure is None:
-        raise SettingsError(f"{plan.path}: it has no `figure:`; add one, such as figure: {{kind: sweep, x: width, hue: kind}}")
+        raise SettingsError(
+            f"{plan.path}: it has no `figure:`; add one, such as figure: {{kind: sweep, x: width,"
+            " hue: kind}"
+        )
     if figure.kind == "cka":
         if kept:
-            raise SettingsError(f"{plan.path}: kind cka looks at the weights of runs; leave --points out")
+            raise SettingsError(
+                f"{plan.path}: kind cka looks at the weights of runs; leave --points out"
+            )
         words = _cka(plan, partial=partial)
     else:
         name = Path(plan.path).stem
-        points = [point for point in read_points(kept) if point.plan == name] if kept else collect([plan], partial=partial)
+        points = (
+            [point for point in read_points(kept) if point.plan == name]
+            if kept
+            else collect([plan], partial=partial)
+        )
         points = [point for point in points if figure.task in (None, point.task)]
         if not points:
-            raise SettingsError(f"{plan.path}: nothing that it draws is finished; wide-mlps run {plan.path}")
+            raise SettingsError(
+                f"{plan.path}: nothing that it draws is finished; wide-mlps run {plan.path}"
+            )
         path = out.with_name(f"{out.name}-points.parquet")
         write(points, path)
         words = [figure.kind, str(path)]
@@ -33,15 +45,26 @@ def command_of(plan: Plan, *, out: Path, partial: bool, kept: Sequence[Path] = (
 
 
 def _cka(plan: Plan, *, partial: bool) -> list[str]:
-    """Each run of the first pretraining entry beside those of the others that have the same values on the axes that both have."""
+    """Each run of the first pretraining entry beside those of the others that have the same values
+    on the axes that both have."""
     stages = [stage for stage in plan.stages if stage.kind == "pretrain"]
     undone = [member.work.writes for stage in stages for member in stage.undone()]
     if undone and not partial:
-        raise SettingsError(f"{undone[0]}: not finished; run the plan to its end, or give --partial")
-    pairs = list(_pairs(list(stages[0].members), [member for stage in stages[1:] for member in stage.members]))
-    pairs = [(one, other) for one, other in pairs if one.work.is_finished() and other.work.is_finished()]
+        raise SettingsError(
+            f"{undone[0]}: not finished; run the plan to its end, or give --partial"
+        )
+    pairs = list(
+        _pairs(
+            list(stages[0].members), [member for stage in stages[1:] for member in stage.members]
+        )
+    )
+    pairs = [
+        (one, other) for one, other in pairs if one.work.is_finished() and other.work.is_finished()
+    ]
     if not pairs:
-        raise SettingsError(f"{plan.path}: there is no finished pair of runs of its first entry and another")
+        raise SettingsError(
+            f"{plan.path}: there is no finished pair of runs of its first entry and another"
+        )
     settings = pairs[0][0].work.settings
     words = ["cka", pairs[0][0].work.writes, pairs[0][1].work.writes, pairs[0][0].work.datasets[0]]
     for one, other in pairs[1:]:

@@ -29,13 +29,20 @@ FORMATS = ("png", "svg")
 
 
 def add_out(verb: argparse.ArgumentParser, default: str) -> None:
-    verb.add_argument("--out", type=Path, default=Path(default), help="what the files are called, without an ending")
+    verb.add_argument(
+        "--out",
+        type=Path,
+        default=Path(default),
+        help="what the files are called, without an ending",
+    )
 
 
 def check_out(out: Path) -> None:
     """Before any work."""
     if out.suffix in (".png", ".svg", ".pdf", ".json", ".parquet"):
-        raise UserError(f"--out: {out} has an ending; give {out.with_suffix('')}, several files are called so")
+        raise UserError(
+            f"--out: {out} has an ending; give {out.with_suffix('')}, several files are called so"
+        )
     check_place(out.absolute().parent, field="--out")
 
 
@@ -55,8 +62,10 @@ def write(
     rows: Sequence[Mapping[str, Any]] = (),
     figures: Mapping[str, "Figure | Image"] | None = None,
 ) -> list[Path]:
-    """The files, the facts' one last. `figures`: by what follows NAME in theirs, "" of the only one. A value of the facts that is
-    no number (NaN) is null: a reader of JSON refuses it. Columns are those of all rows, null where one has none."""
+    """The files, the facts' one last. `figures`: by what follows NAME in theirs, "" of the only
+    one. A value of the facts that is no number (NaN) is null: a reader of JSON refuses it. Columns
+    are those of all rows, null where one has none.
+    """
     import pyarrow as pa
     from matplotlib import rc_context
     from PIL.Image import Image
@@ -80,7 +89,10 @@ def write(
             continue
         for ending in FORMATS:
             files.append(out.with_name(f"{name}.{ending}"))
-            with looks(), rc_context({"text.parse_math": True}):  # colours by number, and ticks like 10^3, are looked up now
+            with (
+                looks(),
+                rc_context({"text.parse_math": True}),
+            ):  # colours by number, and ticks like 10^3, are looked up now
                 save(figure, files[-1])
     hashes = {str(place): hash_of(place) for place in read}
     facts = json.loads(json.dumps(facts, default=float), parse_constant=lambda _: None)
@@ -108,7 +120,8 @@ def draw_band(axes: "Axes", x: Any, low: Any, middle: Any, high: Any, **style: A
 
 
 def hash_of(place: Path | str) -> str:
-    """Of a file; of a dataset, a checkpoint or a run what names its content: also of a URL, RUN@50epochs and hf-hub:NAME."""
+    """Of a file; of a dataset, a checkpoint or a run what names its content: also of a URL,
+    RUN@50epochs and hf-hub:NAME."""
     path = local_copy(place, storage=None)
     if path.is_file():
         return sha256_of(path)

@@ -1,9 +1,11 @@
-"""What a checkpoint costs training: the steps that it stalls, and how much slower steps are while it is being written.
+"""What a checkpoint costs training: the steps that it stalls, and how much slower steps are while
+it is being written.
 
     .venv/bin/python benchmarks/checkpoint.py [--quick]
 
-One rank, ZeRO 1, AdamW. Each round: steps alone; a checkpoint handed to the writer (the stall) and steps until it is on disk; and
-the same checkpoint written on the spot, as training without a writer would do it. Everything goes to a temporary directory.
+One rank, ZeRO 1, AdamW. Each round: steps alone; a checkpoint handed to the writer (the stall) and
+steps until it is on disk; and the same checkpoint written on the spot, as training without a writer
+would do it. Everything goes to a temporary directory.
 """
 
 import os
@@ -41,7 +43,11 @@ def main() -> None:
     world = read_world()
     device = start_distributed(world, timeout_s=600)
     on_gpu = device.type == "cuda"
-    spec = spec_of("mlp_b12_wi1024") if on_gpu else MlpSpec(kind="mlp", depth=6, width=sized(options, full=512, quick=256, dry=64))
+    spec = (
+        spec_of("mlp_b12_wi1024")
+        if on_gpu
+        else MlpSpec(kind="mlp", depth=6, width=sized(options, full=512, quick=256, dry=64))
+    )
     batch = 16_384 if on_gpu else 64 if options.dry_run else 1024
     engine = DeepSpeedEngine(
         build_model(spec, num_classes=CLASSES, image_size=SIZE, seed=0),
@@ -73,7 +79,9 @@ def main() -> None:
     for _ in range(3):
         step_s()
     run_dir = Path(tempfile.mkdtemp(prefix="wide-mlps-checkpoint-"))
-    found: dict[str, list[float]] = {name: [] for name in ("step", "stall", "step while writing", "write", "on the spot")}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("step", "stall", "step while writing", "write", "on the spot")
+    }
     for number in range(sized(options, full=9, quick=3, dry=1)):
         alone_s = statistics.median(step_s() for _ in range(STEPS))
         writer = CheckpointWriter(run_dir, Retention(1))
@@ -90,11 +98,20 @@ def main() -> None:
         publish(run_dir, snapshot)
         settle(run_dir, snapshot, Retention(1))
         on_the_spot_s = time.perf_counter() - began_s
-        values = (alone_s, stall_s, statistics.median(during_s), news["usage/checkpoint_write_s"], on_the_spot_s)
+        values = (
+            alone_s,
+            stall_s,
+            statistics.median(during_s),
+            news["usage/checkpoint_write_s"],
+            on_the_spot_s,
+        )
         for name, value in zip(found, values, strict=True):
             found[name].append(value)
     shutil.rmtree(run_dir)
-    report(f"{spec.label}, batch {batch:,}, a checkpoint of {news['usage/checkpoint_gb']:.2f} GB", found)
+    report(
+        f"{spec.label}, batch {batch:,}, a checkpoint of {news['usage/checkpoint_gb']:.2f} GB",
+        found,
+    )
     os._exit(0)
 
 

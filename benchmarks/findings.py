@@ -1,10 +1,12 @@
-"""The papers' findings on made data: one row a claim, from the finished runs of configs/plan/findings.yaml, as Markdown.
+"""The papers' findings on made data: one row a claim, from the finished runs of
+configs/plan/findings.yaml, as Markdown.
 
     .venv/bin/python benchmarks/findings.py [RUNS]       `make findings` trains what is not finished, then prints this
 
-Runs of two arms that have the same seed are a pair. Differences are of held-out top-1, the arm that the claim favours minus the
-other; SD is the sample deviation of the pairs' differences. A seed agrees where its difference is above 0; where the claim is that
-two arms are near each other, where they are less than NEAR apart. It reports, and judges nothing.
+Runs of two arms that have the same seed are a pair. Differences are of held-out top-1, the arm that
+the claim favours minus the other; SD is the sample deviation of the pairs' differences. A seed
+agrees where its difference is above 0; where the claim is that two arms are near each other, where
+they are less than NEAR apart. It reports, and judges nothing.
 """
 
 import statistics
@@ -31,7 +33,9 @@ class Claim(NamedTuple):
 
 CLAIMS = (
     Claim("A: wider at fixed Omega is better", "smixer-wide", "smixer-narrow"),
-    Claim("A: normal and RP Mixer are near each other", "smixer-wide", "smixer-wide-rp", is_near=True),
+    Claim(
+        "A: normal and RP Mixer are near each other", "smixer-wide", "smixer-wide-rp", is_near=True
+    ),
     Claim("A: S-Mixer beats SW-MLP at high sparsity", "smixer-wide", "sw-mlp"),
     Claim("B: augmentation helps MLPs", "inverted", "inverted-plain"),
     Claim("B: larger batches help MLPs", "inverted-batch-128", "inverted"),
@@ -54,7 +58,9 @@ class Row(NamedTuple):
 
     @property
     def num_agree(self) -> int:
-        return sum(abs(each) < NEAR if self.claim.is_near else each > 0 for each in self.differences)
+        return sum(
+            abs(each) < NEAR if self.claim.is_near else each > 0 for each in self.differences
+        )
 
 
 def accuracies(runs: Sequence[Run]) -> dict[str, dict[int, float]]:
@@ -79,18 +85,27 @@ def compare(claim: Claim, found: Mapping[str, Mapping[int, float]]) -> Row | Non
 
 def table(found: Mapping[str, Mapping[int, float]]) -> list[str]:
     """In per cent, and points of it."""
-    lines = ["| claim | arms | top-1 | difference | SD | seeds that agree |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| claim | arms | top-1 | difference | SD | seeds that agree |",
+        "|---|---|---|---|---|---|",
+    ]
     for claim in CLAIMS:
         row, arms = compare(claim, found), f"`{claim.arm}`, `{claim.other}`"
         if row is None:
             lines.append(f"| {claim.words} | {arms} | not yet run | | | |")
             continue
-        cells = [f"{100 * row.mean:.1f}, {100 * row.other:.1f}", f"{100 * statistics.fmean(row.differences):+.1f}"]
+        cells = [
+            f"{100 * row.mean:.1f}, {100 * row.other:.1f}",
+            f"{100 * statistics.fmean(row.differences):+.1f}",
+        ]
         cells += [f"{100 * row.deviation:.1f}", f"{row.num_agree} of {len(row.differences)}"]
         lines.append(f"| {claim.words} | {arms} | {' | '.join(cells)} |")
     return lines
 
 
 if __name__ == "__main__":
-    print(*table(accuracies(runs_below(Path(sys.argv[1]) if sys.argv[1:] else RUNS, deepest=1))), sep="\n")
+    print(
+        *table(accuracies(runs_below(Path(sys.argv[1]) if sys.argv[1:] else RUNS, deepest=1))),
+        sep="\n",
+    )
     print(f"\n{machine()}, commit {commit()}")

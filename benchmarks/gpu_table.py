@@ -1,4 +1,5 @@
-"""The table of what benchmarks/gpu.py has found: a row for each claim, with its goal, and its place in docs/measured.md."""
+"""The table of what benchmarks/gpu.py has found: a row for each claim, with its goal, and its place
+in docs/measured.md."""
 
 import json
 import sys
@@ -35,7 +36,9 @@ class Row:
         missing = [name for name in self.parts if name not in found["figures"]]
         if missing:
             failed = [name for name in missing if name in found["failed"]]
-            is_for_several = found["num_gpus"] == 1 and any(name.startswith("run-ranks") for name in missing)
+            is_for_several = found["num_gpus"] == 1 and any(
+                name.startswith("run-ranks") for name in missing
+            )
             words = "only with several GPUs" if is_for_several else "not run"
             return (f"failed: {', '.join(failed)}" if failed else words), ""
         try:
@@ -44,7 +47,13 @@ class Row:
             return f"{NO_FIGURE}: {type(error).__name__} {error}", ""
         if value is None:
             return "only with a GPU", ""
-        verdict = "" if self.is_met is None or found.get("is_dry_run") else "met" if self.is_met(value) else "missed"
+        verdict = (
+            ""
+            if self.is_met is None or found.get("is_dry_run")
+            else "met"
+            if self.is_met(value)
+            else "missed"
+        )
         return self.form.format(value), verdict
 
 
@@ -64,7 +73,10 @@ def _piece(section: str, one: str, other: str) -> Callable[[Figures], float]:
     """How many times as long as `one` the other takes."""
 
     def value(pieces: Figures) -> float:
-        took_one, took_other = (next(took for name, took in pieces[section].items() if each in name) for each in (one, other))
+        took_one, took_other = (
+            next(took for name, took in pieces[section].items() if each in name)
+            for each in (one, other)
+        )
         return float(took_other / took_one)
 
     return value
@@ -178,9 +190,27 @@ ROWS = (
         for stage in (0, 2, 3)
     ),
     Row("B-12/Wi-1024, the step alone", "", (STEP,), lambda step: step["ms"], "{:,.1f} ms"),
-    Row("B-12/Wi-1024, the step alone: FLOP/s, of a large product's rate", "", (STEP,), lambda step: step[SHARE], "{:.0%}"),
-    Row("the large product's rate, in bf16", "", (STEP,), lambda step: step["product_rate_teraflops"], "{:,.3g} TFLOP/s"),
-    Row("the device idle in that step, of its time", "", (STEP,), lambda step: step["device_idle_share"], "{:.1%}"),
+    Row(
+        "B-12/Wi-1024, the step alone: FLOP/s, of a large product's rate",
+        "",
+        (STEP,),
+        lambda step: step[SHARE],
+        "{:.0%}",
+    ),
+    Row(
+        "the large product's rate, in bf16",
+        "",
+        (STEP,),
+        lambda step: step["product_rate_teraflops"],
+        "{:,.3g} TFLOP/s",
+    ),
+    Row(
+        "the device idle in that step, of its time",
+        "",
+        (STEP,),
+        lambda step: step["device_idle_share"],
+        "{:.1%}",
+    ),
     *(
         Row(
             f"B-12/Wi-1024, ZeRO {stage} on one GPU: time of a step, of ZeRO 1's",
@@ -190,7 +220,12 @@ ROWS = (
         )
         for stage in (0, 2)
     ),
-    Row("B-12/Wi-1024, eager: time of a step, of the compiled one's", "", ("profile-b12-z1-eager", STEP), _over("ms")),
+    Row(
+        "B-12/Wi-1024, eager: time of a step, of the compiled one's",
+        "",
+        ("profile-b12-z1-eager", STEP),
+        _over("ms"),
+    ),
     Row(
         "Mixer-B-W at 224 px, the step alone: FLOP/s, of a large product's rate",
         "",
@@ -204,7 +239,13 @@ ROWS = (
         ("profile-mixer-z1-eager", "profile-mixer-z1-compiled"),
         _over("ms"),
     ),
-    Row("Mixer-B-W at 224 px, from shards", "", ("run-mixer",), lambda run: run[RATE], "{:,.0f} images/s"),
+    Row(
+        "Mixer-B-W at 224 px, from shards",
+        "",
+        ("run-mixer",),
+        lambda run: run[RATE],
+        "{:,.0f} images/s",
+    ),
     Row(
         "Mixer-B-W at 224 px, ZeRO 1 on one GPU: time of a step, of plain DDP's",
         "",
@@ -231,7 +272,11 @@ ROWS = (
         "{:,.1f} s",
     ),
     Row(
-        "B-12/Wi-1024, forward and backward: images/s, of its products alone", "", ("models-b12",), _named("of products"), "{:.0%}"
+        "B-12/Wi-1024, forward and backward: images/s, of its products alone",
+        "",
+        ("models-b12",),
+        _named("of products"),
+        "{:.0%}",
     ),
     Row(
         "an epoch of a linear probe: forward passes in every epoch, of features made once",
@@ -240,7 +285,12 @@ ROWS = (
         lambda probe: probe["an epoch of the public way's"],
         "{:.1f} x",
     ),
-    Row("B-12/Wi-1024, fine-tuning's step: images/s, of pretraining's", "", ("tune-rate",), _named("tuning of pretraining")),
+    Row(
+        "B-12/Wi-1024, fine-tuning's step: images/s, of pretraining's",
+        "",
+        ("tune-rate",),
+        _named("tuning of pretraining"),
+    ),
     Row(
         "evaluation of raw pictures by B-12/Wi-1024: images/s, of the forward pass alone",
         "",
@@ -266,9 +316,16 @@ def kind_of(found: dict[str, Any]) -> tuple[Any, ...]:
 def table(found: dict[str, Any]) -> str:
     """A row for each claim, measured or not; those with a goal first."""
     rows = [(row.what, row.goal, *row.cells(found)) for row in ROWS]
-    lines = ["| | goal | found | |", "|---|---|---|---|", *(f"| {' | '.join(cells)} |" for cells in rows)]
+    lines = [
+        "| | goal | found | |",
+        "|---|---|---|---|",
+        *(f"| {' | '.join(cells)} |" for cells in rows),
+    ]
     count = f"{found['num_gpus']} x " if found["num_gpus"] else ""
-    place = f"{count}{found['machine']}, torch {found.get('torch', 'unknown')}, commit {found['commit']}, {found['date']}"
+    place = (
+        f"{count}{found['machine']}, torch {found.get('torch', 'unknown')}, commit"
+        f" {found['commit']}, {found['date']}"
+    )
     head = f"On {place}; every ratio is of figures of this machine and commit."
     if found.get("is_dry_run"):
         head = f"A dry run of small models at small sizes: no figure means anything. {head}"
@@ -282,7 +339,9 @@ def write_table(found: dict[str, Any], page: Path = PAGE, *, into: Path | None =
     before, marked, rest = text.partition(BEGIN)
     _, ended, after = rest.partition(END)
     if not (marked and ended):
-        sys.exit(f"{page}: has no place for the table; put the lines {BEGIN} and {END} where it belongs")
+        sys.exit(
+            f"{page}: has no place for the table; put the lines {BEGIN} and {END} where it belongs"
+        )
     (into or page).write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}")
 
 

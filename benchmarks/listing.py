@@ -1,9 +1,11 @@
-"""What a listing of ImageNet-21k's size costs: 14 million inputs in 20,000 containers, simulated, through `data_prep build`'s own
-plan (inventory on disk, classes, validation split, shuffled order, shards). Nothing is read but names.
+"""What a listing of ImageNet-21k's size costs: 14 million inputs in 20,000 containers, simulated,
+through `data_prep build`'s own plan (inventory on disk, classes, validation split, shuffled order,
+shards). Nothing is read but names.
 
     python benchmarks/listing.py [--quick]
 
-Prints time and peak memory for n and for 10 n inputs: what grows is the columns, and those lie on disk.
+Prints time and peak memory for n and for 10 n inputs: what grows is the columns, and those lie on
+disk.
 """
 
 import resource
@@ -41,7 +43,9 @@ class Simulated(Source):
 
     def outline(self) -> Outline:
         classes = tuple(f"n{number:08d}" for number in range(self.num_containers))
-        containers = (Container(f"{name}.tar", "train", label) for label, name in enumerate(classes))
+        containers = (
+            Container(f"{name}.tar", "train", label) for label, name in enumerate(classes)
+        )
         return Outline(classes, tuple(containers))
 
     def entries(self, container: Container) -> Entries:
@@ -73,8 +77,9 @@ def plan(num_inputs: int) -> None:
     on_disk = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     seconds = time.monotonic() - began_s
     print(
-        f"{num_inputs:>12,} inputs  {len(work.shards):>6,} shards  {seconds:6.1f} s  {num_inputs / seconds:>9,.0f}/s  "
-        f"peak {peak_kb / 1024:6,.0f} MB (of them {before_kb / 1024:,.0f} MB before)  {on_disk / 1e6:6,.0f} MB on disk",
+        f"{num_inputs:>12,} inputs  {len(work.shards):>6,} shards  {seconds:6.1f} s "
+        f" {num_inputs / seconds:>9,.0f}/s  peak {peak_kb / 1024:6,.0f} MB (of them"
+        f" {before_kb / 1024:,.0f} MB before)  {on_disk / 1e6:6,.0f} MB on disk",
         flush=True,
     )
     shutil.rmtree(out)
@@ -87,7 +92,11 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0])
     largest = sized(options, full=14_000_000, quick=1_400_000, dry=14_000)
     for num_inputs in (largest // 10, largest):
-        subprocess.run([sys.executable, __file__, "--plan", str(num_inputs)], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, __file__, "--plan", str(num_inputs)],
+            check=True,
+            stderr=subprocess.DEVNULL,
+        )
     print(f"{machine()}, commit {commit()}")
 
 

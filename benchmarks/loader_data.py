@@ -1,4 +1,5 @@
-"""The pictures of `loader.py`: made by code, built into shards of ours, then written in every peer's format. Once."""
+"""The pictures of `loader.py`: made by code, built into shards of ours, then written in every
+peer's format. Once."""
 
 import json
 import os
@@ -25,7 +26,9 @@ def make_file(job: tuple[Path, int, int, bool]) -> None:
     image = photograph(number, shape=(size, size))
     stem = directory / f"class-{number % NUM_CLASSES}" / f"{number:06d}"
     if as_jpeg:
-        image.save(stem.with_suffix(".jpg"), quality=QUALITY)  # PIL's default is 4:2:0, as most photographs are
+        image.save(
+            stem.with_suffix(".jpg"), quality=QUALITY
+        )  # PIL's default is 4:2:0, as most photographs are
     else:
         stem.with_suffix(".ppm").write_bytes(b"P6\n%d %d\n255\n" % (size, size) + image.tobytes())
 
@@ -45,11 +48,31 @@ def dataset(kind: str, *, num_samples: int, image_size: int) -> tuple[Path, Path
         temporary.rename(files)
     if not (shards / "manifest.json").exists():
         encoding = "keep" if kind == "jpeg" else "raw"
-        per_shard = min(SAMPLES_PER_SHARD, num_samples // 8)  # each worker of a peer needs a shard, in a dry run, too
-        words = [f"image_size={image_size}", f"encoding={encoding}", f"samples_per_shard={per_shard}"]
+        per_shard = min(
+            SAMPLES_PER_SHARD, num_samples // 8
+        )  # each worker of a peer needs a shard, in a dry run, too
+        words = [
+            f"image_size={image_size}",
+            f"encoding={encoding}",
+            f"samples_per_shard={per_shard}",
+        ]
         words.append("source.val_share=0")  # all images are training images, for every contestant
-        command = [sys.executable, "-m", "data_prep", "build", "--source", "folder", "--out", str(shards)]
-        subprocess.run([*command, f"source.path={files}", *words], cwd=HERE.parent, check=True, stdout=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "data_prep",
+            "build",
+            "--source",
+            "folder",
+            "--out",
+            str(shards),
+        ]
+        subprocess.run(
+            [*command, f"source.path={files}", *words],
+            cwd=HERE.parent,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
     return shards, files
 
 

@@ -1,7 +1,9 @@
-"""Which JPEG decoder, in threads or in processes? `benchmarks/loader.py --decoders [--quick]`; run by our own interpreter.
+"""Which JPEG decoder, in threads or in processes? `benchmarks/loader.py --decoders [--quick]`; run
+by our own interpreter.
 
-The same 224-pixel files (4:2:0, quality 90), bytes in memory, into uint8 batches of 256 on all cores. Processes write into shared
-memory, so that nothing is sent but a nod. nvJPEG (torchvision's decode_jpeg on CUDA) is measured where there is a GPU.
+The same 224-pixel files (4:2:0, quality 90), bytes in memory, into uint8 batches of 256 on all
+cores. Processes write into shared memory, so that nothing is sent but a nod. nvJPEG (torchvision's
+decode_jpeg on CUDA) is measured where there is a GPU.
   simplejpeg            libjpeg-turbo into the batch's own memory, `buffer=`
   simplejpeg, new array the same into an array of its own, then copied
   as our loader         `data_prep.images.decode`: simplejpeg's RGBX -> PIL -> RGB -> numpy -> batch
@@ -72,7 +74,9 @@ def torchvision_list(stored: list[bytes], device: str) -> Callable[[], float]:
 
     def run() -> float:
         for start in range(0, len(tensors), BATCH):
-            pictures = decode_jpeg(tensors[start : start + BATCH], mode=ImageReadMode.RGB, device=device)
+            pictures = decode_jpeg(
+                tensors[start : start + BATCH], mode=ImageReadMode.RGB, device=device
+            )
             torch.stack(pictures)  # type: ignore[arg-type]
         if device == "cuda":
             torch.cuda.synchronize()
@@ -86,25 +90,34 @@ def share(decoder: Callable[[bytes, Place], None], stored: list[bytes], batch: n
         decoder(data, batch[number % len(batch)])
 
 
-def in_threads(decoder: Callable[[bytes, Place], None], stored: list[bytes], number: int) -> Callable[[], float]:
+def in_threads(
+    decoder: Callable[[bytes, Place], None], stored: list[bytes], number: int
+) -> Callable[[], float]:
     batches = [np.empty((BATCH // number, SIZE, SIZE, 3), np.uint8) for _ in range(number)]
     pool = ThreadPoolExecutor(number)
 
     def run() -> float:
         parts = [stored[rank::number] for rank in range(number)]
-        for done in [pool.submit(share, decoder, part, batch) for part, batch in zip(parts, batches, strict=True)]:
+        for done in [
+            pool.submit(share, decoder, part, batch)
+            for part, batch in zip(parts, batches, strict=True)
+        ]:
             done.result()
         return float(len(stored))
 
     return run
 
 
-def in_processes(decoder: Callable[[bytes, Place], None], stored: list[bytes]) -> Callable[[], float]:
+def in_processes(
+    decoder: Callable[[bytes, Place], None], stored: list[bytes]
+) -> Callable[[], float]:
     context = multiprocessing.get_context("fork")
     pipes = []
     for rank in range(CORES):
         here, there = context.Pipe()
-        batch = torch.empty(BATCH // CORES, SIZE, SIZE, 3, dtype=torch.uint8).share_memory_().numpy()
+        batch = (
+            torch.empty(BATCH // CORES, SIZE, SIZE, 3, dtype=torch.uint8).share_memory_().numpy()
+        )
         words = (decoder, stored[rank::CORES], batch, there)
         context.Process(target=serve_share, args=words, daemon=True).start()
         pipes.append(here)
@@ -119,7 +132,9 @@ def in_processes(decoder: Callable[[bytes, Place], None], stored: list[bytes]) -
     return run
 
 
-def serve_share(decoder: Callable[[bytes, Place], None], stored: list[bytes], batch: np.ndarray, pipe: Any) -> None:
+def serve_share(
+    decoder: Callable[[bytes, Place], None], stored: list[bytes], batch: np.ndarray, pipe: Any
+) -> None:
     torch.set_num_threads(1)
     while True:
         pipe.recv()
@@ -133,8 +148,12 @@ def main() -> None:
     number, rounds = sized(options, full=(8192, 7), quick=(2048, 3), dry=(256, 1))
     stored = list(members(Task("jpeg", str(shards), "", str(files), number, SIZE, BATCH, CORES)))
     # processes are forked before threads or torch's own pools exist
-    contestants = {f"{name}, processes": in_processes(decoder, stored) for name, decoder in DECODERS.items()}
-    contestants |= {f"{name}, threads": in_threads(decoder, stored, CORES) for name, decoder in DECODERS.items()}
+    contestants = {
+        f"{name}, processes": in_processes(decoder, stored) for name, decoder in DECODERS.items()
+    }
+    contestants |= {
+        f"{name}, threads": in_threads(decoder, stored, CORES) for name, decoder in DECODERS.items()
+    }
     contestants["simplejpeg, one thread"] = in_threads(into_place, stored, 1)
     contestants["torchvision, list"] = torchvision_list(stored, "cpu")
     if torch.cuda.is_available():

@@ -1,8 +1,10 @@
-"""Writes a dataset of ours in the formats of the peers of `loader.py`: the same pictures, the same order, the same JPEG bytes.
+"""Writes a dataset of ours in the formats of the peers of `loader.py`: the same pictures, the same
+order, the same JPEG bytes.
 
     python loader_formats.py NAME TASK_AS_JSON
 
-Run by the peers' interpreter. Stock webdataset reads our shards as they are, ImageFolder the files that they were built from.
+Run by the peers' interpreter. Stock webdataset reads our shards as they are, ImageFolder the files
+that they were built from.
 """
 
 import json
@@ -43,7 +45,8 @@ def pixels(data: bytes, size: int) -> np.ndarray:
 
 
 class Indexed:
-    """What FFCV's writer takes. For JPEG it hands out pictures that carry their stored bytes (see `ffcv`)."""
+    """What FFCV's writer takes. For JPEG it hands out pictures that carry their stored bytes (see
+    `ffcv`)."""
 
     def __init__(self, task: Task):
         self.task, self.samples = task, list(stored(task))
@@ -69,7 +72,9 @@ def ffcv(task: Task, out: Path) -> None:
 
     mode = "jpg" if task.kind == "jpeg" else "raw"
     fields = {"image": RGBImageField(write_mode=mode), "label": IntField()}
-    DatasetWriter(str(out / "data.beton"), fields, num_workers=task.cores).from_indexed_dataset(Indexed(task))
+    DatasetWriter(str(out / "data.beton"), fields, num_workers=task.cores).from_indexed_dataset(
+        Indexed(task)
+    )
 
 
 def mosaic(task: Task, out: Path) -> None:
@@ -79,7 +84,9 @@ def mosaic(task: Task, out: Path) -> None:
     image = "bytes" if task.kind == "jpeg" else f"ndarray:uint8:{size},{size},3"
     with MDSWriter(out=str(out), columns={"image": image, "label": "int"}) as writer:
         for data, label in stored(task):
-            writer.write({"image": data if task.kind == "jpeg" else pixels(data, size), "label": label})
+            writer.write(
+                {"image": data if task.kind == "jpeg" else pixels(data, size), "label": label}
+            )
 
 
 def litdata(task: Task, out: Path) -> None:
@@ -91,7 +98,10 @@ def litdata(task: Task, out: Path) -> None:
 
     def _to_sample(index: int) -> dict[str, object]:
         data, label = samples.samples[index]
-        return {"image": data if task.kind == "jpeg" else pixels(data, task.image_size), "label": label}
+        return {
+            "image": data if task.kind == "jpeg" else pixels(data, task.image_size),
+            "label": label,
+        }
 
     optimize(
         _to_sample,

@@ -1,4 +1,5 @@
-"""Our loader, and the limits that it is held against, as contestants of `loader.py`; run by our own interpreter.
+"""Our loader, and the limits that it is held against, as contestants of `loader.py`; run by our own
+interpreter.
 
 ours            shards -> loader, augmented in its threads: what `pretrain train` does before its step
 random copy     the same bytes in one tensor in memory, random rows of it into one buffer
@@ -29,18 +30,21 @@ from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import open_split
 
 PREFETCH, IDLE_S = 2, 0.02
-"""Batches (three buffers go round then, which the cores' cache nearly holds), and how long a pause says that others had a turn."""
+"""Batches (three buffers go round then, which the cores' cache nearly holds), and how long a pause
+says that others had a turn."""
 RECIPE = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
 
 
 class Ours(Contestant):
-    """One endless line of batches; a pass is as many as make up the samples. What was fetched ahead while others had their turn is
-    thrown away, uncounted, when ours begins."""
+    """One endless line of batches; a pass is as many as make up the samples. What was fetched ahead
+    while others had their turn is thrown away, uncounted, when ours begins."""
 
     def open(self, task: Task, state: Any = None) -> Any:
         self.manifest = load_manifest(Path(task.shards))
         reader = open_split(Path(task.shards), self.manifest, "train")
-        order = Order(min(task.num_samples, reader.num_samples), 1)  # of fewer than there are: that of a smaller split
+        order = Order(
+            min(task.num_samples, reader.num_samples), 1
+        )  # of fewer than there are: that of a smaller split
         augmentation = self._augmentation(task)
         batches: Batches[torch.Tensor] = training_batches(
             reader,
@@ -51,7 +55,9 @@ class Ours(Contestant):
             num_threads=task.cores,
             prefetch=PREFETCH,
             pin=False,
-            finish=lambda batch: augmentation.prepare(batch).images_BCHW if augmentation else batch.images_BHWC,
+            finish=lambda batch: (
+                augmentation.prepare(batch).images_BCHW if augmentation else batch.images_BHWC
+            ),
         )
         self.asked_s = time.perf_counter()
         return task, batches
@@ -105,7 +111,9 @@ class RandomCopy(Contestant):
         rows = torch.empty(task.num_samples, num_pixels, dtype=torch.uint8)
         for number, data in enumerate(members(task)):
             rows[number] = torch.frombuffer(bytearray(data[-num_pixels:]), dtype=torch.uint8)
-        order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(0)).split(task.batch_size)
+        order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(0)).split(
+            task.batch_size
+        )
         buffer = torch.empty(task.batch_size, num_pixels, dtype=torch.uint8)
         pool = ThreadPoolExecutor(task.cores)
 
@@ -119,7 +127,9 @@ class RandomCopy(Contestant):
             list(pool.map(lambda part: torch.index_select(rows, 0, part[0], out=part[1]), parts))
             return buffer
 
-        ways = [(copy, number) for copy in (by_torch, by_python) for number in range(1, task.cores + 1)]
+        ways = [
+            (copy, number) for copy in (by_torch, by_python) for number in range(1, task.cores + 1)
+        ]
         return order, min(ways, key=lambda way: self._seconds(order, *way))
 
     def batches(self, loader: Any) -> Iterator[torch.Tensor]:
@@ -139,7 +149,8 @@ class RandomCopy(Contestant):
 
 
 class DecoderAlone(Contestant):
-    """A process per core, all at work on their share of the bytes at the same time; a pass hands out only counts."""
+    """A process per core, all at work on their share of the bytes at the same time; a pass hands
+    out only counts."""
 
     def open(self, task: Task, state: Any = None) -> Any:  # noqa: ARG002
         context = multiprocessing.get_context("fork")
@@ -147,7 +158,9 @@ class DecoderAlone(Contestant):
         pipes = []
         for rank in range(task.cores):
             here, there = context.Pipe()
-            context.Process(target=decode_on_demand, args=(stored[rank :: task.cores], there), daemon=True).start()
+            context.Process(
+                target=decode_on_demand, args=(stored[rank :: task.cores], there), daemon=True
+            ).start()
             pipes.append(here)
         return task, pipes
 

@@ -1,4 +1,5 @@
-"""What `loader.py` compares with, run by an interpreter that has the peers: `python loader_peers.py NAME` serves requests.
+"""What `loader.py` compares with, run by an interpreter that has the peers: `python loader_peers.py
+NAME` serves requests.
 
 Each has its best settings, and the same work: one shuffled pass, torch tensors of whole batches.
   all but FFCV   a DataLoader with a worker process per core that persists; workers stack uint8 batches. JPEGs are stored as bytes
@@ -9,7 +10,8 @@ Each has its best settings, and the same work: one shuffled pass, torch tensors 
   litdata        chunks of 16 MB of numpy arrays, its own shuffle, which stays within windows of 256, and StreamingDataLoader.
   webdataset     whole shards in random order and a buffer of 5,000 samples; PPM is taken as bytes, without PIL.
   ImageFolder    PPM files read whole, without PIL; JPEG files.
-The recipe: random resized crop (0.4 to 1) and flip for each picture, then MixUp (0.8) and normalisation for the batch, to float32.
+The recipe: random resized crop (0.4 to 1) and flip for each picture, then MixUp (0.8) and
+normalisation for the batch, to float32.
   FFCV           its own ImageMixup, LabelMixup and NormalizeImage (`ffcv`), or only crop and flip, the rest by torch on the batch
                  (`ffcv+torch`, the same as the others).
   others         torchvision v2 on uint8 tensors in the workers; MixUp and normalisation by torch on the batch, on all cores.
@@ -46,7 +48,12 @@ class ToTensor:
         from torchvision.transforms import v2
 
         self.kind, self.size = task.kind, task.image_size
-        self.augment = v2.Compose([v2.RandomResizedCrop(task.image_size, scale=SCALE, antialias=True), v2.RandomHorizontalFlip()])
+        self.augment = v2.Compose(
+            [
+                v2.RandomResizedCrop(task.image_size, scale=SCALE, antialias=True),
+                v2.RandomHorizontalFlip(),
+            ]
+        )
 
     def __call__(self, stored: Any) -> torch.Tensor:
         if self.kind == "jpeg":
@@ -55,7 +62,9 @@ class ToTensor:
             return torch.from_numpy(simplejpeg.decode_jpeg(bytes(stored), "RGB"))
         if isinstance(stored, bytes):
             count = 3 * self.size**2
-            stored = np.frombuffer(bytearray(stored[-count:]), np.uint8).reshape(self.size, self.size, 3)
+            stored = np.frombuffer(bytearray(stored[-count:]), np.uint8).reshape(
+                self.size, self.size, 3
+            )
         image = torch.from_numpy(stored)
         return self.augment(image.permute(2, 0, 1)) if self.kind == "recipe" else image
 
@@ -82,7 +91,13 @@ class FFCV(Contestant):
         from ffcv.fields.basics import IntDecoder
         from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder, SimpleRGBImageDecoder
         from ffcv.loader import Loader, OrderOption
-        from ffcv.transforms import ImageMixup, LabelMixup, NormalizeImage, RandomHorizontalFlip, ToTorchImage
+        from ffcv.transforms import (
+            ImageMixup,
+            LabelMixup,
+            NormalizeImage,
+            RandomHorizontalFlip,
+            ToTorchImage,
+        )
         from ffcv.transforms import ToTensor as FromNumpy
 
         image: list[Any] = [SimpleRGBImageDecoder()]
@@ -175,7 +190,9 @@ class Webdataset(WithLoader):
             if total < task.num_samples:
                 shards.append(self.shard(path))
                 total += len(np.load(path.with_suffix(".npy"), mmap_mode="r"))
-        samples = webdataset.WebDataset(shards, shardshuffle=len(shards)).shuffle(5000, initial=1000)
+        samples = webdataset.WebDataset(shards, shardshuffle=len(shards)).shuffle(
+            5000, initial=1000
+        )
         pairs = samples.to_tuple("ppm;jpg", "cls").map_tuple(prepare, int)
         batches = pairs.batched(task.batch_size, collation_fn=stacked)
         return task, webdataset.WebLoader(batches, **{**workers(task), "batch_size": None})
@@ -188,7 +205,10 @@ class Webdataset(WithLoader):
 
 
 def stacked(samples: list[Any]) -> Batch:
-    return [torch.stack([sample[0] for sample in samples]), torch.tensor([sample[1] for sample in samples])]
+    return [
+        torch.stack([sample[0] for sample in samples]),
+        torch.tensor([sample[1] for sample in samples]),
+    ]
 
 
 class Folder(WithLoader):
@@ -196,7 +216,9 @@ class Folder(WithLoader):
         from torch.utils.data import DataLoader, Subset
         from torchvision.datasets import ImageFolder
 
-        prepare: Callable[[str], torch.Tensor] = compose(ToTensor(task), lambda path: Path(path).read_bytes())
+        prepare: Callable[[str], torch.Tensor] = compose(
+            ToTensor(task), lambda path: Path(path).read_bytes()
+        )
         dataset = ImageFolder(task.files, loader=prepare)
         numbers = {Path(path).name: number for number, (path, _) in enumerate(dataset.samples)}
         names = [

@@ -1,23 +1,27 @@
-"""How near to the matrix products alone is a model's forward and backward pass? And to the obvious code, and to timm's?
+"""How near to the matrix products alone is a model's forward and backward pass? And to the obvious
+code, and to timm's?
 
-    .venv/bin/python benchmarks/models.py [--quick] [--only mixer_b_w,...] [--device cuda] [--dtype bfloat16] [--batch N]
-                                          [--compile whole|blocks|no] [--mode max-autotune-no-cudagraphs]
-                                          [--threads N] [--cpu-time]
+    .venv/bin/python benchmarks/models.py [--quick] [--only mixer_b_w,...] [--device cuda] [--dtype
+    bfloat16] [--batch N]
+                                          [--compile whole|blocks|no] [--mode
+                                          max-autotune-no-cudagraphs] [--threads N] [--cpu-time]
 
-Contestants, each a whole step (forward, backward to all weights, none to the pictures) on one batch:
+Contestants, each a whole step (forward, backward to all weights, none to the pictures) on one
+batch:
   products     the same matrix products on tensors made beforehand, nothing between them
-  products, 8  the same with every size filled up to a multiple of 8, as pretrain/models/layers/linear.py does it: the limit
-  plain        the paper's formula as one would first write it, eager (models_peers.py)
-  ours         eager, and compiled
+  products, 8  the same with every size filled up to a multiple of 8, as
+  pretrain/models/layers/linear.py does it: the limit plain        the paper's formula as one would
+  first write it, eager (models_peers.py) ours         eager, and compiled
   normal       an RP model without its permutations, eager and compiled
   timm         timm's MlpMixer of the same shapes, where it has them, eager and compiled
-Compiled is the whole model, or (--compile blocks, the default on a CPU, where compiling is slow) each block by itself: equal blocks
-then share one graph.
-TFLOP/s are the FLOPs of `products` over the time, whatever zeros are multiplied besides. `activations` are the bytes that a forward
-pass keeps for the backward pass (weights and pictures excluded); `peak` is CUDA's, of one step beyond what was allocated before it.
-`compiled in` is the first step, with inductor's caches off. `of the rate` (CUDA): the TFLOP/s as a share of the rate of a large
-square product measured in the same rounds. --cpu-time counts CPU seconds of one thread instead of wall time: the only fair clock
-where others use the same cores.
+Compiled is the whole model, or (--compile blocks, the default on a CPU, where compiling is slow)
+each block by itself: equal blocks then share one graph.
+TFLOP/s are the FLOPs of `products` over the time, whatever zeros are multiplied besides.
+`activations` are the bytes that a forward pass keeps for the backward pass (weights and pictures
+excluded); `peak` is CUDA's, of one step beyond what was allocated before it. `compiled in` is the
+first step, with inductor's caches off. `of the rate` (CUDA): the TFLOP/s as a share of the rate of
+a large square product measured in the same rounds. --cpu-time counts CPU seconds of one thread
+instead of wall time: the only fair clock where others use the same cores.
 """
 
 import argparse
@@ -128,7 +132,10 @@ def step(model: nn.Module, images: Tensor) -> None:
 
 def activation_bytes(model: nn.Module, images: Tensor) -> int:
     """Of distinct storages saved for the backward pass."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers(), images]}
+    known = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in [*model.parameters(), *model.buffers(), images]
+    }
     sizes: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -152,7 +159,10 @@ def peak_bytes(run: Callable[[], None]) -> int:
 
 def contestants(name: str, options: argparse.Namespace, *, batch: int) -> Field:
     spec, image_size = spec_of(name), preset(name).image_size
-    sizes = {"num_classes": MODELS[name].num_classes or preset(name).num_classes, "image_size": image_size}
+    sizes = {
+        "num_classes": MODELS[name].num_classes or preset(name).num_classes,
+        "image_size": image_size,
+    }
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     images = torch.randn(batch, 3, image_size, image_size, device=device, dtype=dtype)
     field = Field(images, time.process_time if options.cpu_time else time.perf_counter)
@@ -163,13 +173,18 @@ def contestants(name: str, options: argparse.Namespace, *, batch: int) -> Field:
     products = products_of(ready(build_model(spec, **sizes, seed=0)), images)
     flops = step_flops(products)
     field.found[PRODUCTS] = Contestant(bare_products(products, like=images), flops=flops)
-    filled = [Product(product.rows, aligned(product.inputs), aligned(product.outputs)) for product in products]
+    filled = [
+        Product(product.rows, aligned(product.inputs), aligned(product.outputs))
+        for product in products
+    ]
     field.found[LIMIT] = Contestant(bare_products(filled, like=images), flops=flops)
     if device.type == "cuda":
         side = 8192
         left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         into = torch.empty_like(left)
-        field.found[SQUARE] = Contestant(lambda: torch.mm(left, right, out=into) and None, flops=2 * side**3)
+        field.found[SQUARE] = Contestant(
+            lambda: torch.mm(left, right, out=into) and None, flops=2 * side**3
+        )
     field.add("plain", ready(plain(spec, **sizes)), flops=flops)
 
     def add(name: str, make: Callable[[], nn.Module | None]) -> None:
@@ -196,7 +211,14 @@ def compile_model(model: nn.Module, *, how: str, mode: str) -> None:
         part.compile(mode=mode)
 
 
-def show(name: str, field: Field, rates: dict[str, list[float]], *, batch: int, options: argparse.Namespace) -> None:
+def show(
+    name: str,
+    field: Field,
+    rates: dict[str, list[float]],
+    *,
+    batch: int,
+    options: argparse.Namespace,
+) -> None:
     rounds, on_gpu = len(rates[LIMIT]), SQUARE in rates
     title = f"{name}, batch {batch:,}, {options.dtype}, {rounds} rounds"
     if options.cpu_time:
@@ -220,16 +242,36 @@ def show(name: str, field: Field, rates: dict[str, list[float]], *, batch: int, 
     for contestant, values in rates.items():
         entry, per_s = field.found[contestant], statistics.median(values)
         kind, _, how = contestant.partition(", ")
-        against = {other: ", ".join(filter(None, (other, how))) for other in ("timm", "normal") if kind == "ours"}
-        row = [contestant, f"{1000 / per_s:,.1f}", f"{batch * per_s:,.0f}" if contestant != SQUARE else ""]
-        row += [f"{ratio(rates, contestant, of):.1%}" if contestant != SQUARE else "" for of in (PRODUCTS, LIMIT)]
+        against = {
+            other: ", ".join(filter(None, (other, how)))
+            for other in ("timm", "normal")
+            if kind == "ours"
+        }
+        row = [
+            contestant,
+            f"{1000 / per_s:,.1f}",
+            f"{batch * per_s:,.0f}" if contestant != SQUARE else "",
+        ]
+        row += [
+            f"{ratio(rates, contestant, of):.1%}" if contestant != SQUARE else ""
+            for of in (PRODUCTS, LIMIT)
+        ]
         row += [f"{ratio(rates, contestant, 'plain'):.2f}" if entry.activations else ""]
-        row += [f"{ratio(rates, contestant, each):.2f}" if each in rates else "" for each in against.values()] or ["", ""]
-        row += [f"{entry.flops * per_s / 1e12:.3g}", f"{entry.activations / 1e6:,.1f}" if entry.activations else ""]
+        row += [
+            f"{ratio(rates, contestant, each):.2f}" if each in rates else ""
+            for each in against.values()
+        ] or ["", ""]
+        row += [
+            f"{entry.flops * per_s / 1e12:.3g}",
+            f"{entry.activations / 1e6:,.1f}" if entry.activations else "",
+        ]
         row += [f"{entry.compiled_in_s:.1f}" if entry.compiled_in_s else ""]
         if on_gpu:
             rate = field.found[SQUARE].flops
-            row += [f"{ratio(rates, contestant, SQUARE) * entry.flops / rate:.1%}", f"{entry.peak / 1e6:,.0f}"]
+            row += [
+                f"{ratio(rates, contestant, SQUARE) * entry.flops / rate:.1%}",
+                f"{entry.peak / 1e6:,.0f}",
+            ]
         table.add_row(*row)
     Console(width=132).print(table)
     ours = "ours, compiled" if "ours, compiled" in rates else "ours"
@@ -240,20 +282,34 @@ def show(name: str, field: Field, rates: dict[str, list[float]], *, batch: int, 
 
 def arguments() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_sizes(parser)
     parser.add_argument("--only", default="", help="some of " + ", ".join(MODELS))
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="bfloat16 on a GPU, else float32")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="bfloat16 on a GPU, else float32",
+    )
     parser.add_argument("--batch", type=int)
-    parser.add_argument("--mode", default="default", help="of torch.compile, for ours and timm's alike")
-    parser.add_argument("--compile", choices=("whole", "blocks", "no"), help="default: whole on a GPU, else blocks")
+    parser.add_argument(
+        "--mode", default="default", help="of torch.compile, for ours and timm's alike"
+    )
+    parser.add_argument(
+        "--compile", choices=("whole", "blocks", "no"), help="default: whole on a GPU, else blocks"
+    )
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds of one thread")
     options = parser.parse_args()
-    options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
-    options.compile = options.compile or ("whole" if options.device.startswith("cuda") else "blocks")
+    options.dtype = options.dtype or (
+        "bfloat16" if options.device.startswith("cuda") else "float32"
+    )
+    options.compile = options.compile or (
+        "whole" if options.device.startswith("cuda") else "blocks"
+    )
     if options.cpu_time:
         options.threads = 1
     return options
@@ -266,18 +322,30 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     on_gpu = options.device.startswith("cuda")
     if not on_gpu:
-        keep_freed_memory()  # as training does; or who comes after whom would decide who pays for pages
+        # as training does; or who comes after whom would decide who pays for pages
+        keep_freed_memory()
     names = options.only.split(",") if options.only else list(MODELS)
     if not options.only:
-        names = sized(options, full=names, quick=["mlp_b12_wi1024", "mixer_ss_w", "rp_mixer_ss_w"], dry=["smixer_c32"])
+        names = sized(
+            options,
+            full=names,
+            quick=["mlp_b12_wi1024", "mixer_ss_w", "rp_mixer_ss_w"],
+            dry=["smixer_c32"],
+        )
     for name in names:
         batch = options.batch or (MODELS[name].gpu if on_gpu else MODELS[name].cpu)
         torch.compiler.reset()
         field = contestants(name, options, batch=batch)
-        rates = field.rates(rounds=options.rounds or sized(options, full=7, quick=3, dry=1), repeats=10 if on_gpu else 1)
+        rates = field.rates(
+            rounds=options.rounds or sized(options, full=7, quick=3, dry=1),
+            repeats=10 if on_gpu else 1,
+        )
         show(name, field, rates, batch=batch, options=options)
         del field
-    print(f"{machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, commit {commit()}")
+    print(
+        f"{machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, commit"
+        f" {commit()}"
+    )
     print(f"load {os.getloadavg()[0]:.1f}, compiled: {options.compile}, mode {options.mode}")
 
 

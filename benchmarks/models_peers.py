@@ -1,4 +1,5 @@
-"""What benchmarks/models.py compares our models with: the papers' formulas written the obvious way, timm's MlpMixer, bare products.
+"""What benchmarks/models.py compares our models with: the papers' formulas written the obvious way,
+timm's MlpMixer, bare products.
 
 Shapes: B batch, S tokens, C channels, N rows of a product.
 """
@@ -35,7 +36,11 @@ class PlainMlp(nn.Module):
         self.has_skip = spec.bottleneck == "inverted"
         self.norms = nn.ModuleList(nn.LayerNorm(spec.width) for _ in range(spec.depth))
         self.layers = nn.ModuleList(
-            two_layers(spec.width, spec.hidden_width) if self.has_skip else one_layer(spec.width, spec.width)
+            (
+                two_layers(spec.width, spec.hidden_width)
+                if self.has_skip
+                else one_layer(spec.width, spec.width)
+            )
             for _ in range(spec.depth)
         )
         self.head = nn.Linear(spec.width, num_classes)
@@ -49,24 +54,41 @@ class PlainMlp(nn.Module):
 
 
 class PlainMixerBlock(nn.Module):
-    def __init__(self, spec: MixerSpec, *, num_inputs: int, num_tokens: int, is_permuted: bool, has_token_skip: bool):
+    def __init__(
+        self,
+        spec: MixerSpec,
+        *,
+        num_inputs: int,
+        num_tokens: int,
+        is_permuted: bool,
+        has_token_skip: bool,
+    ):
         super().__init__()
         channels = spec.num_channels
         self.skip = nn.Linear(num_inputs, num_tokens, bias=False) if has_token_skip else None
         self.skip_norm = nn.LayerNorm(channels)
         self.norms = nn.ModuleList(nn.LayerNorm(channels) for _ in range(2))
         if spec.layers_per_mixing == 1:
-            self.tokens, self.channels = one_layer(num_inputs, num_tokens), one_layer(channels, channels)
+            self.tokens, self.channels = (
+                one_layer(num_inputs, num_tokens),
+                one_layer(channels, channels),
+            )
         else:
             token_hidden, channel_hidden = spec.hidden_sizes(num_tokens=num_tokens)
-            self.tokens, self.channels = two_layers(num_tokens, token_hidden), two_layers(channels, channel_hidden)
+            self.tokens, self.channels = (
+                two_layers(num_tokens, token_hidden),
+                two_layers(channels, channel_hidden),
+            )
         sizes = (num_inputs, num_tokens, num_tokens, num_tokens) if is_permuted else ()
         for number, size in enumerate(sizes):
             self.register_buffer(f"permutation{number}", torch.randperm(size * channels))
         self.is_permuted = is_permuted
 
     def mix(self, x_BSC: Tensor, layer: nn.Module, *, first: int, copies: int) -> Tensor:
-        before, after = getattr(self, f"permutation{first}"), getattr(self, f"permutation{first + 1}")
+        before, after = (
+            getattr(self, f"permutation{first}"),
+            getattr(self, f"permutation{first + 1}"),
+        )
         parts = x_BSC.flatten(1)[:, before].reshape(len(x_BSC), copies, -1)
         return layer(parts).flatten(1)[:, after].reshape(len(x_BSC), -1, x_BSC.shape[-1])
 
@@ -80,14 +102,22 @@ class PlainMixerBlock(nn.Module):
             x_BSC = self.skip_norm(self.skip(x_BSC.transpose(1, 2)).transpose(1, 2))
         x_BSC = x_BSC + y
         y = self.norms[1](x_BSC)
-        y = self.mix(y, self.channels, first=2, copies=y.shape[1]) if self.is_permuted else self.channels(y)
+        y = (
+            self.mix(y, self.channels, first=2, copies=y.shape[1])
+            if self.is_permuted
+            else self.channels(y)
+        )
         return x_BSC + y
 
 
 class PlainMixer(nn.Module):
     def __init__(self, spec: MixerSpec, *, num_classes: int, image_size: int):
         super().__init__()
-        self.patch, patches, tokens = (spec.patch_size, spec.num_patches(image_size=image_size), spec.tokens(image_size=image_size))
+        self.patch, patches, tokens = (
+            spec.patch_size,
+            spec.num_patches(image_size=image_size),
+            spec.tokens(image_size=image_size),
+        )
         self.stem = nn.Linear(3 * self.patch**2, spec.num_channels)
         self.blocks = nn.Sequential(
             *(
@@ -111,12 +141,15 @@ class PlainMixer(nn.Module):
 
 
 def timm_mixer(spec: AnySpec, *, num_classes: int, image_size: int) -> nn.Module | None:
-    """timm's MlpMixer of exactly the same shapes; it has neither S != S0, nor permutations, nor one layer per mixing."""
+    """timm's MlpMixer of exactly the same shapes; it has neither S != S0, nor permutations, nor one
+    layer per mixing."""
     can = isinstance(spec, MixerSpec) and spec.layers_per_mixing == 2 and spec.num_tokens is None
     if not can or spec.permuted_blocks:
         return None
     hidden = spec.hidden_sizes(num_tokens=spec.tokens(image_size=image_size))
-    ratios = tuple((size + 0.5) / spec.num_channels for size in hidden)  # timm truncates ratio x channels
+    ratios = tuple(
+        (size + 0.5) / spec.num_channels for size in hidden
+    )  # timm truncates ratio x channels
     model = MlpMixer(
         num_classes=num_classes,
         img_size=image_size,
@@ -125,7 +158,10 @@ def timm_mixer(spec: AnySpec, *, num_classes: int, image_size: int) -> nn.Module
         embed_dim=spec.num_channels,
         mlp_ratio=ratios,
     )
-    assert (model.blocks[0].mlp_tokens.fc1.out_features, model.blocks[0].mlp_channels.fc1.out_features) == hidden
+    assert (
+        model.blocks[0].mlp_tokens.fc1.out_features,
+        model.blocks[0].mlp_channels.fc1.out_features,
+    ) == hidden
     return model
 
 
@@ -148,10 +184,16 @@ def products_of(model: nn.Module, images: Tensor) -> list[Product]:
 
     def note(layer: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
         assert isinstance(layer, nn.Linear)
-        rows = inputs[0].numel() // inputs[0].shape[-1]  # not in_features: what it is given may be filled up
+        rows = (
+            inputs[0].numel() // inputs[0].shape[-1]
+        )  # not in_features: what it is given may be filled up
         found.append(Product(rows, layer.in_features, layer.out_features))
 
-    hooks = [layer.register_forward_hook(note) for layer in model.modules() if isinstance(layer, nn.Linear)]
+    hooks = [
+        layer.register_forward_hook(note)
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear)
+    ]
     with torch.no_grad():
         model(images)
     for hook in hooks:
@@ -160,22 +202,27 @@ def products_of(model: nn.Module, images: Tensor) -> list[Product]:
 
 
 def step_flops(products: list[Product]) -> int:
-    """Forward, and both products of backward but for the first layer's input: pictures need no gradient."""
+    """Forward, and both products of backward but for the first layer's input: pictures need no
+    gradient."""
     return 3 * sum(product.flops for product in products) - products[0].flops
 
 
 def bare_products(products: list[Product], *, like: Tensor) -> Callable[[], None]:
-    """All products of a step on tensors made beforehand, nothing between them. Weights and their gradients are each layer's own;
-    layers of one shape share activations, which are too large to stay in a cache anyway."""
+    """All products of a step on tensors made beforehand, nothing between them. Weights and their
+    gradients are each layer's own; layers of one shape share activations, which are too large to
+    stay in a cache anyway."""
     activations = {
-        p: (like.new_empty(p.rows, p.inputs).normal_(), like.new_empty(p.rows, p.outputs).normal_()) for p in set(products)
+        p: (like.new_empty(p.rows, p.inputs).normal_(), like.new_empty(p.rows, p.outputs).normal_())
+        for p in set(products)
     }
     results = {p: (torch.empty_like(x), torch.empty_like(y)) for p, (x, y) in activations.items()}
     weights = [like.new_empty(p.outputs, p.inputs).normal_() for p in products]
     gradients = [torch.empty_like(weight) for weight in weights]
 
     def run() -> None:
-        for number, (product, weight, gradient) in enumerate(zip(products, weights, gradients, strict=True)):
+        for number, (product, weight, gradient) in enumerate(
+            zip(products, weights, gradients, strict=True)
+        ):
             (x, dy), (dx, y) = activations[product], results[product]
             torch.mm(x, weight.T, out=y)
             torch.mm(dy.T, x, out=gradient)

@@ -2,14 +2,16 @@
 
     .venv/bin/python benchmarks/order.py [--quick]
 
-Cost: 14 million samples in 1,400 shards, 256 ranks, global batches of 16,384. A rank needs no table of an epoch: shown are the time
-to its first batch's sample numbers, at the beginning and in the middle of the run, the time for all its batches of one epoch, and
-the memory that all this leaves behind. Then a reader of 1,400 shards (all of them links to one empty tar and one index): opened,
+Cost: 14 million samples in 1,400 shards, 256 ranks, global batches of 16,384. A rank needs no table
+of an epoch: shown are the time to its first batch's sample numbers, at the beginning and in the
+middle of the run, the time for all its batches of one epoch, and the memory that all this leaves
+behind. Then a reader of 1,400 shards (all of them links to one empty tar and one index): opened,
 first batch of 64 pictures, a hundred more, private memory.
 
-Mixing: 11 million samples of 10,450 classes. For each shuffle the number of different classes in a global batch, and the deviation
-of a batch's class counts from what independent draws would give (1: as random as can be; above 1: classes come in lumps).
-`shuffled` is how `data_prep build` stores a split; `by class` is the worst that an indexed dataset of somebody else's can be.
+Mixing: 11 million samples of 10,450 classes. For each shuffle the number of different classes in a
+global batch, and the deviation of a batch's class counts from what independent draws would give (1:
+as random as can be; above 1: classes come in lumps). `shuffled` is how `data_prep build` stores a
+split; `by class` is the worst that an indexed dataset of somebody else's can be.
 """
 
 import itertools
@@ -43,7 +45,10 @@ def milliseconds(began_s: float) -> float:
 def cost(shuffle: str, *, num_steps: int) -> list[str]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began_s = time.perf_counter()
-    order, plan = Order(NUM_SAMPLES, 1, shuffle), BatchPlan(GLOBAL_BATCH, GLOBAL_BATCH // NUM_RANKS, NUM_RANKS)  # type: ignore[arg-type]
+    order, plan = (
+        Order(NUM_SAMPLES, 1, shuffle),
+        BatchPlan(GLOBAL_BATCH, GLOBAL_BATCH // NUM_RANKS, NUM_RANKS),
+    )  # type: ignore[arg-type]
     order.locate(plan.positions(consumed=0, micro_step=0, rank=17))
     first_ms = milliseconds(began_s)
     began_s = time.perf_counter()
@@ -56,11 +61,21 @@ def cost(shuffle: str, *, num_steps: int) -> list[str]:
         order.locate(np.concatenate(list(itertools.islice(of_rank, together))))
     epoch_ms = milliseconds(began_s) * (NUM_SAMPLES / GLOBAL_BATCH) / num_steps
     grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    return [shuffle, f"{first_ms:.2f} ms", f"{resume_ms:.2f} ms", f"{epoch_ms:,.0f} ms", f"{grown_mb:.1f} MB"]
+    return [
+        shuffle,
+        f"{first_ms:.2f} ms",
+        f"{resume_ms:.2f} ms",
+        f"{epoch_ms:,.0f} ms",
+        f"{grown_mb:.1f} MB",
+    ]
 
 
 def private_mb() -> float:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -71,7 +86,11 @@ def many_shards(directory: Path) -> Manifest:
     with open(tar, "wb") as file:
         file.truncate(per_shard * stride + 1024)
     offsets = 512 + stride * np.arange(per_shard)
-    columns = (offsets, np.full(per_shard, len(ppm_header(64, 64)) + 3 * 64**2), np.arange(per_shard) % 1000)
+    columns = (
+        offsets,
+        np.full(per_shard, len(ppm_header(64, 64)) + 3 * 64**2),
+        np.arange(per_shard) % 1000,
+    )
     np.save(index, np.stack(columns, axis=1).astype("<i8"))
     shards = []
     for number in range(NUM_SHARDS):
@@ -88,7 +107,9 @@ def many_shards(directory: Path) -> Manifest:
     statistics_ = {"channel_mean": (0.5,) * 3, "channel_std": (0.2,) * 3}
     classes = [str(number) for number in range(1000)]
     return Manifest.model_validate_json(
-        json.dumps({**names, **zeros, **statistics_, "classes": classes, "splits": {"train": split}})
+        json.dumps(
+            {**names, **zeros, **statistics_, "classes": classes, "splits": {"train": split}}
+        )
     )
 
 
@@ -107,19 +128,24 @@ def reading() -> str:
             reader.images(order.locate(np.arange(64 * step, 64 * step + 64))[1])
         more_ms = milliseconds(began_s)
         return (
-            f"reader of {NUM_SHARDS:,} shards: opened in {opened_ms:.0f} ms, first 64 pictures in {first_ms:.0f} ms, 100 such "
-            f"batches in {more_ms:.0f} ms (all shards opened on the way), private memory grown by {private_mb() - before:.0f} MB"
+            f"reader of {NUM_SHARDS:,} shards: opened in {opened_ms:.0f} ms, first 64 pictures in"
+            f" {first_ms:.0f} ms, 100 such batches in {more_ms:.0f} ms (all shards opened on the"
+            f" way), private memory grown by {private_mb() - before:.0f} MB"
         )
 
 
 def classes_by_storage() -> dict[str, Ids]:
     """The class of every stored sample."""
     by_class = np.arange(MIXED_SAMPLES) * NUM_CLASSES // MIXED_SAMPLES
-    return {"shuffled": by_class[permute(np.arange(MIXED_SAMPLES), size=MIXED_SAMPLES, key=7)], "by class": by_class}
+    return {
+        "shuffled": by_class[permute(np.arange(MIXED_SAMPLES), size=MIXED_SAMPLES, key=7)],
+        "by class": by_class,
+    }
 
 
 def mixing(order: Order, classes: Ids, *, batch: int, num_batches: int) -> tuple[float, float]:
-    """(different classes, variance of class counts against the binomial one), medians over batches spread over two epochs."""
+    """(different classes, variance of class counts against the binomial one), medians over batches
+    spread over two epochs."""
     distinct, lumps = [], []
     for start in np.linspace(0, 2 * MIXED_SAMPLES - batch, num_batches).astype(np.int64):
         _, samples = order.locate(np.arange(start, start + batch))
@@ -134,23 +160,51 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0])
     console = Console(width=120)
     table = Table(title="cost for one of 256 ranks, 14 M samples", title_justify="left", box=None)
-    for column in ("shuffle", "first batch", "resume in epoch 400", "all of an epoch", "memory grown"):
+    for column in (
+        "shuffle",
+        "first batch",
+        "resume in epoch 400",
+        "all of an epoch",
+        "memory grown",
+    ):
         table.add_column(column, justify="left" if column == "shuffle" else "right")
     for shuffle in ("full", "block"):
         table.add_row(*cost(shuffle, num_steps=sized(options, full=854, quick=128, dry=2)))
     console.print(table)
 
     print(reading())
-    table = Table(title="\nclasses in a batch, 11 M samples of 10,450 classes", title_justify="left", box=None)
-    for column in ("stored", "shuffle", "block x blocks", "1,024: classes", "lumps", "16,384: classes", "lumps"):
+    table = Table(
+        title="\nclasses in a batch, 11 M samples of 10,450 classes", title_justify="left", box=None
+    )
+    for column in (
+        "stored",
+        "shuffle",
+        "block x blocks",
+        "1,024: classes",
+        "lumps",
+        "16,384: classes",
+        "lumps",
+    ):
         table.add_column(column, justify="left" if column in ("stored", "shuffle") else "right")
     for stored, classes in classes_by_storage().items():
-        shuffles = [("full", 1024, 16), ("block", 1024, 16), ("block", 256, 64), ("block", 64, 256), ("block", 16, 1024)]
+        shuffles = [
+            ("full", 1024, 16),
+            ("block", 1024, 16),
+            ("block", 256, 64),
+            ("block", 64, 256),
+            ("block", 16, 1024),
+        ]
         for shuffle, block_size, window_blocks in shuffles:
             order = Order(MIXED_SAMPLES, 3, shuffle, block_size, window_blocks)  # type: ignore[arg-type]
-            row = [stored, shuffle, "" if shuffle == "full" else f"{block_size:,} x {window_blocks:,}"]
+            row = [
+                stored,
+                shuffle,
+                "" if shuffle == "full" else f"{block_size:,} x {window_blocks:,}",
+            ]
             for batch in (1024, GLOBAL_BATCH):
-                distinct, lumps = mixing(order, classes, batch=batch, num_batches=sized(options, full=30, quick=4, dry=1))
+                distinct, lumps = mixing(
+                    order, classes, batch=batch, num_batches=sized(options, full=30, quick=4, dry=1)
+                )
                 row += [f"{distinct:,.0f}", f"{lumps:,.2f}"]
             table.add_row(*row)
     console.print(table)

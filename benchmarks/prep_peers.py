@@ -1,9 +1,11 @@
-"""What `prep.py` compares with, run by an interpreter that has the peers: one contestant per call, its seconds on the last line.
+"""What `prep.py` compares with, run by an interpreter that has the peers: one contestant per call,
+its seconds on the last line.
 
     python prep_peers.py NAME FILES OUT NUM_WORKERS
 
-Every peer turns the same files into 64-pixel squares (decode in full, central square, antialiased resize) and writes them with
-their labels. The clock starts after the imports and the listing of the files; starting worker processes is inside it.
+Every peer turns the same files into 64-pixel squares (decode in full, central square, antialiased
+resize) and writes them with their labels. The clock starts after the imports and the listing of the
+files; starting worker processes is inside it.
 """
 
 import io
@@ -39,7 +41,9 @@ def with_cv2(path: str) -> np.ndarray:
     height, width = image.shape[:2]
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
-    small = cv2.resize(image[top : top + side, left : left + side], (SIZE, SIZE), interpolation=cv2.INTER_AREA)
+    small = cv2.resize(
+        image[top : top + side, left : left + side], (SIZE, SIZE), interpolation=cv2.INTER_AREA
+    )
     return cv2.cvtColor(small, cv2.COLOR_BGR2RGB)
 
 
@@ -59,14 +63,20 @@ def write_tar(job: tuple[str, list[Item], Callable[[str], np.ndarray]]) -> None:
     out, items, read = job
     with tarfile.open(out, "w") as archive:
         for number, (path, label) in enumerate(items):
-            for extension, data in (("ppm", b"P6\n64 64\n255\n" + read(path).tobytes()), ("cls", b"%d" % label)):
+            for extension, data in (
+                ("ppm", b"P6\n64 64\n255\n" + read(path).tobytes()),
+                ("cls", b"%d" % label),
+            ):
                 info = tarfile.TarInfo(f"{number:09d}.{extension}")
                 info.size = len(data)
                 archive.addfile(info, io.BytesIO(data))
 
 
 def tars(read: Callable[[str], np.ndarray], items: list[Item], out: Path, num_workers: int) -> None:
-    jobs = [(f"{out}/{start:09d}.tar", items[start : start + CHUNK], read) for start in range(0, len(items), CHUNK)]
+    jobs = [
+        (f"{out}/{start:09d}.tar", items[start : start + CHUNK], read)
+        for start in range(0, len(items), CHUNK)
+    ]
     with multiprocessing.get_context("fork").Pool(num_workers) as pool:
         for _ in pool.imap_unordered(write_tar, jobs):
             pass
@@ -89,7 +99,9 @@ def ffcv(items: list[Item], out: Path, num_workers: int) -> None:
     from ffcv.writer import DatasetWriter
 
     fields = {"image": RGBImageField(write_mode="raw"), "label": IntField()}
-    DatasetWriter(str(out / "data.beton"), fields, num_workers=num_workers).from_indexed_dataset(Indexed(items))
+    DatasetWriter(str(out / "data.beton"), fields, num_workers=num_workers).from_indexed_dataset(
+        Indexed(items)
+    )
 
 
 def write_mds(job: tuple[str, list[Item]]) -> None:
@@ -119,7 +131,15 @@ def to_sample(item: Item) -> dict[str, object]:
 def litdata(items: list[Item], out: Path, num_workers: int) -> None:
     from litdata import optimize
 
-    optimize(to_sample, items, str(out), chunk_bytes="64MB", num_workers=num_workers, start_method="fork", verbose=False)
+    optimize(
+        to_sample,
+        items,
+        str(out),
+        chunk_bytes="64MB",
+        num_workers=num_workers,
+        start_method="fork",
+        verbose=False,
+    )
 
 
 def decode_share(job: tuple[list[tuple[bytes, int, int]], object]) -> float:
@@ -134,7 +154,8 @@ def decode_share(job: tuple[list[tuple[bytes, int, int]], object]) -> float:
 
 
 def limit(items: list[Item], num_workers: int, scale: int) -> float:
-    """libjpeg-turbo alone on bytes that are in memory, a process per core; the seconds of the slowest."""
+    """libjpeg-turbo alone on bytes that are in memory, a process per core; the seconds of the
+    slowest."""
     import simplejpeg
 
     images = []
@@ -142,12 +163,17 @@ def limit(items: list[Item], num_workers: int, scale: int) -> float:
         data = Path(path).read_bytes()
         height, width = simplejpeg.decode_jpeg_header(data)[:2]
         images.append((data, -(-height // scale), -(-width // scale)))
-    half = simplejpeg.decode_jpeg(images[0][0], "RGB", min_height=images[0][1], min_width=images[0][2], min_factor=1)
+    half = simplejpeg.decode_jpeg(
+        images[0][0], "RGB", min_height=images[0][1], min_width=images[0][2], min_factor=1
+    )
     assert half.shape[:2] == images[0][1:], "this is not the scale"
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(num_workers), context.Queue()
     processes = [
-        context.Process(target=lambda share: results.put(decode_share((share, barrier))), args=(images[rank::num_workers],))
+        context.Process(
+            target=lambda share: results.put(decode_share((share, barrier))),
+            args=(images[rank::num_workers],),
+        )
         for rank in range(num_workers)
     ]
     for process in processes:
@@ -159,7 +185,12 @@ def limit(items: list[Item], num_workers: int, scale: int) -> float:
 
 
 def main() -> None:
-    name, files, out, num_workers = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    name, files, out, num_workers = (
+        sys.argv[1],
+        Path(sys.argv[2]),
+        Path(sys.argv[3]),
+        int(sys.argv[4]),
+    )
     items = listing(files)
     out.mkdir(parents=True)
     if name.startswith("limit"):

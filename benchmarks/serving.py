@@ -1,7 +1,9 @@
-"""A contestant of a loader benchmark as a process of its own that answers requests, one JSON line each way.
+"""A contestant of a loader benchmark as a process of its own that answers requests, one JSON line
+each way.
 
-So every contestant runs in its own interpreter, stays warm between the rounds, and all of them can be measured in turn in one
-run. Both sides are here; only the standard library is used, because the peers' interpreter has nothing of ours.
+So every contestant runs in its own interpreter, stays warm between the rounds, and all of them can
+be measured in turn in one run. Both sides are here; only the standard library is used, because the
+peers' interpreter has nothing of ours.
 """
 
 import hashlib
@@ -19,10 +21,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be delivered: shuffled batches of `kind`, from the first `num_samples` of the shards in `shards`."""
+    """What is to be delivered: shuffled batches of `kind`, from the first `num_samples` of the
+    shards in `shards`."""
 
     kind: str
-    """raw: stored pixels; recipe: the same, augmented and normalised as float32; jpeg: decoded pixels."""
+    """raw: stored pixels; recipe: the same, augmented and normalised as float32; jpeg: decoded
+    pixels."""
     shards: str
     """Our dataset: a directory of tars."""
     peers: str
@@ -36,7 +40,8 @@ class Task:
 
 
 class PeerFailed(SystemExit):
-    """A contestant's process ended, or its files could not be written. Uncaught, it ends the benchmark with its message."""
+    """A contestant's process ended, or its files could not be written. Uncaught, it ends the
+    benchmark with its message."""
 
     @property
     def reason(self) -> str:
@@ -44,7 +49,8 @@ class PeerFailed(SystemExit):
 
 
 class Contestant:
-    """One loader. `open` is all that has to happen before batches can be asked for; `batches` is one pass over the samples."""
+    """One loader. `open` is all that has to happen before batches can be asked for; `batches` is
+    one pass over the samples."""
 
     def open(self, task: Task, state: Any = None) -> Any:
         raise NotImplementedError
@@ -83,7 +89,8 @@ class Desk:
         return {"count": count, "seconds": time.perf_counter() - began_s}
 
     def cold(self, contestant: Contestant, task: Task, *, step_s: float = 0.0) -> dict[str, Any]:
-        """One pass from nothing, with a pause after each batch, as a training would take it to compute; seconds until the first."""
+        """One pass from nothing, with a pause after each batch, as a training would take it to
+        compute; seconds until the first."""
         count, first_s, began_s = 0, 0.0, time.perf_counter()
         for batch in contestant.batches(contestant.open(task)):
             first_s = first_s or time.perf_counter() - began_s
@@ -93,7 +100,8 @@ class Desk:
         return {"count": count, "seconds": time.perf_counter() - began_s, "first_s": first_s}
 
     def check(self, contestant: Contestant, task: Task) -> dict[str, Any]:
-        """One pass, uncounted: how many pictures, of what shape and type, and the sum of their pixels."""
+        """One pass, uncounted: how many pictures, of what shape and type, and the sum of their
+        pixels."""
         count, total, form = 0, 0.0, ""
         for batch in contestant.batches(self._loader(contestant, task)):
             count += len(batch)
@@ -102,7 +110,9 @@ class Desk:
             form = f"{tuple(sorted(batch.shape[1:]))} {batch.dtype}"
         return {"count": count, "total": total, "form": form}
 
-    def first(self, contestant: Contestant, task: Task, *, state: str | None = None) -> dict[str, Any]:
+    def first(
+        self, contestant: Contestant, task: Task, *, state: str | None = None
+    ) -> dict[str, Any]:
         """From nothing, or from a state on file, to the first batch."""
         began_s = time.perf_counter()
         loader = contestant.open(task, json.loads(Path(state).read_text()) if state else None)
@@ -154,7 +164,8 @@ def serve(contestants: dict[str, Contestant]) -> None:
 
 
 def _end() -> None:
-    """At once and with all worker processes, which libraries would wait for in their own clean-up, or leave behind."""
+    """At once and with all worker processes, which libraries would wait for in their own clean-up,
+    or leave behind."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(0)
@@ -168,7 +179,12 @@ class Server:
         self._began_s, self._is_ready = time.perf_counter(), False
         with log.open("w") as errors:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
             )  # a process group of its own, see `_end`
 
     def ready(self) -> float:
@@ -181,7 +197,9 @@ class Server:
     def ask(self, name: str, task: Task, do: str, **words: Any) -> dict[str, Any]:
         self.ready()
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"name": name, "task": asdict(task), "do": do, **words}) + "\n")
+        self.process.stdin.write(
+            json.dumps({"name": name, "task": asdict(task), "do": do, **words}) + "\n"
+        )
         self.process.stdin.flush()
         return self._read()
 
@@ -194,5 +212,7 @@ class Server:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise PeerFailed(f"{' '.join(map(str, self.process.args))}\n{self.log.read_text()[-3000:]}")  # type: ignore[arg-type]
+            raise PeerFailed(
+                f"{' '.join(map(str, self.process.args))}\n{self.log.read_text()[-3000:]}"
+            )  # type: ignore[arg-type]
         return json.loads(line)  # type: ignore[no-any-return]

@@ -1,12 +1,15 @@
-"""A square layer of an SW-MLP as a masked dense matrix and as a sparse one: time and memory, over density and width.
+"""A square layer of an SW-MLP as a masked dense matrix and as a sparse one: time and memory, over
+density and width.
 
     .venv/bin/python benchmarks/sparse.py [--quick] [--cpu-time]
 
-Time: forward and backward of one layer at batch 128, fp32, gradients of input, weights and bias; the masked layer's does not depend
-on the density. Two threads and wall time; --cpu-time: CPU seconds of one thread, which is fair where others use the same cores.
-Memory: what training with Lion keeps per layer (weights, gradient and one state in fp32; the mask as bytes, or the
-pattern and its transpose as int32), and for a masked layer the product of weights and mask, which its backward pass needs. AdamW
-has one more state. Activations are the same for both. A ratio is a median over rounds of the ratio within a round.
+Time: forward and backward of one layer at batch 128, fp32, gradients of input, weights and bias;
+the masked layer's does not depend on the density. Two threads and wall time; --cpu-time: CPU
+seconds of one thread, which is fair where others use the same cores. Memory: what training with
+Lion keeps per layer (weights, gradient and one state in fp32; the mask as bytes, or the pattern and
+its transpose as int32), and for a masked layer the product of weights and mask, which its backward
+pass needs. AdamW has one more state. Activations are the same for both. A ratio is a median over
+rounds of the ratio within a round.
 """
 
 import argparse
@@ -43,16 +46,31 @@ def steps_of(layer: nn.Module, width: int, clock: Callable[[], float]) -> Callab
 
 
 def kept_bytes(layer: nn.Module) -> int:
-    """Weights, gradient and Lion's state, buffers, and the product that a masked layer's backward pass needs."""
-    size = sum(3 * tensor.nbytes for tensor in layer.parameters()) + sum(tensor.nbytes for tensor in layer.buffers())
+    """Weights, gradient and Lion's state, buffers, and the product that a masked layer's backward
+    pass needs."""
+    size = sum(3 * tensor.nbytes for tensor in layer.parameters()) + sum(
+        tensor.nbytes for tensor in layer.buffers()
+    )
     return size + (layer.weight.nbytes if isinstance(layer, MaskedLinear) else 0)
 
 
-def compare(width: int, densities: tuple[float, ...], *, rounds: int, clock: Callable[[], float], table: Table) -> None:
+def compare(
+    width: int,
+    densities: tuple[float, ...],
+    *,
+    rounds: int,
+    clock: Callable[[], float],
+    table: Table,
+) -> None:
     masked = MaskedLinear(width, num_outputs=width, density=0.5, variance=1 / width)
-    layers = {density: SparseLinear(width, num_outputs=width, density=density, variance=1 / width) for density in densities}
+    layers = {
+        density: SparseLinear(width, num_outputs=width, density=density, variance=1 / width)
+        for density in densities
+    }
     measurements = {"masked": steps_of(masked, width, clock)}
-    measurements |= {f"{density}": steps_of(layer, width, clock) for density, layer in layers.items()}
+    measurements |= {
+        f"{density}": steps_of(layer, width, clock) for density, layer in layers.items()
+    }
     found: dict[str, list[float]] = {name: [] for name in measurements}
     for number in range(rounds + 1):
         for name, measure in measurements.items():
@@ -84,14 +102,42 @@ def main() -> None:
     clock = time.process_time if options.cpu_time else time.perf_counter
     torch.manual_seed(0)
     kind = "CPU time of 1 thread" if options.cpu_time else "2 threads"
-    table = Table(title=f"forward + backward, batch {BATCH}, {kind}", title_justify="left", box=None)
-    for column in ("width", "density", "masked ms", "sparse ms", "faster", "masked MB", "sparse MB", "smaller", "auto"):
+    table = Table(
+        title=f"forward + backward, batch {BATCH}, {kind}", title_justify="left", box=None
+    )
+    for column in (
+        "width",
+        "density",
+        "masked ms",
+        "sparse ms",
+        "faster",
+        "masked MB",
+        "sparse MB",
+        "smaller",
+        "auto",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     densities = sized(options, full=DENSITIES, quick=DENSITIES[::3], dry=DENSITIES[:1])
-    for width in sized(options, full=(540, 724, 935, 1619, 4096), quick=(540, 1619, 4096), dry=(540,)):
-        compare(width, densities, rounds=sized(options, full=5, quick=3, dry=1), clock=clock, table=table)
-    if not options.quick and not options.dry_run:  # beyond 0.1 the patterns alone would take gigabytes
-        compare(16384, tuple(each for each in DENSITIES if each <= 0.1), rounds=3, clock=clock, table=table)
+    for width in sized(
+        options, full=(540, 724, 935, 1619, 4096), quick=(540, 1619, 4096), dry=(540,)
+    ):
+        compare(
+            width,
+            densities,
+            rounds=sized(options, full=5, quick=3, dry=1),
+            clock=clock,
+            table=table,
+        )
+    if (
+        not options.quick and not options.dry_run
+    ):  # beyond 0.1 the patterns alone would take gigabytes
+        compare(
+            16384,
+            tuple(each for each in DENSITIES if each <= 0.1),
+            rounds=3,
+            clock=clock,
+            table=table,
+        )
     Console(width=120).print(table)
     print(f"{machine()}, commit {commit()}")
 

@@ -1,17 +1,22 @@
-"""Does a loader keep up with a store? Ours over http, beside local shards, the link itself, and the peers over the same link.
+"""Does a loader keep up with a store? Ours over http, beside local shards, the link itself, and the
+peers over the same link.
 
     .venv/bin/python benchmarks/stores.py [--quick | --dry-run]
 
 It takes minutes. The first call makes the pictures and installs the peers.
 
-The server (stores_link.py, a process of its own on this machine) answers each request after 20 ms and passes 100 MB/s in total; its
-CPU share stands in each row, as it has to share the cores with who reads. What is read is the data of loader.py's `raw`: 64 px,
-uint8 batches of 1,024. Each measurement is one pass of a fresh process, imports done, caches empty and bounded to less than the
+The server (stores_link.py, a process of its own on this machine) answers each request after 20 ms
+and passes 100 MB/s in total; its CPU share stands in each row, as it has to share the cores with
+who reads. What is read is the data of loader.py's `raw`: 64 px, uint8 batches of 1,024. Each
+measurement is one pass of a fresh process, imports done, caches empty and bounded to less than the
 dataset (with --quick: not to less). MosaicML shuffles over 16,384 samples, the others over 4,096.
   paced    each batch is followed by the pause in which half the link could bring the next; rates count from the first batch on
-  unpaced  as fast as batches come; the clock runs from nothing: index, first shards, all of it. "of the link": what of 100 MB/s the
-           delivered pictures make up, in the bytes of the format that they came in; "moved": bytes on the link for each byte of it
-A store's object is addressed as s3://BUCKET/NAME by MosaicML streaming and litdata, by URL by webdataset (curl) and by us.
+  unpaced  as fast as batches come; the clock runs from nothing: index, first shards, all of it. "of
+  the link": what of 100 MB/s the
+           delivered pictures make up, in the bytes of the format that they came in; "moved": bytes
+           on the link for each byte of it
+A store's object is addressed as s3://BUCKET/NAME by MosaicML streaming and litdata, by URL by
+webdataset (curl) and by us.
 """
 
 import json
@@ -36,7 +41,11 @@ from rich.table import Table
 from serving import PeerFailed, Server, Task
 from stores_link import BYTES_PER_S, LATENCY_S
 
-PEERS = {"webdataset, http": "webdataset", "MosaicML streaming, s3": "mosaic", "litdata, s3": "litdata"}
+PEERS = {
+    "webdataset, http": "webdataset",
+    "MosaicML streaming, s3": "mosaic",
+    "litdata, s3": "litdata",
+}
 OURS, LOCAL, PLAIN = "ours, http", "ours, local", "four plain readers"
 PATIENCE_S = 240.0
 """With one pass; a peer that has not ended it by then hangs."""
@@ -56,7 +65,9 @@ class Pass:
 
     @property
     def steady_rate(self) -> float:
-        return float((self.answer["count"] - BATCH_SIZE) / (self.answer["seconds"] - self.answer["first_s"]))
+        return float(
+            (self.answer["count"] - BATCH_SIZE) / (self.answer["seconds"] - self.answer["first_s"])
+        )
 
     @property
     def server_cpu(self) -> float:
@@ -80,7 +91,9 @@ class Bench:
             server = Server(command, log=self.logs / f"{contestant}.log")
             server.ready()
             before = self._counts()
-            patience = Timer(PATIENCE_S, os.killpg, (server.process.pid, SIGKILL))  # a group of its own
+            patience = Timer(
+                PATIENCE_S, os.killpg, (server.process.pid, SIGKILL)
+            )  # a group of its own
             patience.start()
             try:
                 answer = server.ask(contestant, self.task, "cold", step_s=step_s)
@@ -88,8 +101,12 @@ class Bench:
             finally:
                 patience.cancel()
                 server.close()
-        if answer["count"] < self.task.num_samples - BATCH_SIZE:  # some drop what does not fill a batch
-            raise PeerFailed(f"it delivered {answer['count']:,} of {self.task.num_samples:,} images")
+        if (
+            answer["count"] < self.task.num_samples - BATCH_SIZE
+        ):  # some drop what does not fill a batch
+            raise PeerFailed(
+                f"it delivered {answer['count']:,} of {self.task.num_samples:,} images"
+            )
         return Pass(answer, {key: after[key] - before[key] for key in after})
 
     def _counts(self) -> dict[str, float]:
@@ -121,17 +138,35 @@ def size_of(name: str, task: Task) -> int:
 
 def show(title: str, task: Task, found: dict[str, list[Pass]], *, paced: bool) -> None:
     table = Table(title=title, title_justify="left", box=None, header_style="bold")
-    for column in ("", "images/s", "of the link", "moved", "requests", "first batch s", "server CPU"):
+    for column in (
+        "",
+        "images/s",
+        "of the link",
+        "moved",
+        "requests",
+        "first batch s",
+        "server CPU",
+    ):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for name, passes in found.items():
         rates = [each.steady_rate if paced else each.rate for each in passes]
         num_bytes = size_of(name, task)
         share = statistics.median(rates) * num_bytes / task.num_samples / BYTES_PER_S
         middle = sorted(passes, key=lambda each: each.rate)[len(passes) // 2]
-        moved, first_s = f"{middle.moved['bytes'] / num_bytes:.2f}", f"{middle.answer['first_s']:.2f}"
+        moved, first_s = (
+            f"{middle.moved['bytes'] / num_bytes:.2f}",
+            f"{middle.answer['first_s']:.2f}",
+        )
         requests = f"{middle.moved['requests']:,.0f}"
         first_s = "" if name == PLAIN else first_s
-        row = (f"{statistics.median(rates):,.0f}", f"{share:.1%}", moved, requests, first_s, f"{middle.server_cpu:.0%}")
+        row = (
+            f"{statistics.median(rates):,.0f}",
+            f"{share:.1%}",
+            moved,
+            requests,
+            first_s,
+            f"{middle.server_cpu:.0%}",
+        )
         table.add_row(name, *row)
     Console(width=120).print(table)
 
@@ -156,7 +191,9 @@ def task_of(num_pictures: int) -> Task:
     shards, files = dataset("raw", num_samples=num_pictures, image_size=SIZE)
     manifest = json.loads((shards / "manifest.json").read_text())
     num_samples = sum(shard["num_samples"] for shard in manifest["splits"]["train"]["shards"])
-    return Task("raw", str(shards), str(shards.parent), str(files), num_samples, SIZE, BATCH_SIZE, CORES)
+    return Task(
+        "raw", str(shards), str(shards.parent), str(files), num_samples, SIZE, BATCH_SIZE, CORES
+    )
 
 
 def main() -> None:
@@ -184,13 +221,22 @@ def main() -> None:
                         raise
                     print(f"{name}: no row, since it failed: {failure.reason}", flush=True)
                     del unpaced[name]
-    words = f"{task.num_samples:,} pictures of {SIZE} px, {LATENCY_S * 1e3:.0f} ms, {BYTES_PER_S / 1e6:.0f} MB/s, rounds: {rounds}"
+    words = (
+        f"{task.num_samples:,} pictures of {SIZE} px, {LATENCY_S * 1e3:.0f} ms,"
+        f" {BYTES_PER_S / 1e6:.0f} MB/s, rounds: {rounds}"
+    )
     show(f"paced at half the link: {words}", task, paced, paced=True)
     show(f"unpaced: {words}", task, unpaced, paced=False)
     steady = {name: [each.steady_rate for each in passes] for name, passes in paced.items()}
     rates = {name: [each.rate for each in passes] for name, passes in unpaced.items()}
-    print(f"ours over http: {ratio(steady, OURS, LOCAL):.1%} of the local pace; unpaced {ratio(rates, OURS, PLAIN):.1%} of {PLAIN}")
-    print(", ".join(f"{ratio(rates, OURS, name):.2f} x {name}" for name in unpaced if name in PEERS) + ", in images/s")
+    print(
+        f"ours over http: {ratio(steady, OURS, LOCAL):.1%} of the local pace; unpaced"
+        f" {ratio(rates, OURS, PLAIN):.1%} of {PLAIN}"
+    )
+    print(
+        ", ".join(f"{ratio(rates, OURS, name):.2f} x {name}" for name in unpaced if name in PEERS)
+        + ", in images/s"
+    )
     print(f"{machine()}, commit {commit()}, load average {os.getloadavg()[0]:.1f}")
 
 

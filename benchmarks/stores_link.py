@@ -1,10 +1,12 @@
-"""The server and the link of `stores.py`: one directory over HTTP with ranges, as a web server and as S3 (HEAD, GET, path-style).
+"""The server and the link of `stores.py`: one directory over HTTP with ranges, as a web server and
+as S3 (HEAD, GET, path-style).
 
     python stores_link.py ROOT
 
-prints its port, and serves /BUCKET/PATH, whatever the bucket, until it is ended. Each request waits 20 ms, and all answers together
-pass 100 MB/s, of which what was left unused for 20 ms may be made up for: without that, every sleep that ends late would slow the
-link. GET /.counts is answered at once: bytes, requests and CPU seconds so far.
+prints its port, and serves /BUCKET/PATH, whatever the bucket, until it is ended. Each request waits
+20 ms, and all answers together pass 100 MB/s, of which what was left unused for 20 ms may be made
+up for: without that, every sleep that ends late would slow the link. GET /.counts is answered at
+once: bytes, requests and CPU seconds so far.
 """
 
 import json
@@ -37,7 +39,9 @@ class Link:
     def transmit(self, num_bytes: int) -> None:
         """Returns when so many bytes have had their turn."""
         with self._lock:
-            self._free_from_s = max(self._free_from_s, time.monotonic() - BURST_S) + num_bytes / BYTES_PER_S
+            self._free_from_s = (
+                max(self._free_from_s, time.monotonic() - BURST_S) + num_bytes / BYTES_PER_S
+            )
             self.num_bytes += num_bytes
             wait_s = self._free_from_s - time.monotonic()
         if wait_s > 0:
@@ -55,7 +59,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/.counts":
-            counts = {"bytes": self.link.num_bytes, "requests": self.link.num_requests, "cpu_s": time.process_time()}
+            counts = {
+                "bytes": self.link.num_bytes,
+                "requests": self.link.num_requests,
+                "cpu_s": time.process_time(),
+            }
             self._head(200, len(body := json.dumps(counts).encode()))
             self.wfile.write(body)
             return
@@ -72,7 +80,10 @@ class Handler(BaseHTTPRequestHandler):
             start, end = 0, size
             if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
                 start, end = int(asked[1]), min(size, int(asked[2]) + 1) if asked[2] else size
-            words = {"ETag": f'"{size:032x}"', "Last-Modified": formatdate(path.stat().st_mtime, usegmt=True)}
+            words = {
+                "ETag": f'"{size:032x}"',
+                "Last-Modified": formatdate(path.stat().st_mtime, usegmt=True),
+            }
             if asked:
                 words["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
             self._head(206 if asked else 200, end - start, **words)
@@ -84,7 +95,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _head(self, status: int, num_bytes: int, **words: str) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(num_bytes), "Accept-Ranges": "bytes", **words}.items():
+        for name, value in {
+            "Content-Length": str(num_bytes),
+            "Accept-Ranges": "bytes",
+            **words,
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.flush()

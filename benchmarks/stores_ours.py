@@ -38,7 +38,9 @@ class Ours(Contestant):
 
     def open(self, task: Task, state: Any = None) -> Any:  # noqa: ARG002
         cache, cache_gb = os.environ["STORES_CACHE"], float(os.environ["STORES_CACHE_GB"])
-        settings = ReadingSettings(dataset=os.environ[self.variable], cache_dir=f"{cache}/ours", cache_gb=cache_gb)
+        settings = ReadingSettings(
+            dataset=os.environ[self.variable], cache_dir=f"{cache}/ours", cache_gb=cache_gb
+        )
         part = Part(settings.directory, load_manifest(settings.directory), "train")
         reader = ShardReader([part], store=open_store(settings, [part]))
         block, window = json.loads(os.environ["STORES_BLOCKS"])
@@ -79,7 +81,9 @@ class Plain(Contestant):
                     pass
 
         with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-            list(pool.map(read, [names[first::NUM_CONNECTIONS] for first in range(NUM_CONNECTIONS)]))
+            list(
+                pool.map(read, [names[first::NUM_CONNECTIONS] for first in range(NUM_CONNECTIONS)])
+            )
         yield torch.empty(task.num_samples, 0)
 
 

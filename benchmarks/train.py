@@ -1,4 +1,5 @@
-"""How fast is training, against its own limits and against others? All in one process, one round after the other.
+"""How fast is training, against its own limits and against others? All in one process, one round
+after the other.
 
     .venv/bin/python benchmarks/train.py [--quick] [--only mlp,mixer] [--compile]
     .venv/bin/python benchmarks/train_ranks.py        memory and traffic of two ranks, and what a checkpoint costs
@@ -13,8 +14,8 @@ Contestants, each the same number of steps on the same kind of batch:
   public step          paper B's training step as its paper tells it: fp32 (TF32 on a GPU), eager, plain LION, `.item()` each step
   matmul limit         the step's matrix products alone, at the same shapes, in the engine's precision
 Loaders start before the clock does, and have come to a steady pace by then.
-On a GPU: B-12/Wi-1024 at batch 16,384 with the classes of ImageNet-21k, and Mixer-B-W at 224 px, in bf16. On a
-CPU, in fp32: smaller ones, with the 48 classes of the pictures.
+On a GPU: B-12/Wi-1024 at batch 16,384 with the classes of ImageNet-21k, and Mixer-B-W at 224 px, in
+bf16. On a CPU, in fp32: smaller ones, with the 48 classes of the pictures.
 """
 
 import argparse
@@ -69,7 +70,10 @@ class Case:
 def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> dict[str, Case]:
     if is_dry:
         smallest = MixerSpec(kind="mixer", patch_size=8, num_channels=32, depth=1)
-        return {"mlp": Case(MlpSpec(kind="mlp", depth=1, width=64), 64, 32, 1, 4), "mixer": Case(smallest, 32, 32, 1, 4)}
+        return {
+            "mlp": Case(MlpSpec(kind="mlp", depth=1, width=64), 64, 32, 1, 4),
+            "mixer": Case(smallest, 32, 32, 1, 4),
+        }
     if on_gpu:
         return {
             "mlp": Case(spec_of("mlp_b12_wi1024"), 64, 16_384, 100, 2000, 11_230),
@@ -102,8 +106,9 @@ class Bench:
         self.engine.train_step([batch], lr=1e-5)
 
     def from_shards(self) -> tuple[float, float]:
-        """Its loader starts and ends here: nothing is fetched at another's expense. What it has ready when the clock starts,
-        after as many steps as it works ahead, it has ready when the clock stops."""
+        """Its loader starts and ends here: nothing is fetched at another's expense. What it has
+        ready when the clock starts, after as many steps as it works ahead, it has ready when the
+        clock stops."""
         with Feed(self.batches, self.augmentation) as feed:
             run = self.repeated(lambda: self.step(next(feed).prepared))
             self.repeated(lambda: self.step(next(feed).prepared), times=AHEAD + NUM_AHEAD)()
@@ -142,17 +147,30 @@ class Bench:
         return run
 
 
-def batches_of(reader: ShardReader, plan: BatchPlan, finish: Callable[[Batch], T], *, pin: bool) -> Batches[T]:
-    order, kind = Order(reader.num_samples, 1), {"rank": 0, "consumed": 0, "num_threads": NUM_THREADS, "prefetch": AHEAD}
+def batches_of(
+    reader: ShardReader, plan: BatchPlan, finish: Callable[[Batch], T], *, pin: bool
+) -> Batches[T]:
+    order, kind = (
+        Order(reader.num_samples, 1),
+        {"rank": 0, "consumed": 0, "num_threads": NUM_THREADS, "prefetch": AHEAD},
+    )
     return training_batches(reader, order, plan, **kind, pin=pin, finish=finish)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="smaller models, fewer rounds")
-    parser.add_argument("--dry-run", action="store_true", help="smallest sizes, to see that it runs: its figures mean nothing")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="smallest sizes, to see that it runs: its figures mean nothing",
+    )
     parser.add_argument("--only", default="mlp,mixer")
-    parser.add_argument("--compile", action="store_true", help="torch.compile for ours and DDP (always on a GPU)")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile for ours and DDP (always on a GPU)"
+    )
     return parser.parse_args()
 
 
@@ -167,22 +185,35 @@ def main() -> None:
             run(name, case, world, device, is_compiled=on_gpu or options.compile, rounds=rounds)
 
 
-def run(name: str, case: Case, world: World, device: torch.device, *, is_compiled: bool, rounds: int) -> None:
+def run(
+    name: str, case: Case, world: World, device: torch.device, *, is_compiled: bool, rounds: int
+) -> None:
     bench = prepare(case, world, device, is_compiled=is_compiled)
-    unsharded = engine_of(case, world, device, num_classes=bench.num_classes, is_compiled=is_compiled, stage=0)
+    unsharded = engine_of(
+        case, world, device, num_classes=bench.num_classes, is_compiled=is_compiled, stage=0
+    )
     engine, prepared = bench.engine, bench.prepared
-    like = torch.empty(0, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    like = torch.empty(
+        0, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
+    )
     shapes = {"num_classes": bench.num_classes, "image_size": case.image_size}
     with torch.device("cpu"):
-        products = products_of(plain(case.spec, **shapes), torch.zeros(1, 3, case.image_size, case.image_size))
+        products = products_of(
+            plain(case.spec, **shapes), torch.zeros(1, 3, case.image_size, case.image_size)
+        )
     products = [type(each)(each.rows * case.batch, each.inputs, each.outputs) for each in products]
     peer = shapes | {"label_smoothing": LABEL_SMOOTHING, "device": device}
-    ddp, public = ddp_step(case.spec, **peer, is_compiled=is_compiled), public_step(case.spec, **peer)
+    ddp, public = (
+        ddp_step(case.spec, **peer, is_compiled=is_compiled),
+        public_step(case.spec, **peer),
+    )
     found = rates(
         {
             "from shards": bench.from_shards,
             "from shards, hashed": bench.from_shards_hashed,
-            "resident, augmented": bench.repeated(lambda: bench.step(bench.augmentation.prepare(bench.stored))),
+            "resident, augmented": bench.repeated(
+                lambda: bench.step(bench.augmentation.prepare(bench.stored))
+            ),
             "resident": bench.repeated(lambda: bench.step(prepared)),
             "resident, ZeRO 0": bench.repeated(lambda: unsharded.train_step([prepared], lr=1e-5)),
             "plain DDP": bench.repeated(partial(ddp, prepared)),
@@ -204,22 +235,31 @@ def run(name: str, case: Case, world: World, device: torch.device, *, is_compile
     against = ("resident", "plain DDP", "public step", "matmul limit")
     shares = ", ".join(f"{ratio(found, 'from shards', each):.1%} of {each}" for each in against)
     report(
-        f"{case.spec.label}, batch {case.batch:,}, {case.image_size} px, {engine.input_dtype}, {kind}",
+        f"{case.spec.label}, batch {case.batch:,}, {case.image_size} px, {engine.input_dtype},"
+        f" {kind}",
         found,
         unit="images/s",
         against="resident",
         headline=(
-            f"training from shards: {shares}; the step alone: {ratio(found, 'resident', 'plain DDP'):.1%} of plain DDP "
-            f"(ZeRO 0: {ratio(found, 'resident, ZeRO 0', 'plain DDP'):.1%}), "
-            f"{ratio(found, 'resident', 'matmul limit'):.1%} of the matmul limit, which is "
-            f"{tera * sorted(found['matmul limit'])[rounds // 2]:.2f} TFLOP/s here; while data.check hashes, steps cost {cost:.1%} "
-            f"more ({bench.hashed_bytes / 1e9:.2f} GB were hashed)"
+            f"training from shards: {shares}; the step alone:"
+            f" {ratio(found, 'resident', 'plain DDP'):.1%} of plain DDP (ZeRO 0:"
+            f" {ratio(found, 'resident, ZeRO 0', 'plain DDP'):.1%}),"
+            f" {ratio(found, 'resident', 'matmul limit'):.1%} of the matmul limit, which is"
+            f" {tera * sorted(found['matmul limit'])[rounds // 2]:.2f} TFLOP/s here; while"
+            f" data.check hashes, steps cost {cost:.1%} more ({bench.hashed_bytes / 1e9:.2f} GB"
+            " were hashed)"
         ),
     )
 
 
 def engine_of(
-    case: Case, world: World, device: torch.device, *, num_classes: int, is_compiled: bool, stage: int
+    case: Case,
+    world: World,
+    device: torch.device,
+    *,
+    num_classes: int,
+    is_compiled: bool,
+    stage: int,
 ) -> DeepSpeedEngine:
     precision = "bf16" if device.type == "cuda" else "fp32"
     return DeepSpeedEngine(
@@ -239,8 +279,13 @@ def prepare(case: Case, world: World, device: torch.device, *, is_compiled: bool
     source += [f"source.image_size={case.image_size}", f"image_size={case.image_size}"]
     assert data_prep(["build", "--source", "synthetic", "--out", str(directory), *source]) == 0
     manifest = load_manifest(directory)
-    plan, num_classes = BatchPlan(case.batch, case.batch, 1), case.num_classes or len(manifest.classes)
-    engine = engine_of(case, world, device, num_classes=num_classes, is_compiled=is_compiled, stage=1)
+    plan, num_classes = (
+        BatchPlan(case.batch, case.batch, 1),
+        case.num_classes or len(manifest.classes),
+    )
+    engine = engine_of(
+        case, world, device, num_classes=num_classes, is_compiled=is_compiled, stage=1
+    )
     augmentation = Augmentation(
         AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8),
         seed=0,

@@ -1,4 +1,5 @@
-"""What benchmarks/train.py compares a training step with: plain PyTorch DDP, and the step of paper B as the paper tells it."""
+"""What benchmarks/train.py compares a training step with: plain PyTorch DDP, and the step of paper
+B as the paper tells it."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -21,9 +22,16 @@ Step = Callable[[Prepared], Tensor]
 
 
 def ddp_step(
-    spec: AnySpec, *, num_classes: int, image_size: int, label_smoothing: float, device: torch.device, is_compiled: bool
+    spec: AnySpec,
+    *,
+    num_classes: int,
+    image_size: int,
+    label_smoothing: float,
+    device: torch.device,
+    is_compiled: bool,
 ) -> Step:
-    """Our model and our optimizer in plain DDP: fp32 on a CPU, autocast to bf16 on a GPU. The process group exists."""
+    """Our model and our optimizer in plain DDP: fp32 on a CPU, autocast to bf16 on a GPU. The
+    process group exists."""
     model = build_model(spec, num_classes=num_classes, image_size=image_size, seed=0).to(device)
     optimizer = build_optimizer(model, OptimizerSettings())
     ids = [int(os.environ["LOCAL_RANK"])] if device.type == "cuda" else None
@@ -33,7 +41,9 @@ def ddp_step(
 
     def step(batch: Prepared) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = loss_of(wrapped(batch.images_BCHW.float()), batch, label_smoothing=label_smoothing)
+            loss = loss_of(
+                wrapped(batch.images_BCHW.float()), batch, label_smoothing=label_smoothing
+            )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -42,8 +52,16 @@ def ddp_step(
     return step
 
 
-def public_step(spec: AnySpec, *, num_classes: int, image_size: int, label_smoothing: float, device: torch.device) -> Step:
-    """Paper B: fp32 with TF32 products, eager, LION by its pseudo-code (one weight after the other), a number read each step."""
+def public_step(
+    spec: AnySpec,
+    *,
+    num_classes: int,
+    image_size: int,
+    label_smoothing: float,
+    device: torch.device,
+) -> Step:
+    """Paper B: fp32 with TF32 products, eager, LION by its pseudo-code (one weight after the
+    other), a number read each step."""
     model = plain(spec, num_classes=num_classes, image_size=image_size).to(device)
     optimizer = PlainLion(model)
 
@@ -72,7 +90,9 @@ def tf32() -> Iterator[None]:
 
 class PlainLion(Optimizer):
     def __init__(self, model: nn.Module):
-        super().__init__(model.parameters(), {"lr": 1e-5, "betas": (0.9, 0.99), "weight_decay": 1e-3})
+        super().__init__(
+            model.parameters(), {"lr": 1e-5, "betas": (0.9, 0.99), "weight_decay": 1e-3}
+        )
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -82,5 +102,7 @@ class PlainLion(Optimizer):
             for weight in (each for each in group["params"] if each.grad is not None):
                 momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_((momentum * beta1 + weight.grad * (1 - beta1)).sign(), alpha=-group["lr"])
+                weight.add_(
+                    (momentum * beta1 + weight.grad * (1 - beta1)).sign(), alpha=-group["lr"]
+                )
                 momentum.mul_(beta2).add_(weight.grad, alpha=1 - beta2)

@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/train_ranks.py [--ranks 2]
 
-held: bytes of all tensors after the backward pass of the second step, per parameter, on the first rank (activations are gone by
-then). sent: what the loopback interface carried in three steps, per rank, step and parameter; anything else that talks over it
-meanwhile is counted, too. AdamW, one micro-batch a step.
+held: bytes of all tensors after the backward pass of the second step, per parameter, on the first
+rank (activations are gone by then). sent: what the loopback interface carried in three steps, per
+rank, step and parameter; anything else that talks over it meanwhile is counted, too. AdamW, one
+micro-batch a step.
 """
 
 import argparse
@@ -66,7 +67,9 @@ def measure(world: World, stage: int, precision: str) -> tuple[str, ...]:
     most, update = [0], engine._engine.step
 
     def observed_update() -> None:
-        most[0] = max(most[0], sum(size for place, size in storages().items() if place not in before))
+        most[0] = max(
+            most[0], sum(size for place, size in storages().items() if place not in before)
+        )
         update()
 
     engine.train_step([batch], lr=1e-3)
@@ -81,7 +84,9 @@ def measure(world: World, stage: int, precision: str) -> tuple[str, ...]:
     on_wire = (int(WIRE.read_text()) - began) / 3 / world.num_ranks
     training = Training(num_parameters, stage, precision, world.num_ranks, num_states=2)  # type: ignore[arg-type]
     formula = held(training)
-    wanted = formula.on_device - (formula.bucket if stage < 3 else 0.0)  # only stage 3 keeps it after backward
+    wanted = formula.on_device - (
+        formula.bucket if stage < 3 else 0.0
+    )  # only stage 3 keeps it after backward
     numbers = (most[0], wanted, on_wire, bytes_sent(training))
     return str(stage), precision, *(f"{number / num_parameters:.2f}" for number in numbers)
 
@@ -91,10 +96,16 @@ def rank_main() -> None:
 
     world = read_world()
     start_distributed(world, timeout_s=120)
-    precisions, stages = (("bf16",), (2,)) if "--dry-run" in sys.argv else (("fp32", "bf16"), range(4))
+    precisions, stages = (
+        (("bf16",), (2,)) if "--dry-run" in sys.argv else (("fp32", "bf16"), range(4))
+    )
     rows = [measure(world, stage, precision) for precision in precisions for stage in stages]
     if world.is_first:
-        table = Table(title=f"{SPEC.label}, {world.num_ranks} ranks, bytes per parameter", title_justify="left", box=None)
+        table = Table(
+            title=f"{SPEC.label}, {world.num_ranks} ranks, bytes per parameter",
+            title_justify="left",
+            box=None,
+        )
         for column in ("stage", "precision", "held", "formula", "sent", "formula "):
             table.add_column(column, justify="right")
         for row in rows:
@@ -107,7 +118,9 @@ def rank_main() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dry-run", action="store_true", help="one stage and precision only")
     options = parser.parse_args()

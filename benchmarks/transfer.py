@@ -1,4 +1,5 @@
-"""What transfer costs: probing (transfer_probe.py), fine-tuning (transfer_tune.py), evaluation (transfer_evaluate.py), in turn.
+"""What transfer costs: probing (transfer_probe.py), fine-tuning (transfer_tune.py), evaluation
+(transfer_evaluate.py), in turn.
 
 .venv/bin/python benchmarks/transfer.py [--quick]
 """
@@ -11,4 +12,6 @@ PARTS = ("transfer_probe.py", "transfer_tune.py", "transfer_evaluate.py")
 
 if __name__ == "__main__":
     for part in PARTS:
-        subprocess.run([sys.executable, str(Path(__file__).with_name(part)), *sys.argv[1:]], check=True)
+        subprocess.run(
+            [sys.executable, str(Path(__file__).with_name(part)), *sys.argv[1:]], check=True
+        )

@@ -1,17 +1,19 @@
-"""How fast is `finetune evaluate`, against its own limits? All in one process, one round after the other.
+"""How fast is `finetune evaluate`, against its own limits? All in one process, one round after the
+other.
 
     .venv/bin/python benchmarks/transfer_evaluate.py [--quick]
 
-Three cases: raw pictures and a large model (the matrix products are the limit), raw pictures and a small one, and JPEGs and a small
-one (the loader's threads decode). Contestants, each over the whole split; a unit is a forward pass of one picture:
+Three cases: raw pictures and a large model (the matrix products are the limit), raw pictures and a
+small one, and JPEGs and a small one (the loader's threads decode). Contestants, each over the whole
+split; a unit is a forward pass of one picture:
   evaluate            loader, normalisation, forward pass, softmax, the row of every picture: what `finetune evaluate` does
   loader alone        the same batches as stored, and nothing done with them
   loader, normalised  the same as the model is fed them
   forward alone       one prepared batch again and again
   V views, one pass   test-time augmentation as `finetune evaluate views=V` does it: each picture read and decoded once
   V passes            the same views, each of them a pass over the disk of its own
-On a GPU the numbers are of that GPU, in bf16; on a CPU loader and model share the cores, so the limit of both together is the
-harmonic sum of the two, printed as such.
+On a GPU the numbers are of that GPU, in bf16; on a CPU loader and model share the cores, so the
+limit of both together is the harmonic sum of the two, printed as such.
 """
 
 import statistics
@@ -57,7 +59,11 @@ def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> list[Case]:
         assert isinstance(large, MlpSpec)
         shape = {"per_class": 400 if quick else 1000, "batch": 2048, "views": 20}
     else:
-        large = MlpSpec(kind="mlp", depth=4, width=256) if quick else MlpSpec(kind="mlp", depth=6, width=512)
+        large = (
+            MlpSpec(kind="mlp", depth=4, width=256)
+            if quick
+            else MlpSpec(kind="mlp", depth=6, width=512)
+        )
         shape = {"per_class": 60 if quick else 200, "batch": 512, "views": 3 if quick else 10}
     return [Case("raw", large, **shape), Case("raw", small, **shape), Case("jpeg", small, **shape)]
 
@@ -66,8 +72,17 @@ class Bench:
     def __init__(self, case: Case, world: World, device: torch.device):
         directory = dataset(case)
         manifest = load_manifest(directory)
-        self.case, self.world, self.device, self.num_classes = case, world, device, len(manifest.classes)
-        self.model = build_model(case.spec, num_classes=self.num_classes, image_size=IMAGE_SIZE).to(device).eval()
+        self.case, self.world, self.device, self.num_classes = (
+            case,
+            world,
+            device,
+            len(manifest.classes),
+        )
+        self.model = (
+            build_model(case.spec, num_classes=self.num_classes, image_size=IMAGE_SIZE)
+            .to(device)
+            .eval()
+        )
         self.reader: ShardReader = open_split(directory, manifest, "train")
         self.augmentation = Augmentation(
             ViewSettings(),
@@ -81,15 +96,30 @@ class Bench:
         self.resident = self.augmentation.plain(self.prepared).images_BCHW.clone()
 
     def _batches(self):  # type: ignore[no-untyped-def]
-        return batches_of(self.reader, title="", local_batch_size=self.case.batch, world=self.world, device=self.device)
+        return batches_of(
+            self.reader,
+            title="",
+            local_batch_size=self.case.batch,
+            world=self.world,
+            device=self.device,
+        )
 
     def logits(self, images_BCHW: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext():
+        with (
+            torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+        ):
             result: Tensor = self.model(images_BCHW)
         return result
 
     def evaluate(self, views: Sequence[int | None]) -> float:
-        found = answer(self.logits, self.reader, self.augmentation, views=views, local_batch_size=self.case.batch, world=self.world)
+        found = answer(
+            self.logits,
+            self.reader,
+            self.augmentation,
+            views=views,
+            local_batch_size=self.case.batch,
+            world=self.world,
+        )
         assert found is not None and len(found) == self.reader.num_samples
         return float(self.reader.num_samples * len(views))
 
@@ -117,9 +147,16 @@ class Bench:
 
 
 def dataset(case: Case) -> Path:
-    out = DATA / f"shapes-{IMAGE_SIZE}-{case.per_class}{'' if case.encoding == 'raw' else '-' + case.encoding}"
+    out = (
+        DATA
+        / f"shapes-{IMAGE_SIZE}-{case.per_class}{'' if case.encoding == 'raw' else '-' + case.encoding}"
+    )
     source = [f"source.num_train_per_class={case.per_class}", "source.num_val_per_class=1"]
-    source += [f"source.image_size={IMAGE_SIZE}", f"image_size={IMAGE_SIZE}", f"encoding={case.encoding}"]
+    source += [
+        f"source.image_size={IMAGE_SIZE}",
+        f"image_size={IMAGE_SIZE}",
+        f"encoding={case.encoding}",
+    ]
     assert data_prep(["build", "--source", "synthetic", "--out", str(out), *source]) == 0
     return out
 
@@ -138,20 +175,32 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
     found = rates(contestants, rounds=rounds)
     both = [
         ours * (1 / loader + 1 / forward)
-        for ours, loader, forward in zip(found["evaluate"], found["loader, normalised"], found["forward alone"], strict=True)
+        for ours, loader, forward in zip(
+            found["evaluate"], found["loader, normalised"], found["forward alone"], strict=True
+        )
     ]
-    where = f"{case.encoding} pictures of {IMAGE_SIZE} px, {bench.reader.num_samples:,}, batch {case.batch:,}"
-    keep({f"{case.encoding}, {case.spec.label}: evaluate of forward": ratio(found, "evaluate", "forward alone")})
+    where = (
+        f"{case.encoding} pictures of {IMAGE_SIZE} px, {bench.reader.num_samples:,}, batch"
+        f" {case.batch:,}"
+    )
+    keep(
+        {
+            f"{case.encoding}, {case.spec.label}: evaluate of forward": ratio(
+                found, "evaluate", "forward alone"
+            )
+        }
+    )
     report(
         f"{case.spec.label}, {where}, {'bf16' if device.type == 'cuda' else 'fp32'}",
         found,
         unit="passes/s",
         against="evaluate",
         headline=(
-            f"evaluate: {ratio(found, 'evaluate', 'forward alone'):.1%} of the forward pass alone, "
-            f"{ratio(found, 'evaluate', 'loader alone'):.1%} of the loader alone, {statistics.median(both):.1%} of the two one "
-            f"after the other on the same cores; a view of {case.views}: {ratio(found, one_pass, 'evaluate'):.1%} of a plain "
-            f"pass's rate, {ratio(found, one_pass, many):.2f} times that of {case.views} passes"
+            f"evaluate: {ratio(found, 'evaluate', 'forward alone'):.1%} of the forward pass alone,"
+            f" {ratio(found, 'evaluate', 'loader alone'):.1%} of the loader alone,"
+            f" {statistics.median(both):.1%} of the two one after the other on the same cores; a"
+            f" view of {case.views}: {ratio(found, one_pass, 'evaluate'):.1%} of a plain pass's"
+            f" rate, {ratio(found, one_pass, many):.2f} times that of {case.views} passes"
         ),
     )
 

@@ -1,9 +1,11 @@
-"""Does fine-tuning run at the rate of pretraining? The step alone, on the same resident batch, model and optimizer.
+"""Does fine-tuning run at the rate of pretraining? The step alone, on the same resident batch,
+model and optimizer.
 
     .venv/bin/python benchmarks/transfer_tune.py [--quick]
 
-The loop, the loader and the augmentation are the same code for both (benchmarks/train.py measures them); what differs is the
-engine, accelerate's against DeepSpeed's. The peer is torch's plain DistributedDataParallel.
+The loop, the loader and the augmentation are the same code for both (benchmarks/train.py measures
+them); what differs is the engine, accelerate's against DeepSpeed's. The peer is torch's plain
+DistributedDataParallel.
 """
 
 import torch
@@ -29,7 +31,9 @@ def main() -> None:
     world = read_world()
     device = start_distributed(world, timeout_s=600)
     rounds = 1 if options.dry_run else 5 if options.quick else 9
-    for name, case in cases(on_gpu=device.type == "cuda", quick=options.quick, is_dry=options.dry_run).items():
+    for name, case in cases(
+        on_gpu=device.type == "cuda", quick=options.quick, is_dry=options.dry_run
+    ).items():
         run(name, case, world, device, rounds=rounds)
 
 
@@ -37,7 +41,10 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
     on_gpu = device.type == "cuda"
     tuning = tuning_engine(case, world, on_gpu=on_gpu)
     pretraining = {
-        stage: engine_of(case, world, device, num_classes=NUM_CLASSES, is_compiled=on_gpu, stage=stage) for stage in (0, 1)
+        stage: engine_of(
+            case, world, device, num_classes=NUM_CLASSES, is_compiled=on_gpu, stage=stage
+        )
+        for stage in (0, 1)
     }
     ddp = ddp_step(
         case.spec,
@@ -48,7 +55,9 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
         is_compiled=on_gpu,
     )
     batch = Prepared(
-        torch.randn(case.batch, 3, case.image_size, case.image_size, device=device, dtype=tuning.input_dtype),
+        torch.randn(
+            case.batch, 3, case.image_size, case.image_size, device=device, dtype=tuning.input_dtype
+        ),
         torch.randint(NUM_CLASSES, (case.batch,), device=device),
     )
 
@@ -78,8 +87,9 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
         unit="images/s",
         against="pretraining, ZeRO 1",
         headline=(
-            f"tuning runs at {ratio(found, 'tuning', 'pretraining, ZeRO 1'):.1%} of pretraining's rate (ZeRO 0: "
-            f"{ratio(found, 'tuning', 'pretraining, ZeRO 0'):.1%}), at {ratio(found, 'tuning', 'plain DDP'):.1%} of plain DDP's"
+            f"tuning runs at {ratio(found, 'tuning', 'pretraining, ZeRO 1'):.1%} of pretraining's"
+            f" rate (ZeRO 0: {ratio(found, 'tuning', 'pretraining, ZeRO 0'):.1%}), at"
+            f" {ratio(found, 'tuning', 'plain DDP'):.1%} of plain DDP's"
         ),
     )
 

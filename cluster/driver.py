@@ -1,16 +1,20 @@
-"""Whether the driver of a node's GPUs is new enough for torch's build of CUDA. Imports nothing that must be installed."""
+"""Whether the driver of a node's GPUs is new enough for torch's build of CUDA. Imports nothing that
+must be installed."""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 OLDEST = {11: "450.80", 12: "525.60", 13: "580.65"}
-"""Major version of CUDA -> the oldest driver that runs any minor version of it, as NVIDIA has them."""
+"""Major version of CUDA -> the oldest driver that runs any minor version of it, as NVIDIA has
+them."""
 BUILD = "cu128"
 """For drivers of CUDA 12; for those of CUDA 11 torch has none any more."""
 
 
-def known_driver(environment: Mapping[str, str], *, loaded: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+def known_driver(
+    environment: Mapping[str, str], *, loaded: Path = Path("/proc/driver/nvidia/version")
+) -> str | None:
     """Of the nodes with GPUs as site.env has it, otherwise of this node."""
     try:
         found = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)\s", loaded.read_text())
@@ -20,7 +24,8 @@ def known_driver(environment: Mapping[str, str], *, loaded: Path = Path("/proc/d
 
 
 def cuda_of_torch(venv: Path) -> str | None:
-    """Without an import of torch, which takes seconds; None: it is built without CUDA, or not there."""
+    """Without an import of torch, which takes seconds; None: it is built without CUDA, or not
+    there."""
     for path in venv.glob("lib/python3*/site-packages/torch/version.py"):
         if found := re.search(r"^cuda\b.*= *'([\d.]+)'", path.read_text(), flags=re.MULTILINE):
             return found[1]

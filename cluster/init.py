@@ -1,8 +1,11 @@
-"""`wide-mlps init DIR`: a folder from which jobs are submitted, for those who have installed a wheel and have no checkout.
+"""`wide-mlps init DIR`: a folder from which jobs are submitted, for those who have installed a
+wheel and have no checkout.
 
-It has the places that a checkout has: configs/ and cluster/ with site.env and the job scripts, which are the user's to edit, and
-links: .venv to the environment that wide-mlps is installed in, the programs of cluster/ to their files there. So an upgrade of the
-package is seen at once, and a job has the code as it was at its submission: cluster/snapshot copies it from where the links lead.
+It has the places that a checkout has: configs/ and cluster/ with site.env and the job scripts,
+which are the user's to edit, and
+links: .venv to the environment that wide-mlps is installed in, the programs of cluster/ to their
+files there. So an upgrade of the package is seen at once, and a job has the code as it was at its
+submission: cluster/snapshot copies it from where the links lead.
 """
 
 import argparse
@@ -22,9 +25,17 @@ def lay_out(options: argparse.Namespace) -> int:
     if (directory / "pretrain").is_dir():
         raise UserError(f"{directory} holds the code itself: cluster/ and configs/ are there")
     if not python.exists():
-        raise UserError(f"no {python}; install wide-mlps into an environment of its own (python3 -m venv)")
-    copies = {Path("cluster", path.name): path for path in [HERE / "site.env", *HERE.glob("*.slurm")]}
-    copies |= {path.relative_to(HERE): path for path in HERE.glob("configs/*/*.*") if path.suffix in (".yaml", ".json")}
+        raise UserError(
+            f"no {python}; install wide-mlps into an environment of its own (python3 -m venv)"
+        )
+    copies = {
+        Path("cluster", path.name): path for path in [HERE / "site.env", *HERE.glob("*.slurm")]
+    }
+    copies |= {
+        path.relative_to(HERE): path
+        for path in HERE.glob("configs/*/*.*")
+        if path.suffix in (".yaml", ".json")
+    }
     kept = []
     for name, source in sorted(copies.items()):
         target = directory / name
@@ -33,7 +44,9 @@ def lay_out(options: argparse.Namespace) -> int:
             write_atomic(target, source.read_bytes())
         elif target.read_bytes() != source.read_bytes():
             kept.append(target)
-    links = {Path("cluster", name): HERE / name for name in PROGRAMS} | {Path(".venv"): Path(sys.prefix)}
+    links = {Path("cluster", name): HERE / name for name in PROGRAMS} | {
+        Path(".venv"): Path(sys.prefix)
+    }
     for name, leads_to in links.items():
         link = directory / name
         if link.exists() and not link.is_symlink():

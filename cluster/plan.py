@@ -1,8 +1,10 @@
-"""A whole plan: prepare -> pretrain -> probe + finetune -> evaluate ..., each with all its members (the file: plan_file.py).
+"""A whole plan: prepare -> pretrain -> probe + finetune -> evaluate ..., each with all its members
+(the file: plan_file.py).
 
-`cluster/submit PLAN` queues a job for each stage (`queue`), `wide-mlps run PLAN` does the same on this machine, one
-member after the other. Either leaves out what is finished, so the same command goes on after any interruption. `list` shows how
-far each member has come, and what is wrong with the file.
+`cluster/submit PLAN` queues a job for each stage (`queue`), `wide-mlps run PLAN` does the same on
+this machine, one member after the other. Either leaves out what is finished, so the same command
+goes on after any interruption. `list` shows how far each member has come, and what is wrong with
+the file.
 """
 
 import argparse
@@ -32,22 +34,35 @@ def show(options: argparse.Namespace) -> int:
     for stage in plan.stages:
         after = ", ".join(each.name for each in plan.after(stage)) or "-"
         for member in stage.members:
-            rows.append([stage.title(member), member.work.state(), after, member.work.writes, " ".join(member.own)])
-    print(*in_columns(rows), f"{sum(row[1] == 'finished' for row in rows)} of {len(rows) - 1} finished", sep="\n")
+            rows.append(
+                [
+                    stage.title(member),
+                    member.work.state(),
+                    after,
+                    member.work.writes,
+                    " ".join(member.own),
+                ]
+            )
+    print(
+        *in_columns(rows),
+        f"{sum(row[1] == 'finished' for row in rows)} of {len(rows) - 1} finished",
+        sep="\n",
+    )
     for line in plan.missing():
         print(f"not there yet: {line}")
     print(f"on SLURM: cluster/submit {plan.path}\nhere:     wide-mlps run {plan.path}")
     return OK
 
 
-# ---- on this machine --------------------------------------------------------------------------------------------------
+# ---- on this machine
+# --------------------------------------------------------------------------------------------------
 
 
 class Here:
     """Runs our commands, and passes on what is meant to stop them, so that they can save.
 
-    Ctrl-C reaches the command from the terminal itself; the other signals are sent on to it. A training that receives one saves
-    and exits. Its own files say if it is finished.
+    Ctrl-C reaches the command from the terminal itself; the other signals are sent on to it. A
+    training that receives one saves and exits. Its own files say if it is finished.
     """
 
     def __init__(self) -> None:
@@ -79,14 +94,21 @@ def num_gpus() -> int:
     """That this process may use, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.count("GPU ")
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
+        ).stdout.count("GPU ")
     except OSError:
         return 0
-    return listed if visible is None else min(listed, len([name for name in visible.split(",") if name.strip()]))
+    return (
+        listed
+        if visible is None
+        else min(listed, len([name for name in visible.split(",") if name.strip()]))
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """A member that fails does not stop the others of its grid; the stages after it mostly need it, and are left out."""
+    """A member that fails does not stop the others of its grid; the stages after it mostly need it,
+    and are left out."""
     plan, ranks = load_checked(options.file), options.ranks or num_gpus() or 1
     missing = plan.missing()
     if missing:
@@ -99,13 +121,29 @@ def run(options: argparse.Namespace) -> int:
             if work.is_finished() and not _doubt(work).exists():
                 outcome = "finished before"
             elif options.dry_run:
-                print("\n".join(f"$ {shlex.join(command)}" for command in _commands(work, ranks=ranks)))
+                print(
+                    "\n".join(
+                        f"$ {shlex.join(command)}" for command in _commands(work, ranks=ranks)
+                    )
+                )
             elif not here.received:
                 print(f"\n[{number}/{len(plan.stages)}] {title}: {work.writes}", flush=True)
                 code = _run_work(work, here, ranks=ranks)
                 is_done = code == 0 and work.is_finished()
-                outcome = "finished" if is_done else f"failed with exit code {code}" if code else "ended unfinished"
-            outcomes.append([title, "stopped" if here.received and "finished" not in outcome else outcome, work.writes])
+                outcome = (
+                    "finished"
+                    if is_done
+                    else f"failed with exit code {code}"
+                    if code
+                    else "ended unfinished"
+                )
+            outcomes.append(
+                [
+                    title,
+                    "stopped" if here.received and "finished" not in outcome else outcome,
+                    work.writes,
+                ]
+            )
         failed = any(row[1] not in ("finished", "finished before", "") for row in outcomes[1:])
         if failed:
             break
@@ -116,14 +154,23 @@ def run(options: argparse.Namespace) -> int:
         return OK
     if plan.figure and not failed:  # what is drawn takes seconds, and may have changed
         code = here.run(drawing)
-        outcomes.append(["figure", f"failed with exit code {code}" if code else "drawn", f"runs/plans/{Path(plan.path).stem}"])
+        outcomes.append(
+            [
+                "figure",
+                f"failed with exit code {code}" if code else "drawn",
+                f"runs/plans/{Path(plan.path).stem}",
+            ]
+        )
         failed = code != 0
     print("", *in_columns(outcomes), sep="\n")
     if not failed:
         return OK
     left = ", ".join(stage.name for stage in plan.stages[number:] if stage.undone()) or "nothing"
     why = "stopped" if here.received else "not all of it went well"
-    print(f"wide-mlps: {why}; left out: {left}. What is finished is kept, the same command goes on.", file=sys.stderr)
+    print(
+        f"wide-mlps: {why}; left out: {left}. What is finished is kept, the same command goes on.",
+        file=sys.stderr,
+    )
     return INTERRUPTED if here.received else FAILED
 
 
@@ -146,11 +193,13 @@ def _run_work(work: Work, here: Here, *, ranks: int) -> int:
 
 
 def _doubt(work: Work) -> Path:
-    """A file for each dataset that was built here and not verified yet: a manifest alone is not enough then."""
+    """A file for each dataset that was built here and not verified yet: a manifest alone is not
+    enough then."""
     return Path("jobs/unverified") / str(Path(work.writes).absolute()).replace("/", "%")
 
 
-# ---- on SLURM ---------------------------------------------------------------------------------------------------------
+# ---- on SLURM
+# ---------------------------------------------------------------------------------------------------------
 
 
 def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
@@ -160,8 +209,9 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
     2. Submit the stages in order, and what draws the plan's figure after all of them.
     3. If one is not taken, cancel those that were: a plan is queued whole or not at all.
 
-    A job that fails takes those that wait for it out of the queue (--kill-on-invalid-dep); only a grid that reads the runs of
-    another grid begins when that has ended, however its members fared: each member looks for what it reads.
+    A job that fails takes those that wait for it out of the queue (--kill-on-invalid-dep); only a
+    grid that reads the runs of another grid begins when that has ended, however its members fared:
+    each member looks for what it reads.
     """
     plan = load_checked(path)
     refuse_missing(Submission(tuple(options)), plan.missing())
@@ -172,8 +222,16 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
     keep("what was queued is cancelled", ends_within_s=None)
     try:
         for stage in todo:
-            words = submission(plan, stage, {name: numbers[-1] for name, numbers in jobs.items() if numbers}, options)
-            print(f"$ cluster/submit {shlex.join([*words.options, words.script or '', *words.arguments])}")
+            words = submission(
+                plan,
+                stage,
+                {name: numbers[-1] for name, numbers in jobs.items() if numbers},
+                options,
+            )
+            print(
+                "$ cluster/submit"
+                f" {shlex.join([*words.options, words.script or '', *words.arguments])}"
+            )
             jobs[stage.name] = (f"<{stage.name}>",) if dry_run else submit(words)
         if plan.figure and (last := [numbers[-1] for numbers in jobs.values() if numbers]):
             waits = (f"--dependency=afterok:{':'.join(last)}", "--kill-on-invalid-dep=yes")
@@ -186,28 +244,45 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
             with suppress(SlurmError):
                 slurm("scancel", *queued)
             refused = stage.name if len(jobs) < len(todo) else "figure"
-            print(f"cluster/submit: cancelled, for {refused} was not taken: {', '.join(queued)}", file=sys.stderr)
+            print(
+                f"cluster/submit: cancelled, for {refused} was not taken: {', '.join(queued)}",
+                file=sys.stderr,
+            )
         if isinstance(error, NothingLeft):
             print(f"{error}, nothing is submitted", file=sys.stderr)
             return OK
         raise
     numbers = [job for each in jobs.values() for job in each]
     if numbers and not dry_run:
-        after = [", ".join(jobs[each.name][-1] for each in plan.after(stage) if each in todo) or "-" for stage in todo]
-        rows = [[stage.name, ", ".join(jobs[stage.name]), waits] for stage, waits in zip(todo, after, strict=True)]
+        after = [
+            ", ".join(jobs[each.name][-1] for each in plan.after(stage) if each in todo) or "-"
+            for stage in todo
+        ]
+        rows = [
+            [stage.name, ", ".join(jobs[stage.name]), waits]
+            for stage, waits in zip(todo, after, strict=True)
+        ]
         rows += [["figure", ", ".join(jobs["figure"]), "all"]] if "figure" in jobs else []
         print(*in_columns([["stage", "jobs", "waits for"], *rows]), sep="\n")
         print(f"look:   squeue -j {','.join(numbers)}\ncancel: scancel {' '.join(numbers)}")
-        print("When a job fails, those that wait for it leave the queue; the same command then goes on.")
+        print(
+            "When a job fails, those that wait for it leave the queue; the same command then"
+            " goes on."
+        )
     for stage in plan.stages:
         if stage not in todo:
             print(f"{stage.name}: finished, not submitted")
     if plan.figure and not todo:
-        print(f"figure: analysis figure {path} draws it here, cluster/submit cluster/figure.slurm {path} on a node")
+        print(
+            f"figure: analysis figure {path} draws it here, cluster/submit cluster/figure.slurm"
+            f" {path} on a node"
+        )
     return OK
 
 
-def submission(plan: Plan, stage: Stage, jobs: dict[str, str], options: Sequence[str]) -> Submission:
+def submission(
+    plan: Plan, stage: Stage, jobs: dict[str, str], options: Sequence[str]
+) -> Submission:
     """What submits a stage; `jobs`: the numbers of the stages that are queued before it."""
     words = [f"--nodes={stage.entry.nodes}"] if stage.entry.nodes else []
     words += [*stage.entry.sbatch, *options]
@@ -217,13 +292,18 @@ def submission(plan: Plan, stage: Stage, jobs: dict[str, str], options: Sequence
             kind = "afterany" if each.entry.is_grid and stage.entry.is_grid else "afterok"
             after.setdefault(kind, []).append(jobs[each.name])
     if after:
-        words.append("--dependency=" + ",".join(f"{kind}:{':'.join(numbers)}" for kind, numbers in after.items()))
+        words.append(
+            "--dependency="
+            + ",".join(f"{kind}:{':'.join(numbers)}" for kind, numbers in after.items())
+        )
         words.append("--kill-on-invalid-dep=yes")
     work = stage.members[0].work
     script, arguments = COMMANDS[stage.kind].script, (work.config, *work.overrides)
     if stage.entry.is_grid:
         script, arguments = "cluster/grid.slurm", (plan.path, stage.name)
-    return on_part_of_node(Submission(tuple(words), script, arguments), os.environ, gpus=stage.num_gpus)
+    return on_part_of_node(
+        Submission(tuple(words), script, arguments), os.environ, gpus=stage.num_gpus
+    )
 
 
 def _refuse_twice(todo: list[Stage]) -> None:
@@ -236,5 +316,8 @@ def _refuse_twice(todo: list[Stage]) -> None:
     ]
     if lines:
         jobs = jobs_of(writers.values())
-        lines[20:] = [f"nothing is submitted; squeue -j {','.join(jobs)} shows them, scancel {' '.join(jobs)} makes room"]
+        lines[20:] = [
+            f"nothing is submitted; squeue -j {','.join(jobs)} shows them, scancel {' '.join(jobs)}"
+            " makes room"
+        ]
         raise UserError("\n".join(lines))

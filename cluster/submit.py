@@ -1,9 +1,10 @@
 """What `cluster/submit` does: checks what it is given, keeps code and configs, and calls sbatch.
 
-A mistake costs a second here and a wait in the queue there. What a run reads must be there, unless the job is to wait
-(--dependency, --begin, --hold); and no job in the queue may write the same, unless this one waits for it: members of a grid that
-are there are left out. Exit codes: 0 submitted, or nothing is left to do; 2 it cannot run (the reasons on stderr); 1 sbatch has
-refused it.
+A mistake costs a second here and a wait in the queue there. What a run reads must be there, unless
+the job is to wait (--dependency, --begin, --hold); and no job in the queue may write the same,
+unless this one waits for it: members of a grid that are there are left out. Exit codes: 0
+submitted, or nothing is left to do; 2 it cannot run (the reasons on stderr); 1 sbatch has refused
+it.
 """
 
 import contextlib
@@ -59,21 +60,31 @@ class Order:
     """GPUs of each member, if the plan says so."""
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------------
+# ---- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 def examine(submission: Submission) -> Order:
     """Raises `ValueError` for what cannot run, `NothingLeft` for what need not."""
     if submission.script is None or not submission.arguments:
-        raise SettingsError("usage: cluster/submit [sbatch options] cluster/NAME.slurm CONFIG [key=value ...], or PLAN.yaml")
+        raise SettingsError(
+            "usage: cluster/submit [sbatch options] cluster/NAME.slurm CONFIG [key=value ...], or"
+            " PLAN.yaml"
+        )
     script = Path(submission.script)
     if not script.is_file():
-        raise SettingsError(f"{script}: no such file; {near_path(script) or 'name a job script, such as cluster/pretrain.slurm'}")
+        raise SettingsError(
+            f"{script}: no such file;"
+            f" {near_path(script) or 'name a job script, such as cluster/pretrain.slurm'}"
+        )
     kept = Path("cluster", script.name)
     if not kept.is_file() or not kept.samefile(script):
         raise SettingsError(f"{script}: put it into cluster/, which is kept with the code")
     if {"-W", "--wait"} & set(submission.options):
-        raise SettingsError("--wait: a job that starts again ends many times; squeue, or let others wait: --dependency=afterok:JOB")
+        raise SettingsError(
+            "--wait: a job that starts again ends many times; squeue, or let others wait:"
+            " --dependency=afterok:JOB"
+        )
     if submission.arguments[0].startswith("-") and script.name != "data_prep.slurm":
         raise SettingsError(f"{submission.arguments[0]}: sbatch's options stand before the script")
     check = _CHECKS.get(script.name)
@@ -83,7 +94,10 @@ def examine(submission: Submission) -> Order:
 def _run(submission: Submission, kind: Kind) -> Order:
     config, *words = submission.arguments
     if submission.option("--array", "-a") is not None:
-        raise SettingsError(f"--array: {submission.name} is one run, whose tasks would only fight over it; for many: a plan")
+        raise SettingsError(
+            f"--array: {submission.name} is one run, whose tasks would only fight over it; for"
+            " many: a plan"
+        )
     again = f"finished before; name another {COMMANDS[kind].place} to do it anew"
     work = Work(kind, config, tuple(words))
     order = _of_work(submission, work, again=again)
@@ -95,10 +109,14 @@ def _data(submission: Submission) -> Order:
     array = submission.option("--array", "-a")
     tasks = indices(array) if array else [0]
     if tasks != list(range(tasks[0], tasks[0] + len(tasks))):
-        raise SettingsError(f"--array={array}: each task writes a part; give all of them, without gaps: --array=0-7")
+        raise SettingsError(
+            f"--array={array}: each task writes a part; give all of them, without gaps: --array=0-7"
+        )
     config, *words = submission.arguments
     work = Work("build", config, tuple(words))
-    again = f"built before; data_prep verify {work.writes} reads all of it, another out= builds it anew"
+    again = (
+        f"built before; data_prep verify {work.writes} reads all of it, another out= builds it anew"
+    )
     return _of_work(submission, work, again=again)
 
 
@@ -112,8 +130,9 @@ def _of_work(submission: Submission, work: Work, *, again: str) -> Order:
     if writers:
         jobs = jobs_of([writers])
         raise SettingsError(
-            f"{work.writes}: {writers[0]} writes it already; squeue -j {','.join(jobs)} shows it, scancel {' '.join(jobs)} makes "
-            f"room, or let this one wait for it: --dependency=afterany:{':'.join(jobs)}"
+            f"{work.writes}: {writers[0]} writes it already; squeue -j {','.join(jobs)} shows it,"
+            f" scancel {' '.join(jobs)} makes room, or let this one wait for it:"
+            f" --dependency=afterany:{':'.join(jobs)}"
         )
     return Order(submission, {work.writes: ALL_TASKS})
 
@@ -129,7 +148,8 @@ def _figure(submission: Submission) -> Order:
 def _grid(submission: Submission) -> Order:
     if len(submission.arguments) != 2:
         raise SettingsError(
-            "cluster/grid.slurm PLAN STAGE: overrides are written in the plan file; cluster/submit PLAN does it all"
+            "cluster/grid.slurm PLAN STAGE: overrides are written in the plan file; cluster/submit"
+            " PLAN does it all"
         )
     path, name = submission.arguments
     plan = load_checked(path)
@@ -139,18 +159,30 @@ def _grid(submission: Submission) -> Order:
     chosen = indices(array) if array else [member.index for member in members]
     beyond = compressed(index for index in chosen if index >= len(members))
     if beyond:
-        raise SettingsError(f"--array={array}: {name} has no member {beyond}; its members are 0 to {len(members) - 1}")
+        raise SettingsError(
+            f"--array={array}: {name} has no member {beyond}; its members are 0 to"
+            f" {len(members) - 1}"
+        )
     undone = [members[index] for index in chosen if not members[index].work.is_finished()]
     if not undone:
         raise NothingLeft(f"{path}: all {len(chosen)} members of {name} are finished")
-    refuse_missing(submission, list(dict.fromkeys(line for member in undone for line in member.work.missing())))
+    refuse_missing(
+        submission, list(dict.fromkeys(line for member in undone for line in member.work.missing()))
+    )
     writers = _writers(submission, [member.work.writes for member in undone])
     queued = compressed(member.index for member in undone if member.work.writes in writers)
     todo = [member for member in undone if member.work.writes not in writers]
     if queued:
-        said = f"members {queued} are in the queue already, of job {', '.join(jobs_of(writers.values()))}"
+        said = (
+            f"members {queued} are in the queue already, of job"
+            f" {', '.join(jobs_of(writers.values()))}"
+        )
         if array:
-            free = f"; without them: --array={stage.array(member.index for member in todo)}" if todo else ""
+            free = (
+                f"; without them: --array={stage.array(member.index for member in todo)}"
+                if todo
+                else ""
+            )
             raise SettingsError(f"--array={array}: {said}{free}")
         print(f"{path}: {said}", file=sys.stderr)
     if not todo:
@@ -158,13 +190,19 @@ def _grid(submission: Submission) -> Order:
     limit = max_array_size()
     if limit is not None and todo[-1].index >= limit:
         raise SettingsError(
-            f"{path}: {name}: member {todo[-1].index:,} is beyond this cluster's arrays (MaxArraySize {limit:,}). Make two entries."
+            f"{path}: {name}: member {todo[-1].index:,} is beyond this cluster's arrays"
+            f" (MaxArraySize {limit:,}). Make two entries."
         )
     _warn_of_nodes(submission, [member.work for member in todo])
     if not array:
         options = (*submission.options, f"--array={stage.array(member.index for member in todo)}")
         submission = replace(submission, options=options)
-    return Order(submission, {member.work.writes: str(member.index) for member in todo}, tuple(plan.files), stage.num_gpus)
+    return Order(
+        submission,
+        {member.work.writes: str(member.index) for member in todo},
+        tuple(plan.files),
+        stage.num_gpus,
+    )
 
 
 _CHECKS: Mapping[str, Callable[[Submission], Order]] = {
@@ -202,88 +240,138 @@ def _writers(submission: Submission, places: list[str]) -> dict[str, list[Writer
 
 
 def _warn_of_nodes(submission: Submission, works: list[Work]) -> None:
-    """Of pretrainings on GPUs: a line where fewer nodes would be faster, of the first for which that is so."""
+    """Of pretrainings on GPUs: a line where fewer nodes would be faster, of the first for which
+    that is so."""
     nodes, of_node = submission.ranks(os.environ)
     if nodes is None or nodes == 1 or not of_node or not submission.gpus_per_node(os.environ):
         return
     speeds = {}
-    for name, field in (("GPU_TFLOPS", "teraflops"), ("NODE_GBIT", "gbit_per_s"), ("GPU_GBIT", "gbit_per_s_inside")):
+    for name, field in (
+        ("GPU_TFLOPS", "teraflops"),
+        ("NODE_GBIT", "gbit_per_s"),
+        ("GPU_GBIT", "gbit_per_s_inside"),
+    ):
         if given := os.environ.get(name):
             if not re.fullmatch(r"[0-9]*[1-9][0-9]*", given):
-                raise SettingsError(f"{name}: {given!r} will not do; write a whole number in cluster/site.env")
+                raise SettingsError(
+                    f"{name}: {given!r} will not do; write a whole number in cluster/site.env"
+                )
             speeds[field] = int(given)
-    lines = (work.slower_nodes(nodes, gpus_per_node=of_node, **speeds) for work in works if work.kind == "pretrain")
+    lines = (
+        work.slower_nodes(nodes, gpus_per_node=of_node, **speeds)
+        for work in works
+        if work.kind == "pretrain"
+    )
     if line := next(filter(None, lines), None):
         print(f"cluster/submit: {WARNING}{line}", file=sys.stderr)
 
 
 def refuse_missing(submission: Submission, missing: list[str]) -> None:
-    waits = any(submission.option(*names) is not None for names in (("--dependency", "-d"), ("--begin", "-b")))
+    waits = any(
+        submission.option(*names) is not None
+        for names in (("--dependency", "-d"), ("--begin", "-b"))
+    )
     if missing and not waits and not {"-H", "--hold", "--test-only"} & set(submission.options):
-        raise SettingsError("; ".join(missing) + "; or let the job wait for what makes it: --dependency=afterok:JOB")
+        raise SettingsError(
+            "; ".join(missing) + "; or let the job wait for what makes it: --dependency=afterok:JOB"
+        )
 
 
-# ---- a part of a node --------------------------------------------------------------------------------------------------
+# ---- a part of a node
+# --------------------------------------------------------------------------------------------------
 
 ON_PARTS = ("grid.slurm", "probe.slurm", "finetune.slurm", "knn.slurm", "evaluate.slurm")
-"""Job scripts whose runs mostly need one GPU; they book a complete node unless the options say otherwise."""
+"""Job scripts whose runs mostly need one GPU; they book a complete node unless the options say
+otherwise."""
 _SHAPES = (
-    *(("--nodes", "-N"), ("--ntasks", "-n"), ("--ntasks-per-node",), ("--exclusive",), ("--oversubscribe", "-s")),
+    *(
+        ("--nodes", "-N"),
+        ("--ntasks", "-n"),
+        ("--ntasks-per-node",),
+        ("--exclusive",),
+        ("--oversubscribe", "-s"),
+    ),
     *(("--gpus", "-G"), ("--gpus-per-task",), ("--gpus-per-socket",)),
 )
 """Options by which a submission says itself how much of a node it takes."""
 
 
-def on_part_of_node(submission: Submission, environment: Mapping[str, str], *, gpus: int | None = None) -> Submission:
+def on_part_of_node(
+    submission: Submission, environment: Mapping[str, str], *, gpus: int | None = None
+) -> Submission:
     """Return the submission with options for a part of a node in front of its own.
 
-    The part has `gpus` GPUs (None: one, if the site has any) with their fraction of the CPUs and the memory. --oversubscribe takes
-    back the script's --exclusive; SLURM never gives a GPU to two jobs.
+    The part has `gpus` GPUs (None: one, if the site has any) with their fraction of the CPUs and
+    the memory. --oversubscribe takes back the script's --exclusive; SLURM never gives a GPU to two
+    jobs.
     """
     is_shaped = any(submission.option(*names) is not None for names in _SHAPES)
-    of_site = {"SBATCH_EXCLUSIVE", "RANKS_PER_NODE"} & environment.keys()  # the latter if SLURM does not know of the GPUs
+    of_site = {
+        "SBATCH_EXCLUSIVE",
+        "RANKS_PER_NODE",
+    } & environment.keys()  # the latter if SLURM does not know of the GPUs
     if is_shaped or of_site or (submission.name not in ON_PARTS and gpus is None):
         return submission
     asks = submission.gpu_request()
     wanted = submission.gpus_per_node({}) or 0 if asks else 1 if gpus is None else gpus
     try:
-        nodes = nodes_of(submission.option("--partition", "-p") or environment.get("SBATCH_PARTITION", ""))
+        nodes = nodes_of(
+            submission.option("--partition", "-p") or environment.get("SBATCH_PARTITION", "")
+        )
     except SlurmError:
         return submission
     if not nodes:
         return submission
     has_gpus, cpus, memory_mb = part_of_node(nodes, gpus=wanted)
-    options = ["--oversubscribe"] if asks else ["--oversubscribe", *_gpu_options(environment, wanted, are_known=bool(has_gpus))]
-    if not any(submission.option(*names) for names in (("--cpus-per-task", "-c"), ("--cpus-per-gpu",))):
+    options = (
+        ["--oversubscribe"]
+        if asks
+        else ["--oversubscribe", *_gpu_options(environment, wanted, are_known=bool(has_gpus))]
+    )
+    if not any(
+        submission.option(*names) for names in (("--cpus-per-task", "-c"), ("--cpus-per-gpu",))
+    ):
         options.append(f"--cpus-per-task={cpus}")
     is_known = memory_mb > 1  # SLURM's RealMemory is 1 if the site does not set it
-    if is_known and not any(submission.option(name) for name in ("--mem", "--mem-per-cpu", "--mem-per-gpu")):
+    if is_known and not any(
+        submission.option(name) for name in ("--mem", "--mem-per-cpu", "--mem-per-gpu")
+    ):
         options.append(f"--mem={memory_mb}M")
     return replace(submission, options=(*options, *submission.options))
 
 
 def _gpu_options(environment: Mapping[str, str], gpus: int, *, are_known: bool) -> list[str]:
-    """Return the option for so many GPUs, in the way and of the kind that the site asks for its own."""
+    """Return the option for so many GPUs, in the way and of the kind that the site asks for its
+    own."""
     name, value = next(iter(Submission().gpu_request(environment).items()), ("", ""))
     if not name:
         return [f"--gpus-per-node={gpus}"] if are_known else []
     item = next((each for each in value.split(",") if each.startswith("gpu:")), f"gpu:{value}")
     kind = [word for word in item.split(":")[1:] if word and not word.isdigit()]
     words = ":".join([*kind, str(gpus)])
-    return [f"{name}=gpu:{words}" if name == "--gres" else f"{name}={words}"]  # replaces the site's own request
+    return [
+        f"{name}=gpu:{words}" if name == "--gres" else f"{name}={words}"
+    ]  # replaces the site's own request
 
 
-# ---- what is submitted ------------------------------------------------------------------------------------------------
+# ---- what is submitted
+# ------------------------------------------------------------------------------------------------
 
 
 def submit(submission: Submission) -> tuple[str, ...]:
-    """The numbers of the jobs: to prepare the parts and their merge; others wait for the last one."""
+    """The numbers of the jobs: to prepare the parts and their merge; others wait for the last
+    one."""
     order = examine(submission)
-    options, arguments = on_part_of_node(order.submission, os.environ, gpus=order.gpus).options, order.submission.arguments
+    options, arguments = (
+        on_part_of_node(order.submission, os.environ, gpus=order.gpus).options,
+        order.submission.arguments,
+    )
     config = next((word for word in arguments if not word.startswith("-")), "")
     if not Path(config).is_file():
         raise SettingsError(f"{config}: no such file")
-    kept = subprocess.run(["cluster/snapshot", config, *order.reads], stdout=subprocess.PIPE, text=True, check=False)
+    kept = subprocess.run(
+        ["cluster/snapshot", config, *order.reads], stdout=subprocess.PIPE, text=True, check=False
+    )
     if kept.returncode:
         raise RefusedError
     script = f"{kept.stdout.rstrip()}/cluster/{submission.name}"
@@ -298,13 +386,22 @@ def submit(submission: Submission) -> tuple[str, ...]:
         merge = _sbatch(*options, *waits, script, "--merge", *arguments, writes=order.writes)
     except RefusedError:
         slurm("scancel", parts)
-        print(f"cluster/submit: the merge was not taken; the parts ({parts}) are cancelled", file=sys.stderr)
+        print(
+            f"cluster/submit: the merge was not taken; the parts ({parts}) are cancelled",
+            file=sys.stderr,
+        )
         raise
     return parts, merge
 
 
 def _sbatch(*words: str, writes: Mapping[str, str] | None = None) -> str:
-    done = subprocess.run(["sbatch", "--parsable", *words], env=new_job(os.environ), stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        ["sbatch", "--parsable", *words],
+        env=new_job(os.environ),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise RefusedError
     lines = done.stdout.split()  # sites may print more before the number
@@ -320,17 +417,27 @@ def main(words: list[str]) -> int:
     parsable = "--parsable" in words
     words = [word for word in words if word != "--parsable"]
     try:
-        if words and Path(words[-1]).suffix in (".yaml", ".yml") and not any(word.endswith(".slurm") for word in words):
+        if (
+            words
+            and Path(words[-1]).suffix in (".yaml", ".yml")
+            and not any(word.endswith(".slurm") for word in words)
+        ):
             from cluster.plan import queue  # it submits with this file
 
-            return queue(words[-1], [word for word in words[:-1] if word != "--dry-run"], dry_run="--dry-run" in words)
+            return queue(
+                words[-1],
+                [word for word in words[:-1] if word != "--dry-run"],
+                dry_run="--dry-run" in words,
+            )
         if words and words[0].startswith(
             "--check="
         ):  # of the doctor: would it be taken, and does the batch split over so many ranks?
             submission, ranks = read_submission(words[1:]), words[0].partition("=")[2]
             examine(submission)
             if ranks:
-                settings = Work("pretrain", submission.arguments[0], submission.arguments[1:]).settings
+                settings = Work(
+                    "pretrain", submission.arguments[0], submission.arguments[1:]
+                ).settings
                 assert isinstance(settings, PretrainSettings)
                 check_against_ranks(settings.train, settings.augment, num_ranks=int(ranks))
             return 0
@@ -344,5 +451,9 @@ def main(words: list[str]) -> int:
     except RefusedError:
         return 1
     if jobs:
-        print(jobs[-1] if parsable else f"Submitted batch job {' and '.join(jobs)}, with code and config as they are now")
+        print(
+            jobs[-1]
+            if parsable
+            else f"Submitted batch job {' and '.join(jobs)}, with code and config as they are now"
+        )
     return 0

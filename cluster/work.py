@@ -1,16 +1,19 @@
-"""One command of ours as a value: what it reads, what it writes, and how far it has come. No torch here.
+"""One command of ours as a value: what it reads, what it writes, and how far it has come. No torch
+here.
 
-Plans are graphs of these. A `Work` is resolved by the settings class of its own command, so what is wrong with it is reported
-before anything starts. It is finished when its last file stands (the manifest of a dataset, the result of a run) and was made
-from the settings that it has now: the same directory with other settings is a mistake, not a finished piece of work.
+Plans are graphs of these. A `Work` is resolved by the settings class of its own command, so what is
+wrong with it is reported before anything starts. It is finished when its last file stands (the
+manifest of a dataset, the result of a run) and was made from the settings that it has now: the same
+directory with other settings is a mistake, not a finished piece of work.
 
     python -m cluster.work [--starting] [--kept SNAPSHOT] PROGRAM VERB CONFIG [key=value ...]        or: ... grid PLAN STAGE INDEX
 
-is what a job asks (cluster/job.py). The answer is JSON: `words` after python -m; `state`: finished, unfinished, with --starting
-also taken (`about`: by which job) or blind (`about`: which path of another file system is not there: a job is sent to many
-nodes, and some may lack a mount); what it `writes`, the paths that it `reads`, and whether it `can_stage` its data and
-`needs_one_rank`, and its `result`, the file that is written last. Every file, those that a plan names included, is the one that
-SNAPSHOT keeps. A mistake in the config: exit code 2, and the command's own words.
+is what a job asks (cluster/job.py). The answer is JSON: `words` after python -m; `state`: finished,
+unfinished, with --starting also taken (`about`: by which job) or blind (`about`: which path of
+another file system is not there: a job is sent to many nodes, and some may lack a mount); what it
+`writes`, the paths that it `reads`, and whether it `can_stage` its data and `needs_one_rank`, and
+its `result`, the file that is written last. Every file, those that a plan names included, is the
+one that SNAPSHOT keeps. A mistake in the config: exit code 2, and the command's own words.
 """
 
 import argparse
@@ -32,7 +35,15 @@ from data_prep.build.workplan import refuse_other_config
 from data_prep.commands import building
 from data_prep.explain import program
 from data_prep.manifest import MANIFEST_NAME, load_manifest
-from data_prep.settings import Settings, SettingsError, UserError, apply_override, read_yaml, refuse_of_another_verb, validate
+from data_prep.settings import (
+    Settings,
+    SettingsError,
+    UserError,
+    apply_override,
+    read_yaml,
+    refuse_of_another_verb,
+    validate,
+)
 from finetune.evaluate.config import EvaluateSettings, is_evaluated
 from finetune.export.config import RECORD, ExportSettings, is_exported
 from finetune.probe.cache import check_room
@@ -79,14 +90,32 @@ class Command:
 
 COMMANDS: Mapping[Kind, Command] = {
     "build": Command(
-        "prepare", ("data_prep", "build"), BuildSettings, "cluster/data_prep.slurm", place="out", result=MANIFEST_NAME
+        "prepare",
+        ("data_prep", "build"),
+        BuildSettings,
+        "cluster/data_prep.slurm",
+        place="out",
+        result=MANIFEST_NAME,
     ),
-    "pretrain": Command("pretrain", ("pretrain", "train"), PretrainSettings, "cluster/pretrain.slurm", "train.seed"),
+    "pretrain": Command(
+        "pretrain", ("pretrain", "train"), PretrainSettings, "cluster/pretrain.slurm", "train.seed"
+    ),
     "probe": Command("probe", ("finetune", "probe"), ProbeSettings, "cluster/probe.slurm", "seed"),
-    "tune": Command("finetune", ("finetune", "tune"), TuneSettings, "cluster/finetune.slurm", "train.seed"),
+    "tune": Command(
+        "finetune", ("finetune", "tune"), TuneSettings, "cluster/finetune.slurm", "train.seed"
+    ),
     "knn": Command("knn", ("finetune", "knn"), KnnSettings, "cluster/knn.slurm"),
-    "evaluate": Command("evaluate", ("finetune", "evaluate"), EvaluateSettings, "cluster/evaluate.slurm", "seed"),
-    "export": Command("export", ("finetune", "export"), ExportSettings, "cluster/export.slurm", place="out", result=RECORD),
+    "evaluate": Command(
+        "evaluate", ("finetune", "evaluate"), EvaluateSettings, "cluster/evaluate.slurm", "seed"
+    ),
+    "export": Command(
+        "export",
+        ("finetune", "export"),
+        ExportSettings,
+        "cluster/export.slurm",
+        place="out",
+        result=RECORD,
+    ),
 }
 
 
@@ -106,23 +135,32 @@ class Work:
                 if options.task is not None or options.show:
                     option = "--show" if options.show else "--task"
                     raise SettingsError(
-                        f"{option}: a job builds the complete dataset. Leave {option} out; sbatch's --array splits it."
+                        f"{option}: a job builds the complete dataset. Leave {option} out; sbatch's"
+                        " --array splits it."
                     )
                 return building.settings_to_build(options)
             path = Path(self.config).absolute()
-            tree = copy.deepcopy(_read(path, path.stat().st_mtime_ns) if path.is_file() else read_yaml(Path(self.config)))
+            tree = copy.deepcopy(
+                _read(path, path.stat().st_mtime_ns)
+                if path.is_file()
+                else read_yaml(Path(self.config))
+            )
             keys = frozenset(tree)
             try:
                 for override in self.overrides:
                     if override.startswith("-"):
                         raise SettingsError(
-                            f"{override}: after CONFIG a job takes key=value alone; sbatch's options stand before the script, and "
-                            "ranks follow from --nodes and RANKS_PER_NODE (cluster/site.env)"
+                            f"{override}: after CONFIG a job takes key=value alone; sbatch's"
+                            " options stand before the script, and ranks follow from --nodes and"
+                            " RANKS_PER_NODE (cluster/site.env)"
                         )
                     apply_override(tree, override, schema=schema)
                 settings = validate(schema, tree)
                 if getattr(settings, COMMANDS[self.kind].place) is None:
-                    raise SettingsError("run_dir: missing; a job's place is named beforehand, such as run_dir=runs/mine-views")
+                    raise SettingsError(
+                        "run_dir: missing; a job's place is named beforehand, such as"
+                        " run_dir=runs/mine-views"
+                    )
                 return settings
             except SettingsError:
                 refuse_of_another_verb(schema, keys, self.config)
@@ -142,16 +180,25 @@ class Work:
 
     @property
     def runs(self) -> list[str]:
-        """Those that it leaves with checkpoints: of a tuning one for each seed; none where only the dataset knows the folds."""
+        """Those that it leaves with checkpoints: of a tuning one for each seed; none where only the
+        dataset knows the folds."""
         if isinstance(self.settings, TuneSettings):
-            return [] if self.settings.folds else [each.run_dir for each in repeats_of(self.settings)]
+            return (
+                [] if self.settings.folds else [each.run_dir for each in repeats_of(self.settings)]
+            )
         return [self.writes]
 
     @property
     def datasets(self) -> tuple[str, ...]:
         """Those that it reads."""
         data = getattr(self.settings, "data", None)
-        return () if data is None else data.datasets if isinstance(data, DataSettings) else (data.dataset,)
+        return (
+            ()
+            if data is None
+            else data.datasets
+            if isinstance(data, DataSettings)
+            else (data.dataset,)
+        )
 
     @property
     def pretrained(self) -> str | None:
@@ -181,7 +228,8 @@ class Work:
         return is_done
 
     def check(self) -> None:
-        """Raises `ValueError` for what is wrong and shows before it starts. Data that is not there yet is not looked at."""
+        """Raises `ValueError` for what is wrong and shows before it starts. Data that is not there
+        yet is not looked at."""
         settings, source = self.settings, self.pretrained or ""
         if self.is_finished():
             return
@@ -196,8 +244,14 @@ class Work:
             if checkpoint or not source:
                 check_room(settings, load_manifest(settings.data.dataset), checkpoint)
         if isinstance(settings, PretrainSettings):
-            data = _data_of(json.dumps(settings.data.model_dump(mode="json") | {"dataset": settings.data.dataset}))
-            check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
+            data = _data_of(
+                json.dumps(
+                    settings.data.model_dump(mode="json") | {"dataset": settings.data.dataset}
+                )
+            )
+            check_against_data(
+                data, model=settings.model, train=settings.train, schedule=settings.schedule
+            )
 
     @property
     def _has_data(self) -> bool:
@@ -209,14 +263,23 @@ class Work:
         settings = self.settings
         if not isinstance(settings, PretrainSettings) or not self._has_data:
             return None
-        data = _data_of(json.dumps(settings.data.model_dump(mode="json") | {"dataset": settings.data.dataset}))
-        size, cluster = data.image_size, {"name": self.config, "num_nodes": [nodes], "gpus_per_node": gpus_per_node, **speeds}
-        return slower_than_fewer(plan_of(settings, num_classes=len(data.classes), image_size=size, **cluster), nodes)
+        data = _data_of(
+            json.dumps(settings.data.model_dump(mode="json") | {"dataset": settings.data.dataset})
+        )
+        size, cluster = (
+            data.image_size,
+            {"name": self.config, "num_nodes": [nodes], "gpus_per_node": gpus_per_node, **speeds},
+        )
+        return slower_than_fewer(
+            plan_of(settings, num_classes=len(data.classes), image_size=size, **cluster), nodes
+        )
 
     @property
     def reads(self) -> list[str]:
         """The paths of what must be there before it starts: a dataset by its manifest."""
-        found = [f"{dataset}/{MANIFEST_NAME}" for dataset in self.datasets] + [run_and_length(self.pretrained or "")[0]]
+        found = [f"{dataset}/{MANIFEST_NAME}" for dataset in self.datasets] + [
+            run_and_length(self.pretrained or "")[0]
+        ]
         return [path for path in found if path and "://" not in path and not is_on_hub(path)]
 
     @property
@@ -225,17 +288,26 @@ class Work:
         return (*self.datasets, *([self.pretrained] if self.pretrained else []))
 
     def missing(self, written: Sequence[Path] = ()) -> list[str]:
-        """What it reads, is not there and is not in one of those places that others will write: a line each. What only a remote
-        machine knows is taken to be there."""
+        """What it reads, is not there and is not in one of those places that others will write: a
+        line each. What only a remote machine knows is taken to be there."""
         settings = self.settings
         if isinstance(settings, BuildSettings):
             source = getattr(settings.source, "path", None)
             is_there = source is None or "://" in str(source) or Path(source).exists()
-            return [] if is_there else [f"source.path: {source} is not there; put it there, or name its place"]
-        there = [path for path in self.reads if Path(path).exists() or any(place_of(path).is_relative_to(each) for each in written)]
+            return (
+                []
+                if is_there
+                else [f"source.path: {source} is not there; put it there, or name its place"]
+            )
+        there = [
+            path
+            for path in self.reads
+            if Path(path).exists() or any(place_of(path).is_relative_to(each) for each in written)
+        ]
         absent = [path for path in self.reads if path not in there]
         found = [
-            f"{dataset} is no finished dataset (no {MANIFEST_NAME}); cluster/submit cluster/data_prep.slurm CONFIG builds one"
+            f"{dataset} is no finished dataset (no {MANIFEST_NAME}); cluster/submit"
+            " cluster/data_prep.slurm CONFIG builds one"
             for dataset in self.datasets
             if f"{dataset}/{MANIFEST_NAME}" in absent
         ]
@@ -256,7 +328,13 @@ class Work:
         where = f" at step {step_of(checkpoints[-1]):,}" if checkpoints else ""
         if _last_end(run_dir) == "FAILED":
             return f"failed{where}"
-        return f"begun,{where}" if where else "begun" if (run_dir / CONFIG_FILE).exists() else "not begun"
+        return (
+            f"begun,{where}"
+            if where
+            else "begun"
+            if (run_dir / CONFIG_FILE).exists()
+            else "not begun"
+        )
 
 
 def place_of(path: str) -> Path:
@@ -265,7 +343,11 @@ def place_of(path: str) -> Path:
 
 def in_file(path: str, error: SettingsError) -> SettingsError:
     """The same mistakes, each with the file that they are in."""
-    return SettingsError("\n".join(line if line.startswith(path) else f"{path}: {line}" for line in str(error).splitlines()))
+    return SettingsError(
+        "\n".join(
+            line if line.startswith(path) else f"{path}: {line}" for line in str(error).splitlines()
+        )
+    )
 
 
 @lru_cache
@@ -284,7 +366,9 @@ def _is_built(settings: BuildSettings) -> bool:
     if settings.is_remote:
         manifest = finished_manifest(settings)
     else:
-        manifest = load_manifest(settings.out) if (Path(settings.out) / MANIFEST_NAME).exists() else None
+        manifest = (
+            load_manifest(settings.out) if (Path(settings.out) / MANIFEST_NAME).exists() else None
+        )
     if manifest is None:
         return False
     refuse_other_config(settings, manifest)
@@ -292,7 +376,8 @@ def _is_built(settings: BuildSettings) -> bool:
 
 
 def _last_end(run_dir: Path) -> str | None:
-    """How its last start ended, by its journal: FAILED and the like; None while that goes on, or where it was killed."""
+    """How its last start ended, by its journal: FAILED and the like; None while that goes on, or
+    where it was killed."""
     try:
         lines = (run_dir / "tracking" / "journal.jsonl").read_bytes().splitlines()
     except OSError:
@@ -305,7 +390,8 @@ def _last_end(run_dir: Path) -> str | None:
     return None
 
 
-# ---- what a job asks --------------------------------------------------------------------------------------------------
+# ---- what a job asks
+# --------------------------------------------------------------------------------------------------
 
 
 def main(arguments: list[str]) -> int:
@@ -318,7 +404,9 @@ def main(arguments: list[str]) -> int:
     try:
         answer = _of_work(_asked(words, snapshot), is_starting=options.starting)
     except UserError as error:
-        own = str(error).replace(f"{snapshot}/given/", "/").replace(f"{snapshot}/", "")  # the user's path, not the copy's
+        own = (
+            str(error).replace(f"{snapshot}/given/", "/").replace(f"{snapshot}/", "")
+        )  # the user's path, not the copy's
         print(f"{words[0]}: {own}", file=sys.stderr)
         return 2
     print(json.dumps(answer))
@@ -326,7 +414,8 @@ def main(arguments: list[str]) -> int:
 
 
 def kept(file: str, snapshot: Path | None) -> str:
-    """The copy of a file that cluster/snapshot made when the job was submitted; without a snapshot the file itself."""
+    """The copy of a file that cluster/snapshot made when the job was submitted; without a snapshot
+    the file itself."""
     if snapshot is None:
         return file
     whole, here = place_of(file), Path.cwd()
@@ -347,21 +436,34 @@ def _asked(words: list[str], snapshot: Path | None) -> Work:
 
     members = load_plan(words[1], snapshot=snapshot).stage(words[2]).members
     if int(words[3]) >= len(members):
-        raise SettingsError(f"{words[1]}: {words[2]} has no member {words[3]}; its members are 0 to {len(members) - 1}")
+        raise SettingsError(
+            f"{words[1]}: {words[2]} has no member {words[3]}; its members are 0 to"
+            f" {len(members) - 1}"
+        )
     return members[int(words[3])].work
 
 
 def _of_work(work: Work, *, is_starting: bool) -> dict[str, object]:
     state, about = "finished" if work.is_finished() else "unfinished", ""
-    if is_starting and state == "unfinished" and work.kind != "build":  # which many tasks write together
+    if (
+        is_starting and state == "unfinished" and work.kind != "build"
+    ):  # which many tasks write together
         absent = [path for path in work.reads if not Path(path).exists()]
         unseen = [path for path in absent if _file_system(Path(path)) != _file_system(Path())]
         writer = None if unseen else taken_by(work.writes, os.environ)
         if unseen or writer:
             state, about = ("blind", unseen[0]) if unseen else ("taken", str(writer))
     settings = work.settings
-    can_stage = isinstance(settings, PretrainSettings | TuneSettings) and settings.data.stage_dir is None
-    found = {"state": state, "about": about, "writes": work.writes, "work": getattr(settings, "work", None), "reads": work.reads}
+    can_stage = (
+        isinstance(settings, PretrainSettings | TuneSettings) and settings.data.stage_dir is None
+    )
+    found = {
+        "state": state,
+        "about": about,
+        "writes": work.writes,
+        "work": getattr(settings, "work", None),
+        "reads": work.reads,
+    }
     more = {"result": COMMANDS[work.kind].result, "needs_one_rank": work.kind == "export"}
     return {**found, **more, "words": work.words, "can_stage": can_stage}
 

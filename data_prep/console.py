@@ -1,14 +1,19 @@
-"""Standard output and standard error of every program: text that cannot be written is dropped and raises nothing.
+"""Standard output and standard error of every program: text that cannot be written is dropped and
+raises nothing.
 
-A full disk, a closed pipe (`| head`) or a killed `tee` must not end a training, and no other work either.
+A full disk, a closed pipe (`| head`) or a killed `tee` must not end a training, and no other work
+either.
 
-1. `install` replaces `sys.stdout` and `sys.stderr` by streams that drop text after an error of the system. The next text is tried
-   again, because a disk may have space again. A closed descriptor becomes /dev/null.
+1. `install` replaces `sys.stdout` and `sys.stderr` by streams that drop text after an error of the
+   system. The next text is tried again, because a disk may have space again. A closed descriptor
+   becomes /dev/null.
 2. Signal handlers, and threads that must not wait for a lock, call `write_error`.
-3. `lost_output` returns the error for which standard output lost text: then a command that a person started has failed. A reader
-   that closed the pipe is no error. Trainings and ranks have their results in files, so their output decides nothing.
+3. `lost_output` returns the error for which standard output lost text: then a command that a person
+   started has failed. A reader that closed the pipe is no error. Trainings and ranks have their
+   results in files, so their output decides nothing.
 
-Imports only the standard library (Python 3.9 or newer), because cluster/job.py uses it on nodes without .venv.
+Imports only the standard library (Python 3.9 or newer), because cluster/job.py uses it on nodes
+without .venv.
 """
 
 from __future__ import annotations
@@ -61,7 +66,10 @@ def install() -> None:
         how: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
         if stream is not None:
             stream.flush()
-            how = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+            how = {
+                key: getattr(stream, key)
+                for key in ("encoding", "errors", "line_buffering", "write_through")
+            }
         buffer: Any = raw if how.get("write_through") else io.BufferedWriter(raw)
         setattr(sys, name, io.TextIOWrapper(buffer, **how))
         if name == "stdout":

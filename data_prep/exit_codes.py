@@ -1,4 +1,5 @@
-"""Exit codes of data_prep, pretrain, finetune, analysis and wide-mlps; docs/cluster.md says what a SLURM job does with each.
+"""Exit codes of data_prep, pretrain, finetune, analysis and wide-mlps; docs/cluster.md says what a
+SLURM job does with each.
 
 | code | name        | meaning                                                                              |
 |------|-------------|--------------------------------------------------------------------------------------|
@@ -21,9 +22,14 @@ _WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirect
 
 
 def exit_code_of(error: ValueError | OSError, *, is_started: bool = False) -> int:
-    """Return the exit code for an error. `is_started`: after all checks, when another attempt may succeed."""
+    """Return the exit code for an error. `is_started`: after all checks, when another attempt may
+    succeed."""
     if isinstance(error, Busy):
         return BUSY
     if isinstance(error, OSError):
         return BAD_INPUT if isinstance(error, _WRONG_PATH) and not is_started else FAILED
-    return FAILED if is_started and not (isinstance(error, UserError) and error.is_final) else BAD_INPUT
+    return (
+        FAILED
+        if is_started and not (isinstance(error, UserError) and error.is_final)
+        else BAD_INPUT
+    )

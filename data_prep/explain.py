@@ -1,8 +1,11 @@
-"""What a verb can be given: each option and setting with its meaning, its type, its default and an example.
+"""What a verb can be given: each option and setting with its meaning, its type, its default and an
+example.
 
-`PROGRAM explain`, `--help`, completion, docs/settings.md and the schemas in configs/schemas/ have one source: the verb's parser,
-the settings that it names with `set_defaults(schema="module:Class")`, and the docstrings under their fields. These are parsed when
-somebody asks, so loading a config costs nothing more. The examples of a verb are its `epilog`, a line each.
+`PROGRAM explain`, `--help`, completion, docs/settings.md and the schemas in configs/schemas/ have
+one source: the verb's parser, the settings that it names with
+`set_defaults(schema="module:Class")`, and the docstrings under their fields. These are parsed when
+somebody asks, so loading a config costs nothing more. The examples of a verb are its `epilog`, a
+line each.
 """
 
 import argparse
@@ -70,33 +73,63 @@ class Explained:
         kind = f" (kind: {self.kind})" if self.kind else ""
         yield f"{self.key}{kind}"
         default = "none; it must be given" if self.default is None else self.default
-        for label, text in {"": self.meaning, "type": self.type, "default": default, "example": self.example}.items():
+        for label, text in {
+            "": self.meaning,
+            "type": self.type,
+            "default": default,
+            "example": self.example,
+        }.items():
             head = f"    {label + ':':9}" if label else "    "
             if text:
-                yield from textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head), **_WHOLE_WORDS)
+                yield from textwrap.wrap(
+                    text,
+                    width,
+                    initial_indent=head,
+                    subsequent_indent=" " * len(head),
+                    **_WHOLE_WORDS,
+                )
 
 
 _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
-# ---- the parser of a program ------------------------------------------------------------------------------------------
+# ---- the parser of a program
+# ------------------------------------------------------------------------------------------
 
 
-def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) -> argparse.ArgumentParser:
-    """With what all programs have: --version, `explain`, examples and defaults in every help, completion."""
+def program(
+    name: str, *, description: str, add_verbs: Callable[[Verbs], None]
+) -> argparse.ArgumentParser:
+    """With what all programs have: --version, `explain`, examples and defaults in every help,
+    completion."""
     parser = Parser(prog=name, description=description)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     add_verbs(verbs)
     known = dict(verbs.choices)
-    explain = verbs.add_parser("explain", help="what a verb can be given: meaning, type, default and example of each setting")
+    explain = verbs.add_parser(
+        "explain",
+        help="what a verb can be given: meaning, type, default and example of each setting",
+    )
     explain.epilog = f"{name} explain {next(iter(known))}"
-    explain.add_argument("verb", choices=list(known), metavar="VERB", help=f"one of {', '.join(known)}")
-    explain.add_argument("key", nargs="?", help="a setting or its last word, a section, or an option; all of them without")
-    explain.add_argument("--json-schema", action="store_true", help="print the settings as a JSON schema, for editors")
+    explain.add_argument(
+        "verb", choices=list(known), metavar="VERB", help=f"one of {', '.join(known)}"
+    )
+    explain.add_argument(
+        "key",
+        nargs="?",
+        help="a setting or its last word, a section, or an option; all of them without",
+    )
+    explain.add_argument(
+        "--json-schema",
+        action="store_true",
+        help="print the settings as a JSON schema, for editors",
+    )
     explain.set_defaults(run=partial(_explain, known), after_a_stop="nothing was changed")
     for word, verb in verbs.choices.items():
         verb.epilog = "\n  ".join(["examples:", *(verb.epilog or "").splitlines()])
-        verb.epilog += f"\nsettings: {name} explain {word} [KEY]" if schema_of(verb, resolve=False) else ""
+        verb.epilog += (
+            f"\nsettings: {name} explain {word} [KEY]" if schema_of(verb, resolve=False) else ""
+        )
         verb.formatter_class = _Help
     if "_ARGCOMPLETE" in os.environ:  # the shell asks
         import argcomplete
@@ -107,7 +140,9 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
         for verb in verbs.choices.values():
             for action in verb._actions:
                 if action.dest in ("overrides", "key"):
-                    vars(action)["completer"] = keys if action.dest == "key" else partial(completions, verb)
+                    vars(action)["completer"] = (
+                        keys if action.dest == "key" else partial(completions, verb)
+                    )
         argcomplete.autocomplete(parser)
     return parser
 
@@ -116,10 +151,13 @@ class Parser(argparse.ArgumentParser):
     """Its mistakes are one line with the remedy, as those in a config."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """`key.path=value` may follow options, which argparse would not take; every other word that is left is a mistake."""
+        """`key.path=value` may follow options, which argparse would not take; every other word that
+        is left is a mistake."""
         options, rest = super().parse_known_args(args, namespace)
         if rest and self._subparsers is None:
-            stray = [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")]
+            stray = [
+                word for word in rest if word.startswith("-") or not hasattr(options, "overrides")
+            ]
             if stray:
                 self.error(f"unrecognized arguments: {stray[0]}")
             options.overrides, rest = [*options.overrides, *rest], []
@@ -127,10 +165,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         about, _, rest = message.removeprefix("argument ").partition(": ")
-        choice, said = re.match(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", rest), message.removeprefix("argument ")
+        choice, said = (
+            re.match(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", rest),
+            message.removeprefix("argument "),
+        )
         if choice:
             known = re.findall(r"[\w-]+", choice[2])
-            hint = f"{about} comes first" if re.search(r"[./=]", choice[1]) else nearest(choice[1], known)
+            hint = (
+                f"{about} comes first"
+                if re.search(r"[./=]", choice[1])
+                else nearest(choice[1], known)
+            )
             said = f"{about}: {choice[1]!r} is not one of them; {hint}"
         elif about == "unrecognized arguments" and rest.startswith("--"):
             word = rest.partition("=")[0]
@@ -144,7 +189,9 @@ class Parser(argparse.ArgumentParser):
         elif about == "the following arguments are required":
             said = f"{rest} missing; write {self._wanted()}; {self.prog} --help explains"
         elif number := re.fullmatch(r"invalid (int|float) value: (.*)", rest):
-            said = f"{about}: {number[2]} will not do; give a {'whole ' * (number[1] == 'int')}number"
+            said = (
+                f"{about}: {number[2]} will not do; give a {'whole ' * (number[1] == 'int')}number"
+            )
         elif rest.startswith("expected "):
             said = f"{said}; {self.prog} --help explains"
         self.exit(2, f"{self.prog}: {said}\n")
@@ -152,7 +199,10 @@ class Parser(argparse.ArgumentParser):
     def _wanted(self) -> str:
         """The least that must be written."""
         needed = [action for action in self._actions if action.required]
-        words = [[*action.option_strings[:1], str(action.metavar or action.dest.upper())] for action in needed]
+        words = [
+            [*action.option_strings[:1], str(action.metavar or action.dest.upper())]
+            for action in needed
+        ]
         return " ".join([self.prog, *(word for each in words for word in each)])
 
 
@@ -165,7 +215,9 @@ def at_least(least: int) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if value < least:
-            raise argparse.ArgumentTypeError(f"{word!r} will not do; give a whole number from {least} up")
+            raise argparse.ArgumentTypeError(
+                f"{word!r} will not do; give a whole number from {least} up"
+            )
         return value
 
     return number
@@ -197,13 +249,20 @@ def _is_told(action: argparse.Action) -> bool:
 
 
 def completions(verb: argparse.ArgumentParser, prefix: str, **_: object) -> list[str]:
-    """Of a key=value that was begun: keys, full or by their last words; after = the words that it may be."""
+    """Of a key=value that was begun: keys, full or by their last words; after = the words that it
+    may be."""
     known = [each for each in settings_of(verb) if ".N." not in each.key]
-    found = [f"{key}={word}" for each in known for key in (each.key, *each.short) for word in each.words * ("=" in prefix) or [""]]
+    found = [
+        f"{key}={word}"
+        for each in known
+        for key in (each.key, *each.short)
+        for word in each.words * ("=" in prefix) or [""]
+    ]
     return [word for word in dict.fromkeys(found) if word.startswith(prefix)]
 
 
-# ---- what there is ----------------------------------------------------------------------------------------------------
+# ---- what there is
+# ----------------------------------------------------------------------------------------------------
 
 
 def schema_of(verb: argparse.ArgumentParser, *, resolve: bool = True) -> Any:
@@ -220,10 +279,23 @@ def options_of(verb: argparse.ArgumentParser) -> list[Explained]:
             continue
         meaning = argparse.HelpFormatter(verb.prog)._expand_help(action) if action.help else ""
         made: Any = getattr(action.type, "__annotations__", {}).get("return", action.type)
-        kind = {int: "whole number", float: "number", Path: "path"}.get(made, "text") if action.nargs != 0 else "given or not"
-        kind = _listed(map(str, action.choices)) if action.choices and action.dest != "verb" else kind
+        kind = (
+            {int: "whole number", float: "number", Path: "path"}.get(made, "text")
+            if action.nargs != 0
+            else "given or not"
+        )
+        kind = (
+            _listed(map(str, action.choices)) if action.choices and action.dest != "verb" else kind
+        )
         default = None if action.required else "" if _is_told(action) else str(action.default)
-        found.append(Explained(", ".join(action.option_strings) or str(action.metavar or action.dest), meaning, kind, default))
+        found.append(
+            Explained(
+                ", ".join(action.option_strings) or str(action.metavar or action.dest),
+                meaning,
+                kind,
+                default,
+            )
+        )
     return found
 
 
@@ -246,8 +318,16 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
         for name, field in section.model_fields.items():
             if models_of(field.annotation, in_lists=False):
                 continue
-            key, value, short = f"{prefix}{name}", in_yaml(example_of(field)), forms.get(f"{prefix}{name}", {})
-            wanted = [words for place, words in needs.items() if key == place or key.startswith(f"{place}.")]
+            key, value, short = (
+                f"{prefix}{name}",
+                in_yaml(example_of(field)),
+                forms.get(f"{prefix}{name}", {}),
+            )
+            wanted = [
+                words
+                for place, words in needs.items()
+                if key == place or key.startswith(f"{place}.")
+            ]
             if None in wanted:
                 continue
             more = " ".join(filter(None, wanted))
@@ -259,10 +339,18 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
                 key=key,
                 meaning=about if name == "kind" else meanings.get(name) or field.description or "",
                 type=type_of(field.annotation, field.metadata),
-                default=None if field.is_required() else in_yaml(field.get_default(call_default_factory=True)),
+                default=(
+                    None
+                    if field.is_required()
+                    else in_yaml(field.get_default(call_default_factory=True))
+                ),
                 example=example if is_typed and "N." not in prefix else f"{name}: {value}",
                 short=tuple(short),
-                words=tuple(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else (),
+                words=(
+                    tuple(map(str, get_args(field.annotation)))
+                    if get_origin(field.annotation) is Literal
+                    else ()
+                ),
                 kind=str(tag_of(section) or ""),
                 section=about,
             )
@@ -271,7 +359,8 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
 
 
 def _needs_of(schema: type[BaseModel]) -> dict[str, str | None]:
-    """{key of a setting or a section: words that its example needs}; the schema itself decides over its sections."""
+    """{key of a setting or a section: words that its example needs}; the schema itself decides over
+    its sections."""
     found: dict[str, str | None] = {}
     for prefix, section in sections_of(schema):
         for each in section.__mro__:
@@ -283,18 +372,29 @@ def _needs_of(schema: type[BaseModel]) -> dict[str, str | None]:
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
     """{field: the text under it}, in the class or in one that it inherits from."""
     own = (each for each in reversed(section.__mro__) if issubclass(each, Settings))
-    return {name: text for each in own for name, text in _docstrings_in(each.__module__).get(each.__name__, {}).items()}
+    return {
+        name: text
+        for each in own
+        for name, text in _docstrings_in(each.__module__).get(each.__name__, {}).items()
+    }
 
 
 @cache
 def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
-    """{class: {field: text}}. Pydantic's own `use_attribute_docstrings` costs every command 60 ms."""
+    """{class: {field: text}}. Pydantic's own `use_attribute_docstrings` costs every command 60
+    ms."""
     found: dict[str, dict[str, str]] = {}
     body = ast.parse(inspect.getsource(sys.modules[module])).body
     for node in (each for each in body if isinstance(each, ast.ClassDef)):
         for field, text in pairwise(node.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                found.setdefault(node.name, {})[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
+                found.setdefault(node.name, {})[ast.unparse(field.target)] = " ".join(
+                    str(text.value.value).split()
+                )
     return found
 
 
@@ -302,7 +402,9 @@ def type_of(annotation: Any, metadata: Any = ()) -> str:
     """In words, with the bounds."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return type_of(inner[0], [limit for each in inner[1:] for limit in getattr(each, "metadata", [each])])
+        return type_of(
+            inner[0], [limit for each in inner[1:] for limit in getattr(each, "metadata", [each])]
+        )
     if origin is Literal:
         return _listed(map(str, inner))
     if origin in (Union, UnionType):
@@ -312,10 +414,24 @@ def type_of(annotation: Any, metadata: Any = ()) -> str:
         return f"{many} " + re.sub("number|section", r"\g<0>s", type_of(inner[0]), count=1)
     if models_of(annotation, in_lists=False):
         return "section"
-    names = {bool: "true or false", int: "whole number", float: "number", str: "text", NoneType: "null", dict: "mapping"}
+    names = {
+        bool: "true or false",
+        int: "whole number",
+        float: "number",
+        str: "text",
+        NoneType: "null",
+        dict: "mapping",
+    }
     forms = {"ge": "from {:,}", "gt": "above {:,}", "le": "to {:,}", "lt": "below {:,}"}
-    limits = [form.format(getattr(each, name)) for name, form in forms.items() for each in metadata if hasattr(each, name)]
-    return " ".join([names.get(origin or annotation, "text"), *(limits if annotation in (int, float) else [])])
+    limits = [
+        form.format(getattr(each, name))
+        for name, form in forms.items()
+        for each in metadata
+        if hasattr(each, name)
+    ]
+    return " ".join(
+        [names.get(origin or annotation, "text"), *(limits if annotation in (int, float) else [])]
+    )
 
 
 def _listed(words: Iterable[str]) -> str:
@@ -329,11 +445,14 @@ def json_schema(schema: type[BaseModel]) -> str:
     for _, section in sections_of(schema, in_lists=True):
         properties = (made if section is schema else made["$defs"][section.__name__])["properties"]
         for name in properties.keys() & (meanings := docstrings(section)):
-            properties[name] = dict(sorted({**properties[name], "description": meanings[name]}.items()))
+            properties[name] = dict(
+                sorted({**properties[name], "description": meanings[name]}.items())
+            )
     return json.dumps(made, indent=1) + "\n"
 
 
-# ---- the verb ---------------------------------------------------------------------------------------------------------
+# ---- the verb
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
@@ -341,16 +460,28 @@ def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
     schema = schema_of(verb)
     if options.json_schema:
         if schema is None:
-            raise SettingsError(f"--json-schema: {options.verb} has no settings; see {verb.prog} --help")
+            raise SettingsError(
+                f"--json-schema: {options.verb} has no settings; see {verb.prog} --help"
+            )
         print(json_schema(schema), end="")
         return 0
     chosen = known = [*options_of(verb), *settings_of(verb)]
     if key is not None:
         chosen = [each for each in known if each.is_meant_by(key.partition("=")[0])]
         if not chosen:
-            words = {word for each in known for word in (*re.split(r"\.|, ", each.key), each.key, *each.short)}
-            meant = [word for word in ALIASES.get(key.rpartition(".")[2].lower(), ()) if word in words]
-            hint = f"did you mean {' or '.join(map(repr, meant))}?" if meant else nearest(key, sorted(words))
+            words = {
+                word
+                for each in known
+                for word in (*re.split(r"\.|, ", each.key), each.key, *each.short)
+            }
+            meant = [
+                word for word in ALIASES.get(key.rpartition(".")[2].lower(), ()) if word in words
+            ]
+            hint = (
+                f"did you mean {' or '.join(map(repr, meant))}?"
+                if meant
+                else nearest(key, sorted(words))
+            )
             sections = sorted({each.key.partition(".")[0] for each in known})
             hint = f"known: {', '.join(sections)}" if hint.startswith("known") else hint
             raise SettingsError(f"{key}: unknown to {options.verb}; {hint}")

@@ -1,10 +1,15 @@
-"""Ctrl-C, alike in every verb of every program. Nothing heavy here: it is what a program imports first.
+"""Ctrl-C, alike in every verb of every program. Nothing heavy here: it is what a program imports
+first.
 
-1. The first is answered at once, by a thread, since the main one may be within a library for long (an import, a large product). The
-   answer says what is kept and what a second one does. Ranks leave it to who has started them (`ANSWERED`).
-2. In the main thread it raises KeyboardInterrupt, or does what a training has put in its place (preemption.py).
-3. What has nothing to save is ended after a moment, whatever it is waiting for: a library's thread, a store, a picture.
-4. The second ends the process at once. All that is published appears whole, so what is there then is whole.
+1. The first is answered at once, by a thread, since the main one may be within a library for long
+   (an import, a large product). The answer says what is kept and what a second one does. Ranks
+   leave it to who has started them (`ANSWERED`).
+2. In the main thread it raises KeyboardInterrupt, or does what a training has put in its place
+   (preemption.py).
+3. What has nothing to save is ended after a moment, whatever it is waiting for: a library's thread,
+   a store, a picture.
+4. The second ends the process at once. All that is published appears whole, so what is there then
+   is whole.
 """
 
 import importlib
@@ -21,7 +26,8 @@ from data_prep import console
 INTERRUPTED = 130
 ENDS_WITHIN_S = 0.8
 ANSWERED = "WIDE_MLPS_CTRL_C_ANSWERED"
-"""Set for processes whose starter answers Ctrl-C: to `ends`, or to `saves` where they let it wait until they can save."""
+"""Set for processes whose starter answers Ctrl-C: to `ends`, or to `saves` where they let it wait
+until they can save."""
 
 
 class _Now:
@@ -30,12 +36,14 @@ class _Now:
 
 
 def keep(words: str, *, ends_within_s: float | None = ENDS_WITHIN_S) -> None:
-    """What Ctrl-C is answered with from now on (without words the process does it itself), and how long the end may then take."""
+    """What Ctrl-C is answered with from now on (without words the process does it itself), and how
+    long the end may then take."""
     _Now.words, _Now.ends_within_s = words, ends_within_s
 
 
 def interruptible(program: str, module: str) -> Callable[..., int]:
-    """The `main` of that module, which is imported when Ctrl-C is heeded already. Called once in a process."""
+    """The `main` of that module, which is imported when Ctrl-C is heeded already. Called once in a
+    process."""
 
     def main(arguments: list[str] | None = None) -> int:
         console.install()
@@ -44,11 +52,15 @@ def interruptible(program: str, module: str) -> Callable[..., int]:
         error: BaseException | None = None
         before, code = signal.getsignal(signal.SIGINT), INTERRUPTED
         # what is raised in a destructor goes no further: there it is no news
-        sys.unraisablehook = lambda it: None if isinstance(it.exc_value, KeyboardInterrupt) else sys.__unraisablehook__(it)
+        sys.unraisablehook = lambda it: (
+            None if isinstance(it.exc_value, KeyboardInterrupt) else sys.__unraisablehook__(it)
+        )
         try:
             thread.start()
             signal.set_wakeup_fd(outgoing, warn_on_full_buffer=False)
-            if before is not signal.SIG_IGN:  # in the background of a shell nobody means this process
+            if (
+                before is not signal.SIG_IGN
+            ):  # in the background of a shell nobody means this process
                 signal.signal(signal.SIGINT, _interrupt)
             if os.environ.get(ANSWERED) == "ends":
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -58,13 +70,21 @@ def interruptible(program: str, module: str) -> Callable[..., int]:
         signal.signal(signal.SIGINT, before)
         os.write(outgoing, b"\0")
         thread.join()  # what has come is answered
-        if error is not None and not isinstance(error, KeyboardInterrupt) and not (_Now.has_come and _Now.ends_within_s):
+        if (
+            error is not None
+            and not isinstance(error, KeyboardInterrupt)
+            and not (_Now.has_come and _Now.ends_within_s)
+        ):
             raise error
         if _Now.has_come:
             sys.stdout.flush()
             os._exit(code)  # no thread is waited for
         if code == 0 and (fault := console.lost_output()) is not None:
-            print(f"{program}: standard output: cannot be written ({fault.strerror}). Repeat the command", file=sys.stderr)
+            print(
+                f"{program}: standard output: cannot be written ({fault.strerror}). Repeat the"
+                " command",
+                file=sys.stderr,
+            )
             return 1
         return code
 
@@ -72,7 +92,8 @@ def interruptible(program: str, module: str) -> Callable[..., int]:
 
 
 def _interrupt(_number: int, frame: FrameType | None) -> None:
-    """Raises nothing within an import, where C++ would abort (torch does): the thread ends the process in a moment."""
+    """Raises nothing within an import, where C++ would abort (torch does): the thread ends the
+    process in a moment."""
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     if frame is None or not _Now.ends_within_s:
@@ -90,6 +111,11 @@ def _answer(program: str, incoming: int) -> None:
             if _Now.has_come:
                 break
             _Now.has_come, wait_s = True, _Now.ends_within_s
-            if ANSWERED not in os.environ and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
-                console.write_error(f"\n{program}: stopping; {_Now.words}; Ctrl-C again ends it at once\n")
+            if (
+                ANSWERED not in os.environ
+                and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
+            ):
+                console.write_error(
+                    f"\n{program}: stopping; {_Now.words}; Ctrl-C again ends it at once\n"
+                )
     os._exit(INTERRUPTED)

@@ -3,7 +3,10 @@
 import errno
 import resource
 
-_LIMITS = {errno.EMFILE: ("ulimit -n", resource.RLIMIT_NOFILE, 1), errno.EFBIG: ("ulimit -f", resource.RLIMIT_FSIZE, 1024)}
+_LIMITS = {
+    errno.EMFILE: ("ulimit -n", resource.RLIMIT_NOFILE, 1),
+    errno.EFBIG: ("ulimit -f", resource.RLIMIT_FSIZE, 1024),
+}
 """Error -> command of the shell, limit, unit of the command's number in bash."""
 
 
@@ -13,7 +16,9 @@ def limit_remedy(error: BaseException) -> str | None:
         return None
     command, limit, unit = _LIMITS[error.errno]
     value, _ = resource.getrlimit(limit)
-    return None if value == resource.RLIM_INFINITY else f"raise `{command}`, which is {value // unit}"
+    return (
+        None if value == resource.RLIM_INFINITY else f"raise `{command}`, which is {value // unit}"
+    )
 
 
 def cause_of(error: OSError) -> str:

@@ -1,7 +1,9 @@
-"""Pictures that belong to no dataset: in files, in folders and in plain tars, each with its name and its bytes.
+"""Pictures that belong to no dataset: in files, in folders and in plain tars, each with its name
+and its bytes.
 
-Of a folder all that ends or begins as a picture does, sorted, with its folders; of a tar every member that ends so. Nothing is
-decoded here, and a folder is walked as it is asked for: it may hold any number of pictures.
+Of a folder all that ends or begins as a picture does, sorted, with its folders; of a tar every
+member that ends so. Nothing is decoded here, and a folder is walked as it is asked for: it may hold
+any number of pictures.
 """
 
 import os
@@ -17,7 +19,9 @@ from data_prep.settings import UserError
 from data_prep.tar import TarError, members
 
 MAX_BYTES: Final = 1 << 30
-_MEMBER: Final = re.compile(rf"(^|/)[^./][^/]*({'|'.join(map(re.escape, ENDINGS))})$", re.IGNORECASE)
+_MEMBER: Final = re.compile(
+    rf"(^|/)[^./][^/]*({'|'.join(map(re.escape, ENDINGS))})$", re.IGNORECASE
+)
 COMPRESSED: Final = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 
 
@@ -33,7 +37,9 @@ class Picture(NamedTuple):
         """Raises `Rejection`."""
         try:
             with open(self.path, "rb") as file:
-                num_bytes = os.fstat(file.fileno()).st_size if self.num_bytes is None else self.num_bytes
+                num_bytes = (
+                    os.fstat(file.fileno()).st_size if self.num_bytes is None else self.num_bytes
+                )
                 if num_bytes > MAX_BYTES:
                     raise Rejection("too_large", f"{num_bytes:,} bytes")
                 file.seek(self.offset)
@@ -47,7 +53,8 @@ class Picture(NamedTuple):
 def is_tar(path: Path) -> bool:
     if path.name.lower().endswith(COMPRESSED):
         raise UserError(
-            f"{path}: is compressed, and its pictures cannot be reached one by one; unpack it, or make a plain .tar of it"
+            f"{path}: is compressed, and its pictures cannot be reached one by one; unpack it, or"
+            " make a plain .tar of it"
         )
     return path.suffix.lower() == ".tar"
 
@@ -63,4 +70,6 @@ def in_tar(path: Path) -> list[Picture]:
         found = [each for each in members(path, ignore_zeros=True) if _MEMBER.search(each.name)]
     except (TarError, OSError) as error:
         raise UserError(f"{path}: {error}; copy it again, or leave it out") from None
-    return [Picture(f"{path}/{name}", str(path), offset, num_bytes) for name, offset, num_bytes in found]
+    return [
+        Picture(f"{path}/{name}", str(path), offset, num_bytes) for name, offset, num_bytes in found
+    ]

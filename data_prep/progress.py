@@ -1,11 +1,13 @@
-"""One calm progress line with speed and time left: a live bar on a terminal, a line now and then in a log file.
+"""One calm progress line with speed and time left: a live bar on a terminal, a line now and then in
+a log file.
 
     packing  1,000/4,000 images  100/s  train-000001.tar  eta 30 s
     demo-mlp  step 1,200/9,000  loss 3.214  top-1 41.2 %  12,345 images/s  MFU 54 %  eta 1 h 12 min
 
-In a log file that is a line every ten seconds at first, and every minute after ten minutes. Starting a line is free; work that ends
-within a second leaves none. A line within a line (the evaluation during a training) takes the outer one's place while it lasts. The
-outer one's speed does not count that time; its time left does, in the share that it had so far.
+In a log file that is a line every ten seconds at first, and every minute after ten minutes.
+Starting a line is free; work that ends within a second leaves none. A line within a line (the
+evaluation during a training) takes the outer one's place while it lasts. The outer one's speed does
+not count that time; its time left does, in the share that it had so far.
 """
 
 import sys
@@ -52,7 +54,10 @@ class ProgressLine:
             return
         now_s = self._worked_s()
         if self.unit == "step" and len(self._recent) == 1 and self._recent[0][1] == self._start:
-            self._recent[0] = (now_s, self.done)  # the first step warms everything up: the others are faster
+            self._recent[0] = (
+                now_s,
+                self.done,
+            )  # the first step warms everything up: the others are faster
         if now_s - self._recent[-1][0] >= RECENT_S / 60:
             self._recent.append((now_s, self.done))
         while len(self._recent) > 1 and self._recent[1][0] <= now_s - RECENT_S:
@@ -70,7 +75,8 @@ class ProgressLine:
             self._log(self._left())
 
     def close(self, *, failed: bool = False) -> None:
-        """Shows the last state, once; after a failure, which has a line of its own, only the bar ends."""
+        """Shows the last state, once; after a failure, which has a line of its own, only the bar
+        ends."""
         took_s = time.monotonic() - self._started_s
         self.silence.end()
         if self._outer is not None:
@@ -104,8 +110,14 @@ class ProgressLine:
             if time.monotonic() - self._started_s < 0.5:
                 return
             self._column = BarColumn(bar_width=_BAR, table_column=Column(no_wrap=True))
-            text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
-            self._bar = Progress(self._column, text, console=Console(stderr=True), refresh_per_second=4)
+            text = TextColumn(
+                "{task.description}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis"),
+            )
+            self._bar = Progress(
+                self._column, text, console=Console(stderr=True), refresh_per_second=4
+            )
             self._bar.start()
             self._task = self._bar.add_task("", total=self.total)
         before = "" if line is self else f"{self.title}  "
@@ -121,7 +133,11 @@ class ProgressLine:
     def _text(self, ending: str, *, width: int | None = None) -> str:
         """Where it is too long, the last parts of the note go."""
         counts = f"{self.done:,}/{self.total:,}"
-        counts = f"step {counts}" if self.unit == "step" else f"{counts} {self.unit}  {self.rate():,.0f}/s"
+        counts = (
+            f"step {counts}"
+            if self.unit == "step"
+            else f"{counts} {self.unit}  {self.rate():,.0f}/s"
+        )
         notes = self.note.split("  ")
         while True:
             text = "  ".join(part for part in [self.title, counts, *notes, ending] if part)
@@ -136,7 +152,13 @@ def in_words(seconds: float) -> str:
         return f"{round(seconds)} s"
     if 599.5 <= seconds < 3570:
         return f"{round(seconds / 60)} min"
-    units = (1, 60, "min", "s") if seconds < 3570 else (60, 60, "h", "min") if seconds < 86_370 else (3600, 24, "d", "h")
+    units = (
+        (1, 60, "min", "s")
+        if seconds < 3570
+        else (60, 60, "h", "min")
+        if seconds < 86_370
+        else (3600, 24, "d", "h")
+    )
     unit_s, size, large, small = units
     whole, rest = divmod(round(seconds / unit_s), size)
     return f"{whole} {large} {rest} {small}" if rest else f"{whole} {large}"
@@ -164,11 +186,15 @@ class doing:  # noqa: N801 (it is used as a function)
             self._timer.cancel()
 
     def _say(self) -> None:
-        print(self._what if isinstance(self._what, str) else self._what(), file=sys.stderr, flush=True)
+        print(
+            self._what if isinstance(self._what, str) else self._what(), file=sys.stderr, flush=True
+        )
 
 
 @contextmanager
-def progress(title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True) -> Iterator[ProgressLine]:
+def progress(
+    title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True
+) -> Iterator[ProgressLine]:
     """Work whose unit is "step" gives its speed in its note."""
     line = ProgressLine(title, total=total, unit=unit, start=start, enabled=enabled)
     failed = False

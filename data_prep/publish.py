@@ -7,13 +7,13 @@ The protocol, for a file and for a directory alike:
 3. rename over the final name;
 4. fsync the parent, so that the rename itself survives a power cut.
 
-A crash before 3 leaves only a temporary name, which the next writer of the same name takes over. A writer locks its temporary name,
-so a second writer at the same time takes a numbered one, and the last to end is published. After a crash, a numbered name stays
-until `remove_leftovers`.
+A crash before 3 leaves only a temporary name, which the next writer of the same name takes over. A
+writer locks its temporary name, so a second writer at the same time takes a numbered one, and the
+last to end is published. After a crash, a numbered name stays until `remove_leftovers`.
 
-A process that uses a workspace has its temporary names there: what appears is renamed out of it, what is removed is renamed into
-it. Whoever removes the workspace has fenced that process off (pretrain/ranks/starts.py): such a rename fails in the file system
-itself.
+A process that uses a workspace has its temporary names there: what appears is renamed out of it,
+what is removed is renamed into it. Whoever removes the workspace has fenced that process off
+(pretrain/ranks/starts.py): such a rename fails in the file system itself.
 """
 
 import errno
@@ -49,7 +49,8 @@ class Superseded(UserError):  # noqa: N818
 
 
 def use_workspace(workspace: Path, *, under: Path) -> None:
-    """From now on, in all threads: what appears under the directory is made in the workspace, on the same file system."""
+    """From now on, in all threads: what appears under the directory is made in the workspace, on
+    the same file system."""
     _WORKSPACES[under.absolute()] = workspace.absolute()
 
 
@@ -67,14 +68,18 @@ def _workspace_above(path: Path) -> tuple[Path, Path] | None:
 
 
 def check_not_superseded(path: Path) -> None:
-    """The workspace's time is set, not read: the server of a network file system is asked, whatever this node remembers."""
+    """The workspace's time is set, not read: the server of a network file system is asked, whatever
+    this node remembers."""
     workspace = workspace_of(path)
     try:
         if workspace is not None:
             os.utime(workspace)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE):
-            raise Superseded(f"{path}: a newer start has taken over ({workspace} is gone); this one changes nothing") from error
+            raise Superseded(
+                f"{path}: a newer start has taken over ({workspace} is gone); this one changes"
+                " nothing"
+            ) from error
 
 
 @contextmanager
@@ -91,7 +96,10 @@ def _temporary_of(path: Path, kind: str = "") -> Path:
     if found is None:
         return path.with_name(f"{TEMPORARY_PREFIX}{kind}{path.name}")
     root, workspace = found
-    return workspace / f"{TEMPORARY_PREFIX}{kind}{quote(str(path.absolute().relative_to(root)), safe='')}"
+    return (
+        workspace
+        / f"{TEMPORARY_PREFIX}{kind}{quote(str(path.absolute().relative_to(root)), safe='')}"
+    )
 
 
 def _name(error: BaseException, path: Path) -> None:
@@ -128,13 +136,16 @@ def _claim(path: Path, *, is_directory: bool = False) -> _Claim:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), lock.stat()):
                     return _Claim(temporary, _temporary_of(path, kind + REPLACED), lock, descriptor)
-            os.close(descriptor)  # its writer has published or removed it between our open and our lock
+            os.close(
+                descriptor
+            )  # its writer has published or removed it between our open and our lock
     raise AssertionError
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file object; its bytes stand at `path` only if the block ends without an exception."""
+    """A binary file object; its bytes stand at `path` only if the block ends without an
+    exception."""
     with unless_superseded(path):
         temporary, *_, descriptor = _claim(path)
         with os.fdopen(descriptor, "wb") as file:  # closed last, for it holds the lock
@@ -153,7 +164,8 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A fresh directory to fill; it stands at `path` (replacing an older one) only if the block ends well."""
+    """A fresh directory to fill; it stands at `path` (replacing an older one) only if the block
+    ends well."""
     with unless_superseded(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary, replaced, lock, descriptor = _claim(path, is_directory=True)
@@ -235,20 +247,26 @@ def hash_of_json(value: Any) -> str:
 
 
 def sealed(value: dict[str, Any]) -> dict[str, Any]:
-    """The value with its own hash beside it, so that whoever reads it can tell whether it is as it was written."""
+    """The value with its own hash beside it, so that whoever reads it can tell whether it is as it
+    was written."""
     return value | {"hash": hash_of_json(value)}
 
 
 def unsealed(value: Any) -> dict[str, Any]:
     """What `sealed` was given; ValueError where it is something else."""
-    content = {key: held for key, held in value.items() if key != "hash"} if isinstance(value, dict) else {}
+    content = (
+        {key: held for key, held in value.items() if key != "hash"}
+        if isinstance(value, dict)
+        else {}
+    )
     if not content or value.get("hash") != hash_of_json(content):
         raise ValueError("its content is not what its own hash says")
     return content
 
 
 def remove_leftovers(*places: Path) -> None:
-    """What killed writers have left in these directories under temporary names; the caller is sure that none is at work."""
+    """What killed writers have left in these directories under temporary names; the caller is sure
+    that none is at work."""
     for place in places:
         for leftover in place.glob(TEMPORARY_PREFIX + "*"):
             _remove(leftover)
@@ -279,14 +297,18 @@ def make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise UserError(f"{directory}: cannot be made, for a file is in its place; name another directory") from None
+        raise UserError(
+            f"{directory}: cannot be made, for a file is in its place; name another directory"
+        ) from None
 
 
 @dataclass(frozen=True)
 class Holder:
     """Who holds a directory: what its lock file says."""
 
-    node: str = field(default_factory=lambda: os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+    node: str = field(
+        default_factory=lambda: os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    )
     pid: int = field(default_factory=os.getpid)
     job: str = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID", ""))
     """SLURM's number, if it is within a job."""
@@ -309,7 +331,8 @@ LOCK = ".lock"
 
 @contextmanager
 def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Iterator[None]:
-    """Holds `directory` against a second writer, and records who holds it; the kernel frees it however this process ends.
+    """Holds `directory` against a second writer, and records who holds it; the kernel frees it
+    however this process ends.
 
     `notice` is printed before a wait; by default a line that names the holder.
     """
@@ -325,14 +348,17 @@ def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Ite
 
 @contextmanager
 def sole_maker(path: Path) -> Iterator[None]:
-    """Wait for other makers of the directory `path`. Its lock is next to it, and the end of the block removes it."""
+    """Wait for other makers of the directory `path`. Its lock is next to it, and the end of the
+    block removes it."""
     make_directory(path.parent)
     lock, is_ours = _temporary_of(path, "making-"), False
     while not is_ours:
         with open(lock, "a+") as file:
             _hold(file, path, wait=True)
             with suppress(FileNotFoundError):
-                is_ours = os.path.samestat(os.fstat(file.fileno()), lock.stat())  # not one that its maker has just removed
+                is_ours = os.path.samestat(
+                    os.fstat(file.fileno()), lock.stat()
+                )  # not one that its maker has just removed
             if is_ours:
                 try:
                     yield
@@ -347,9 +373,16 @@ def _hold(file: IO[str], place: Path, *, wait: bool, notice: str = "") -> None:
     except BlockingIOError:
         if not wait:
             known = f" ({holder})" if (holder := _holder_in(file)) else ""
-            raise Busy(f"{place}: another process is writing here{known}; wait for it, or choose another directory") from None
+            raise Busy(
+                f"{place}: another process is writing here{known}; wait for it, or choose another"
+                " directory"
+            ) from None
         whom = _holder_in(file) or "another process"
-        print(notice or f"{place}: waiting for {whom}, which holds it; if that hangs, end it", file=sys.stderr, flush=True)
+        print(
+            notice or f"{place}: waiting for {whom}, which holds it; if that hangs, end it",
+            file=sys.stderr,
+            flush=True,
+        )
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         raise _no_locks(place, error) from None
@@ -376,7 +409,8 @@ def is_held(directory: Path) -> tuple[bool, Holder | None]:
 
 def _no_locks(directory: Path, error: OSError) -> UserError:
     return UserError(
-        f"{directory}: its file system has no locks ({error.strerror}); work on another, or ask for a mount with flock"
+        f"{directory}: its file system has no locks ({error.strerror}); work on another, or ask for"
+        " a mount with flock"
     )
 
 

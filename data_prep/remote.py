@@ -1,10 +1,13 @@
-"""Files in stores, through fsspec: which version stands there, a copy of it for as long as it is read, its bytes; and what is
-written there. What differs from one kind of store to another is in clients.py.
+"""Files in stores, through fsspec: which version stands there, a copy of it for as long as it is
+read, its bytes; and what is written there. What differs from one kind of store to another is in
+clients.py.
 
-Invariants: an object that we write appears whole, and the store's bytes are compared with ours; a copy is whole (as long as the
-server says) or there is none; what may pass is tried again, with a growing pause; what will not pass (no such file, no right to
-it) is reported at once, after credentials that may have expired were read anew. Storage options hold secrets: they go to fsspec
-alone. Query strings may hold secrets, too, not least those that a server redirects to: no error shows one.
+Invariants: an object that we write appears whole, and the store's bytes are compared with ours; a
+copy is whole (as long as the server says) or there is none; what may pass is tried again, with a
+growing pause; what will not pass (no such file, no right to it) is reported at once, after
+credentials that may have expired were read anew. Storage options hold secrets: they go to fsspec
+alone. Query strings may hold secrets, too, not least those that a server redirects to: no error
+shows one.
 
 Long because reading and writing share attempts, refusals and what may be printed.
 """
@@ -37,11 +40,24 @@ __all__ = ["MissingError", "shown"]
 NUM_ATTEMPTS, FIRST_PAUSE_S = 4, 0.5
 LONGEST_PAUSE_S = 30.0
 ANSWER_TIMEOUT_S = 10
-"""For questions that a server answers without reading a shard; of a web server each is asked in two ways."""
+"""For questions that a server answers without reading a shard; of a web server each is asked in two
+ways."""
 SLOW_S = 5.0
 RANGE_BYTES, SLOWEST_BYTES_PER_S = 8 << 20, 64 << 10
-"""Objects are read in such ranges; a store that takes longer for one counts as silent, whatever patience its client has."""
-MARKS = ("md5Hash", "crc32c", "ETag", "etag", "blob_id", "Last-Modified", "LastModified", "last_modified", "mtime", "updated")
+"""Objects are read in such ranges; a store that takes longer for one counts as silent, whatever
+patience its client has."""
+MARKS = (
+    "md5Hash",
+    "crc32c",
+    "ETag",
+    "etag",
+    "blob_id",
+    "Last-Modified",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "updated",
+)
 """What clients call that by which contents differ, the best first."""
 _PART_BYTES, _MOST_PARTS = 16 << 20, 10_000
 """Of an object that s3 receives in parts; ten are in memory at once."""
@@ -57,7 +73,8 @@ class RemoteError(OSError):
 
 
 class ContentError(OSError):
-    """A server that delivers other bytes than it should; the message goes to whoever knows the remedy."""
+    """A server that delivers other bytes than it should; the message goes to whoever knows the
+    remedy."""
 
 
 class StoppedError(Exception):
@@ -78,20 +95,28 @@ class Version(NamedTuple):
 
 
 def version(url: str, *, storage: dict[str, Any], num_attempts: int = NUM_ATTEMPTS) -> Version:
-    found = tried(url, lambda: clients.info(url, storage, silence_s=ANSWER_TIMEOUT_S), num_attempts=num_attempts)
+    found = tried(
+        url,
+        lambda: clients.info(url, storage, silence_s=ANSWER_TIMEOUT_S),
+        num_attempts=num_attempts,
+    )
     mark = next((found[key] for key in MARKS if found.get(key)), None)
     return Version(found.get("size"), None if mark is None else str(mark))
 
 
 def listing(pattern: str, *, storage: dict[str, Any]) -> list[str]:
     """The URLs that a pattern names in a store that lists what it has."""
-    found = tried(pattern, lambda: client(pattern, storage, retries=False).glob(pattern), num_attempts=1)
+    found = tried(
+        pattern, lambda: client(pattern, storage, retries=False).glob(pattern), num_attempts=1
+    )
     parts = urlsplit(pattern)
     return [f"{parts.scheme}://{parts.netloc}/{name.partition('/')[2]}" for name in found]
 
 
 @contextlib.contextmanager
-def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int = NUM_ATTEMPTS) -> Iterator[Version]:
+def copied(
+    url: str, place: Path, *, storage: dict[str, Any], num_attempts: int = NUM_ATTEMPTS
+) -> Iterator[Version]:
     """The file of `url` stands at `place` within the block."""
     try:
         yield copy_to(url, place, storage=storage, num_attempts=num_attempts, room=place)
@@ -101,16 +126,24 @@ def copied(url: str, place: Path, *, storage: dict[str, Any], num_attempts: int 
 
 @contextlib.contextmanager
 def nameless_copy(url: str, directory: Path, *, storage: dict[str, Any]) -> Iterator[Path]:
-    """A path of a copy of `url` within the block. The copy has no name on disk, so it goes whatever ends the process."""
+    """A path of a copy of `url` within the block. The copy has no name on disk, so it goes whatever
+    ends the process."""
     with tempfile.TemporaryFile(dir=directory) as file:
         place = Path(f"/proc/self/fd/{file.fileno()}")
         copy_to(url, place, storage=storage, room=directory)
         yield place
 
 
-def copy_to(url: str, place: Path, *, storage: dict[str, Any], room: Path, num_attempts: int = NUM_ATTEMPTS) -> Version:
-    """Write the file of `url` to `place`. `room`: the path that a message names if the disk is full."""
-    how: dict[str, Any] = {"storage": storage, "silence_s": READ_TIMEOUT_S, "stop": threading.Event()}
+def copy_to(
+    url: str, place: Path, *, storage: dict[str, Any], room: Path, num_attempts: int = NUM_ATTEMPTS
+) -> Version:
+    """Write the file of `url` to `place`. `room`: the path that a message names if the disk is
+    full."""
+    how: dict[str, Any] = {
+        "storage": storage,
+        "silence_s": READ_TIMEOUT_S,
+        "stop": threading.Event(),
+    }
 
     def copy() -> Version:
         found = version(url, storage=storage, num_attempts=1)
@@ -118,13 +151,22 @@ def copy_to(url: str, place: Path, *, storage: dict[str, Any], room: Path, num_a
             with open(place, "wb") as file:
                 fetch(url, file.write, num_bytes=found.num_bytes, **how)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # is not the server's fault, and does not pass
-                raise UserError(f"{room}: {error.strerror}; make room there, then give the same command again") from None
+            if error.errno in (
+                errno.ENOSPC,
+                errno.EDQUOT,
+            ):  # is not the server's fault, and does not pass
+                raise UserError(
+                    f"{room}: {error.strerror}; make room there, then give the same command again"
+                ) from None
             raise
         num_bytes = place.stat().st_size
         if found.num_bytes is not None and num_bytes != found.num_bytes:
             raise RemoteError(f"{num_bytes:,} of {found.num_bytes:,} bytes came")
-        if num_bytes > RANGE_BYTES and not _streams(url) and version(url, storage=storage, num_attempts=1) != found:
+        if (
+            num_bytes > RANGE_BYTES
+            and not _streams(url)
+            and version(url, storage=storage, num_attempts=1) != found
+        ):
             raise RemoteError("changed while it was read")
         return found
 
@@ -140,7 +182,8 @@ def fetch(
     silence_s: float,
     stop: threading.Event | None,
 ) -> None:
-    """One attempt to hand all bytes of `url`, of which `num_bytes` are expected, to `write`, one piece after the other.
+    """One attempt to hand all bytes of `url`, of which `num_bytes` are expected, to `write`, one
+    piece after the other.
 
     `stop` ends it at once, even if the server is silent. What `write` raises ends it, too.
     """
@@ -168,7 +211,9 @@ def _streams(url: str) -> bool:
     return url.startswith(("http://", "https://"))
 
 
-def _until_stopped(transfer: Callable[[], Coroutine[Any, Any, object]], stop: threading.Event | None) -> None:
+def _until_stopped(
+    transfer: Callable[[], Coroutine[Any, Any, object]], stop: threading.Event | None
+) -> None:
     """`transfer`, in the loop of fsspec; nothing is moved after this function."""
     import asyncio
 
@@ -216,9 +261,11 @@ def tried(
     report: Callable[[str], None] = _report,
     what: str = "read",
 ) -> T:
-    """The result of `action`, which is tried again after a growing and uneven pause, as others are turned away with us.
+    """The result of `action`, which is tried again after a growing and uneven pause, as others are
+    turned away with us.
 
-    `report` receives what goes wrong: of the first failure, which passes as a rule, only if it took long.
+    `report` receives what goes wrong: of the first failure, which passes as a rule, only if it took
+    long.
     """
     for attempt in range(1, num_attempts + 1):
         began_s = time.monotonic()
@@ -227,17 +274,22 @@ def tried(
         except (UserError, StoppedError):
             raise
         except Exception as error:
-            # every storage has exceptions of its own, and all of them mean that this shard was not delivered
+            # every storage has exceptions of its own, and all of them mean that this shard was not
+            # delivered
             clients.refuse_hopeless(url, error)
             if attempt == num_attempts:
                 if isinstance(error, ContentError):
                     raise
                 tries = f" after {num_attempts} attempts" if num_attempts > 1 else ""
-                raise RemoteError(f"{shown(url)}: cannot be {what}{tries} ({clients.said(error)})") from None
+                raise RemoteError(
+                    f"{shown(url)}: cannot be {what}{tries} ({clients.said(error)})"
+                ) from None
             if attempt > 1 or time.monotonic() - began_s > SLOW_S:
                 said = clients.said(error).removeprefix(f"{shown(url)}: ")
                 report(f"{shown(url)}: {said}; attempt {attempt + 1} of {num_attempts} follows")
-        pause_s = min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S) * _CHANCE.uniform(0.5, 1.5)
+        pause_s = min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S) * _CHANCE.uniform(
+            0.5, 1.5
+        )
         if stop is None:
             time.sleep(pause_s)
         elif stop.wait(pause_s):
@@ -246,7 +298,8 @@ def tried(
 
 
 def _with_fresh_credentials(url: str, action: Callable[[], T]) -> T:
-    """`action` once more, by a new client, where the store refuses it: what a provider's chain gave may have expired."""
+    """`action` once more, by a new client, where the store refuses it: what a provider's chain gave
+    may have expired."""
     try:
         return action()
     except (UserError, StoppedError):
@@ -262,21 +315,30 @@ def join(url: str, *names: str) -> str:
     return "/".join([url.rstrip("/"), *names])
 
 
-def upload(place: Path, url: str, *, storage: dict[str, Any], stop: threading.Event | None = None) -> None:
-    """Afterwards the bytes of `place` stand at `url`: the store's own checksum says so, or they were read back.
+def upload(
+    place: Path, url: str, *, storage: dict[str, Any], stop: threading.Event | None = None
+) -> None:
+    """Afterwards the bytes of `place` stand at `url`: the store's own checksum says so, or they
+    were read back.
 
-    The object appears whole or not at all: stores publish what is complete, and what arrived wrong is taken away again. `stop`
-    ends it at once; parts of a large object that was stopped are for the store's life-cycle rule to remove.
+    The object appears whole or not at all: stores publish what is complete, and what arrived wrong
+    is taken away again. `stop` ends it at once; parts of a large object that was stopped are for
+    the store's life-cycle rule to remove.
     """
     num_bytes = place.stat().st_size
     part_bytes = max(_PART_BYTES, -(-num_bytes // _MOST_PARTS))
 
     def put(system: Any) -> None:
         if url.startswith("file://"):
-            with atomic_file(Path(system._strip_protocol(url))) as file, open(place, "rb") as source:
+            with (
+                atomic_file(Path(system._strip_protocol(url))) as file,
+                open(place, "rb") as source,
+            ):
                 shutil.copyfileobj(source, file)
         elif url.startswith(_AZURE):
-            with open(place, "rb") as source:  # put_file never ends where the container is not there
+            with open(
+                place, "rb"
+            ) as source:  # put_file never ends where the container is not there
                 _until_stopped(lambda: system._pipe_file(url, source, validate_content=True), stop)
         elif system.async_impl:
             more = {"chunksize": part_bytes} if url.startswith("s3://") else {}
@@ -289,9 +351,12 @@ def upload(place: Path, url: str, *, storage: dict[str, Any], stop: threading.Ev
     _write(url, put, marks, storage=storage, stop=stop)
 
 
-def write_bytes(data: bytes, url: str, *, storage: dict[str, Any], only_if_new: bool = False) -> bool:
-    """False: `only_if_new`, and another object stands there. The store is asked first, as some ignore conditions; of two writers
-    at the same moment it is the condition of the write that refuses one (s3, gs, az)."""
+def write_bytes(
+    data: bytes, url: str, *, storage: dict[str, Any], only_if_new: bool = False
+) -> bool:
+    """False: `only_if_new`, and another object stands there. The store is asked first, as some
+    ignore conditions; of two writers at the same moment it is the condition of the write that
+    refuses one (s3, gs, az)."""
     marks = _marks(io.BytesIO(data), part_bytes=_PART_BYTES)
     conditional = only_if_new and url.startswith(_CONDITIONAL)
     is_ours = True
@@ -312,8 +377,11 @@ def write_bytes(data: bytes, url: str, *, storage: dict[str, Any], only_if_new: 
     return is_ours
 
 
-def read_bytes(url: str, *, storage: dict[str, Any], check: Callable[[bytes], None] | None = None) -> bytes:
-    """MissingError: there is none. `check` raises ContentError of other bytes than it should have."""
+def read_bytes(
+    url: str, *, storage: dict[str, Any], check: Callable[[bytes], None] | None = None
+) -> bytes:
+    """MissingError: there is none. `check` raises ContentError of other bytes than it should
+    have."""
 
     def read() -> bytes:
         system = client(url, storage, retries=False)
@@ -326,8 +394,8 @@ def read_bytes(url: str, *, storage: dict[str, Any], check: Callable[[bytes], No
 
 
 def read_together(urls: Sequence[str], *, storage: dict[str, Any]) -> Iterator[bytes]:
-    """As `read_bytes` of each, but asked for at once: a thread for each small file would cost more than the file. What fails is
-    asked for again by itself."""
+    """As `read_bytes` of each, but asked for at once: a thread for each small file would cost more
+    than the file. What fails is asked for again by itself."""
     system, found = client(urls[0], storage, retries=False), {}
     with contextlib.suppress(Exception):
         found = system.cat(list(urls), on_error="return")
@@ -337,12 +405,17 @@ def read_together(urls: Sequence[str], *, storage: dict[str, Any]) -> Iterator[b
 
 
 def names_under(url: str, *, storage: dict[str, Any]) -> list[str]:
-    """All objects below, sorted, as `join` takes them; none where there is no such place in a bucket."""
+    """All objects below, sorted, as `join` takes them; none where there is no such place in a
+    bucket."""
 
     def found() -> list[str]:
         system = client(url, storage, retries=False)
         above = system._strip_protocol(url).rstrip("/") + "/"
-        return sorted(name.removeprefix(above) for name in system.find(above, withdirs=False) if name.startswith(above))
+        return sorted(
+            name.removeprefix(above)
+            for name in system.find(above, withdirs=False)
+            if name.startswith(above)
+        )
 
     return tried(url, found)
 
@@ -351,7 +424,9 @@ def remove(urls: Sequence[str], *, storage: dict[str, Any]) -> None:
     """What is gone already is no error."""
     for url in urls:
         with contextlib.suppress(MissingError):
-            tried(url, partial(lambda each: client(each, storage, retries=False).rm_file(each), url))
+            tried(
+                url, partial(lambda each: client(each, storage, retries=False).rm_file(each), url)
+            )
 
 
 class _Marks(NamedTuple):
@@ -371,7 +446,9 @@ class _Marks(NamedTuple):
         said = [str(found.get("ETag", "")).strip('"'), (found.get("lfs") or {}).get("sha256", "")]
         settings = found.get("content_settings") or {}
         for value in (found.get("md5Hash"), settings.get("content_md5")):
-            said.append(b64decode(value).hex() if isinstance(value, str) else bytes(value or b"").hex())
+            said.append(
+                b64decode(value).hex() if isinstance(value, str) else bytes(value or b"").hex()
+            )
         return True if {*said} & {self.md5, self.parts_md5, self.sha256} else None
 
 
@@ -398,7 +475,10 @@ def _write(
 ) -> None:
     """`put`, until the store holds what it was given, or something else that is to stay."""
     if url.startswith(("http://", "https://")):
-        raise UserError(f"{shown(url)}: a web server is read, not written; name a store (s3://, gs://, az://, hf://)")
+        raise UserError(
+            f"{shown(url)}: a web server is read, not written; name a store (s3://, gs://, az://,"
+            " hf://)"
+        )
 
     def attempt() -> None:
         system = client(url, storage, retries=False)
@@ -407,7 +487,8 @@ def _write(
         put(system)
         if not is_ours():
             return
-        # where that cannot be asked, what stands there stays: it may have taken the place of what was whole
+        # where that cannot be asked, what stands there stays: it may have taken the place of what
+        # was whole
         if not holds(clients.info(url, storage, silence_s=ANSWER_TIMEOUT_S)):
             with contextlib.suppress(Exception):  # what matters more is why
                 system.rm_file(url)
@@ -424,7 +505,14 @@ def _write(
                 num_read += len(piece)
 
             try:
-                fetch(url, take, num_bytes=marks.num_bytes, storage=storage, silence_s=READ_TIMEOUT_S, stop=stop)
+                fetch(
+                    url,
+                    take,
+                    num_bytes=marks.num_bytes,
+                    storage=storage,
+                    silence_s=READ_TIMEOUT_S,
+                    stop=stop,
+                )
             except Exception as error:
                 if "Checksum" in type(error).__name__:  # the client's own check is one, too
                     return False
@@ -437,4 +525,6 @@ def _write(
     try:
         tried(url, attempt, stop=stop, what="written")
     except MissingError:
-        raise MissingError(f"{shown(url)}: there is no such bucket; mend the address, or make the bucket first") from None
+        raise MissingError(
+            f"{shown(url)}: there is no such bucket; mend the address, or make the bucket first"
+        ) from None

@@ -1,14 +1,17 @@
-"""Plain tars: their members (`members`, `walk`), gathered by key (`runs`), read (`read_member`), written (`TarWriter`).
+"""Plain tars: their members (`members`, `walk`), gathered by key (`runs`), read (`read_member`),
+written (`TarWriter`).
 
-Reading goes by the headers alone, one after the other, whatever delivers the bytes. The standard library's reader takes a damaged
-header in mid-archive for the end of the archive, and keeps every member in memory. Here a tar that does not end in a zero block is
-an error, and nothing is kept. Understood: USTAR, GNU long names, pax paths and sizes. A tar within a tar is a range of the outer
+Reading goes by the headers alone, one after the other, whatever delivers the bytes. The standard
+library's reader takes a damaged header in mid-archive for the end of the archive, and keeps every
+member in memory. Here a tar that does not end in a zero block is an error, and nothing is kept.
+Understood: USTAR, GNU long names, pax paths and sizes. A tar within a tar is a range of the outer
 file, so nothing is ever unpacked.
 
-Writing stands in for `tarfile`, too, whose objects cost more per member than packing a small picture does (23 us against 2.6), and
-whose headers are not the same in every Python release. Invariants: owner 0, mode 0644, time 0, no links, no extensions; the archive
-is the same, byte for byte, as what tarfile of Python 3.11 writes as USTAR; `sha256` and `num_bytes` are of all that `add` and
-`finish` were given, written or still held back.
+Writing stands in for `tarfile`, too, whose objects cost more per member than packing a small
+picture does (23 us against 2.6), and whose headers are not the same in every Python release.
+Invariants: owner 0, mode 0644, time 0, no links, no extensions; the archive is the same, byte for
+byte, as what tarfile of Python 3.11 writes as USTAR; `sha256` and `num_bytes` are of all that `add`
+and `finish` were given, written or still held back.
 """
 
 import hashlib
@@ -29,11 +32,13 @@ _MAX_DIGITS = 20
 _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 
 Read = Callable[[int, int], bytes]
-"""(offset, number of bytes) -> those bytes, fewer where the tar ends. A walk asks for them in ascending order."""
+"""(offset, number of bytes) -> those bytes, fewer where the tar ends. A walk asks for them in
+ascending order."""
 
 
 class TarError(ValueError):
-    """A tar that is cut or damaged; the text names the place, and the fix if it is not to get the tar again."""
+    """A tar that is cut or damaged; the text names the place, and the fix if it is not to get the
+    tar again."""
 
     def __init__(self, problem: str, *, fix: str = ""):
         super().__init__(f"{problem}; {fix}" if fix else problem)
@@ -51,7 +56,8 @@ class Member(NamedTuple):
     num_bytes: int
 
 
-# ---- reading ----------------------------------------------------------------------------------------------------
+# ---- reading
+# ----------------------------------------------------------------------------------------------------
 
 
 def members(
@@ -59,15 +65,20 @@ def members(
 ) -> Generator[Member, None, int | None]:
     """The regular files of the tar at `start` of `path`, in file order.
 
-    With `ignore_zeros` also those behind its end mark, where another tar was appended with cat; without it, the place of what
-    follows it is returned.
+    With `ignore_zeros` also those behind its end mark, where another tar was appended with cat;
+    without it, the place of what follows it is returned.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         end = start + num_bytes if num_bytes is not None else os.fstat(descriptor).st_size
         at: int | None = start
         while at is not None:
-            mark = yield from walk(lambda offset, count: read_member(descriptor, offset, count), at, end, beginning=start)
+            mark = yield from walk(
+                lambda offset, count: read_member(descriptor, offset, count),
+                at,
+                end,
+                beginning=start,
+            )
             at = _next_block(descriptor, mark, end)
             if at is not None and not ignore_zeros:
                 return at - start
@@ -77,13 +88,23 @@ def members(
 
 
 def walk(
-    read: Read, offset: int = 0, end: int | None = None, *, beginning: int = 0, refuse_links: bool = True
+    read: Read,
+    offset: int = 0,
+    end: int | None = None,
+    *,
+    beginning: int = 0,
+    refuse_links: bool = True,
 ) -> Generator[Member, None, int]:
-    """The regular files of the tar that starts at `offset`; returns where its end mark is. Errors count from the beginning.
+    """The regular files of the tar that starts at `offset`; returns where its end mark is. Errors
+    count from the beginning.
 
     Links and devices are passed over where they are not refused.
     """
-    name, size, is_announced = None, None, False  # as extended headers announce the member that follows them
+    name, size, is_announced = (
+        None,
+        None,
+        False,
+    )  # as extended headers announce the member that follows them
     while True:
         here = offset - beginning
         block = read(offset, BLOCK)
@@ -91,7 +112,9 @@ def walk(
             raise TarError(f"is cut at byte {here:,}: no end-of-archive mark")
         if block.count(0) == BLOCK:
             if is_announced:
-                raise TarError(f"ends at byte {here:,}, after an extended header whose member is not there")
+                raise TarError(
+                    f"ends at byte {here:,}, after an extended header whose member is not there"
+                )
             return offset
         kind, num_bytes = _checked(block, here)
         if kind == b"\0" and _name(block).endswith("/"):
@@ -99,7 +122,8 @@ def walk(
         if kind in _REGULAR and size is not None:
             num_bytes = size
         elif kind == _FOLDER:
-            num_bytes = 0  # whatever the header gives: in POSIX it is the room set aside, and no data follows
+            # whatever the header gives: in POSIX it is the room set aside, and no data follows
+            num_bytes = 0
         data = offset + BLOCK
         if end is not None and data + num_bytes > end:
             raise TarError(f"is cut: the member at byte {here:,} needs {num_bytes:,} bytes")
@@ -114,14 +138,19 @@ def walk(
             yield Member(_name(block) if name is None else name, data, num_bytes)
         elif kind != _FOLDER and refuse_links:
             problem = f"holds {_name(block)!r}, which is a link or device (type {kind!r})"
-            raise TarError(problem, fix="pack it again with plain files only, for example with tar --dereference")
+            raise TarError(
+                problem,
+                fix="pack it again with plain files only, for example with tar --dereference",
+            )
         name, size, is_announced = None, None, False
 
 
 def read_member(descriptor: int, offset: int, num_bytes: int) -> bytes:
     """The data of a member; cut short where the file is."""
     data = b""
-    while len(data) < num_bytes and (more := os.pread(descriptor, num_bytes - len(data), offset + len(data))):
+    while len(data) < num_bytes and (
+        more := os.pread(descriptor, num_bytes - len(data), offset + len(data))
+    ):
         data += more
     return data
 
@@ -144,7 +173,8 @@ class Run(NamedTuple):
 
 
 def runs(found: Iterable[Member]) -> Iterator[Run]:
-    """By webdataset's rule. A member whose name has no key is a run by itself, whose key is empty, and ends no other run."""
+    """By webdataset's rule. A member whose name has no key is a run by itself, whose key is empty,
+    and ends no other run."""
     run: Run | None = None
     for member in found:
         key, suffix = key_of(member.name)
@@ -161,7 +191,8 @@ def runs(found: Iterable[Member]) -> Iterator[Run]:
 
 
 def key_of(name: str) -> tuple[str, str]:
-    """The key is all up to the first dot of the last part of the name; both are empty where there is none."""
+    """The key is all up to the first dot of the last part of the name; both are empty where there
+    is none."""
     match = _KEY.match(name)
     return (match[1], match[2]) if match else ("", "")
 
@@ -172,20 +203,27 @@ def header_name(block: bytes) -> str:
     return _name(block)
 
 
-def _announced(kind: bytes, body: bytes, name: str | None, size: int | None, *, place: int) -> tuple[str | None, int | None]:
+def _announced(
+    kind: bytes, body: bytes, name: str | None, size: int | None, *, place: int
+) -> tuple[str | None, int | None]:
     """`name` and `size` of the next member, as an extended header changes them."""
     if kind == _LONG_NAME:
         return _text(body), size
     if kind in _PAX:
         return _pax(body, name, size, place=place)
     if kind == _GLOBAL_PAX and _pax(body, None, None, place=place) != (None, None):
-        raise TarError(f"gives all members one name or size, in a global header at byte {place:,}", fix="pack it again")
+        raise TarError(
+            f"gives all members one name or size, in a global header at byte {place:,}",
+            fix="pack it again",
+        )
     return name, size
 
 
 def _next_block(descriptor: int, offset: int, end: int) -> int | None:
     """Where from `offset` on the first block lies that is not all zeros."""
-    while offset < end and (data := os.pread(descriptor, min(_SKIPPED_BYTES, end - offset), offset)):
+    while offset < end and (
+        data := os.pread(descriptor, min(_SKIPPED_BYTES, end - offset), offset)
+    ):
         zeros = len(data) - len(data.lstrip(b"\0"))
         if zeros < len(data):
             return offset + zeros // BLOCK * BLOCK
@@ -200,7 +238,9 @@ def _checked(block: bytes, offset: int) -> tuple[bytes, int]:
     checksum = _number(block[148:156])
     expected = sum(block) - sum(block[148:156]) + 8 * 32
     # tars of old add up signed bytes
-    if checksum != expected and checksum != expected - 256 * sum(byte > 127 for byte in block[:148] + block[156:]):
+    if checksum != expected and checksum != expected - 256 * sum(
+        byte > 127 for byte in block[:148] + block[156:]
+    ):
         raise TarError(f"is damaged at byte {offset:,}: no valid header there")
     size = _number(block[124:136])
     if size is None:
@@ -226,8 +266,11 @@ def _text(field: bytes) -> str:
     return field.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
 
 
-def _pax(body: bytes, name: str | None, size: int | None, *, place: int) -> tuple[str | None, int | None]:
-    """`name` and `size` as the pax records of `body` change them; an empty value cancels an earlier one."""
+def _pax(
+    body: bytes, name: str | None, size: int | None, *, place: int
+) -> tuple[str | None, int | None]:
+    """`name` and `size` as the pax records of `body` change them; an empty value cancels an earlier
+    one."""
     at = 0
     while at < len(body) and body[at] != 0:
         match = _PAX_RECORD.match(body, at)
@@ -248,20 +291,25 @@ def _pax(body: bytes, name: str | None, size: int | None, *, place: int) -> tupl
     return name, size
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------
+# ---- writing
+# ----------------------------------------------------------------------------------------------------
 
 RECORD_BYTES: Final = 20 * BLOCK
-"""The length of an archive is a multiple of this, as it was on tape, and as every tar program writes it."""
+"""The length of an archive is a multiple of this, as it was on tape, and as every tar program
+writes it."""
 MAX_NAME_BYTES: Final = 100
 MAX_PREFIX_BYTES: Final = 155
 MAX_MEMBER_BYTES: Final = 8**11 - 1
-"""8 GiB less one byte: what eleven octal digits hold. Larger sizes need extensions that not every reader knows."""
+"""8 GiB less one byte: what eleven octal digits hold. Larger sizes need extensions that not every
+reader knows."""
 HELD_BYTES: Final = 1 << 20
 """Small members are hashed and written in pieces of at least this size."""
 
 _BEFORE_SIZE: Final = b"0000644\0" + b"0000000\0" * 2
 _BEFORE_PREFIX: Final = b"0" + bytes(100) + b"ustar\x0000" + bytes(80)
-_CONSTANT_SUM: Final = sum(_BEFORE_SIZE) + sum(b"00000000000\0") + 8 * ord(" ") + sum(_BEFORE_PREFIX)
+_CONSTANT_SUM: Final = (
+    sum(_BEFORE_SIZE) + sum(b"00000000000\0") + 8 * ord(" ") + sum(_BEFORE_PREFIX)
+)
 """What the constant fields add to a header's checksum, which counts its own field as spaces."""
 
 
@@ -281,7 +329,8 @@ class TarWriter:
         return start
 
     def finish(self) -> None:
-        """Ends the archive with two empty blocks, filled up to a whole record; nothing may be added afterwards."""
+        """Ends the archive with two empty blocks, filled up to a whole record; nothing may be added
+        afterwards."""
         end = 2 * BLOCK
         end += -(self.num_bytes + end) % RECORD_BYTES
         self._held.append(bytes(end))
@@ -311,7 +360,10 @@ class TarWriter:
 def header(name: str, num_bytes: int) -> bytes:
     """The 512 bytes before a member's data."""
     if num_bytes > MAX_MEMBER_BYTES:
-        raise ValueError(f"{name}: {num_bytes:,} bytes; a member of a shard may have {MAX_MEMBER_BYTES:,} at most")
+        raise ValueError(
+            f"{name}: {num_bytes:,} bytes; a member of a shard may have {MAX_MEMBER_BYTES:,} at"
+            " most"
+        )
     prefix, base = _split(name)
     size = b"%011o" % num_bytes
     checksum = _CONSTANT_SUM + sum(size) + sum(base) + sum(prefix)
@@ -329,7 +381,8 @@ def header(name: str, num_bytes: int) -> bytes:
 
 
 def _split(name: str) -> tuple[bytes, bytes]:
-    """(prefix, base) of a name, which the reader joins by a slash; the shortest prefix that leaves a short enough base."""
+    """(prefix, base) of a name, which the reader joins by a slash; the shortest prefix that leaves
+    a short enough base."""
     encoded = name.encode("utf-8", "surrogateescape")
     if not encoded or b"\0" in encoded:
         raise ValueError(f"{name!r} cannot name a member of a shard")
@@ -338,7 +391,8 @@ def _split(name: str) -> tuple[bytes, bytes]:
     slash = encoded.find(b"/", len(encoded) - MAX_NAME_BYTES - 1)
     if slash < 0 or slash > MAX_PREFIX_BYTES or slash == len(encoded) - 1:
         raise ValueError(
-            f"{name!r} is too long for a member of a shard: {len(encoded)} bytes, where {MAX_NAME_BYTES} fit, or "
-            f"{MAX_PREFIX_BYTES} + {MAX_NAME_BYTES} where a slash stands between them"
+            f"{name!r} is too long for a member of a shard: {len(encoded)} bytes, where"
+            f" {MAX_NAME_BYTES} fit, or {MAX_PREFIX_BYTES} + {MAX_NAME_BYTES} where a slash stands"
+            " between them"
         )
     return encoded[:slash], encoded[slash + 1 :]

@@ -1,12 +1,13 @@
-"""Worker processes of every verb: as many as asked for, and none outlives the process that started them. A single worker is a
-thread of this process, which spares small builds the start of another one.
+"""Worker processes of every verb: as many as asked for, and none outlives the process that started
+them. A single worker is a thread of this process, which spares small builds the start of another
+one.
 
-Without the watch below, workers of a builder that is killed would finish what is queued, into the files of the builder that
-takes its place, and then wait for ever.
+Without the watch below, workers of a builder that is killed would finish what is queued, into the
+files of the builder that takes its place, and then wait for ever.
 
-No lock and no queue is shared with a worker, for one that dies while it holds either blocks all others for ever (issue 17: a build
-whose worker was killed inside the counter's lock): each has a pipe of its own to a thread of this process, and a slot of its own to
-count in.
+No lock and no queue is shared with a worker, for one that dies while it holds either blocks all
+others for ever (issue 17: a build whose worker was killed inside the counter's lock): each has a
+pipe of its own to a thread of this process, and a slot of its own to count in.
 """
 
 import os
@@ -82,10 +83,12 @@ def worker_pool(num_workers: int) -> Pool:
 
 
 def start_server() -> None:
-    """Start the process that workers are forked from, unless it runs. It imports what they need while this process goes on, and
-    ends with this process."""
-    # Ctrl-C, which reaches it, too, is blocked there: while it imports it would show a traceback. Here it waits a moment.
-    resource_tracker.ensure_running()  # which that process starts otherwise, and which lets signals through again
+    """Start the process that workers are forked from, unless it runs. It imports what they need
+    while this process goes on, and ends with this process."""
+    # Ctrl-C, which reaches it, too, is blocked there: while it imports it would show a traceback.
+    # Here it waits a moment.
+    # which that process starts otherwise, and which lets signals through again
+    resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         ensure_running()
@@ -104,23 +107,28 @@ def sweep(
     num_workers: int = 1,
     pool: Pool | None = None,
 ) -> Iterator[T]:
-    """What `function`, in workers, makes of every job, in their order; it is pickled. After the first failure no job begins; those
-    at work are waited for.
+    """What `function`, in workers, makes of every job, in their order; it is pickled. After the
+    first failure no job begins; those at work are waited for.
 
     A single worker that is not given is this thread: Ctrl-C need not wait for its job.
-    The line of progress counts what workers have added to the tally, up to `total`; without one, it counts jobs.
+    The line of progress counts what workers have added to the tally, up to `total`; without one, it
+    counts jobs.
     """
     num_images = 0
     with ExitStack() as stack:
         is_here = pool is None and min(num_workers, len(jobs)) <= 1
         pool = pool or stack.enter_context(worker_pool(min(num_workers, len(jobs))))
-        line = stack.enter_context(progress(title, total=len(jobs) if total is None else total, unit=unit))
+        line = stack.enter_context(
+            progress(title, total=len(jobs) if total is None else total, unit=unit)
+        )
 
         def report(num_done: int) -> None:
             nonlocal num_images
             num_images += pool.tally.taken()
             if total is None:
-                line.advance(num_done - line.done, note=f"{num_images:,} images" if num_images else "")
+                line.advance(
+                    num_done - line.done, note=f"{num_images:,} images" if num_images else ""
+                )
             else:
                 line.advance(num_images - line.done, note=f"{num_done}/{len(jobs)} {jobs_are}")
 
@@ -140,14 +148,17 @@ def sweep(
                         if each.done():
                             each.result()  # raises what a later job has failed of
                 report(number + 1)
-                yield futures.popleft().result()  # which is not kept: all of them need not fit in memory
+                yield (
+                    futures.popleft().result()
+                )  # which is not kept: all of them need not fit in memory
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 class _Processes(Pool):
-    """As many threads, each of which hands its job to a worker process and waits for what comes back."""
+    """As many threads, each of which hands its job to a worker process and waits for what comes
+    back."""
 
     def __init__(self, num_workers: int, slots: MutableSequence[int]):
         super().__init__(slots, max_workers=num_workers)
@@ -193,7 +204,9 @@ class _Worker:
                 fate, remedy = self._fate()
                 self._slots[self._number] = counted
                 if is_second:
-                    raise BrokenExecutor(f"{fate}, like the one before it at the same work; {remedy}") from None
+                    raise BrokenExecutor(
+                        f"{fate}, like the one before it at the same work; {remedy}"
+                    ) from None
                 print(f"data_prep: {fate}; its work is done again", file=sys.stderr, flush=True)
             else:
                 if is_well:
@@ -218,7 +231,9 @@ class _Worker:
     def _start(self) -> "Connection[Any, Any]":
         self._pipe, theirs = _CONTEXT.Pipe()
         with theirs, _one_at_a_time:
-            ignores_interrupts = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # in the background of a shell
+            ignores_interrupts = (
+                signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            )  # in the background of a shell
             words = (theirs, self._slots, self._number, ignores_interrupts)
             process = _CONTEXT.Process(target=_work, args=words, daemon=True)
             process.start()
@@ -232,18 +247,29 @@ class _Worker:
         assert self._process is not None
         who = f"worker {self._process.pid}"
         if code == -signal.SIGKILL:
-            return (f"{who} was killed (signal 9), most likely for want of memory", "give more memory, or take fewer workers")
+            return (
+                f"{who} was killed (signal 9), most likely for want of memory",
+                "give more memory, or take fewer workers",
+            )
         if code < 0:
-            how = f"{who} died of signal {-code} ({signal.strsignal(-code)}), most likely a library's crash"
+            how = (
+                f"{who} died of signal {-code} ({signal.strsignal(-code)}), most likely a library's"
+                " crash"
+            )
             return how, "leave out what it was at, or mend the installation"
         return f"{who} ended with exit code {code}", "read its output above"
 
 
-def _work(pipe: "Connection[Any, Any]", slots: MutableSequence[int], number: int, ignores_interrupts: bool) -> None:
+def _work(
+    pipe: "Connection[Any, Any]", slots: MutableSequence[int], number: int, ignores_interrupts: bool
+) -> None:
     """What a worker does until nobody holds the other end of its pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those at work; others learn of the end from the parent
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for those at work; others learn of the end from the parent
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # To the builder it is a daemon, whose end need not be waited for; but what reads a source here may start processes.
+    # To the builder it is a daemon, whose end need not be waited for; but what reads a source here
+    # may start processes.
     current_process().daemon = False
     Tally.connect(slots, number)
     threading.Thread(target=_watch_parent, daemon=True).start()
@@ -252,7 +278,10 @@ def _work(pipe: "Connection[Any, Any]", slots: MutableSequence[int], number: int
             function, args, kwargs = pipe.recv()
             outcome: tuple[bool, Any]
             try:
-                signal.signal(signal.SIGINT, signal.SIG_IGN if ignores_interrupts else signal.default_int_handler)
+                signal.signal(
+                    signal.SIGINT,
+                    signal.SIG_IGN if ignores_interrupts else signal.default_int_handler,
+                )
                 outcome = True, function(*args, **kwargs)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             except BaseException as error:  # noqa: BLE001

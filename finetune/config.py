@@ -1,4 +1,5 @@
-"""Settings that probe, knn and evaluate share, and what a frozen model is fed with. No torch here."""
+"""Settings that probe, knn and evaluate share, and what a frozen model is fed with. No torch
+here."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -11,12 +12,16 @@ from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.config import PixelOrder, ReadingSettings, TrackingSettings
 from pretrain.ranks.settings import RanksSettings
 
-_STATS = "Mean and deviation that pictures are normalised with: the checkpoint's, or those of the dataset, as in paper B's code."
+_STATS = (
+    "Mean and deviation that pictures are normalised with: the checkpoint's, or those of the"
+    " dataset, as in paper B's code."
+)
 ChannelStats = Annotated[Literal["checkpoint", "target"], Field(description=_STATS)]
 
 
 class ShortRunSettings(Settings):
-    """What probe, knn and evaluate have in common: a dataset, and ranks that end the run or begin it anew."""
+    """What probe, knn and evaluate have in common: a dataset, and ranks that end the run or begin
+    it anew."""
 
     data: ReadingSettings
     ranks: RanksSettings = RanksSettings()
@@ -39,11 +44,24 @@ class Fed:
     """Of the model's products."""
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint | None, manifest: Manifest, *, image_size: int | None, channel_stats: ChannelStats) -> "Fed":
+    def of(
+        cls,
+        checkpoint: Checkpoint | None,
+        manifest: Manifest,
+        *,
+        image_size: int | None,
+        channel_stats: ChannelStats,
+    ) -> "Fed":
         """Without a checkpoint as the dataset's manifest says."""
         target = (manifest.channel_mean, manifest.channel_std)
         if checkpoint is None:
             return cls(image_size or manifest.image_size, target)
         card = checkpoint.card
         own = (card.channel_mean, card.channel_std)
-        return cls(card.image_size, own if channel_stats == "checkpoint" else target, card.fed_interpolation, checkpoint, card)
+        return cls(
+            card.image_size,
+            own if channel_stats == "checkpoint" else target,
+            card.fed_interpolation,
+            checkpoint,
+            card,
+        )

@@ -1,6 +1,6 @@
-"""How the pictures of the upper floors look: fit for a paper's column, on white (a dark browser shows them as they are), in colours
-that colour-blind people tell apart, and in markers as well. They are drawn without pyplot, which would keep them: a process may
-draw as many as it likes."""
+"""How the pictures of the upper floors look: fit for a paper's column, on white (a dark browser
+shows them as they are), in colours that colour-blind people tell apart, and in markers as well.
+They are drawn without pyplot, which would keep them: a process may draw as many as it likes."""
 
 import io
 from collections.abc import Sequence
@@ -53,7 +53,8 @@ def looks(*names: str) -> AbstractContextManager[None]:
 
 
 def panels(count: int, *, height: float = 2.3, most: int = 3) -> tuple[Figure, Sequence[Axes]]:
-    """Of a paper: one in a column, several across the page, at most so many in a row. Within `looks`."""
+    """Of a paper: one in a column, several across the page, at most so many in a row. Within
+    `looks`."""
     columns = min(count, most)
     rows = -(-count // columns)
     figure = Figure(figsize=(COLUMN if columns == 1 else PAGE, rows * height))
@@ -70,5 +71,10 @@ def save(figure: Figure, path: Path) -> None:
 
 def file_of(figure: Figure, format: str = "png") -> io.BytesIO:
     dpi = 140 if figure.get_figwidth() > PAGE else DPI
-    figure.savefig(drawn := io.BytesIO(), format=format, dpi=dpi, metadata={"Date": None} if format == "svg" else None)
+    figure.savefig(
+        drawn := io.BytesIO(),
+        format=format,
+        dpi=dpi,
+        metadata={"Date": None} if format == "svg" else None,
+    )
     return drawn

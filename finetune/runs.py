@@ -1,12 +1,13 @@
-"""A finished run as others read it: what it did, on what, from which weights, and what it reached. No torch, no MLflow, no store.
+"""A finished run as others read it: what it did, on what, from which weights, and what it reached.
+No torch, no MLflow, no store.
 
     RUN/config.yaml              the resolved settings; `pretrained` names what the run started from
     RUN/result.json              once it is finished
     RUN/tracking/identity.json   the keys of the run and of the one whose weights it started from
     RUN/tracking/journal.jsonl   parameters and tags of its start, then its curves
 
-The report, the tables beside the papers' and the model card read runs here alone. What cannot be read is not known: nothing is made
-up.
+The report, the tables beside the papers' and the model card read runs here alone. What cannot be
+read is not known: nothing is made up.
 """
 
 import json
@@ -23,7 +24,13 @@ from typing import Any, Literal, NamedTuple
 from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import flatten, read_yaml
 from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
-from pretrain.checkpoints.run import CONFIG_FILE, begun_with, finished_result, list_checkpoints, run_and_length
+from pretrain.checkpoints.run import (
+    CONFIG_FILE,
+    begun_with,
+    finished_result,
+    list_checkpoints,
+    run_and_length,
+)
 from pretrain.config import Length
 from pretrain.data.datasets import Part
 from pretrain.tracking.tracker import readable_events
@@ -61,8 +68,8 @@ class Run:
     result: Mapping[str, Any] = field(default_factory=dict)
     """Empty while the run is unfinished."""
     params: Mapping[str, str] = field(default_factory=dict)
-    """The flattened settings ({"train.duration": "50 epochs"}), and what the run found out at its start, such as the hash of its
-    data and the model that its weights are of."""
+    """The flattened settings ({"train.duration": "50 epochs"}), and what the run found out at its
+    start, such as the hash of its data and the model that its weights are of."""
     tags: Mapping[str, str] = field(default_factory=dict)
     began_ms: int = 0
     key: str = ""
@@ -78,7 +85,10 @@ class Run:
         if "init" in self.settings:
             return "tune" if self.settings["init"] == "pretrained" else "scratch"
         signs: dict[str, Task] = {"lrs": "probe", "neighbours": "knn", "split": "evaluate"}
-        return next((task for sign, task in signs.items() if sign in {**self.settings, **self.data}), "pretrain")
+        return next(
+            (task for sign, task in signs.items() if sign in {**self.settings, **self.data}),
+            "pretrain",
+        )
 
     @property
     def is_group(self) -> bool:
@@ -97,7 +107,12 @@ class Run:
     @property
     def split(self) -> str:
         """That its accuracies are of."""
-        return str(self.data.get("eval_split") or self.data.get("test_split") or self.data.get("split") or NOT_STATED)
+        return str(
+            self.data.get("eval_split")
+            or self.data.get("test_split")
+            or self.data.get("split")
+            or NOT_STATED
+        )
 
     @property
     def pretrained(self) -> Path | None:
@@ -106,9 +121,14 @@ class Run:
         return self.path_of(run_and_length(str(path))[0]) if path else None
 
     def path_of(self, words: str) -> Path:
-        """A path of the settings. A relative one is relative to where the command was typed, as far as `run_dir` shows it."""
+        """A path of the settings. A relative one is relative to where the command was typed, as far
+        as `run_dir` shows it."""
         typed, place = Path(str(self.settings.get("run_dir") or "")), self.directory.resolve()
-        if typed.is_absolute() or not typed.parts or place.parts[-len(typed.parts) :] != typed.parts:
+        if (
+            typed.is_absolute()
+            or not typed.parts
+            or place.parts[-len(typed.parts) :] != typed.parts
+        ):
             return Path(words)
         return place.parents[len(typed.parts) - 1] / words
 
@@ -121,7 +141,9 @@ class Run:
 
     @property
     def dataset_name(self) -> str:
-        return self.tags.get("dataset") or (self.manifest.name if self.manifest else self.dataset.name)
+        return self.tags.get("dataset") or (
+            self.manifest.name if self.manifest else self.dataset.name
+        )
 
     @property
     def chance(self) -> float | None:
@@ -129,14 +151,20 @@ class Run:
 
     @property
     def largest_class(self) -> float | None:
-        """The accuracy of always predicting the largest class; None if classes are equally large, or if nobody knows."""
+        """The accuracy of always predicting the largest class; None if classes are equally large,
+        or if nobody knows."""
         split = self.manifest.splits.get(self.split) if self.manifest else None
         return split.largest_class if split else None
 
     @cached_property
     def model_name(self) -> str:
-        """Such as B-4/Wi-256, or `pixels` for the linear baseline. What a training is of, and what all others look at."""
-        source = self.pretrained if self.is_group or self.task in ("probe", "knn", "evaluate") else self.directory
+        """Such as B-4/Wi-256, or `pixels` for the linear baseline. What a training is of, and what
+        all others look at."""
+        source = (
+            self.pretrained
+            if self.is_group or self.task in ("probe", "knn", "evaluate")
+            else self.directory
+        )
         if source is None:
             return "pixels"
         card = None if "model" in self.tags else card_of(source)
@@ -157,9 +185,15 @@ class Run:
 
     @property
     def num_images(self) -> int | None:
-        """That were trained on, of one split or of its fold; of a mixture the parts are not told apart here."""
+        """That were trained on, of one split or of its fold; of a mixture the parts are not told
+        apart here."""
         split, manifest = str(self.data.get("train_split", "")), self.manifest
-        if manifest is None or split not in manifest.splits or self.data.get("also") or self.data.get("stream"):
+        if (
+            manifest is None
+            or split not in manifest.splits
+            or self.data.get("also")
+            or self.data.get("stream")
+        ):
             return None
         try:
             return Part(self.dataset, manifest, split, fold=self.data.get("fold")).num_samples
@@ -168,18 +202,26 @@ class Run:
 
     @property
     def weights_step(self) -> int | None:
-        """The step of the checkpoint whose weights this run began with; None if no record has it."""
+        """The step of the checkpoint whose weights this run began with; None if no record has
+        it."""
         return (self.result or begun_with(self.directory)).get("weights_step")
 
     def length_at(self, step: int) -> str:
-        """The length of this training at one of its steps: `2 epochs`, or `13 steps` if no epoch ends with that step."""
+        """The length of this training at one of its steps: `2 epochs`, or `13 steps` if no epoch
+        ends with that step."""
         if step == self.result.get("step"):
             return self.params.get("train.duration", "")
         samples, epochs = (values for _, values in self.curves("train/samples", "train/epoch"))
         if samples and epochs[-1]:
-            size, batch = round(samples[-1] / epochs[-1]), self.settings["train"]["global_batch_size"]
+            size, batch = (
+                round(samples[-1] / epochs[-1]),
+                self.settings["train"]["global_batch_size"],
+            )
             count = step * batch // size
-            if count and Length(count, "epochs").steps(global_batch_size=batch, num_samples=size) == step:
+            if (
+                count
+                and Length(count, "epochs").steps(global_batch_size=batch, num_samples=size) == step
+            ):
                 return f"{count} epoch{'s' * (count > 1)}"
         return f"{step} step{'s' * (step > 1)}"
 
@@ -190,7 +232,8 @@ class Run:
 
     @property
     def last_top1(self) -> tuple[int, float] | None:
-        """The step and the accuracy of the last evaluation in the event log; None if it has none."""
+        """The step and the accuracy of the last evaluation in the event log; None if it has
+        none."""
         ((steps, values),) = self.curves("eval/top1")
         return (steps[-1], values[-1]) if steps else None
 
@@ -202,14 +245,33 @@ class Run:
     @property
     def accuracies(self) -> dict[str, float]:
         """By their words: {"top-1": 0.75, "top-1, k = 20": 0.6}."""
-        figures = {key.rsplit("/", 1)[-1]: value for key, value in self.result.items() if isinstance(value, int | float)}
-        found = ((name, pattern) for name in figures for pattern in ACCURACIES if re.fullmatch(pattern, name))
-        return {re.sub(pattern, ACCURACIES[pattern], name): float(figures[name]) for name, pattern in found}
+        figures = {
+            key.rsplit("/", 1)[-1]: value
+            for key, value in self.result.items()
+            if isinstance(value, int | float)
+        }
+        found = (
+            (name, pattern)
+            for name in figures
+            for pattern in ACCURACIES
+            if re.fullmatch(pattern, name)
+        )
+        return {
+            re.sub(pattern, ACCURACIES[pattern], name): float(figures[name])
+            for name, pattern in found
+        }
 
     def curves(self, *metrics: str) -> list[Curve]:
         """Of each metric, by one reading of the journal."""
-        logged = [(event["step"], event["values"]) for event in _events(self.directory) if event["event"] == "metrics"]
-        found = ([(step, values[metric]) for step, values in logged if metric in values] for metric in metrics)
+        logged = [
+            (event["step"], event["values"])
+            for event in _events(self.directory)
+            if event["event"] == "metrics"
+        ]
+        found = (
+            [(step, values[metric]) for step, values in logged if metric in values]
+            for metric in metrics
+        )
         return [([step for step, _ in pairs], [value for _, value in pairs]) for pairs in found]
 
 
@@ -223,7 +285,8 @@ class Result(NamedTuple):
     value: float
     run: str
     is_of_these_weights: bool
-    """As they are, with their own classifier; else of what was trained on top of them, or of another step."""
+    """As they are, with their own classifier; else of what was trained on top of them, or of
+    another step."""
 
 
 def read_run(directory: Path) -> Run:
@@ -235,7 +298,11 @@ def read_run(directory: Path) -> Run:
     except (OSError, ValueError):
         identity = {}
     present = flatten(settings)
-    params = present | start.get("params", {}) | {key: present[key] for key in ("train.duration",) if key in present}  # it may grow
+    params = (
+        present
+        | start.get("params", {})
+        | {key: present[key] for key in ("train.duration",) if key in present}
+    )  # it may grow
     return Run(
         directory,
         settings,
@@ -249,11 +316,15 @@ def read_run(directory: Path) -> Run:
 
 
 def runs_below(root: Path, *, deepest: int | None = None) -> list[Run]:
-    """Every run in `root` and in the folders below it, sorted by path; `deepest`: so many folders down at most. One that cannot be
-    read is left out, with a line on stderr. (A store keeps copies of config files among its artifacts: these are no runs.)"""
+    """Every run in `root` and in the folders below it, sorted by path; `deepest`: so many folders
+    down at most. One that cannot be read is left out, with a line on stderr. (A store keeps copies
+    of config files among its artifacts: these are no runs.)
+    """
     places = root.rglob(CONFIG_FILE)
     if deepest is not None:
-        places = (path for depth in range(deepest + 1) for path in root.glob("*/" * depth + CONFIG_FILE))
+        places = (
+            path for depth in range(deepest + 1) for path in root.glob("*/" * depth + CONFIG_FILE)
+        )
     found = []
     for directory in sorted({path.parent for path in places}):
         try:
@@ -275,13 +346,21 @@ def run_of(checkpoint: Path) -> Run | None:
     return None
 
 
-def results_of(checkpoint: Path, run: Run | None, *, step: int, places: Sequence[Path]) -> list[Result]:
-    """What is known of these weights (of `run`, at `step`): what their training ended with, then what finished runs in `places`
-    found that started from them."""
-    own = _results(run, is_of_these_weights=run.result.get("step", step) == step) if run is not None else []
+def results_of(
+    checkpoint: Path, run: Run | None, *, step: int, places: Sequence[Path]
+) -> list[Result]:
+    """What is known of these weights (of `run`, at `step`): what their training ended with, then
+    what finished runs in `places` found that started from them."""
+    own = (
+        _results(run, is_of_these_weights=run.result.get("step", step) == step)
+        if run is not None
+        else []
+    )
     checkpoint = checkpoint.resolve()
     meant = {checkpoint} | ({run.directory.resolve()} if run is not None else set())
-    others = {each.directory.resolve(): each for place in places for each in runs_below(place, deepest=2)}
+    others = {
+        each.directory.resolve(): each for place in places for each in runs_below(place, deepest=2)
+    }
     for directory, each in sorted(others.items()):
         start = each.pretrained.resolve() if each.pretrained is not None else None
         if directory not in meant and start in meant:
@@ -291,9 +370,21 @@ def results_of(checkpoint: Path, run: Run | None, *, step: int, places: Sequence
 
 
 def _results(run: Run, *, is_of_these_weights: bool) -> list[Result]:
-    views = f", {run.settings['views']} views" if run.task == "evaluate" and run.settings.get("views") else ""
+    views = (
+        f", {run.settings['views']} views"
+        if run.task == "evaluate" and run.settings.get("views")
+        else ""
+    )
     return [
-        Result(run.task, run.dataset_name, run.split, metric + views, value, run.name, is_of_these_weights)
+        Result(
+            run.task,
+            run.dataset_name,
+            run.split,
+            metric + views,
+            value,
+            run.name,
+            is_of_these_weights,
+        )
         for metric, value in run.accuracies.items()
     ]
 
@@ -310,6 +401,8 @@ def _events(directory: Path, *, limit: int | None = None) -> list[dict[str, Any]
     """Of the journal; a kill may have cut its last line."""
     try:
         with open(directory / "tracking" / "journal.jsonl", "rb") as journal:
-            return readable_events([line for line in islice(journal, limit) if line.endswith(b"\n")])
+            return readable_events(
+                [line for line in islice(journal, limit) if line.endswith(b"\n")]
+            )
     except OSError:
         return []

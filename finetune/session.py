@@ -1,7 +1,9 @@
-"""What a short run (probe, knn, evaluate) works in: ranks that have joined, the frozen model, and the run's record in MLflow.
+"""What a short run (probe, knn, evaluate) works in: ranks that have joined, the frozen model, and
+the run's record in MLflow.
 
-Such a run has no checkpoints: it ends or it is begun anew. What ends it as Ctrl-C does (`verbs.end_on_signals`) makes its status
-KILLED. This file alone (and the engine of `finetune tune`) imports accelerate.
+Such a run has no checkpoints: it ends or it is begun anew. What ends it as Ctrl-C does
+(`verbs.end_on_signals`) makes its status KILLED. This file alone (and the engine of `finetune
+tune`) imports accelerate.
 """
 
 import datetime
@@ -55,15 +57,18 @@ def session(
     identity: str | None = None,
     begin: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[torch.device, Tracker]]:
-    """Entered by all ranks of a run: one that is gone, frozen, stuck or fails meanwhile ends the others, and is named.
-    `identity`: a hash of all that the ranks must have found alike, if that is more than the weights; `begin`: see `claim`."""
+    """Entered by all ranks of a run: one that is gone, frozen, stuck or fails meanwhile ends the
+    others, and is named. `identity`: a hash of all that the ranks must have found alike, if that is
+    more than the weights; `begin`: see `claim`.
+    """
     device = start_accelerator(world, timeout_s=settings.ranks.timeout_s).device
     identity = identity or (checkpoint.sha256 if checkpoint else "0")
     with watched(world, settings.ranks, device=device) as heartbeat:
         if not same_on_all_ranks(int(identity[:15], 16), device=device):
             raise UserError(
-                f"{checkpoint.directory if checkpoint else run_dir}: the ranks found different weights there, or other data or "
-                "settings (is it still being trained?); name one of its checkpoints/step-*"
+                f"{checkpoint.directory if checkpoint else run_dir}: the ranks found different"
+                " weights there, or other data or settings (is it still being trained?); name one"
+                " of its checkpoints/step-*"
             )
         record = recorded(
             settings,
@@ -81,18 +86,23 @@ def session(
             try:
                 yield device, tracker
             except BaseException as error:
-                heartbeat.blame(error)  # at once, not after the end of the record, which takes its time
+                heartbeat.blame(
+                    error
+                )  # at once, not after the end of the record, which takes its time
                 raise
 
 
-def start_accelerator(world: World, *, precision: str = "fp32", timeout_s: float = 600.0) -> Accelerator:
+def start_accelerator(
+    world: World, *, precision: str = "fp32", timeout_s: float = 600.0
+) -> Accelerator:
     """Without a GPU accelerate must be told so, or each rank would silently work alone."""
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout_s)),
-            # or every forward pass would send all permutations and masks; `average_over_ranks` does what is needed
+            # or every forward pass would send all permutations and masks; `average_over_ranks` does
+            # what is needed
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
@@ -100,16 +110,24 @@ def start_accelerator(world: World, *, precision: str = "fp32", timeout_s: float
         keep_freed_memory()
     seen = accelerator.num_processes
     if seen != world.num_ranks:
-        raise RuntimeError(f"accelerate sees {seen} processes of {world.num_ranks}; unset ACCELERATE_* variables")
+        raise RuntimeError(
+            f"accelerate sees {seen} processes of {world.num_ranks}; unset ACCELERATE_* variables"
+        )
     return accelerator
 
 
 class PatientGroup:
-    """All ranks, for waits that are as long as another rank's work, which no timeout of collectives may end; the heartbeat notices
-    ranks that are gone. All ranks make one together, before that work. Nothing of it goes through a GPU."""
+    """All ranks, for waits that are as long as another rank's work, which no timeout of collectives
+    may end; the heartbeat notices ranks that are gone. All ranks make one together, before that
+    work. Nothing of it goes through a GPU.
+    """
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=_AS_LONG_AS_IT_TAKES) if is_distributed() else None
+        self._group = (
+            dist.new_group(backend="gloo", timeout=_AS_LONG_AS_IT_TAKES)
+            if is_distributed()
+            else None
+        )
 
     def all_sum(self, values: Tensor) -> Tensor:
         """The sum over ranks, in place, of numbers in the host's memory."""
@@ -140,7 +158,9 @@ class Backbone(Fed):
     """Normalised (B, 3, H, W) to (B, features)."""
     model: ImageModel | None = None
 
-    def augmentation(self, settings: AugmentSettings | None = None, *, seed: int = 0, device: torch.device) -> Augmentation:
+    def augmentation(
+        self, settings: AugmentSettings | None = None, *, seed: int = 0, device: torch.device
+    ) -> Augmentation:
         return Augmentation(
             (settings or AugmentSettings()).fed_as(self.interpolation),
             seed=seed,
@@ -161,7 +181,8 @@ def open_backbone(
     channel_stats: ChannelStats = "checkpoint",
     precision: str = "fp32",
 ) -> Backbone:
-    """None: the features are the pixels themselves, normalised as the dataset's manifest says. `precision` is of `extract`."""
+    """None: the features are the pixels themselves, normalised as the dataset's manifest says.
+    `precision` is of `extract`."""
     fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)
     if checkpoint is None:
         return Backbone(**vars(fed), extract=lambda images: images.flatten(1))
@@ -170,7 +191,10 @@ def open_backbone(
         precision = "bf16" if device.type == "cuda" else "fp32"
 
     def extract(images_BCHW: Tensor) -> Tensor:
-        with working_in(precision), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        with (
+            working_in(precision),
+            torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"),
+        ):
             return pooled_features(model, images_BCHW).float()
 
     return Backbone(**vars(replace(fed, precision=precision)), extract=extract, model=model)
@@ -190,13 +214,17 @@ def recorded(
     stop: StopFlag | None = None,
     begin: Callable[[], bool] | None = None,
 ) -> Iterator[Tracker]:
-    """Entered by all ranks; the first one's tracker is real. The run is a child of the one that made the weights; None: there are
-    none. `used`: splits of one dataset, and for what (training, evaluation). `tags` name the `task`."""
+    """Entered by all ranks; the first one's tracker is real. The run is a child of the one that
+    made the weights; None: there are none. `used`: splits of one dataset, and for what (training,
+    evaluation). `tags` name the `task`.
+    """
     if not world.is_first:
         yield Tracker(None, params={}, tags={})
         return
     weights = checkpoint.mark if checkpoint and tags.get("init") != "scratch" else None
-    with claim(run_dir, settings, is_first=True, ranks=ranks, stop=stop, begin=begin, weights=weights):
+    with claim(
+        run_dir, settings, is_first=True, ranks=ranks, stop=stop, begin=begin, weights=weights
+    ):
         card, manifest = checkpoint.card if checkpoint else None, used[0][0].manifest
         RunIdentity.of(
             run_dir,
@@ -209,10 +237,15 @@ def recorded(
         splits = " and ".join(f"{part.split} ({part.num_samples:,} pictures)" for part, _ in used)
         of = f"of `{checkpoint.name}`" if checkpoint else "without a model"
         title = f"**{tags['task']}** on **{manifest.name}**, {splits}: {model}, {of}"
-        tags = run_tags(dataset=manifest.name, target=target_of(manifest), model=model) | {"origin": origin} | tags
+        tags = (
+            run_tags(dataset=manifest.name, target=target_of(manifest), model=model)
+            | {"origin": origin}
+            | tags
+        )
         tracker = Tracker(
             run_dir,
-            params=flatten(settings.model_dump(mode="json")) | {"content_hash": manifest.content_hash},
+            params=flatten(settings.model_dump(mode="json"))
+            | {"content_hash": manifest.content_hash},
             tags=with_note(tags, title=title, run_dir=run_dir),
             datasets=tuple(dataset_of(part, context) for part, context in used),
             settings=tracking,
@@ -221,18 +254,24 @@ def recorded(
         try:
             yield tracker
         except BaseException as error:
-            tracker.close("KILLED" if isinstance(error, KeyboardInterrupt | Interrupted) else "FAILED")
+            tracker.close(
+                "KILLED" if isinstance(error, KeyboardInterrupt | Interrupted) else "FAILED"
+            )
             raise
         tracker.close("FINISHED")
 
 
-def register(tracker: Tracker, checkpoint: Checkpoint, results: Mapping[str, float], *, target: str) -> None:
-    """Results of a task on a dataset stand as tags of the weights' version in the model registry, under the name of the run that
-    made them (of one of several seeds with that of their group)."""
+def register(
+    tracker: Tracker, checkpoint: Checkpoint, results: Mapping[str, float], *, target: str
+) -> None:
+    """Results of a task on a dataset stand as tags of the weights' version in the model registry,
+    under the name of the run that made them (of one of several seeds with that of their group)."""
     place, card = (checkpoint.run_dir or checkpoint.home).absolute(), checkpoint.card
     is_repeat = (place.parent / CONFIG_FILE).is_file()
     model = f"{place.parent.name}-{place.name}" if is_repeat else place.name
-    model, target = (re.sub(r"[^\w. -]", "-", name) for name in (model, target))  # as a store takes names of models and tags
+    model, target = (
+        re.sub(r"[^\w. -]", "-", name) for name in (model, target)
+    )  # as a store takes names of models and tags
     tags = {f"{name}/{target}": f"{value:.4f}" for name, value in results.items()}
     tracker.version(
         model,

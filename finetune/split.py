@@ -1,8 +1,9 @@
-"""A split of a dataset: whether it can be learned from and judged on, and one pass over it. Torch is imported by the pass alone.
+"""A split of a dataset: whether it can be learned from and judged on, and one pass over it. Torch
+is imported by the pass alone.
 
-Two splits share a sample when shards of both are the same tar (by hash) and their indices name the same offset in it. That finds
-subsets of one dataset that were cut to overlap, and a split that holds another; copies of pictures in other tars are
-`data_prep dedup`'s business.
+Two splits share a sample when shards of both are the same tar (by hash) and their indices name the
+same offset in it. That finds subsets of one dataset that were cut to overlap, and a split that
+holds another; copies of pictures in other tars are `data_prep dedup`'s business.
 """
 
 from collections.abc import Iterator
@@ -49,12 +50,20 @@ def check_apart(
     for field, one, other in pairs:
         num_shared, tar = _shared_samples(directory, manifest, one, other)
         if num_shared:
-            share = f"{num_shared:,} of the {manifest.splits[one].num_samples:,} samples of {one!r} are in {other!r} as well"
+            share = (
+                f"{num_shared:,} of the {manifest.splits[one].num_samples:,} samples of {one!r} are"
+                f" in {other!r} as well"
+            )
             why = f"(in {tar}, for one), so its accuracy would mean nothing"
-            raise DatasetError(f"{field}: {share} {why}; choose splits that share none, or cut them with data_prep subset")
+            raise DatasetError(
+                f"{field}: {share} {why}; choose splits that share none, or cut them with data_prep"
+                " subset"
+            )
 
 
-def _shared_samples(directory: Path | str, manifest: Manifest, one: str, other: str) -> tuple[int, str]:
+def _shared_samples(
+    directory: Path | str, manifest: Manifest, one: str, other: str
+) -> tuple[int, str]:
     """How many samples of split `one` are in `other` as well, and the tar of the first of them."""
     num_shared, first = 0, ""
     others: dict[str, list[Shard]] = {}
@@ -71,24 +80,38 @@ def _shared_samples(directory: Path | str, manifest: Manifest, one: str, other: 
 
 
 def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -> tuple[int, ...]:
-    """The number that the checkpoint gives each class of the dataset: a classifier can only be judged on its own classes. It may
-    have more, having been trained on a mixture; they stay among its answers."""
+    """The number that the checkpoint gives each class of the dataset: a classifier can only be
+    judged on its own classes. It may have more, having been trained on a mixture; they stay among
+    its answers."""
     number_of = {name: number for number, name in enumerate(card.classes)}
     if all(name in number_of for name in manifest.classes):
         return tuple(number_of[name] for name in manifest.classes)
     detail = f"{len(card.classes)} classes against {len(manifest.classes)}"
     if len(card.classes) == len(manifest.classes):
         pairs = enumerate(zip(card.classes, manifest.classes, strict=True))
-        detail = next(f"class {number} is {own!r} against {other!r}" for number, (own, other) in pairs if own != other)
-    raise ValueError(f"dataset: {dataset} has other classes than the checkpoint ({detail}); probe or tune on it first")
+        detail = next(
+            f"class {number} is {own!r} against {other!r}"
+            for number, (own, other) in pairs
+            if own != other
+        )
+    raise ValueError(
+        f"dataset: {dataset} has other classes than the checkpoint ({detail}); probe or tune on it"
+        " first"
+    )
 
 
 def batches_of(
-    reader: "ShardReader", *, title: str | None, local_batch_size: int, world: World, device: "torch.device"
+    reader: "ShardReader",
+    *,
+    title: str | None,
+    local_batch_size: int,
+    world: World,
+    device: "torch.device",
 ) -> Iterator["Batch"]:
-    """This rank's batches of one pass: every picture once over all ranks, in the split's order. `mask_B` is False where a batch is
-    padded, or where a picture does not decode (`num_bad`). Pictures and labels are on the device. `title`:
-    of the progress line; None where the caller has its own."""
+    """This rank's batches of one pass: every picture once over all ranks, in the split's order.
+    `mask_B` is False where a batch is padded, or where a picture does not decode (`num_bad`).
+    Pictures and labels are on the device. `title`: of the progress line; None where the caller has
+    its own."""
     from pretrain.augment.feed import on_device
     from pretrain.data.loader import evaluation_batches
 
@@ -96,7 +119,11 @@ def batches_of(
     with (
         progress(title or "", total=reader.num_samples, unit="images", enabled=shown) as line,
         evaluation_batches(
-            reader, local_batch_size=local_batch_size, world=world, num_threads=world.num_cores, pin=device.type == "cuda"
+            reader,
+            local_batch_size=local_batch_size,
+            world=world,
+            num_threads=world.num_cores,
+            pin=device.type == "cuda",
         ) as stored,
         on_device(stored, device) as batches,
     ):
@@ -107,9 +134,11 @@ def batches_of(
 
 
 def view_of(batch: "Batch", view: int | None, augmentation: "Augmentation") -> "Tensor":
-    """What the model sees of a stored batch: as evaluation does for None, or as training would in epoch `view`. A function of
-    (settings and seed of the augmentation, view, sample), whatever rank or batch it is made in: probes learn from views,
-    test-time augmentation averages over them."""
+    """What the model sees of a stored batch: as evaluation does for None, or as training would in
+    epoch `view`. A function of (settings and seed of the augmentation, view, sample), whatever rank
+    or batch it is made in: probes learn from views, test-time augmentation averages over them."""
     if view is None:
         return augmentation.plain(batch).images_BCHW
-    return augmentation.prepare(replace(batch, epochs=np.full(len(batch.samples), view, np.int64))).images_BCHW
+    return augmentation.prepare(
+        replace(batch, epochs=np.full(len(batch.samples), view, np.int64))
+    ).images_BCHW

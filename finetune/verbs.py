@@ -1,4 +1,5 @@
-"""What the verbs of `finetune` have in common: options, `--ranks`, signals, a run that has been finished before. No torch here."""
+"""What the verbs of `finetune` have in common: options, `--ranks`, signals, a run that has been
+finished before. No torch here."""
 
 import argparse
 import os
@@ -18,24 +19,32 @@ from pretrain.ranks.launch import LAUNCHED_WITH
 from pretrain.ranks.world import World
 
 
-def add_common(verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, schema: str) -> None:
+def add_common(
+    verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, schema: str
+) -> None:
     """`schema`: its settings, as module:Class."""
-    verb.add_argument("overrides", nargs="*", default=[], help="key=value, of a setting or of its last word")
+    verb.add_argument(
+        "overrides", nargs="*", default=[], help="key=value, of a setting or of its last word"
+    )
     verb.add_argument("--ranks", type=at_least(1), help="start this many local ranks")
     verb.add_argument("--show", action="store_true", help="print the resolved settings and stop")
     verb.set_defaults(run=run, schema=schema)
 
 
 def split_config(words: list[str]) -> tuple[str | None, list[str]]:
-    """(CONFIG, the other words) of a verb that needs no config: the first word is one where it ends as a YAML file does."""
+    """(CONFIG, the other words) of a verb that needs no config: the first word is one where it ends
+    as a YAML file does."""
     is_config = bool(words) and "=" not in words[0] and words[0].endswith((".yaml", ".yml"))
     return (words[0], words[1:]) if is_config else (None, words)
 
 
 def check_config(config: str, *, command: str) -> None:
-    """Fail if the word in the place of CONFIG names weights. `command` is complete but for these."""
+    """Fail if the word in the place of CONFIG names weights. `command` is complete but for
+    these."""
     if Path(config).is_dir() or is_on_hub(config):
-        raise SettingsError(f"config: {config} is not a config file. Write {command} pretrained={config}")
+        raise SettingsError(
+            f"config: {config} is not a config file. Write {command} pretrained={config}"
+        )
 
 
 def show(settings: Settings) -> int:
@@ -43,7 +52,9 @@ def show(settings: Settings) -> int:
     return OK
 
 
-def launch_ranks(verb: str, words: list[str], options: argparse.Namespace, *, heed_signals: bool = False) -> int:
+def launch_ranks(
+    verb: str, words: list[str], options: argparse.Namespace, *, heed_signals: bool = False
+) -> int:
     from pretrain.ranks.launch import launch
 
     command = [sys.executable, "-m", "finetune", verb, *words, *options.overrides]
@@ -67,7 +78,8 @@ def warn_once(warning: str | None, world: World) -> None:
 
 
 def end_on_signals(kept: str) -> None:
-    """SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does, which is answered with what is kept."""
+    """SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does, which is answered with what is
+    kept."""
     keep(f"{kept}; the same command begins anew")
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.default_int_handler)

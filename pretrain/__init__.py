@@ -1,1 +1,2 @@
-"""Second floor: models, sample order, loader, augmentation, the training loop and its DeepSpeed engine."""
+"""Second floor: models, sample order, loader, augmentation, the training loop and its DeepSpeed
+engine."""

@@ -1,9 +1,12 @@
-"""timm's names of augmentation policies -> which operations they choose from. No torch and no drawing here.
+"""timm's names of augmentation policies -> which operations they choose from. No torch and no
+drawing here.
 
-RandAugment names are sections joined by dashes: `rand`, then any of m (magnitude, 0-10), n (operations per picture), p (probability
-of each), mstd (spread of the magnitude; above 100: uniform from 0 to m), mmax (its upper bound), inc (0 or 1: strength grows
-with the magnitude), tweights (weighted choice without repetition). AutoAugment names are `original`, `originalr`, `v0`, `v0r`,
-and may be followed by mstd; and `cifar10`, which timm has not: its policy, strengths and sampling are torchvision's.
+RandAugment names are sections joined by dashes: `rand`, then any of m (magnitude, 0-10), n
+(operations per picture), p (probability of each), mstd (spread of the magnitude; above 100: uniform
+from 0 to m), mmax (its upper bound), inc (0 or 1: strength grows with the magnitude), tweights
+(weighted choice without repetition). AutoAugment names are `original`, `originalr`, `v0`, `v0r`,
+and may be followed by mstd; and `cifar10`, which timm has not: its policy, strengths and sampling
+are torchvision's.
 """
 
 import math
@@ -19,7 +22,8 @@ FULL_MAGNITUDE = 10.0
 @dataclass(frozen=True)
 class Step:
     name: str
-    """As timm calls it, with its way from magnitude to strength: PosterizeIncreasing, TranslateXRel."""
+    """As timm calls it, with its way from magnitude to strength: PosterizeIncreasing,
+    TranslateXRel."""
     probability: float
     magnitude: float
 
@@ -32,9 +36,11 @@ class Policy:
     num_layers: int
     """Operations per picture."""
     chained: bool = False
-    """The steps are chains of `num_layers`, of which one is chosen whole; otherwise every layer chooses a step."""
+    """The steps are chains of `num_layers`, of which one is chosen whole; otherwise every layer
+    chooses a step."""
     weights: tuple[float, ...] | None = None
-    """How often each step is chosen, and then no step twice for a picture; None: all alike, independently."""
+    """How often each step is chosen, and then no step twice for a picture; None: all alike,
+    independently."""
     magnitude_std: float = 0.0
     """inf: uniform from 0 to the magnitude."""
     magnitude_max: float = FULL_MAGNITUDE
@@ -45,14 +51,21 @@ class Policy:
 def parse_policy(text: str) -> Policy:
     head, *sections = text.split("-")
     if head == "rand":
-        return _rand_augment(text, _sections(text, sections, known=("m", "n", "p", "mstd", "mmax", "inc", "t")))
+        return _rand_augment(
+            text, _sections(text, sections, known=("m", "n", "p", "mstd", "mmax", "inc", "t"))
+        )
     if head in _SEARCHED:
         of_cifar = head == "cifar10"
         given = _sections(text, sections, known=() if of_cifar else ("mstd",))
         words = [word.split() for word in re.split(r"[,|\n]", _SEARCHED[head].strip())]
         full = 9 if of_cifar else FULL_MAGNITUDE  # torchvision's magnitudes are ninths
-        steps = tuple(Step(name, float(p), float(magnitude) * FULL_MAGNITUDE / full) for name, p, magnitude in words)
-        return Policy(steps, num_layers=2, chained=True, magnitude_std=_spread(given), nearest=of_cifar)
+        steps = tuple(
+            Step(name, float(p), float(magnitude) * FULL_MAGNITUDE / full)
+            for name, p, magnitude in words
+        )
+        return Policy(
+            steps, num_layers=2, chained=True, magnitude_std=_spread(given), nearest=of_cifar
+        )
     known = ["rand-m9-mstd0.5-inc1", *_SEARCHED]
     raise ValueError(f"augment.auto_augment: {text!r} is not a policy; {nearest(text, known)}")
 
@@ -68,7 +81,11 @@ def _rand_augment(text: str, given: dict[str, str]) -> Policy:
     if given.get("t") == "weights":
         names, weights = tuple(_WEIGHTED), tuple(_WEIGHTED.values())
     for key, is_right, remedy in (
-        ("t", given.get("t") in (None, "weights"), "of timm's choices only tweights is offered (the others blur)"),
+        (
+            "t",
+            given.get("t") in (None, "weights"),
+            "of timm's choices only tweights is offered (the others blur)",
+        ),
         ("inc", given.get("inc", "0") in ("0", "1"), "write inc0 or inc1"),
         ("p", 0 <= probability <= 1, "a probability is between 0 and 1"),
         ("mmax", highest >= 1, "it must be at least 1"),
@@ -77,7 +94,13 @@ def _rand_augment(text: str, given: dict[str, str]) -> Policy:
         if not is_right:
             raise _wrong(text, f"{key}{given[key]}", remedy)
     steps = tuple(Step(name, probability, magnitude) for name in names)
-    return Policy(steps, num_layers, weights=weights, magnitude_std=_spread(given), magnitude_max=float(highest))
+    return Policy(
+        steps,
+        num_layers,
+        weights=weights,
+        magnitude_std=_spread(given),
+        magnitude_max=float(highest),
+    )
 
 
 def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict[str, str]:
@@ -85,9 +108,15 @@ def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict
     given: dict[str, str] = {}
     for section in sections:
         match = re.fullmatch(r"t([a-z0-9]+)|([a-z]+)(\d+(?:\.\d+)?)", section)
-        key, value = ("t", match[1]) if match and match[1] else (match[2], match[3]) if match else ("", "")
+        key, value = (
+            ("t", match[1]) if match and match[1] else (match[2], match[3]) if match else ("", "")
+        )
         if key not in known:
-            remedy = f"its sections are {', '.join(known)}, each with a number, such as {known[0]}0.5" if known else "it has none"
+            remedy = (
+                f"its sections are {', '.join(known)}, each with a number, such as {known[0]}0.5"
+                if known
+                else "it has none"
+            )
             raise _wrong(text, section, remedy)
         if key in given:
             raise _wrong(text, section, f"{key} is given twice")
@@ -155,4 +184,5 @@ _SEARCHED = {
     "v0": _V0,
     "v0r": _V0.replace("Posterize", "PosterizeIncreasing"),
 }
-"""Ekin D. Cubuk et al., AutoAugment: 25 chains of two operations with probability and magnitude, as timm reads them."""
+"""Ekin D. Cubuk et al., AutoAugment: 25 chains of two operations with probability and magnitude, as
+timm reads them."""

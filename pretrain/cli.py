@@ -1,6 +1,8 @@
-"""Command line of the second floor: `pretrain start | train | preview | show | models | widths | plan | import | sync | serve`.
+"""Command line of the second floor: `pretrain start | train | preview | show | models | widths |
+plan | import | sync | serve`.
 
-Heavy imports wait until the config is known to be good. Long because the options of all verbs of the floor stand here.
+Heavy imports wait until the config is known to be good. Long because the options of all verbs of
+the floor stand here.
 """
 
 import argparse
@@ -21,7 +23,15 @@ from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
 from data_prep.publish import Busy
-from data_prep.settings import SettingsError, UserError, differences, dump, load_settings, near_path, read_lines
+from data_prep.settings import (
+    SettingsError,
+    UserError,
+    differences,
+    dump,
+    load_settings,
+    near_path,
+    read_lines,
+)
 from pretrain import start
 from pretrain.checkpoints.card import CONFIG
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -38,7 +48,13 @@ from pretrain.checkpoints.run import (
     run_and_length,
     steps_of,
 )
-from pretrain.config import PretrainSettings, SinkName, check_against_ranks, check_installed, parse_length
+from pretrain.config import (
+    PretrainSettings,
+    SinkName,
+    check_against_ranks,
+    check_installed,
+    parse_length,
+)
 from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.models.spec import Activation
@@ -55,13 +71,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def guarded(program: str, options: argparse.Namespace) -> int:
-    """Runs the chosen verb. What the user can mend is its message alone; a mistake of ours keeps its traceback."""
+    """Runs the chosen verb. What the user can mend is its message alone; a mistake of ours keeps
+    its traceback."""
     try:
         return int(options.run(options))
     except (ValueError, OSError) as error:
         message, is_started = str(error), getattr(options, "started", False)
-        # before the start every rank finds the same mistake, so the first one reports it; later a rank may be alone with its error
-        alone = isinstance(error, OSError | Busy) or (is_started and not getattr(error, "of_all_ranks", False))
+        # before the start every rank finds the same mistake, so the first one reports it; later a
+        # rank may be alone with its error
+        alone = isinstance(error, OSError | Busy) or (
+            is_started and not getattr(error, "of_all_ranks", False)
+        )
         code, remedy = exit_code_of(error, is_started=is_started), limit_remedy(error)
         if isinstance(error, OSError):
             is_ours = error.errno not in _MENDABLE and remedy is None
@@ -73,7 +93,10 @@ def guarded(program: str, options: argparse.Namespace) -> int:
             message = f"{error}; {remedy or 'fix that'}, and the same command resumes"
     rank = rank_of()
     if rank == 0 or alone:
-        print(f"{program}: {message}" if rank == 0 else f"{program}, rank {rank}: {message}", file=sys.stderr)
+        print(
+            f"{program}: {message}" if rank == 0 else f"{program}, rank {rank}: {message}",
+            file=sys.stderr,
+        )
     return code
 
 
@@ -81,8 +104,13 @@ _MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = program("pretrain", description="Pretrains all-MLP vision models with DeepSpeed ZeRO.", add_verbs=_add_verbs)
-    # the `deepspeed` launcher passes it unless asked not to; the environment, which it sets as well, is what counts
+    parser = program(
+        "pretrain",
+        description="Pretrains all-MLP vision models with DeepSpeed ZeRO.",
+        add_verbs=_add_verbs,
+    )
+    # the `deepspeed` launcher passes it unless asked not to; the environment, which it sets as
+    # well, is what counts
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     return parser
 
@@ -94,98 +122,213 @@ def _add_verbs(verbs: Verbs) -> None:
 pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_dir=runs/mine lr=3e-4 precision=fp32
 pretrain train runs/mine
 pretrain train runs/mine epochs=40"""
-    train.add_argument("--ranks", type=at_least(1), help="start this many local ranks (torchrun and srun work as well)")
-    preview = _add_config(verbs, "preview", _preview, help="draw the pictures that a config feeds to the model")
-    preview.epilog = "pretrain preview configs/pretrain/demo_mlp.yaml dataset=data/mine mixup_alpha=0.8 --out preview.png"
-    preview.add_argument("--out", type=Path, default=Path("preview.png"), help="a PNG file (default: preview.png)")
-    preview.add_argument("--count", type=at_least(1), default=64, help="how many pictures (default: 64)")
-    preview.add_argument("--epoch", type=at_least(0), default=0, help="of which epoch they are the first (default: 0)")
+    train.add_argument(
+        "--ranks",
+        type=at_least(1),
+        help="start this many local ranks (torchrun and srun work as well)",
+    )
+    preview = _add_config(
+        verbs, "preview", _preview, help="draw the pictures that a config feeds to the model"
+    )
+    preview.epilog = (
+        "pretrain preview configs/pretrain/demo_mlp.yaml dataset=data/mine mixup_alpha=0.8 --out"
+        " preview.png"
+    )
+    preview.add_argument(
+        "--out", type=Path, default=Path("preview.png"), help="a PNG file (default: preview.png)"
+    )
+    preview.add_argument(
+        "--count", type=at_least(1), default=64, help="how many pictures (default: 64)"
+    )
+    preview.add_argument(
+        "--epoch",
+        type=at_least(0),
+        default=0,
+        help="of which epoch they are the first (default: 0)",
+    )
     show = _add_config(verbs, "show", _show, help="print the resolved config")
     show.epilog = "pretrain show configs/pretrain/demo_mlp.yaml lr=3e-4"
-    models = verbs.add_parser("models", help="list the named models with their parameters, multiply-adds and widths")
-    models.add_argument("--classes", type=at_least(1), help="of the head (default: 1000, or 10 for the models of small datasets)")
-    models.add_argument("--image-size", type=at_least(1), help="in pixels (default: what each is meant for)")
-    models.add_argument("--match", default="*", metavar="GLOB", help="only such names, for example 'mixer_*'")
+    models = verbs.add_parser(
+        "models", help="list the named models with their parameters, multiply-adds and widths"
+    )
+    models.add_argument(
+        "--classes",
+        type=at_least(1),
+        help="of the head (default: 1000, or 10 for the models of small datasets)",
+    )
+    models.add_argument(
+        "--image-size", type=at_least(1), help="in pixels (default: what each is meant for)"
+    )
+    models.add_argument(
+        "--match", default="*", metavar="GLOB", help="only such names, for example 'mixer_*'"
+    )
     models.epilog = "pretrain models --match 'mixer_*'"
     models.set_defaults(run=_models)
-    widths = verbs.add_parser("widths", help="sizes of mixers and SW-MLPs that have a given number of connections")
-    widths.add_argument("--omega", required=True, help="average connections per layer, such as 2^18 or 2.6e8")
-    widths.add_argument("--gamma", type=float, default=1.0, help="hidden width as a multiple (default: 1, the S-Mixer)")
+    widths = verbs.add_parser(
+        "widths", help="sizes of mixers and SW-MLPs that have a given number of connections"
+    )
+    widths.add_argument(
+        "--omega", required=True, help="average connections per layer, such as 2^18 or 2.6e8"
+    )
+    widths.add_argument(
+        "--gamma",
+        type=float,
+        default=1.0,
+        help="hidden width as a multiple (default: 1, the S-Mixer)",
+    )
     widths.add_argument("--channels", metavar="C,C,...", help="print S and m for each")
     widths.add_argument("--density", metavar="P,P,...", help="print m of a SW-MLP for each")
     widths.epilog = "pretrain widths --omega 2^18 --channels 16,64,256"
     widths.set_defaults(run=_widths)
-    _add_plan(verbs.add_parser("plan", help="on how many nodes a model trains fastest, and what each ZeRO stage would cost there"))
-    _add_import(verbs.add_parser("import", help="make a folder like a checkpoint of foreign weights"))
-    sync = verbs.add_parser("sync", help="deliver what a run's journal still holds to MLflow, or write it for another tool")
+    _add_plan(
+        verbs.add_parser(
+            "plan",
+            help=(
+                "on how many nodes a model trains fastest, and what each ZeRO stage would cost"
+                " there"
+            ),
+        )
+    )
+    _add_import(
+        verbs.add_parser("import", help="make a folder like a checkpoint of foreign weights")
+    )
+    sync = verbs.add_parser(
+        "sync",
+        help="deliver what a run's journal still holds to MLflow, or write it for another tool",
+    )
     sync.epilog = "pretrain sync runs/mine"
     sync.add_argument("run_dir", type=Path, help="of the run")
     sync.add_argument(
-        "--to", choices=("mlflow", *get_args(SinkName)), default="mlflow", help="or write it for another tool (default: mlflow)"
+        "--to",
+        choices=("mlflow", *get_args(SinkName)),
+        default="mlflow",
+        help="or write it for another tool (default: mlflow)",
     )
     sync.set_defaults(run=_sync)
-    serve = verbs.add_parser("serve", help="show the runs of a folder in MLflow, and write to its store for all of them")
+    serve = verbs.add_parser(
+        "serve", help="show the runs of a folder in MLflow, and write to its store for all of them"
+    )
     serve.epilog = "pretrain serve runs"
     serve.add_argument("folder", type=Path, help="with mlflow.db in it, or to be")
     serve.add_argument(
-        "--host", default="127.0.0.1", help="the name that others reach this machine by (default: 127.0.0.1, nobody else)"
+        "--host",
+        default="127.0.0.1",
+        help="the name that others reach this machine by (default: 127.0.0.1, nobody else)",
     )
     serve.add_argument("--port", type=at_least(1), help="(default: one that is free)")
     serve.set_defaults(run=_serve)
 
 
-def _add_config(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], *, help: str) -> argparse.ArgumentParser:
+def _add_config(
+    verbs: Any, name: str, run: Callable[[argparse.Namespace], int], *, help: str
+) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(name, help=help)
-    verb.add_argument("config", help="a YAML file, such as configs/pretrain/demo_mlp.yaml, or the directory of a run")
-    verb.add_argument("overrides", nargs="*", default=[], help="key=value, such as optimizer.lr=1e-4, or short lr=1e-4")
+    verb.add_argument(
+        "config",
+        help="a YAML file, such as configs/pretrain/demo_mlp.yaml, or the directory of a run",
+    )
+    verb.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        help="key=value, such as optimizer.lr=1e-4, or short lr=1e-4",
+    )
     verb.set_defaults(run=run, schema="pretrain.config:PretrainSettings")
     return verb
 
 
 def _add_plan(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("model", help="a name that `pretrain models` lists, or a config of `pretrain train`")
-    verb.add_argument("overrides", nargs="*", default=[], help="key=value, of a config")
-    verb.add_argument("--batch", type=at_least(1), help="global batch size (default: the config's, or 4096)")
     verb.add_argument(
-        "--samples", type=at_least(1), help="of an epoch of a config (default: as its dataset has, where it is there)"
+        "model", help="a name that `pretrain models` lists, or a config of `pretrain train`"
     )
-    verb.add_argument("--nodes", default="1,2,4,8,16,32", help="with commas between (default: 1,2,4,8,16,32)")
+    verb.add_argument("overrides", nargs="*", default=[], help="key=value, of a config")
+    verb.add_argument(
+        "--batch", type=at_least(1), help="global batch size (default: the config's, or 4096)"
+    )
+    verb.add_argument(
+        "--samples",
+        type=at_least(1),
+        help="of an epoch of a config (default: as its dataset has, where it is there)",
+    )
+    verb.add_argument(
+        "--nodes", default="1,2,4,8,16,32", help="with commas between (default: 1,2,4,8,16,32)"
+    )
     verb.add_argument("--gpus", type=at_least(1), default=4, help="of a node (default: 4)")
     precisions, optimizers = ("fp32", "tf32", "bf16", "fp16"), ("lion", "sgd", "adamw", "lamb")
-    verb.add_argument("--precision", choices=precisions, help="of the passes (default: the config's, or bf16)")
-    verb.add_argument("--optimizer", choices=optimizers, help="by what it keeps for each weight (default: the config's, or lion)")
-    verb.add_argument("--classes", type=at_least(1), help="of the head (default: the dataset's, or what the model is meant for)")
-    verb.add_argument("--image-size", type=at_least(1), help="in pixels (default: the config's, or what the model is meant for)")
-    verb.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="the stage whose step is timed (default: the config's, or 1)")
     verb.add_argument(
-        "--micro-batch", type=at_least(1), help="that a GPU takes at once (default: the config's, or its whole share)"
+        "--precision", choices=precisions, help="of the passes (default: the config's, or bf16)"
     )
-    verb.add_argument("--gbit", type=at_least(1), default=200, help="a second, of a node's network (default: 200)")
+    verb.add_argument(
+        "--optimizer",
+        choices=optimizers,
+        help="by what it keeps for each weight (default: the config's, or lion)",
+    )
+    verb.add_argument(
+        "--classes",
+        type=at_least(1),
+        help="of the head (default: the dataset's, or what the model is meant for)",
+    )
+    verb.add_argument(
+        "--image-size",
+        type=at_least(1),
+        help="in pixels (default: the config's, or what the model is meant for)",
+    )
+    verb.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        help="the stage whose step is timed (default: the config's, or 1)",
+    )
+    verb.add_argument(
+        "--micro-batch",
+        type=at_least(1),
+        help="that a GPU takes at once (default: the config's, or its whole share)",
+    )
+    verb.add_argument(
+        "--gbit", type=at_least(1), default=200, help="a second, of a node's network (default: 200)"
+    )
     inside = "a second, from a GPU to another of its node: PCIe 5 has 500 (default: 3600, NVLink 4)"
     verb.add_argument("--gbit-inside", type=at_least(1), default=3600, help=inside)
-    verb.add_argument("--teraflops", type=at_least(1), default=300, help="that a GPU reaches (default: 300)")
+    verb.add_argument(
+        "--teraflops", type=at_least(1), default=300, help="that a GPU reaches (default: 300)"
+    )
     verb.epilog = "pretrain plan mlp_b12_wi1024 --batch 16384 --nodes 1,4,32"
     verb.description = (
-        "What each ZeRO stage would cost on a cluster, how long a step would take there, and how many nodes are best; of a config "
-        "also the GPU-hours, as a lower bound."
+        "What each ZeRO stage would cost on a cluster, how long a step would take there, and how"
+        " many nodes are best; of a config also the GPU-hours, as a lower bound."
     )
     verb.set_defaults(run=_plan)
 
 
 def _add_import(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("file", type=Path, help="a torch or safetensors file of scaling_mlps, or of a timm mixer_*")
-    verb.add_argument("--out", type=Path, required=True, help="the folder to write")
-    verb.add_argument("--classes", help="names: a text file with one per line, or a dataset; or their number")
-    verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
-    verb.add_argument("--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)")
     verb.add_argument(
-        "--activation", choices=get_args(Activation), help="not in the weights (default: of the config beside the file, or gelu)"
+        "file", type=Path, help="a torch or safetensors file of scaling_mlps, or of a timm mixer_*"
     )
-    both = "of a training file that holds both: the running average, or the weights as trained (default: ema, as timm)"
+    verb.add_argument("--out", type=Path, required=True, help="the folder to write")
+    verb.add_argument(
+        "--classes", help="names: a text file with one per line, or a dataset; or their number"
+    )
+    verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
+    verb.add_argument(
+        "--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)"
+    )
+    verb.add_argument(
+        "--activation",
+        choices=get_args(Activation),
+        help="not in the weights (default: of the config beside the file, or gelu)",
+    )
+    both = (
+        "of a training file that holds both: the running average, or the weights as trained"
+        " (default: ema, as timm)"
+    )
     verb.add_argument("--weights", choices=("ema", "raw"), default="ema", help=both)
     for name in ("mean", "std"):
-        verb.add_argument(f"--{name}", type=float, nargs=3, help="of the colours, on the scale 0..1")
-    verb.epilog = "pretrain import B-12_Wi-1024_res_64_cifar10 --out runs/public --classes data/cifar10"
+        verb.add_argument(
+            f"--{name}", type=float, nargs=3, help="of the colours, on the scale 0..1"
+        )
+    verb.epilog = (
+        "pretrain import B-12_Wi-1024_res_64_cifar10 --out runs/public --classes data/cifar10"
+    )
     verb.set_defaults(run=_import)
 
 
@@ -201,7 +344,10 @@ def ranks_of(world: World) -> str:
 def warn_if_enlarged(data: TrainingData, run_dir: str) -> None:
     stored = data.parts[0].stored_size(data.image_size)
     if stored < data.image_size:
-        print(f"{run_dir}: images are stored with {stored} px and enlarged to {data.image_size} px", flush=True)
+        print(
+            f"{run_dir}: images are stored with {stored} px and enlarged to {data.image_size} px",
+            flush=True,
+        )
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -215,7 +361,10 @@ def _train(options: argparse.Namespace) -> int:
     result = finished_result(run_dir, settings)
     if result is not None:
         if world.is_first:
-            print(f"{run_dir}: finished before, at step {result['step']}; raise train.duration to go on, or name another run_dir")
+            print(
+                f"{run_dir}: finished before, at step {result['step']}; raise train.duration to go"
+                " on, or name another run_dir"
+            )
         return OK
     data = load_training_data(settings.data)
     check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
@@ -224,10 +373,17 @@ def _train(options: argparse.Namespace) -> int:
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     data.check_ranks(world.num_ranks)
     start = _start_of(settings, data, world)
-    if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):  # before the long imports
+    if options.ranks or (
+        world.is_first and LAUNCHED_WITH not in os.environ
+    ):  # before the long imports
         engine = settings.engine
-        what = f"{settings.model.label} on {ranks_of(world)}, ZeRO {engine.zero_stage}, {engine.precision}"
-        print(f"{settings.run_dir}: starting {what}; loading DeepSpeed takes some seconds", flush=True)
+        what = (
+            f"{settings.model.label} on {ranks_of(world)}, ZeRO {engine.zero_stage},"
+            f" {engine.precision}"
+        )
+        print(
+            f"{settings.run_dir}: starting {what}; loading DeepSpeed takes some seconds", flush=True
+        )
         if isinstance(data, StreamData):
             print(f"{settings.run_dir}: {data.in_words}", flush=True)
         warn_if_enlarged(data, settings.run_dir)
@@ -248,32 +404,58 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
     source = settings.start_from
     if source is None or list_checkpoints(Path(settings.run_dir)):
         return None
-    found, is_branch = Checkpoint.open(source, verify=world.local_rank == 0), run_and_length(source)[1] != ""
+    found, is_branch = (
+        Checkpoint.open(source, verify=world.local_rank == 0),
+        run_and_length(source)[1] != "",
+    )
     if is_branch:
         check_branch(source, settings)
         num_steps = steps_of(settings, data)
         if num_steps <= found.card.step:
-            asked = f"{settings.train.duration} is {num_steps:,} steps, but {source} is at step {found.card.step:,}"
-            raise SettingsError(f"train.duration: {asked}; a branch goes on from there, so give more")
+            asked = (
+                f"{settings.train.duration} is {num_steps:,} steps, but {source} is at step"
+                f" {found.card.step:,}"
+            )
+            raise SettingsError(
+                f"train.duration: {asked}; a branch goes on from there, so give more"
+            )
     card = found.card
     models = (card.model, card.image_size, card), (settings.model, data.image_size, settings.data)
     there, here = (
-        {"model": spec.model_dump(mode="json"), "image_size": size, "data.pixel_permutation": pixels.pixel_permutation}
+        {
+            "model": spec.model_dump(mode="json"),
+            "image_size": size,
+            "data.pixel_permutation": pixels.pixel_permutation,
+        }
         for spec, size, pixels in models
     )
     if differ := differences(there, here, is_free=lambda key, old, new: key == "model.dropout"):
-        raise SettingsError(f"start_from: {source} holds another model ({differ} there); set model as there, or name another")
+        raise SettingsError(
+            f"start_from: {source} holds another model ({differ} there); set model as there, or"
+            " name another"
+        )
     if world.is_first and LAUNCHED_WITH not in os.environ:
-        is_same, counts = card.classes == data.classes, f"{len(data.classes):,} classes here, {len(card.classes):,} there"
-        head = "with the head, whose classes are the same" if is_same else f"but for the head, whose classes are others ({counts})"
+        is_same, counts = (
+            card.classes == data.classes,
+            f"{len(data.classes):,} classes here, {len(card.classes):,} there",
+        )
+        head = (
+            "with the head, whose classes are the same"
+            if is_same
+            else f"but for the head, whose classes are others ({counts})"
+        )
         if is_branch:
             head = "the optimizer and the place in the data"
         print(f"{settings.run_dir}: takes the weights of {found.directory}, {head}")
         statistics = (data.channel_statistics, (card.channel_mean, card.channel_std))
-        own, learned = (" / ".join(" ".join(f"{value:.3f}" for value in row) for row in each) for each in statistics)
+        own, learned = (
+            " / ".join(" ".join(f"{value:.3f}" for value in row) for row in each)
+            for each in statistics
+        )
         if own != learned:
             print(
-                f"{settings.run_dir}: channels are normalised by this data's mean / std, {own}; the weights learned with {learned}"
+                f"{settings.run_dir}: channels are normalised by this data's mean / std, {own}; the"
+                f" weights learned with {learned}"
             )
         for part in data.parts:
             if warning := card.other_pixels(part.manifest, dataset=str(part.directory)):
@@ -282,11 +464,13 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
 
 
 def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequence[str] = ()) -> int:
-    """End this rank at once. Its heartbeat has ended, so no other rank would notice if it died later.
+    """End this rank at once. Its heartbeat has ended, so no other rank would notice if it died
+    later.
 
-    A stopped run exits with 0, too, because result.json shows whether to start it again. SLURM does not read that file: in a job
-    the first rank of a stopped run exits with 130, so jobs that wait with --dependency=afterok do not begin. The other ranks exit
-    with 0, because some sites kill a step at its first bad exit.
+    A stopped run exits with 0, too, because result.json shows whether to start it again. SLURM does
+    not read that file: in a job the first rank of a stopped run exits with 130, so jobs that wait
+    with --dependency=afterok do not begin. The other ranks exit with 0, because some sites kill a
+    step at its first bad exit.
     """
     if is_first and run_dir is not None:
         stopped = "stopped with a checkpoint; the same command goes on from there"
@@ -296,7 +480,9 @@ def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequenc
     sys.stdout.flush()
     sys.stderr.flush()
     code = OK if finished or not is_first or "SLURM_JOB_ID" not in os.environ else INTERRUPTED
-    os._exit(code)  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
+    os._exit(
+        code
+    )  # interpreter shutdown after gloo dies now and then in a destructor (SEEN: 7 of 37 runs)
 
 
 def _preview(options: argparse.Namespace) -> int:
@@ -308,19 +494,25 @@ def _preview(options: argparse.Namespace) -> int:
     with doing("loading torch"):
         from pretrain.loop.preview import preview
 
-    sheet = preview(settings, data, count=options.count, epoch=options.epoch, num_threads=read_alone().num_cores)
+    sheet = preview(
+        settings, data, count=options.count, epoch=options.epoch, num_threads=read_alone().num_cores
+    )
     save_sheet(sheet, options.out)
     print(f"{options.out}: {options.count} pictures, {sheet.width} x {sheet.height}")
     return OK
 
 
 def _show(options: argparse.Namespace) -> int:
-    print(dump(load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)), end="")
+    print(
+        dump(load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)),
+        end="",
+    )
     return OK
 
 
 def console() -> "Console":
-    """As wide as the terminal, but never so narrow that a table would lose columns: there its lines wrap."""
+    """As wide as the terminal, but never so narrow that a table would lose columns: there its lines
+    wrap."""
     from rich.console import Console
 
     return Console(width=max(shutil.get_terminal_size((120, 24)).columns, 100), highlight=False)
@@ -329,7 +521,9 @@ def console() -> "Console":
 def _models(options: argparse.Namespace) -> int:
     from pretrain.models.listing import list_models, print_models
 
-    rows, unfit = list_models(match=options.match, num_classes=options.classes, image_size=options.image_size)
+    rows, unfit = list_models(
+        match=options.match, num_classes=options.classes, image_size=options.image_size
+    )
     print_models(rows, unfit, console())
     return OK
 
@@ -361,7 +555,11 @@ def _plan(options: argparse.Namespace) -> int:
         "gbit_per_s_inside": options.gbit_inside,
         "teraflops": options.teraflops,
     }
-    given = {"global_batch_size": options.batch, "precision": options.precision, "micro_batch_size": options.micro_batch}
+    given = {
+        "global_batch_size": options.batch,
+        "precision": options.precision,
+        "micro_batch_size": options.micro_batch,
+    }
     given |= {"stage": options.zero, "num_states": NUM_STATES.get(options.optimizer)}
     given = {name: value for name, value in given.items() if value is not None}
     classes, size, samples = options.classes, options.image_size, options.samples
@@ -372,20 +570,42 @@ def _plan(options: argparse.Namespace) -> int:
             try:
                 data = load_training_data(settings.data)
             except ValueError as error:
-                raise UserError(f"{error} (or give --samples, --classes and --image-size)") from None
-            samples, classes, size = samples or data.num_samples, classes or len(data.classes), size or data.image_size
+                raise UserError(
+                    f"{error} (or give --samples, --classes and --image-size)"
+                ) from None
+            samples, classes, size = (
+                samples or data.num_samples,
+                classes or len(data.classes),
+                size or data.image_size,
+            )
         plan = replace(plan_of(settings, num_classes=classes, image_size=size, **cluster), **given)
-        samples = epoch_length(samples, global_batch_size=plan.global_batch_size, last_batch=last_batch)
+        samples = epoch_length(
+            samples, global_batch_size=plan.global_batch_size, last_batch=last_batch
+        )
         length = parse_length(settings.train.duration)
-        plan = replace(plan, num_steps=length.steps(global_batch_size=plan.global_batch_size, num_samples=samples))
+        plan = replace(
+            plan,
+            num_steps=length.steps(global_batch_size=plan.global_batch_size, num_samples=samples),
+        )
     else:
-        known, spec = preset(options.model), spec_of(options.model)  # or a word on what is named like it
-        sizes = {"num_classes": classes or known.num_classes, "image_size": size or known.image_size}
+        known, spec = (
+            preset(options.model),
+            spec_of(options.model),
+        )  # or a word on what is named like it
+        sizes = {
+            "num_classes": classes or known.num_classes,
+            "image_size": size or known.image_size,
+        }
         plan = Plan(spec=spec, **{"global_batch_size": 4096} | cluster | sizes | given)
-    wrong = [count for count in plan.num_nodes if plan.global_batch_size % (count * plan.gpus_per_node)]
+    wrong = [
+        count for count in plan.num_nodes if plan.global_batch_size % (count * plan.gpus_per_node)
+    ]
     if wrong:
         gpus = f"{wrong[0]} x {plan.gpus_per_node} GPUs"
-        raise ValueError(f"--batch: {plan.global_batch_size} does not split over {gpus}; choose another, or other --nodes")
+        raise ValueError(
+            f"--batch: {plan.global_batch_size} does not split over {gpus}; choose another, or"
+            " other --nodes"
+        )
     print_plan(plan, console())
     return OK
 
@@ -393,17 +613,30 @@ def _plan(options: argparse.Namespace) -> int:
 def _import(options: argparse.Namespace) -> int:
     file: Path = options.file
     if not file.is_file():
-        inside = sorted(path for ending in ("safetensors", "bin", "pth", "pt") for path in file.glob(f"*.{ending}"))
+        inside = sorted(
+            path
+            for ending in ("safetensors", "bin", "pth", "pt")
+            for path in file.glob(f"*.{ending}")
+        )
         such_as = f", such as {inside[0]}" if inside else ""
         near = f"give the file of weights in it{such_as}" if file.exists() else near_path(file)
-        raise UserError(f"{file}: is {'a directory' if file.exists() else 'not there'}; {near or 'give a file of weights'}")
+        raise UserError(
+            f"{file}: is {'a directory' if file.exists() else 'not there'};"
+            f" {near or 'give a file of weights'}"
+        )
     if (options.mean is None) != (options.std is None):
         raise UserError("--mean and --std: one is given without the other; give both")
     for name, values in (("mean", options.mean), ("std", options.std)):
-        if values and not all(0 <= value <= 1 and value >= (name == "std") * 1e-3 for value in values):
+        if values and not all(
+            0 <= value <= 1 and value >= (name == "std") * 1e-3 for value in values
+        ):
             row = " ".join(f"{value:.4g}" for value in values)
-            raise UserError(f"--{name}: {row} is not on the scale 0..1; divide what is meant for 0..255 by 255")
-    if options.classes is not None and not options.classes.isdigit():  # they are there, and can be read
+            raise UserError(
+                f"--{name}: {row} is not on the scale 0..1; divide what is meant for 0..255 by 255"
+            )
+    if (
+        options.classes is not None and not options.classes.isdigit()
+    ):  # they are there, and can be read
         dataset = local_copy(options.classes, storage=None)
         load_manifest(dataset) if dataset.is_dir() else read_lines("--classes", options.classes)
     if not (options.out / CONFIG).exists():
@@ -417,12 +650,17 @@ def _import(options: argparse.Namespace) -> int:
 
 def _sync(options: argparse.Namespace) -> int:
     if not (options.run_dir / "tracking" / "identity.json").exists():
-        raise ValueError(f"{options.run_dir}: is not a run directory with a journal; give runs/NAME")
+        raise ValueError(
+            f"{options.run_dir}: is not a run directory with a journal; give runs/NAME"
+        )
     if options.to != "mlflow":
         check_installed(options.to)
         from pretrain.tracking.delivery import write_sinks
 
-        print(f"{options.run_dir / 'tracking' / options.to}: {write_sinks(options.run_dir, options.to):,} events of the journal")
+        print(
+            f"{options.run_dir / 'tracking' / options.to}:"
+            f" {write_sinks(options.run_dir, options.to):,} events of the journal"
+        )
         return OK
     with doing("loading MLflow"):
         from pretrain.tracking.delivery import sync
@@ -433,11 +671,16 @@ def _sync(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     if not options.folder.is_dir():
-        raise UserError(f"{options.folder}: is no folder; {near_path(options.folder) or 'give the one that runs are in'}")
+        raise UserError(
+            f"{options.folder}: is no folder;"
+            f" {near_path(options.folder) or 'give the one that runs are in'}"
+        )
     try:
         port = options.port or free_port(options.host)
     except OSError as error:
-        raise UserError(f"--host: {options.host} is no name of this machine ({error.strerror}); see hostname -f") from None
+        raise UserError(
+            f"--host: {options.host} is no name of this machine ({error.strerror}); see hostname -f"
+        ) from None
     with doing("loading MLflow"):
         from pretrain.tracking.server import serve
 

@@ -1,7 +1,9 @@
-"""Every setting of a pretraining run with its default and its meaning. No torch here: a bad config costs under a second.
+"""Every setting of a pretraining run with its default and its meaning. No torch here: a bad config
+costs under a second.
 
-What one section can know is checked in it; what needs the dataset or the number of ranks is checked by `load_training_data`
-and `check_against_data` (datasets.py) and `check_against_ranks`, still before anything heavy is imported.
+What one section can know is checked in it; what needs the dataset or the number of ranks is checked
+by `load_training_data` and `check_against_data` (datasets.py) and `check_against_ranks`, still
+before anything heavy is imported.
 
 Long because all settings of a training stand here, each with its sentence.
 """
@@ -13,7 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
 
 from data_prep.clients import recorded, without_secrets
 from data_prep.local_copy import local_copy
@@ -47,14 +56,19 @@ class Length(NamedTuple):
         """Enough steps for the whole length: the last one may reach over its end."""
         if self.unit == "steps":
             return int(self.amount)
-        return -int(-self.amount * (num_samples if self.unit == "epochs" else 1) // global_batch_size)
+        return -int(
+            -self.amount * (num_samples if self.unit == "epochs" else 1) // global_batch_size
+        )
 
 
 def parse_length(text: str) -> Length:
     form = _FORM.fullmatch(text)
     unit = (form.group(2).rstrip("s") + "s") if form else ""
     if form is None or unit not in get_args(Unit):
-        raise ValueError(f"{text!r} is not a length; write a number and a unit: '90 epochs', '5000 steps' or '1_000_000 samples'")
+        raise ValueError(
+            f"{text!r} is not a length; write a number and a unit: '90 epochs', '5000 steps' or"
+            " '1_000_000 samples'"
+        )
     count = float(form.group(1))
     if unit == "steps" and count != int(count):
         raise ValueError(f"{text!r} is not a whole number of steps")
@@ -69,12 +83,16 @@ def _length(value: object) -> object:
 
 def _nonzero(text: str) -> str:
     if parse_length(text).amount == 0:
-        raise ValueError(f"{text!r} is never; write how often, or a length beyond the end of training")
+        raise ValueError(
+            f"{text!r} is never; write how often, or a length beyond the end of training"
+        )
     return text
 
 
 Duration = Annotated[str, BeforeValidator(_length), Field(examples=["90 epochs"])]
-Cadence = Annotated[str, BeforeValidator(_length), AfterValidator(_nonzero), Field(examples=["5 epochs"])]
+Cadence = Annotated[
+    str, BeforeValidator(_length), AfterValidator(_nonzero), Field(examples=["5 epochs"])
+]
 
 
 def _kept_out(remedy: str) -> AfterValidator:
@@ -85,8 +103,13 @@ def _kept_out(remedy: str) -> AfterValidator:
 _ELSEWHERE = "give it in data.storage (params={NAME: VALUE} of http), or in a list as a variable"
 Address = Annotated[str, _kept_out(_ELSEWHERE), PlainSerializer(recorded, return_type=str)]
 """No dump of the settings holds a command."""
-_OF_MIRROR = "give credentials in checkpoint.mirror_storage, or where the store's own tools have them"
-OF_SERVER = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database its own, such as PGPASSWORD)"
+_OF_MIRROR = (
+    "give credentials in checkpoint.mirror_storage, or where the store's own tools have them"
+)
+OF_SERVER = (
+    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database its own, such as"
+    " PGPASSWORD)"
+)
 
 
 class MixedDataset(Settings):
@@ -101,18 +124,20 @@ class MixedDataset(Settings):
 
 
 class ReadingSettings(Settings):
-    """A dataset that is read, and where its shards are kept if they are remote: how the section `data` of every verb begins."""
+    """A dataset that is read, and where its shards are kept if they are remote: how the section
+    `data` of every verb begins."""
 
     dataset: Address = Field(examples=["data/mine"])
     """A directory that `data_prep build` or `index` has finished; or its URL, such as gs://bucket/mine."""
     cache_dir: str | None = Field(None, examples=["/scratch/shards"])
-    """Copies of remote shards, shared by the ranks and jobs of a node; by default a directory of the user's under the system's
-    for temporary files. And of the index of a dataset behind a URL; by default ~/.cache/wide-mlps."""
+    """Copies of remote shards, shared by the ranks and jobs of a node; by default a directory of
+    the user's under the system's for temporary files. And of the index of a dataset behind a URL;
+    by default ~/.cache/wide-mlps."""
     cache_gb: float = Field(50, gt=0)
     """Room for these copies; those that were not used for longest make way."""
     storage: dict[str, Any] = Field(default_factory=dict, exclude=True, examples=[{"anon": True}])
-    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3. They may be secrets, so no dump of the settings holds
-    them."""
+    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3. They may be secrets,
+    so no dump of the settings holds them."""
 
     @property
     def directory(self) -> Path:
@@ -128,16 +153,20 @@ class PixelOrder(Settings):
 
     example_with: ClassVar = {"permute": "{}pixel_permutation=0"}
     pixel_permutation: int | None = Field(None, ge=0, examples=[0])
-    """Seed of one random order of the pixels, in which the model sees every picture, in training and whatever is done with the
-    weights later. To an MLP that is the same task; to a Mixer, and to augmentation before which it stands, it is another."""
+    """Seed of one random order of the pixels, in which the model sees every picture, in training
+    and whatever is done with the weights later. To an MLP that is the same task; to a Mixer, and to
+    augmentation before which it stands, it is another."""
     permute: Literal["after", "before"] = "after"
-    """after: augmented pictures; before: augmentation crops and mirrors pictures whose pixels are in that order already, and so
-    knows nothing of what lies beside what."""
+    """after: augmented pictures; before: augmentation crops and mirrors pictures whose pixels are
+    in that order already, and so knows nothing of what lies beside what."""
 
     @model_validator(mode="after")
     def _there_is_an_order(self) -> Self:
         if self.permute == "before" and self.pixel_permutation is None:
-            raise ValueError("data.permute: before changes nothing without an order; set data.pixel_permutation, such as 0")
+            raise ValueError(
+                "data.permute: before changes nothing without an order; set data.pixel_permutation,"
+                " such as 0"
+            )
         return self
 
 
@@ -147,34 +176,44 @@ _ALSO_OF_A_STREAM = ("channel_mean", "channel_std", "label", "image_member", "ev
 
 def _stream_without(setting: str) -> str:
     """The words that make a config one of a stream, next to `setting`."""
-    needed = _OF_A_STREAM | {"image_size": "64"} | ({} if setting == "eval_dataset" else {"eval_split": "null"})
+    needed = (
+        _OF_A_STREAM
+        | {"image_size": "64"}
+        | ({} if setting == "eval_dataset" else {"eval_split": "null"})
+    )
     return " ".join(f"{{}}{name}={value}" for name, value in needed.items() if name != setting)
 
 
 class StreamSettings(Settings):
     """Stock WebDataset shards that are trained on as they come, through the package webdataset."""
 
-    example_with: ClassVar = {name: _stream_without(name) for name in (*_OF_A_STREAM, *_ALSO_OF_A_STREAM)}
+    example_with: ClassVar = {
+        name: _stream_without(name) for name in (*_OF_A_STREAM, *_ALSO_OF_A_STREAM)
+    }
     stream: bool = False
-    """`dataset` is a list of shards as webdataset takes it: paths, URLs and `pipe:` commands (which a shell runs), with {000..146}
-    and `::` between them, tar or tar.gz. Each rank reads its own. No index, so no exact resume and no shuffle over all of them.
-    Records hold a command's program and hash only, so a resume needs the command again."""
+    """`dataset` is a list of shards as webdataset takes it: paths, URLs and `pipe:` commands (which
+    a shell runs), with {000..146} and `::` between them, tar or tar.gz. Each rank reads its own. No
+    index, so no exact resume and no shuffle over all of them. Records hold a command's program and
+    hash only, so a resume needs the command again."""
     num_classes: int | None = Field(None, ge=2, le=1 << 20, examples=[1000])
     """Of a stream, whose labels are numbers below it."""
     samples_per_epoch: int | None = Field(None, ge=1, examples=[1281167])
-    """Of a stream: by which epochs are counted. Its shards begin anew when they end, wherever that is."""
+    """Of a stream: by which epochs are counted. Its shards begin anew when they end, wherever that
+    is."""
     channel_mean: tuple[float, float, float] | None = Field(None, examples=[[0.485, 0.456, 0.406]])
     """Of a stream: on the scale 0..1; by default ImageNet's."""
     channel_std: tuple[float, float, float] | None = Field(None, examples=[[0.229, 0.224, 0.225]])
     """Of a stream: the standard deviations, likewise."""
-    label: str = Field("cls", pattern=r"^(cls|txt|json:[^.]+(\.[^.]+)*)$", examples=["json:meta.label"])
-    """Of a stream: cls: the integer in KEY.cls; txt: in KEY.txt; json:FIELD.SUBFIELD: in KEY.json. With `eval_dataset` the name of
-    one of its classes will do, too."""
+    label: str = Field(
+        "cls", pattern=r"^(cls|txt|json:[^.]+(\.[^.]+)*)$", examples=["json:meta.label"]
+    )
+    """Of a stream: cls: the integer in KEY.cls; txt: in KEY.txt; json:FIELD.SUBFIELD: in KEY.json.
+    With `eval_dataset` the name of one of its classes will do, too."""
     image_member: str | None = Field(None, examples=["rgb.png"])
     """Of a stream: the ending of the picture's member, where a sample holds several."""
     shuffle_buffer: int = Field(1000, ge=0)
-    """Of a stream: undecoded samples in the memory of each rank, of which one is drawn at a time. With data.shuffle none they stay
-    in the order of the shards."""
+    """Of a stream: undecoded samples in the memory of each rank, of which one is drawn at a time.
+    With data.shuffle none they stay in the order of the shards."""
     eval_dataset: Address | None = Field(None, examples=["data/theirs"])
     """With a stream: the dataset that has `eval_split`, as a stream cannot be evaluated on."""
 
@@ -190,58 +229,96 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     also: tuple[MixedDataset, ...] = Field((), examples=[[{"dataset": "data/more"}]])
     """Further datasets to train on; evaluation stays with the first."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[2.0])
-    """With `also`: how much of the training is drawn from `dataset`, against the weights there; by default all samples are drawn
-    equally often."""
+    """With `also`: how much of the training is drawn from `dataset`, against the weights there; by
+    default all samples are drawn equally often."""
     shuffle: Shuffle = "full"
-    """full: over the whole epoch; block: in blocks of neighbouring samples, for shards on slow disks; none: in the stored order."""
+    """full: over the whole epoch; block: in blocks of neighbouring samples, for shards on slow
+    disks; none: in the stored order."""
     block_size: int = Field(1024, ge=1)
     """block shuffle: neighbouring samples that are read together."""
     window_blocks: int = Field(16, ge=1)
     """block shuffle: how many blocks are mixed with each other."""
     last_batch: LastBatch = "carry"
-    """Where an epoch is no whole number of batches: carry (a batch reaches over its end, nothing is lost), drop or pad."""
+    """Where an epoch is no whole number of batches: carry (a batch reaches over its end, nothing is
+    lost), drop or pad."""
     image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
     """What the model is fed; by default the dataset's own resolution."""
     max_bad_share: float = Field(0.001, ge=0, le=1)
-    """Of an epoch's samples: if more than that cannot be decoded, the run stops. Others stand in for those that cannot."""
+    """Of an epoch's samples: if more than that cannot be decoded, the run stops. Others stand in
+    for those that cannot."""
     check: Literal["first-read", "none"] = "first-read"
-    """first-read: hash each shard that is read in place once in a run, in the background, and stop training at the first shard that
-    differs from its manifest. Checkpoints do not wait for the hashes. none: do not hash these shards."""
+    """first-read: hash each shard that is read in place once in a run, in the background, and stop
+    training at the first shard that differs from its manifest. Checkpoints do not wait for the
+    hashes. none: do not hash these shards."""
     stage_dir: str | None = Field(None, examples=["/scratch"])
-    """A directory on each node's own disk: the shards are copied there, into shards-UID, before training reads them, once for all
-    ranks and jobs of the node. Without room training reads them where they are, and warns. Remote shards have `cache_dir`."""
+    """A directory on each node's own disk: the shards are copied there, into shards-UID, before
+    training reads them, once for all ranks and jobs of the node. Without room training reads them
+    where they are, and warns. Remote shards have `cache_dir`."""
 
     @model_validator(mode="after")
     def _mixture_fits(self) -> "DataSettings":
         weights = [self.weight, *(other.weight for other in self.also)]
         if not self.also and self.weight is not None:
-            raise ValueError("data.weight: stands alone; it weighs `dataset` against those of data.also")
+            raise ValueError(
+                "data.weight: stands alone; it weighs `dataset` against those of data.also"
+            )
         if None in weights and any(weight is not None for weight in weights):
-            raise ValueError("data.weight: give one to `dataset` and to each of data.also, or to none")
+            raise ValueError(
+                "data.weight: give one to `dataset` and to each of data.also, or to none"
+            )
         if self.also and self.fold is not None:
-            raise ValueError(f"data.fold: {self.fold} will not do with data.also; train on one dataset's fold alone")
+            raise ValueError(
+                f"data.fold: {self.fold} will not do with data.also; train on one dataset's fold"
+                " alone"
+            )
         if self.also and self.last_batch != "carry":
             fault = f"{self.last_batch!r} will not do with data.also"
-            raise ValueError(f"data.last_batch: {fault}, whose datasets end at different times; leave it at carry")
+            raise ValueError(
+                f"data.last_batch: {fault}, whose datasets end at different times; leave it at"
+                " carry"
+            )
         return self
 
     @model_validator(mode="after")
     def _stream_is_described(self) -> "DataSettings":
         if not self.stream:
-            changed = (name for name, field in StreamSettings.model_fields.items() if getattr(self, name) != field.default)
+            changed = (
+                name
+                for name, field in StreamSettings.model_fields.items()
+                if getattr(self, name) != field.default
+            )
             if (name := next(changed, None)) is not None:
-                raise ValueError(f"data.{name}: changes nothing without a stream; set data.stream=true, or leave it out")
+                raise ValueError(
+                    f"data.{name}: changes nothing without a stream; set data.stream=true, or leave"
+                    " it out"
+                )
             return self
         needed = {"num_classes": 1000, "samples_per_epoch": 1281167, "image_size": 64}
         for name, example in needed.items():
             if getattr(self, name) is None:
-                raise ValueError(f"data.{name}: missing; nothing else says it of a stream: set data.{name}, such as {example}")
+                raise ValueError(
+                    f"data.{name}: missing; nothing else says it of a stream: set data.{name}, such"
+                    f" as {example}"
+                )
         other = {"also": (), "fold": None, "stage_dir": None, "last_batch": "carry"}
-        if (name := next((name for name, default in other.items() if getattr(self, name) != default), "")) != "":
-            raise ValueError(f"data.{name}: will not do with data.stream; leave it out, or index the shards with data_prep index")
+        if (
+            name := next(
+                (name for name, default in other.items() if getattr(self, name) != default), ""
+            )
+        ) != "":
+            raise ValueError(
+                f"data.{name}: will not do with data.stream; leave it out, or index the shards with"
+                " data_prep index"
+            )
         if (self.eval_split is None) != (self.eval_dataset is None):
-            fault = f"{self.eval_split or 'null'} will not do with data.eval_dataset {self.eval_dataset or 'null'}"
-            why = "a stream has no splits, and only an indexed dataset can be evaluated on; set both, or data.eval_split=null alone"
+            fault = (
+                f"{self.eval_split or 'null'} will not do with data.eval_dataset"
+                f" {self.eval_dataset or 'null'}"
+            )
+            why = (
+                "a stream has no splits, and only an indexed dataset can be evaluated on; set both,"
+                " or data.eval_split=null alone"
+            )
             raise ValueError(f"data.eval_split: {fault}: {why}")
         return self
 
@@ -249,29 +326,38 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     def datasets(self) -> tuple[str, ...]:
         """The directories that are read."""
         of_evaluation = () if self.eval_dataset is None else (self.eval_dataset,)
-        return of_evaluation if self.stream else (self.dataset, *(other.dataset for other in self.also))
+        return (
+            of_evaluation
+            if self.stream
+            else (self.dataset, *(other.dataset for other in self.also))
+        )
 
 
 class AugmentSettings(Settings):
-    """Pictures go through it in timm's order: crop, flip, auto-augment, normalise, random erasing, then MixUp or CutMix."""
+    """Pictures go through it in timm's order: crop, flip, auto-augment, normalise, random erasing,
+    then MixUp or CutMix."""
 
     crop_scale: tuple[float, float] | None = Field(None, examples=[[0.4, 1.0]])
-    """Random resized crop: share of the image's area, such as [0.4, 1.0]; null takes the whole image."""
+    """Random resized crop: share of the image's area, such as [0.4, 1.0]; null takes the whole
+    image."""
     crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
     """Random resized crop: width over height, from the least to the most."""
     crop_interpolation: Interpolation | None = Field(None, examples=["bicubic"])
-    """bilinear and bicubic are antialiased; random is one of these two for each picture, which is timm's way; area is OpenCV's
-    INTER_AREA, which is FFCV's. Left out, or null: what the checkpoint was fed with, and bilinear where there is none. Plain
-    pictures are resized with the same filter (random: bilinear)."""
+    """bilinear and bicubic are antialiased; random is one of these two for each picture, which is
+    timm's way; area is OpenCV's INTER_AREA, which is FFCV's. Left out, or null: what the checkpoint
+    was fed with, and bilinear where there is none. Plain pictures are resized with the same filter
+    (random: bilinear)."""
     crop_padding: int = Field(0, ge=0, le=1024)
-    """Crop with padding: so many pixels on each side, then a crop of the stored size (32-pixel recipes take 4); 0 is off."""
+    """Crop with padding: so many pixels on each side, then a crop of the stored size (32-pixel
+    recipes take 4); 0 is off."""
     padding_mode: PaddingMode = "constant"
     """constant is black."""
     flip_probability: float = Field(0.5, ge=0, le=1)
     """Of a picture being mirrored left to right."""
     auto_augment: str | None = Field(None, examples=["rand-m9-mstd0.5-inc1"])
-    """timm's names: rand-m9-mstd0.5-inc1 and its family (m, n, p, mstd, mmax, inc, tweights), original, originalr, v0, v0r; and
-    cifar10, AutoAugment's policy for CIFAR as torchvision has it."""
+    """timm's names: rand-m9-mstd0.5-inc1 and its family (m, n, p, mstd, mmax, inc, tweights),
+    original, originalr, v0, v0r; and cifar10, AutoAugment's policy for CIFAR as torchvision has
+    it."""
     erase_probability: float = Field(0.0, ge=0, le=1)
     """Random erasing; 0 is off."""
     erase_mode: EraseMode = "pixel"
@@ -283,8 +369,9 @@ class AugmentSettings(Settings):
     cutmix_alpha: float = Field(0.0, ge=0)
     """CutMix, likewise."""
     mix_with: MixWith = "neighbour"
-    """neighbour: the pictures of a pair with each other, with a lambda for each pair; previous: each with the one before it in
-    the global batch, with one lambda for the whole batch, which is the way of FFCV and of paper B's code."""
+    """neighbour: the pictures of a pair with each other, with a lambda for each pair; previous:
+    each with the one before it in the global batch, with one lambda for the whole batch, which is
+    the way of FFCV and of paper B's code."""
     mix_probability: float = Field(1.0, ge=0, le=1)
     """Of a pair (or batch) being mixed at all."""
     switch_probability: float = Field(0.5, ge=0, le=1)
@@ -292,12 +379,19 @@ class AugmentSettings(Settings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "AugmentSettings":
-        for name, bounds, top in (("crop_scale", self.crop_scale, 1.0), ("crop_ratio", self.crop_ratio, 10.0)):
+        for name, bounds, top in (
+            ("crop_scale", self.crop_scale, 1.0),
+            ("crop_ratio", self.crop_ratio, 10.0),
+        ):
             if bounds is not None and not 0 < bounds[0] <= bounds[1] <= top:
-                raise ValueError(f"augment.{name}: {list(bounds)} will not do; write [low, high] with 0 < low <= high <= {top:g}")
+                raise ValueError(
+                    f"augment.{name}: {list(bounds)} will not do; write [low, high] with 0 < low <="
+                    f" high <= {top:g}"
+                )
         if self.crop_padding and self.crop_scale is not None:
             crops_too = (
-                f"will not do with crop_scale {list(self.crop_scale)}, which crops too; set crop_padding=0 or crop_scale=null"
+                f"will not do with crop_scale {list(self.crop_scale)}, which crops too; set"
+                " crop_padding=0 or crop_scale=null"
             )
             raise ValueError(f"augment.crop_padding: {self.crop_padding} {crops_too}")
         if self.auto_augment is not None:
@@ -308,7 +402,11 @@ class AugmentSettings(Settings):
     def is_crop_flip_mixup(self) -> bool:
         """Nothing but what can be done in one pass over the pictures."""
         others = self.crop_padding or self.auto_augment or self.erase_probability > 0
-        return not others and self.crop_interpolation in (None, "bilinear", "area") and "CutMix" not in self.mixing
+        return (
+            not others
+            and self.crop_interpolation in (None, "bilinear", "area")
+            and "CutMix" not in self.mixing
+        )
 
     @property
     def mixes_pairs(self) -> bool:
@@ -331,15 +429,27 @@ class AugmentSettings(Settings):
     @property
     def recipe(self) -> str:
         """What differs from no augmentation at all, in the words of the config."""
-        plain = AugmentSettings(flip_probability=0, crop_interpolation="bilinear").model_dump(mode="json")
+        plain = AugmentSettings(flip_probability=0, crop_interpolation="bilinear").model_dump(
+            mode="json"
+        )
         fed = self.fed_as("bilinear").model_dump(mode="json")
-        return ", ".join(f"{name} {value}" for name, value in fed.items() if value != plain[name]) or "no augmentation"
+        return (
+            ", ".join(f"{name} {value}" for name, value in fed.items() if value != plain[name])
+            or "no augmentation"
+        )
 
     @property
     def mixing(self) -> dict[str, str]:
         """Which of the two ways to mix neighbours are on: name -> the field that turns it off."""
-        ways = {"MixUp": ("mixup_alpha", self.mixup_alpha), "CutMix": ("cutmix_alpha", self.cutmix_alpha)}
-        return {name: field for name, (field, alpha) in ways.items() if alpha > 0 and self.mix_probability > 0}
+        ways = {
+            "MixUp": ("mixup_alpha", self.mixup_alpha),
+            "CutMix": ("cutmix_alpha", self.cutmix_alpha),
+        }
+        return {
+            name: field
+            for name, (field, alpha) in ways.items()
+            if alpha > 0 and self.mix_probability > 0
+        }
 
 
 class OptimizerSettings(Settings):
@@ -361,36 +471,50 @@ class OptimizerSettings(Settings):
     head_lr_scale: float = Field(1.0, gt=0)
     """Learning rate of the classifier as a multiple of the body's."""
     layer_decay: float = Field(1.0, gt=0, le=1)
-    """Each layer's learning rate as a multiple of that of the layer above it, from the last block down to the stem; 1 is off."""
+    """Each layer's learning rate as a multiple of that of the layer above it, from the last block
+    down to the stem; 1 is off."""
 
     @model_validator(mode="after")
     def _betas_fit(self) -> "OptimizerSettings":
         if self.betas is not None and self.name == "sgd":
-            raise ValueError("optimizer.betas: sgd has none; set optimizer.momentum, or choose lion, adamw or lamb")
+            raise ValueError(
+                "optimizer.betas: sgd has none; set optimizer.momentum, or choose lion, adamw or"
+                " lamb"
+            )
         if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas: {list(self.betas)} will not do; each must be in [0, 1), such as [0.9, 0.99]")
+            raise ValueError(
+                f"optimizer.betas: {list(self.betas)} will not do; each must be in [0, 1), such as"
+                " [0.9, 0.99]"
+            )
         if self.name != "sgd" and self.momentum != 0.9:
             remedy = "set optimizer.betas, or leave it at 0.9"
-            raise ValueError(f"optimizer.momentum: {self.momentum} changes nothing with {self.name}; {remedy}")
+            raise ValueError(
+                f"optimizer.momentum: {self.momentum} changes nothing with {self.name}; {remedy}"
+            )
         if not self.nesterov and self.name != "sgd":
-            raise ValueError(f"optimizer.nesterov: false changes nothing with {self.name}; leave it out, or choose sgd")
+            raise ValueError(
+                f"optimizer.nesterov: false changes nothing with {self.name}; leave it out, or"
+                " choose sgd"
+            )
         return self
 
 
 class ScheduleSettings(Settings):
     example_with: ClassVar = {"warmup_from": "{}warmup='5 epochs'", "cooldown": "{}name=wsd"}
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """How the learning rate goes on after the warm-up: it stays, or falls to final_lr along half a cosine or a line; wsd
-    (warm-up, stable, decay) stays, and falls along a line in the last part, the cooldown."""
+    """How the learning rate goes on after the warm-up: it stays, or falls to final_lr along half a
+    cosine or a line; wsd (warm-up, stable, decay) stays, and falls along a line in the last part,
+    the cooldown."""
     warmup: Duration = Field("0 steps", examples=["5 epochs"])
-    """A straight line up to optimizer.lr, which the step after it is the first to take. A warm-up as long as the run or longer is
-    shortened to a tenth of the run."""
+    """A straight line up to optimizer.lr, which the step after it is the first to take. A warm-up
+    as long as the run or longer is shortened to a tenth of the run."""
     warmup_from: float | None = Field(None, ge=0, examples=[1e-06])
     """Learning rate of the very first step; by default one step's share of optimizer.lr."""
     final_lr: float = Field(0.0, ge=0)
     """Where cosine, linear and wsd end."""
     cooldown: Duration = Field("0 steps", examples=["10 epochs"])
-    """The part of train.duration in which the rate of wsd falls. Runs of several lengths share the stable part: see start_from."""
+    """The part of train.duration in which the rate of wsd falls. Runs of several lengths share the
+    stable part: see start_from."""
 
 
 def _number_or_auto(value: object) -> object:
@@ -407,9 +531,12 @@ class TrainSettings(Settings):
     """How long to train. epochs=N on the command line is short for "N epochs"."""
     global_batch_size: int = Field(1024, ge=1)
     """Samples of one optimizer step, over all ranks."""
-    local_batch_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_number_or_auto)] = Field(None, examples=["auto", 64])
-    """Samples per rank and micro-batch; by default all of a rank's share at once. auto: the most that fit into memory, measured
-    when the run begins and kept with it; the global batch stays what it is."""
+    local_batch_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_number_or_auto)] = (
+        Field(None, examples=["auto", 64])
+    )
+    """Samples per rank and micro-batch; by default all of a rank's share at once. auto: the most
+    that fit into memory, measured when the run begins and kept with it; the global batch stays what
+    it is."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target that is spread over all classes; 0 is off."""
     seed: int = Field(0, ge=0)
@@ -419,13 +546,15 @@ class TrainSettings(Settings):
     log_every_steps: int = Field(10, ge=1)
     """How often loss, learning rate and speed are logged."""
     max_skipped_steps: int = Field(20, ge=1)
-    """In a row: a step whose loss or gradients are not finite is skipped; after so many the run stops and names the samples."""
+    """In a row: a step whose loss or gradients are not finite is skipped; after so many the run
+    stops and names the samples."""
     loader_threads: int | None = Field(None, ge=1, examples=[4])
     """By default all cores of a node, shared among its ranks."""
     prefetch_batches: int = Field(4, ge=1)
     """Batches that are read ahead of the step that takes them."""
     ema_decay: float | None = Field(None, gt=0, lt=1, examples=[0.9999])
-    """Such as 0.9999: evaluate and publish a moving average of the weights, which keeps this share of itself at each update."""
+    """Such as 0.9999: evaluate and publish a moving average of the weights, which keeps this share
+    of itself at each update."""
 
 
 class PassSettings(RanksSettings):
@@ -434,31 +563,36 @@ class PassSettings(RanksSettings):
     gradient_clip_norm: float = Field(0.0, ge=0)
     """0 is off."""
     activation_checkpointing: bool = False
-    """Keep each block's input alone and compute the rest again in the backward pass: less memory, about a third more compute."""
+    """Keep each block's input alone and compute the rest again in the backward pass: less memory,
+    about a third more compute."""
     compile: bool = False
-    """torch.compile the model, block by block: a minute or more at the first step, on GPUs faster steps afterwards. Leave it out on
-    CPUs, where it gains next to nothing and may be slower."""
+    """torch.compile the model, block by block: a minute or more at the first step, on GPUs faster
+    steps afterwards. Leave it out on CPUs, where it gains next to nothing and may be slower."""
 
 
 class EngineSettings(PassSettings):
     example_with: ClassVar = {"cuda_graphs": "{}compile=true {}zero_stage=0"}
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What ZeRO shares out among the ranks: 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
+    """What ZeRO shares out among the ranks: 0 nothing, 1 the optimizer's state, 2 the gradients
+    too, 3 the weights too."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
-    """tf32: as fp32, but GPUs round what they multiply to ten bits. fp16 scales its loss dynamically and skips the steps that
-    overflow."""
+    """tf32: as fp32, but GPUs round what they multiply to ten bits. fp16 scales its loss
+    dynamically and skips the steps that overflow."""
     cuda_graphs: bool = False
-    """With `compile` at stage 0: passes are recorded once and replayed, for models so small that a GPU waits for its host. One
-    micro-batch a step. Not yet run on a GPU."""
+    """With `compile` at stage 0: passes are recorded once and replayed, for models so small that a
+    GPU waits for its host. One micro-batch a step. Not yet run on a GPU."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What lies in the node's memory instead of the GPU's: the optimizer's state and its update (from stage 1 on), or the weights
-    as well (stage 3)."""
+    """What lies in the node's memory instead of the GPU's: the optimizer's state and its update
+    (from stage 1 on), or the weights as well (stage 3)."""
 
     @model_validator(mode="after")
     def _graphs_can_be_recorded(self) -> "EngineSettings":
         if self.cuda_graphs and (self.zero_stage or not self.compile):
             remedy = "set both, or leave it out"
-            raise ValueError(f"engine.cuda_graphs: true needs engine.compile=true and engine.zero_stage=0; {remedy}")
+            raise ValueError(
+                "engine.cuda_graphs: true needs engine.compile=true and engine.zero_stage=0;"
+                f" {remedy}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -467,7 +601,10 @@ class EngineSettings(PassSettings):
         if self.zero_stage < least:
             less = "optimizer" if self.offload == "all" and self.zero_stage else "none"
             needed = f"engine.zero_stage {least} or more, not {self.zero_stage}"
-            raise ValueError(f"engine.offload: {self.offload!r} needs {needed}; raise it, or set offload to {less}")
+            raise ValueError(
+                f"engine.offload: {self.offload!r} needs {needed}; raise it, or set offload to"
+                f" {less}"
+            )
         return self
 
 
@@ -480,29 +617,49 @@ class CheckpointSettings(Settings):
     keep_every: Cadence | None = Field(None, examples=["50 epochs"])
     """Such as 50 epochs: a checkpoint at each multiple is made, and stays for ever."""
     keep_at: tuple[Duration, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
-    """Checkpoints that are made and stay for ever, where a run of each length would end. At a constant rate (and in the stable part
-    of wsd) they are the last ones of these shorter runs, bit for bit. RUN@50epochs names one wherever a run is named."""
+    """Checkpoints that are made and stay for ever, where a run of each length would end. At a
+    constant rate (and in the stable part of wsd) they are the last ones of these shorter runs, bit
+    for bit. RUN@50epochs names one wherever a run is named."""
     keep_best: bool | None = None
-    """An evaluation with the highest top-1 so far makes a checkpoint, which stays until there is a better one; see
-    RUN/checkpoints/best.json. By default wherever there is an evaluation (data.eval_split)."""
-    mirror: Annotated[str, _kept_out(_OF_MIRROR)] | None = Field(None, examples=["s3://bucket/runs/mine"])
-    """A place in a store (s3, gs, az, file) for this run alone. Checkpoints, journal and config are brought there behind training,
-    and a start goes on from the newest checkpoint of both: run_dir may lie on each node's own disk."""
-    mirror_storage: dict[str, Any] = Field(default_factory=dict, exclude=True, examples=[{"endpoint_url": "https://minio:9000"}])
-    """Options for fsspec, as data.storage. They may be secrets, so no dump of the settings holds them."""
+    """An evaluation with the highest top-1 so far makes a checkpoint, which stays until there is a
+    better one; see RUN/checkpoints/best.json. By default wherever there is an evaluation
+    (data.eval_split)."""
+    mirror: Annotated[str, _kept_out(_OF_MIRROR)] | None = Field(
+        None, examples=["s3://bucket/runs/mine"]
+    )
+    """A place in a store (s3, gs, az, file) for this run alone. Checkpoints, journal and config are
+    brought there behind training, and a start goes on from the newest checkpoint of both: run_dir
+    may lie on each node's own disk."""
+    mirror_storage: dict[str, Any] = Field(
+        default_factory=dict, exclude=True, examples=[{"endpoint_url": "https://minio:9000"}]
+    )
+    """Options for fsspec, as data.storage. They may be secrets, so no dump of the settings holds
+    them."""
     grace_s: float = Field(30.0, ge=1)
-    """Seconds from SIGTERM until this process is killed (Kubernetes gives 30, most spot offers 120): for so long a run that is
-    stopped waits until its last checkpoint is in the mirror. If it is not whole there by then, the one before counts there."""
+    """Seconds from SIGTERM until this process is killed (Kubernetes gives 30, most spot offers
+    120): for so long a run that is stopped waits until its last checkpoint is in the mirror. If it
+    is not whole there by then, the one before counts there."""
 
     @model_validator(mode="after")
     def _mirror_is_a_store(self) -> Self:
         kind, _, place = (self.mirror or "s3://run").partition("://")
         if kind not in MIRRORS or not place.strip("/"):
-            raise ValueError(f"checkpoint.mirror: {kind!r} will not do; write s3://BUCKET/RUN, or gs, az, file in the place of s3")
+            raise ValueError(
+                f"checkpoint.mirror: {kind!r} will not do; write s3://BUCKET/RUN, or gs, az, file"
+                " in the place of s3"
+            )
         if "?" in place:
-            raise ValueError("checkpoint.mirror: no more than an address belongs here; leave out what begins with ?")
-        if self.mirror_storage and self.mirror is None and "mirror" not in self.model_fields_set:  # null goes on without it
-            raise ValueError("checkpoint.mirror_storage: there is no mirror; set checkpoint.mirror, or leave it out")
+            raise ValueError(
+                "checkpoint.mirror: no more than an address belongs here; leave out what begins"
+                " with ?"
+            )
+        if (
+            self.mirror_storage and self.mirror is None and "mirror" not in self.model_fields_set
+        ):  # null goes on without it
+            raise ValueError(
+                "checkpoint.mirror_storage: there is no mirror; set checkpoint.mirror, or leave"
+                " it out"
+            )
         return self
 
 
@@ -511,12 +668,17 @@ class TrackingSettings(Settings):
     """Whether the run is sent to MLflow; its journal is written either way."""
     experiment: str = "wide-mlps"
     """The MLflow experiment that the run appears in."""
-    uri: Annotated[str, _kept_out(OF_SERVER)] | None = Field(None, examples=["sqlite:///runs/mlflow.db"])
-    """An MLflow store or server; by default MLFLOW_TRACKING_URI, else runs/mlflow.db beside the runs."""
+    uri: Annotated[str, _kept_out(OF_SERVER)] | None = Field(
+        None, examples=["sqlite:///runs/mlflow.db"]
+    )
+    """An MLflow store or server; by default MLFLOW_TRACKING_URI, else runs/mlflow.db beside the
+    runs."""
     sinks: tuple[SinkName, ...] = Field((), examples=[["tensorboard"]])
-    """Other tools whose files in RUN/tracking get the figures while the run lasts; `pretrain sync RUN --to` writes them later."""
+    """Other tools whose files in RUN/tracking get the figures while the run lasts; `pretrain sync
+    RUN --to` writes them later."""
     peak_teraflops: float | None = Field(None, gt=0, examples=[312.0])
-    """What a rank's device can do at best, for MFU; by default its data sheet's rate, else a measured one."""
+    """What a rank's device can do at best, for MFU; by default its data sheet's rate, else a
+    measured one."""
 
     @field_validator("sinks")
     @classmethod
@@ -527,7 +689,10 @@ class TrackingSettings(Settings):
     @model_validator(mode="after")
     def _sinks_need_a_deliverer(self) -> Self:
         if self.sinks and not self.enabled:
-            raise ValueError("sinks: are written by what delivers to MLflow; set enabled=true, or `pretrain sync RUN --to` later")
+            raise ValueError(
+                "sinks: are written by what delivers to MLflow; set enabled=true, or `pretrain sync"
+                " RUN --to` later"
+            )
         return self
 
 
@@ -543,9 +708,11 @@ class TrainingSettings(Settings):
     """Of a training, from random weights or others."""
 
     run_dir: str = Field(examples=["runs/mine"])
-    """All of the run is here: checkpoints, journal, resolved config. The same command goes on where it stopped."""
+    """All of the run is here: checkpoints, journal, resolved config. The same command goes on where
+    it stopped."""
     resume: Resume = "auto"
-    """auto: go on if there is a checkpoint; must: refuse to start from scratch; never: refuse to go on."""
+    """auto: go on if there is a checkpoint; must: refuse to start from scratch; never: refuse to go
+    on."""
     data: DataSettings
     augment: AugmentSettings = AugmentSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -559,17 +726,28 @@ class TrainingSettings(Settings):
         whole, local = self.train.global_batch_size, self.train.local_batch_size
         if isinstance(local, int) and whole % local:
             fault = f"{local} does not divide global_batch_size {whole}"
-            raise ValueError(f"train.local_batch_size: {fault}; the nearest that does is {nearest_divisor(whole, local)}")
-        size, field = (local, "local_batch_size") if isinstance(local, int) else (whole, "global_batch_size")
+            raise ValueError(
+                f"train.local_batch_size: {fault}; the nearest that does is"
+                f" {nearest_divisor(whole, local)}"
+            )
+        size, field = (
+            (local, "local_batch_size") if isinstance(local, int) else (whole, "global_batch_size")
+        )
         if self.augment.mixes_pairs and size % 2:
             off = " ".join(f"augment.{alpha}=0" for alpha in self.augment.mixing.values())
-            raise ValueError(f"train.{field}: {size} is odd, but {_pairing(self.augment)}; make it even, or set {off}")
+            raise ValueError(
+                f"train.{field}: {size} is odd, but {_pairing(self.augment)}; make it even, or set"
+                f" {off}"
+            )
         return self
 
     @model_validator(mode="after")
     def _stream_can_be_mixed(self) -> Self:
         if self.data.stream and self.augment.mixes_previous:
-            raise ValueError("augment.mix_with: 'previous' will not do with data.stream, whose ranks know no order; set neighbour")
+            raise ValueError(
+                "augment.mix_with: 'previous' will not do with data.stream, whose ranks know no"
+                " order; set neighbour"
+            )
         return self
 
     @model_validator(mode="after")
@@ -588,18 +766,23 @@ class TrainingSettings(Settings):
 class PretrainSettings(TrainingSettings):
     of_verb = "pretrain train"
     start_from: str | None = Field(None, examples=["runs/mine"])
-    """A run or a folder of weights of the same model to begin with, in the place of random weights; the head too, where the classes
-    are the same. RUN@50epochs goes on from there as RUN itself would, with optimizer and place in the data: a branch with another
-    schedule or length. Read at the beginning alone: a run that goes on does not need it."""
-    model: Annotated[ModelSpec, BeforeValidator(expand_preset, json_schema_input_type=NamedModel | ModelSpec)]
-    """The architecture: a named one (`preset`, see `pretrain models`), or a `kind` and its sizes."""
+    """A run or a folder of weights of the same model to begin with, in the place of random weights;
+    the head too, where the classes are the same. RUN@50epochs goes on from there as RUN itself
+    would, with optimizer and place in the data: a branch with another schedule or length. Read at
+    the beginning alone: a run that goes on does not need it."""
+    model: Annotated[
+        ModelSpec, BeforeValidator(expand_preset, json_schema_input_type=NamedModel | ModelSpec)
+    ]
+    """The architecture: a named one (`preset`, see `pretrain models`), or a `kind` and its
+    sizes."""
     engine: EngineSettings = EngineSettings()
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:
         if self.engine.compile and self.engine.zero_stage == 3:
             raise ValueError(
-                "engine.compile: true will not do with engine.zero_stage 3, where it gains nothing; change one of them"
+                "engine.compile: true will not do with engine.zero_stage 3, where it gains nothing;"
+                " change one of them"
             )
         return self
 
@@ -607,34 +790,67 @@ class PretrainSettings(TrainingSettings):
 def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optimizer.lr") -> None:
     first_lr, final_lr = schedule.warmup_from, schedule.final_lr
     if final_lr > lr:
-        raise ValueError(f"schedule.final_lr: {final_lr} is above {field} {lr}; {schedule.name} falls, so set it lower")
+        raise ValueError(
+            f"schedule.final_lr: {final_lr} is above {field} {lr}; {schedule.name} falls, so set it"
+            " lower"
+        )
     if schedule.name == "constant" and final_lr:
-        raise ValueError(f"schedule.final_lr: {final_lr} changes nothing with constant; leave it out, or choose cosine or linear")
+        raise ValueError(
+            f"schedule.final_lr: {final_lr} changes nothing with constant; leave it out, or choose"
+            " cosine or linear"
+        )
     if (parse_length(schedule.cooldown).amount > 0) != (schedule.name == "wsd"):
-        remedy = "set it, such as '10 epochs'" if schedule.name == "wsd" else "leave it out, or choose wsd"
-        raise ValueError(f"schedule.cooldown: {schedule.cooldown!r} will not do with {schedule.name}; {remedy}")
+        remedy = (
+            "set it, such as '10 epochs'"
+            if schedule.name == "wsd"
+            else "leave it out, or choose wsd"
+        )
+        raise ValueError(
+            f"schedule.cooldown: {schedule.cooldown!r} will not do with {schedule.name}; {remedy}"
+        )
     if first_lr is not None and first_lr > lr:
-        raise ValueError(f"schedule.warmup_from: {first_lr} is above {field} {lr}; a warm-up rises, so set it lower")
+        raise ValueError(
+            f"schedule.warmup_from: {first_lr} is above {field} {lr}; a warm-up rises, so set it"
+            " lower"
+        )
     if first_lr is not None and parse_length(schedule.warmup).amount == 0:
-        raise ValueError(f"schedule.warmup_from: {first_lr} changes nothing without a warm-up; set schedule.warmup='5 epochs'")
+        raise ValueError(
+            f"schedule.warmup_from: {first_lr} changes nothing without a warm-up; set"
+            " schedule.warmup='5 epochs'"
+        )
 
 
 def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_ranks: int) -> int:
-    """The local batch size on this many ranks; where it is auto, the rank's share, of which a divisor will be chosen."""
+    """The local batch size on this many ranks; where it is auto, the rank's share, of which a
+    divisor will be chosen."""
     whole = train.global_batch_size
     if whole % num_ranks:
         low, high = whole // num_ranks * num_ranks, -(-whole // num_ranks) * num_ranks
         near = f"{low} or {high}" if low else f"{high}"
-        raise ValueError(f"train.global_batch_size: {whole} does not split over {num_ranks} ranks; the nearest that does is {near}")
+        raise ValueError(
+            f"train.global_batch_size: {whole} does not split over {num_ranks} ranks; the nearest"
+            f" that does is {near}"
+        )
     share = whole // num_ranks
     local = train.local_batch_size if isinstance(train.local_batch_size, int) else share
     if share % local:
-        fault = f"{local} does not divide a rank's share of {share} (global_batch_size {whole} on {num_ranks} ranks)"
-        raise ValueError(f"train.local_batch_size: {fault}; the nearest that does is {nearest_divisor(share, local)}")
+        fault = (
+            f"{local} does not divide a rank's share of {share} (global_batch_size {whole} on"
+            f" {num_ranks} ranks)"
+        )
+        raise ValueError(
+            f"train.local_batch_size: {fault}; the nearest that does is"
+            f" {nearest_divisor(share, local)}"
+        )
     if augment.mixes_pairs and local % 2:
-        raise ValueError(f"train.local_batch_size: {local} on {num_ranks} ranks is odd, but {_pairing(augment)}; make it even")
+        raise ValueError(
+            f"train.local_batch_size: {local} on {num_ranks} ranks is odd, but {_pairing(augment)};"
+            " make it even"
+        )
     return local
 
 
 def _pairing(augment: AugmentSettings) -> str:
-    return " and ".join(augment.mixing) + (" pairs neighbours" if len(augment.mixing) == 1 else " pair neighbours")
+    return " and ".join(augment.mixing) + (
+        " pairs neighbours" if len(augment.mixing) == 1 else " pair neighbours"
+    )

@@ -1,15 +1,21 @@
-"""Shared fixtures: one tiny synthetic dataset of each class set, packed once per session by the real command."""
+"""Shared fixtures: one tiny synthetic dataset of each class set, packed once per session by the
+real command."""
 
 import os
 import sys
 
 if "cuda" not in sys.argv:  # pytest -m cuda
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks of a test are more than the GPUs of most machines: tests run on the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # the ranks of a test are more than the GPUs of most machines: tests run on the CPU
+    )
 
-# Four processes of tests, which often wait, share two cores: threads that spin while they wait would take a third of both.
+# Four processes of tests, which often wait, share two cores: threads that spin while they wait
+# would take a third of both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # which asks of buckets what the emulator does not know
+os.environ.setdefault(
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
+)  # which asks of buckets what the emulator does not know
 
 import inspect
 import re
@@ -45,29 +51,43 @@ STARTS = re.compile(
     r"subprocess|multiprocessing|tests\.(ranks|training|forked|slurm|cluster|distributed)|\b(run_ranks|finish|Popen|begin|build)\("
     r"|--ranks|moto|http_server|tests\.stores"
 )
-"""Words of a test module, or of a fixture, that starts processes. What has none of them says so itself: pytest.mark.processes."""
+"""Words of a test module, or of a fixture, that starts processes. What has none of them says so
+itself: pytest.mark.processes."""
 SLOW = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
-"""What starts real runs comes first, in this order, or one process would be left alone with it at the end."""
+"""What starts real runs comes first, in this order, or one process would be left alone with it at
+the end."""
 
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """The processes of xdist are forks of the first, which has imported all test modules: that takes twenty seconds."""
+    """The processes of xdist are forks of the first, which has imported all test modules: that
+    takes twenty seconds."""
     if "not processes" not in config.option.markexpr:  # `make check` starts none
         forked.share()
     with catch_warnings_for_item(config, config.hook, "collect", None, record=False):
         asked = [Path(each.partition("::")[0]).absolute() for each in config.args]
-        for path in sorted(path for path in Path(__file__).parent.rglob("test_*.py") if {path, *path.parents} & {*asked}):
+        for path in sorted(
+            path
+            for path in Path(__file__).parent.rglob("test_*.py")
+            if {path, *path.parents} & {*asked}
+        ):
             with suppress(Exception):  # each of them collects, and reports it
                 import_module(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
     forked.fork_workers(len(specs))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that starts processes, by itself or in its fixtures, gets the mark `processes`: `make check` leaves it out."""
-    items.sort(key=lambda item: next((place for place, name in enumerate(SLOW) if item.nodeid.startswith(name)), len(SLOW)))
+    """A test that starts processes, by itself or in its fixtures, gets the mark `processes`: `make
+    check` leaves it out."""
+    items.sort(
+        key=lambda item: next(
+            (place for place, name in enumerate(SLOW) if item.nodeid.startswith(name)), len(SLOW)
+        )
+    )
     for item in items:
         assert isinstance(item, pytest.Function)
-        fixtures = [each.func for found in item._fixtureinfo.name2fixturedefs.values() for each in found]
+        fixtures = [
+            each.func for found in item._fixtureinfo.name2fixturedefs.values() for each in found
+        ]
         ours = [each for each in fixtures if each.__module__.startswith("tests.")]
         if any(_starts(each) for each in (item.module, *ours)):
             item.add_marker("processes")
@@ -96,7 +116,9 @@ def _start(process: BaseProcess, start: Callable[[BaseProcess], None] = BaseProc
     start(process)
 
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background; what the tests start is to heed Ctrl-C
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # of a shell's background; what the tests start is to heed Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.addaudithook(_note)
 BaseProcess.start = _start  # type: ignore[method-assign]
@@ -104,11 +126,24 @@ BaseProcess.start = _start  # type: ignore[method-assign]
 
 @pytest.fixture(autouse=True)
 def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that fails half-way leaves nothing running, and one that starts processes has the mark. And a command that a test
-    calls in this process makes it a world of one, and takes its signals; what the next test starts must not inherit that."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    """A test that fails half-way leaves nothing running, and one that starts processes has the
+    mark. And a command that a test calls in this process makes it a world of one, and takes its
+    signals; what the next test starts must not inherit that.
+    """
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OMP_NUM_THREADS",
+    )
     before = {name: os.environ.get(name) for name in names}
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+    }
     yield
     if "tests.training" in sys.modules:  # which imports torch
         sys.modules["tests.training"].end_commands()
@@ -120,25 +155,36 @@ def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         else:
             os.environ[name] = value
     started, _started[:] = list(_started), []
-    assert not started or request.node.get_closest_marker("processes"), f"mark it pytest.mark.processes: it started {started}"
+    assert not started or request.node.get_closest_marker("processes"), (
+        f"mark it pytest.mark.processes: it started {started}"
+    )
 
 
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """8 classes, 30 + 9 pictures each, 16 px raw, in shards of 64."""
-    return _build(tmp_path_factory, "a", "num_classes=8", "num_train_per_class=30", "num_val_per_class=9")
+    return _build(
+        tmp_path_factory, "a", "num_classes=8", "num_train_per_class=30", "num_val_per_class=9"
+    )
 
 
 @pytest.fixture(scope="session")
 def other_shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """5 classes of the other set, 12 + 7 pictures each: sizes that divide by nothing."""
-    return _build(tmp_path_factory, "b", "num_classes=5", "num_train_per_class=12", "num_val_per_class=7")
+    return _build(
+        tmp_path_factory, "b", "num_classes=5", "num_train_per_class=12", "num_val_per_class=7"
+    )
 
 
 @pytest.fixture(scope="session")
 def unequal(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images of `shapes` with its classes: 9 of the first in val and 2 of each other; next to the folder `images`."""
-    place, classes, kept = tmp_path_factory.mktemp("unequal"), load_manifest(shapes).classes, Counter[int]()
+    """Images of `shapes` with its classes: 9 of the first in val and 2 of each other; next to the
+    folder `images`."""
+    place, classes, kept = (
+        tmp_path_factory.mktemp("unequal"),
+        load_manifest(shapes).classes,
+        Counter[int](),
+    )
     for number, (pixels, label) in enumerate(Shards(shapes, "val")):
         kept[label] += 1
         for split in ("train", "val") if kept[label] <= (9 if label == 0 else 2) else ():
@@ -146,13 +192,17 @@ def unequal(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path)
     settings = [f"source.path={place / 'images'}", "image_size=16", "num_workers=1"]
-    assert data_prep(["build", "--source", "folder", "--out", str(place / "unequal"), *settings]) == 0
+    assert (
+        data_prep(["build", "--source", "folder", "--out", str(place / "unequal"), *settings]) == 0
+    )
     return place / "unequal"
 
 
 def _build(factory: pytest.TempPathFactory, class_set: str, *source: str) -> Path:
     out = factory.mktemp("data") / f"shapes-{class_set}"
-    settings = [f"source.{setting}" for setting in (f"class_set={class_set}", "image_size=20", *source)]
+    settings = [
+        f"source.{setting}" for setting in (f"class_set={class_set}", "image_size=20", *source)
+    ]
     shards = ["image_size=16", "samples_per_shard=64", "num_workers=1"]
     assert data_prep(["build", "--source", "synthetic", "--out", str(out), *shards, *settings]) == 0
     return out
@@ -162,7 +212,9 @@ def _build(factory: pytest.TempPathFactory, class_set: str, *source: str) -> Pat
 def command(tmp_path: Path) -> Command:
     """Runs one of our commands in a process of its own, in an empty directory."""
 
-    def run(*words: str, timeout_s: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        *words: str, timeout_s: float = 300, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", *words],
             cwd=tmp_path,

@@ -1,8 +1,10 @@
-"""Processes that begin with torch and deepspeed imported: forked from one server, which saves each rank of a test eight seconds.
+"""Processes that begin with torch and deepspeed imported: forked from one server, which saves each
+rank of a test eight seconds.
 
-xdist's processes are forks, too, of its first (`fork_workers`), and share its server, which has no thread when it forks. A child
-has a process group of its own, the environment and the streams that it is given, and runs a function of a module, by name:
-`pretrain.cli:main`, or a case of tests/ranks.py.
+xdist's processes are forks, too, of its first (`fork_workers`), and share its server, which has no
+thread when it forks. A child has a process group of its own, the environment and the streams that
+it is given, and runs a function of a module, by name: `pretrain.cli:main`, or a case of
+tests/ranks.py.
 """
 
 import gc
@@ -29,10 +31,12 @@ PRELOADED = [
     "tests.preloaded",
     "pytest",
 ]
-"""What a training imports, what its first step would import besides, and what the module of a test imports."""
+"""What a training imports, what its first step would import besides, and what the module of a test
+imports."""
 _SERVER = forkserver.ForkServer()
 _SERVER.set_forkserver_preload(PRELOADED)
-"""Not the one of multiprocessing: that has imported what the first who used it asked for, such as the workers of data_prep."""
+"""Not the one of multiprocessing: that has imported what the first who used it asked for, such as
+the workers of data_prep."""
 
 
 def share() -> None:
@@ -42,10 +46,14 @@ def share() -> None:
     _SERVER.ensure_running = lambda: None  # type: ignore[method-assign]
 
 
-def begin(target: str, *arguments: Any, environment: Mapping[str, str], output: Path) -> ForkServerProcess:
+def begin(
+    target: str, *arguments: Any, environment: Mapping[str, str], output: Path
+) -> ForkServerProcess:
     """`target` is MODULE:FUNCTION; what the function returns is the exit code."""
     words = (target, arguments, dict(environment), str(output), str(Path.cwd()))
-    process = ForkServerProcess(target=_run, args=words, daemon=True)  # a test that fails must not leave it behind
+    process = ForkServerProcess(
+        target=_run, args=words, daemon=True
+    )  # a test that fails must not leave it behind
     share()
     with patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
         process.start()
@@ -53,7 +61,8 @@ def begin(target: str, *arguments: Any, environment: Mapping[str, str], output: 
 
 
 class Worker(gateway_io.Popen2IOMaster):
-    """A process of xdist's, for execnet: a fork of this one. In the place of one that crashed a Python is started, as usual."""
+    """A process of xdist's, for execnet: a fork of this one. In the place of one that crashed a
+    Python is started, as usual."""
 
     FORKED: ClassVar[list[tuple[int, IO[bytes], IO[bytes]]]] = []
 
@@ -83,14 +92,20 @@ def fork_workers(count: int) -> None:
         others = [stream.fileno() for _, *streams in Worker.FORKED for stream in streams]
         for end in (stdin, to_worker, from_worker, stdout, *others):
             os.close(end)
-        sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(0, closefd=False),
+            open(1, "w", closefd=False),
+            open(2, "w", closefd=False),
+        )
         try:
             exec(gateway_io.popen_bootstrapline, {})
         finally:
             os._exit(0)
 
 
-def _run(target: str, arguments: list[Any], environment: dict[str, str], output: str, directory: str) -> None:
+def _run(
+    target: str, arguments: list[Any], environment: dict[str, str], output: str, directory: str
+) -> None:
     os.setsid()
     os.chdir(directory)
     os.environ.clear()
@@ -98,7 +113,10 @@ def _run(target: str, arguments: list[Any], environment: dict[str, str], output:
     stream = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
-    sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = (
+        open(1, "w", buffering=1, closefd=False),
+        open(2, "w", buffering=1, closefd=False),
+    )
     sys.stdin = open(os.devnull)
     module, _, name = target.partition(":")
     sys.exit(getattr(importlib.import_module(module), name)(*arguments))
@@ -108,13 +126,20 @@ def environments(num_ranks: int, **more: str) -> list[dict[str, str]]:
     """What a launcher gives to each of so many local ranks."""
     from pretrain.ranks.world import free_port
 
-    shared = dict(os.environ) | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    shared = dict(os.environ) | {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "OMP_NUM_THREADS": "1",
+    }
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | more
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
-def wait(processes: Iterable[ForkServerProcess], *, timeout_s: float, grace_s: float = 20) -> list[int | None]:
-    """Exit codes; None for one that had to be killed: at the time limit, or `grace_s` after another had failed."""
+def wait(
+    processes: Iterable[ForkServerProcess], *, timeout_s: float, grace_s: float = 20
+) -> list[int | None]:
+    """Exit codes; None for one that had to be killed: at the time limit, or `grace_s` after another
+    had failed."""
     processes, deadline_s = list(processes), time.monotonic() + timeout_s
     while any(process.exitcode is None for process in processes) and time.monotonic() < deadline_s:
         if any(process.exitcode for process in processes):

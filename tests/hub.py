@@ -1,7 +1,8 @@
-"""A hub on loopback, for huggingface_hub's own client: repositories of models with branches and commits, in memory.
+"""A hub on loopback, for huggingface_hub's own client: repositories of models with branches and
+commits, in memory.
 
-What the client asks for is read in its source (hf_api, _commit_api, lfs, file_download); git and xet are left out. Who has no good
-token sees no private repository.
+What the client asks for is read in its source (hf_api, _commit_api, lfs, file_download); git and
+xet are left out. Who has no good token sees no private repository.
 """
 
 import base64
@@ -55,7 +56,9 @@ class Hub:
     """How often it will."""
     url: str = ""
 
-    def put(self, name: str, files: dict[str, bytes], *, branch: str = "main", **changes: Any) -> str:
+    def put(
+        self, name: str, files: dict[str, bytes], *, branch: str = "main", **changes: Any
+    ) -> str:
         repository = self.repositories.setdefault(name, Repository(**changes))
         repository.branches.setdefault(branch, [])
         return repository.commit(branch, files)
@@ -112,7 +115,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if self.hub.num_cuts and self.hub.cut_after is not None and len(body) > self.hub.cut_after and status in (200, 206):
+        if (
+            self.hub.num_cuts
+            and self.hub.cut_after is not None
+            and len(body) > self.hub.cut_after
+            and status in (200, 206)
+        ):
             self.hub.num_cuts -= 1
             self.close_connection = True
             body = body[: self.hub.cut_after]
@@ -121,7 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, tree: Any, status: int = 200) -> None:
         self._send(status, json.dumps(tree).encode(), {"Content-Type": "application/json"})
 
-    # ---- who asks for what -----------------------------------------------------------------------------------------------
+    # ---- who asks for what
+    # -----------------------------------------------------------------------------------------------
 
     def _is_known(self) -> bool:
         given = self.headers.get("Authorization")
@@ -153,14 +162,26 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"id": name, "sha": sha, "private": repository.private, "siblings": []})
 
     def tree(self, name: str, revision: str) -> None:
-        is_empty = self._repository(name).branches.get(revision) == []  # nothing was ever committed there
+        is_empty = (
+            self._repository(name).branches.get(revision) == []
+        )  # nothing was ever committed there
         files = {} if is_empty else self._repository(name).files[self._commit(name, revision)[1]]
         self._json([_entry(path, content) for path, content in sorted(files.items())])
 
     def paths_info(self, name: str, revision: str) -> None:
         repository, sha = self._commit(name, revision)
-        asked = json.loads(self.body)["paths"] if self.body.startswith(b"{") else parse_qs(self.body.decode())["paths"]
-        self._json([_entry(path, repository.files[sha][path]) for path in asked if path in repository.files[sha]])
+        asked = (
+            json.loads(self.body)["paths"]
+            if self.body.startswith(b"{")
+            else parse_qs(self.body.decode())["paths"]
+        )
+        self._json(
+            [
+                _entry(path, repository.files[sha][path])
+                for path in asked
+                if path in repository.files[sha]
+            ]
+        )
 
     def resolve(self, name: str, revision: str, path: str) -> None:
         repository, sha = self._commit(name, revision)
@@ -177,7 +198,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(200, content, headers)
 
-    # ---- what is written -------------------------------------------------------------------------------------------------
+    # ---- what is written
+    # -------------------------------------------------------------------------------------------------
 
     def create(self) -> None:
         if not self._is_known():
@@ -185,9 +207,14 @@ class _Handler(BaseHTTPRequestHandler):
         given = json.loads(self.body)
         name = "/".join(filter(None, (given["organization"], given["name"])))
         if name in self.hub.repositories:
-            self._json({"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}, 409)
+            self._json(
+                {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"},
+                409,
+            )
             return
-        self.hub.repositories[name] = Repository(private=given.get("visibility") == "private" or given.get("private") is True)
+        self.hub.repositories[name] = Repository(
+            private=given.get("visibility") == "private" or given.get("private") is True
+        )
         self._json({"url": f"{self.hub.url}/{name}", "name": name})
 
     def branch(self, name: str, branch: str) -> None:
@@ -205,7 +232,11 @@ class _Handler(BaseHTTPRequestHandler):
                 "path": each["path"],
                 "uploadMode": "lfs" if each["size"] >= LARGE else "regular",
                 "shouldIgnore": False,
-                "oid": _entry(each["path"], there[each["path"]])["oid"] if each["path"] in there else None,
+                "oid": (
+                    _entry(each["path"], there[each["path"]])["oid"]
+                    if each["path"] in there
+                    else None
+                ),
             }
             for each in json.loads(self.body)["files"]
         ]
@@ -239,7 +270,9 @@ class _Handler(BaseHTTPRequestHandler):
                 case "deletedFile", value:
                     del files[value["path"]]
         sha = repository.commit(branch, files)
-        self._json({"commitUrl": f"{self.hub.url}/{name}/commit/{sha}", "commitOid": sha, "hookOutput": ""})
+        self._json(
+            {"commitUrl": f"{self.hub.url}/{name}/commit/{sha}", "commitOid": sha, "hookOutput": ""}
+        )
 
     def approve(self) -> None:
         self._json({"warnings": [], "errors": []})

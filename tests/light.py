@@ -1,5 +1,5 @@
-"""A process that has imported our programs and nothing heavy: each command runs in a fork of it, so that what it costs, and what it
-imports, is its own.
+"""A process that has imported our programs and nothing heavy: each command runs in a fork of it, so
+that what it costs, and what it imports, is its own.
 
 Asked by lines of JSON on its stdin (the folder, then the words); answers with a line of JSON each.
 """
@@ -35,9 +35,14 @@ class Answer(NamedTuple):
 
 class Light:
     def __init__(self) -> None:
-        command, pipes = [sys.executable, "-m", "tests.light"], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        command, pipes = (
+            [sys.executable, "-m", "tests.light"],
+            {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
+        )
         place = Path(__file__).parent.parent
-        self._process = subprocess.Popen(command, cwd=place, env=os.environ | {"PYTHONPATH": str(place)}, text=True, **pipes)  # type: ignore[call-overload]
+        self._process = subprocess.Popen(
+            command, cwd=place, env=os.environ | {"PYTHONPATH": str(place)}, text=True, **pipes
+        )  # type: ignore[call-overload]
 
     def run(self, place: Path, *words: str) -> Answer:
         self._process.stdin.write(json.dumps([str(place), *words]) + "\n")
@@ -67,12 +72,19 @@ def main() -> None:
                     code = ended.code if isinstance(ended.code, int) else 1
                 except BaseException:  # noqa: BLE001
                     traceback.print_exc()
-                print(end="\0" + " ".join(name for name in HEAVY if name in sys.modules), flush=True)
+                print(
+                    end="\0" + " ".join(name for name in HEAVY if name in sys.modules), flush=True
+                )
                 os._exit(code)
             _, status, used = os.wait4(child, 0)
             output.seek(0)
             said, _, heavy = output.read().rpartition("\0")
-        answer = Answer(os.waitstatus_to_exitcode(status), said.strip(), used.ru_utime + used.ru_stime, heavy.split())
+        answer = Answer(
+            os.waitstatus_to_exitcode(status),
+            said.strip(),
+            used.ru_utime + used.ru_stime,
+            heavy.split(),
+        )
         print(json.dumps(answer._asdict()), flush=True)
 
 

@@ -1,7 +1,8 @@
-"""Moments at which a test waits or strikes, told by what a process has done and never by a clock, however slow the machine is.
+"""Moments at which a test waits or strikes, told by what a process has done and never by a clock,
+however slow the machine is.
 
-A moment is an operation on a directory or what is below it, or a mark of training's progress. A process counts its own, and strikes
-itself:
+A moment is an operation on a directory or what is below it, or a mark of training's progress. A
+process counts its own, and strikes itself:
 
     STRIKE=JSON python -m tests.moments PROGRAM WORDS...     `PROGRAM WORDS`, of which each process, also of its pools, counts
 """
@@ -21,11 +22,27 @@ from typing import Any, Literal
 
 from pretrain.ranks.hangs import PROGRESS
 
-_FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.truncate", "os.listdir", "os.scandir")
+_FILE_EVENTS = (
+    "open",
+    "os.rename",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "os.link",
+    "os.truncate",
+    "os.listdir",
+    "os.scandir",
+)
 
 
-def wait_until(condition: Callable[[], bool], *, lives: Callable[[], bool] = lambda: True, timeout_s: float = 150) -> None:
-    """Waits for a condition, for as long as those who are to bring it about live; the limit is for what hangs."""
+def wait_until(
+    condition: Callable[[], bool],
+    *,
+    lives: Callable[[], bool] = lambda: True,
+    timeout_s: float = 150,
+) -> None:
+    """Waits for a condition, for as long as those who are to bring it about live; the limit is for
+    what hangs."""
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert lives(), f"ended before: {_source(condition)}"
@@ -34,12 +51,17 @@ def wait_until(condition: Callable[[], bool], *, lives: Callable[[], bool] = lam
 
 
 def _source(condition: Callable[[], bool]) -> str:
-    return inspect.getsource(condition).strip() if condition.__name__ == "<lambda>" else repr(condition)
+    return (
+        inspect.getsource(condition).strip()
+        if condition.__name__ == "<lambda>"
+        else repr(condition)
+    )
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A signal to oneself: at this moment (from 1 on) of those since training has come to this step, or this stage."""
+    """A signal to oneself: at this moment (from 1 on) of those since training has come to this
+    step, or this stage."""
 
     folder: Path
     moment: int
@@ -55,7 +77,9 @@ class Strike:
         def counted(stage: str, *, step: int | None = None) -> None:
             nonlocal has_come
             mark(stage, step=step)
-            has_come = has_come or (PROGRESS.standing().step >= self.step and self.stage in ("", stage))
+            has_come = has_come or (
+                PROGRESS.standing().step >= self.step and self.stage in ("", stage)
+            )
             pass_one()
 
         def noticed(event: str, arguments: tuple[Any, ...]) -> None:
@@ -64,7 +88,11 @@ class Strike:
 
         def pass_one() -> None:
             if has_come and next(moments) == self.moment:
-                targets = {"self": os.getpid(), "group": 0, "main": int(os.environ.get("STRUCK_PID", "0"))}
+                targets = {
+                    "self": os.getpid(),
+                    "group": 0,
+                    "main": int(os.environ.get("STRUCK_PID", "0")),
+                }
                 os.kill(targets[self.target], self.signal)
 
         PROGRESS.mark = counted  # type: ignore[method-assign]

@@ -1,4 +1,5 @@
-"""What every training imports or loads up to its first step, done once in the server that forks the ranks (see forked.py)."""
+"""What every training imports or loads up to its first step, done once in the server that forks the
+ranks (see forked.py)."""
 
 import deepspeed.comm.mori
 import deepspeed.module_inject.auto_ep_layer  # noqa: F401
@@ -11,4 +12,6 @@ from pretrain.optim.lion import in_one_pass
 
 # what numba has compiled, read from its files
 crop(torch.zeros(1, 8, 8, 3, dtype=torch.uint8), whole_boxes(1, 8), size=4)
-in_one_pass(*[[torch.zeros(8)] for _ in range(3)], {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0})
+in_one_pass(
+    *[[torch.zeros(8)] for _ in range(3)], {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}
+)

@@ -1,7 +1,9 @@
-"""The distributed-test helper: runs a function of the tests on N gloo ranks and fails fast when one of them dies.
+"""The distributed-test helper: runs a function of the tests on N gloo ranks and fails fast when one
+of them dies.
 
-A case is a module-level function `case(world, *arguments) -> JSON value`; `run_ranks` returns one value per rank. Ranks are forked
-(see forked.py), so a case must not mind that torch and deepspeed are imported already.
+A case is a module-level function `case(world, *arguments) -> JSON value`; `run_ranks` returns one
+value per rank. Ranks are forked (see forked.py), so a case must not mind that torch and deepspeed
+are imported already.
 """
 
 import importlib

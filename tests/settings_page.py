@@ -1,4 +1,5 @@
-"""Makes docs/settings.md and configs/schemas/ from the parsers and the docstrings: `python -m tests.settings_page`."""
+"""Makes docs/settings.md and configs/schemas/ from the parsers and the docstrings: `python -m
+tests.settings_page`."""
 
 import argparse
 from dataclasses import replace
@@ -43,7 +44,9 @@ after `eval "$(register-python-argcomplete data_prep pretrain finetune analysis 
 
 def verbs_of(name: str) -> dict[str, argparse.ArgumentParser]:
     parser = program(name, description="", add_verbs=ADD_VERBS[name])
-    (verbs,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    (verbs,) = [
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ]
     return dict(verbs.choices)
 
 
@@ -56,7 +59,12 @@ def pages() -> dict[Path, str]:
             if word == "explain":
                 continue
             schema, title = schema_of(verb), f"{name} {word}"
-            text += f"\n### {title}\n\n```sh\n" + "\n".join(_examples(verb)) + "\n```\n" + _table(options_of(verb))
+            text += (
+                f"\n### {title}\n\n```sh\n"
+                + "\n".join(_examples(verb))
+                + "\n```\n"
+                + _table(options_of(verb))
+            )
             if schema in seen:
                 text += f"\nSettings: those of `{seen[schema]}`.\n"
             elif schema is not None:
@@ -82,7 +90,12 @@ def _settings(settings: list[Explained], seen: dict[object, str], title: str) ->
     for (prefix, kind), rows in sections.items():
         name = f"`{prefix}.*`" + (f", kind {kind}" if kind else "") if prefix else "Settings"
         before = seen.setdefault(tuple(replace(row, example="", short=()) for row in rows), title)
-        text += f"\n{name}: {'as in `' + before + '`.' if before != title else rows[0].section}".rstrip(": ") + "\n"
+        text += (
+            f"\n{name}: {'as in `' + before + '`.' if before != title else rows[0].section}".rstrip(
+                ": "
+            )
+            + "\n"
+        )
         text += _table(rows) if before == title else ""
     return text
 
@@ -92,7 +105,9 @@ def _table(rows: list[Explained]) -> str:
         return ""
     lines = ["", "| key | type | default | meaning |", "|---|---|---|---|"]
     for each in [row for row in rows if row.key.rpartition(".")[2] != "kind"]:
-        default = "must be given" if each.default is None else f"`{each.default}`" if each.default else ""
+        default = (
+            "must be given" if each.default is None else f"`{each.default}`" if each.default else ""
+        )
         cells = (f"`{each.key}`", each.type, default, each.meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -1,7 +1,8 @@
-"""Object stores that tests start for themselves (moto's s3, gcp-storage-emulator, azurite), each behind a proxy that makes faults.
+"""Object stores that tests start for themselves (moto's s3, gcp-storage-emulator, azurite), each
+behind a proxy that makes faults.
 
-s3 runs in `make test`, the others, and what takes long, in `make stores` (the marker `stores`). Where a server cannot be had its
-tests skip and say so, except under REQUIRE_STORES=1.
+s3 runs in `make test`, the others, and what takes long, in `make stores` (the marker `stores`).
+Where a server cannot be had its tests skip and say so, except under REQUIRE_STORES=1.
 """
 
 import json
@@ -26,7 +27,9 @@ from pretrain.ranks.world import free_port
 from tests.data_prep.stock import s3_server
 
 BUCKET = "pictures"
-AZURITE = Path(os.environ.get("STORES", ".venv/stores")).absolute() / "node_modules/.bin/azurite-blob"
+AZURITE = (
+    Path(os.environ.get("STORES", ".venv/stores")).absolute() / "node_modules/.bin/azurite-blob"
+)
 SECRET = "c2VjcmV0LXdvcmQ="
 Match = Callable[[str, str], bool]
 """Of the method and the address of a request."""
@@ -36,8 +39,9 @@ Match = Callable[[str, str], bool]
 class Fault:
     """What happens to the next `count` requests that `match`.
 
-    A number: that status is the answer. cut: the connection ends before the server learns of it. lost: it ends after the server
-    has done it. wrong: a byte of what is sent (or read) is another. stall: no answer until the gate opens.
+    A number: that status is the answer. cut: the connection ends before the server learns of it.
+    lost: it ends after the server has done it. wrong: a byte of what is sent (or read) is another.
+    stall: no answer until the gate opens.
     """
 
     kind: int | str
@@ -56,9 +60,17 @@ class Store:
     def url(self, *names: str) -> str:
         return remote.join(f"{self.scheme}://{BUCKET}", *names)
 
-    def fail(self, kind: int | str, *, method: str = "PUT|POST", path: str = "", count: int = 1) -> None:
+    def fail(
+        self, kind: int | str, *, method: str = "PUT|POST", path: str = "", count: int = 1
+    ) -> None:
         self.faults.append(
-            Fault(kind, lambda given, address: bool(re.fullmatch(method, given) and re.search(path, address)), count)
+            Fault(
+                kind,
+                lambda given, address: bool(
+                    re.fullmatch(method, given) and re.search(path, address)
+                ),
+                count,
+            )
         )
 
     def next_fault(self, method: str, address: str) -> int | str | None:
@@ -92,7 +104,12 @@ def proxy_of(store: Store, host: str, port: int) -> ThreadingHTTPServer:
             backend = HTTPConnection(host, port, timeout=60)
             backend.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
-                if name.lower() not in ("transfer-encoding", "content-length", "connection", "expect"):
+                if name.lower() not in (
+                    "transfer-encoding",
+                    "content-length",
+                    "connection",
+                    "expect",
+                ):
                     backend.putheader(name, value)
             if body or self.command in ("PUT", "POST"):
                 backend.putheader("Content-Length", str(len(body)))
@@ -123,7 +140,12 @@ def proxy_of(store: Store, host: str, port: int) -> ThreadingHTTPServer:
             for name, value in headers:
                 if name.lower() == "content-length" and self.command == "HEAD":
                     length = int(value)
-                elif name.lower() not in ("transfer-encoding", "content-length", "connection", "keep-alive"):
+                elif name.lower() not in (
+                    "transfer-encoding",
+                    "content-length",
+                    "connection",
+                    "keep-alive",
+                ):
                     self.send_header(name, value)
             self.send_header("Content-Length", str(length))
             self.end_headers()
@@ -143,7 +165,8 @@ def proxy_of(store: Store, host: str, port: int) -> ThreadingHTTPServer:
 
 
 def another(data: bytes) -> bytes:
-    """With one byte in the middle changed; of what comes with a frame around it the frame is short."""
+    """With one byte in the middle changed; of what comes with a frame around it the frame is
+    short."""
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
@@ -182,7 +205,11 @@ def _az(folder: Path) -> Iterator[tuple[str, Callable[[str], dict[str, Any]]]]:
         str(port),
     ]
     server = subprocess.Popen(
-        [AZURITE, *words], cwd=folder, stdout=subprocess.PIPE, env=os.environ | {"AZURITE_ACCOUNTS": f"me:{SECRET}"}, text=True
+        [AZURITE, *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"AZURITE_ACCOUNTS": f"me:{SECRET}"},
+        text=True,
     )
     assert server.stdout is not None
     try:
@@ -192,11 +219,17 @@ def _az(folder: Path) -> Iterator[tuple[str, Callable[[str], dict[str, Any]]]]:
         reader.start()
 
         def storage(address: str) -> dict[str, Any]:
-            return {"connection_string": f"AccountName=me;AccountKey={SECRET};BlobEndpoint={address}/me;"}
+            return {
+                "connection_string": (
+                    f"AccountName=me;AccountKey={SECRET};BlobEndpoint={address}/me;"
+                )
+            }
 
         from azure.storage.blob import BlobServiceClient
 
-        with BlobServiceClient.from_connection_string(*storage(f"http://127.0.0.1:{port}").values()) as client:
+        with BlobServiceClient.from_connection_string(
+            *storage(f"http://127.0.0.1:{port}").values()
+        ) as client:
             client.create_container(BUCKET)
         yield f"http://127.0.0.1:{port}", storage
     finally:
@@ -206,8 +239,12 @@ def _az(folder: Path) -> Iterator[tuple[str, Callable[[str], dict[str, Any]]]]:
 
 
 SERVERS = {"s3": _s3, "gs": _gs, "az": _az}
-EACH = [pytest.param("s3"), *(pytest.param(name, marks=pytest.mark.stores) for name in ("gs", "az"))]
-"""For `pytest.mark.parametrize("store", EACH, indirect=True)`, of a fixture that calls `started`."""
+EACH = [
+    pytest.param("s3"),
+    *(pytest.param(name, marks=pytest.mark.stores) for name in ("gs", "az")),
+]
+"""For `pytest.mark.parametrize("store", EACH, indirect=True)`, of a fixture that calls
+`started`."""
 
 
 def no_server(why: str) -> None:

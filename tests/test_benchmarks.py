@@ -1,4 +1,5 @@
-"""Every benchmark runs at its smallest size, with all its peers. The figures of such a run mean nothing and are not read."""
+"""Every benchmark runs at its smallest size, with all its peers. The figures of such a run mean
+nothing and are not read."""
 
 import os
 import re
@@ -30,12 +31,24 @@ DRY_RUNS = {
 }
 ELSEWHERE = {"findings", "transfer_probe", "transfer_tune", "transfer_evaluate"}
 """Benchmarks that a test in tests/configs, or another benchmark, runs."""
-PROCESSES = {"loader_ours", "loader_peers", "loader_formats", "prep_peers", "stores_ours", "stores_peers", "stores_link"}
+PROCESSES = {
+    "loader_ours",
+    "loader_peers",
+    "loader_formats",
+    "prep_peers",
+    "stores_ours",
+    "stores_peers",
+    "stores_link",
+}
 """Processes that benchmarks start."""
 
 
 def test_no_benchmark_is_missing() -> None:
-    scripts = {path.stem for path in (REPOSITORY / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
+    scripts = {
+        path.stem
+        for path in (REPOSITORY / "benchmarks").glob("*.py")
+        if "__main__" in path.read_text()
+    }
     assert scripts == {*DRY_RUNS, *ELSEWHERE, *PROCESSES}
 
 
@@ -48,4 +61,6 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-4000:]
     missing = re.findall(r"^(.*): (?:no row|could not be installed)", said, re.MULTILINE)
-    assert missing == [] or ({"ffcv", "FFCV"} >= {*missing} and not os.environ.get("REQUIRE_FFCV")), said
+    assert missing == [] or (
+        {"ffcv", "FFCV"} >= {*missing} and not os.environ.get("REQUIRE_FFCV")
+    ), said

@@ -1,4 +1,5 @@
-"""A console that cannot be written decides over no work: a full disk, a pipe without a reader, closed descriptors."""
+"""A console that cannot be written decides over no work: a full disk, a pipe without a reader,
+closed descriptors."""
 
 import os
 import subprocess
@@ -15,7 +16,10 @@ from tests.training import write_config
 COMMANDS = {
     "train": "pretrain train {config} run_dir={out} train.duration=4_steps --ranks 2",
     "train alone": "pretrain train {config} run_dir={out} train.duration=4_steps",
-    "build": "data_prep build --source synthetic --out {out} source.num_train_per_class=9 image_size=16 num_workers=2",
+    "build": (
+        "data_prep build --source synthetic --out {out} source.num_train_per_class=9 image_size=16"
+        " num_workers=2"
+    ),
     "models": "pretrain models",
 }
 WRITES = {"train": "result.json", "train alone": "result.json", "build": "manifest.json"}
@@ -52,11 +56,20 @@ def console(kind: str) -> Iterator[dict[str, Any]]:
         ("models", "closed", 0),
     ],
 )
-def test_a_command_ends_as_with_any_console(command: str, kind: str, code: int, shapes: Path, tmp_path: Path) -> None:
-    """Only a command that a person started, and whose output a full disk lost, has failed; it has done its work all the same."""
-    words = COMMANDS[command].format(config=write_config(tmp_path, dataset=shapes), out=tmp_path / "out").split()
+def test_a_command_ends_as_with_any_console(
+    command: str, kind: str, code: int, shapes: Path, tmp_path: Path
+) -> None:
+    """Only a command that a person started, and whose output a full disk lost, has failed; it has
+    done its work all the same."""
+    words = (
+        COMMANDS[command]
+        .format(config=write_config(tmp_path, dataset=shapes), out=tmp_path / "out")
+        .split()
+    )
     words = [sys.executable, "-m", *(word.replace("_steps", " steps") for word in words)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "SLURM_PROCID")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "SLURM_PROCID")
+    }
     with console(kind) as streams:
         done = subprocess.run(words, env=environment, check=False, **streams)
     assert done.returncode == code

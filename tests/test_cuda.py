@@ -1,11 +1,15 @@
-"""Does a GPU compute what the CPU does? The checks of benchmarks/gpu/check_cuda.py: `make gpu-tests`; skipped without a GPU."""
+"""Does a GPU compute what the CPU does? The checks of benchmarks/gpu/check_cuda.py: `make
+gpu-tests`; skipped without a GPU."""
 
 import pytest
 import torch
 
 from tests.test_gpu_kit import REPOSITORY, module_of
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU, or not run with -m cuda")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU, or not run with -m cuda"),
+]
 CHECKS = module_of(REPOSITORY / "benchmarks/gpu/check_cuda.py").checks()
 
 

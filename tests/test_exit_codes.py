@@ -22,7 +22,13 @@ from pretrain.cli import main as pretrain
 from tests.conftest import Capture
 from tests.finetune.tiny import write_folder
 
-PROGRAMS = {"analysis": analysis, "data_prep": data_prep, "finetune": finetune, "pretrain": pretrain, "wide-mlps": wide_mlps}
+PROGRAMS = {
+    "analysis": analysis,
+    "data_prep": data_prep,
+    "finetune": finetune,
+    "pretrain": pretrain,
+    "wide-mlps": wide_mlps,
+}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,9 @@ def test_an_error_has_one_code(error: ValueError | OSError, before: int, after: 
         "finetune evaluate nowhere.yaml",
     ],
 )  # fmt: skip
-def test_a_missing_input_is_bad_input(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_a_missing_input_is_bad_input(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     monkeypatch.chdir(tmp_path)
     program, *words = typed.split()
     assert PROGRAMS[program](words) == BAD_INPUT
@@ -67,7 +75,9 @@ def without_a_tensor(file: Path) -> None:
 
 
 def with_nan(file: Path) -> None:
-    save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(file).items()}, file)
+    save_file(
+        {name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(file).items()}, file
+    )
 
 
 def with_another_card(file: Path) -> None:
@@ -85,14 +95,29 @@ def test_refused_weights_are_bad_input_before_and_after_the_start(
     damage(weights / "model.safetensors")
     if not hashed:
         (weights / "sha256.json").unlink()
-    assert finetune(["predict", str(weights), str(shapes), "--split", "val", "--out", f"{tmp_path}/o.csv"]) == BAD_INPUT
-    assert finetune(["export", str(weights), str(tmp_path / "export"), "--formats", "timm"]) == BAD_INPUT
+    assert (
+        finetune(
+            ["predict", str(weights), str(shapes), "--split", "val", "--out", f"{tmp_path}/o.csv"]
+        )
+        == BAD_INPUT
+    )
+    assert (
+        finetune(["export", str(weights), str(tmp_path / "export"), "--formats", "timm"])
+        == BAD_INPUT
+    )
     assert str(weights) in capsys.readouterr().err
 
 
-def test_a_held_dataset_is_busy_and_a_damaged_one_failed(shapes: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_held_dataset_is_busy_and_a_damaged_one_failed(
+    shapes: Path, tmp_path: Path, capsys: Capture
+) -> None:
     with sole_writer(tmp_path / "made"):
-        assert data_prep(["build", "--source", "synthetic", f"--out={tmp_path / 'made'}", "image_size=16"]) == BUSY
+        assert (
+            data_prep(
+                ["build", "--source", "synthetic", f"--out={tmp_path / 'made'}", "image_size=16"]
+            )
+            == BUSY
+        )
     damaged = Path(shutil.copytree(shapes, tmp_path / "damaged"))
     assert data_prep(["verify", str(damaged)]) == OK
     shard = sorted(damaged.glob("*.tar"))[0]

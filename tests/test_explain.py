@@ -1,4 +1,5 @@
-"""What users can ask about settings, of every verb of every program that its parser has: nothing here is listed by hand."""
+"""What users can ask about settings, of every verb of every program that its parser has: nothing
+here is listed by hand."""
 
 import json
 import os
@@ -42,7 +43,9 @@ def test_each_option_and_setting_has_a_sentence(name: tuple[str, str]) -> None:
     found = [*options_of(VERBS[name]), *settings_of(VERBS[name])]
     assert found
     assert [each.key for each in found if len(each.meaning.split()) < 2] == []
-    assert [each.key for each in settings_of(VERBS[name]) if not each.example or not each.type] == []
+    assert [
+        each.key for each in settings_of(VERBS[name]) if not each.example or not each.type
+    ] == []
 
 
 @every
@@ -65,7 +68,16 @@ def sets(schema: Any, override: str) -> str | None:
     tree: dict[str, Any] = {}
     apply_override(tree, override.partition("=")[0] + "=1", schema=schema)
     (key,) = flatten(tree)
-    return key if key in {prefix + name for prefix, section in sections_of(schema) for name in section.model_fields} else None
+    return (
+        key
+        if key
+        in {
+            prefix + name
+            for prefix, section in sections_of(schema)
+            for name in section.model_fields
+        }
+        else None
+    )
 
 
 @pytest.mark.parametrize("schema", CONFIGURED, ids=lambda schema: schema.__name__)
@@ -77,7 +89,9 @@ def test_each_example_of_a_setting_is_valid(schema: Any) -> None:
                 for value in field.examples:
                     checked.validate_json(json.dumps(value))
     refused = []
-    for each in settings_of(CONFIGURED[schema]):  # as it is printed, in a config of the least that is needed
+    for each in settings_of(
+        CONFIGURED[schema]
+    ):  # as it is printed, in a config of the least that is needed
         is_typed = "=" in each.example.split(": ")[0]
         for example in each.example.split(", or ") if is_typed else ():
             words, tree = shlex.split(example), least(schema)
@@ -93,7 +107,9 @@ def test_each_example_of_a_setting_is_valid(schema: Any) -> None:
         if not is_typed:
             field = section_of(schema, each).model_fields[each.key.rpartition(".")[2]]
             (value,) = parse_yaml(each.example, Path("x.yaml")).values()
-            TypeAdapter(Annotated[field.annotation, *field.metadata, Field()]).validate_json(json.dumps(value))
+            TypeAdapter(Annotated[field.annotation, *field.metadata, Field()]).validate_json(
+                json.dumps(value)
+            )
     assert refused == []
 
 
@@ -119,7 +135,8 @@ def section_of(schema: Any, each: Explained) -> Any:
     return next(
         section
         for section in kinds
-        if str(tag_of(section) or "") == each.kind and each.key.rpartition(".")[2] in section.model_fields
+        if str(tag_of(section) or "") == each.kind
+        and each.key.rpartition(".")[2] in section.model_fields
     )
 
 
@@ -155,9 +172,15 @@ def test_names_of_other_libraries_get_a_hint(words: str, meant: str, capsys: Cap
 
 def test_the_page_and_the_schemas_are_made_from_what_stands_in_the_code() -> None:
     made = pages()
-    stale = [str(path.relative_to(REPOSITORY)) for path, text in made.items() if not path.exists() or path.read_text() != text]
+    stale = [
+        str(path.relative_to(REPOSITORY))
+        for path, text in made.items()
+        if not path.exists() or path.read_text() != text
+    ]
     assert stale == [], "run: python -m tests.settings_page"
-    assert set((REPOSITORY / "configs/schemas").iterdir()) == {path for path in made if path.suffix == ".json"}
+    assert set((REPOSITORY / "configs/schemas").iterdir()) == {
+        path for path in made if path.suffix == ".json"
+    }
 
 
 def test_editors_take_what_the_programs_take_and_no_other_key() -> None:
@@ -165,7 +188,11 @@ def test_editors_take_what_the_programs_take_and_no_other_key() -> None:
     configs = sorted((REPOSITORY / "configs").glob("*/*.yaml"))
     assert configs
     for config in configs:
-        word = "index" if config.stem.startswith("index") else words.get(config.parent.name, config.parent.name)
+        word = (
+            "index"
+            if config.stem.startswith("index")
+            else words.get(config.parent.name, config.parent.name)
+        )
         schema = json.loads((REPOSITORY / f"configs/schemas/{word}.json").read_text())
         checked = jsonschema.Draft202012Validator(schema)
         assert [error.message for error in checked.iter_errors(read_yaml(config))] == [], config
@@ -176,7 +203,10 @@ def test_editors_take_what_the_programs_take_and_no_other_key() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("train optimizer.lr", ["optimizer.lr\n", "number above 0", "default: 0.0001", "or lr=0.0001"]),
+        (
+            "train optimizer.lr",
+            ["optimizer.lr\n", "number above 0", "default: 0.0001", "or lr=0.0001"],
+        ),
         ("train lr", ["optimizer.lr\n"]),
         ("train name", ["optimizer.name\n", "schedule.name\n", "model.name (kind: timm)\n"]),
         ("train schedule", ["schedule.name\n", "schedule.warmup\n", "schedule.final_lr\n"]),
@@ -188,10 +218,19 @@ def test_editors_take_what_the_programs_take_and_no_other_key() -> None:
         ("train optimiser", "optimiser: unknown to train; did you mean 'optimizer'"),
         ("train LR", "LR: unknown to train; did you mean 'lr'"),
         ("train zzz", "zzz: unknown to train; known: --ranks, augment, "),
-        ("build source", ["--source\n", "source.path (kind: folder)\n", "source.num_classes (kind: synthetic)\n"]),
+        (
+            "build source",
+            [
+                "--source\n",
+                "source.path (kind: folder)\n",
+                "source.num_classes (kind: synthetic)\n",
+            ],
+        ),
     ],
 )
-def test_a_key_is_explained_by_any_of_its_names(words: str, expected: list[str] | str, capsys: Capture) -> None:
+def test_a_key_is_explained_by_any_of_its_names(
+    words: str, expected: list[str] | str, capsys: Capture
+) -> None:
     name = "pretrain" if words.startswith("train") else "data_prep"
     parser = program(name, description="", add_verbs=ADD_VERBS[name])
     options = parser.parse_args(["explain", *words.split()])
@@ -208,27 +247,46 @@ def test_every_program_tells_its_version(capsys: Capture) -> None:
     for name in ADD_VERBS:
         with pytest.raises(SystemExit) as end:
             program(name, description="", add_verbs=ADD_VERBS[name]).parse_args(["--version"])
-        assert end.value.code == 0 and re.fullmatch(rf"{name} of wide-mlps \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+        assert end.value.code == 0 and re.fullmatch(
+            rf"{name} of wide-mlps \d+\.\d+\.\d+\S*\n", capsys.readouterr().out
+        )
 
 
-# ---- short words ------------------------------------------------------------------------------------------------------
+# ---- short words
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_the_last_word_of_a_key_is_enough_and_a_config_holds_full_keys(tmp_path: Path) -> None:
     words = ["dataset=d", "run_dir=r", "epochs=3", "lr=2e-4", "preset=mlp_b6_wi256", "seed=7"]
     settings = load_settings(PretrainSettings, path=None, overrides=words)
-    assert settings.data.dataset == "d" and settings.train.duration == "3 epochs" and settings.optimizer.lr == 2e-4
+    assert (
+        settings.data.dataset == "d"
+        and settings.train.duration == "3 epochs"
+        and settings.optimizer.lr == 2e-4
+    )
     assert settings.train.seed == 7 and settings.model.label == "B-6/Wi-256"
-    probe = load_settings(ProbeSettings, path=None, overrides=["run_dir=r", "dataset=d", "epochs=3"])
+    probe = load_settings(
+        ProbeSettings, path=None, overrides=["run_dir=r", "dataset=d", "epochs=3"]
+    )
     assert probe.epochs == (3,) and probe.data.dataset == "d"
-    later = load_settings(PretrainSettings, path=None, overrides=[*words, "optimizer.lr=1e-3", "train.duration=5 steps"])
+    later = load_settings(
+        PretrainSettings,
+        path=None,
+        overrides=[*words, "optimizer.lr=1e-3", "train.duration=5 steps"],
+    )
     assert (later.optimizer.lr, later.train.duration) == (1e-3, "5 steps")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["name=sgd"], "name: there are several; write optimizer.name=sgd or schedule.name=sgd or model.name=sgd"),
+        (
+            ["name=sgd"],
+            (
+                "name: there are several; write optimizer.name=sgd or schedule.name=sgd or"
+                " model.name=sgd"
+            ),
+        ),
         (["lrr=1"], "lrr: unknown key; did you mean 'optimizer.lr'?"),
         (["epoch=3"], "epoch: unknown key; did you mean 'epochs'?"),
         (["epochs=three"], "train.duration: 'three epochs' is not a length"),
@@ -239,7 +297,9 @@ def test_the_last_word_of_a_key_is_enough_and_a_config_holds_full_keys(tmp_path:
 def test_a_word_that_finds_no_key_or_several_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(message)):
         load_settings(
-            PretrainSettings, path=None, overrides=["run_dir=r", "preset=mlp_b6_wi256", "train.duration=1 epochs", *words]
+            PretrainSettings,
+            path=None,
+            overrides=["run_dir=r", "preset=mlp_b6_wi256", "train.duration=1 epochs", *words],
         )
 
 
@@ -251,21 +311,34 @@ def test_a_key_at_the_top_wins_over_one_that_ends_with_it() -> None:
     assert tree == {"image_size": 64, "source": {"path": "photos"}}
 
 
-# ---- completion -------------------------------------------------------------------------------------------------------
+# ---- completion
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_keys_and_their_words_are_completed() -> None:
     train = VERBS["pretrain", "train"]
     assert completions(train, "optimizer.w") == ["optimizer.weight_decay="]
-    assert completions(train, "epo") == ["epochs="] and completions(VERBS["pretrain", "models"], "") == []
+    assert (
+        completions(train, "epo") == ["epochs="]
+        and completions(VERBS["pretrain", "models"], "") == []
+    )
     assert completions(train, "weight_d") == ["weight_decay="]
-    assert completions(train, "precision=") == [f"precision={name}" for name in ("fp32", "tf32", "bf16", "fp16")]
+    assert completions(train, "precision=") == [
+        f"precision={name}" for name in ("fp32", "tf32", "bf16", "fp16")
+    ]
     assert "schedule.name=" in completions(train, "") and "name=" not in completions(train, "")
 
 
 def test_the_shell_is_answered_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     line, answer = "pretrain train x.yaml optimizer.l", tmp_path / "answer"
-    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
-    subprocess.run([sys.executable, "-m", "pretrain"], env=os.environ | asked, check=True, capture_output=True)
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+    }
+    subprocess.run(
+        [sys.executable, "-m", "pretrain"], env=os.environ | asked, check=True, capture_output=True
+    )
     assert answer.read_text().split("\x0b") == ["optimizer.lr=", "optimizer.layer_decay="]

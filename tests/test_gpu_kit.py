@@ -1,5 +1,5 @@
-"""benchmarks/gpu/ and benchmarks/gpu.py, which are meant for a machine that is rarely there: every command that they would run is
-parsed, and its settings are checked. None is run."""
+"""benchmarks/gpu/ and benchmarks/gpu.py, which are meant for a machine that is rarely there: every
+command that they would run is parsed, and its settings are checked. None is run."""
 
 import importlib.util
 import json
@@ -36,8 +36,21 @@ def module_of(path: Path) -> ModuleType:
 
 def listed(script: str, work: Path) -> dict[str, list[str]]:
     """What a script of the kit would run, by name."""
-    environment = {**os.environ, "LIST": "1", "PYTHON": "python", "GPU_WORK": str(work), "OUT": str(work)}
-    done = subprocess.run(["bash", script], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    environment = {
+        **os.environ,
+        "LIST": "1",
+        "PYTHON": "python",
+        "GPU_WORK": str(work),
+        "OUT": str(work),
+    }
+    done = subprocess.run(
+        ["bash", script],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     rows = [row.split("\x1f")[:-1] for row in done.stdout.split("\x1e") if row.strip()]
     return {name.strip(): words for name, *words in rows}
 
@@ -62,7 +75,9 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         options = program(name, description="", add_verbs=ADD_VERBS[name]).parse_args(rest)
         schema = pkgutil.resolve_name(options.schema) if hasattr(options, "schema") else None
         if schema is not None and rest[0] != "export":  # which has a run and a directory there
-            config, overrides = split_config([each for each in (options.config, *options.overrides) if each is not None])
+            config, overrides = split_config(
+                [each for each in (options.config, *options.overrides) if each is not None]
+            )
             load_settings(schema, path=config, overrides=overrides)
     else:
         assert name == "cluster.preflight", words
@@ -80,7 +95,9 @@ def test_first_sh_names_no_verb_key_or_option_that_is_not_there(
         else:
             assert name in ("imports", "two-ranks-refused"), name
     for words in found.values():  # a config that stands
-        assert all((REPOSITORY / each).exists() for each in words if each.startswith("configs/")), words
+        assert all((REPOSITORY / each).exists() for each in words if each.startswith("configs/")), (
+            words
+        )
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -96,7 +113,9 @@ def test_gpu_py_names_no_verb_key_or_option_that_is_not_there(
 
 def rows_of(text: str) -> dict[str, list[str]]:
     return {
-        cells[1].strip(): [cell.strip() for cell in cells[2:5]] for line in text.splitlines() if len(cells := line.split("|")) > 5
+        cells[1].strip(): [cell.strip() for cell in cells[2:5]]
+        for line in text.splitlines()
+        if len(cells := line.split("|")) > 5
     }
 
 
@@ -104,26 +123,50 @@ def test_the_table_holds_what_was_found_beside_its_goal(benchmarks: None, tmp_pa
     gpu = module_of(REPOSITORY / "benchmarks/gpu.py")
     names = {part.name for part in gpu.parts(quick=False, num_gpus=8)}
     known = sys.modules["gpu_table"]
-    assert {name for row in known.ROWS for name in row.parts} <= names  # no row waits for a part that is not there
-    page, found = tmp_path / "measured.md", {"machine": "X", "commit": "abc", "num_gpus": 8, "date": "2000-01-01"}
+    assert {
+        name for row in known.ROWS for name in row.parts
+    } <= names  # no row waits for a part that is not there
+    page, found = (
+        tmp_path / "measured.md",
+        {"machine": "X", "commit": "abc", "num_gpus": 8, "date": "2000-01-01"},
+    )
     found |= {"failed": ["probe-fp32"]}
     page.write_text(f"before\n{known.BEGIN}\nold\n{known.END}\nafter\n")
-    step = {"ms": 20.0, "images_per_s": 800_000.0, "share_of_product_rate": 0.75, "device_idle_share": None}
+    step = {
+        "ms": 20.0,
+        "images_per_s": 800_000.0,
+        "share_of_product_rate": 0.75,
+        "device_idle_share": None,
+    }
     figures = {"profile-b12-z1-compiled": step, "profile-b12-z1-compiled-augmented": {"ms": 25.0}}
     figures["run-b12"] = {"usage/images_per_s": 600_000.0, "usage/data_wait_share": 0.01}
     figures["run-ranks-z1"] = {"usage/images_per_s": 2_400_000.0, "ranks": 8}
-    figures["evaluate-fp32"], figures["evaluate-bf16"] = {"eval/top1": 0.5}, {"eval/class_top1": 0.1, "eval/top1": 0.502}
+    figures["evaluate-fp32"], figures["evaluate-bf16"] = (
+        {"eval/top1": 0.5},
+        {"eval/class_top1": 0.1, "eval/top1": 0.502},
+    )
     figures["probe-bf16"], figures["models-mixer"] = {"test_top1": 0.7}, {"mixer: of products": 0.9}
     gpu.write_table({**found, "figures": figures}, page)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     rows = rows_of(text)
-    assert rows["B-12/Wi-1024 from shards: FLOP/s, of a large product's rate"] == [">= 60 %", "56%", "missed"]  # 0.75 x 600 / 800
+    assert rows["B-12/Wi-1024 from shards: FLOP/s, of a large product's rate"] == [
+        ">= 60 %",
+        "56%",
+        "missed",
+    ]  # 0.75 x 600 / 800
     assert rows["an epoch of 12.5 M pictures of 64 px, from shards"] == ["< 25 s", "20.8 s", "met"]
     assert rows["augmentation, of the time of a step with it"] == ["<= 5 %", "20.0%", "missed"]
     assert rows["weak scaling, one GPU to all: images/s of each, of one alone's"][1] == "50%"
-    assert rows["evaluation in bf16 beside fp32, top-1"] == ["<= 0.1 point", "0.20 points", "missed"]
-    assert rows["probe of bf16 features beside fp32 ones, same cell, top-1"][1:] == ["failed: probe-fp32", ""]
+    assert rows["evaluation in bf16 beside fp32, top-1"] == [
+        "<= 0.1 point",
+        "0.20 points",
+        "missed",
+    ]
+    assert rows["probe of bf16 features beside fp32 ones, same cell, top-1"][1:] == [
+        "failed: probe-fp32",
+        "",
+    ]
     assert rows["ZeRO 2 on all GPUs: images/s, of ZeRO 1's"][1] == "not run"
     assert rows["the device idle in that step, of its time"][1] == "only with a GPU"
     assert known.NO_FIGURE in rows["Mixer-B-W at 224 px: images/s, of timm's, both compiled"][1]
@@ -139,23 +182,46 @@ def test_the_table_holds_what_was_found_beside_its_goal(benchmarks: None, tmp_pa
 def test_a_part_that_fails_loses_no_others_figures(benchmarks: None, tmp_path: Path) -> None:
     gpu = module_of(REPOSITORY / "benchmarks/gpu.py")
     place = tmp_path / "found.json"
-    figure = "import json, os; open(os.environ['BENCHMARK_FIGURES'], 'w').write(json.dumps({'x': %s}))"
+    figure = (
+        "import json, os; open(os.environ['BENCHMARK_FIGURES'], 'w').write(json.dumps({'x': %s}))"
+    )
 
     def run(*parts: tuple[str, str], budget_s: float = 100.0, **kind: object) -> Any:
-        found = {"machine": "X", "commit": "abc", "num_gpus": 1, "date": "", "figures": {}, "failed": [], **kind}
-        measuring = gpu.Measuring(found, out=place, logs=tmp_path, until_s=time.monotonic() + budget_s, slow=1)
+        found = {
+            "machine": "X",
+            "commit": "abc",
+            "num_gpus": 1,
+            "date": "",
+            "figures": {},
+            "failed": [],
+            **kind,
+        }
+        measuring = gpu.Measuring(
+            found, out=place, logs=tmp_path, until_s=time.monotonic() + budget_s, slow=1
+        )
         for name, code in parts:
             measuring.run(gpu.Part("data", name, 60, ("-c", code)))
             assert json.loads(place.read_text()) == measuring.found  # nothing waits for the end
         return measuring
 
-    one = run(("a", figure % 1), ("b", "raise SystemExit(3)"), ("c", figure % "float('nan')" + "; open('{}')"), ("d", figure % 4))
+    one = run(
+        ("a", figure % 1),
+        ("b", "raise SystemExit(3)"),
+        ("c", figure % "float('nan')" + "; open('{}')"),
+        ("d", figure % 4),
+    )
     assert one.failed == ["b", "c"] and one.found["figures"]["d"]["x"] == 4
     other = run(("b", figure % 2))
-    assert {name: each["x"] for name, each in other.found["figures"].items()} == {"a": 1, "b": 2, "d": 4}
+    assert {name: each["x"] for name, each in other.found["figures"].items()} == {
+        "a": 1,
+        "b": 2,
+        "d": 4,
+    }
     assert other.failed == [] and other.found["failed"] == ["c"]
     assert run(("a", ""), budget_s=5.0).found["failed"] == ["a", "c"]
-    assert run(("a", figure % 9), is_dry_run=True).found["figures"].keys() == {"a"}  # which is of another kind
+    assert run(("a", figure % 9), is_dry_run=True).found["figures"].keys() == {
+        "a"
+    }  # which is of another kind
 
 
 @pytest.mark.parametrize(
@@ -173,14 +239,23 @@ def test_a_part_that_fails_loses_no_others_figures(benchmarks: None, tmp_path: P
     ],
 )
 def test_the_demo_starts_no_more_ranks_than_it_sees_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str | None, expected: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: int,
+    visible: str | None,
+    expected: int,
 ) -> None:
     """None seen is a CPU, and two ranks on it."""
     listing = tmp_path / "nvidia-smi"
-    listing.write_text(f'#!/bin/sh\nfor n in $(seq {num_gpus}); do echo "GPU $n: NVIDIA H200 (UUID: GPU-$n)"; done\n')
+    listing.write_text(
+        f'#!/bin/sh\nfor n in $(seq {num_gpus}); do echo "GPU $n: NVIDIA H200 (UUID: GPU-$n)";'
+        " done\n"
+    )
     listing.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible) if visible is not None else monkeypatch.delenv(
-        "CUDA_VISIBLE_DEVICES", False
+    (
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        if visible is not None
+        else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", False)
     )
     assert module_of(Path(REPOSITORY) / "demo.py").local_ranks() == str(expected)

@@ -19,20 +19,37 @@ FILES, SIZE = resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE
     ("words", "limit", "value"),
     [
         ("data_prep verify {dataset} --workers 2", FILES, 14),
-        ("data_prep build --source synthetic --out {out} source.num_train_per_class=9 image_size=16 num_workers=1", SIZE, 4096),
+        (
+            (
+                "data_prep build --source synthetic --out {out} source.num_train_per_class=9"
+                " image_size=16 num_workers=1"
+            ),
+            SIZE,
+            4096,
+        ),
         ("pretrain train {config} run_dir={out}", FILES, 24),
         ("analysis paper A --out {out}", SIZE, 2048),
         ("cluster init {out}", SIZE, 2048),
     ],
 )
-def test_the_limit_is_named(words: str, limit: int, value: int, shapes: Path, tmp_path: Path) -> None:
+def test_the_limit_is_named(
+    words: str, limit: int, value: int, shapes: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, dataset=shapes)
-    command = [sys.executable, "-m", *words.format(dataset=shapes, out=tmp_path / "out", config=config).split()]
+    command = [
+        sys.executable,
+        "-m",
+        *words.format(dataset=shapes, out=tmp_path / "out", config=config).split(),
+    ]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, check=False,
         preexec_fn=lambda: resource.setrlimit(limit, (value, value)), env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
-    named = f"`ulimit -n`, which is {value}" if limit == FILES else f"`ulimit -f`, which is {value // 1024}"
+    named = (
+        f"`ulimit -n`, which is {value}"
+        if limit == FILES
+        else f"`ulimit -f`, which is {value // 1024}"
+    )
     assert done.returncode != 0 and named in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and done.stdout.count("Traceback") == 0
 

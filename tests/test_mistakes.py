@@ -34,10 +34,14 @@ def light() -> Iterator[Light]:
     server.close()
 
 
-def check(light: Light, place: Path, words: list[str], complaint: str, *, limited: bool = True) -> None:
+def check(
+    light: Light, place: Path, words: list[str], complaint: str, *, limited: bool = True
+) -> None:
     """One line, with the remedy; `limited`: at no cost, for no data need be read."""
     answer = light.run(place, *words)
-    assert answer.code == (1 if words[0] == "cluster/doctor" else 2) and complaint in answer.said, answer
+    assert answer.code == (1 if words[0] == "cluster/doctor" else 2) and complaint in answer.said, (
+        answer
+    )
     if not limited:
         answer = answer._replace(said=answer.said.removeprefix("loading torch\n"))
     assert "\n" not in answer.said and "Traceback" not in answer.said, answer
@@ -160,14 +164,23 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("overrides", "words"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+@pytest.mark.parametrize(
+    ("overrides", "words"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
+)
 def test_a_bad_pretraining_config_is_one_line_with_its_remedy(
     shapes: Path, tmp_path: Path, overrides: list[str], words: str, light: Light
 ) -> None:
     (tmp_path / "c.yaml").write_text(PRETRAIN.replace("DATASET", str(shapes)))
-    overrides = [words.replace("STREAM", STREAM).replace("DATASET", str(shapes)) for words in overrides]
+    overrides = [
+        words.replace("STREAM", STREAM).replace("DATASET", str(shapes)) for words in overrides
+    ]
     start = "" if words.startswith("'") else "pretrain: "
-    check(light, tmp_path, ["pretrain", "train", "c.yaml", *overrides], start + words.replace("DATASET", str(shapes)))
+    check(
+        light,
+        tmp_path,
+        ["pretrain", "train", "c.yaml", *overrides],
+        start + words.replace("DATASET", str(shapes)),
+    )
 
 
 FILES = [
@@ -179,8 +192,12 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "words"), [row[1:] for row in FILES], ids=[row[0] for row in FILES])
-def test_a_bad_config_file_is_named(tmp_path: Path, text: bytes, words: str, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"), [row[1:] for row in FILES], ids=[row[0] for row in FILES]
+)
+def test_a_bad_config_file_is_named(
+    tmp_path: Path, text: bytes, words: str, capsys: Capture
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(text)
     assert pretrain(["train", str(path)]) == 2
@@ -190,16 +207,31 @@ def test_a_bad_config_file_is_named(tmp_path: Path, text: bytes, words: str, cap
 
 
 PROBE = "run_dir: runs/p\npretrained: null\ndata: {dataset: DATASET}\n"
-TUNE = "run_dir: runs/t\npretrained: RUN\ndata: {dataset: DATASET}\ntrain: {duration: 1 epochs, global_batch_size: 8}\n"
+TUNE = (
+    "run_dir: runs/t\npretrained: RUN\ndata: {dataset: DATASET}\ntrain: {duration: 1 epochs,"
+    " global_batch_size: 8}\n"
+)
 LATER = [
-    ("probe", ["test_split=train"], "data.test_split: 'train' is the training split too; test on another"),
+    (
+        "probe",
+        ["test_split=train"],
+        "data.test_split: 'train' is the training split too; test on another",
+    ),
     ("probe", ["lrs=[]"], "lrs: [] has the wrong number of entries"),
-    ("probe", ["lrs=[0.1, -1]"], "lrs: [0.1, -1.0] will not do; every learning rate must be above 0"),
+    (
+        "probe",
+        ["lrs=[0.1, -1]"],
+        "lrs: [0.1, -1.0] will not do; every learning rate must be above 0",
+    ),
     ("probe", ["pretrained=nowhere"], "nowhere: is not there; give a run directory"),
     ("probe", ["holdout_share=1.5"], "holdout_share: 1.5 will not do"),
     ("probe", ["test_split=vall"], "has no split 'vall'; did you mean 'val'?"),
     ("probe", ["optimizer={name: sgd}"], "optimizer: {'name': 'sgd'} is not one of its values"),
-    ("probe", ["optimizer=lbfgs", "lrs=[0.1, 0.2]"], "lrs: lbfgs does not use it. Set optimizer=lion"),
+    (
+        "probe",
+        ["optimizer=lbfgs", "lrs=[0.1, 0.2]"],
+        "lrs: lbfgs does not use it. Set optimizer=lion",
+    ),
     ("probe", ["features_dir=/proc/f"], "features_dir: /proc/f cannot be made"),
     (
         "tune",
@@ -208,8 +240,16 @@ LATER = [
     ),
     ("tune", ["init=random"], "init: 'random' is not one of its values"),
     ("tune", ["seeds=3"], "seeds: 3 will not do; a list is needed, such as [0, 1, 2]"),
-    ("tune", ["betas=0.9,0.99"], "optimizer.betas: '0.9,0.99' will not do; a list is needed, such as [0.9, 0.99]"),
-    ("tune", ["checkpoint.keep_best=true", "data.eval_split=null"], "checkpoint.keep_best: true will not do with data.eval_split"),
+    (
+        "tune",
+        ["betas=0.9,0.99"],
+        "optimizer.betas: '0.9,0.99' will not do; a list is needed, such as [0.9, 0.99]",
+    ),
+    (
+        "tune",
+        ["checkpoint.keep_best=true", "data.eval_split=null"],
+        "checkpoint.keep_best: true will not do with data.eval_split",
+    ),
     ("tune", [], "nowhere: is not there; give a run directory"),
     ("tune", ["engine.zero_stage=2"], "engine.zero_stage: unknown key"),
 ]
@@ -219,7 +259,11 @@ LATER = [
 def test_a_bad_transfer_config_is_one_line_with_its_remedy(
     shapes: Path, tmp_path: Path, verb: str, overrides: list[str], words: str, light: Light
 ) -> None:
-    (tmp_path / "c.yaml").write_text({"probe": PROBE, "tune": TUNE}[verb].replace("DATASET", str(shapes)).replace("RUN", "nowhere"))
+    (tmp_path / "c.yaml").write_text(
+        {"probe": PROBE, "tune": TUNE}[verb]
+        .replace("DATASET", str(shapes))
+        .replace("RUN", "nowhere")
+    )
     overrides = [each.replace("STREAM", STREAM) for each in overrides]
     check(light, tmp_path, ["finetune", verb, "c.yaml", *overrides], words)
 
@@ -231,7 +275,12 @@ def lab(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFacto
     write_classes(lab / "pics", {"ant": 3, "bee": 3})
     for name, target in {"shapes": shapes, "other": other_shapes}.items():
         (lab / name).symlink_to(target)
-    of_pictures = [f"source.path={lab}/pics", "image_size=16", "num_workers=1", "source.val_share=0"]
+    of_pictures = [
+        f"source.path={lab}/pics",
+        "image_size=16",
+        "num_workers=1",
+        "source.val_share=0",
+    ]
     assert data_prep(["build", "--source", "folder", f"--out={lab}/noval", *of_pictures]) == 0
     (lab / "empty").mkdir()
     shutil.copytree(lab / "pics" / "ant", lab / "flat")
@@ -240,13 +289,19 @@ def lab(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFacto
     (lab / "train.yaml").write_text(PRETRAIN.replace("DATASET", "shapes"))
     (lab / "probe.yaml").write_text(PROBE.replace("DATASET", "shapes").replace("null", "runs/m"))
     (lab / "tune.yaml").write_text(TUNE.replace("DATASET", "shapes").replace("RUN", "runs/m"))
-    (lab / "knn.yaml").write_text("run_dir: runs/k\npretrained: runs/m\nneighbours: [3]\ndata: {dataset: shapes}\n")
+    (lab / "knn.yaml").write_text(
+        "run_dir: runs/k\npretrained: runs/m\nneighbours: [3]\ndata: {dataset: shapes}\n"
+    )
     (lab / "build.yaml").write_text("source: {kind: folder, path: pics}\nout: x\n")
     (lab / "plan.yaml").write_text("pretrain: train.yaml\n")
-    settings = load_settings(PretrainSettings, path=lab / "train.yaml", overrides=[f"run_dir={lab}/runs/m"])
+    settings = load_settings(
+        PretrainSettings, path=lab / "train.yaml", overrides=[f"run_dir={lab}/runs/m"]
+    )
     names = tuple(f"class-{number}" for number in range(8))
     colours = {"channel_mean": (0.5, 0.5, 0.5), "channel_std": (0.2, 0.2, 0.2)}
-    card = ModelCard(model=settings.model, image_size=16, classes=names, dataset="shapes", **colours)
+    card = ModelCard(
+        model=settings.model, image_size=16, classes=names, dataset="shapes", **colours
+    )
     weights = lab / "runs" / "m" / "checkpoints" / "step-00000008"
     weights.mkdir(parents=True)
     (weights / "config.json").write_text(json.dumps(config_of(card)))
@@ -391,7 +446,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("typed", "words"), MISTAKES, ids=[row[0] for row in MISTAKES])
-def test_a_mistake_is_one_line_with_its_remedy_at_no_cost(typed: str, words: str, lab: Path, light: Light) -> None:
+def test_a_mistake_is_one_line_with_its_remedy_at_no_cost(
+    typed: str, words: str, lab: Path, light: Light
+) -> None:
     check(light, lab, shlex.split(typed), words)
 
 
@@ -411,17 +468,27 @@ READING = [
 
 
 @pytest.mark.parametrize(("typed", "words"), READING, ids=[row[0] for row in READING])
-def test_a_mistake_that_only_the_data_can_tell_is_one_line_too(typed: str, words: str, lab: Path, light: Light) -> None:
+def test_a_mistake_that_only_the_data_can_tell_is_one_line_too(
+    typed: str, words: str, lab: Path, light: Light
+) -> None:
     check(light, lab, shlex.split(typed), words, limited=False)
 
 
 def test_lists_and_help_import_nothing_heavy(tmp_path: Path, light: Light) -> None:
-    for typed in ("data_prep --help", "data_prep build --help", "pretrain --help", "finetune tune --help", "analysis --help"):
+    for typed in (
+        "data_prep --help",
+        "data_prep build --help",
+        "pretrain --help",
+        "finetune tune --help",
+        "analysis --help",
+    ):
         answer = light.run(tmp_path, *typed.split())
         assert answer.code == 0 and answer.heavy == [] and "usage: " in answer.said, answer
 
 
-def test_the_shipped_configs_are_valid_and_headed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shipped_configs_are_valid_and_headed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each is a delta of at most 40 lines under a header that says command, hardware and result."""
     from data_prep.build.config import BuildSettings
     from data_prep.index.config import IndexSettings
@@ -451,10 +518,15 @@ def test_the_shipped_configs_are_valid_and_headed(tmp_path: Path, monkeypatch: p
     assert seen >= 20
 
 
-def test_show_prints_what_reads_back_to_the_same(shapes: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_show_prints_what_reads_back_to_the_same(
+    shapes: Path, tmp_path: Path, capsys: Capture
+) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(PRETRAIN.replace("DATASET", str(shapes)))
-    assert pretrain(["show", str(config), "model={preset: mixer_b_w, depth: 2}", "optimizer.lr=3e-4"]) == 0
+    assert (
+        pretrain(["show", str(config), "model={preset: mixer_b_w, depth: 2}", "optimizer.lr=3e-4"])
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "num_channels: 588" in shown and "lr: 0.0003" in shown
     config.write_text(shown)

@@ -1,7 +1,9 @@
-"""What computes on a GPU, on one that is there in name alone: torch's fake tensors have shapes, types and devices, and no numbers.
+"""What computes on a GPU, on one that is there in name alone: torch's fake tensors have shapes,
+types and devices, and no numbers.
 
-So a tensor that was left on the CPU, numpy of one that was not, and each `.item()`, which would wait for the device, is found
-without a device. Forward only: autograd asks the driver for a stream. Numbers are compared on a real one (test_cuda.py).
+So a tensor that was left on the CPU, numpy of one that was not, and each `.item()`, which would
+wait for the device, is found without a device. Forward only: autograd asks the driver for a stream.
+Numbers are compared on a real one (test_cuda.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +15,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 
 from finetune.evaluate.evaluate import _Mean
 from finetune.probe.config import KnnSettings, ProbeSettings
@@ -41,7 +48,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "paper B": {"crop_scale": (0.4, 1.0), "mixup_alpha": 0.8},
     "area": {"crop_scale": (0.08, 1.0), "crop_interpolation": "area", "mixup_alpha": 0.8},
     "timm": TIMM,
-    "erase const": {"crop_scale": (0.4, 1.0), "erase_probability": 0.5, "erase_mode": "const", "erase_count": 3},
+    "erase const": {
+        "crop_scale": (0.4, 1.0),
+        "erase_probability": 0.5,
+        "erase_mode": "const",
+        "erase_count": 3,
+    },
     "padding": {"crop_padding": 2, "auto_augment": "original", "cutmix_alpha": 1.0},
     "reflect": {"crop_padding": 2, "padding_mode": "reflect", "auto_augment": "v0"},
     "plain": {"flip_probability": 0.0},
@@ -62,17 +74,23 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 
 def on(device: torch.device, found: Any) -> None:
     tensors = [each for each in found if each is not None]
-    assert tensors and all(each.device == device for each in tensors), [each.device for each in tensors]
+    assert tensors and all(each.device == device for each in tensors), [
+        each.device for each in tensors
+    ]
 
 
-def moved(make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+def moved(
+    make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype = torch.float32
+) -> Any:
     """Made with numbers (masks and orders are drawn), then without: `to` cannot do it."""
     with unset_fake_temporarily():
         model = make()
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None:
-                module._parameters[name] = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=device))
+                module._parameters[name] = nn.Parameter(
+                    torch.empty(weight.shape, dtype=dtype, device=device)
+                )
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 kept = dtype if buffer.is_floating_point() else buffer.dtype
@@ -82,7 +100,10 @@ def moved(make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtyp
 
 def stored(size: int = SIZE) -> Batch:
     ids = np.arange(COUNT)
-    images, labels = torch.zeros(COUNT, size, size, 3, dtype=torch.uint8), torch.zeros(COUNT, dtype=torch.long)
+    images, labels = (
+        torch.zeros(COUNT, size, size, 3, dtype=torch.uint8),
+        torch.zeros(COUNT, dtype=torch.long),
+    )
     return Batch(images, labels, np.zeros(COUNT, np.int64), ids, ids // 2)
 
 
@@ -97,13 +118,19 @@ def augmentation(settings: dict[str, Any], device: torch.device, **words: Any) -
 def test_pictures_are_augmented_there(device: torch.device, name: str, size: int) -> None:
     prepared = augmentation(RECIPES[name], device).prepare(stored(size))
     on(device, vars(prepared).values())
-    assert prepared.images_BCHW.shape == (COUNT, 3, SIZE, SIZE) and prepared.images_BCHW.dtype == torch.bfloat16
+    assert (
+        prepared.images_BCHW.shape == (COUNT, 3, SIZE, SIZE)
+        and prepared.images_BCHW.dtype == torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("permute", ["before", "after"])
 def test_pixels_are_put_in_order_there(device: torch.device, permute: Any) -> None:
     pixels = PixelOrder(pixel_permutation=3, permute=permute)
-    on(device, vars(augmentation(RECIPES["paper B"], device, pixels=pixels).prepare(stored(20))).values())
+    on(
+        device,
+        vars(augmentation(RECIPES["paper B"], device, pixels=pixels).prepare(stored(20))).values(),
+    )
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "area"])
@@ -111,7 +138,10 @@ def test_pixels_are_put_in_order_there(device: torch.device, permute: Any) -> No
 def test_pictures_are_judged_there(device: torch.device, interpolation: str, size: int) -> None:
     plain = augmentation({"crop_interpolation": interpolation}, device).plain(stored(size))
     on(device, [plain.images_BCHW, plain.labels_B])
-    logits, mask = torch.zeros(COUNT, 9, device=device, dtype=torch.bfloat16), torch.ones(COUNT, dtype=torch.bool, device=device)
+    logits, mask = (
+        torch.zeros(COUNT, 9, device=device, dtype=torch.bfloat16),
+        torch.ones(COUNT, dtype=torch.bool, device=device),
+    )
     on(device, [_count(logits, plain.labels_B, mask)])
     mean = _Mean(plain.labels_B, (1, 2))
     for _ in range(2):
@@ -133,17 +163,23 @@ MODELS = {
 @pytest.mark.parametrize("mixed", [True, False])
 def test_a_step_goes_forward_there(device: torch.device, name: str, mixed: bool) -> None:
     spec, size = MODELS[name]
-    model = moved(partial(build_model, spec, num_classes=11, image_size=size, seed=0), device, torch.bfloat16).train()
+    model = moved(
+        partial(build_model, spec, num_classes=11, image_size=size, seed=0), device, torch.bfloat16
+    ).train()
     labels = torch.zeros(COUNT, dtype=torch.long, device=device)
     others = (labels, torch.ones(COUNT, device=device)) if mixed else (None, None)
-    batch = Prepared(torch.zeros(COUNT, 3, size, size, device=device, dtype=torch.bfloat16), labels, *others)
+    batch = Prepared(
+        torch.zeros(COUNT, 3, size, size, device=device, dtype=torch.bfloat16), labels, *others
+    )
     logits = model(batch.images_BCHW)
     as_compiled = one_pass_loss(logits, batch.labels_B, batch.other_labels_B, batch.weight_B, 0.1)
     on(device, [logits, loss_of(logits, batch, label_smoothing=0.1), as_compiled])
     on(device, [pooled_features(model.eval(), batch.images_BCHW)])
 
 
-@pytest.mark.parametrize("name", ["lion", "adamw", "lamb"])  # sgd is a kernel of torch's that fake tensors do not know
+@pytest.mark.parametrize(
+    "name", ["lion", "adamw", "lamb"]
+)  # sgd is a kernel of torch's that fake tensors do not know
 def test_weights_are_updated_there(device: torch.device, name: Any) -> None:
     model = moved(lambda: nn.Sequential(nn.Linear(30, 20), nn.LayerNorm(20)), device)
     optimizer = build_optimizer(model, OptimizerSettings(name=name, lr=1e-3, weight_decay=0.1))
@@ -153,7 +189,15 @@ def test_weights_are_updated_there(device: torch.device, name: Any) -> None:
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
         average.update(torch.ones((), dtype=torch.bool, device=device))
-    on(device, [value for state in optimizer.state.values() for key, value in state.items() if key != "step"])
+    on(
+        device,
+        [
+            value
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if key != "step"
+        ],
+    )
     on(device, average.shards)
 
 
@@ -173,20 +217,34 @@ def test_heads_are_trained_there(device: torch.device, optimizer: Any) -> None:
     """A grid of two cells, as `train_heads` does it."""
     width, num_classes = 16, 5
     heads = torch.zeros(2, width, num_classes, device=device)
-    update = Update(as_columns(heads), ProbeSettings(run_dir="x", data={"dataset": "y"}, optimizer=optimizer), num_features=15)
-    x_BE, labels_B = torch.zeros(COUNT, width, device=device), torch.zeros(COUNT, dtype=torch.long, device=device)
+    update = Update(
+        as_columns(heads),
+        ProbeSettings(run_dir="x", data={"dataset": "y"}, optimizer=optimizer),
+        num_features=15,
+    )
+    x_BE, labels_B = (
+        torch.zeros(COUNT, width, device=device),
+        torch.zeros(COUNT, dtype=torch.long, device=device),
+    )
     for _ in range(2):
         logits = x_BE @ update.weights_EC
         gradient = x_BE.T @ errors_of(logits, labels_B, num_classes=num_classes, smoothing=0.1)
         clip(gradient, norm=1.0, num_classes=num_classes)
-        update.step(gradient, lr_C=torch.ones(10, device=device), decay_C=torch.ones(10, device=device))
-    on(device, [update.weights_EC, losses_of(x_BE @ update.weights_EC, labels_B, num_classes=num_classes)])
+        update.step(
+            gradient, lr_C=torch.ones(10, device=device), decay_C=torch.ones(10, device=device)
+        )
+    on(
+        device,
+        [update.weights_EC, losses_of(x_BE @ update.weights_EC, labels_B, num_classes=num_classes)],
+    )
 
 
 @pytest.mark.parametrize("weights", ["softmax", "uniform", "distance"])
 def test_neighbours_are_found_there(device: torch.device, weights: Any) -> None:
     settings = KnnSettings(run_dir="x", data={"dataset": "y"}, neighbours=(1, 3), weights=weights)
     (queries,) = unit_rows([torch.ones(COUNT, 8)], device=device)
-    similar, rows = neighbours_of(queries, unit_rows([torch.ones(7, 8), torch.ones(5, 8)], device=device), count=3)
+    similar, rows = neighbours_of(
+        queries, unit_rows([torch.ones(7, 8), torch.ones(5, 8)], device=device), count=3
+    )
     labels = torch.zeros(12, dtype=torch.long, device=device)
     on(device, [similar, rows, *answers(similar, labels[rows], settings, num_classes=4).values()])

@@ -1,4 +1,5 @@
-"""A training run small enough for tests, in processes of its own: forked ones by default, or by the real command."""
+"""A training run small enough for tests, in processes of its own: forked ones by default, or by the
+real command."""
 
 import importlib
 import os
@@ -42,7 +43,8 @@ def write_config(folder: Path, *, dataset: Path) -> Path:
 
 
 class Run:
-    """A training whose ranks are forked (see forked.py): what the real command does, without its eight seconds of imports."""
+    """A training whose ranks are forked (see forked.py): what the real command does, without its
+    eight seconds of imports."""
 
     def __init__(
         self,
@@ -55,14 +57,23 @@ class Run:
         journal_only: bool = False,
         target: str = "tests.training:main",
     ):
-        """`threads`: of each rank; `strikes`: of ranks that send themselves a signal; `journal_only`: no deliverer starts, whose
-        imports of mlflow cost more than the run (a test may call `sync`); `target`: what a rank runs in place of `main` below."""
+        """`threads`: of each rank; `strikes`: of ranks that send themselves a signal;
+        `journal_only`: no deliverer starts, whose imports of mlflow cost more than the run (a test
+        may call `sync`); `target`: what a rank runs in place of `main` below.
+        """
         self._output = new_output()
         self.returncode: int | None = None
         self.output = ""
         how = {"OMP_NUM_THREADS": str(threads)} | ({"JOURNAL_ONLY": "1"} if journal_only else {})
         self.ranks = [
-            begin(target, program, words, (strikes or {}).get(rank), environment=environment, output=self._output)
+            begin(
+                target,
+                program,
+                words,
+                (strikes or {}).get(rank),
+                environment=environment,
+                output=self._output,
+            )
             for rank, environment in enumerate(environments(ranks, **how))
         ]
 
@@ -75,8 +86,12 @@ class Run:
         return failed[0] if failed else (None if None in codes else 0)
 
     def heeds(self, number: int) -> bool:
-        """Whether every rank has come so far that it catches the signal, which would end it before."""
-        caught = [re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{rank.pid}/status").read_text()) for rank in self.ranks]
+        """Whether every rank has come so far that it catches the signal, which would end it
+        before."""
+        caught = [
+            re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{rank.pid}/status").read_text())
+            for rank in self.ranks
+        ]
         return all(mask is not None and int(mask[1], 16) >> (number - 1) & 1 for mask in caught)
 
     def send_signal(self, number: int) -> None:
@@ -100,7 +115,9 @@ def main(program: str, words: list[str], strike: Strike | None = None) -> int:
     if "JOURNAL_ONLY" in os.environ:
         sys.executable = "/bin/true"  # which a deliverer would be started with
     sys.argv = [program, *words]
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which it reads when it is imported, as it has been
+    torch.set_num_threads(
+        int(os.environ["OMP_NUM_THREADS"])
+    )  # which it reads when it is imported, as it has been
     return int(importlib.import_module(f"{program}.__main__").main(words))
 
 
@@ -109,12 +126,28 @@ def start(config: Path, run_dir: Path, *overrides: str, ranks: int = 2, **how: A
 
 
 def start_tuning(config: Path, run_dir: Path, *overrides: str, ranks: int = 1, **how: Any) -> Run:
-    return Run(["tune", str(config), f"run_dir={run_dir}", *overrides], ranks=ranks, program="finetune", **how)
+    return Run(
+        ["tune", str(config), f"run_dir={run_dir}", *overrides],
+        ranks=ranks,
+        program="finetune",
+        **how,
+    )
 
 
-def start_command(config: Path, run_dir: Path, *overrides: str, ranks: int = 2, **environment: str) -> subprocess.Popen[str]:
-    """`pretrain train ... --ranks N`, as users type it, in a process group of its own, so that a test can kill all of it."""
-    words = ["pretrain", "train", str(config), f"run_dir={run_dir}", *overrides, "--ranks", str(ranks)]
+def start_command(
+    config: Path, run_dir: Path, *overrides: str, ranks: int = 2, **environment: str
+) -> subprocess.Popen[str]:
+    """`pretrain train ... --ranks N`, as users type it, in a process group of its own, so that a
+    test can kill all of it."""
+    words = [
+        "pretrain",
+        "train",
+        str(config),
+        f"run_dir={run_dir}",
+        *overrides,
+        "--ranks",
+        str(ranks),
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", *words],
         start_new_session=True,
@@ -155,8 +188,12 @@ def kill(process: AnyRun) -> None:
 
 
 def stop_while_it_waits(waiting: Run) -> str:
-    """Stop a run that waits for another attempt, and return its output. In a SLURM job its first rank exits with 130."""
-    wait_until(lambda: "waiting up to" in waiting.said() and waiting.heeds(signal.SIGTERM), lives=lambda: waiting.poll() is None)
+    """Stop a run that waits for another attempt, and return its output. In a SLURM job its first
+    rank exits with 130."""
+    wait_until(
+        lambda: "waiting up to" in waiting.said() and waiting.heeds(signal.SIGTERM),
+        lives=lambda: waiting.poll() is None,
+    )
     waiting.send_signal(signal.SIGTERM)
     output = finish(waiting, code=INTERRUPTED if "SLURM_JOB_ID" in os.environ else 0)
     assert ": stopped" in output, output

@@ -26,34 +26,72 @@ def print_groups(groups: Sequence[Group]) -> None:
     for facts in (group.facts for group in groups):
         spread, between = facts["diagonal_std_over_pairs"], facts["diagonal_interval_over_batches"]
         rows.append(
-            [facts["model_a"], facts["model_b"], str(len(facts["pairs"])), f"{facts['diagonal']:.3f}"]
+            [
+                facts["model_a"],
+                facts["model_b"],
+                str(len(facts["pairs"])),
+                f"{facts['diagonal']:.3f}",
+            ]
             + [
                 "" if spread is None else f"± {spread:.3f}",
                 "no interval" if between is None else "{:.3f} to {:.3f}".format(*between),
             ]
-            + ["-" if facts[name] is None else f"{facts[name]:.3f}" for name in ("ceiling_a", "ceiling_b", "floor")]
+            + [
+                "-" if facts[name] is None else f"{facts[name]:.3f}"
+                for name in ("ceiling_a", "ceiling_b", "floor")
+            ]
         )
-    show(["A", "B", "pairs", "diagonal", "SD", "95 % (batches)", "ceiling A", "ceiling B", "floor"], rows, num_words=2)
+    show(
+        ["A", "B", "pairs", "diagonal", "SD", "95 % (batches)", "ceiling A", "ceiling B", "floor"],
+        rows,
+        num_words=2,
+    )
 
 
 def cka_figures(groups: Sequence[Group]) -> dict[str, Figure]:
     """Within `looks`."""
     figures = {"heat": _heat(groups)}
     if len({group.facts["density"] for group in groups} - {None}) > 1:
-        figures["density"] = _over_density([group.facts for group in groups if group.facts["density"] is not None])
+        figures["density"] = _over_density(
+            [group.facts for group in groups if group.facts["density"] is not None]
+        )
     return figures
 
 
 def _heat(groups: Sequence[Group]) -> Figure:
     """At most six, the sparsest and the densest among them."""
-    shown = [groups[place] for place in np.unique(np.linspace(0, len(groups) - 1, MOST_PANELS).round().astype(int))]
+    shown = [
+        groups[place]
+        for place in np.unique(np.linspace(0, len(groups) - 1, MOST_PANELS).round().astype(int))
+    ]
     figure, places = panels(len(shown), height=2.4)
     for axes, group in zip(places, shown, strict=True):
-        image = axes.imshow(group.matrix_LM, cmap=SEQUENTIAL, vmin=0, vmax=1, interpolation="nearest", origin="lower")
+        image = axes.imshow(
+            group.matrix_LM,
+            cmap=SEQUENTIAL,
+            vmin=0,
+            vmax=1,
+            interpolation="nearest",
+            origin="lower",
+        )
         rows, columns = zip(*diagonal(*group.matrix_LM.shape), strict=True)
-        axes.plot(columns, rows, "o", markersize=2.5, color="white", markeredgecolor="black", markeredgewidth=0.4)
-        for axis, names, model in ((axes.yaxis, group.names[0], "model_a"), (axes.xaxis, group.names[1], "model_b")):
-            _ticks(axis, [number + what[:1] for number, _, what in (name.partition(" ") for name in names)])
+        axes.plot(
+            columns,
+            rows,
+            "o",
+            markersize=2.5,
+            color="white",
+            markeredgecolor="black",
+            markeredgewidth=0.4,
+        )
+        for axis, names, model in (
+            (axes.yaxis, group.names[0], "model_a"),
+            (axes.xaxis, group.names[1], "model_b"),
+        ):
+            _ticks(
+                axis,
+                [number + what[:1] for number, _, what in (name.partition(" ") for name in names)],
+            )
             axis.set_label_text(f"mixings of\n{legible(group.facts[model])}", fontsize=6)
         axes.spines[:].set_visible(False)
         axes.set_title(f"mean of the diagonal {group.facts['diagonal']:.2f}", fontsize=7)
@@ -71,12 +109,20 @@ def _ticks(axis: Any, names: Sequence[str]) -> None:
 
 def _over_density(known: Sequence[Row]) -> Figure:
     figure, (axes,) = panels(1, height=2.5)
-    axes.set(xlabel="density p of the SW-MLP", ylabel="CKA, mean of the diagonal", ylim=(-0.04, 1.02))
+    axes.set(
+        xlabel="density p of the SW-MLP", ylabel="CKA, mean of the diagonal", ylim=(-0.04, 1.02)
+    )
     axes.set_xscale("log", base=2)
     for number, model in enumerate(dict.fromkeys(facts["model_a"] for facts in known)):
         members, look = [facts for facts in known if facts["model_a"] == model], mark(number)
-        densities, means, floors = (np.array([facts[name] for facts in members]) for name in ("density", "diagonal", "floor"))
-        sds, between = ([facts[f"diagonal_{name}"] for facts in members] for name in ("std_over_pairs", "interval_over_batches"))
+        densities, means, floors = (
+            np.array([facts[name] for facts in members])
+            for name in ("density", "diagonal", "floor")
+        )
+        sds, between = (
+            [facts[f"diagonal_{name}"] for facts in members]
+            for name in ("std_over_pairs", "interval_over_batches")
+        )
         what, bounds = "± SD over pairs", np.array([sds, sds], float)
         if None in sds:
             what, bounds = (
@@ -98,20 +144,29 @@ def _over_density(known: Sequence[Row]) -> Figure:
     return figure
 
 
-# ---- invariance --------------------------------------------------------------------------------------------------------
+# ---- invariance
+# --------------------------------------------------------------------------------------------------------
 
 
 def print_changes(rows: Sequence[Row]) -> None:
     """The mean over directions and seeds; of the shifts some."""
     names, table = _names(rows), []
-    for name in dict.fromkeys(_name(row) for row in rows if row["kind"] != "shift" or row["amount"] in QUICK_SHIFTS):
+    for name in dict.fromkeys(
+        _name(row) for row in rows if row["kind"] != "shift" or row["amount"] in QUICK_SHIFTS
+    ):
         cells = [name]
         for run in names:
             same = [row for row in rows if (row["run"], _name(row)) == (run, name)]
             for key, (_, form) in MEASURED.items():
-                cells.append(f"{np.mean([row[key] for row in same]):{form}}" if same and key in same[0] else "")
+                cells.append(
+                    f"{np.mean([row[key] for row in same]):{form}}"
+                    if same and key in same[0]
+                    else ""
+                )
         table.append(cells)
-    show(["", *(f"{name} {word}" for name in names.values() for word, _ in MEASURED.values())], table)
+    show(
+        ["", *(f"{name} {word}" for name in names.values() for word, _ in MEASURED.values())], table
+    )
 
 
 def _names(rows: Sequence[Row]) -> dict[str, str]:
@@ -140,8 +195,17 @@ def invariance_figures(rows: Sequence[Row]) -> dict[str, Figure]:
 def _answers(rows: Sequence[Row]) -> Figure:
     names, views = _names(rows), sorted({row["amount"] for row in rows if row["kind"] == "views"})
     figure, axes = panels(4 + bool(views), height=2.3)
-    curves = list(zip(axes, MEASURED, ("top-1", "same answer as unshifted", "CKA, mean over mixings"), strict=False))
-    others = list(dict.fromkeys(_name(row) for row in rows if row["kind"] not in ("shift", "views")))
+    curves = list(
+        zip(
+            axes,
+            MEASURED,
+            ("top-1", "same answer as unshifted", "CKA, mean over mixings"),
+            strict=False,
+        )
+    )
+    others = list(
+        dict.fromkeys(_name(row) for row in rows if row["kind"] not in ("shift", "views"))
+    )
     width = 0.8 / len(names)
     for number, (run, name) in enumerate(names.items()):
         own, look = [row for row in rows if row["run"] == run], mark(number)
@@ -150,7 +214,9 @@ def _answers(rows: Sequence[Row]) -> Figure:
         bars = [row for row in own if _name(row) in others]
         heights, errors = ([row[key] for row in bars] for key in ("top1", "standard_error"))
         places = np.arange(len(bars)) + (number - (len(names) - 1) / 2) * width
-        axes[3].barh(places, heights, width, xerr=errors, error_kw={"linewidth": 0.8}, color=look["color"])
+        axes[3].barh(
+            places, heights, width, xerr=errors, error_kw={"linewidth": 0.8}, color=look["color"]
+        )
         if views:
             _curve(axes[4], own, ("views",), "top1", markersize=2.5, **look)
     for place, key, label in curves:
@@ -172,8 +238,16 @@ def _answers(rows: Sequence[Row]) -> Figure:
 def _curve(axes: Axes, rows: Sequence[Row], kinds: Sequence[str], key: str, **look: Any) -> None:
     """The mean, and from the least to the most, of directions or seeds."""
     amounts = sorted({row["amount"] for row in rows if row["kind"] in kinds})
-    values = [[np.mean(row[key]) for row in rows if row["kind"] in kinds and row["amount"] == amount] for amount in amounts]
-    draw_band(axes, amounts, *([form(each) for each in values] for form in (np.min, np.mean, np.max)), **look)
+    values = [
+        [np.mean(row[key]) for row in rows if row["kind"] in kinds and row["amount"] == amount]
+        for amount in amounts
+    ]
+    draw_band(
+        axes,
+        amounts,
+        *([form(each) for each in values] for form in (np.min, np.mean, np.max)),
+        **look,
+    )
 
 
 def _by_mixing(rows: Sequence[Row]) -> Figure:
@@ -183,7 +257,12 @@ def _by_mixing(rows: Sequence[Row]) -> Figure:
     for axes, (run, name) in zip(places, names, strict=True):
         shifted = [row for row in rows if row["run"] == run and row["kind"] in ("none", "shift")]
         amounts = sorted({row["amount"] for row in shifted})
-        values = np.array([np.mean([row["cka"] for row in shifted if row["amount"] == amount], axis=0) for amount in amounts]).T
+        values = np.array(
+            [
+                np.mean([row["cka"] for row in shifted if row["amount"] == amount], axis=0)
+                for amount in amounts
+            ]
+        ).T
         image = axes.imshow(values, cmap=SEQUENTIAL, vmin=0, vmax=1, aspect="auto", origin="lower")
         _ticks(axes.xaxis, [f"{amount:.0f}" for amount in amounts])
         _ticks(axes.yaxis, [str(number + 1) for number in range(len(values))])

@@ -1,11 +1,13 @@
-"""How alike two sets of features are: the unbiased HSIC1 with linear kernels, and CKA, in float64. Two forms that agree:
+"""How alike two sets of features are: the unbiased HSIC1 with linear kernels, and CKA, in float64.
+Two forms that agree:
 
 minibatch       HSIC1 of the Gram matrices K = XX', L = YY' of n pictures; averaged over batches before CKA's ratio is taken, so
-                that it is unbiased (the mean of ratios would not be). Its memory is that of the Grams: layers x n^2 x 8 bytes.
+                that it is unbiased (the mean of ratios would not be). Its memory is that of the
+                Grams: layers x n^2 x 8 bytes.
 whole sample    of all N pictures in one pass, from X'X, X'Y, Y'Y and row sums: d^2 numbers, whatever N is.
 
-HSIC1 does not change where a constant is added to all rows of X; rows are centred roughly, which only keeps digits.
-L layers, N pictures, D entries.
+HSIC1 does not change where a constant is added to all rows of X; rows are centred roughly, which
+only keeps digits. L layers, N pictures, D entries.
 """
 
 from collections.abc import Iterable
@@ -55,12 +57,14 @@ def hsic(one: Grams, other: Grams) -> Tensor:
 
 def _hsic(size: int, traces: Tensor, crossed: Tensor, sums: Tensor) -> Tensor:
     """From tr K~L~, 1'K~L~1 and (1'K~1)(1'L~1)."""
-    return (traces + sums / ((size - 1) * (size - 2)) - 2 * crossed / (size - 2)) / (size * (size - 3))
+    return (traces + sums / ((size - 1) * (size - 2)) - 2 * crossed / (size - 2)) / (
+        size * (size - 3)
+    )
 
 
 def cka(cross: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Of HSIC1 (..., L, M), and what each layer has with itself (..., L) and (..., M). nan where that is not above 0: there the
-    features of too few pictures are noise, or constant."""
+    """Of HSIC1 (..., L, M), and what each layer has with itself (..., L) and (..., M). nan where
+    that is not above 0: there the features of too few pictures are noise, or constant."""
     both = one.clamp_min(0).unsqueeze(-1) * other.clamp_min(0).unsqueeze(-2)
     return torch.where(both > 0, cross / both.sqrt(), torch.nan)
 
@@ -77,10 +81,21 @@ class WholeSample:
             self._centres = x_ND.mean(0), y_ND.mean(0)
             self._product = x_ND.new_zeros(x_ND.shape[1], y_ND.shape[1])
         x_ND, y_ND = x_ND - self._centres[0], y_ND - self._centres[1]
-        of_x_N, of_y_N = x_ND.square().sum(1), y_ND.square().sum(1)  # the diagonals of the Grams, which are left out
+        of_x_N, of_y_N = (
+            x_ND.square().sum(1),
+            y_ND.square().sum(1),
+        )  # the diagonals of the Grams, which are left out
         self._size += len(x_ND)
         self._product.addmm_(x_ND.T, y_ND)
-        more = (x_ND.sum(0), y_ND.sum(0), of_y_N @ x_ND, of_x_N @ y_ND, of_x_N.sum(), of_y_N.sum(), of_x_N @ of_y_N)
+        more = (
+            x_ND.sum(0),
+            y_ND.sum(0),
+            of_y_N @ x_ND,
+            of_x_N @ y_ND,
+            of_x_N.sum(),
+            of_y_N.sum(),
+            of_x_N @ of_y_N,
+        )
         self._sums = [each + total for each, total in zip(more, self._sums, strict=True)]
 
     def hsic(self) -> Tensor:
@@ -91,7 +106,8 @@ class WholeSample:
 
 
 class WholeCka:
-    """Of two layers over all pictures that are added. Three products: (d^2 + e^2 + d e) x 8 bytes of d and e entries."""
+    """Of two layers over all pictures that are added. Three products: (d^2 + e^2 + d e) x 8 bytes
+    of d and e entries."""
 
     def __init__(self) -> None:
         self._cross, self._one, self._other = WholeSample(), WholeSample(), WholeSample()
@@ -102,4 +118,6 @@ class WholeCka:
         self._other.add(y_ND, y_ND)
 
     def value(self) -> float:
-        return float(cka(self._cross.hsic()[None, None], self._one.hsic()[None], self._other.hsic()[None]))
+        return float(
+            cka(self._cross.hsic()[None, None], self._one.hsic()[None], self._other.hsic()[None])
+        )

@@ -1,5 +1,7 @@
-"""What a model's mixings put out just before they are added to the skip path: two in a block of a Mixer (across tokens, across
-channels), one in each layer of an MLP or a SW-MLP, in the order in which the forward pass makes them."""
+"""What a model's mixings put out just before they are added to the skip path: two in a block of a
+Mixer (across tokens, across channels), one in each layer of an MLP or a SW-MLP, in the order in
+which the forward pass makes them.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -33,15 +35,20 @@ from pretrain.ranks.world import read_alone
 
 
 def mixings_of(model: ImageModel) -> dict[str, nn.Module]:
-    """By name: the module whose last output in a forward pass is the mixing's. The permutation behind that of an RP block changes
-    no product of two rows."""
+    """By name: the module whose last output in a forward pass is the mixing's. The permutation
+    behind that of an RP block changes no product of two rows."""
     found: dict[str, nn.Module] = {}
     for block in model.modules():
         if isinstance(block, MixerBlock):
             number = len(found) // 2 + 1
-            found |= {f"{number} tokens": block.token_mixing, f"{number} channels": block.channel_mixing}
+            found |= {
+                f"{number} tokens": block.token_mixing,
+                f"{number} channels": block.channel_mixing,
+            }
         elif isinstance(block, Block):
-            found[f"{len(found) + 1}"] = block.dropout  # the end of each branch; an inverted one has it in its middle, too
+            found[f"{len(found) + 1}"] = (
+                block.dropout
+            )  # the end of each branch; an inverted one has it in its middle, too
     return found
 
 
@@ -60,7 +67,9 @@ class Subject:
         assert backbone.model is not None and backbone.checkpoint is not None
         card = backbone.checkpoint.card
         if not (mixings := mixings_of(backbone.model)):
-            raise UserError(f"{place}: is {card.model.label}, which has no mixings; give a Mixer, MLP or SW-MLP")
+            raise UserError(
+                f"{place}: is {card.model.label}, which has no mixings; give a Mixer, MLP or SW-MLP"
+            )
         return cls(place, backbone, card, mixings, backbone.augmentation(device=device))
 
     def only(self, number: int) -> "Subject":
@@ -70,7 +79,8 @@ class Subject:
 
     @torch.no_grad()
     def run(self, images_BCHW: Tensor, take: Callable[[Tensor], Any]) -> tuple[Tensor, list[Any]]:
-        """(logits, what `take` makes of each mixing's output). One output is held at a time: until another mixing has one."""
+        """(logits, what `take` makes of each mixing's output). One output is held at a time: until
+        another mixing has one."""
         assert self.backbone.model is not None
         taken, last = dict[str, Any](), dict[str, Tensor]()
 
@@ -80,7 +90,9 @@ class Subject:
             last[name] = output
 
         handles = [
-            module.register_forward_hook(lambda _module, _arguments, output, name=name: note(name, output))
+            module.register_forward_hook(
+                lambda _module, _arguments, output, name=name: note(name, output)
+            )
             for name, module in self.mixings.items()
         ]
         try:
@@ -91,10 +103,14 @@ class Subject:
         return last["logits"], [taken[name] for name in self.mixings]
 
 
-def open_subjects(places: Iterable[str], manifest: Manifest, *, device: torch.device) -> dict[str, Subject]:
+def open_subjects(
+    places: Iterable[str], manifest: Manifest, *, device: torch.device
+) -> dict[str, Subject]:
     """Each run once, in the order in which they are named first."""
     return {
-        place: Subject.of(place, open_backbone(Checkpoint.open(place), manifest, device=device), device=device)
+        place: Subject.of(
+            place, open_backbone(Checkpoint.open(place), manifest, device=device), device=device
+        )
         for place in dict.fromkeys(places)
     }
 
@@ -110,16 +126,25 @@ class Pictures:
     count: int | None = None
     """No more than that; None: all of the split."""
 
-    def batches(self, title: str, *, size: int, device: torch.device, times: int = 1) -> Iterator[Batch]:
-        """At this size, on the device, in one fixed random order: a split that is stored class by class would show features of one
-        class at a time. What does not decode is left out; a batch of which less than half is left or too little for HSIC1, too.
-        `times`: how often each picture is looked at, for the progress."""
+    def batches(
+        self, title: str, *, size: int, device: torch.device, times: int = 1
+    ) -> Iterator[Batch]:
+        """At this size, on the device, in one fixed random order: a split that is stored class by
+        class would show features of one class at a time. What does not decode is left out; a batch
+        of which less than half is left or too little for HSIC1, too. `times`: how often each
+        picture is looked at, for the progress."""
         part, found = Part(local_copy(self.dataset, storage=None), self.manifest, self.split), False
         with ExitStack() as opened:
-            reader = opened.enter_context(reading([part], ReadingSettings(dataset=self.dataset), image_size=size))
+            reader = opened.enter_context(
+                reading([part], ReadingSettings(dataset=self.dataset), image_size=size)
+            )
             drawn = Drawn(np.random.default_rng(0).permutation(reader.num_samples)[: self.count])
-            line = opened.enter_context(progress(title, total=len(drawn.ids) * times, unit="images"))
-            requests = np.split(np.arange(len(drawn.ids)), range(self.batch, len(drawn.ids), self.batch))
+            line = opened.enter_context(
+                progress(title, total=len(drawn.ids) * times, unit="images")
+            )
+            requests = np.split(
+                np.arange(len(drawn.ids)), range(self.batch, len(drawn.ids), self.batch)
+            )
             stored = Batches(
                 reader,
                 drawn,
@@ -137,7 +162,10 @@ class Pictures:
                     found = True
                 line.advance(len(request) * times)
         if not found:
-            lack = f"too few of its pictures decode, {FEWEST} are needed; give another split, or run data_prep verify"
+            lack = (
+                f"too few of its pictures decode, {FEWEST} are needed; give another split, or run"
+                " data_prep verify"
+            )
             raise UserError(f"{self.dataset}, {self.split}: {lack}")
 
 
@@ -157,5 +185,13 @@ def readable(batch: Batch) -> Batch:
     good = batch.mask_B.numpy()
     if good.all():
         return batch
-    kept: dict[str, Any] = {name: value[good] for name, value in vars(batch).items() if isinstance(value, np.ndarray)}
-    return replace(batch, images_BHWC=batch.images_BHWC[batch.mask_B], labels_B=batch.labels_B[batch.mask_B], mask_B=None, **kept)
+    kept: dict[str, Any] = {
+        name: value[good] for name, value in vars(batch).items() if isinstance(value, np.ndarray)
+    }
+    return replace(
+        batch,
+        images_BHWC=batch.images_BHWC[batch.mask_B],
+        labels_B=batch.labels_B[batch.mask_B],
+        mask_B=None,
+        **kept,
+    )

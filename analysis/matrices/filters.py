@@ -1,4 +1,5 @@
-"""First layers as pictures, several checkpoints side by side, and how local their neurons are. The drawing is that of a run.
+"""First layers as pictures, several checkpoints side by side, and how local their neurons are. The
+drawing is that of a run.
 
 Locality, of a neuron whose pixels have energies e, their squared weights summed over colours:
 
@@ -25,9 +26,20 @@ from data_prep.images.sheet import PAPER
 from finetune.looks import COLOURS, GREY, looks, panels
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_weights
-from pretrain.tracking.pictures import FIRST_LAYER, PANEL, draw_filters, filter_side, filters_of, strongest_filters
+from pretrain.tracking.pictures import (
+    FIRST_LAYER,
+    PANEL,
+    draw_filters,
+    filter_side,
+    filters_of,
+    strongest_filters,
+)
 
-MEASURES = {"area": "area, of the picture", "radius": "radius, of the side", "neighbours": "correlation of neighbours"}
+MEASURES = {
+    "area": "area, of the picture",
+    "radius": "radius, of the side",
+    "neighbours": "correlation of neighbours",
+}
 _LEAST, _GAP = np.finfo(float).tiny, 24
 
 
@@ -51,7 +63,10 @@ class Layer:
         together = sum((one * other).sum((1, 2, 3)) for one, other in pairs)
         alone = sum((one**2 + other**2).sum((1, 2, 3)) / 2 for one, other in pairs)
         return {
-            "area": energy.sum((1, 2)) ** 2 / (self.side**2 * np.maximum((energy**2).sum((1, 2)), _LEAST)),
+            "area": (
+                energy.sum((1, 2)) ** 2
+                / (self.side**2 * np.maximum((energy**2).sum((1, 2)), _LEAST))
+            ),
             "radius": np.sqrt(np.maximum(spread, 0)),
             "neighbours": together / np.maximum(alone, _LEAST),
         }
@@ -63,20 +78,28 @@ class Layer:
     @property
     def rows(self) -> list[dict[str, Any]]:
         values = zip(*(each.tolist() for each in self.locality.values()), strict=True)
-        return [{"layer": self.name, "neuron": n, **dict(zip(MEASURES, each, strict=True))} for n, each in enumerate(values)]
+        return [
+            {"layer": self.name, "neuron": n, **dict(zip(MEASURES, each, strict=True))}
+            for n, each in enumerate(values)
+        ]
 
 
-def first_layers(places: Sequence[Path], opened: Sequence[Checkpoint], *, with_initial: bool) -> list[Layer]:
+def first_layers(
+    places: Sequence[Path], opened: Sequence[Checkpoint], *, with_initial: bool
+) -> list[Layer]:
     found = []
     for place, each in zip(places, opened, strict=True):
         weight, side = first_layer(each)
         name = name_of(each.run_dir or place)
-        found.append(Layer(f"{name}, step {each.card.step:,}" if each.card.step else name, weight, side))
+        found.append(
+            Layer(f"{name}, step {each.card.step:,}" if each.card.step else name, weight, side)
+        )
         if with_initial:
             begun = initial_model(each)
             if begun is None:
                 raise ValueError(
-                    f"--init: {place} has no run that began from a seed, so its initial weights are not known; leave it out"
+                    f"--init: {place} has no run that began from a seed, so its initial weights are"
+                    " not known; leave it out"
                 )
             found.append(Layer(f"{name}, initial", begun.get_parameter(FIRST_LAYER).detach(), side))
     return found
@@ -86,9 +109,15 @@ def first_layer(opened: Checkpoint) -> tuple[Tensor, int]:
     card, weights = opened.card, load_weights(opened)
     side = filter_side(card.model, image_size=card.image_size)
     if side is None:
-        raise ValueError(f"{opened.directory}: is {card.model.label}, whose first layer has no filters; give an MLP or a Mixer")
+        raise ValueError(
+            f"{opened.directory}: is {card.model.label}, whose first layer has no filters; give an"
+            " MLP or a Mixer"
+        )
     if not weights[FIRST_LAYER].isfinite().all():
-        raise ValueError(f"{opened.directory}: {FIRST_LAYER} has numbers that are not finite; give an earlier checkpoint")
+        raise ValueError(
+            f"{opened.directory}: {FIRST_LAYER} has numbers that are not finite; give an earlier"
+            " checkpoint"
+        )
     return weights[FIRST_LAYER], side
 
 
@@ -96,13 +125,24 @@ def sheet(layers: Sequence[Layer], *, which: str, count: int) -> Image.Image:
     drawn = []
     for layer in layers:
         if which == "largest":
-            filters, words = strongest_filters(layer.weight_NF, side=layer.side, count=count), f"the {count} strongest filters"
+            filters, words = (
+                strongest_filters(layer.weight_NF, side=layer.side, count=count),
+                f"the {count} strongest filters",
+            )
         else:
-            filters = filters_of(layer.weight_NF[: count if which == "first" else None], side=layer.side)
-            words = f"the first {count} filters" if which == "first" else f"all {len(filters):,} filters"
+            filters = filters_of(
+                layer.weight_NF[: count if which == "first" else None], side=layer.side
+            )
+            words = (
+                f"the first {count} filters"
+                if which == "first"
+                else f"all {len(filters):,} filters"
+            )
         columns = int(np.ceil(len(filters) ** 0.5))
         panel = max(layer.side + 14, min(PANEL, 1800 // columns))
-        drawn.append(draw_filters(filters, columns=columns, title=f"{layer.name}: {words}", panel=panel))
+        drawn.append(
+            draw_filters(filters, columns=columns, title=f"{layer.name}: {words}", panel=panel)
+        )
     starts = np.cumsum([0, *(each.width + _GAP for each in drawn)]).tolist()
     whole = Image.new("RGB", (starts[-1] - _GAP, max(each.height for each in drawn)), PAPER)
     for start, each in zip(starts, drawn, strict=False):
@@ -117,10 +157,18 @@ def draw_locality(layers: Sequence[Layer]) -> Figure:
         for axes, (key, words) in zip(axes_of, MEASURES.items(), strict=True):
             for number, layer in enumerate(layers):
                 style = ":" if layer.name.endswith("initial") else "-"
-                axes.ecdf(layer.locality[key], label=legible(layer.name), color=COLOURS[number % len(COLOURS)], ls=style)
+                axes.ecdf(
+                    layer.locality[key],
+                    label=legible(layer.name),
+                    color=COLOURS[number % len(COLOURS)],
+                    ls=style,
+                )
             axes.set_xlabel(words)
         axes_of[0].set_ylabel("share of the neurons")
-        for of_noise, words, line in ((3 / 5, "Gaussian noise: 3/5", "--"), (15 / 19, "uniform noise: 15/19", "-.")):
+        for of_noise, words, line in (
+            (3 / 5, "Gaussian noise: 3/5", "--"),
+            (15 / 19, "uniform noise: 15/19", "-."),
+        ):
             axes_of[0].axvline(of_noise, color=GREY, lw=0.8, ls=line, label=words)
         figure.legend(*axes_of[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure

@@ -1,4 +1,5 @@
-"""Paper A's Figures 1 and S.9: which entries of m x m effective matrices are there, m = S C, a vector being token after token."""
+"""Paper A's Figures 1 and S.9: which entries of m x m effective matrices are there, m = S C, a
+vector being token after token."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -16,7 +17,8 @@ def masks(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
     of_tokens = np.kron(np.ones((tokens, tokens), bool), np.eye(channels, dtype=bool))
     of_channels = np.kron(np.eye(tokens, dtype=bool), np.ones((channels, channels), bool))
     rp_tokens, rp_channels = (  # J2 M J1
-        mask[generator.permutation(width)][:, generator.permutation(width)] for mask in (of_tokens, of_channels)
+        mask[generator.permutation(width)][:, generator.permutation(width)]
+        for mask in (of_tokens, of_channels)
     )
     sparse, *two = generator.random((3, width, width)) < (tokens + channels) / 2 / width
     return {

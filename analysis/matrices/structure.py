@@ -1,13 +1,16 @@
-"""How near a matrix is to a Monarch and to a Kronecker one, beside random matrices with the same singular values; Proposition 3.3.
+"""How near a matrix is to a Monarch and to a Kronecker one, beside random matrices with the same
+singular values; Proposition 3.3.
 
-Outputs are a grid of S x C, inputs one of H x V, token by token: W[(s, c), (h, v)]. Both nearest matrices (in the Frobenius norm)
-are made of rank-1 approximations, so their distance needs the singular values of
+Outputs are a grid of S x C, inputs one of H x V, token by token: W[(s, c), (h, v)]. Both nearest
+matrices (in the Frobenius norm) are made of rank-1 approximations, so their distance needs the
+singular values of
 
     Monarch     L[c][s, h] R[h][c, v]   each slice over (s, v), one for every (c, h)
     Kronecker   A[s, h] B[c, v]         all entries as one matrix, (s, h) by (c, v): Van Loan and Pitsianis
 
-A Kronecker matrix is a Monarch one. Of SW-MLPs the grid is tokens by channels, of others as near to a square as the sides allow;
-where a side is prime, so that the slices are vectors, each matrix has the form, and there is nothing to compare.
+A Kronecker matrix is a Monarch one. Of SW-MLPs the grid is tokens by channels, of others as near to
+a square as the sides allow; where a side is prime, so that the slices are vectors, each matrix has
+the form, and there is nothing to compare.
 """
 
 import math
@@ -33,7 +36,9 @@ FORMS = ("monarch", "kronecker")
 def distance(weight: Array | Tensor, form: str, *, out: Grid, into: Grid) -> float:
     """|W - nearest|_F / |W|_F: 0 of a matrix of that form."""
     slices = slices_of(weight, form, out=out, into=into)
-    squares = torch.linalg.eigvalsh(slices.mT @ slices if slices.shape[1] >= slices.shape[2] else slices @ slices.mT)
+    squares = torch.linalg.eigvalsh(
+        slices.mT @ slices if slices.shape[1] >= slices.shape[2] else slices @ slices.mT
+    )
     return math.sqrt(squares[:, :-1].clamp(min=0).sum() / squares.sum().clamp(min=1e-300))
 
 
@@ -45,7 +50,9 @@ def slices_of(weight: Array | Tensor, form: str, *, out: Grid, into: Grid) -> Te
     return whole.permute(0, 2, 1, 3).reshape(1, out[0] * into[0], out[1] * into[1])
 
 
-def of_equal_spectrum(values: Array, shape: Sequence[int], generator: np.random.Generator, *, device: str = "cpu") -> Tensor:
+def of_equal_spectrum(
+    values: Array, shape: Sequence[int], generator: np.random.Generator, *, device: str = "cpu"
+) -> Tensor:
     """U diag(sigma) V', with U and V drawn uniformly from all rotations."""
     turned = []
     for side in shape:
@@ -61,22 +68,36 @@ def grid_of(side: int, *, tokens: int | None) -> Grid:
     return rows, side // rows
 
 
-def distances(runs: dict[str, list[Checkpoint]], *, randoms: int, device: str = "cpu") -> Iterator[Row]:
-    """A row for each matrix of a block, step and form; at step 0 the initial weights. Null of a matrix that is too large."""
+def distances(
+    runs: dict[str, list[Checkpoint]], *, randoms: int, device: str = "cpu"
+) -> Iterator[Row]:
+    """A row for each matrix of a block, step and form; at step 0 the initial weights. Null of a
+    matrix that is too large."""
     generator = np.random.default_rng(0)
     for run, card, step, matrices, _ in steps_of(runs, what="structure"):
-        tokens = (card.image_size // card.model.patch_size) ** 2 if isinstance(card.model, SparseMlpSpec) else None
+        tokens = (
+            (card.image_size // card.model.patch_size) ** 2
+            if isinstance(card.model, SparseMlpSpec)
+            else None
+        )
         for matrix in matrices:
             shape, known = matrix.weight.shape, list[Tensor]()
             if matrix.block is None or len(shape) > 2:
                 continue
             out, into = (grid_of(side, tokens=tokens) for side in shape)
             if np.prod(shape) <= LARGEST_DENSE:
-                dense = matrix.weight if isinstance(matrix.weight, np.ndarray) else matrix.weight.toarray()
+                dense = (
+                    matrix.weight
+                    if isinstance(matrix.weight, np.ndarray)
+                    else matrix.weight.toarray()
+                )
                 values = singular_values(dense, device=device)
                 assert values is not None
                 known = [torch.from_numpy(dense).to(device)]
-                known += [of_equal_spectrum(values, shape, generator, device=device) for _ in range(randoms)]
+                known += [
+                    of_equal_spectrum(values, shape, generator, device=device)
+                    for _ in range(randoms)
+                ]
             for form in FORMS:
                 found = [distance(each, form, out=out, into=into) for each in known]
                 yield {
@@ -94,12 +115,19 @@ def distances(runs: dict[str, list[Checkpoint]], *, randoms: int, device: str = 
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """As shares of the random matrices' distance: below 1 is nearer to the form than chance has it."""
+    """As shares of the random matrices' distance: below 1 is nearer to the form than chance has
+    it."""
 
     def share(form: str) -> Value:
-        return lambda row: row["distance"] / row["random"] if row["form"] == form and row["random"] else None
+        return lambda row: (
+            row["distance"] / row["random"] if row["form"] == form and row["random"] else None
+        )
 
-    figure = draw_lines(rows, {f"to the nearest {form.capitalize()} matrix": share(form) for form in FORMS}, x="block")
+    figure = draw_lines(
+        rows,
+        {f"to the nearest {form.capitalize()} matrix": share(form) for form in FORMS},
+        x="block",
+    )
     for axes in figure.axes:
         axes.axhline(1, color=GREY, lw=0.8)
     figure.axes[0].set_ylabel("distance, of random ones'")
@@ -107,28 +135,38 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-# ---- Proposition 3.3: weight decay of a Mixer's two matrices bounds the 1-norm of their Kronecker product ------------
+# ---- Proposition 3.3: weight decay of a Mixer's two matrices bounds the 1-norm of their Kronecker
+# product ------------
 
 
 def both_sides(v: Array, w: Array) -> tuple[float, float]:
-    """(|V|_F^2 + |W|_F^2) / 2 and |V (x) W|_1 / (C S), of V (S x S) and W (C x C); the first is never less. |V (x) W|_1 is
+    """(|V|_F^2 + |W|_F^2) / 2 and |V (x) W|_1 / (C S), of V (S x S) and W (C x C); the first is
+    never less. |V (x) W|_1 is
     |V|_1 |W|_1: the product is not made."""
-    return float((v**2).sum() + (w**2).sum()) / 2, float(np.abs(v).sum() * np.abs(w).sum()) / (len(v) * len(w))
+    return float((v**2).sum() + (w**2).sum()) / 2, float(np.abs(v).sum() * np.abs(w).sum()) / (
+        len(v) * len(w)
+    )
 
 
-def bound_on_random_matrices(*, draws: int = 200, sides: tuple[int, ...] = (4, 16, 64)) -> dict[str, list[float]]:
+def bound_on_random_matrices(
+    *, draws: int = 200, sides: tuple[int, ...] = (4, 16, 64)
+) -> dict[str, list[float]]:
     """Right over left, of random V and W of several kinds and sizes."""
     generator = np.random.default_rng(0)
     kinds: dict[str, Callable[[tuple[int, int]], Array]] = {
         "Gaussian": generator.standard_normal,
-        "Gaussian, 10 % of the entries": lambda shape: generator.standard_normal(shape) * (generator.random(shape) < 0.1),
+        "Gaussian, 10 % of the entries": lambda shape: (
+            generator.standard_normal(shape) * (generator.random(shape) < 0.1)
+        ),
         "Student's t, 2 degrees": lambda shape: generator.standard_t(2, shape),
         "signs": lambda shape: generator.choice([-1.0, 1.0], shape),
         "signs, of equal norms": lambda shape: generator.choice([-1.0, 1.0], shape) / shape[0],
     }
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for kind, _ in product(kinds, range(draws)):
-        left, right = both_sides(*(kinds[kind]((side, side)) for side in generator.choice(sides, 2)))
+        left, right = both_sides(
+            *(kinds[kind]((side, side)) for side in generator.choice(sides, 2))
+        )
         found[kind].append(right / left if left else 0.0)
     return found
 
@@ -142,5 +180,7 @@ def draw_bound(found: Mapping[str, Sequence[float]]) -> Figure:
         axes.axvline(1, color="black", lw=0.8)
         axes.set_yticks(range(len(found)), list(found))
         axes.invert_yaxis()
-        axes.set(xlabel="‖V⊗W‖₁ / CS, of\n(‖V‖² + ‖W‖²) / 2", xlim=(0, 1.05), title="Proposition 3.3")
+        axes.set(
+            xlabel="‖V⊗W‖₁ / CS, of\n(‖V‖² + ‖W‖²) / 2", xlim=(0, 1.05), title="Proposition 3.3"
+        )
     return figure

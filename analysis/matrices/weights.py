@@ -1,7 +1,8 @@
 """The matrices of a checkpoint, and those that its run began with.
 
-A mixing's effective matrix is I (x) W or W (x) I, in an RP Mixer between two permutations: it has the singular values of W, each of
-them C or S times, so W stands for it, with the number of its copies.
+A mixing's effective matrix is I (x) W or W (x) I, in an RP Mixer between two permutations: it has
+the singular values of W, each of them C or S times, so W stands for it, with the number of its
+copies.
 """
 
 from collections.abc import Iterator
@@ -68,41 +69,67 @@ def _copies(name: str, spec: AnySpec, *, image_size: int) -> int:
 
 
 def initial_model(opened: Checkpoint) -> ImageModel | None:
-    """As its run built it, from the seed. None where that cannot be told: imported weights, or a run that began with others."""
+    """As its run built it, from the seed. None where that cannot be told: imported weights, or a
+    run that began with others."""
     run_dir = opened.run_dir
     if run_dir is None or begun_with(run_dir):
         return None
     settings, card = read_run(run_dir).settings, opened.card
-    if "train" not in settings or "seed" not in settings["train"] or settings.get("init", "scratch") == "pretrained":
+    if (
+        "train" not in settings
+        or "seed" not in settings["train"]
+        or settings.get("init", "scratch") == "pretrained"
+    ):
         return None
-    return build_model(card.model, num_classes=len(card.classes), image_size=card.image_size, seed=settings["train"]["seed"])
+    return build_model(
+        card.model,
+        num_classes=len(card.classes),
+        image_size=card.image_size,
+        seed=settings["train"]["seed"],
+    )
 
 
-def checkpoints_of(places: list[Path], *, newest_only: bool) -> tuple[dict[str, list[Checkpoint]], list[Path]]:
-    """By the run's name, which is its path where two are named alike; of a run all its checkpoints, of a checkpoint that one. And
-    where all of them lie."""
+def checkpoints_of(
+    places: list[Path], *, newest_only: bool
+) -> tuple[dict[str, list[Checkpoint]], list[Path]]:
+    """By the run's name, which is its path where two are named alike; of a run all its checkpoints,
+    of a checkpoint that one. And where all of them lie."""
     found: dict[str, list[Checkpoint]] = {}
     names = [name_of(place) for place in places]
     for place, name in zip(places, names, strict=True):
         steps = [] if newest_only else list_checkpoints(place)
-        found[name if names.count(name) == 1 else str(place)] = [Checkpoint.open(each) for each in steps or [place]]
+        found[name if names.count(name) == 1 else str(place)] = [
+            Checkpoint.open(each) for each in steps or [place]
+        ]
     return found, [opened.directory for checkpoints in found.values() for opened in checkpoints]
 
 
-def steps_of(runs: dict[str, list[Checkpoint]], *, what: str) -> Iterator[tuple[str, ModelCard, int, list[Matrix], list[Matrix]]]:
-    """(run, card, step, matrices, initial matrices) of each checkpoint, before them those of step 0 where the run began from a
-    seed; else there are no initial ones."""
+def steps_of(
+    runs: dict[str, list[Checkpoint]], *, what: str
+) -> Iterator[tuple[str, ModelCard, int, list[Matrix], list[Matrix]]]:
+    """(run, card, step, matrices, initial matrices) of each checkpoint, before them those of step 0
+    where the run began from a seed; else there are no initial ones."""
     with progress(what, total=sum(map(len, runs.values())), unit="checkpoints") as line:
         for run, checkpoints in runs.items():
             card, begun = checkpoints[0].card, initial_model(checkpoints[0])
-            initial = list(matrices_of(begun, card.model, image_size=card.image_size)) if begun is not None else []
+            initial = (
+                list(matrices_of(begun, card.model, image_size=card.image_size))
+                if begun is not None
+                else []
+            )
             if initial:
                 yield run, card, 0, initial, initial
             for opened in checkpoints:
-                found = list(matrices_of(load_model(opened), card.model, image_size=card.image_size))
+                found = list(
+                    matrices_of(load_model(opened), card.model, image_size=card.image_size)
+                )
                 yield run, card, opened.card.step, found, initial
                 line.advance(note=f"{run}, step {opened.card.step:,}")
 
 
 def name_of(place: Path) -> str:
-    return f"{place.parent.parent.name}/{place.name}" if place.parent.name == "checkpoints" else place.name
+    return (
+        f"{place.parent.parent.name}/{place.name}"
+        if place.parent.name == "checkpoints"
+        else place.name
+    )

@@ -1,8 +1,10 @@
-"""Laws E = E_inf + sum of a_j u_j^-alpha_j, fitted by variable projection, thousands of resamples at a time.
+"""Laws E = E_inf + sum of a_j u_j^-alpha_j, fitted by variable projection, thousands of resamples
+at a time.
 
-Once the exponents (and what stands within u) are known, the factors a_j and E_inf follow by non-negative least squares in closed
-form. So only the former, the shape, is searched: on a grid, then by Levenberg-Marquardt steps of at most three unknowns, for all
-resamples in one batch. A variable is measured in units of its geometric mean. Squares are of the error, not of its logarithm.
+Once the exponents (and what stands within u) are known, the factors a_j and E_inf follow by
+non-negative least squares in closed form. So only the former, the shape, is searched: on a grid,
+then by Levenberg-Marquardt steps of at most three unknowns, for all resamples in one batch. A
+variable is measured in units of its geometric mean. Squares are of the error, not of its logarithm.
 
 B stands for resamples, K for columns (factors, then E_inf), Q for shape parameters, N for points.
 """
@@ -34,8 +36,8 @@ _CHUNK = 60_000
 
 @dataclass(frozen=True)
 class Term:
-    """factor * u^-exponent: u is the variable, the variable plus an `offset`, or N_eff = N (1 + R (1 - e^(-(T-1)/R))), of less than
-    one epoch what was seen."""
+    """factor * u^-exponent: u is the variable, the variable plus an `offset`, or N_eff = N (1 + R
+    (1 - e^(-(T-1)/R))), of less than one epoch what was seen."""
 
     variable: str
     factor: str
@@ -48,9 +50,14 @@ class Term:
         """u, and its slope in what stands within it."""
         x_N = points[self.variable]
         if self.within == "repeats":
-            x_N, again_N = x_N * np.minimum(points["epochs"], 1), np.maximum(points["epochs"] - 1, 0)
+            x_N, again_N = (
+                x_N * np.minimum(points["epochs"], 1),
+                np.maximum(points["epochs"] - 1, 0),
+            )
             left_BN = np.exp(-again_N / value_B1)
-            return x_N * (1 + value_B1 * (1 - left_BN)), x_N * (1 - left_BN - left_BN * again_N / value_B1)
+            return x_N * (1 + value_B1 * (1 - left_BN)), x_N * (
+                1 - left_BN - left_BN * again_N / value_B1
+            )
         return x_N + value_B1, np.ones_like(x_N)
 
 
@@ -80,7 +87,10 @@ class Law:
     def columns(self, points: Points, shape_BQ: Array) -> tuple[Array, Array]:
         """BKN, and their slopes in the shape BQKN."""
         names, size = list(self.shape), (len(self.linear), len(points[self.terms[0].variable]))
-        columns_BKN, slopes_BQKN = np.ones((len(shape_BQ), *size)), np.zeros((*shape_BQ.shape, *size))
+        columns_BKN, slopes_BQKN = (
+            np.ones((len(shape_BQ), *size)),
+            np.zeros((*shape_BQ.shape, *size)),
+        )
         for column, term in enumerate(self.terms):
             exponent = names.index(term.exponent)
             inner_B1 = shape_BQ[:, [names.index(term.name)]] if term.within else np.zeros((1, 1))
@@ -89,7 +99,9 @@ class Law:
             columns_BKN[:, column] = power_BN = np.exp(-alpha_B1 * log_BN)
             slopes_BQKN[:, exponent, column] = -log_BN * power_BN
             if term.within:
-                slopes_BQKN[:, names.index(term.name), column] = -alpha_B1 * power_BN / u_BN * slope_BN
+                slopes_BQKN[:, names.index(term.name), column] = (
+                    -alpha_B1 * power_BN / u_BN * slope_BN
+                )
         return columns_BKN, slopes_BQKN
 
 
@@ -106,19 +118,34 @@ class Fit:
     @cached_property
     def parameters(self) -> dict[str, Array]:
         """By name, in the units of the points."""
-        found = dict(zip([*self.law.linear, *self.law.shape], np.hstack([self.linear_BK, self.shape_BQ]).T, strict=True))
+        found = dict(
+            zip(
+                [*self.law.linear, *self.law.shape],
+                np.hstack([self.linear_BK, self.shape_BQ]).T,
+                strict=True,
+            )
+        )
         for term in self.law.terms:
-            found[term.factor] = found[term.factor] * self.units[term.variable] ** found[term.exponent]
+            found[term.factor] = (
+                found[term.factor] * self.units[term.variable] ** found[term.exponent]
+            )
             if term.within == "offset":
                 found[term.name] = found[term.name] * self.units[term.variable]
         return found
 
     @property
     def at_bounds(self) -> dict[str, Array]:
-        """Of each parameter whether it is at an end of what it may be: a factor, E_inf or an offset of 0 is."""
+        """Of each parameter whether it is at an end of what it may be: a factor, E_inf or an offset
+        of 0 is."""
         low, high = self.law.bounds
         shape = (self.shape_BQ <= low) | (self.shape_BQ >= high)
-        return dict(zip([*self.law.linear, *self.law.shape], np.hstack([self.linear_BK <= 0, shape]).T, strict=True))
+        return dict(
+            zip(
+                [*self.law.linear, *self.law.shape],
+                np.hstack([self.linear_BK <= 0, shape]).T,
+                strict=True,
+            )
+        )
 
     def predict(self, points: Points) -> Array:
         columns_BKN, _ = self.law.columns(_scaled(points, self.units), self.shape_BQ)
@@ -126,14 +153,25 @@ class Fit:
 
 
 def fit(
-    law: Law, points: Points, errors_N: Array, weights_BN: Array | None = None, *, advance: Callable[[int], None] = lambda _: None
+    law: Law,
+    points: Points,
+    errors_N: Array,
+    weights_BN: Array | None = None,
+    *,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Fit:
-    """To each resample, given by how often it has each point; else to the points as they are. Each starts from the best for it of
-    the grid's places that are good for all together."""
+    """To each resample, given by how often it has each point; else to the points as they are. Each
+    starts from the best for it of the grid's places that are good for all together."""
     weights_BN = np.ones((1, len(errors_N))) if weights_BN is None else weights_BN
     used = weights_BN.any(axis=0)
-    points, errors_N, weights_BN = {name: values[used] for name, values in points.items()}, errors_N[used], weights_BN[:, used]
-    units = {term.variable: float(np.exp(np.log(points[term.variable]).mean())) for term in law.terms}
+    points, errors_N, weights_BN = (
+        {name: values[used] for name, values in points.items()},
+        errors_N[used],
+        weights_BN[:, used],
+    )
+    units = {
+        term.variable: float(np.exp(np.log(points[term.variable]).mean())) for term in law.terms
+    }
     scaled = _scaled(points, units)
     grid_BQ = _good_places(law, scaled, errors_N, weights_BN.mean(axis=0))
     columns_GKN, _ = law.columns(scaled, grid_BQ)
@@ -142,7 +180,10 @@ def fit(
     size = max(1, _CHUNK // len(errors_N))
     for first in range(0, len(weights_BN), size):
         weights = weights_BN[first : first + size]
-        gram, right = (products @ weights.T).T.reshape(-1, *sides), np.moveaxis(columns_GKN @ (weights * errors_N).T, -1, 0)
+        gram, right = (
+            (products @ weights.T).T.reshape(-1, *sides),
+            np.moveaxis(columns_GKN @ (weights * errors_N).T, -1, 0),
+        )
         starts = np.argmax((right * _non_negative(gram, right)).sum(-1), axis=1)
         pieces.append(_polish(law, scaled, errors_N, weights, grid_BQ[starts]))
         advance(len(weights))
@@ -157,13 +198,16 @@ def _good_places(law: Law, points: Points, errors_N: Array, weights_N: Array) ->
     """Of each value of each parameter of the grid the best place."""
     grid_BQ = np.array(list(product(*(GRIDS[kind] for kind in law.shape.values()))))
     pieces = np.array_split(grid_BQ, -(-len(grid_BQ) * len(errors_N) // _CHUNK))
-    squares_B = np.concatenate([_project(law, points, errors_N, weights_N[None], piece)[2] for piece in pieces])
+    squares_B = np.concatenate(
+        [_project(law, points, errors_N, weights_N[None], piece)[2] for piece in pieces]
+    )
     alike = [np.flatnonzero(column == value) for column in grid_BQ.T for value in np.unique(column)]
     return np.asarray(grid_BQ[np.unique([places[squares_B[places].argmin()] for places in alike])])
 
 
 def _non_negative(gram: Array, right: Array) -> Array:
-    """Least squares without negative factors, of many small systems: of every choice of columns the best that has none."""
+    """Least squares without negative factors, of many small systems: of every choice of columns the
+    best that has none."""
     size = right.shape[-1]
     best, gain = np.zeros_like(right), np.zeros(right.shape[:-1])
     gram = gram * (1 + 1e-12 * np.eye(size))  # two equal columns can be solved
@@ -179,8 +223,11 @@ def _non_negative(gram: Array, right: Array) -> Array:
     return best
 
 
-def _project(law: Law, points: Points, errors_N: Array, weights_BN: Array, shape_BQ: Array) -> tuple[Array, ...]:
-    """The shape, its best factors, the squares that these leave, what they leave, the columns and their slopes."""
+def _project(
+    law: Law, points: Points, errors_N: Array, weights_BN: Array, shape_BQ: Array
+) -> tuple[Array, ...]:
+    """The shape, its best factors, the squares that these leave, what they leave, the columns and
+    their slopes."""
     columns_BKN, slopes_BQKN = law.columns(points, shape_BQ)
     weighted_BKN = columns_BKN * weights_BN[:, None]
     linear_BK = _non_negative(weighted_BKN @ columns_BKN.mT, weighted_BKN @ errors_N)
@@ -188,8 +235,11 @@ def _project(law: Law, points: Points, errors_N: Array, weights_BN: Array, shape
     return shape_BQ, linear_BK, (weights_BN * rest_BN**2).sum(-1), rest_BN, columns_BKN, slopes_BQKN
 
 
-def _polish(law: Law, points: Points, errors_N: Array, weights_BN: Array, shape_BQ: Array) -> tuple[Array, ...]:
-    """Levenberg-Marquardt steps of the shape, the factors projected out (Kaufman); who has arrived leaves the batch."""
+def _polish(
+    law: Law, points: Points, errors_N: Array, weights_BN: Array, shape_BQ: Array
+) -> tuple[Array, ...]:
+    """Levenberg-Marquardt steps of the shape, the factors projected out (Kaufman); who has arrived
+    leaves the batch."""
     low, high = law.bounds
     live, damping, state = (
         np.arange(len(shape_BQ)),

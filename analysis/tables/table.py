@@ -1,9 +1,12 @@
-"""Which runs belong into which cell of a paper's table, and what the cell then holds. Pure: runs in, numbers out.
+"""Which runs belong into which cell of a paper's table, and what the cell then holds. Pure: runs
+in, numbers out.
 
-Only finished runs count. A run's recipe is its settings without its seed, its fold and what does not change what is learned,
-together with the recipe of what it started from; runs of one recipe are repetitions, which differ in their seeds and folds at most.
-A cell holds the recipe that was run last, in a paper's table first of its own plan (other plans train the same models with other
-batches or data): the mean over its repetitions, each at its last run, with the sample deviation. It counts the runs that it leaves
+Only finished runs count. A run's recipe is its settings without its seed, its fold and what does
+not change what is learned, together with the recipe of what it started from; runs of one recipe are
+repetitions, which differ in their seeds and folds at most. A cell holds the recipe that was run
+last, in a paper's table first of its own plan (other plans train the same models with other batches
+or data): the mean over its repetitions, each at its last run, with the sample deviation. It counts
+the runs that it leaves
 out: nothing is chosen by its result.
 """
 
@@ -30,7 +33,8 @@ APART = (
     *("run_dir", "pretrained", "data.dataset", "features_dir", "seeds", "folds"),
     *("tracking", "ranks", "peak_teraflops", "num_ranks", "local_batch_size", "feature_batch_size"),
 )
-"""Not of the recipe: for paths stand the recipe of the run before and the hash of the manifest; ranks change nothing."""
+"""Not of the recipe: for paths stand the recipe of the run before and the hash of the manifest;
+ranks change nothing."""
 PRETRAINED_ON = "imagenet21k"
 PUBLIC = re.compile(r"imagenet21_epochs_(\d+)")
 """In the names of the authors' checkpoints, which are of augmented pictures."""
@@ -96,7 +100,8 @@ class Entry:
     method: Method
     model: str
     column: str
-    """The canonical name of its target, or the name of its dataset where the papers have no column."""
+    """The canonical name of its target, or the name of its dataset where the papers have no
+    column."""
     split: str
     is_fold: bool
     """Trained on one fold of the split alone."""
@@ -104,8 +109,8 @@ class Entry:
     epochs: int | None
     """Of the training itself; None where it was not given in epochs."""
     pretrained_on: str
-    """"" from scratch; what the weights were trained on just before, then of what those came, ..., at last for how long and, if
-    so, that it was without augmentation."""
+    """"" from scratch; what the weights were trained on just before, then of what those came, ...,
+    at last for how long and, if so, that it was without augmentation."""
     is_public: bool
     """Of the authors' 800-epoch weights."""
     recipe: tuple[object, ...]
@@ -120,7 +125,9 @@ class Entry:
         augmented = "" if self.method == "knn" else " + DA" if self.augmented else ", no DA"
         length = f", {self.epochs} epochs" if self.method == "scratch" and self.epochs else ""
         folds = ", per fold" if self.is_fold else ""
-        start = f", of {self.pretrained_on}" if self.pretrained_on and self.model != "pixels" else ""
+        start = (
+            f", of {self.pretrained_on}" if self.pretrained_on and self.model != "pixels" else ""
+        )
         usual = (NOT_STATED, JUDGED_ON.get(self.column, USUAL_SPLIT))
         judged = "" if self.split in usual else f", on {self.split}"
         return f"{METHODS[self.method]} {self.model}{augmented}{length}{folds}{start}{judged}"
@@ -128,10 +135,30 @@ class Entry:
     def belongs(self, wanted: Wanted) -> bool:
         if wanted.model is None:
             return False
-        ours = (self.column, self.split, self.is_fold, self.method, self.model, self.augmented, self.is_public)
+        ours = (
+            self.column,
+            self.split,
+            self.is_fold,
+            self.method,
+            self.model,
+            self.augmented,
+            self.is_public,
+        )
         model = words_of_model(wanted.model)
-        theirs = (wanted.target, JUDGED_ON[wanted.target], False, wanted.method, model, wanted.augmented, wanted.public)
-        start = _start(PRETRAINED_ON, "800 epochs" if wanted.public else "400 epochs", augmented=wanted.augmented)
+        theirs = (
+            wanted.target,
+            JUDGED_ON[wanted.target],
+            False,
+            wanted.method,
+            model,
+            wanted.augmented,
+            wanted.public,
+        )
+        start = _start(
+            PRETRAINED_ON,
+            "800 epochs" if wanted.public else "400 epochs",
+            augmented=wanted.augmented,
+        )
         is_from_there = self.pretrained_on == ("" if wanted.method == "scratch" else start)
         return ours == theirs and is_from_there and wanted.epochs in (None, self.epochs)
 
@@ -146,39 +173,65 @@ def fill(tables: Sequence[Table], runs: Sequence[Run]) -> list[Filled]:
         lines = []
         for row in table.rows:
             found = [
-                sorted((each for each in entries if each.belongs(wanted)), key=lambda each: table.plan in each.place.parts)
+                sorted(
+                    (each for each in entries if each.belongs(wanted)),
+                    key=lambda each: table.plan in each.place.parts,
+                )
                 for wanted in row.cells
             ]
             others = [each for each in others if not any(each in cell for cell in found)]
             lines.append(Line(row.name, tuple(map(cell_of, found, row.cells))))
-        filled.append(Filled(table.title, table.source, table.columns, tuple(lines), table.decimals))
+        filled.append(
+            Filled(table.title, table.source, table.columns, tuple(lines), table.decimals)
+        )
     return [*filled, _ours(others)] if others else filled
 
 
 def cell_of(entries: Sequence[Entry], wanted: Wanted | None = None) -> Cell:
     """`entries`: those that count most are last."""
-    empty = Cell(wanted.top1, paper_std=wanted.std, is_cited=wanted.method is None) if wanted else Cell()
+    empty = (
+        Cell(wanted.top1, paper_std=wanted.std, is_cited=wanted.method is None)
+        if wanted
+        else Cell()
+    )
     if not entries:
         return empty
     last = entries[-1].recipe
-    found = {entry.repetition: entry.top1 * 100 for entry in entries if entry.recipe == last}  # the last of each
+    found = {
+        entry.repetition: entry.top1 * 100 for entry in entries if entry.recipe == last
+    }  # the last of each
     values = list(found.values())
     std = statistics.stdev(values) if len(values) > 1 else None
     num_left_out = len(entries) - len(values)
-    return replace(empty, mean=statistics.fmean(values), std=std, num_repetitions=len(values), num_left_out=num_left_out)
+    return replace(
+        empty,
+        mean=statistics.fmean(values),
+        std=std,
+        num_repetitions=len(values),
+        num_left_out=num_left_out,
+    )
 
 
 def _ours(entries: Sequence[Entry]) -> Filled:
     met = {entry.column for entry in entries}
     columns = [*(name for name in COLUMNS if name in met), *sorted(met - COLUMNS.keys())]
     lines = []
-    for name in sorted({entry.name for entry in entries}, key=lambda name: re.sub(r"\d+", lambda digits: digits[0].zfill(9), name)):
-        cells = [[each for each in entries if (each.name, each.column) == (name, column)] for column in columns]
+    for name in sorted(
+        {entry.name for entry in entries},
+        key=lambda name: re.sub(r"\d+", lambda digits: digits[0].zfill(9), name),
+    ):
+        cells = [
+            [each for each in entries if (each.name, each.column) == (name, column)]
+            for column in columns
+        ]
         lines.append(Line(name, tuple(map(cell_of, cells))))
-    return Filled("Ours", "", tuple(COLUMNS.get(column, column) for column in columns), tuple(lines))
+    return Filled(
+        "Ours", "", tuple(COLUMNS.get(column, column) for column in columns), tuple(lines)
+    )
 
 
-# ---- a run as the tables see it ----------------------------------------------------------------------------------------
+# ---- a run as the tables see it
+# ----------------------------------------------------------------------------------------
 
 
 def _entries(run: Run, known: Mapping[str, Run]) -> list[Entry]:
@@ -187,7 +240,9 @@ def _entries(run: Run, known: Mapping[str, Run]) -> list[Entry]:
     if method is None:
         return []
     training = above[0] if method == "tta" else run
-    pretrained_on, is_public = ("", False) if method == "scratch" else _pretraining(run, method, above)
+    pretrained_on, is_public = (
+        ("", False) if method == "scratch" else _pretraining(run, method, above)
+    )
     length = re.fullmatch(r"(\d+) epochs?", _length(training.params.get("train.duration", "")))
     prefix = "top-1, k = " if method == "knn" else "top-1"
     return [
@@ -202,7 +257,9 @@ def _entries(run: Run, known: Mapping[str, Run]) -> list[Entry]:
             pretrained_on=pretrained_on,
             is_public=is_public,
             recipe=(words, *(_recipe(each) for each in (run, *above))),
-            repetition=tuple(each.params.get(key, "") for each in (run, *above) for key in REPEATED),
+            repetition=tuple(
+                each.params.get(key, "") for each in (run, *above) for key in REPEATED
+            ),
             top1=value,
             place=run.directory,
         )
@@ -212,7 +269,8 @@ def _entries(run: Run, known: Mapping[str, Run]) -> list[Entry]:
 
 
 def _ancestors(run: Run, known: Mapping[str, Run]) -> tuple[Run, ...]:
-    """What the weights come from, the nearest first; the group of several repetitions is no training of its own."""
+    """What the weights come from, the nearest first; the group of several repetitions is no
+    training of its own."""
     chain = [run]
     while (parent := known.get(chain[-1].parent_key)) is not None and parent not in chain:
         chain.append(parent)
@@ -223,7 +281,11 @@ def _method(run: Run, above: Sequence[Run] = ()) -> Method | None:
     if run.is_group:  # its repetitions are runs of their own
         return None
     if run.task == "evaluate":  # a plain evaluation repeats what its training ended with
-        return "tta" if run.params.get("views", "") not in OFF and above and above[0].task == "tune" else None
+        return (
+            "tta"
+            if run.params.get("views", "") not in OFF and above and above[0].task == "tune"
+            else None
+        )
     if run.task == "pretrain":
         return None if run.pretrained else "scratch"  # one that takes other weights is neither
     return run.task
@@ -239,20 +301,46 @@ def _model(run: Run, above: Sequence[Run]) -> str:
 @cache
 def words_of_model(spec: AnySpec) -> str:
     """Its label, and in what it differs from the usual model of that label."""
-    fields = {name: field.default for name, field in type(spec).model_fields.items() if not field.is_required()}
-    hidden = [name for name, default in fields.items() if spec.model_copy(update={name: default}).label == spec.label]
-    return ", ".join([spec.label, *(f"{name} {getattr(spec, name)}" for name in hidden if getattr(spec, name) != fields[name])])
+    fields = {
+        name: field.default
+        for name, field in type(spec).model_fields.items()
+        if not field.is_required()
+    }
+    hidden = [
+        name
+        for name, default in fields.items()
+        if spec.model_copy(update={name: default}).label == spec.label
+    ]
+    return ", ".join(
+        [
+            spec.label,
+            *(
+                f"{name} {getattr(spec, name)}"
+                for name in hidden
+                if getattr(spec, name) != fields[name]
+            ),
+        ]
+    )
 
 
 def _pretraining(run: Run, method: Method, above: Sequence[Run]) -> tuple[str, bool]:
-    """(what on, whether these are the authors' weights). A training between the pretraining and this one is named before it: what
-    was tuned on another dataset first stands beside no number of the papers."""
-    is_own = method == "tta" and _column(above[0]) == _column(run)  # the tuning that is judged, not one before it
+    """(what on, whether these are the authors' weights). A training between the pretraining and
+    this one is named before it: what was tuned on another dataset first stands beside no number of
+    the papers."""
+    is_own = method == "tta" and _column(above[0]) == _column(
+        run
+    )  # the tuning that is judged, not one before it
     between = [_column(each) for each in above[int(is_own) :] if _method(each) != "scratch"]
-    trained = [(each, after) for each, after in zip(above, (run, *above), strict=False) if _method(each) == "scratch"]
+    trained = [
+        (each, after)
+        for each, after in zip(above, (run, *above), strict=False)
+        if _method(each) == "scratch"
+    ]
     origin = next((each.tags["origin"] for each in (run, *above) if each.tags.get("origin")), "")
     public = PUBLIC.search(origin)
-    is_whole = not (above[-1] if above else run).parent_key  # or a run between may be one that is not here
+    is_whole = not (
+        above[-1] if above else run
+    ).parent_key  # or a run between may be one that is not here
     if trained:
         source, after = trained[0]
         length = _taken_at(after, source) or source.params.get("train.duration", "")
@@ -261,16 +349,25 @@ def _pretraining(run: Run, method: Method, above: Sequence[Run]) -> tuple[str, b
         start = _start(PRETRAINED_ON, f"{public[1]} epochs", augmented=True)
     else:
         start = origin if origin and is_whole else "unknown"
-    return ", of ".join([*between, start]), not trained and start == _start(PRETRAINED_ON, "800 epochs", augmented=True)
+    return ", of ".join([*between, start]), not trained and start == _start(
+        PRETRAINED_ON, "800 epochs", augmented=True
+    )
 
 
 def _start(target: str, length: str, *, augmented: bool) -> str:
-    return target + (f" for {_length(length)}" if length else "") + ("" if augmented else " without DA")
+    return (
+        target
+        + (f" for {_length(length)}" if length else "")
+        + ("" if augmented else " without DA")
+    )
 
 
 def _taken_at(run: Run, source: Run) -> str:
-    """The length of `source` at the checkpoint that `run` began with, however long `source` is now; "" if no record has it."""
-    place, length = run_and_length(str(run.settings.get("pretrained") or run.settings.get("start_from") or ""))
+    """The length of `source` at the checkpoint that `run` began with, however long `source` is now;
+    "" if no record has it."""
+    place, length = run_and_length(
+        str(run.settings.get("pretrained") or run.settings.get("start_from") or "")
+    )
     named, step = re.fullmatch(r"step-(\d+)", Path(place).name), run.weights_step
     if step is None and named:
         step = int(named[1])
@@ -296,6 +393,10 @@ def _column(run: Run) -> str:
 
 def _recipe(run: Run) -> tuple[object, ...]:
     apart = (*REPEATED, *APART)
-    kept = {key: value for key, value in run.params.items() if not any(key == free or key.startswith(f"{free}.") for free in apart)}
+    kept = {
+        key: value
+        for key, value in run.params.items()
+        if not any(key == free or key.startswith(f"{free}.") for free in apart)
+    }
     kept["is_fold"] = str(run.params.get("data.fold", "") not in NONE)
     return (run.model_name, run.dataset_name, run.tags.get("origin", ""), *sorted(kept.items()))

@@ -1,4 +1,5 @@
-"""Does the data path deliver? `data_rates.py DATASET [--batch 16384] [--seconds 4]`, in the project.
+"""Does the data path deliver? `data_rates.py DATASET [--batch 16384] [--seconds 4]`, in the
+project.
 
 gather   stored batches into (pinned) memory, for numbers of threads and of batches ahead: images/s, and the first batch's delay
 feed     the same through pretrain's Feed: copied to the device and augmented there, nothing trained: the most a step could be fed
@@ -26,7 +27,8 @@ ON_GPU = torch.cuda.is_available()
 
 
 def measured(take: Callable[[], object], *, batch: int, seconds: float) -> tuple[float, float]:
-    """(images/s, seconds until the first); those that lay ready when the clock started are not counted."""
+    """(images/s, seconds until the first); those that lay ready when the clock started are not
+    counted."""
     began_s = time.perf_counter()
     take()
     first_s = time.perf_counter() - began_s
@@ -44,7 +46,9 @@ def measured(take: Callable[[], object], *, batch: int, seconds: float) -> tuple
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dataset", type=Path)
     parser.add_argument("--batch", type=int, default=16_384)
     parser.add_argument("--seconds", type=float, default=4.0)
@@ -59,19 +63,32 @@ def main() -> None:
     plan, cores = BatchPlan(options.batch, options.batch, 1), len(os.sched_getaffinity(0))
     found: dict[str, Any] = {"cores": cores, "batch": options.batch, "pinned": ON_GPU}
 
-    def batches(finish: Callable[[Batch], Any], *, threads: int, prefetch: int, shuffle: Any = "full") -> Batches[Any]:
+    def batches(
+        finish: Callable[[Batch], Any], *, threads: int, prefetch: int, shuffle: Any = "full"
+    ) -> Batches[Any]:
         order = Order(reader.num_samples, 1, shuffle=shuffle)
         return training_batches(
-            reader, order, plan, rank=0, consumed=0, num_threads=threads, prefetch=prefetch, pin=ON_GPU, finish=finish
+            reader,
+            order,
+            plan,
+            rank=0,
+            consumed=0,
+            num_threads=threads,
+            prefetch=prefetch,
+            pin=ON_GPU,
+            finish=finish,
         )
 
     pairs = [(1, 2), (2, 4), (4, 4), (cores, 4), (8, 8), (cores, cores)]
     for threads, prefetch in dict.fromkeys(pair for pair in pairs if pair[0] <= cores):
         with batches(as_stored, threads=threads, prefetch=prefetch) as stored:
-            rate, first_s = measured(lambda s=stored: next(s), batch=options.batch, seconds=options.seconds)
+            rate, first_s = measured(
+                lambda s=stored: next(s), batch=options.batch, seconds=options.seconds
+            )
         found[f"gather, {threads} threads, {prefetch} ahead"] = rate
         print(
-            f"gather, {threads:2} threads, {prefetch:2} ahead: {rate:12,.0f} images/s, first batch after {first_s:.2f} s",
+            f"gather, {threads:2} threads, {prefetch:2} ahead: {rate:12,.0f} images/s, first batch"
+            f" after {first_s:.2f} s",
             flush=True,
         )
     device = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -80,11 +97,17 @@ def main() -> None:
         normalisation=Normalisation(manifest.channel_mean, manifest.channel_std), device=device, dtype=torch.bfloat16,
     )  # fmt: skip
     for threads, prefetch in dict.fromkeys([(cores, 4), (cores, max(4, cores // 2))]):
-        with Feed(lambda finish, t=threads, p=prefetch: batches(finish, threads=t, prefetch=p), augmentation) as feed:
-            rate, first_s = measured(lambda f=feed: next(f), batch=options.batch, seconds=options.seconds)
+        with Feed(
+            lambda finish, t=threads, p=prefetch: batches(finish, threads=t, prefetch=p),
+            augmentation,
+        ) as feed:
+            rate, first_s = measured(
+                lambda f=feed: next(f), batch=options.batch, seconds=options.seconds
+            )
         found[f"feed, {threads} threads, {prefetch} ahead"] = rate
         print(
-            f"feed,   {threads:2} threads, {prefetch:2} ahead: {rate:12,.0f} images/s, first batch after {first_s:.2f} s",
+            f"feed,   {threads:2} threads, {prefetch:2} ahead: {rate:12,.0f} images/s, first batch"
+            f" after {first_s:.2f} s",
             flush=True,
         )
     best = max(rate for name, rate in found.items() if name.startswith("feed"))

@@ -1,6 +1,8 @@
-"""A raw dataset as large as the time allows: `make_data.py OUT [--pictures 98304] [--classes 11230] [--size 64]`, in the project.
+"""A raw dataset as large as the time allows: `make_data.py OUT [--pictures 98304] [--classes 11230]
+[--size 64]`, in the project.
 
-Smooth noise in class folders (PPM), then the real `data_prep build`. Nothing is done where OUT is finished already.
+Smooth noise in class folders (PPM), then the real `data_prep build`. Nothing is done where OUT is
+finished already.
 """
 
 import argparse
@@ -19,7 +21,9 @@ def write_some(job: tuple[str, int, int, int, int]) -> None:
     rng = np.random.default_rng(first)
     coarse = rng.integers(0, 256, (count, size // 8, size // 8, 3), dtype=np.uint8)
     for number, picture in enumerate(coarse, start=first):
-        pixels = np.repeat(np.repeat(picture, 8, axis=0), 8, axis=1) // 2 + rng.integers(0, 128, (size, size, 3), dtype=np.uint8)
+        pixels = np.repeat(np.repeat(picture, 8, axis=0), 8, axis=1) // 2 + rng.integers(
+            0, 128, (size, size, 3), dtype=np.uint8
+        )
         path = f"{root}/class-{number % classes:05d}/{number:07d}.ppm"
         with open(path, "wb") as file:
             file.write(b"P6\n%d %d\n255\n" % (size, size) + pixels.tobytes())
@@ -56,10 +60,23 @@ def main() -> None:
         "encoding=raw",
         "samples_per_shard=4096",
     ]
-    command = [sys.executable, "-m", "data_prep", "build", "--source", "folder", "--out", str(options.out), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "data_prep",
+        "build",
+        "--source",
+        "folder",
+        "--out",
+        str(options.out),
+        *words,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout[-400:], done.stderr[-800:] if done.returncode else "")
-    print(f"{options.pictures:,} pictures drawn in {drawn_s:.0f} s, packed in {time.monotonic() - began_s - drawn_s:.0f} s")
+    print(
+        f"{options.pictures:,} pictures drawn in {drawn_s:.0f} s, packed in"
+        f" {time.monotonic() - began_s - drawn_s:.0f} s"
+    )
     sys.exit(done.returncode)
 
 

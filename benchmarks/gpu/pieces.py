@@ -1,4 +1,5 @@
-"""The ceilings of the device, and the pieces of our step against what they could be; in the project:
+"""The ceilings of the device, and the pieces of our step against what they could be; in the
+project:
 
     pieces.py [--only ceilings,products,...]
 
@@ -10,8 +11,9 @@ loss       the one pass of pretrain/engine/step.py, forward and backward, agains
 lion       pretrain/optim/lion.py's step of a shard (a kernel on a GPU), against its reference and the operations of stage 0
 update     pretrain/engine/sharded_update.py, all of a step after the backward pass, against DeepSpeed's own; its norm alone
 augment    pretrain/augment on the device (on_gpu.py): all of `prepare` against plain operations, and what the host draws for it
-The product's pieces stand beside their plain forms ("off by": from those) and their limit: the bytes that have to be read and
-written, at the rate of a copy on this device. On a CPU: a dry run at small sizes, where the product has other pieces for CPUs.
+The product's pieces stand beside their plain forms ("off by": from those) and their limit: the
+bytes that have to be read and written, at the rate of a copy on this device. On a CPU: a dry run at
+small sizes, where the product has other pieces for CPUs.
 """
 
 import argparse
@@ -56,8 +58,11 @@ BF16 = torch.bfloat16
 found: dict[str, dict[str, float]] = {}
 
 
-def ms(run: Callable[[], object], *, before: Callable[[], object] = lambda: None, repeats: int = 20) -> float:
-    """Median of single runs between events, after some that warm up; `before` each of them is not counted."""
+def ms(
+    run: Callable[[], object], *, before: Callable[[], object] = lambda: None, repeats: int = 20
+) -> float:
+    """Median of single runs between events, after some that warm up; `before` each of them is not
+    counted."""
     for _ in range(3 if ON_GPU else 1):
         before()
         run()
@@ -100,7 +105,8 @@ def limit(num_bytes: float) -> str:
     return f"limit, {num_bytes / 1e9:.2f} GB read and written: {num_bytes / bytes_per_ms():.3f} ms"
 
 
-# ---- ceilings --------------------------------------------------------------------------------------------------------
+# ---- ceilings
+# --------------------------------------------------------------------------------------------------------
 
 
 def large_product() -> float:
@@ -124,11 +130,22 @@ def ceilings() -> None:
     )
     if ON_GPU:
         pinned = here.pin_memory()
-        note("ceilings", "host to device, pinned", size / ms(lambda: there.copy_(pinned, non_blocking=True)) / 1e6, "GB/s")
-        note("ceilings", "device to host, pinned", size / ms(lambda: pinned.copy_(there, non_blocking=True)) / 1e6, "GB/s")
+        note(
+            "ceilings",
+            "host to device, pinned",
+            size / ms(lambda: there.copy_(pinned, non_blocking=True)) / 1e6,
+            "GB/s",
+        )
+        note(
+            "ceilings",
+            "device to host, pinned",
+            size / ms(lambda: pinned.copy_(there, non_blocking=True)) / 1e6,
+            "GB/s",
+        )
 
 
-# ---- products --------------------------------------------------------------------------------------------------------
+# ---- products
+# --------------------------------------------------------------------------------------------------------
 
 
 def products() -> None:
@@ -136,7 +153,9 @@ def products() -> None:
     batch, images = (16_384, 256) if ON_GPU else (16, 1)
     spec: Any = spec_of("mixer_b_w")
     tokens = spec.tokens(image_size=224)
-    token_hidden, channel_hidden, channels = (aligned(each) for each in (*spec.hidden_sizes(num_tokens=tokens), spec.num_channels))
+    token_hidden, channel_hidden, channels = (
+        aligned(each) for each in (*spec.hidden_sizes(num_tokens=tokens), spec.num_channels)
+    )
     rows, lanes = images * tokens, images * channels
     shapes = {
         "B-12 expand": (batch, 1024, 4096), "B-12 contract": (batch, 4096, 1024), "B-12 stem": (batch, 12_288, 1024),
@@ -164,15 +183,31 @@ def products() -> None:
                 "TFLOP/s",
                 f"{flops / took / 1e9 / rate:.0%} of the large one",
             )
-            times = 12 if name in ("B-12 expand", "B-12 contract") else 8 if name.startswith("Mixer") else 1
+            times = (
+                12
+                if name in ("B-12 expand", "B-12 contract")
+                else 8
+                if name.startswith("Mixer")
+                else 1
+            )
             total[name.split()[0]][0] += times * flops
             total[name.split()[0]][1] += times * took
         if ON_GPU and name in ("B-12 expand", "B-12 contract"):
             try:
                 x8, w8 = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
                 one = torch.ones((), device=DEVICE)
-                took = ms(lambda x8=x8, w8=w8, one=one: torch._scaled_mm(x8, w8.T, one, one, out_dtype=BF16, use_fast_accum=True))
-                note("products", f"{name}, forward in FP8", flops / took / 1e9, "TFLOP/s", f"{flops / took / 1e9 / rate:.0%}")
+                took = ms(
+                    lambda x8=x8, w8=w8, one=one: torch._scaled_mm(
+                        x8, w8.T, one, one, out_dtype=BF16, use_fast_accum=True
+                    )
+                )
+                note(
+                    "products",
+                    f"{name}, forward in FP8",
+                    flops / took / 1e9,
+                    "TFLOP/s",
+                    f"{flops / took / 1e9 / rate:.0%}",
+                )
             except Exception as error:  # noqa: BLE001
                 print(f"  {name} in FP8: {type(error).__name__} {str(error)[:100]}")
     for model, (flops, took) in total.items():
@@ -198,7 +233,9 @@ def block() -> None:
     tokens = spec.tokens(image_size=224)
     token_hidden, channel_hidden = spec.hidden_sizes(num_tokens=tokens)
     flops = 6 * 2.0 * images * tokens * spec.num_channels * (token_hidden + channel_hidden)
-    make = lambda: MixerBlock(spec, num_inputs=tokens, num_tokens=tokens, is_permuted=False, has_token_skip=False)  # noqa: E731
+    make = lambda: MixerBlock(  # noqa: E731
+        spec, num_inputs=tokens, num_tokens=tokens, is_permuted=False, has_token_skip=False
+    )
     cases["block of Mixer-B-W"] = (make, random(images, tokens, spec.num_channels), flops)
     rate = large_product()
     for name, (make_block, x, flops) in cases.items():
@@ -210,7 +247,9 @@ def block() -> None:
                 layer.compile(dynamic=False)  # as compile_blocks
             x.requires_grad_()
 
-            def run(layer: torch.nn.Module = layer, x: Tensor = x, gradient: Tensor = gradient) -> None:
+            def run(
+                layer: torch.nn.Module = layer, x: Tensor = x, gradient: Tensor = gradient
+            ) -> None:
                 for weight in layer.parameters():
                     weight.grad = None
                 x.grad = None
@@ -222,16 +261,23 @@ def block() -> None:
                 f"{name}, {how}",
                 took,
                 "ms",
-                f"{flops / took / 1e9:.0f} TFLOP/s, {flops / took / 1e9 / rate:.0%} of the large product",
+                f"{flops / took / 1e9:.0f} TFLOP/s, {flops / took / 1e9 / rate:.0%} of the large"
+                " product",
             )
 
 
-# ---- loss ------------------------------------------------------------------------------------------------------------
+# ---- loss
+# ------------------------------------------------------------------------------------------------------------
 
 
-def two_losses(logits: Tensor, labels: Tensor, others: Tensor, weight: Tensor, smoothing: float) -> Tensor:
+def two_losses(
+    logits: Tensor, labels: Tensor, others: Tensor, weight: Tensor, smoothing: float
+) -> Tensor:
     """As one would first write it."""
-    first, second = (cross_entropy(logits.float(), each, label_smoothing=smoothing, reduction="none") for each in (labels, others))
+    first, second = (
+        cross_entropy(logits.float(), each, label_smoothing=smoothing, reduction="none")
+        for each in (labels, others)
+    )
     return torch.lerp(second, first, weight).mean()
 
 
@@ -252,24 +298,39 @@ def loss() -> None:
         return run
 
     two = torch.compile(two_losses, dynamic=False)
-    one = loss_of if ON_GPU else lambda *_, **__: _compiled_loss()(logits, labels, others, weight, 0.3)
+    one = (
+        loss_of
+        if ON_GPU
+        else lambda *_, **__: _compiled_loss()(logits, labels, others, weight, 0.3)
+    )
     ways = {
-        "plain: two cross-entropies, eager": graded(lambda: two_losses(logits, labels, others, weight, 0.3)),
+        "plain: two cross-entropies, eager": graded(
+            lambda: two_losses(logits, labels, others, weight, 0.3)
+        ),
         "plain, compiled": graded(lambda: two(logits, labels, others, weight, 0.3)),
         "the product's, one pass": graded(lambda: one(logits, mixed, label_smoothing=0.3)),
-        "the product's, of one label": graded(lambda: loss_of(logits, Prepared(logits, labels), label_smoothing=0.3)),
+        "the product's, of one label": graded(
+            lambda: loss_of(logits, Prepared(logits, labels), label_smoothing=0.3)
+        ),
     }
     first = next(iter(ways.values()))
     expected, gradient = first(), logits.grad.clone()  # type: ignore[union-attr]
     for name, run in ways.items():
-        value, words = run().detach(), limit(3 * logits.nbytes)  # read for the loss; read and written for its gradient
+        value, words = (
+            run().detach(),
+            limit(3 * logits.nbytes),
+        )  # read for the loss; read and written for its gradient
         if "one label" not in name:
             far = float((logits.grad - gradient).float().norm() / gradient.float().norm())  # type: ignore[operator]
-            words = f"off by {float((value - expected.detach()).abs()):.1e}, gradient by {far:.1e}; {words}"
+            words = (
+                f"off by {float((value - expected.detach()).abs()):.1e}, gradient by {far:.1e};"
+                f" {words}"
+            )
         note("loss", name, ms(run), "ms", words)
 
 
-# ---- LION and the update ---------------------------------------------------------------------------------------------
+# ---- LION and the update
+# ---------------------------------------------------------------------------------------------
 
 
 def lion() -> None:
@@ -285,9 +346,14 @@ def lion() -> None:
     product.state[weight]["exp_avg"] = momentum
     (group,), wide = product.param_groups, gradient.float()
     ways: dict[str, Callable[[], object]] = {
-        "plain: the reference, and the copy": lambda: (guarded(weight, gradient, momentum, share, group), copy.copy_(weight)),
+        "plain: the reference, and the copy": lambda: (
+            guarded(weight, gradient, momentum, share, group),
+            copy.copy_(weight),
+        ),
         "the product's, of a shard": lambda: product.step_shards([[gradient]], [copy], share),
-        "stage 0's foreach operations (fp32, no guard, no copy)": lambda: by_operations([weight], [wide], [momentum], group),
+        "stage 0's foreach operations (fp32, no guard, no copy)": lambda: by_operations(
+            [weight], [wide], [momentum], group
+        ),
     }
     num_bytes, expected = size * (4 * 4 + 2 * gradient.element_size()), None
     for name, run in ways.items():
@@ -296,7 +362,13 @@ def lion() -> None:
         run()
         expected = torch.stack([weight, momentum]) if expected is None else expected
         away = int((torch.stack([weight, momentum]) != expected).sum())
-        note("lion", name, ms(run), "ms", f"{away:,} of {2 * size:,} weights and momenta differ; {limit(num_bytes)}")
+        note(
+            "lion",
+            name,
+            ms(run),
+            "ms",
+            f"{away:,} of {2 * size:,} weights and momenta differ; {limit(num_bytes)}",
+        )
 
 
 def update() -> None:
@@ -306,8 +378,14 @@ def update() -> None:
     generator = torch.Generator(device).manual_seed(0)
     images = torch.randn(batch, 3, 64, 64, device=device, dtype=BF16, generator=generator)
     prepared = Prepared(images, torch.arange(batch, device=device) % 1000)
-    for stage, way, on_device in ((1, "DeepSpeed's own", False), (1, "the product's", True), (2, "the product's", True)):
-        with patch.object(engine_module, "updates_on_device", lambda _, on_device=on_device: on_device):
+    for stage, way, on_device in (
+        (1, "DeepSpeed's own", False),
+        (1, "the product's", True),
+        (2, "the product's", True),
+    ):
+        with patch.object(
+            engine_module, "updates_on_device", lambda _, on_device=on_device: on_device
+        ):
             engine = DeepSpeedEngine(
                 build_model(spec_of(model), num_classes=1000, image_size=64, seed=0),
                 make_optimizer=lambda module: build_optimizer(module, OptimizerSettings(lr=1e-4, weight_decay=1.0)),
@@ -316,9 +394,13 @@ def update() -> None:
             )  # fmt: skip
         for _ in range(2):
             engine.train_step([prepared], lr=1e-4)
-        found = torch.cat([each.flatten().float() for each in engine.export_state().weights.values()])
+        found = torch.cat(
+            [each.flatten().float() for each in engine.export_state().weights.values()]
+        )
         expected = found if expected is None else expected
-        away = f"{int((found != expected).sum()):,} of {len(found):,} weights differ after two steps"
+        away = (
+            f"{int((found != expected).sum()):,} of {len(found):,} weights differ after two steps"
+        )
 
         def backward(engine: Any = engine) -> None:
             engine._engine.backward(loss_of(engine._engine(images), prepared, label_smoothing=0.3))
@@ -327,16 +409,24 @@ def update() -> None:
             ours = engine._update
             ours._norm([ours._pieces(number) for number in range(len(ours._shards))])
 
-        name = f"ZeRO {stage}, {way}"  # the gradients are fp32 at stage 2, and gone over once for the norm, once for LION
+        # the gradients are fp32 at stage 2, and gone over once for the norm, once for LION
+        name = f"ZeRO {stage}, {way}"
         each = 2 if stage == 1 else 4
-        note("update", name, ms(engine._update_sharded, before=backward), "ms", f"{away}; {limit(len(found) * (18 + 2 * each))}")
+        note(
+            "update",
+            name,
+            ms(engine._update_sharded, before=backward),
+            "ms",
+            f"{away}; {limit(len(found) * (18 + 2 * each))}",
+        )
         if on_device:
             backward()
             note("update", f"{name}: the norm alone", ms(norm), "ms", limit(len(found) * each))
         del engine
 
 
-# ---- augmentation -----------------------------------------------------------------------------------------------------
+# ---- augmentation
+# -----------------------------------------------------------------------------------------------------
 
 
 def augment() -> None:
@@ -350,20 +440,43 @@ def augment() -> None:
 
 
 def augment_at(name: str, count: int, stored: int, size: int) -> None:
-    recipe, ids = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8), np.arange(count, dtype=np.int64)
-    images, labels = torch.randint(0, 256, (count, stored, stored, 3), dtype=torch.uint8), torch.randint(0, 10, (count,))
+    recipe, ids = (
+        AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8),
+        np.arange(count, dtype=np.int64),
+    )
+    images, labels = (
+        torch.randint(0, 256, (count, stored, stored, 3), dtype=torch.uint8),
+        torch.randint(0, 10, (count,)),
+    )
     if ON_GPU:
         images, labels = images.pin_memory(), labels.pin_memory()
     batch = Batch(images, labels, np.zeros(count, np.int64), ids, ids // 2)
-    how = {"normalisation": Normalisation((0.48, 0.45, 0.41), (0.27, 0.26, 0.27)), "device": DEVICE, "dtype": BF16}
+    how = {
+        "normalisation": Normalisation((0.48, 0.45, 0.41), (0.27, 0.26, 0.27)),
+        "device": DEVICE,
+        "dtype": BF16,
+    }
     product, plain = (Augmentation(recipe, seed=0, image_size=size, **how) for _ in range(2))
-    plain._kernels, plain._in_one_pass, plain._on_cpu = None, False, False  # the operations that are the kernel's reference
+    plain._kernels, plain._in_one_pass, plain._on_cpu = (
+        None,
+        False,
+        False,
+    )  # the operations that are the kernel's reference
     there = Batch(images.to(DEVICE), labels.to(DEVICE), batch.epochs, ids, ids // 2)
-    expected, least = plain.prepare(batch).images_BCHW, limit(images.nbytes + 2 * count * 3 * size**2)
+    expected, least = (
+        plain.prepare(batch).images_BCHW,
+        limit(images.nbytes + 2 * count * 3 * size**2),
+    )
     for way, made in {"the product's": product, "plain: single operations": plain}.items():
         away = float((made.prepare(batch).images_BCHW.float() - expected.float()).abs().max())
         took = ms(lambda made=made: made.prepare(batch))
-        note("augment", f"{name}, {way}: all of prepare", took, "ms", f"{count / took * 1e3:,.0f} images/s; off by {away:.2g}")
+        note(
+            "augment",
+            f"{name}, {way}: all of prepare",
+            took,
+            "ms",
+            f"{count / took * 1e3:,.0f} images/s; off by {away:.2g}",
+        )
         resident = ms(lambda made=made: made.prepare(there))
         note("augment", f"{name}, {way}: of pictures on the device", resident, "ms", least)
     draws, mixer = Draws((0, batch.epochs, batch.samples)), product._mixer
@@ -372,11 +485,18 @@ def augment_at(name: str, count: int, stored: int, size: int) -> None:
     for _ in range(5):
         draw_boxes(recipe, draws, count=count, stored_size=stored)
         mixer.draw(Draws((0, batch.mix_keys)), size=size)
-    note("augment", f"{name}, drawn on the host by one thread", (time.perf_counter() - began_s) * 200, "ms")
+    note(
+        "augment",
+        f"{name}, drawn on the host by one thread",
+        (time.perf_counter() - began_s) * 200,
+        "ms",
+    )
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections")
     parser.add_argument("--out", type=Path, default=os.environ.get("BENCHMARK_FIGURES"))
     return parser.parse_args()

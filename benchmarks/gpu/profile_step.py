@@ -1,14 +1,17 @@
-"""Where does the time of a training step go? The real engine at full size, on a resident batch, under torch's profiler; in the
-project:
+"""Where does the time of a training step go? The real engine at full size, on a resident batch,
+under torch's profiler; in the project:
 
-    profile_step.py [--model mlp_b12_wi1024] [--batch 16384] [--classes 11230] [--stage 1] [--precision bf16] [--compile]
+    profile_step.py [--model mlp_b12_wi1024] [--batch 16384] [--classes 11230] [--stage 1]
+    [--precision bf16] [--compile]
                     [--augment] [--out F.json]
 
-Prints wall time, images/s, the share of the device's measured product rate, how long the device was busy, and for each phase of
-the step (by when the host launched it) the host's time, device time, launches, and time per kind of kernel. A phase is what the
-engine calls by name (`PHASES`, and those of an update): one that the profile has no sign of is an error, for the code has moved
-on. `loss` is its forward pass; the loss's gradient is the first kernel of `backward`. `--augment`: a stored batch is augmented anew
-in each step, on the same stream. Without a GPU the host's times alone (give small sizes).
+Prints wall time, images/s, the share of the device's measured product rate, how long the device was
+busy, and for each phase of the step (by when the host launched it) the host's time, device time,
+launches, and time per kind of kernel. A phase is what the engine calls by name (`PHASES`, and those
+of an update): one that the profile has no sign of is an error, for the code has moved on. `loss` is
+its forward pass; the loss's gradient is the first kernel of `backward`. `--augment`: a stored batch
+is augmented anew in each step, on the same stream. Without a GPU the host's times alone (give small
+sizes).
 """
 
 import argparse
@@ -73,14 +76,28 @@ def phased(target: Any, name: str, phase: str) -> str:
 def mark_phases(engine: DeepSpeedEngine) -> list[str]:
     """What a step is made of; those within another count there alone."""
     whole, zero, update = engine._engine, engine._optimizer, engine._update
-    marks = [(whole, "forward", "forward"), (engine_module, "loss_of", "loss"), (whole, "backward", "backward")]
+    marks = [
+        (whole, "forward", "forward"),
+        (engine_module, "loss_of", "loss"),
+        (whole, "backward", "backward"),
+    ]
     if update is not None:  # stages 1 and 2, without offload and fp16: sharded_update.py
         marks += [(zero, "step", "update, gather"), (update, "_norm", "norm")]
-        marks += [(update._plain, "step_shards" if isinstance(update._plain, Lion) else "step", "optimizer")]
+        marks += [
+            (
+                update._plain,
+                "step_shards" if isinstance(update._plain, Lion) else "step",
+                "optimizer",
+            )
+        ]
         if whole.enable_backward_allreduce:
             marks += [(zero, "independent_gradient_partition_epilogue", "end of reduction")]
     elif engine.settings.zero_stage == 0:
-        marks += [(engine, "_update_plain", "update"), (engine_module, "norm_of", "norm"), (zero, "step", "optimizer")]
+        marks += [
+            (engine, "_update_plain", "update"),
+            (engine_module, "norm_of", "norm"),
+            (zero, "step", "optimizer"),
+        ]
     else:  # DeepSpeed's
         marks += [(zero, "step", "update, DeepSpeed's"), (zero.optimizer, "step", "optimizer")]
     return [phased(*each) for each in marks]
@@ -117,7 +134,9 @@ def busy_us(intervals: list[tuple[float, float]]) -> float:
 
 def read_trace(path: Path, *, steps: int) -> dict[str, Any]:
     events = json.loads(path.read_text())["traceEvents"]
-    whole = [e for e in events if e.get("cat") == "user_annotation" and e.get("name") == "whole step"]
+    whole = [
+        e for e in events if e.get("cat") == "user_annotation" and e.get("name") == "whole step"
+    ]
     low, high = min(e["ts"] for e in whole), max(e["ts"] + e["dur"] for e in whole)
     phases = sorted(
         (
@@ -128,14 +147,24 @@ def read_trace(path: Path, *, steps: int) -> dict[str, Any]:
         key=lambda each: each[1] - each[0],
     )
     runtime = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
-    launched = {e["args"]["correlation"]: e["ts"] for e in runtime if "correlation" in e.get("args", {})}
+    launched = {
+        e["args"]["correlation"]: e["ts"] for e in runtime if "correlation" in e.get("args", {})
+    }
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
     def phase_at(moment: float) -> str:
-        return next((name for first, last, name in phases if first <= moment <= last), "between")  # the innermost
+        return next(
+            (name for first, last, name in phases if first <= moment <= last), "between"
+        )  # the innermost
 
     table: dict[str, dict[str, Any]] = collections.defaultdict(
-        lambda: {"host_ms": 0.0, "times": 0.0, "device_ms": 0.0, "launches": 0, "kinds": collections.Counter()}
+        lambda: {
+            "host_ms": 0.0,
+            "times": 0.0,
+            "device_ms": 0.0,
+            "launches": 0,
+            "kinds": collections.Counter(),
+        }
     )
     for first, last, name in phases:
         table[name]["host_ms"] += (last - first) / 1000 / steps
@@ -151,7 +180,9 @@ def read_trace(path: Path, *, steps: int) -> dict[str, Any]:
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in device]
     first, last = (min(s for s, _ in spans), max(e for _, e in spans)) if spans else (low, high)
     streams = collections.Counter(e["args"].get("stream") for e in device)
-    waits = collections.Counter(e["name"] for e in runtime if e["name"] in WAITS and low <= e["ts"] <= high)
+    waits = collections.Counter(
+        e["name"] for e in runtime if e["name"] in WAITS and low <= e["ts"] <= high
+    )
     return {
         "device_busy_ms": busy_us(spans) / 1000 / steps,
         "device_idle_share": 1 - busy_us(spans) / (last - first) if spans else None,
@@ -161,7 +192,9 @@ def read_trace(path: Path, *, steps: int) -> dict[str, Any]:
         "waits": {name: count / steps for name, count in waits.items()},
         "phases": {
             name: row | {"kinds": dict(row["kinds"].most_common())}
-            for name, row in sorted(table.items(), key=lambda i: (-i[1]["device_ms"], -i[1]["host_ms"]))
+            for name, row in sorted(
+                table.items(), key=lambda i: (-i[1]["device_ms"], -i[1]["host_ms"])
+            )
         },
         "kernels": dict(kernels.most_common(14)),
     }
@@ -178,7 +211,9 @@ def stored(count: int, size: int, num_classes: int) -> Batch:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="mlp_b12_wi1024")
     parser.add_argument("--batch", type=int, default=16_384)
     parser.add_argument("--classes", type=int, default=11_230)
@@ -240,7 +275,9 @@ def main() -> None:
     if spec.kind == "mlp":
         first_layer = 2 * 3 * size**2 * spec.width
     elif spec.kind == "mixer":
-        first_layer = 2 * spec.num_patches(image_size=size) * 3 * spec.patch_size**2 * spec.num_channels
+        first_layer = (
+            2 * spec.num_patches(image_size=size) * 3 * spec.patch_size**2 * spec.num_channels
+        )
     flops = (3 * forward_flops(spec, **shapes) - first_layer) * options.batch
     found: dict[str, Any] = {
         "setting": {key: str(value) for key, value in vars(options).items() if key != "out"},
@@ -272,7 +309,10 @@ def main() -> None:
     show(found)
     missing = [name for name in names if name not in found["phases"]]
     if missing:
-        print(f"BAD these phases did not occur, so their time is in others: {', '.join(missing)}; mend mark_phases")
+        print(
+            f"BAD these phases did not occur, so their time is in others: {', '.join(missing)};"
+            " mend mark_phases"
+        )
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(found, indent=1))
@@ -282,23 +322,34 @@ def main() -> None:
 
 def show(found: dict[str, Any]) -> None:
     setting = found["setting"]
-    words = f"{setting['model']}, batch {int(setting['batch']):,}, {setting['classes']} classes, ZeRO {setting['stage']}"
+    words = (
+        f"{setting['model']}, batch {int(setting['batch']):,}, {setting['classes']} classes, ZeRO"
+        f" {setting['stage']}"
+    )
     words += f", {setting['precision']}, {'compiled' if setting['compile'] == 'True' else 'eager'}"
-    print(words + (", augmented" if setting["augment"] == "True" else "") + f" on {found['device']}")
     print(
-        f"  {found['ms']:.2f} ms a step ({found['ms_min']:.2f} to {found['ms_max']:.2f}), {found['images_per_s']:,.0f} images/s, "
-        f"{found['teraflops']:.1f} TFLOP/s = {found['share_of_product_rate']:.1%} of {found['product_rate_teraflops']:.0f}; "
-        f"epoch of 12.5M {found['epoch_of_12.5M_s']:.1f} s; first step {found['first_step_s']:.0f} s"
+        words + (", augmented" if setting["augment"] == "True" else "") + f" on {found['device']}"
+    )
+    print(
+        f"  {found['ms']:.2f} ms a step ({found['ms_min']:.2f} to {found['ms_max']:.2f}),"
+        f" {found['images_per_s']:,.0f} images/s, {found['teraflops']:.1f} TFLOP/s ="
+        f" {found['share_of_product_rate']:.1%} of {found['product_rate_teraflops']:.0f}; epoch of"
+        f" 12.5M {found['epoch_of_12.5M_s']:.1f} s; first step {found['first_step_s']:.0f} s"
     )
     if found["device_idle_share"] is not None:
         print(
-            f"  under the profiler: device busy {found['device_busy_ms']:.2f} ms a step, idle {found['device_idle_share']:.1%}; "
-            f"host {found['host_ms']:.2f} ms; {found['launches']:.0f} launches; "
-            f"waits {found['waits']}; peak {found['peak_gb']:.1f} GB"
+            f"  under the profiler: device busy {found['device_busy_ms']:.2f} ms a step, idle"
+            f" {found['device_idle_share']:.1%}; host {found['host_ms']:.2f} ms;"
+            f" {found['launches']:.0f} launches; waits {found['waits']}; peak"
+            f" {found['peak_gb']:.1f} GB"
         )
     for phase, row in found["phases"].items():
         kinds = ", ".join(f"{kind} {took:.2f}" for kind, took in list(row["kinds"].items())[:5])
-        device = f"device {row['device_ms']:7.2f} ms, {row['launches']:4.0f} launches   {kinds}" if found["device"] != "cpu" else ""
+        device = (
+            f"device {row['device_ms']:7.2f} ms, {row['launches']:4.0f} launches   {kinds}"
+            if found["device"] != "cpu"
+            else ""
+        )
         print(f"    {phase:20} {row['times']:4.0f} x  host {row['host_ms']:7.2f} ms  {device}")
     for name, took in list(found["kernels"].items())[:10]:
         print(f"      {took:6.2f} ms  {name[:110]}")

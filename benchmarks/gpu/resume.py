@@ -1,4 +1,5 @@
-"""A run that was stopped by SIGTERM and started again against one that was not: the same bits? In the project:
+"""A run that was stopped by SIGTERM and started again against one that was not: the same bits? In
+the project:
 
     resume.py [key=value ...]
 
@@ -23,10 +24,27 @@ FILES = ("model.safetensors", "optimizer.safetensors")
 
 
 def command(run: Path, settings: list[str]) -> list[str]:
-    words = [sys.executable, "-m", "pretrain", "train", "configs/pretrain/demo_mlp.yaml", f"run_dir={run}"]
-    words += ["data.dataset=data/demo-pretrain", f"train.duration={STEPS} steps", f"train.eval_every={STEPS} steps"]
+    words = [
+        sys.executable,
+        "-m",
+        "pretrain",
+        "train",
+        "configs/pretrain/demo_mlp.yaml",
+        f"run_dir={run}",
+    ]
+    words += [
+        "data.dataset=data/demo-pretrain",
+        f"train.duration={STEPS} steps",
+        f"train.eval_every={STEPS} steps",
+    ]
     words += [f"train.global_batch_size={BATCH}"]
-    return [*words, f"checkpoint.every={EVERY} steps", "tracking.enabled=false", "augment.mixup_alpha=0.8", *settings]
+    return [
+        *words,
+        f"checkpoint.every={EVERY} steps",
+        "tracking.enabled=false",
+        "augment.mixup_alpha=0.8",
+        *settings,
+    ]
 
 
 def digests(run: Path) -> dict[str, str]:
@@ -43,7 +61,9 @@ def largest_difference(one: Path, other: Path) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("settings", nargs="*", metavar="key=value")
     return parser.parse_args()
 
@@ -56,7 +76,11 @@ def main() -> int:
         shutil.rmtree(run, ignore_errors=True)
     subprocess.run(command(whole, settings), check=True)
     process, began_s = subprocess.Popen(command(broken, settings)), time.monotonic()
-    while process.poll() is None and not list(broken.glob("checkpoints/step-*")) and time.monotonic() - began_s < 120:
+    while (
+        process.poll() is None
+        and not list(broken.glob("checkpoints/step-*"))
+        and time.monotonic() - began_s < 120
+    ):
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     code = process.wait(60)
@@ -64,9 +88,15 @@ def main() -> int:
     was_stopped = not (broken / "result.json").exists()
     subprocess.run(command(broken, settings), check=True)
     same = digests(whole) == digests(broken)
-    words = "bit for bit the same" if same else f"DIFFERENT, weights by up to {largest_difference(whole, broken):.3g}"
+    words = (
+        "bit for bit the same"
+        if same
+        else f"DIFFERENT, weights by up to {largest_difference(whole, broken):.3g}"
+    )
     print(
-        f"stopped with exit {code} at {reached}{'' if was_stopped else ' (it had finished before: says nothing)'}, went on: {words}"
+        f"stopped with exit {code} at"
+        f" {reached}{'' if was_stopped else ' (it had finished before: says nothing)'}, went on:"
+        f" {words}"
     )
     return 0 if same and code == 0 else 1
 

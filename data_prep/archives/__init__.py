@@ -1,1 +1,2 @@
-"""What archives are made of, whatever their layout: folders, zips, compressed tars, the inventory of all that they hold."""
+"""What archives are made of, whatever their layout: folders, zips, compressed tars, the inventory
+of all that they hold."""

@@ -1,8 +1,9 @@
-"""Picture files below a folder: listed with size and time of change, and read only if they are still the ones that were listed.
+"""Picture files below a folder: listed with size and time of change, and read only if they are
+still the ones that were listed.
 
-What is no plain file (a pipe, a link to nowhere) is listed, too, and rejected with its reason when it is read; where only folders
-belong it may stand for one of them, and is refused. What begins with a dot is not there. A link to a folder is followed, unless it
-leads to a folder that it lies in.
+What is no plain file (a pipe, a link to nowhere) is listed, too, and rejected with its reason when
+it is read; where only folders belong it may stand for one of them, and is refused. What begins with
+a dot is not there. A link to a folder is followed, unless it leads to a folder that it lies in.
 """
 
 import os
@@ -38,11 +39,16 @@ def list_files(root: Path) -> list[Row]:
 
 
 def walk_pictures(root: Path) -> Iterator[Row]:
-    """The same, as they are asked for; what neither ends nor begins as a picture does has the size NO_PICTURE."""
+    """The same, as they are asked for; what neither ends nor begins as a picture does has the size
+    NO_PICTURE."""
     for row in _walk(str(root), "", _above(root)):
         name, _, num_bytes = row
         # its ending first: a Path of each file would cost as much as the walk
-        yield row if num_bytes < 0 or name.lower().endswith(ENDINGS) or is_picture(root / name) else (name, 0, NO_PICTURE)
+        yield (
+            row
+            if num_bytes < 0 or name.lower().endswith(ENDINGS) or is_picture(root / name)
+            else (name, 0, NO_PICTURE)
+        )
 
 
 def read_file(root: Path, entry: Entry) -> bytes:
@@ -55,14 +61,19 @@ def read_file(root: Path, entry: Entry) -> bytes:
         changed_ns = _changed_ns(os.fstat(file.fileno()))
     if len(data) != entry.num_bytes or changed_ns != entry.offset:
         raise SourceError(
-            f"{entry.locator}: {len(data):,} bytes, {entry.num_bytes:,} when it was listed, or changed since; the source must "
-            "stay as it is while it is read (and copies of it must keep their times: cp -p, rsync -a); run the command again"
+            f"{entry.locator}: {len(data):,} bytes, {entry.num_bytes:,} when it was listed, or"
+            " changed since; the source must stay as it is while it is read (and copies of it must"
+            " keep their times: cp -p, rsync -a); run the command again"
         )
     return data
 
 
 def changed_in_folder(
-    root: Path, container: Container, listed: Iterable[Entry], *, walk: Callable[[Path], Iterable[Row]] = list_files
+    root: Path,
+    container: Container,
+    listed: Iterable[Entry],
+    *,
+    walk: Callable[[Path], Iterable[Row]] = list_files,
 ) -> list[str]:
     """The files of a container, a folder below `root`, that are not those that `walk` listed."""
     before = {(entry.name, entry.offset, entry.num_bytes) for entry in listed}
@@ -70,7 +81,13 @@ def changed_in_folder(
         now = set(walk(root / container.path))
     except FileNotFoundError:
         now = set()
-    return sorted({f"{container.path}/{name}".lstrip("/") for name, _, num_bytes in before ^ now if num_bytes != NO_PICTURE})
+    return sorted(
+        {
+            f"{container.path}/{name}".lstrip("/")
+            for name, _, num_bytes in before ^ now
+            if num_bytes != NO_PICTURE
+        }
+    )
 
 
 def only_folders(place: Path, *, of: str, remedy: str = "move them") -> list[str]:
@@ -85,26 +102,33 @@ def refuse_loose(place: Path, files: Iterable[str], *, of: str, remedy: str = "m
     loose = [name for name in files if is_picture(place / name)]
     if loose:
         raise SourceError(
-            f"source.path: {len(loose):,} pictures lie in {place} itself, in no {of} ({', '.join(loose[:3])}); {remedy}"
+            f"source.path: {len(loose):,} pictures lie in {place} itself, in no {of}"
+            f" ({', '.join(loose[:3])}); {remedy}"
         )
 
 
 def sort_out(place: Path) -> tuple[list[str], list[str]]:
-    """The folders and the files right in `place`. What is neither may stand for a class or a split, and is refused, and so is a
-    link to all of them (issue 17: `all -> .` was a class that held every picture again)."""
+    """The folders and the files right in `place`. What is neither may stand for a class or a split,
+    and is refused, and so is a link to all of them (issue 17: `all -> .` was a class that held
+    every picture again)."""
     above = _above(place)
     kinds = {entry.name: kind_of(entry, above) for entry in _visible(place)}
     odd = [f"{name}: {kind}" for name, kind in kinds.items() if kind not in ("folder", "file")]
     if odd:
         raise SourceError(
-            f"source.path: {place} holds {len(odd):,} entries that are neither folders nor files of its own "
-            f"({', '.join(odd[:3])}); each may stand for a class or a split: mend or remove them"
+            f"source.path: {place} holds {len(odd):,} entries that are neither folders nor files of"
+            f" its own ({', '.join(odd[:3])}); each may stand for a class or a split: mend or"
+            " remove them"
         )
-    folders, files = ([name for name, kind in kinds.items() if kind == wanted] for wanted in ("folder", "file"))
+    folders, files = (
+        [name for name, kind in kinds.items() if kind == wanted] for wanted in ("folder", "file")
+    )
     return folders, files
 
 
-def kind_of(path: "Path | os.DirEntry[str]", above: frozenset[tuple[int, int]] = frozenset()) -> str:
+def kind_of(
+    path: "Path | os.DirEntry[str]", above: frozenset[tuple[int, int]] = frozenset()
+) -> str:
     """folder, file, or what is wrong with it; `above` are the folders that it lies in."""
     status = _status(path)
     if status is None:
@@ -123,7 +147,11 @@ def is_picture(path: Path) -> bool:
 
 def _above(folder: Path) -> frozenset[tuple[int, int]]:
     """The folder and all that it lies in, by the name that it has here and by where it is."""
-    return frozenset(map(_identity, map(os.stat, {folder, *folder.absolute().parents, *folder.resolve().parents})))
+    return frozenset(
+        map(
+            _identity, map(os.stat, {folder, *folder.absolute().parents, *folder.resolve().parents})
+        )
+    )
 
 
 def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[Row]:
@@ -144,11 +172,15 @@ def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterat
 def _visible(folder: str | Path) -> "list[os.DirEntry[str]]":
     """What is in a folder, by name."""
     with os.scandir(folder) as found:
-        return sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
+        return sorted(
+            (entry for entry in found if not entry.name.startswith(".")),
+            key=lambda entry: entry.name,
+        )
 
 
 def _status(path: "Path | os.DirEntry[str]") -> os.stat_result | None:
-    """Of what stands at the end of all links; None where that is nothing (or a loop, or forbidden)."""
+    """Of what stands at the end of all links; None where that is nothing (or a loop, or
+    forbidden)."""
     try:
         return path.stat()
     except OSError as error:

@@ -1,14 +1,16 @@
-"""`data_prep build`: a work plan is cut into shards, the shards are written in any order by any number of workers or array
-tasks, and one manifest, written last, makes them a dataset.
+"""`data_prep build`: a work plan is cut into shards, the shards are written in any order by any
+number of workers or array tasks, and one manifest, written last, makes them a dataset.
 
 Steps of a build, under the sole lock of OUT:
 
-1. the mark of ours, before the source is listed, then the plan (workplan.py), unless the manifest stands already;
-2. write every shard whose record is missing (shards.py); then the source must be as it was when it was listed;
+1. the mark of ours, before the source is listed, then the plan (workplan.py), unless the manifest
+   stands already;
+2. write every shard whose record is missing (shards.py); then the source must be as it was when it
+   was listed;
 3. rejected.jsonl, annotations, then manifest.json; remove the records (merge.py).
 
-Array tasks share step 2 (tasks.py). A kill anywhere leaves finished shards with their records; the same command goes on from
-there to the same bytes.
+Array tasks share step 2 (tasks.py). A kill anywhere leaves finished shards with their records; the
+same command goes on from there to the same bytes.
 """
 
 import hashlib
@@ -22,7 +24,14 @@ from data_prep.build.config import BuildSettings
 from data_prep.build.destination import hand_over, occupied
 from data_prep.build.merge import check_reject_share, publish, refuse_changed, with_limit
 from data_prep.build.parts import forget_parts, own_place
-from data_prep.build.shards import Rejected, Sample, ShardRecord, delivered, finished_record, write_shard
+from data_prep.build.shards import (
+    Rejected,
+    Sample,
+    ShardRecord,
+    delivered,
+    finished_record,
+    write_shard,
+)
 from data_prep.build.workplan import ShardPlan, Workplan, prepare
 from data_prep.images import Rejection, convert, naming
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
@@ -51,10 +60,21 @@ def build(settings: BuildSettings) -> Manifest:
     return manifest
 
 
-def write_shards(work: Workplan, plans: tuple[ShardPlan, ...], source: Source, pool: Pool) -> list[ShardRecord]:
+def write_shards(
+    work: Workplan, plans: tuple[ShardPlan, ...], source: Source, pool: Pool
+) -> list[ShardRecord]:
     """The record of every shard of `plans`, in their order."""
     total = sum(plan.stop - plan.start for plan in plans)
-    return list(sweep(partial(write_planned, work, source), plans, title="packing", unit="images", total=total, pool=pool))
+    return list(
+        sweep(
+            partial(write_planned, work, source),
+            plans,
+            title="packing",
+            unit="images",
+            total=total,
+            pool=pool,
+        )
+    )
 
 
 def write_planned(work: Workplan, source: Source, plan: ShardPlan) -> ShardRecord:
@@ -65,10 +85,15 @@ def write_planned(work: Workplan, source: Source, plan: ShardPlan) -> ShardRecor
         return done
     rejected: list[Rejected] = []
     samples = _samples(work, source, plan, rejected)
-    return delivered(place, write_shard(work.directory, plan.name, samples, plan_hash=parts_id, rejected=rejected))
+    return delivered(
+        place,
+        write_shard(work.directory, plan.name, samples, plan_hash=parts_id, rejected=rejected),
+    )
 
 
-def _samples(work: Workplan, source: Source, plan: ShardPlan, rejected: list[Rejected]) -> Iterator[Sample]:
+def _samples(
+    work: Workplan, source: Source, plan: ShardPlan, rejected: list[Rejected]
+) -> Iterator[Sample]:
     inventory = open_inventory(work.inventory_directory, work.stamp)
     order = np.load(work.order_path(plan.split), mmap_mode="r")
     for number, row in enumerate(order[plan.start : plan.stop].tolist()):
@@ -84,7 +109,15 @@ def _samples(work: Workplan, source: Source, plan: ShardPlan, rejected: list[Rej
                 image = convert(data, work.settings)
         except Rejection as rejection:
             digest = hashlib.sha256(data).hexdigest()
-            rejected.append(Rejected(key=key, path=path, reason=rejection.reason, detail=rejection.detail, sha256=digest))
+            rejected.append(
+                Rejected(
+                    key=key,
+                    path=path,
+                    reason=rejection.reason,
+                    detail=rejection.detail,
+                    sha256=digest,
+                )
+            )
             continue
         label = work.labels[entry.label] if entry.label >= 0 else entry.label
         yield Sample(key=key, label=label, image=image, path=path)

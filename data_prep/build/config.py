@@ -1,4 +1,5 @@
-"""Settings of `data_prep build`: where the images come from, what each becomes, how the shards are cut."""
+"""Settings of `data_prep build`: where the images come from, what each becomes, how the shards are
+cut."""
 
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,8 @@ class BuildSettings(ImageSpec, Destination):
     source: SourceSettings
     """Which archives or folders are read, by `kind`."""
     out: str = Field(examples=["data/mine"])
-    """The dataset directory, or the URL of one in a store (s3://, gs://, az://, hf://; with `work`)."""
+    """The dataset directory, or the URL of one in a store (s3://, gs://, az://, hf://; with
+    `work`)."""
     name: str | None = Field(None, examples=["my-pictures"])
     """What the dataset is called in manifests and reports; by default the last part of `out`."""
     classes: tuple[str, ...] | None = Field(None, min_length=1, examples=[["cat", "dog"]])
@@ -29,31 +31,42 @@ class BuildSettings(ImageSpec, Destination):
     exclude: tuple[str, ...] = Field((), examples=[["duplicates.jsonl"]])
     """Exclusion lists, as `data_prep dedup` writes them."""
     samples_per_shard: int = Field(DEFAULT_SHARD, ge=1, le=1_000_000)
-    """Images in each shard; the last one of a split may have fewer. Each shard is written by one worker. With the default, a split
-    of fewer than 131,072 images has up to 16 smaller shards, of 512 images or more."""
+    """Images in each shard; the last one of a split may have fewer. Each shard is written by one
+    worker. With the default, a split of fewer than 131,072 images has up to 16 smaller shards, of
+    512 images or more."""
     order: Literal["shuffled", "listed"] = "shuffled"
     """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""
     seed: int = Field(0, ge=0)
     """Of the shuffled order."""
     max_reject_share: float = Field(0.01, ge=0, le=1)
-    """A build that rejects a larger share of its inputs keeps them listed in rejected.jsonl, and fails."""
+    """A build that rejects a larger share of its inputs keeps them listed in rejected.jsonl, and
+    fails."""
     num_workers: NumWorkers = 0
     """Worker processes; 0 means one per core. The bytes written do not depend on it."""
 
     @model_validator(mode="after")
     def _default_images_dir(self) -> "BuildSettings":
-        """Synthetic pictures are written beside the dataset unless `images_dir` names another place."""
+        """Synthetic pictures are written beside the dataset unless `images_dir` names another
+        place."""
         if not isinstance(self.source, SyntheticSettings) or self.source.images_dir is not None:
             return self
         out = self.directory
-        source = self.source.model_copy(update={"images_dir": str(out.with_name(out.name + "-images"))})
+        source = self.source.model_copy(
+            update={"images_dir": str(out.with_name(out.name + "-images"))}
+        )
         return self.model_copy(update={"source": source})
 
     @model_validator(mode="after")
     def _out_is_not_the_source(self) -> "BuildSettings":
-        path = self.source.images_dir if isinstance(self.source, SyntheticSettings) else getattr(self.source, "path", None)
+        path = (
+            self.source.images_dir
+            if isinstance(self.source, SyntheticSettings)
+            else getattr(self.source, "path", None)
+        )
         if path is not None and self.directory.resolve().is_relative_to(Path(path).resolve()):
-            raise ValueError(f"out: {self.out!r} is the source itself, or in it; name another directory")
+            raise ValueError(
+                f"out: {self.out!r} is the source itself, or in it; name another directory"
+            )
         return self
 
     @model_validator(mode="after")
@@ -76,17 +89,32 @@ class BuildSettings(ImageSpec, Destination):
     @property
     def tables(self) -> dict[str, str]:
         """Files that the source reads besides its archives, by setting."""
-        names = ("labels", "real") if self.source.kind == "folder" else ("real",)  # labels of cifar are no file
-        return {name: file for name in names if (file := getattr(self.source, name, None)) is not None}
+        names = (
+            ("labels", "real") if self.source.kind == "folder" else ("real",)
+        )  # labels of cifar are no file
+        return {
+            name: file for name in names if (file := getattr(self.source, name, None)) is not None
+        }
 
     def settled(self) -> "BuildSettings":
         """The same, wherever and under whatever name `merge` finds it."""
-        paths = {key: getattr(self.source, key, None) for key in ("path", "images_dir")} | self.tables
-        settled = {key: str(Path(path).resolve()) for key, path in paths.items() if path is not None}
+        paths = {
+            key: getattr(self.source, key, None) for key in ("path", "images_dir")
+        } | self.tables
+        settled = {
+            key: str(Path(path).resolve()) for key, path in paths.items() if path is not None
+        }
         source = self.source.model_copy(update=settled)
         kept, out = self.kept_classes, self.out if self.is_remote else str(Path(self.out).resolve())
         work = None if self.work is None else str(Path(self.work).resolve())
         classes = {"classes": None if kept is None else tuple(sorted(kept)), "classes_file": None}
         return self.model_copy(
-            update={"name": self.dataset_name, "out": out, "work": work, "out_storage": {}, "source": source, **classes}
+            update={
+                "name": self.dataset_name,
+                "out": out,
+                "work": work,
+                "out_storage": {},
+                "source": source,
+                **classes,
+            }
         )

@@ -1,12 +1,14 @@
 """Where a dataset is written: a directory, or a store.
 
-A store has no locks and no renames. What is made for one is made in `work`, a directory of its own on this disk (or on one that
-array tasks share), as if that were `out`; what is whole there goes to the store:
+A store has no locks and no renames. What is made for one is made in `work`, a directory of its own
+on this disk (or on one that array tasks share), as if that were `out`; what is whole there goes to
+the store:
 
-1. under the lock of `work`: where the manifest stands already it is brought here. Else the mark `.building.json` is written in the
-   store, unless one is there: who finds that of another `work` is refused;
-2. a shard that is whole in `work` is uploaded and verified; its record says as what the store knows it, then its tar is removed
-   here (build/shards.py): the dataset need not fit on this disk;
+1. under the lock of `work`: where the manifest stands already it is brought here. Else the mark
+   `.building.json` is written in the store, unless one is there: who finds that of another `work`
+   is refused;
+2. a shard that is whole in `work` is uploaded and verified; its record says as what the store knows
+   it, then its tar is removed here (build/shards.py): the dataset need not fit on this disk;
 3. the small files, then manifest.json; then the mark goes, then what lies in `work`.
 
 After a kill anywhere the same command goes on; what is uploaded twice has the same bytes.
@@ -26,7 +28,17 @@ from data_prep.build.parts import record_path
 from data_prep.clients import without_secrets
 from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, Shard, parse_manifest
 from data_prep.publish import LOCK, TEMPORARY_PREFIX, Busy, Holder, write_atomic, write_json
-from data_prep.remote import MissingError, join, names_under, read_bytes, remove, shown, upload, version, write_bytes
+from data_prep.remote import (
+    MissingError,
+    join,
+    names_under,
+    read_bytes,
+    remove,
+    shown,
+    upload,
+    version,
+    write_bytes,
+)
 from data_prep.settings import Settings, UserError
 
 MARK_NAME = ".building.json"
@@ -40,19 +52,28 @@ class Destination(Settings):
     example_with: ClassVar = {"work": "out=s3://bucket/mine"}
     out: str
     work: str | None = Field(None, examples=["/scratch/me/mine"])
-    """If `out` is a URL: the directory of locks and unfinished work; array tasks on several machines share one."""
-    out_storage: dict[str, Any] = Field(default_factory=dict, examples=[{"endpoint_url": "https://HOST"}])
+    """If `out` is a URL: the directory of locks and unfinished work; array tasks on several
+    machines share one."""
+    out_storage: dict[str, Any] = Field(
+        default_factory=dict, examples=[{"endpoint_url": "https://HOST"}]
+    )
     """Options for fsspec, if `out` is a URL; written nowhere."""
 
     @model_validator(mode="after")
     def _work_goes_with_a_url(self) -> "Destination":
-        without_secrets(self.out, remedy="give it as out_storage, or where the store's own tools have it")
+        without_secrets(
+            self.out, remedy="give it as out_storage, or where the store's own tools have it"
+        )
         if self.is_remote and self.work is None:
             raise ValueError(
-                f"work: {shown(self.out)} is a store, which has no locks; name a directory for unfinished work, --work DIR"
+                f"work: {shown(self.out)} is a store, which has no locks; name a directory "
+                "for unfinished work, --work DIR"
             )
         if self.work is not None and ("://" in self.work or not self.is_remote):
-            raise ValueError("work: goes with an out that is a URL, and is a directory itself; leave it out, or mend them")
+            raise ValueError(
+                "work: goes with an out that is a URL, and is a directory itself; leave it "
+                "out, or mend them"
+            )
         return self
 
     @property
@@ -66,28 +87,44 @@ class Destination(Settings):
 
     @property
     def last_name(self) -> str:
-        return self.out.rstrip("/").rpartition("/")[2] if self.is_remote else Path(self.out).resolve().name
+        return (
+            self.out.rstrip("/").rpartition("/")[2]
+            if self.is_remote
+            else Path(self.out).resolve().name
+        )
 
 
 def occupy(place: Destination) -> None:
     """Step 1; the caller holds the directory alone."""
     if not place.is_remote:
         return
-    mark, url, how = record_path(place.directory, OWN_MARK), join(place.out, MARK_NAME), {"storage": place.out_storage}
+    mark, url, how = (
+        record_path(place.directory, OWN_MARK),
+        join(place.out, MARK_NAME),
+        {"storage": place.out_storage},
+    )
     if mark.exists() and (begun := json.loads(mark.read_bytes())["out"]) != place.out:
-        raise UserError(f"work: {place.directory} has unfinished work for {begun}; name another directory, or finish that first")
+        raise UserError(
+            f"work: {place.directory} has unfinished work for {begun}; name another "
+            "directory, or finish that first"
+        )
     finished = _manifest_in_store(place)
     if finished is not None:
         write_atomic(place.directory / MANIFEST_NAME, finished)
         return
-    (place.directory / MANIFEST_NAME).unlink(missing_ok=True)  # it is made again, from records that are held against the store
+    (place.directory / MANIFEST_NAME).unlink(
+        missing_ok=True
+    )  # it is made again, from records that are held against the store
     if not mark.exists():
         names = names_under(place.out, **how)
         if names and MARK_NAME not in names:
             raise UserError(
-                f"out: {shown(place.out)} holds {names[0]}, and no dataset was begun there; name another place, or empty it"
+                f"out: {shown(place.out)} holds {names[0]}, and no dataset was begun there; "
+                "name another place, or empty it"
             )
-        write_json(mark, asdict(Holder()) | {"work": str(place.directory.absolute()), "out": place.out})
+        write_json(
+            mark, asdict(Holder()) | {"work": str(place.directory.absolute()), "out": place.out}
+        )
     if not write_bytes(mark.read_bytes(), url, only_if_new=True, **how):
         mark.unlink()
         raise _of_another_builder(place, url)
@@ -129,7 +166,8 @@ def _of_another_builder(place: Destination, url: str) -> UserError:
         del found["out"]
         whom = str(Holder(**found))
     return Busy(
-        f"out: {shown(place.out)} is being written by {whom}; its own command goes on there (--work {work}); if that directory is "
+        f"out: {shown(place.out)} is being written by {whom}; its own command goes on there "
+        f"(--work {work}); if that directory is "
         f"lost, remove all that lies at {shown(place.out)}, {MARK_NAME} last, and build again"
     )
 
@@ -152,7 +190,8 @@ def _as_stored(place: Destination, shard: Shard) -> str:
 
 
 def hand_over(place: Destination, made: Path | None = None) -> None:
-    """Step 3, but for the records, which the caller removes. `made`: where the files are, if they have a directory of their own."""
+    """Step 3, but for the records, which the caller removes. `made`: where the files are, if they
+    have a directory of their own."""
     if not place.is_remote:
         return
     made = made or place.directory
@@ -183,7 +222,10 @@ def _refuse_taken_over(place: Destination) -> None:
     except MissingError:
         if _manifest_in_store(place) is not None:
             return
-        raise UserError(f"out: {shown(url)} has gone since this build began; give the same command again: it goes on") from None
+        raise UserError(
+            f"out: {shown(url)} has gone since this build began; give the same command "
+            "again: it goes on"
+        ) from None
     if mark != own.read_bytes():
         raise _of_another_builder(place, url)
 
@@ -191,5 +233,9 @@ def _refuse_taken_over(place: Destination) -> None:
 def _small_files(directory: Path) -> Iterator[Path]:
     """All of the dataset but tars, which are there already, and the manifest."""
     for path in sorted(directory.iterdir()):
-        if path.name not in (MANIFEST_NAME, PARTS, LOCK) and not path.name.startswith(TEMPORARY_PREFIX) and path.suffix != ".tar":
+        if (
+            path.name not in (MANIFEST_NAME, PARTS, LOCK)
+            and not path.name.startswith(TEMPORARY_PREFIX)
+            and path.suffix != ".tar"
+        ):
             yield path

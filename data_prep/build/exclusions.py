@@ -1,7 +1,8 @@
-"""Lists of inputs that are not to be used: what `dedup` writes and what `build` and `subset` honour.
+"""Lists of inputs that are not to be used: what `dedup` writes and what `build` and `subset`
+honour.
 
-A list is JSON lines; of each line only `path` counts here (where the sample came from, as in a shard's `.paths`); `dedup` says
-in further fields why.
+A list is JSON lines; of each line only `path` counts here (where the sample came from, as in a
+shard's `.paths`); `dedup` says in further fields why.
 """
 
 import json
@@ -27,8 +28,12 @@ class Exclusions:
         return hash_of_json(sorted(self.paths)) if self.paths else ""
 
     def rows(self, inventory: Inventory) -> NDArray[np.int64]:
-        """The rows of the inventory that are excluded; paths that it does not have are of other datasets."""
-        numbers = {printable(container.path): number for number, container in enumerate(inventory.containers)}
+        """The rows of the inventory that are excluded; paths that it does not have are of other
+        datasets."""
+        numbers = {
+            printable(container.path): number
+            for number, container in enumerate(inventory.containers)
+        }
         by_container: dict[int, set[str]] = defaultdict(set)
         for path in self.paths:
             cut = path.rfind("/")
@@ -53,13 +58,17 @@ def load_exclusions(files: tuple[str, ...]) -> Exclusions:
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"exclude: {file} cannot be read ({error}); name a list that data_prep dedup wrote") from None
+            raise UserError(
+                f"exclude: {file} cannot be read ({error}); name a list that data_prep dedup wrote"
+            ) from None
         for number, line in enumerate(lines, start=1):
             try:
                 path = json.loads(line)["path"]
             except (ValueError, KeyError, TypeError):
                 path = None
             if not isinstance(path, str):
-                raise UserError(f'exclude: {file}, line {number}: not of the form {{"path": "..."}}')
+                raise UserError(
+                    f'exclude: {file}, line {number}: not of the form {{"path": "..."}}'
+                )
             paths.add(path)
     return Exclusions(frozenset(paths))

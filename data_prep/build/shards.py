@@ -1,13 +1,14 @@
 """Writes one shard: a deterministic tar, its index, and the record of what went in.
 
-The bytes of a shard are a function of its samples alone: fixed owner, mode and time. The files of a shard are published
-in this order, each atomically:
+The bytes of a shard are a function of its samples alone: fixed owner, mode and time. The files of a
+shard are published in this order, each atomically:
 
 1. `X.tar`, the samples;
 2. `X.npy`, the index, and `X.paths`, where each sample came from;
-3. `PARTS/X.json`, the record, which carries its own hash. A shard with a record of the same build is done; anything else is
-   written anew;
-4. of a dataset that goes to a store: the tar is uploaded, the record says so, the tar here is removed.
+3. `PARTS/X.json`, the record, which carries its own hash. A shard with a record of the same build
+   is done; anything else is written anew;
+4. of a dataset that goes to a store: the tar is uploaded, the record says so, the tar here is
+   removed.
 """
 
 import hashlib
@@ -65,13 +66,29 @@ class ShardRecord(Settings):
     """What the store calls its tar, which is then no longer here."""
 
     @classmethod
-    def of(cls, shard: Shard, channels: ChannelSums, rejected: list[Rejected], **more: Any) -> "ShardRecord":
+    def of(
+        cls, shard: Shard, channels: ChannelSums, rejected: list[Rejected], **more: Any
+    ) -> "ShardRecord":
         num_inputs = shard.num_samples + len(rejected)
-        return cls(num_inputs=num_inputs, shard=shard, channels=channels.totals, rejected=tuple(rejected), **more)
+        return cls(
+            num_inputs=num_inputs,
+            shard=shard,
+            channels=channels.totals,
+            rejected=tuple(rejected),
+            **more,
+        )
 
 
-def write_shard(directory: Path, name: str, samples: Iterable[Sample], *, plan_hash: str, rejected: list[Rejected]) -> ShardRecord:
-    """Consumes `samples` (which may append to `rejected` as it goes) into the shard `name` of `directory`."""
+def write_shard(
+    directory: Path,
+    name: str,
+    samples: Iterable[Sample],
+    *,
+    plan_hash: str,
+    rejected: list[Rejected],
+) -> ShardRecord:
+    """Consumes `samples` (which may append to `rejected` as it goes) into the shard `name` of
+    `directory`."""
     channels = ChannelSums()
     rows: list[tuple[int, int, int]] = []
     paths: list[str] = []
@@ -83,7 +100,8 @@ def write_shard(directory: Path, name: str, samples: Iterable[Sample], *, plan_h
             offset = tar.add(f"{sample.key}.{sample.image.extension}", sample.image.data)
             tar.add(f"{sample.key}.cls", b"%d" % sample.label)
             if sample.image.extension != "ppm":
-                # Raw samples carry none: their members must all have one size, so that the shard is an array.
+                # Raw samples carry none: their members must all have one size, so that the shard is
+                # an array.
                 tar.add(f"{sample.key}.json", json.dumps({"path": sample.path}).encode())
             rows.append((offset, len(sample.image.data), sample.label))
             extensions.add(sample.image.extension)
@@ -102,7 +120,9 @@ def write_shard(directory: Path, name: str, samples: Iterable[Sample], *, plan_h
         paths_sha256=write_paths(directory, name, paths),
     )
     more = {"class_counts": count_labels(index[:, 2]), "extensions": tuple(sorted(extensions))}
-    record = ShardRecord.of(shard, channels, rejected, plan_hash=plan_hash, fingerprints="".join(fingerprints), **more)
+    record = ShardRecord.of(
+        shard, channels, rejected, plan_hash=plan_hash, fingerprints="".join(fingerprints), **more
+    )
     write_record(directory, name, record)
     return record
 
@@ -139,7 +159,8 @@ def delivered(place: Destination, record: ShardRecord) -> ShardRecord:
 
 
 def finished_record(place: Destination, name: str, *, plan_hash: str) -> ShardRecord | None:
-    """The record of a shard that this very build has finished before, with its files still as they were."""
+    """The record of a shard that this very build has finished before, with its files still as they
+    were."""
     try:
         record = load_record(place.directory, name)
     except (OSError, ValueError):
@@ -150,7 +171,8 @@ def finished_record(place: Destination, name: str, *, plan_hash: str) -> ShardRe
 
 
 def load_record(directory: Path, name: str) -> ShardRecord:
-    """ValueError where it is not as it was written, or was written of another shard (copied, such as by a hand that mends)."""
+    """ValueError where it is not as it was written, or was written of another shard (copied, such
+    as by a hand that mends)."""
     record = read_record(directory, name, ShardRecord)
     if record.shard.name != name:
         raise ValueError(f"is the record of {record.shard.name}")
@@ -158,8 +180,8 @@ def load_record(directory: Path, name: str) -> ShardRecord:
 
 
 def damaged_files(place: Destination, record: ShardRecord, *, trust: bool) -> list[str]:
-    """The files of a shard that are missing or not as they were written; with `trust`, by their sizes. Of a tar in a store it is
-    asked whether it is what was uploaded."""
+    """The files of a shard that are missing or not as they were written; with `trust`, by their
+    sizes. Of a tar in a store it is asked whether it is what was uploaded."""
     directory, shard = place.directory, record.shard
     hashes = {shard.index_file: shard.index_sha256, shard.paths_file: shard.paths_sha256}
     damaged = []

@@ -1,14 +1,18 @@
-"""`data_prep build --task i/n`: one of n array tasks, on any machines that share the file system of OUT.
+"""`data_prep build --task i/n`: one of n array tasks, on any machines that share the file system of
+OUT.
 
 1. Hold the lock of the task's own number, waiting for an earlier start of it that is still ending.
-2. Hold OUT alone, waiting for other tasks that do. Where others are at work, join their plan, if it is ours and the source still as
-   it was; else make the plan (workplan.py): the first task does, and whoever comes when nobody is at work checks it again.
-3. Still alone in OUT, take the lock that marks the task as at work: `build`, `merge` and `index` refuse OUT while one is held.
+2. Hold OUT alone, waiting for other tasks that do. Where others are at work, join their plan, if it
+   is ours and the source still as it was; else make the plan (workplan.py): the first task does,
+   and whoever comes when nobody is at work checks it again.
+3. Still alone in OUT, take the lock that marks the task as at work: `build`, `merge` and `index`
+   refuse OUT while one is held.
 4. Let go of OUT; write the shards.
 
-What is wrong with the source or the config, and was found while this task waited in 2, is its own answer, too (if it was found on
-this node, or on two): to list a large source once for each task, only to fail again, helps nobody. Whoever is killed, anywhere,
-lets go of all locks at once. A task may be run again at any time, on its own or with others.
+What is wrong with the source or the config, and was found while this task waited in 2, is its own
+answer, too (if it was found on this node, or on two): to list a large source once for each task,
+only to fail again, helps nobody. Whoever is killed, anywhere, lets go of all locks at once. A task
+may be run again at any time, on its own or with others.
 """
 
 import json
@@ -42,8 +46,17 @@ class ArrayTask:
     @classmethod
     def parse(cls, text: str) -> "ArrayTask":
         number, slash, total = text.partition("/")
-        if not (slash and text.isascii() and number.isdigit() and total.isdigit() and int(number) < int(total)):
-            raise UserError(f"--task: {text!r} will not do; write i/n with 0 <= i < n, such as 0/8 (tasks count from 0)")
+        if not (
+            slash
+            and text.isascii()
+            and number.isdigit()
+            and total.isdigit()
+            and int(number) < int(total)
+        ):
+            raise UserError(
+                f"--task: {text!r} will not do; write i/n with 0 <= i < n, such as 0/8 "
+                "(tasks count from 0)"
+            )
         return cls(int(number), int(total))
 
 
@@ -54,7 +67,10 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
     _refuse_merged(directory)
     claim(directory)
     own = directory / PARTS / f"task-{task.number}"
-    earlier = f"data_prep: task {task.number}/{task.total} is at work elsewhere, from an earlier start; waiting until it ends"
+    earlier = (
+        f"data_prep: task {task.number}/{task.total} is at work elsewhere, from an earlier "
+        "start; waiting until it ends"
+    )
     others = f"data_prep: others are at work in {directory}; waiting for the plan"
     with worker_pool(settings.num_workers) as pool, ExitStack() as locks:
         locks.enter_context(sole_writer(own, wait=True, notice=earlier))
@@ -74,14 +90,25 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
 
 
 def _prepared(
-    settings: BuildSettings, source: Source, pool: Executor, task: ArrayTask, *, failure: Path, before: dict[str, Any]
+    settings: BuildSettings,
+    source: Source,
+    pool: Executor,
+    task: ArrayTask,
+    *,
+    failure: Path,
+    before: dict[str, Any],
 ) -> Workplan:
-    """The plan; or what a user must mend before there can be one, kept for the tasks of the same config that wait meanwhile.
+    """The plan; or what a user must mend before there can be one, kept for the tasks of the same
+    config that wait meanwhile.
 
-    Which of it is news is known by its number, not by clocks: those of nodes differ. One node may be wrong by itself, such as one
-    that lacks the disk with the source: two must say the same.
+    Which of it is news is known by its number, not by clocks: those of nodes differ. One node may
+    be wrong by itself, such as one that lacks the disk with the source: two must say the same.
     """
-    found, config, node = _read(failure), hash_of_json(settings.model_dump(mode="json")), socket.gethostname()
+    found, config, node = (
+        _read(failure),
+        hash_of_json(settings.model_dump(mode="json")),
+        socket.gethostname(),
+    )
     nodes = found["nodes"] if found.get("config") == config else []
     if nodes and found["number"] != before.get("number") and (len(nodes) > 1 or node in nodes):
         raise UserError(found["error"])
@@ -90,7 +117,10 @@ def _prepared(
     except UserError as error:
         nodes = sorted({node, *(nodes if found.get("error") == str(error) else [])})
         with suppress(OSError):  # what is wrong may be the disk
-            write_json(failure, {"number": uuid4().hex, "config": config, "error": str(error), "nodes": nodes})
+            write_json(
+                failure,
+                {"number": uuid4().hex, "config": config, "error": str(error), "nodes": nodes},
+            )
         raise
     failure.unlink(missing_ok=True)
     return work
@@ -99,10 +129,17 @@ def _prepared(
 def _read(failure: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(failure.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):  # another task may remove it at any moment; damaged, it says nothing
+    except (
+        FileNotFoundError,
+        ValueError,
+        TypeError,
+    ):  # another task may remove it at any moment; damaged, it says nothing
         return {}
 
 
 def _refuse_merged(directory: Path) -> None:
     if (directory / MANIFEST_NAME).exists():
-        raise UserError(f"{directory}: is merged already, so nothing is left for a task; to build anew, remove it")
+        raise UserError(
+            f"{directory}: is merged already, so nothing is left for a task; to build anew, "
+            "remove it"
+        )

@@ -1,6 +1,7 @@
 """`data_prep show`: a contact sheet, one picture of what the model would see, with the labels.
 
-Which samples are drawn is a function of manifest, seed and count; they stand in the order of their classes.
+Which samples are drawn is a function of manifest, seed and count; they stand in the order of their
+classes.
 """
 
 from pathlib import Path
@@ -42,12 +43,26 @@ def contact_sheet(
             pictures = each_picture(decode, directory, part, storage=storage or {}, rows=rows)
             for label, (whole, _) in zip(labels, pictures, strict=True):
                 # as training does
-                picture = resize(whole, size=manifest.image_size, crop=manifest.crop, interpolation=manifest.interpolation)
+                picture = resize(
+                    whole,
+                    size=manifest.image_size,
+                    crop=manifest.crop,
+                    interpolation=manifest.interpolation,
+                )
                 name = manifest.classes[label] if 0 <= label < len(manifest.classes) else "no label"
                 found.append((label, LabelledPicture(picture, name)))
     if not found:
         raise UserError(f"{directory}: {split} has no samples to show")
     cells = [cell for _, cell in sorted(found, key=lambda pair: pair[0])]
-    where = f"{split}, {len(shards)} shard{'s' * (len(shards) > 1)}" if shard is None else shards[shard].name
-    facts = f"{where}  ·  {len(cells):,} of {num_samples:,} samples  ·  {manifest.image_size} px {manifest.encoding}"
-    return draw_sheet(cells, title=manifest.name, facts=f"{facts}  ·  {len(manifest.classes):,} classes")
+    where = (
+        f"{split}, {len(shards)} shard{'s' * (len(shards) > 1)}"
+        if shard is None
+        else shards[shard].name
+    )
+    facts = (
+        f"{where}  ·  {len(cells):,} of {num_samples:,} samples  ·  {manifest.image_size} px"
+        f" {manifest.encoding}"
+    )
+    return draw_sheet(
+        cells, title=manifest.name, facts=f"{facts}  ·  {len(manifest.classes):,} classes"
+    )

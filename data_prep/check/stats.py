@@ -1,8 +1,9 @@
-"""`data_prep stats`: the numbers of a dataset, from its manifest and indices; pictures are opened only where that is asked for.
+"""`data_prep stats`: the numbers of a dataset, from its manifest and indices; pictures are opened
+only where that is asked for.
 
-Sizes of pictures are known from the manifest unless they are kept as they came: then they are read off the headers (as stored,
-before the EXIF orientation). Recomputed channel statistics are, as those of `build`, of the split train (or of all, where there
-is none), and of the central squares.
+Sizes of pictures are known from the manifest unless they are kept as they came: then they are read
+off the headers (as stored, before the EXIF orientation). Recomputed channel statistics are, as
+those of `build`, of the split train (or of all, where there is none), and of the central squares.
 """
 
 from collections import Counter
@@ -24,7 +25,13 @@ NUM_EXTREMES = 3
 """Of the largest and smallest classes."""
 
 
-def stats(directory: Path, *, recompute: bool = False, num_workers: int = 1, storage: Storage | None = None) -> dict[str, Any]:
+def stats(
+    directory: Path,
+    *,
+    recompute: bool = False,
+    num_workers: int = 1,
+    storage: Storage | None = None,
+) -> dict[str, Any]:
     """Everything as plain values, ready for JSON."""
     manifest = load_manifest(directory)
     found: dict[str, Any] = {
@@ -36,17 +43,27 @@ def stats(directory: Path, *, recompute: bool = False, num_workers: int = 1, sto
         "num_classes": len(manifest.classes),
         "read": manifest.num_read,
         "written": manifest.num_written,
-        "rejected": dict(sorted(Counter(each["reason"] for each in load_rejected(directory, manifest)).items())),
+        "rejected": dict(
+            sorted(Counter(each["reason"] for each in load_rejected(directory, manifest)).items())
+        ),
         "left_out": manifest.num_left_out,
-        "splits": {name: _of_split(directory, manifest, split) for name, split in manifest.splits.items()},
+        "splits": {
+            name: _of_split(directory, manifest, split) for name, split in manifest.splits.items()
+        },
         "channel_mean": list(manifest.channel_mean),
         "channel_std": list(manifest.channel_std),
         "sizes": _sizes(directory, manifest, num_workers=num_workers, storage=storage or {}),
     }
     if recompute:
-        shards = list(manifest.splits["train"].shards) if "train" in manifest.splits else _shards(manifest)
+        shards = (
+            list(manifest.splits["train"].shards)
+            if "train" in manifest.splits
+            else _shards(manifest)
+        )
         work = partial(_shard_totals, directory, manifest, storage or {})
-        mean, std = channel_statistics(list(each_shard(work, shards, title="adding up pixels", num_workers=num_workers)))
+        mean, std = channel_statistics(
+            list(each_shard(work, shards, title="adding up pixels", num_workers=num_workers))
+        )
         found |= {"recomputed_channel_mean": list(mean), "recomputed_channel_std": list(std)}
     return found
 
@@ -68,27 +85,38 @@ def _of_split(directory: Path, manifest: Manifest, split: Split) -> dict[str, An
         "imbalance": round(float(present.max() / present.min()), 3) if len(present) else None,
         "largest": ranked[:NUM_EXTREMES] if len(present) else [],
         "smallest": ranked[::-1][:NUM_EXTREMES] if len(present) else [],
-        "annotations": {key: annotation.num_columns for key, annotation in sorted(split.annotations.items())},
+        "annotations": {
+            key: annotation.num_columns for key, annotation in sorted(split.annotations.items())
+        },
     }
 
 
-def spread(values: Sequence[int] | NDArray[np.int64], counts: Sequence[int] | None = None) -> dict[str, int]:
+def spread(
+    values: Sequence[int] | NDArray[np.int64], counts: Sequence[int] | None = None
+) -> dict[str, int]:
     """Of values that are there, each once or so often."""
-    found = np.percentile(values, list(SPREAD.values()), weights=counts or np.ones(len(values)), method="inverted_cdf")
+    found = np.percentile(
+        values, list(SPREAD.values()), weights=counts or np.ones(len(values)), method="inverted_cdf"
+    )
     return dict(zip(SPREAD, map(int, found), strict=True))
 
 
-# ---- what takes a look at the pictures -----------------------------------------------------------------------------
+# ---- what takes a look at the pictures
+# -----------------------------------------------------------------------------
 
 
-def _sizes(directory: Path, manifest: Manifest, *, num_workers: int, storage: Storage) -> list[dict[str, int]]:
+def _sizes(
+    directory: Path, manifest: Manifest, *, num_workers: int, storage: Storage
+) -> list[dict[str, int]]:
     """How many pictures have which size, the most frequent first."""
     sizes: Counter[tuple[int, int]] = Counter()
     if manifest.encoding != "keep":
         sizes[manifest.image_size, manifest.image_size] = manifest.num_written
     else:
         work = partial(_shard_sizes, directory, storage)
-        for found in each_shard(work, _shards(manifest), title="reading headers", num_workers=num_workers):
+        for found in each_shard(
+            work, _shards(manifest), title="reading headers", num_workers=num_workers
+        ):
             sizes += found
     ranked = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
     return [{"width": width, "height": height, "count": count} for (width, height), count in ranked]
@@ -98,10 +126,19 @@ def _shard_sizes(directory: Path, storage: Storage, shard: Shard) -> Counter[tup
     return Counter(each_picture(size_of, directory, shard, storage=storage))
 
 
-def _shard_totals(directory: Path, manifest: Manifest, storage: Storage, shard: Shard) -> ChannelTotals:
+def _shard_totals(
+    directory: Path, manifest: Manifest, storage: Storage, shard: Shard
+) -> ChannelTotals:
     channels = ChannelSums()
     for picture, _ in each_picture(decode, directory, shard, storage=storage):
-        channels.add(resize(picture, size=manifest.image_size, crop=manifest.crop, interpolation=manifest.interpolation))
+        channels.add(
+            resize(
+                picture,
+                size=manifest.image_size,
+                crop=manifest.crop,
+                interpolation=manifest.interpolation,
+            )
+        )
     return channels.totals
 
 

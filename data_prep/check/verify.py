@@ -1,11 +1,15 @@
-"""`data_prep verify`: reads a dataset the slow way (plain tar, full decode) and holds it against its manifest and indices.
+"""`data_prep verify`: reads a dataset the slow way (plain tar, full decode) and holds it against
+its manifest and indices.
 
-Nothing is mended, and nothing of the dataset is changed. What is wrong is a fault; what merely lies about is a note. In worker
-processes each tar is read as a plain tar, from its first header to its last, and walked beside the index:
+Nothing is mended, and nothing of the dataset is changed. What is wrong is a fault; what merely lies
+about is a note. In worker processes each tar is read as a plain tar, from its first header to its
+last, and walked beside the index:
 
 1. hashes of the tar, the index and the paths;
-2. every row of the index points exactly at the picture of a sample of its own, with the label that its `.cls` says;
-3. a shard that was built has no other samples, and strictly ascending keys; one that is borrowed (`subset`, `index`) may have;
+2. every row of the index points exactly at the picture of a sample of its own, with the label that
+   its `.cls` says;
+3. a shard that was built has no other samples, and strictly ascending keys; one that is borrowed
+   (`subset`, `index`) may have;
 4. every picture of the index decodes, has the size of the manifest, and a label in range.
 """
 
@@ -77,37 +81,58 @@ class Verification:
     notes: list[str]
 
 
-def verify(directory: Path, *, num_workers: int = 1, storage: Storage | None = None) -> Verification:
-    """Everything that is not as the manifest says; without faults the dataset is what it claims to be."""
+def verify(
+    directory: Path, *, num_workers: int = 1, storage: Storage | None = None
+) -> Verification:
+    """Everything that is not as the manifest says; without faults the dataset is what it claims to
+    be."""
     manifest = load_manifest(directory)
     faults = Faults()
     faults.add(*_manifest_faults(manifest))
     with noting(faults, directory):
         load_rejected(directory, manifest)
     for name, split in manifest.splits.items():
-        alone = manifest.model_copy(update={"splits": {name: split.model_copy(update={"shards": ()})}})
+        alone = manifest.model_copy(
+            update={"splits": {name: split.model_copy(update={"shards": ()})}}
+        )
         check = partial(check_shard, directory, alone, storage or {})
         found = each_shard(check, split.shards, title=f"verifying {name}", num_workers=num_workers)
-        faults.extend(_split_faults(directory, name, split, found, num_classes=len(manifest.classes)))
+        faults.extend(
+            _split_faults(directory, name, split, found, num_classes=len(manifest.classes))
+        )
         of_wids = directory / f"{name}-{WIDS_NAME}"
         if of_wids.exists() and of_wids.read_bytes() != wids_index(manifest.name, split):
-            faults.add(f"{of_wids.name}: lists other shards than the manifest; remove it, only the package wids reads it")
-    return Verification(manifest, faults.listed, faults.num_faults, list(_stray_files(directory, manifest)))
+            faults.add(
+                f"{of_wids.name}: lists other shards than the manifest; remove it, only the package"
+                " wids reads it"
+            )
+    return Verification(
+        manifest, faults.listed, faults.num_faults, list(_stray_files(directory, manifest))
+    )
 
 
 def _manifest_faults(manifest: Manifest) -> Iterator[str]:
     if manifest.num_read != manifest.num_written + manifest.num_rejected:
-        yield f"manifest: {manifest.num_read} read, but {manifest.num_written} written + {manifest.num_rejected} rejected"
+        yield (
+            f"manifest: {manifest.num_read} read, but {manifest.num_written} written +"
+            f" {manifest.num_rejected} rejected"
+        )
     num_in_splits = sum(split.num_samples for split in manifest.splits.values())
     if manifest.num_written != num_in_splits:
-        yield f"manifest: {manifest.num_written} written, but its splits have {num_in_splits} samples"
+        yield (
+            f"manifest: {manifest.num_written} written, but its splits have {num_in_splits} samples"
+        )
     names = Counter(shard.name for split in manifest.splits.values() for shard in split.shards)
-    yield from (f"manifest: {count} shards are called {name}" for name, count in names.items() if count > 1)
+    yield from (
+        f"manifest: {count} shards are called {name}" for name, count in names.items() if count > 1
+    )
     if len(set(manifest.classes)) != len(manifest.classes):
         yield "manifest: a class stands twice in the class list"
 
 
-def _split_faults(directory: Path, name: str, split: Split, found: Iterator[ShardFindings], *, num_classes: int) -> Faults:
+def _split_faults(
+    directory: Path, name: str, split: Split, found: Iterator[ShardFindings], *, num_classes: int
+) -> Faults:
     faults = Faults()
     counts, num_unlabelled = np.zeros(num_classes, np.int64), 0
     for findings in found:
@@ -117,7 +142,9 @@ def _split_faults(directory: Path, name: str, split: Split, found: Iterator[Shar
     if tuple(counts.tolist()) != split.class_counts:
         faults.add(f"split {name}: the class counts of the shards are not those of the manifest")
     if num_unlabelled and sum(split.class_counts):
-        faults.add(f"split {name}: {num_unlabelled} samples have no label, others have; all or none may")
+        faults.add(
+            f"split {name}: {num_unlabelled} samples have no label, others have; all or none may"
+        )
     for key in split.annotations:
         with noting(faults, directory):
             load_annotation(directory, split, key)
@@ -129,15 +156,21 @@ def _stray_files(directory: Path, manifest: Manifest) -> Iterator[str]:
     known = known_files(manifest)
     for path in sorted(directory.iterdir()):
         if path.name.startswith(TEMPORARY_PREFIX) or path.name == PARTS:
-            yield f"{path.name}: left by a run that did not end; once none is at work, it may be deleted"
+            yield (
+                f"{path.name}: left by a run that did not end; once none is at work, it may be"
+                " deleted"
+            )
         elif path.suffix in (".tar", ".npy", ".paths") and path.name not in known:
             yield f"{path.name}: not in the manifest"
 
 
-# ---- one shard, in a worker process -------------------------------------------------------------------------------
+# ---- one shard, in a worker process
+# -------------------------------------------------------------------------------
 
 
-def check_shard(directory: Path, manifest: Manifest, storage: Storage, shard: Shard) -> ShardFindings:
+def check_shard(
+    directory: Path, manifest: Manifest, storage: Storage, shard: Shard
+) -> ShardFindings:
     """`manifest`: with the shard's split alone."""
     num_classes = len(manifest.classes)
     findings = ShardFindings(Faults(), np.zeros(num_classes, np.int64))
@@ -152,17 +185,23 @@ def check_shard(directory: Path, manifest: Manifest, storage: Storage, shard: Sh
         index = _index(directory, shard)
         labels = index[:, 2]
         findings.num_unlabelled = int((labels == -1).sum())
-        findings.class_counts += np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
+        findings.class_counts += np.bincount(
+            labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes
+        )
     with (
         noting(faults, directory),
         local_tar(directory, shard, storage=storage) as path,
         # as a local file, so that a remote one is fetched once
-        tar_content(path.parent, shard.model_copy(update={"file": path.name}), storage={}) as content,
+        tar_content(
+            path.parent, shard.model_copy(update={"file": path.name}), storage={}
+        ) as content,
     ):
         is_same = hashlib.sha256(content).hexdigest() == shard.sha256
         if not is_same or len(content) != shard.num_bytes:
             what = f"{'size' if is_same else 'sha256'} differs from the manifest"
-            faults.add(f"{shard.file}: {what} ({len(content):,} bytes, {shard.num_bytes:,} expected)")
+            faults.add(
+                f"{shard.file}: {what} ({len(content):,} bytes, {shard.num_bytes:,} expected)"
+            )
         for fault in () if index is None else _walk(path, shard, manifest, content, index):
             faults.add(fault)
     return findings
@@ -170,16 +209,21 @@ def check_shard(directory: Path, manifest: Manifest, storage: Storage, shard: Sh
 
 @contextmanager
 def noting(faults: Faults, directory: Path) -> Iterator[None]:
-    """Adds what a reader of the dataset complains of, in words for those who follow its remedy already."""
+    """Adds what a reader of the dataset complains of, in words for those who follow its remedy
+    already."""
     try:
         yield
     except (DatasetError, MissingError, RemoteError) as error:
-        faults.add(str(error).removeprefix(f"{directory}/").removesuffix(f"; run data_prep verify {directory}"))
+        faults.add(
+            str(error)
+            .removeprefix(f"{directory}/")
+            .removesuffix(f"; run data_prep verify {directory}")
+        )
 
 
 def stored_labels(manifest: Manifest) -> tuple[int, ...] | None:
-    """What the `.cls` of each class holds: a subset of some classes numbers them anew, its tars do not; `index` keeps the numbers
-    that it takes from there."""
+    """What the `.cls` of each class holds: a subset of some classes numbers them anew, its tars do
+    not; `index` keeps the numbers that it takes from there."""
     if manifest.source.get("kind") == "subset":
         labels = manifest.source.get("labels")
         return None if labels is None else tuple(labels)
@@ -196,12 +240,27 @@ def _index(directory: Path, shard: Shard) -> NDArray[np.int64]:
     return index
 
 
-def _walk(path: Path, shard: Shard, manifest: Manifest, content: mmap.mmap | bytes, index: NDArray[np.int64]) -> Iterator[str]:
+def _walk(
+    path: Path,
+    shard: Shard,
+    manifest: Manifest,
+    content: mmap.mmap | bytes,
+    index: NDArray[np.int64],
+) -> Iterator[str]:
     """One pass over the tar, beside the rows of its index."""
     num_classes, (split,) = len(manifest.classes), manifest.splits.values()
-    is_borrowed, least = manifest.source.get("kind") in BORROWED, 0 if any(split.class_counts) else -1
-    in_tar, size = stored_labels(manifest), None if manifest.encoding == "keep" else (manifest.image_size, manifest.image_size)
-    rows = {offset: (number, length, label) for number, (offset, length, label) in enumerate(index.tolist())}
+    is_borrowed, least = (
+        manifest.source.get("kind") in BORROWED,
+        0 if any(split.class_counts) else -1,
+    )
+    in_tar, size = (
+        stored_labels(manifest),
+        None if manifest.encoding == "keep" else (manifest.image_size, manifest.image_size),
+    )
+    rows = {
+        offset: (number, length, label)
+        for number, (offset, length, label) in enumerate(index.tolist())
+    }
     num_samples, key = 0, ""
     try:
         for sample in runs(members(path, ignore_zeros=is_borrowed)):
@@ -215,22 +274,36 @@ def _walk(path: Path, shard: Shard, manifest: Manifest, content: mmap.mmap | byt
             if picture is not None:
                 Tally.add(1)
                 _, length, label = rows.pop(picture.offset)
-                if picture.num_bytes != length or not _is_label(label, sample, in_tar, content, is_borrowed=is_borrowed):
+                if picture.num_bytes != length or not _is_label(
+                    label, sample, in_tar, content, is_borrowed=is_borrowed
+                ):
                     yield f"{name}: the index points elsewhere"
                 if not least <= label < num_classes:
                     yield f"{name}: label {label} of {num_classes} classes"
-                yield from _picture_faults(name, content[picture.offset : picture.offset + picture.num_bytes], size)
+                yield from _picture_faults(
+                    name, content[picture.offset : picture.offset + picture.num_bytes], size
+                )
             elif not is_borrowed:  # of those, only the chosen ones have rows
                 yield f"{name}: the index points elsewhere"
     except (TarError, OSError) as error:
         yield f"{shard.file}: not readable after {num_samples} samples ({error})"
     else:
-        yield from (f"{shard.file}: row {number} of {shard.index_file} points at no picture" for number, _, _ in rows.values())
+        yield from (
+            f"{shard.file}: row {number} of {shard.index_file} points at no picture"
+            for number, _, _ in rows.values()
+        )
     if not is_borrowed and num_samples != shard.num_samples:
         yield f"{shard.file}: {num_samples} samples, {shard.num_samples} expected"
 
 
-def _is_label(label: int, sample: Run, in_tar: Sequence[int] | None, content: mmap.mmap | bytes, *, is_borrowed: bool) -> bool:
+def _is_label(
+    label: int,
+    sample: Run,
+    in_tar: Sequence[int] | None,
+    content: mmap.mmap | bytes,
+    *,
+    is_borrowed: bool,
+) -> bool:
     """Whether the `.cls` of the sample holds what this label is stored as."""
     if in_tar is None:
         return True
@@ -240,7 +313,9 @@ def _is_label(label: int, sample: Run, in_tar: Sequence[int] | None, content: mm
     except ValueError:
         found = None
     if found is None and is_borrowed:
-        return True  # in tars of others, members that belong to no sample may stand between a picture and its `.cls`
+        # in tars of others, members that belong to no sample may stand between a picture and its
+        # `.cls`
+        return True
     return found == (in_tar[label] if 0 <= label < len(in_tar) else label)
 
 

@@ -1,12 +1,13 @@
 """All pairs of 64-bit hashes within a Hamming distance: exact, and without comparing all with all.
 
-Cut into `near + agreeing` blocks, two hashes within `near` bits of each other have `agreeing` blocks in common, because every bit
-that differs spoils at most one. So for every choice of `agreeing` blocks the hashes are sorted by those bits, and only runs of
-equal ones are compared. More agreeing blocks mean more sorts and shorter runs: `plan` takes what costs least. The first table that
-finds a pair keeps it, so memory grows with the pairs and not with the tables.
+Cut into `near + agreeing` blocks, two hashes within `near` bits of each other have `agreeing`
+blocks in common, because every bit that differs spoils at most one. So for every choice of
+`agreeing` blocks the hashes are sorted by those bits, and only runs of equal ones are compared.
+More agreeing blocks mean more sorts and shorter runs: `plan` takes what costs least. The first
+table that finds a pair keeps it, so memory grows with the pairs and not with the tables.
 
-14 million hashes, near 6: 84 sorts by 21 bits each, 3 * 10^9 comparisons instead of 10^14. A table takes 6 to 8 s
-and 0.9 GB on one busy core, so all of them ten minutes.
+14 million hashes, near 6: 84 sorts by 21 bits each, 3 * 10^9 comparisons instead of 10^14. A table
+takes 6 to 8 s and 0.9 GB on one busy core, so all of them ten minutes.
 """
 
 import itertools
@@ -24,7 +25,9 @@ _SORT_COST, _PAIR_COST = 300.0, 30.0
 """Nanoseconds for each hash and for each compared pair, roughly; only their ratio matters."""
 
 
-def near_pairs(bits: NDArray[np.uint64], *, near: int, first: int = 0) -> tuple[Ids, Ids, NDArray[np.uint8]]:
+def near_pairs(
+    bits: NDArray[np.uint64], *, near: int, first: int = 0
+) -> tuple[Ids, Ids, NDArray[np.uint8]]:
     """(a, b, distance) of all pairs a < b with b >= `first`, sorted by b, then distance, then a."""
     masks = plan(len(bits), near=near)
     found: list[tuple[Ids, Ids]] = []
@@ -38,7 +41,9 @@ def near_pairs(bits: NDArray[np.uint64], *, near: int, first: int = 0) -> tuple[
     return a[order], b[order], distance[order]
 
 
-def _pairs_of_table(bits: NDArray[np.uint64], masks: list[np.uint64], *, near: int, first: int) -> tuple[Ids, Ids]:
+def _pairs_of_table(
+    bits: NDArray[np.uint64], masks: list[np.uint64], *, near: int, first: int
+) -> tuple[Ids, Ids]:
     """The pairs that the last of the masks finds and no mask before it."""
     keys = bits & masks[-1]
     order = np.argsort(keys)

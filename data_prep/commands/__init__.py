@@ -1,7 +1,8 @@
-"""The verbs of `data_prep`: their options, what they print and their exit codes. What they do is in modules of their own, imported
-when a verb runs, so that help and mistakes cost nothing.
+"""The verbs of `data_prep`: their options, what they print and their exit codes. What they do is in
+modules of their own, imported when a verb runs, so that help and mistakes cost nothing.
 
-Every verb sets `run` (options -> exit code) and `after_a_stop`, what is printed after an interruption or a failing disk.
+Every verb sets `run` (options -> exit code) and `after_a_stop`, what is printed after an
+interruption or a failing disk.
 """
 
 import argparse
@@ -34,7 +35,8 @@ def add_verb(
     schema: str | None = None,
     description: str | None = None,
 ) -> argparse.ArgumentParser:
-    """A verb with the words and options of `SHARED` that it has. `schema`: its settings, as module:Class."""
+    """A verb with the words and options of `SHARED` that it has. `schema`: its settings, as
+    module:Class."""
     parser = verbs.add_parser(name, help=help, description=description, epilog=examples)
     parser.set_defaults(run=run, after_a_stop=after_a_stop, schema=schema)
     for option, facts in (each for group in shared for each in SHARED[group].items()):
@@ -49,7 +51,9 @@ def json_options(text: str) -> dict[str, Any]:
     except ValueError:
         options = None
     if not isinstance(options, dict):
-        raise argparse.ArgumentTypeError("is not a JSON object; write it as '{\"anon\": true}', quoted for the shell")
+        raise argparse.ArgumentTypeError(
+            "is not a JSON object; write it as '{\"anon\": true}', quoted for the shell"
+        )
     return options
 
 
@@ -59,7 +63,8 @@ def place(text: str) -> Path | str:
 
 
 def directory_of(options: argparse.Namespace, dataset: Path | str | None = None) -> Path:
-    """Where `dataset`, by default the verb's own, is read: of one behind a URL all but its shards is copied first."""
+    """Where `dataset`, by default the verb's own, is read: of one behind a URL all but its shards
+    is copied first."""
     from data_prep.local_copy import local_copy
 
     return local_copy(dataset or options.dataset, storage=options.storage)
@@ -84,12 +89,16 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[str]) -> S:
-    """From the words CONFIG and key.path=value of a verb, CONFIG being optional, and the options that are short for settings."""
+    """From the words CONFIG and key.path=value of a verb, CONFIG being optional, and the options
+    that are short for settings."""
     config, overrides = options.config, list(options.overrides)
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]
     if config is not None and Path(config).is_dir():
-        raise UserError(f"{config}: is a directory, no config; for a folder of pictures write --source folder source.path={config}")
+        raise UserError(
+            f"{config}: is a directory, no config; for a folder of pictures write --source folder"
+            f" source.path={config}"
+        )
     if options.out:
         shortcuts = [*shortcuts, f"out={json.dumps(options.out)}"]
     if options.work:
@@ -101,15 +110,26 @@ def counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
-def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
+def print_table(
+    heads: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None
+) -> None:
     """Text stands left, numbers right, with thousands."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+    )
     for column, head in enumerate(heads):
         numeric = bool(rows) and all(isinstance(row[column], int | float) for row in rows)
         table.add_column(head, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else str(cell) for cell in row))
+        table.add_row(
+            *(f"{cell:,}" if isinstance(cell, int | float) else str(cell) for cell in row)
+        )
     Console(highlight=False).print(table)

@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 GOES_ON = "what is finished is kept, the same command goes on from there"
 REMEDIES = {
     "empty": "copy or download them again",
-    "not_held": "build from the folder that they lie in, or save them anew with save_to_disk of datasets, which takes them in",
+    "not_held": (
+        "build from the folder that they lie in, or save them anew with save_to_disk of datasets,"
+        " which takes them in"
+    ),
     "truncated": "copy or download them again",
     "damaged": "copy or download them again",
-    "no_end_marker": "copy or download them again, or open and save them: their pixels are complete",
+    "no_end_marker": (
+        "copy or download them again, or open and save them: their pixels are complete"
+    ),
     "not_a_file": "put the files in the place of the links, or remove these",
     "not_an_image": "remove what is no picture, or convert it to JPEG or PNG",
     "unsupported": "convert them to 8-bit RGB",
@@ -34,7 +39,10 @@ REMEDIES = {
     "several_images": "image_member=ENDING chooses one (of KEY.rgb.png it is rgb.png)",
     "doubled_member": "give every sample a key of its own",
     "interleaved": "write the members of each sample side by side (tar --sort=name)",
-    "bad_label": "label=txt takes it from KEY.txt, json:FIELD from KEY.json; label=none reads pictures without labels",
+    "bad_label": (
+        "label=txt takes it from KEY.txt, json:FIELD from KEY.json; label=none reads pictures"
+        " without labels"
+    ),
     "label_out_of_range": "labels count from 0; give classes_file a line for each",
     "unknown_class": "add the names to classes_file, or leave it out",
 }
@@ -44,38 +52,68 @@ REMEDIES = {
 def add_verbs(verbs: Verbs) -> None:
     words = "pack a source into shards + index + manifest; goes on after any interruption"
     examples = (
-        "data_prep build --source folder --out data/mine path=photos image_size=64\ndata_prep build configs/data_prep/cifar10.yaml"
+        "data_prep build --source folder --out data/mine path=photos image_size=64\ndata_prep build"
+        " configs/data_prep/cifar10.yaml"
     )
     schema = "data_prep.build.config:BuildSettings"
     how = {"after_a_stop": GOES_ON, "examples": examples, "schema": schema}
     build = add_verb(verbs, "build", _build, "config", "json", help=words, **how)
-    build.add_argument("--source", metavar="KIND", help="folder, imagenet21k, cifar, ... (short for source.kind=KIND)")
-    build.add_argument("--task", metavar="i/n", help="only the i-th of n parts (from 0), for job arrays; then: data_prep merge")
+    build.add_argument(
+        "--source",
+        metavar="KIND",
+        help="folder, imagenet21k, cifar, ... (short for source.kind=KIND)",
+    )
+    build.add_argument(
+        "--task",
+        metavar="i/n",
+        help="only the i-th of n parts (from 0), for job arrays; then: data_prep merge",
+    )
     words = "verify what array tasks have written, then publish the dataset"
     how = {"after_a_stop": GOES_ON, "examples": "data_prep merge data/mine"}
     merge = add_verb(verbs, "merge", _merge, "workers", "storage", "json", help=words, **how)
     merge.add_argument("dataset", help="the directory, or the URL, that the tasks wrote to")
-    merge.add_argument("--work", metavar="DIR", help="of a URL: the directory of unfinished work that the tasks shared")
-    merge.add_argument("--trust", action="store_true", help="do not read the shards again: only their sizes are checked")
-    words = "make a dataset of WebDataset shards of others (local, http, s3), which stay as they are"
+    merge.add_argument(
+        "--work",
+        metavar="DIR",
+        help="of a URL: the directory of unfinished work that the tasks shared",
+    )
+    merge.add_argument(
+        "--trust",
+        action="store_true",
+        help="do not read the shards again: only their sizes are checked",
+    )
+    words = (
+        "make a dataset of WebDataset shards of others (local, http, s3), which stay as they are"
+    )
     examples = "data_prep index --out data/theirs --train 'shards/{000..146}.tar' label=json:class"
-    how = {"after_a_stop": GOES_ON, "examples": examples, "schema": "data_prep.index.config:IndexSettings"}
+    how = {
+        "after_a_stop": GOES_ON,
+        "examples": examples,
+        "schema": "data_prep.index.config:IndexSettings",
+    }
     index = add_verb(verbs, "index", _index, "config", "json", help=words, **how)
     for split in ("train", "val"):
-        words = f"shards of the {split} split, such as 'https://host/{{000..146}}.tar' (short for splits.{split}=[...])"
+        words = (
+            f"shards of the {split} split, such as 'https://host/{{000..146}}.tar' (short for"
+            f" splits.{split}=[...])"
+        )
         index.add_argument(f"--{split}", action="append", default=[], metavar="PATTERN", help=words)
 
 
 def settings_to_build(options: argparse.Namespace) -> "BuildSettings":
     from data_prep.build.config import BuildSettings
 
-    return settings_of(BuildSettings, options, [f"source.kind={options.source}"] if options.source else [])
+    return settings_of(
+        BuildSettings, options, [f"source.kind={options.source}"] if options.source else []
+    )
 
 
 def shown(settings: S) -> S:
     """Without what may be a secret."""
     names = [name for name in ("storage", "out_storage") if hasattr(settings, name)]
-    return settings.model_copy(update={name: dict.fromkeys(getattr(settings, name), "...") for name in names})
+    return settings.model_copy(
+        update={name: dict.fromkeys(getattr(settings, name), "...") for name in names}
+    )
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -93,8 +131,14 @@ def _build(options: argparse.Namespace) -> int:
         work = f" --work {settings.work}" if settings.work else ""
         is_next = f"after the last task: data_prep merge {settings.out}{work}"
         if "SLURM_ARRAY_JOB_ID" in os.environ:
-            is_next = "when all tasks are done the merge publishes the dataset (cluster/data_prep.slurm has queued it)"
-        print(f"{settings.out}: task {options.task} has its {num_shards} shard{'s' * (num_shards != 1)}; {is_next}")
+            is_next = (
+                "when all tasks are done the merge publishes the dataset (cluster/data_prep.slurm"
+                " has queued it)"
+            )
+        print(
+            f"{settings.out}: task {options.task} has its {num_shards}"
+            f" shard{'s' * (num_shards != 1)}; {is_next}"
+        )
         return OK
     from data_prep.build.build import build
 
@@ -106,7 +150,10 @@ def _merge(options: argparse.Namespace) -> int:
     from data_prep.build.merge import merge
 
     given = {"out": options.dataset, "work": options.work, "out_storage": options.storage}
-    place, how = validate(Destination, given), {"num_workers": options.workers, "trust": options.trust}
+    place, how = (
+        validate(Destination, given),
+        {"num_workers": options.workers, "trust": options.trust},
+    )
     return _published(lambda: merge(place, **how), place, as_json=options.json)
 
 
@@ -137,14 +184,34 @@ def _published(publish: Callable[[], Manifest], place: "Destination", *, as_json
         manifest, code = error.manifest, FAILED
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
     if as_json:
-        counts = {"read": manifest.num_read, "written": manifest.num_written, "rejected": manifest.num_rejected}
+        counts = {
+            "read": manifest.num_read,
+            "written": manifest.num_written,
+            "rejected": manifest.num_rejected,
+        }
         left_out = {"left_out": manifest.num_left_out}
-        print(json.dumps({"dataset": out, "splits": splits, "content_hash": manifest.content_hash, **counts, **left_out}))
+        print(
+            json.dumps(
+                {
+                    "dataset": out,
+                    "splits": splits,
+                    "content_hash": manifest.content_hash,
+                    **counts,
+                    **left_out,
+                }
+            )
+        )
         return code
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
-    print(f"{out}: {len(manifest.classes)} classes, {manifest.image_size} px {manifest.encoding}, {sizes}")
+    print(
+        f"{out}: {len(manifest.classes)} classes, {manifest.image_size} px {manifest.encoding},"
+        f" {sizes}"
+    )
     where = f"; {out}/{REJECTED_NAME} says which and why" if manifest.num_rejected else ""
-    print(f"read {manifest.num_read:,} = written {manifest.num_written:,} + rejected {manifest.num_rejected:,}{where}")
+    print(
+        f"read {manifest.num_read:,} = written {manifest.num_written:,} + rejected"
+        f" {manifest.num_rejected:,}{where}"
+    )
     if manifest.num_rejected:
         if place.is_remote:
             found = read_bytes(join(out, REJECTED_NAME), storage=place.out_storage)
@@ -154,10 +221,16 @@ def _published(publish: Callable[[], Manifest], place: "Destination", *, as_json
         [(reason, count)] = Counter(reject["reason"] for reject in rejects).most_common(1)
         example = next(reject for reject in rejects if reject["reason"] == reason)
         remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
-        print(f"most often ({count:,}): {reason}, such as {example['path']} ({example['detail']}){remedy}")
+        print(
+            f"most often ({count:,}): {reason}, such as {example['path']}"
+            f" ({example['detail']}){remedy}"
+        )
     if manifest.num_held_out and "val_share" in manifest.source:
         share = f"{manifest.source['val_share']:g} of each class, at least one of two"
-        print(f"held out as val: {splits['val']:,} (source.val_share: {share}); source.val_share=0 trains on all of them")
+        print(
+            f"held out as val: {splits['val']:,} (source.val_share: {share}); source.val_share=0"
+            " trains on all of them"
+        )
     if manifest.num_left_out:
         print(f"left out, not read: {counted(manifest.num_left_out)}")
     return code

@@ -1,4 +1,5 @@
-"""`data_prep verify`, `stats` and `show`: what a finished dataset holds; none of them changes it."""
+"""`data_prep verify`, `stats` and `show`: what a finished dataset holds; none of them changes
+it."""
 
 import argparse
 import json
@@ -17,17 +18,41 @@ def add_verbs(verbs: Verbs) -> None:
         return {"after_a_stop": NOTHING_CHANGED, "examples": f"data_prep {verb} data/mine"}
 
     words = "read everything again and hold it against the manifest"
-    add_verb(verbs, "verify", _verify, "dataset", "workers", "storage", "json", help=words, **how("verify"))
+    add_verb(
+        verbs,
+        "verify",
+        _verify,
+        "dataset",
+        "workers",
+        "storage",
+        "json",
+        help=words,
+        **how("verify"),
+    )
     words = "the numbers of a dataset: classes, channels, sizes, rejects"
-    stats = add_verb(verbs, "stats", _stats, "dataset", "workers", "storage", "json", help=words, **how("stats"))
-    stats.add_argument("--recompute", action="store_true", help="channel mean and std from the pictures, too")
+    stats = add_verb(
+        verbs, "stats", _stats, "dataset", "workers", "storage", "json", help=words, **how("stats")
+    )
+    stats.add_argument(
+        "--recompute", action="store_true", help="channel mean and std from the pictures, too"
+    )
     words = "a contact sheet: what the model would see, with labels"
     show = add_verb(verbs, "show", _show, "dataset", "storage", help=words, **how("show"))
     show.add_argument("--split", default="train", help="that the pictures are of")
     show.add_argument("--shard", type=at_least(0), metavar="N", help="of this shard alone (from 0)")
-    show.add_argument("--count", type=at_least(1), default=64, metavar="N", help="how many pictures")
-    show.add_argument("--seed", type=at_least(0), default=0, help="another seed shows other pictures")
-    show.add_argument("--out", type=Path, default=Path("show.png"), metavar="FILE.png", help="where the sheet goes")
+    show.add_argument(
+        "--count", type=at_least(1), default=64, metavar="N", help="how many pictures"
+    )
+    show.add_argument(
+        "--seed", type=at_least(0), default=0, help="another seed shows other pictures"
+    )
+    show.add_argument(
+        "--out",
+        type=Path,
+        default=Path("show.png"),
+        metavar="FILE.png",
+        help="where the sheet goes",
+    )
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -36,14 +61,26 @@ def _verify(options: argparse.Namespace) -> int:
     found = verify(directory_of(options), num_workers=options.workers, storage=options.storage)
     if options.json:
         counts = {"samples": found.manifest.num_written, "num_faults": found.num_faults}
-        print(json.dumps({"dataset": str(options.dataset), **counts, "faults": found.faults, "notes": found.notes}))
+        print(
+            json.dumps(
+                {
+                    "dataset": str(options.dataset),
+                    **counts,
+                    "faults": found.faults,
+                    "notes": found.notes,
+                }
+            )
+        )
         return FAILED if found.num_faults else OK
     for fault in found.faults[:MAX_PRINTED]:
         print(fault)
     if found.num_faults > MAX_PRINTED:
         print(f"... and {found.num_faults - MAX_PRINTED:,} more")
     if not found.num_faults:
-        print(f"{options.dataset}: {found.manifest.num_written:,} samples, every one as the manifest says")
+        print(
+            f"{options.dataset}: {found.manifest.num_written:,} samples, every one as the manifest"
+            " says"
+        )
     for note in found.notes:
         print(f"note: {note}")
     return FAILED if found.num_faults else OK
@@ -53,46 +90,81 @@ def _stats(options: argparse.Namespace) -> int:
     from data_prep.check.stats import SPREAD, spread, stats
 
     directory = directory_of(options)
-    found = stats(directory, recompute=options.recompute, num_workers=options.workers, storage=options.storage)
+    found = stats(
+        directory, recompute=options.recompute, num_workers=options.workers, storage=options.storage
+    )
     found["dataset"] = str(options.dataset)
     if options.json:
         print(json.dumps(found))
         return OK
     counts = f"{found['num_classes']:,} classes, {found['image_size']} px {found['encoding']}"
-    rejected = f"rejected {sum(found['rejected'].values()):,}" + (f" ({counted(found['rejected'])})" if found["rejected"] else "")
-    print(f"{options.dataset}: {counts}, read {found['read']:,} = written {found['written']:,} + {rejected}")
+    rejected = f"rejected {sum(found['rejected'].values()):,}" + (
+        f" ({counted(found['rejected'])})" if found["rejected"] else ""
+    )
+    print(
+        f"{options.dataset}: {counts}, read {found['read']:,} = written {found['written']:,} +"
+        f" {rejected}"
+    )
     if found["left_out"]:
         print(f"left out: {counted(found['left_out'])}")
     heads: tuple[str, ...] = ("split", "samples", "unlabelled", "shards", "pictures MB", "tars MB")
     columns = ("samples", "unlabelled", "shards")
     rows = [
-        (name, *(split[key] for key in columns), *(round(split[key] / 1e6, 1) for key in ("picture_bytes", "tar_bytes")))
+        (
+            name,
+            *(split[key] for key in columns),
+            *(round(split[key] / 1e6, 1) for key in ("picture_bytes", "tar_bytes")),
+        )
         for name, split in found["splits"].items()
     ]
     print_table(heads, rows)
     heads = ("per class", "classes", *SPREAD, "max/min")
     labelled = {name: split for name, split in found["splits"].items() if split["classes"]}
-    print_table(heads, [(name, each["classes"], *each["per_class"].values(), each["imbalance"]) for name, each in labelled.items()])
+    print_table(
+        heads,
+        [
+            (name, each["classes"], *each["per_class"].values(), each["imbalance"])
+            for name, each in labelled.items()
+        ],
+    )
     for name, split in labelled.items():
-        most, least = (", ".join(f"{label} {count:,}" for label, count in split[end]) for end in ("largest", "smallest"))
+        most, least = (
+            ", ".join(f"{label} {count:,}" for label, count in split[end])
+            for end in ("largest", "smallest")
+        )
         print(f"{name}: largest {most}; smallest {least}")
     rows = [_channel_row("manifest", found["channel_mean"], found["channel_std"])]
     if options.recompute:
-        rows.append(_channel_row("recomputed", found["recomputed_channel_mean"], found["recomputed_channel_std"]))
+        rows.append(
+            _channel_row(
+                "recomputed", found["recomputed_channel_mean"], found["recomputed_channel_std"]
+            )
+        )
     print_table(("channels (R G B)", "mean", "std"), rows)
     sizes = found["sizes"]
     counts_of = [size["count"] for size in sizes]
-    sides = {side: spread([size[side] for size in sizes], counts_of) for side in ("width", "height") if len(sizes) > 1}
+    sides = {
+        side: spread([size[side] for size in sizes], counts_of)
+        for side in ("width", "height")
+        if len(sizes) > 1
+    }
     if sides:
         print_table(("pixels", *SPREAD), [(side, *found.values()) for side, found in sides.items()])
     shown = [(f"{size['width']} x {size['height']}", size["count"]) for size in sizes[:MAX_PRINTED]]
     rest = sum(size["count"] for size in sizes[MAX_PRINTED:])
-    print_table(("width x height", "pictures"), shown + ([(f"{len(sizes) - MAX_PRINTED:,} others", rest)] if rest else []))
+    print_table(
+        ("width x height", "pictures"),
+        shown + ([(f"{len(sizes) - MAX_PRINTED:,} others", rest)] if rest else []),
+    )
     return OK
 
 
 def _channel_row(name: str, mean: list[float], std: list[float]) -> tuple[str, str, str]:
-    return name, " ".join(f"{value:.4f}" for value in mean), " ".join(f"{value:.4f}" for value in std)
+    return (
+        name,
+        " ".join(f"{value:.4f}" for value in mean),
+        " ".join(f"{value:.4f}" for value in std),
+    )
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -100,7 +172,9 @@ def _show(options: argparse.Namespace) -> int:
     from data_prep.images.sheet import check_out, save_sheet
 
     check_out(options.out)
-    chosen = {name: getattr(options, name) for name in ("split", "shard", "count", "seed", "storage")}
+    chosen = {
+        name: getattr(options, name) for name in ("split", "shard", "count", "seed", "storage")
+    }
     sheet = contact_sheet(directory_of(options), **chosen)
     save_sheet(sheet, options.out)
     print(f"{options.out}: {sheet.width} x {sheet.height} pixels")

@@ -22,19 +22,52 @@ def add_verbs(verbs: Verbs) -> None:
     examples = "data_prep subset data/mine --out data/mine-tenth --fraction 0.1"
     after_a_stop = "nothing was published; run the same command again"
     subset = add_verb(
-        verbs, "subset", _subset, "dataset", "storage", "json", help=words, after_a_stop=after_a_stop, examples=examples
+        verbs,
+        "subset",
+        _subset,
+        "dataset",
+        "storage",
+        "json",
+        help=words,
+        after_a_stop=after_a_stop,
+        examples=examples,
     )
-    subset.add_argument("--out", required=True, metavar="DIR", help="the new dataset directory, or its URL in a store")
-    subset.add_argument("--work", metavar="DIR", help="if --out is a URL: a directory to make it in")
+    subset.add_argument(
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="the new dataset directory, or its URL in a store",
+    )
+    subset.add_argument(
+        "--work", metavar="DIR", help="if --out is a URL: a directory to make it in"
+    )
     words = "if --out is a URL: options for fsspec (by default those of --storage)"
     subset.add_argument("--out-storage", type=json_options, metavar="JSON", help=words)
     subset.add_argument("--fraction", type=float, help="this share of every class, such as 0.1")
-    subset.add_argument("--count", type=at_least(1), metavar="N", help="N samples, in the proportions of the classes")
-    subset.add_argument("--per-class", type=at_least(1), metavar="N", help="N samples of every class")
-    subset.add_argument("--split", default="train", help="the split that the size is of; others are taken whole")
-    subset.add_argument("--seed", type=at_least(0), default=0, help="with one seed, smaller subsets lie within larger ones")
-    subset.add_argument("--classes-file", metavar="FILE", help="the classes to keep, one on each line")
-    subset.add_argument("--exclude", action="append", default=[], metavar="LIST", help="a list that dedup wrote")
+    subset.add_argument(
+        "--count",
+        type=at_least(1),
+        metavar="N",
+        help="N samples, in the proportions of the classes",
+    )
+    subset.add_argument(
+        "--per-class", type=at_least(1), metavar="N", help="N samples of every class"
+    )
+    subset.add_argument(
+        "--split", default="train", help="the split that the size is of; others are taken whole"
+    )
+    subset.add_argument(
+        "--seed",
+        type=at_least(0),
+        default=0,
+        help="with one seed, smaller subsets lie within larger ones",
+    )
+    subset.add_argument(
+        "--classes-file", metavar="FILE", help="the classes to keep, one on each line"
+    )
+    subset.add_argument(
+        "--exclude", action="append", default=[], metavar="LIST", help="a list that dedup wrote"
+    )
     dedup = add_verb(
         verbs,
         "dedup",
@@ -46,18 +79,32 @@ def add_verbs(verbs: Verbs) -> None:
         help="list samples whose picture is there already, here or in other datasets",
         examples="data_prep dedup data/mine --against data/others --out duplicates.jsonl",
         after_a_stop="no list was written; with --hashes the next run goes on from here",
-        description="Lists samples whose picture is there already: equal pixels, or the same picture encoded, resized or cropped a "
-        "little otherwise. Mirrored and turned copies are not found. Line art and text in one ink and pictures of nearly one "
-        "colour are compared by pixels alone.",
+        description=(
+            "Lists samples whose picture is there already: equal pixels, or the same picture"
+            " encoded, resized or cropped a little otherwise. Mirrored and turned copies are not"
+            " found. Line art and text in one ink and pictures of nearly one colour are compared by"
+            " pixels alone."
+        ),
     )
     words = "a dataset that stays whole; repeatable"
-    dedup.add_argument("--against", type=place, action="append", default=[], metavar="DIR", help=words)
-    dedup.add_argument("--split", action="append", help="a split that may lose samples (train); repeatable")
+    dedup.add_argument(
+        "--against", type=place, action="append", default=[], metavar="DIR", help=words
+    )
+    dedup.add_argument(
+        "--split", action="append", help="a split that may lose samples (train); repeatable"
+    )
     how = dedup.add_mutually_exclusive_group()
-    how.add_argument("--near", type=int, metavar="N", help=f"bits of 64 in which near pictures differ at most ({NEAR})")
+    how.add_argument(
+        "--near",
+        type=int,
+        metavar="N",
+        help=f"bits of 64 in which near pictures differ at most ({NEAR})",
+    )
     how.add_argument("--exact", action="store_true", help="only pictures with equal pixels")
     dedup.add_argument("--out", metavar="LIST.jsonl", help="the exclusion list to write")
-    dedup.add_argument("--hashes", type=Path, metavar="DIR", help="keeps the hashes of shards for the next time")
+    dedup.add_argument(
+        "--hashes", type=Path, metavar="DIR", help="keeps the hashes of shards for the next time"
+    )
 
 
 def _subset(options: argparse.Namespace) -> int:
@@ -73,14 +120,29 @@ def _subset(options: argparse.Namespace) -> int:
     excluded = manifest.source.get("exclude_paths")
     if options.json:
         more = {"left_out": manifest.num_left_out, "exclude_paths": excluded}
-        print(json.dumps({"dataset": str(options.out), "splits": splits, "content_hash": manifest.content_hash, **more}))
+        print(
+            json.dumps(
+                {
+                    "dataset": str(options.out),
+                    "splits": splits,
+                    "content_hash": manifest.content_hash,
+                    **more,
+                }
+            )
+        )
         return OK
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
-    print(f"{options.out}: {len(manifest.classes)} classes, {sizes}; the pictures stay with {options.dataset}")
+    print(
+        f"{options.out}: {len(manifest.classes)} classes, {sizes}; the pictures stay with"
+        f" {options.dataset}"
+    )
     if manifest.num_left_out:
         print(f"left out: {counted(manifest.num_left_out)}")
     if excluded is not None:
-        print(f"of {excluded['listed']:,} paths to exclude, {excluded['found']:,} are in {options.dataset}")
+        print(
+            f"of {excluded['listed']:,} paths to exclude, {excluded['found']:,} are in"
+            f" {options.dataset}"
+        )
     return OK
 
 
@@ -90,7 +152,8 @@ def _dedup(options: argparse.Namespace) -> int:
     if options.out is not None:
         if "://" in options.out:
             raise UserError(
-                f"--out: {shown(options.out)} is in a store, and build and subset read lists on this disk; name a file here"
+                f"--out: {shown(options.out)} is in a store, and build and subset read lists on"
+                " this disk; name a file here"
             )
         options.out = Path(options.out)
         check_out(options.out)
@@ -109,25 +172,46 @@ def _dedup(options: argparse.Namespace) -> int:
         num_lost = int(((part.start <= found.positions) & (found.positions < part.stop)).sum())
         if num_lost > MANY * (part.stop - part.start):
             print(
-                f"data_prep: {num_lost / (part.stop - part.start):.1%} of {part.split} would be dropped, which is much: look at "
-                "some pairs before you use the list (it names both of each); a smaller --near, or --exact, drops less",
+                f"data_prep: {num_lost / (part.stop - part.start):.1%} of {part.split} would be"
+                " dropped, which is much: look at some pairs before you use the list (it names"
+                " both of each); a smaller --near, or --exact, drops less",
                 file=sys.stderr,
             )
     if options.out is not None:
         lines = exclusion_lines(found, storage=options.storage)
-        write_atomic(options.out, "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode())
+        write_atomic(
+            options.out, "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode()
+        )
     names = ("split", "of_dataset", "of_split", "reason")
-    rows = [dict(zip(names, what, strict=True)) | {"count": count} for what, count in sorted(summary(found).items())]
+    rows = [
+        dict(zip(names, what, strict=True)) | {"count": count}
+        for what, count in sorted(summary(found).items())
+    ]
     if options.json:
-        counts = {"samples": num_samples, "duplicates": len(found.positions), "plain": found.num_plain}
+        counts = {
+            "samples": num_samples,
+            "duplicates": len(found.positions),
+            "plain": found.num_plain,
+        }
         out = None if options.out is None else str(options.out)
         print(json.dumps({"dataset": str(options.dataset), **counts, "by": rows, "out": out}))
         return OK
-    print(f"{options.dataset}: {len(found.positions):,} of {num_samples:,} samples show a picture that is there already")
+    print(
+        f"{options.dataset}: {len(found.positions):,} of {num_samples:,} samples show a picture"
+        " that is there already"
+    )
     if rows:
-        print_table(("split", "like one of", "", "reason", "samples"), [tuple(row.values()) for row in rows])
+        print_table(
+            ("split", "like one of", "", "reason", "samples"), [tuple(row.values()) for row in rows]
+        )
     if found.num_plain:
-        print(f"{found.num_plain:,} pictures are nearly of one colour, or line art; those were compared pixel by pixel only")
+        print(
+            f"{found.num_plain:,} pictures are nearly of one colour, or line art; those were"
+            " compared pixel by pixel only"
+        )
     if options.out is not None:
-        print(f"{options.out}: the list; give it to build as exclude=[{options.out}], or to subset as --exclude")
+        print(
+            f"{options.out}: the list; give it to build as exclude=[{options.out}], or to subset as"
+            " --exclude"
+        )
     return OK

@@ -1,7 +1,9 @@
-"""Sums and sums of squares of the three channels over many pictures of one size, and the statistics that they give.
+"""Sums and sums of squares of the three channels over many pictures of one size, and the statistics
+that they give.
 
-They are exact integers, so the statistics do not depend on the order in which pictures, or shards, are added up. Pictures are
-gathered in one tall strip whose histogram PIL takes at once: per picture that is a fifteenth of the cost of numpy's sums.
+They are exact integers, so the statistics do not depend on the order in which pictures, or shards,
+are added up. Pictures are gathered in one tall strip whose histogram PIL takes at once: per picture
+that is a fifteenth of the cost of numpy's sums.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,8 @@ class ChannelTotals(NamedTuple):
 
 
 def channel_statistics(parts: Sequence[ChannelTotals]) -> tuple[Triple, Triple]:
-    """Mean and standard deviation per channel on the scale 0..1, of the pictures as the model gets them."""
+    """Mean and standard deviation per channel on the scale 0..1, of the pictures as the model gets
+    them."""
     pixels = max(1, sum(part.num_pixels for part in parts))
     mean = np.sum([part.sums for part in parts], axis=0) / pixels
     variance = np.sum([part.square_sums for part in parts], axis=0) / pixels - mean**2
@@ -42,7 +45,11 @@ class ChannelSums:
 
     def add(self, image: Image.Image) -> None:
         width, height = image.size
-        if self._strip is None or self._strip.width != width or self._filled + height > self._strip.height:
+        if (
+            self._strip is None
+            or self._strip.width != width
+            or self._filled + height > self._strip.height
+        ):
             self._count()
             self._strip = Image.new("RGB", (width, max(height, STRIP_PIXELS // width)))
         self._strip.paste(image, (0, self._filled))

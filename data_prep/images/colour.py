@@ -1,7 +1,9 @@
-"""Every pixel mode that Pillow opens, as RGB of 8 bits; a mode without one right conversion is a rejection.
+"""Every pixel mode that Pillow opens, as RGB of 8 bits; a mode without one right conversion is a
+rejection.
 
-Transparency is laid over white. Of 16 bits (12 in some TIFFs) the high 8 are kept. CMYK is multiplied out, without a colour
-profile. Integers of 32 bits and floats are rejected: nothing in the file says which value is white.
+Transparency is laid over white. Of 16 bits (12 in some TIFFs) the high 8 are kept. CMYK is
+multiplied out, without a colour profile. Integers of 32 bits and floats are rejected: nothing in
+the file says which value is white.
 """
 
 import numpy as np
@@ -27,16 +29,23 @@ def to_rgb(image: Image.Image, *, rawmode: str = "") -> Image.Image:
     mode, transparent = image.mode, "transparency" in image.info
     if mode == "RGB" and not transparent:
         return image
-    if mode.startswith("I;16") or (mode == "I" and image.format == "PPM"):  # a PGM's 16 bits come as 32
+    if mode.startswith("I;16") or (
+        mode == "I" and image.format == "PPM"
+    ):  # a PGM's 16 bits come as 32
         return _high_bits(image)
     if mode not in _PLAIN + _LAYERED:
-        raise Rejection("unsupported", f"pixel mode {mode} ({image.format}): which values are black and white is not known")
+        raise Rejection(
+            "unsupported",
+            f"pixel mode {mode} ({image.format}): which values are black and white is not known",
+        )
     if mode in _LAYERED or (transparent and mode in ("RGB", "L", "1", "P")):
         if transparent and mode in ("RGB", "L"):
             image = image.copy()  # others may hold it
             image.info["transparency"] = _in_8_bits(image.info["transparency"], rawmode)
         layered = image.convert("LA").convert("RGBA") if mode == "La" else image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", layered.size, "white"), layered).convert("RGB")
+        return Image.alpha_composite(Image.new("RGBA", layered.size, "white"), layered).convert(
+            "RGB"
+        )
     return image.convert("RGB")
 
 
@@ -45,7 +54,9 @@ def _high_bits(image: Image.Image) -> Image.Image:
     tags = getattr(image, "tag_v2", {})
     bits = max(tags.get(_TIFF_BITS, (16,)))
     grey = (values >> (bits - 8)).clip(0, 255)
-    if tags.get(_TIFF_PHOTOMETRIC) == _TIFF_WHITE_IS_ZERO:  # Pillow inverts such pictures of 8 bits, not those of 16
+    if (
+        tags.get(_TIFF_PHOTOMETRIC) == _TIFF_WHITE_IS_ZERO
+    ):  # Pillow inverts such pictures of 8 bits, not those of 16
         grey = 255 - grey
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
@@ -54,7 +65,8 @@ def _high_bits(image: Image.Image) -> Image.Image:
 
 
 def _in_8_bits(colour: int | tuple[int, ...], rawmode: str) -> int | tuple[int, ...]:
-    """A PNG names its transparent colour in its own bits; Pillow compares it with pixels that are scaled to 8."""
+    """A PNG names its transparent colour in its own bits; Pillow compares it with pixels that are
+    scaled to 8."""
     if isinstance(colour, tuple):
         return tuple(part >> 8 for part in colour) if rawmode.endswith("16B") else colour
     factor = {"L;2": 85, "L;4": 17}.get(rawmode, 1)

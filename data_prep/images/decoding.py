@@ -1,11 +1,14 @@
-"""Bytes -> one RGB picture, at full size or, where the caller allows it, at a half, a quarter or an eighth of it.
+"""Bytes -> one RGB picture, at full size or, where the caller allows it, at a half, a quarter or an
+eighth of it.
 
-EXIF policy: the orientation tag (of EXIF; of XMP where EXIF has none) says how the picture stands; all other metadata is dropped.
-Metadata that cannot be read leaves the picture as it is stored. Of several frames or pages the first is taken.
-The true format counts, never the file's name. The size is read off the header, and judged, before anything is decoded.
-simplejpeg and imagecodecs decode JPEG (jpeg.py); imagecodecs decodes WebP (webp.py) and compressed TIFF (tiff.py). Pillow decodes
-PNG, PPM, GIF, BMP and uncompressed TIFF, and reads the headers of JPEG and TIFF. Pillow-SIMD 12.1, which takes Pillow's place on
-x86-64, lacks the fixes of Pillow 12.2 to 13.0; therefore `check_tiles` lists and bounds what a file can make it decode.
+EXIF policy: the orientation tag (of EXIF; of XMP where EXIF has none) says how the picture stands;
+all other metadata is dropped. Metadata that cannot be read leaves the picture as it is stored. Of
+several frames or pages the first is taken. The true format counts, never the file's name. The size
+is read off the header, and judged, before anything is decoded. simplejpeg and imagecodecs decode
+JPEG (jpeg.py); imagecodecs decodes WebP (webp.py) and compressed TIFF (tiff.py). Pillow decodes
+PNG, PPM, GIF, BMP and uncompressed TIFF, and reads the headers of JPEG and TIFF. Pillow-SIMD 12.1,
+which takes Pillow's place on x86-64, lacks the fixes of Pillow 12.2 to 13.0; therefore
+`check_tiles` lists and bounds what a file can make it decode.
 """
 
 import contextlib
@@ -24,7 +27,14 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import MAX_TEXT_CHUNK
 
 from data_prep.images.colour import rawmode_of, to_rgb
-from data_prep.images.jpeg import Frame, decode_jpeg, decode_rare_jpeg, draft_scale, ends_in_header, plain_frame
+from data_prep.images.jpeg import (
+    Frame,
+    decode_jpeg,
+    decode_rare_jpeg,
+    draft_scale,
+    ends_in_header,
+    plain_frame,
+)
 from data_prep.images.rejection import Rejection, rejecting
 from data_prep.images.tiff import is_compressed, unpack_tiff
 from data_prep.images.webp import WEBP, WebpHeader, decode_webp
@@ -32,13 +42,24 @@ from data_prep.images.webp import WEBP, WebpHeader, decode_webp
 T = TypeVar("T")
 
 MAX_PIXELS: Final = 178_956_970
-"""Of a picture as its header says: Pillow's own limit for a decompression bomb, which no budget exceeds."""
+"""Of a picture as its header says: Pillow's own limit for a decompression bomb, which no budget
+exceeds."""
 PIXEL_BUDGET: Final = 64_000_000
-"""Of what is decoded of one picture, unless `max_pixels` says otherwise: up to 1 GB of memory, at 4 bytes a pixel and copies."""
-EXTENSIONS: Final = {"JPEG": "jpg", "PNG": "png", "GIF": "gif", "BMP": "bmp", "TIFF": "tif", "PPM": "ppm"}
-"""The formats that Pillow opens. Some of its other formats take any bytes for an image (TGA) or start programs (EPS)."""
+"""Of what is decoded of one picture, unless `max_pixels` says otherwise: up to 1 GB of memory, at 4
+bytes a pixel and copies."""
+EXTENSIONS: Final = {
+    "JPEG": "jpg",
+    "PNG": "png",
+    "GIF": "gif",
+    "BMP": "bmp",
+    "TIFF": "tif",
+    "PPM": "ppm",
+}
+"""The formats that Pillow opens. Some of its other formats take any bytes for an image (TGA) or
+start programs (EPS)."""
 PILLOW_DECODERS: Final = frozenset(("raw", "zip", "gif", "bmp_rle", "ppm", "ppm_plain"))
-"""The decoders of Pillow that a file may start: they are those of PNG, PPM, GIF, BMP and uncompressed TIFF, never that of JPEG."""
+"""The decoders of Pillow that a file may start: they are those of PNG, PPM, GIF, BMP and
+uncompressed TIFF, never that of JPEG."""
 
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -58,9 +79,13 @@ def decoder_version() -> str:
     """What the pixels depend on besides the bytes."""
     libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
     others = (
-        f"imagecodecs {version('imagecodecs')} (WebP and TIFF), opencv-python-headless {version('opencv-python-headless')} (area)"
+        f"imagecodecs {version('imagecodecs')} (WebP and TIFF), opencv-python-headless"
+        f" {version('opencv-python-headless')} (area)"
     )
-    return f"Pillow {PIL.__version__}, libjpeg {libjpeg}, simplejpeg {simplejpeg.__version__} (JPEG), {others}"
+    return (
+        f"Pillow {PIL.__version__}, libjpeg {libjpeg}, simplejpeg {simplejpeg.__version__} (JPEG),"
+        f" {others}"
+    )
 
 
 @dataclass(frozen=True)
@@ -70,7 +95,8 @@ class Picture:
     pixels: Image.Image
     """RGB, or RGBX where that spares a copy; `upright` makes RGB of it."""
     extent: tuple[float, float]
-    """Width and height in pixels of `pixels`; a draft's last pixel of a row or column may lie over the edge in part."""
+    """Width and height in pixels of `pixels`; a draft's last pixel of a row or column may lie over
+    the edge in part."""
     orientation: int
     extension: str
 
@@ -88,14 +114,20 @@ class Picture:
         return rgb if turn is None else rgb.transpose(turn)
 
 
-def read_picture(data: bytes, *, smallest_side: int | None = None, max_pixels: int = MAX_PIXELS) -> Picture:
-    """Raises `Rejection`. `smallest_side` allows a draft, and says to how many pixels the shorter side will be resized;
-    `max_pixels` is the budget of what is decoded then."""
+def read_picture(
+    data: bytes, *, smallest_side: int | None = None, max_pixels: int = MAX_PIXELS
+) -> Picture:
+    """Raises `Rejection`. `smallest_side` allows a draft, and says to how many pixels the shorter
+    side will be resized; `max_pixels` is the budget of what is decoded then."""
     frame = plain_frame(data)
     if frame is not None:
         return _jpeg(data, frame, smallest_side=smallest_side, max_pixels=max_pixels, orientation=1)
-    with without_warnings():  # what Pillow warns of is a rejection below, or metadata that is dropped
-        return _despite_text(lambda data: _read(data, smallest_side=smallest_side, max_pixels=max_pixels), data)
+    with (
+        without_warnings()
+    ):  # what Pillow warns of is a rejection below, or metadata that is dropped
+        return _despite_text(
+            lambda data: _read(data, smallest_side=smallest_side, max_pixels=max_pixels), data
+        )
 
 
 def size_of(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
@@ -121,7 +153,13 @@ def _read(data: bytes, *, smallest_side: int | None, max_pixels: int) -> Picture
     image = _open(data)
     if image.format == "JPEG":
         frame = Frame(image.width, image.height, image.layers)
-        return _jpeg(data, frame, smallest_side=smallest_side, max_pixels=max_pixels, orientation=_orientation(image))
+        return _jpeg(
+            data,
+            frame,
+            smallest_side=smallest_side,
+            max_pixels=max_pixels,
+            orientation=_orientation(image),
+        )
     _check_size(*image.size, max_pixels=max_pixels)
     with rejecting("damaged"):
         if is_compressed(image):
@@ -130,7 +168,9 @@ def _read(data: bytes, *, smallest_side: int | None, max_pixels: int) -> Picture
         return Picture.of(image, extension=EXTENSIONS[image.format or ""])
 
 
-def _jpeg(data: bytes, frame: Frame, *, smallest_side: int | None, max_pixels: int, orientation: int) -> Picture:
+def _jpeg(
+    data: bytes, frame: Frame, *, smallest_side: int | None, max_pixels: int, orientation: int
+) -> Picture:
     width, height, _ = frame
     _check_size(width, height)
     scale = draft_scale(width, height, smallest_side)
@@ -139,30 +179,46 @@ def _jpeg(data: bytes, frame: Frame, *, smallest_side: int | None, max_pixels: i
     if pixels is None:
         _check_size(width, height, max_pixels=max_pixels)
         pixels, scale = decode_rare_jpeg(data, frame), 1
-    return Picture(pixels if pixels.mode == "RGBX" else to_rgb(pixels), (width / scale, height / scale), orientation, "jpg")
+    return Picture(
+        pixels if pixels.mode == "RGBX" else to_rgb(pixels),
+        (width / scale, height / scale),
+        orientation,
+        "jpg",
+    )
 
 
 def check_tiles(image: Image.Image) -> None:
-    """Reject an image that would start another decoder of Pillow, or whose pixels are placed far outside of it: Pillow checks the
-    places, but before 12.2 its sums overflow."""
+    """Reject an image that would start another decoder of Pillow, or whose pixels are placed far
+    outside of it: Pillow checks the places, but before 12.2 its sums overflow."""
     side = max(image.size)
     for codec, extents, *_ in image.tile:
         if codec not in PILLOW_DECODERS:
-            raise Rejection("unsupported", f"{image.format} with the codec {codec}; convert it to PNG")
+            raise Rejection(
+                "unsupported", f"{image.format} with the codec {codec}; convert it to PNG"
+            )
         left, top, right, bottom = extents or (0, 0, side, side)
         if not (0 <= left <= right <= side and 0 <= top <= bottom <= side):
-            raise Rejection("damaged", f"pixels at {extents} of an image of {image.width} x {image.height}")
+            raise Rejection(
+                "damaged", f"pixels at {extents} of an image of {image.width} x {image.height}"
+            )
 
 
 def _check_size(width: int, height: int, *, max_pixels: int = MAX_PIXELS) -> None:
     if width * height > MAX_PIXELS:
-        raise Rejection("too_many_pixels", f"{width} x {height}; {MAX_PIXELS:,} pixels are the most; make it smaller")
+        raise Rejection(
+            "too_many_pixels",
+            f"{width} x {height}; {MAX_PIXELS:,} pixels are the most; make it smaller",
+        )
     if width * height > max_pixels:
-        raise Rejection("too_many_pixels", f"{width} x {height}; make it smaller, or raise max_pixels ({max_pixels})")
+        raise Rejection(
+            "too_many_pixels",
+            f"{width} x {height}; make it smaller, or raise max_pixels ({max_pixels})",
+        )
 
 
 def _despite_text(read: Callable[[bytes], T], data: bytes) -> T:
-    """What `read` makes of a picture; where its text or colour profile is longer than Pillow allows (1 MiB), of it without them."""
+    """What `read` makes of a picture; where its text or colour profile is longer than Pillow allows
+    (1 MiB), of it without them."""
     try:
         return read(data)
     except Rejection as rejection:
@@ -172,12 +228,15 @@ def _despite_text(read: Callable[[bytes], T], data: bytes) -> T:
 
 
 def _without_text(data: bytes) -> bytes:
-    """A PNG without its texts, but for one that may say how it stands. Nothing is unpacked for it: compressed ones go."""
+    """A PNG without its texts, but for one that may say how it stands. Nothing is unpacked for it:
+    compressed ones go."""
     kept, at = [data[:8]], 8
     while at < len(data):
         end = at + 12 + int.from_bytes(data[at : at + 4])
         name, text = data[at + 4 : at + 8], data[at + 8 : end - 4]
-        if name not in _PNG_TEXTS or (len(text) <= MAX_TEXT_CHUNK and text.startswith(_PNG_TURNING)):
+        if name not in _PNG_TEXTS or (
+            len(text) <= MAX_TEXT_CHUNK and text.startswith(_PNG_TURNING)
+        ):
             kept.append(data[at:end])
         at = end
     return b"".join(kept)
@@ -191,12 +250,17 @@ def _open(data: bytes) -> Image.Image:
         raise Rejection("truncated", f"{len(data):,} bytes of a JPEG's header")
     with rejecting("not_an_image"):
         if is_jpeg:
-            return JpegImageFile(io.BytesIO(data))  # never an MPO: a good picture with a bad index of further ones is good
+            return JpegImageFile(
+                io.BytesIO(data)
+            )  # never an MPO: a good picture with a bad index of further ones is good
         try:
             image = Image.open(io.BytesIO(data), formats=tuple(EXTENSIONS))
         except Image.UnidentifiedImageError:
             unknown = f"no format that is read here begins with {data[:16]!r}"
-            raise Rejection("not_an_image", unknown if data[4:8] != b"ftyp" else "HEIC, AVIF and videos are not read") from None
+            raise Rejection(
+                "not_an_image",
+                unknown if data[4:8] != b"ftyp" else "HEIC, AVIF and videos are not read",
+            ) from None
         return image
 
 
@@ -211,10 +275,12 @@ def _orientation(image: Image.Image) -> int:
     return value if value in _TURNS else 1
 
 
-# ---- Python's warnings held back, by any number of threads at once ----------------------------------------------------
+# ---- Python's warnings held back, by any number of threads at once
+# ----------------------------------------------------
 #
-# `warnings.catch_warnings` changes the filters of the whole process and puts back those that it found: of two threads whose blocks
-# overlap, the later one to leave puts back the filters of the other's block, and every warning of the process is lost from then on.
+# `warnings.catch_warnings` changes the filters of the whole process and puts back those that it
+# found: of two threads whose blocks overlap, the later one to leave puts back the filters of the
+# other's block, and every warning of the process is lost from then on.
 
 _lock = threading.Lock()
 _inside = 0

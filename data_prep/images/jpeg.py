@@ -1,19 +1,23 @@
 """JPEGs, straight to libjpeg-turbo, whose warnings count: one rule says which of them are damage.
 
-Pillow's way from bytes to pixels costs, besides libjpeg's work, a third of it again in Python, and it swallows what libjpeg warns
-of. Here libjpeg-turbo decodes into the four bytes a pixel that PIL computes with, PIL takes that memory as it is, and warnings
-count. Of 800 pictures with 20 bytes scrambled, baseline to progressive CMYK, 544 are rejected (by Pillow 60), of 800 with a bit
-flipped 174 (9), of 800 that were cut all (all); of 4,800 with harmless changes none.
+Pillow's way from bytes to pixels costs, besides libjpeg's work, a third of it again in Python, and
+it swallows what libjpeg warns of. Here libjpeg-turbo decodes into the four bytes a pixel that PIL
+computes with, PIL takes that memory as it is, and warnings count. Of 800 pictures with 20 bytes
+scrambled, baseline to progressive CMYK, 544 are rejected (by Pillow 60), of 800 with a bit flipped
+174 (9), of 800 that were cut all (all); of 4,800 with harmless changes none.
 
-A JPEG that ends before its end marker is `truncated`, or `no_end_marker` if all pixels are there; any other fault of the pixels is
-`damaged`, with the decoder's own words: a bad Huffman code, a premature end, a marker inside a scan that is unsupported or in the
-wrong place, bytes that belong to nothing within or after entropy-coded data. Harmless: such bytes between the segments of
-the header, 0x00 or 0xFF before the end, the Adobe and JFIF segments' variants, all metadata. A decoder reports its first warning
-alone, so a JPEG with a harmless one is decoded again without its cause. The few JPEGs whose subsampling TurboJPEG does not know are
-decoded by imagecodecs, which reports no warnings; their markers are checked instead. Pillow decodes no JPEG.
+A JPEG that ends before its end marker is `truncated`, or `no_end_marker` if all pixels are there;
+any other fault of the pixels is `damaged`, with the decoder's own words: a bad Huffman code, a
+premature end, a marker inside a scan that is unsupported or in the wrong place, bytes that belong
+to nothing within or after entropy-coded data. Harmless: such bytes between the segments of the
+header, 0x00 or 0xFF before the end, the Adobe and JFIF segments' variants, all metadata. A decoder
+reports its first warning alone, so a JPEG with a harmless one is decoded again without its cause.
+The few JPEGs whose subsampling TurboJPEG does not know are decoded by imagecodecs, which reports no
+warnings; their markers are checked instead. Pillow decodes no JPEG.
 
-Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 (libjpeg scales within its inverse cosine transform), as long as either side
-stays at least `DRAFT_MARGINS` times what is asked for. See `images/__init__.py` for what that does to a resized picture.
+Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 (libjpeg scales within its inverse cosine
+transform), as long as either side stays at least `DRAFT_MARGINS` times what is asked for. See
+`images/__init__.py` for what that does to a resized picture.
 """
 
 import re
@@ -28,7 +32,8 @@ from PIL import Image
 from data_prep.images.rejection import Rejection
 
 DRAFT_MARGINS: Final = {8: 6, 4: 4, 2: 2}
-"""1/4 and 1/8 save little more than 1/2 does, and alias fine stripes more: they wait until there is size to spare."""
+"""1/4 and 1/8 save little more than 1/2 does, and alias fine stripes more: they wait until there is
+size to spare."""
 
 _START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN = 0xD8, 0xD9, 0xDA
 _APP0, _APP1, _APP14, _COMMENT = 0xE0, 0xE1, 0xEE, 0xFE
@@ -43,7 +48,12 @@ _METADATA: Final = frozenset((*range(_APP0, 0xF0), _COMMENT)) - {_APP0, _APP14}
 _CHANNELS: Final = (1, 3)
 _MARKER: Final = re.compile(rb"\xff+([^\x00\xff])")
 _EXTRANEOUS: Final = re.compile(r"([0-9]+) extraneous bytes before marker 0x([0-9a-f]{2})")
-_OF_THE_HEADER: Final = ("bad ICC marker", "JFIF revision", "Adobe color transform", "Invalid SOS parameters")
+_OF_THE_HEADER: Final = (
+    "bad ICC marker",
+    "JFIF revision",
+    "Adobe color transform",
+    "Invalid SOS parameters",
+)
 _UNKNOWN_SUBSAMPLING: Final = "Could not determine subsampling"
 
 
@@ -65,11 +75,18 @@ def draft_scale(width: int, height: int, smallest_side: int | None) -> int:
 
 
 def decode_jpeg(data: bytes, frame: Frame, *, scale: int) -> Image.Image | None:
-    """In PIL's mode RGBX (RGB with a byte of padding), or CMYK. None where TurboJPEG cannot; raises `Rejection`."""
+    """In PIL's mode RGBX (RGB with a byte of padding), or CMYK. None where TurboJPEG cannot; raises
+    `Rejection`."""
     height, width = -(-frame.height // scale), -(-frame.width // scale)
     mode = "CMYK" if frame.num_channels == 4 else "RGBX"
-    pixels_HW4 = _decoded(data, frame.num_channels, colorspace=mode, min_height=height, min_width=width)
-    return None if pixels_HW4 is None else _image_of(pixels_HW4, frame, size=(width, height), mode=mode)
+    pixels_HW4 = _decoded(
+        data, frame.num_channels, colorspace=mode, min_height=height, min_width=width
+    )
+    return (
+        None
+        if pixels_HW4 is None
+        else _image_of(pixels_HW4, frame, size=(width, height), mode=mode)
+    )
 
 
 def decode_rare_jpeg(data: bytes, frame: Frame) -> Image.Image:
@@ -83,18 +100,25 @@ def decode_rare_jpeg(data: bytes, frame: Frame) -> Image.Image:
         if "Insufficient memory" in str(error):
             raise MemoryError(str(error)) from None
         raise Rejection("damaged", str(error)) from None
-    return _image_of(pixels_HWC, frame, size=frame[:2], mode={1: "L", 3: "RGB"}.get(frame.num_channels, "CMYK"))
+    return _image_of(
+        pixels_HWC, frame, size=frame[:2], mode={1: "L", 3: "RGB"}.get(frame.num_channels, "CMYK")
+    )
 
 
-def _image_of(pixels_HWC: NDArray[np.uint8], frame: Frame, *, size: tuple[int, int], mode: str) -> Image.Image:
+def _image_of(
+    pixels_HWC: NDArray[np.uint8], frame: Frame, *, size: tuple[int, int], mode: str
+) -> Image.Image:
     if pixels_HWC.shape != (*size[::-1], len(mode)):
-        raise Rejection("damaged", f"{frame.width} x {frame.height} in the header, {pixels_HWC.shape} decoded")
+        raise Rejection(
+            "damaged", f"{frame.width} x {frame.height} in the header, {pixels_HWC.shape} decoded"
+        )
     raw_mode = "CMYK;I" if mode == "CMYK" else mode  # files hold CMYK as Adobe writes it, inverted
     return Image.frombuffer(mode, size, pixels_HWC, "raw", raw_mode, 0, 1)
 
 
 def decode_plain_into(data: bytes, out_HW3: NDArray[np.uint8]) -> bool:
-    """Whether `data` was a plain JPEG of exactly that size, and is now decoded in `out_HW3`; if not, go the long way."""
+    """Whether `data` was a plain JPEG of exactly that size, and is now decoded in `out_HW3`; if
+    not, go the long way."""
     frame = plain_frame(data)
     height, width, _ = out_HW3.shape
     if frame is None or frame[:2] != (width, height):
@@ -107,7 +131,8 @@ def decode_plain_into(data: bytes, out_HW3: NDArray[np.uint8]) -> bool:
 
 
 def plain_frame(data: bytes) -> Frame | None:
-    """Of a header in which nothing is unusual: 8 bits, grey or three channels, nothing that could turn the picture."""
+    """Of a header in which nothing is unusual: 8 bits, grey or three channels, nothing that could
+    turn the picture."""
     if data[:3] != b"\xff\xd8\xff":
         return None
     frame, at, end = None, 2, len(data) - 12
@@ -127,7 +152,8 @@ def plain_frame(data: bytes) -> Frame | None:
 
 
 def check_markers(data: bytes) -> None:
-    """For what another decoder accepts silently: the markers up to the end are those that may be there."""
+    """For what another decoder accepts silently: the markers up to the end are those that may be
+    there."""
     num_restarts, is_scan = 0, False
     for marker, _, _ in _segments(data):
         if marker == _END_OF_IMAGE:
@@ -141,7 +167,9 @@ def check_markers(data: bytes) -> None:
     raise Rejection("damaged" if _has_end(data) else "truncated", "Premature end of JPEG file")
 
 
-def _decoded(data: bytes, num_channels: int, *, is_tidied: bool = False, **options: Any) -> NDArray[np.uint8] | None:
+def _decoded(
+    data: bytes, num_channels: int, *, is_tidied: bool = False, **options: Any
+) -> NDArray[np.uint8] | None:
     try:
         return np.asarray(simplejpeg.decode_jpeg(data, **options))
     except ValueError as error:
@@ -151,20 +179,31 @@ def _decoded(data: bytes, num_channels: int, *, is_tidied: bool = False, **optio
     if _UNKNOWN_SUBSAMPLING in words:
         return None
     extraneous = _EXTRANEOUS.search(words)
-    if extraneous is not None and int(extraneous[2], 16) == _END_OF_IMAGE and _is_padded(data, int(extraneous[1])):
+    if (
+        extraneous is not None
+        and int(extraneous[2], 16) == _END_OF_IMAGE
+        and _is_padded(data, int(extraneous[1]))
+    ):
         # the first warning came with the last marker: there is no other
         return _decoded(data, num_channels, is_tidied=True, **options | {"strict": False})
-    if not is_tidied and (extraneous is not None or any(known in words for known in _OF_THE_HEADER)):
+    if not is_tidied and (
+        extraneous is not None or any(known in words for known in _OF_THE_HEADER)
+    ):
         return _decoded(_tidied(data, num_channels), num_channels, is_tidied=True, **options)
     if _has_end(data):
         raise Rejection("damaged", words)
-    if _is_one_scan(data, num_channels) and not data.endswith(b"\0"):  # zeros: a download whose room was reserved
+    if _is_one_scan(data, num_channels) and not data.endswith(
+        b"\0"
+    ):  # zeros: a download whose room was reserved
         try:
             _decoded(data + _END, num_channels, is_tidied=is_tidied, **options)
         except Rejection:
             pass
         else:
-            raise Rejection("no_end_marker", "all pixels are there, but the file ends before its end marker, FF D9")
+            raise Rejection(
+                "no_end_marker",
+                "all pixels are there, but the file ends before its end marker, FF D9",
+            )
     raise Rejection("truncated", "Premature end of JPEG file")
 
 
@@ -178,35 +217,56 @@ def ends_in_header(data: bytes) -> bool:
 
 
 def _has_end(data: bytes) -> bool:
-    """Return True if an end marker follows the beginning of the first scan; a thumbnail in the header has one of its own."""
-    return _END in data[next((start for marker, start, _ in _segments(data) if marker == _START_OF_SCAN), len(data)) :]
+    """Return True if an end marker follows the beginning of the first scan; a thumbnail in the
+    header has one of its own."""
+    return (
+        _END
+        in data[
+            next(
+                (start for marker, start, _ in _segments(data) if marker == _START_OF_SCAN),
+                len(data),
+            ) :
+        ]
+    )
 
 
 def _is_one_scan(data: bytes, num_channels: int) -> bool:
-    """Return True if the first scan has all that there is of the pixels: sequential, and of all channels."""
+    """Return True if the first scan has all that there is of the pixels: sequential, and of all
+    channels."""
     found = list(_segments(data))
     scans = [start for marker, start, _ in found if marker == _START_OF_SCAN]
-    return len(scans) == 1 and data[scans[0] + 4] == num_channels and not any(marker == _PROGRESSIVE for marker, _, _ in found)
+    return (
+        len(scans) == 1
+        and data[scans[0] + 4] == num_channels
+        and not any(marker == _PROGRESSIVE for marker, _, _ in found)
+    )
 
 
 def _is_padded(data: bytes, num_bytes: int) -> bool:
     """Whether the bytes before the end mark carry nothing."""
-    end = next((start for marker, start, _ in _segments(data) if marker == _END_OF_IMAGE), len(data))
+    end = next(
+        (start for marker, start, _ in _segments(data) if marker == _END_OF_IMAGE), len(data)
+    )
     return not data[:end].rstrip(b"\xff")[-num_bytes:].strip(b"\x00\xff")
 
 
 def _tidied(data: bytes, num_channels: int) -> bytes:
-    """The JPEG without what may make decoders warn of its header alone, read as libjpeg reads it with the warning."""
+    """The JPEG without what may make decoders warn of its header alone, read as libjpeg reads it
+    with the warning."""
     parts = [data[:2]]
     for marker, start, end in _segments(data):
         segment = bytearray(data[start:end])
         if segment[4:9] == b"JFIF\0" and len(segment) > 9:
             segment[9] = 1  # of any other version it warns
         elif marker == _APP14 and segment[4:9] == b"Adobe" and len(segment) > 15 and segment[15]:
-            segment[15] = 1 if num_channels == 3 else 2  # any other transform is taken for YCbCr, or for YCCK
+            segment[15] = (
+                1 if num_channels == 3 else 2
+            )  # any other transform is taken for YCbCr, or for YCCK
         if marker == _START_OF_SCAN:
             if any(part[1] == 0xC0 or part[1] == 0xC1 for part in parts):
-                segment[-3:] = b"\x00\x3f\x00"  # all that a sequential scan may have; some encoders write zeros
+                segment[-3:] = (  # all that a sequential scan may have; some encoders write zeros
+                    b"\x00\x3f\x00"
+                )
             return b"".join([*parts, segment, data[end:]])
         if marker not in _METADATA:
             parts.append(bytes(segment))
@@ -214,8 +274,8 @@ def _tidied(data: bytes, num_channels: int) -> bytes:
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """(marker, its place, where its segment ends), up to the end of the image; what stands between is passed over as libjpeg
-    passes it over."""
+    """(marker, its place, where its segment ends), up to the end of the image; what stands between
+    is passed over as libjpeg passes it over."""
     at = 2
     while (found := _MARKER.search(data, at)) is not None:
         marker, at = found[1][0], found.end()

@@ -1,4 +1,5 @@
-"""Why an input did not become a sample: the only error that making one may end in, besides those of the machine.
+"""Why an input did not become a sample: the only error that making one may end in, besides those of
+the machine.
 
 A rejection's words are a function of the input's bytes: rejected.jsonl is the same in every run.
 """
@@ -17,7 +18,8 @@ _EARLY_END = re.compile("truncated|not enough image data", re.IGNORECASE)
 
 
 class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, not an error)
-    """An input that cannot become a sample. What can be done for each `reason` stands in commands/building.py."""
+    """An input that cannot become a sample. What can be done for each `reason` stands in
+    commands/building.py."""
 
     def __init__(self, reason: str, detail: str):
         super().__init__(f"{reason}: {detail}")
@@ -31,7 +33,8 @@ def naming(picture: str) -> Iterator[None]:
         yield
     except MemoryError:
         raise UserError(
-            f"{picture}: memory ran out while it was decoded; lower max_pixels or num_workers, or give the process more memory"
+            f"{picture}: memory ran out while it was decoded; lower max_pixels or num_workers, or"
+            " give the process more memory"
         ) from None
 
 
@@ -41,19 +44,28 @@ def rejecting(reason: str) -> Iterator[None]:
     try:
         yield
     except (Rejection, MemoryError, ImportError):
-        raise  # running out of memory is a matter of this machine, not of the picture; so is what is not installed
+        # running out of memory is a matter of this machine, not of the picture; so is what is not
+        # installed
+        raise
     except Image.DecompressionBombError as error:
         raise Rejection("too_many_pixels", _words(error)) from None
     except Exception as error:  # noqa: BLE001
-        if isinstance(error, OSError) and "out of memory" in str(error):  # as Pillow's decoders put it
+        if isinstance(error, OSError) and "out of memory" in str(
+            error
+        ):  # as Pillow's decoders put it
             raise MemoryError from None
-        # damage makes Pillow raise whatever its parsing trips over (struct.error, TypeError); one file must not stop a build
+        # damage makes Pillow raise whatever its parsing trips over (struct.error, TypeError); one
+        # file must not stop a build
         words = _words(error)
         raise Rejection("truncated" if _EARLY_END.search(words) else reason, words) from None
 
 
 def _words(error: Exception) -> str:
-    """The message without memory addresses; with the kind of error where the message alone would puzzle (KeyError: 5)."""
+    """The message without memory addresses; with the kind of error where the message alone would
+    puzzle (KeyError: 5)."""
     message = re.sub(r"<[^<>]* at 0x[0-9a-f]+>|0x[0-9a-f]{6,}", "", str(error)).strip()
-    known = isinstance(error, (OSError, SyntaxError, ValueError, Image.DecompressionBombError)) and message
+    known = (
+        isinstance(error, (OSError, SyntaxError, ValueError, Image.DecompressionBombError))
+        and message
+    )
     return (message if known else f"{type(error).__name__}: {message}")[:MAX_DETAIL_CHARACTERS]

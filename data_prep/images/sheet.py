@@ -1,5 +1,5 @@
-"""A sheet of labelled pictures: every one in its own pixels, enlarged by a whole number without smoothing, so that what is seen is
-what is there.
+"""A sheet of labelled pictures: every one in its own pixels, enlarged by a whole number without
+smoothing, so that what is seen is what is there.
 """
 
 import io
@@ -36,7 +36,9 @@ def check_out(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise UserError(f"out: {path} cannot be written ({error.strerror}); name another file") from None
+        raise UserError(
+            f"out: {path} cannot be written ({error.strerror}); name another file"
+        ) from None
     if not is_png:
         raise UserError(f"out: {path} exists and is no PNG; name another file, it is left as it is")
 
@@ -67,12 +69,15 @@ def draw_sheet(cells: list[LabelledPicture], *, title: str, facts: str) -> Image
         top = MARGIN + HEAD + number // columns * (side + label_height + GAP)
         sheet.paste(cell.picture.resize((side, side), Image.Resampling.NEAREST), (left, top))
         for line, text in enumerate(cell.label.split("\n")):
-            body.draw(sheet, (left, top + side + 3 + LINE * line), shortened(text, body, width=side), INK)
+            body.draw(
+                sheet, (left, top + side + 3 + LINE * line), shortened(text, body, width=side), INK
+            )
     return sheet
 
 
 def shortened(text: str, font: Letters, *, width: float) -> str:
-    """The text as far as it fits; the middle goes first, because class names differ at both ends."""
+    """The text as far as it fits; the middle goes first, because class names differ at both
+    ends."""
     if font.getlength(text) <= width:
         return text
     cut = (short(text, length=length) for length in range(len(text), 2, -1))

@@ -1,7 +1,9 @@
-"""Decode WebP images with the libwebp in imagecodecs: the same decoder on every machine, whatever PIL was built with.
+"""Decode WebP images with the libwebp in imagecodecs: the same decoder on every machine, whatever
+PIL was built with.
 
-The header is read here, because size and orientation must be known: RIFF, the length of what follows, WEBP, chunks. The size is
-that of the canvas in an extended file (VP8X), else of the one frame (VP8 is lossy, VP8L lossless).
+The header is read here, because size and orientation must be known: RIFF, the length of what
+follows, WEBP, chunks. The size is that of the canvas in an extended file (VP8X), else of the one
+frame (VP8 is lossy, VP8L lossless).
 """
 
 import re
@@ -48,7 +50,9 @@ def decode_webp(data: bytes, header: WebpHeader) -> Image.Image:
     try:
         pixels_HWC = imagecodecs.webp_decode(data)
     except imagecodecs.WebpError:
-        np.empty((*header.size, 16), np.uint8)  # raises MemoryError if memory ran out: libwebp does not report that cause
+        np.empty(
+            (*header.size, 16), np.uint8
+        )  # raises MemoryError if memory ran out: libwebp does not report that cause
         raise Rejection("damaged", "libwebp cannot decode it") from None
     if pixels_HWC.shape[1::-1] != header.size:
         raise Rejection("damaged", f"{header.size} in the header, {pixels_HWC.shape} decoded")
@@ -65,5 +69,8 @@ def _size(name: bytes, body: bytes) -> tuple[int, int] | None:
         bits = int.from_bytes(body[1:5], "little")
         return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
     if name == b"VP8 ":  # after the frame's tag and start code, 14 bits each and two of scale
-        return int.from_bytes(body[6:8], "little") & 0x3FFF, int.from_bytes(body[8:10], "little") & 0x3FFF
+        return (
+            int.from_bytes(body[6:8], "little") & 0x3FFF,
+            int.from_bytes(body[8:10], "little") & 0x3FFF,
+        )
     return None

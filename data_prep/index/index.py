@@ -1,17 +1,23 @@
-"""`data_prep index`: a dataset out of shards that others have written. They are read where they are, and stay as they are.
+"""`data_prep index`: a dataset out of shards that others have written. They are read where they
+are, and stay as they are.
 
 Steps, under the sole lock of OUT and after it was marked as ours (`claim`):
 
 1. the patterns become a list of shards; another list or config has begun or finished here: refuse;
-2. ask for the version of every shard (size and time of change, or what the server says), so that a missing one is found at once;
-3. the manifest stands: a shard of another version must still have the content it had, or it is refused; nothing else to do;
-4. every shard without a record of this version is read (samples.py; a remote one is copied into OUT/PARTS meanwhile), and leaves
-   OUT/PARTS/NAME.npy, OUT/NAME.paths, then its record OUT/PARTS/NAME.json;
-5. the classes are known now (until then the labels of a shard are numbers of its own; words are numbered by the sorted set of all
-   words): OUT/NAME.npy of every shard, rejected.jsonl, versions.json, then manifest.json; the parts go.
+2. ask for the version of every shard (size and time of change, or what the server says), so that a
+   missing one is found at once;
+3. the manifest stands: a shard of another version must still have the content it had, or it is
+   refused; nothing else to do;
+4. every shard without a record of this version is read (samples.py; a remote one is copied into
+   OUT/PARTS meanwhile), and leaves OUT/PARTS/NAME.npy, OUT/NAME.paths, then its record
+   OUT/PARTS/NAME.json;
+5. the classes are known now (until then the labels of a shard are numbers of its own; words are
+   numbered by the sorted set of all words): OUT/NAME.npy of every shard, rejected.jsonl,
+   versions.json, then manifest.json; the parts go.
 
-Shards are named SPLIT-NUMBER in their sorted order. The plan's hash in the manifest is of config and contents, not of places: the
-same shards on disk, behind http or in s3 make the same dataset, but for `file`.
+Shards are named SPLIT-NUMBER in their sorted order. The plan's hash in the manifest is of config
+and contents, not of places: the same shards on disk, behind http or in s3 make the same dataset,
+but for `file`.
 """
 
 import json
@@ -24,14 +30,29 @@ from numpy.typing import NDArray
 
 from data_prep.build.destination import OWN_MARK, hand_over, occupied
 from data_prep.build.merge import check_reject_share, manifest_of, with_limit
-from data_prep.build.parts import BEGUN, forget_parts, of_another, own_place, read_record, write_record
+from data_prep.build.parts import (
+    BEGUN,
+    forget_parts,
+    of_another,
+    own_place,
+    read_record,
+    write_record,
+)
 from data_prep.build.shards import ShardRecord, count_labels, write_index, write_paths
 from data_prep.build.workplan import all_in_one
 from data_prep.images.decoding import decoder_version
 from data_prep.index.config import IndexSettings
 from data_prep.index.locate import StockShard, list_shards, opened, version_of, versions_of
 from data_prep.index.samples import MAX_CLASSES, IndexPlan, read_shard
-from data_prep.manifest import INDEX_DTYPE, MANIFEST_NAME, PARTS, Manifest, Shard, load_manifest, save_manifest
+from data_prep.manifest import (
+    INDEX_DTYPE,
+    MANIFEST_NAME,
+    PARTS,
+    Manifest,
+    Shard,
+    load_manifest,
+    save_manifest,
+)
 from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, write_json
 from data_prep.settings import Settings, UserError, printable
 from data_prep.tar import TarError
@@ -49,7 +70,8 @@ class UnfinishedIndex(Settings):
 
 
 class StockRecord(Settings):
-    """What is known of a shard before the classes are: its labels are still numbered as in samples.py."""
+    """What is known of a shard before the classes are: its labels are still numbered as in
+    samples.py."""
 
     plan_hash: str
     stamp: str | None
@@ -76,11 +98,23 @@ def index(settings: IndexSettings) -> Manifest:
             manifest = with_limit(directory, manifest, settings.max_reject_share)
         else:
             versions_of(shards, settings)
-            write_record(directory, BEGUN, UnfinishedIndex(plan_hash=plan.hash, config=dict(plan.config)))
-            found = list(sweep(partial(read, plan), shards, title="indexing", unit="shards", num_workers=settings.num_workers))
+            write_record(
+                directory, BEGUN, UnfinishedIndex(plan_hash=plan.hash, config=dict(plan.config))
+            )
+            found = list(
+                sweep(
+                    partial(read, plan),
+                    shards,
+                    title="indexing",
+                    unit="shards",
+                    num_workers=settings.num_workers,
+                )
+            )
             if damaged := sorted(each for each in found if isinstance(each, str)):
                 raise UserError(all_in_one(damaged))
-            manifest = publish(plan, shards, [each for each in found if isinstance(each, StockRecord)])
+            manifest = publish(
+                plan, shards, [each for each in found if isinstance(each, StockRecord)]
+            )
         hand_over(settings)
         forget_parts(directory)
     check_reject_share(settings.out, manifest)
@@ -89,24 +123,39 @@ def index(settings: IndexSettings) -> Manifest:
 
 def _plan(settings: IndexSettings, shards: list[StockShard]) -> IndexPlan:
     names = settings.class_names()
-    made = settings.model_dump(mode="json", include={"image_size", "crop", "interpolation", "max_pixels", "seed"})
-    config = {"name": settings.dataset_name, **described(settings), **made, "classes_file": None if names is None else list(names)}
+    made = settings.model_dump(
+        mode="json", include={"image_size", "crop", "interpolation", "max_pixels", "seed"}
+    )
+    config = {
+        "name": settings.dataset_name,
+        **described(settings),
+        **made,
+        "classes_file": None if names is None else list(names),
+    }
     plan_hash = hash_of_json([config, [[shard.name, shard.file] for shard in shards]])
     return IndexPlan(settings, names, plan_hash, config)
 
 
 def described(settings: IndexSettings) -> dict[str, Any]:
     """For the manifest: how the shards were read."""
-    return {"kind": "index", **settings.model_dump(mode="json", include={"label", "image_member", "ignore_zeros", "check"})}
+    return {
+        "kind": "index",
+        **settings.model_dump(
+            mode="json", include={"label", "image_member", "ignore_zeros", "check"}
+        ),
+    }
 
 
 def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[Shard]) -> str:
     """Of the config and of what is in the shards, wherever they lie."""
-    contents = [[mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)]
+    contents = [
+        [mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)
+    ]
     return hash_of_json([dict(plan.config), contents])
 
 
-# ---- whose directory --------------------------------------------------------------------------------------------
+# ---- whose directory
+# --------------------------------------------------------------------------------------------
 
 
 def _refuse_unfinished_of_another(plan: IndexPlan) -> None:
@@ -124,35 +173,58 @@ def _refuse_unfinished_of_another(plan: IndexPlan) -> None:
 
 def _refuse_another(plan: IndexPlan, shards: list[StockShard], manifest: Manifest) -> None:
     stored = [shard for _, split in sorted(manifest.splits.items()) for shard in split.shards]
-    same = [(shard.name, shard.file) for shard in stored] == [(shard.name, shard.file) for shard in shards]
+    same = [(shard.name, shard.file) for shard in stored] == [
+        (shard.name, shard.file) for shard in shards
+    ]
     if not same or finished_plan_hash(plan, shards, stored) != manifest.plan_hash:
         raise of_another(plan.directory, manifest.config, plan.config)
 
 
 def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifest) -> None:
-    """A shard of another version than it was may still be the same (a copy, a touch): then its content says so."""
+    """A shard of another version than it was may still be the same (a copy, a touch): then its
+    content says so."""
     path = plan.directory / VERSIONS_NAME
     try:
         known = dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         known = {}
     stamps = {name: version.stamp for name, version in versions_of(shards, plan.settings).items()}
-    doubtful = [shard for shard in shards if stamps[shard.name] is None or known.get(shard.name) != stamps[shard.name]]
+    doubtful = [
+        shard
+        for shard in shards
+        if stamps[shard.name] is None or known.get(shard.name) != stamps[shard.name]
+    ]
     if not doubtful:
         return
-    stored = {shard.name: shard.sha256 for split in manifest.splits.values() for shard in split.shards}
+    stored = {
+        shard.name: shard.sha256 for split in manifest.splits.values() for shard in split.shards
+    }
     num_workers = plan.settings.num_workers
     try:
-        hashes = sweep(partial(hash_of, plan), doubtful, title="reading again", unit="shards", num_workers=num_workers)
-        changed = [shard.place for shard, sha256 in zip(doubtful, hashes, strict=True) if sha256 != stored[shard.name]]
+        hashes = sweep(
+            partial(hash_of, plan),
+            doubtful,
+            title="reading again",
+            unit="shards",
+            num_workers=num_workers,
+        )
+        changed = [
+            shard.place
+            for shard, sha256 in zip(doubtful, hashes, strict=True)
+            if sha256 != stored[shard.name]
+        ]
     finally:
         forget_parts(plan.directory)
     if changed:
-        raise UserError(f"{changed[0]}: has changed since it was indexed; remove {plan.directory} and index again, or put it back")
+        raise UserError(
+            f"{changed[0]}: has changed since it was indexed; remove {plan.directory} and index"
+            " again, or put it back"
+        )
     write_json(path, stamps)
 
 
-# ---- one shard, in a worker process -------------------------------------------------------------------------------
+# ---- one shard, in a worker process
+# -------------------------------------------------------------------------------
 
 
 def hash_of(plan: IndexPlan, shard: StockShard) -> str:
@@ -167,17 +239,24 @@ def _known(shard: StockShard, plan: IndexPlan) -> StockRecord | None:
         found = read_record(plan.directory, shard.name, StockRecord)
         whole = (
             sha256_of(parts / f"{shard.name}.npy") == found.rows_sha256
-            and sha256_of(plan.directory / found.record.shard.paths_file) == found.record.shard.paths_sha256
+            and sha256_of(plan.directory / found.record.shard.paths_file)
+            == found.record.shard.paths_sha256
         )
     except (OSError, ValueError):
         return None
-    if not whole or found.record.shard.name != shard.name or found.plan_hash != plan.hash or found.stamp is None:
+    if (
+        not whole
+        or found.record.shard.name != shard.name
+        or found.plan_hash != plan.hash
+        or found.stamp is None
+    ):
         return None
     return found if version_of(shard, plan.settings).stamp == found.stamp else None
 
 
 def read(plan: IndexPlan, shard: StockShard) -> StockRecord | str:
-    """The record of the shard; of a tar that is cut or damaged the complaint, so that one run names all of them."""
+    """The record of the shard; of a tar that is cut or damaged the complaint, so that one run names
+    all of them."""
     if known := _known(shard, plan):
         return known
     with opened(shard, plan.directory, plan.settings) as (path, version):
@@ -207,13 +286,16 @@ def read(plan: IndexPlan, shard: StockShard) -> StockRecord | str:
         raw_size=contents.raw_size,
         num_without_key=contents.num_without_key,
         goes_on_at=contents.goes_on_at,
-        record=ShardRecord.of(stored, contents.channels, contents.rejected, plan_hash=plan.hash, class_counts={}),
+        record=ShardRecord.of(
+            stored, contents.channels, contents.rejected, plan_hash=plan.hash, class_counts={}
+        ),
     )
     write_record(plan.directory, shard.name, found)
     return found
 
 
-# ---- the dataset -------------------------------------------------------------------------------------------------
+# ---- the dataset
+# -------------------------------------------------------------------------------------------------
 
 
 def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]) -> Manifest:
@@ -236,17 +318,27 @@ def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord])
         num_left_out={"without_key": num_without_key} if num_without_key else {},
         plan_hash=finished_plan_hash(plan, shards, [record.shard for record in records]),
     )
-    write_json(plan.directory / VERSIONS_NAME, {part.record.shard.name: part.stamp for part in found})
+    write_json(
+        plan.directory / VERSIONS_NAME, {part.record.shard.name: part.stamp for part in found}
+    )
     save_manifest(plan.directory, manifest)
     if not is_raw and len(raw_sizes) == 1 and None not in raw_sizes:
         size = raw_sizes.pop()
-        _report(f"all pictures are raw ones of {size} px; with image_size={size} they would be read at memory speed")
-    cut = [(shard.place, part.goes_on_at) for shard, part in zip(shards, found, strict=True) if part.goes_on_at]
+        _report(
+            f"all pictures are raw ones of {size} px; with image_size={size} they would be read at"
+            " memory speed"
+        )
+    cut = [
+        (shard.place, part.goes_on_at)
+        for shard, part in zip(shards, found, strict=True)
+        if part.goes_on_at
+    ]
     if cut:
         place, at = cut[0]
         _report(
-            f"{len(cut):,} of {len(shards):,} shards go on behind their end mark ({place} at byte {at:,}), as tars put "
-            "together with cat do; nothing behind it was read. ignore_zeros=true reads on"
+            f"{len(cut):,} of {len(shards):,} shards go on behind their end mark ({place} at byte"
+            f" {at:,}), as tars put together with cat do; nothing behind it was read."
+            " ignore_zeros=true reads on"
         )
     return manifest
 
@@ -255,33 +347,48 @@ def _report(text: str) -> None:
     print(f"data_prep: {text}", file=sys.stderr)
 
 
-def _refuse_empty_or_mixed(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]) -> None:
+def _refuse_empty_or_mixed(
+    plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]
+) -> None:
     pairs = list(zip(shards, found, strict=True))
     for split in sorted({shard.split for shard in shards}):
         if not any(part.record.num_inputs for shard, part in pairs if shard.split == split):
-            raise UserError(f"splits.{split}: its shards hold no samples; a sample is KEY.jpg with KEY.cls or KEY.json")
+            raise UserError(
+                f"splits.{split}: its shards hold no samples; a sample is KEY.jpg with KEY.cls or"
+                " KEY.json"
+            )
     with_words = next((shard.place for shard, part in pairs if part.names), None)
     with_numbers = next((shard.place for shard, part in pairs if part.has_numbers), None)
     if with_words is not None and with_numbers is not None:
         raise UserError(
-            f"label: {plan.settings.label} is a word in {with_words} and a number in {with_numbers}; "
-            "give the words in classes_file, in the order of their numbers"
+            f"label: {plan.settings.label} is a word in {with_words} and a number in"
+            f" {with_numbers}; give the words in classes_file, in the order of their numbers"
         )
 
 
-def _with_classes(plan: IndexPlan, found: list[StockRecord]) -> tuple[tuple[str, ...], list[ShardRecord]]:
+def _with_classes(
+    plan: IndexPlan, found: list[StockRecord]
+) -> tuple[tuple[str, ...], list[ShardRecord]]:
     """The classes of the dataset, and the records with the index written in their numbers."""
     words = sorted({word for part in found for word in part.names})
     if len(words) > MAX_CLASSES:
-        raise UserError(f"label: {plan.settings.label} has {len(words):,} different values; is that the class?")
+        raise UserError(
+            f"label: {plan.settings.label} has {len(words):,} different values; is that the class?"
+        )
     number_of = {word: number for number, word in enumerate(words)}
     top, records = -1, []
     for part in found:
         record = part.record
-        rows: NDArray[np.int64] = np.load(plan.directory / PARTS / f"{record.shard.name}.npy", allow_pickle=False)
+        rows: NDArray[np.int64] = np.load(
+            plan.directory / PARTS / f"{record.shard.name}.npy", allow_pickle=False
+        )
         if part.names and len(rows):
             rows[:, 2] = np.array([number_of[word] for word in part.names], np.int64)[rows[:, 2]]
         top = max(top, int(rows[:, 2].max(initial=-1)))
-        shard = record.shard.model_copy(update={"index_sha256": write_index(plan.directory, record.shard.name, rows)})
-        records.append(record.model_copy(update={"shard": shard, "class_counts": count_labels(rows[:, 2])}))
+        shard = record.shard.model_copy(
+            update={"index_sha256": write_index(plan.directory, record.shard.name, rows)}
+        )
+        records.append(
+            record.model_copy(update={"shard": shard, "class_counts": count_labels(rows[:, 2])})
+        )
     return plan.names or tuple(words) or tuple(str(number) for number in range(top + 1)), records

@@ -1,8 +1,10 @@
-"""What a stock WebDataset shard holds: one pass over its headers gathers members into samples by webdataset's rule, a second one
-looks at every sample and either gives its row of the index or says why it has none.
+"""What a stock WebDataset shard holds: one pass over its headers gathers members into samples by
+webdataset's rule, a second one looks at every sample and either gives its row of the index or says
+why it has none.
 
-The key is the name up to the first dot of its last part. Members are bytes to us: pictures are decoded, labels are digits or JSON,
-and nothing else is opened (stock webdataset would unpickle `.pyd`). Invariant: every key is a row or a line of `rejected`.
+The key is the name up to the first dot of its last part. Members are bytes to us: pictures are
+decoded, labels are digits or JSON, and nothing else is opened (stock webdataset would unpickle
+`.pyd`). Invariant: every key is a row or a line of `rejected`.
 """
 
 import hashlib
@@ -28,7 +30,20 @@ from data_prep.settings import UserError, printable
 from data_prep.tar import BLOCK, Member, TarError, members, read_member, runs
 from data_prep.workers import Tally
 
-LIKELY = ("label", "class", "class_name", "label_name", "cls", "category", "target", "wnid", "synset", "class_id", "label_id", "y")
+LIKELY = (
+    "label",
+    "class",
+    "class_name",
+    "label_name",
+    "cls",
+    "category",
+    "target",
+    "wnid",
+    "synset",
+    "class_id",
+    "label_id",
+    "y",
+)
 """What the key of a label is called in the JSON of others, the likeliest first."""
 MAX_CLASSES = 1 << 20
 UNLABELLED = -1
@@ -37,7 +52,13 @@ MAX_PICTURE_BYTES, MAX_LABEL_BYTES = 1 << 30, 1 << 24
 NUM_FOR_STATISTICS = 256
 """Of a shard, where not every picture is decoded."""
 _META = re.compile(r"__[^/]*__($|/)")
-_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
+_MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +75,9 @@ class IndexPlan:
 
     @cached_property
     def numbers(self) -> dict[str, int] | None:
-        return None if self.names is None else {name: number for number, name in enumerate(self.names)}
+        return (
+            None if self.names is None else {name: number for number, name in enumerate(self.names)}
+        )
 
     @property
     def directory(self) -> Path:
@@ -66,7 +89,8 @@ class StockSample:
     key: str
     members: list[tuple[str, Member]] = field(default_factory=list)
     num_runs: int = 0
-    """More than 1: other keys stand between its members, and a stock reader takes it for several samples."""
+    """More than 1: other keys stand between its members, and a stock reader takes it for several
+    samples."""
 
 
 class IndexRow(NamedTuple):
@@ -98,7 +122,8 @@ class Contents:
 
 
 def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
-    """Everything that an index says of the shard; `name` stands for it in the paths. Raises TarError."""
+    """Everything that an index says of the shard; `name` stands for it in the paths. Raises
+    TarError."""
     found = Contents()
     samples = gather(path, found, ignore_zeros=plan.settings.ignore_zeros)
     chosen = _for_statistics(len(samples), plan, name)
@@ -117,11 +142,17 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
                 found.rejected.append(_rejected(descriptor, sample, plan, bad, name))
             else:
                 sizes.add(size)
-                found.rows.append(IndexRow(sample.key, picture.offset, picture.num_bytes, found.number(label)))
+                found.rows.append(
+                    IndexRow(sample.key, picture.offset, picture.num_bytes, found.number(label))
+                )
     finally:
         os.close(descriptor)
     all_may_go = plan.settings.max_reject_share == 1
-    if not found.rows and not all_may_go and {each.reason for each in found.rejected} == {"no_label"}:
+    if (
+        not found.rows
+        and not all_may_go
+        and {each.reason for each in found.rejected} == {"no_label"}
+    ):
         first = found.rejected[0]
         raise UserError(f"label: {first.path}: {first.detail}")
     found.raw_size = _raw_size(found.rows, sizes)
@@ -155,10 +186,17 @@ def _picture(sample: StockSample, plan: IndexPlan) -> Member:
     suffixes = [suffix for suffix, _ in sample.members]
     double = next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None)
     if double is not None:
-        raise Rejection("doubled_member", f"two members end in .{printable(double)}: two samples of one key?")
+        raise Rejection(
+            "doubled_member", f"two members end in .{printable(double)}: two samples of one key?"
+        )
     if sample.num_runs > 1:
-        raise Rejection("interleaved", f"its members stand in {sample.num_runs} places with others between them")
-    pictures, listed = _pictures(sample, plan), " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))
+        raise Rejection(
+            "interleaved", f"its members stand in {sample.num_runs} places with others between them"
+        )
+    pictures, listed = (
+        _pictures(sample, plan),
+        " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes)),
+    )
     if len(pictures) > 1:
         raise Rejection("several_images", f"{len(pictures)} members of {listed} are pictures"[:200])
     if not pictures:
@@ -180,7 +218,9 @@ def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:
     wanted = plan.settings.label.partition(":")[0]
     member = next((member for suffix, member in sample.members if suffix == wanted), None)
     if member is None:
-        raise Rejection("no_label", f"no member ends in .{wanted}; {_where_else(descriptor, sample)}")
+        raise Rejection(
+            "no_label", f"no member ends in .{wanted}; {_where_else(descriptor, sample)}"
+        )
     if member.num_bytes > MAX_LABEL_BYTES:
         raise Rejection("bad_label", f"{member.num_bytes:,} bytes")
     return label_of(_read(descriptor, member), plan.settings.label, classes=plan.numbers)
@@ -188,11 +228,22 @@ def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:
 
 def _where_else(descriptor: int, sample: StockSample) -> str:
     """What may hold the label, and the setting that takes it from there."""
-    small = {suffix: _read(descriptor, member) for suffix, member in sample.members if member.num_bytes <= MAX_LABEL_BYTES}
+    small = {
+        suffix: _read(descriptor, member)
+        for suffix, member in sample.members
+        if member.num_bytes <= MAX_LABEL_BYTES
+    }
     with suppress(ValueError, RecursionError):
         tree = json.loads(small.get("json", b"null"))
-        keys = [key for key, value in tree.items() if isinstance(value, int | str)] if isinstance(tree, dict) else []
-        likely = sorted(keys, key=lambda key: LIKELY.index(key.lower()) if key.lower() in LIKELY else len(LIKELY))
+        keys = (
+            [key for key, value in tree.items() if isinstance(value, int | str)]
+            if isinstance(tree, dict)
+            else []
+        )
+        likely = sorted(
+            keys,
+            key=lambda key: LIKELY.index(key.lower()) if key.lower() in LIKELY else len(LIKELY),
+        )
         if likely and (likely[0].lower() in LIKELY or "txt" not in small):
             return f"found .json with keys {', '.join(keys)}: label=json:{likely[0]}"
     if "txt" in small:
@@ -206,7 +257,14 @@ def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> in
     settings = plan.settings
     if decoded:
         image, _ = decode(data, max_pixels=settings.max_pixels)
-        found.channels.add(resize(image, size=settings.image_size, crop=settings.crop, interpolation=settings.interpolation))
+        found.channels.add(
+            resize(
+                image,
+                size=settings.image_size,
+                crop=settings.crop,
+                interpolation=settings.interpolation,
+            )
+        )
     else:
         size_of(data, max_pixels=settings.max_pixels)
     header = re.match(rb"P6\n([0-9]{1,5}) ([0-9]{1,5})\n255\n", data)
@@ -227,7 +285,9 @@ def _for_statistics(num_samples: int, plan: IndexPlan, name: str) -> frozenset[i
     if plan.settings.check == "decode" or num_samples <= NUM_FOR_STATISTICS:
         return range(num_samples)
     seed = np.random.SeedSequence([plan.settings.seed, zlib.crc32(name.encode())])
-    chosen = np.random.Generator(np.random.Philox(seed)).choice(num_samples, NUM_FOR_STATISTICS, replace=False)
+    chosen = np.random.Generator(np.random.Philox(seed)).choice(
+        num_samples, NUM_FOR_STATISTICS, replace=False
+    )
     return frozenset(chosen.tolist())
 
 
@@ -238,20 +298,26 @@ def _read(descriptor: int, member: Member) -> bytes:
     return data
 
 
-def _rejected(descriptor: int, sample: StockSample, plan: IndexPlan, bad: Rejection, name: str) -> Rejected:
+def _rejected(
+    descriptor: int, sample: StockSample, plan: IndexPlan, bad: Rejection, name: str
+) -> Rejected:
     """The hash is that of the picture, or of the first member where there is none."""
     member = (_pictures(sample, plan) or [sample.members[0][1]])[0]
     data = read_member(descriptor, member.offset, min(member.num_bytes, MAX_PICTURE_BYTES))
     key = printable(sample.key)
     digest = hashlib.sha256(data).hexdigest()
-    return Rejected(key=key, path=f"{name}/{key}", reason=bad.reason, detail=bad.detail, sha256=digest)
+    return Rejected(
+        key=key, path=f"{name}/{key}", reason=bad.reason, detail=bad.detail, sha256=digest
+    )
 
 
-# ---- labels: the digits of KEY.cls, an integer or a word in KEY.json or KEY.txt --------------------------------------------
+# ---- labels: the digits of KEY.cls, an integer or a word in KEY.json or KEY.txt
+# --------------------------------------------
 
 
 def label_of(data: bytes, kind: str, *, classes: dict[str, int] | None) -> int | str:
-    """A number, or a word where `classes` does not number the words; `kind`: cls, txt or json:FIELD.SUBFIELD. Raises Rejection."""
+    """A number, or a word where `classes` does not number the words; `kind`: cls, txt or
+    json:FIELD.SUBFIELD. Raises Rejection."""
     value: int | str
     if kind.startswith("json:"):
         value = _field(data, kind.partition(":")[2])
@@ -262,13 +328,18 @@ def label_of(data: bytes, kind: str, *, classes: dict[str, int] | None) -> int |
     else:
         raise Rejection("bad_label", f"{data[:40]!r} is not an integer")
     if isinstance(value, str):
-        name = value.encode("utf-8", "backslashreplace").decode()  # JSON may hold halves of characters
+        name = value.encode(
+            "utf-8", "backslashreplace"
+        ).decode()  # JSON may hold halves of characters
         if classes is not None and name not in classes:
             raise Rejection("unknown_class", f"{name[:100]!r} is not in classes_file")
         return name if classes is None else classes[name]
     top = MAX_CLASSES if classes is None else len(classes)
     if not 0 <= value < top:
-        raise Rejection("label_out_of_range", f"{value if abs(value) < 10**18 else 'huge'} is not in 0..{top - 1}")
+        raise Rejection(
+            "label_out_of_range",
+            f"{value if abs(value) < 10**18 else 'huge'} is not in 0..{top - 1}",
+        )
     return value
 
 
@@ -283,5 +354,8 @@ def _field(data: bytes, path: str) -> int | str:
             raise Rejection("no_label", f"its JSON has no {path}{has}")
         value = value[key]
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise Rejection("bad_label", f"{path} is {str(value)[:40]!r}, which is neither an integer nor a class name")
+        raise Rejection(
+            "bad_label",
+            f"{path} is {str(value)[:40]!r}, which is neither an integer nor a class name",
+        )
     return value

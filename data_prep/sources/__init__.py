@@ -1,7 +1,7 @@
 """One file per archive layout; each turns what people download into a `Source`.
 
-A new layout is a file here with its settings section (a `kind`) and a class that satisfies `Source`, and a line in either list
-below.
+A new layout is a file here with its settings section (a `kind`) and a class that satisfies
+`Source`, and a line in either list below.
 """
 
 from typing import Annotated, Any
@@ -21,7 +21,14 @@ from data_prep.sources.stl10 import Stl10Settings, Stl10Source
 from data_prep.sources.synthetic import SyntheticSettings, SyntheticSource
 from data_prep.sources.tinyimagenet import TinyImageNetSettings, TinyImageNetSource
 
-__all__ = ["Arrangement", "Source", "SourceError", "SourceSettings", "SyntheticSettings", "open_source"]
+__all__ = [
+    "Arrangement",
+    "Source",
+    "SourceError",
+    "SourceSettings",
+    "SyntheticSettings",
+    "open_source",
+]
 
 SourceSettings = Annotated[
     FolderSettings

@@ -1,8 +1,10 @@
-"""CIFAR-10 and CIFAR-100, python and binary versions: the .tar.gz as it is downloaded, or the folder that it unpacks to.
+"""CIFAR-10 and CIFAR-100, python and binary versions: the .tar.gz as it is downloaded, or the
+folder that it unpacks to.
 
-The names of its files show which of the four it is. MD5: of the whole .tar.gz, or of each file of a folder of the python
-version; no sums are published of the files of the binary version. The sums are checked before an archive is opened or a pickle
-looked at, and of a pickle nothing is imported or called, whatever it names (`_Unpickler`).
+The names of its files show which of the four it is. MD5: of the whole .tar.gz, or of each file of a
+folder of the python version; no sums are published of the files of the binary version. The sums are
+checked before an archive is opened or a pickle looked at, and of a pickle nothing is imported or
+called, whatever it names (`_Unpickler`).
 """
 
 import io
@@ -43,8 +45,8 @@ CIFAR_FILES = {
     "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
     "meta": "7973b15100ade9c7d40fb424638fde48",
 }
-"""MD5 sums, from torchvision 0.26 (torchvision/datasets/cifar.py); of the binary archives from the table on
-https://www.cs.toronto.edu/~kriz/cifar.html."""
+"""MD5 sums, from torchvision 0.26 (torchvision/datasets/cifar.py); of the binary archives from the
+table on https://www.cs.toronto.edu/~kriz/cifar.html."""
 
 
 Kind = Literal["fine", "coarse"]
@@ -69,7 +71,9 @@ class Version:
 
     @property
     def files(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([*self.batches, *(labels.names_file for labels in self.labels.values())]))
+        return tuple(
+            dict.fromkeys([*self.batches, *(labels.names_file for labels in self.labels.values())])
+        )
 
 
 _VERSIONS = (
@@ -94,10 +98,16 @@ _VERSIONS = (
     Version(
         "cifar-100-binary.tar.gz",
         batches={"train.bin": "train", "test.bin": "test"},
-        labels={"fine": Labels("fine_label_names.txt", "", 1), "coarse": Labels("coarse_label_names.txt", "", 0)},
+        labels={
+            "fine": Labels("fine_label_names.txt", "", 1),
+            "coarse": Labels("coarse_label_names.txt", "", 0),
+        },
     ),
 )
-_GIVE = f"give the .tar.gz as downloaded ({', '.join(CIFAR_ARCHIVES)}), or the folder that it unpacks to"
+_GIVE = (
+    f"give the .tar.gz as downloaded ({', '.join(CIFAR_ARCHIVES)}), or the folder that it"
+    " unpacks to"
+)
 _ALL_FILES = frozenset(name for version in _VERSIONS for name in version.files)
 
 
@@ -127,14 +137,19 @@ class CifarSource(RecordSource):
         contents = self._contents()
         version, kind = self._version(set(contents)), self.settings.labels
         if kind not in version.labels:
-            raise SourceError(f"source.labels: {self.path} is CIFAR-10, which has no {kind} labels; leave the setting out")
+            raise SourceError(
+                f"source.labels: {self.path} is CIFAR-10, which has no {kind} labels; leave the"
+                " setting out"
+            )
         file, key, place = version.labels[kind]
         with refusing(self.path / file):
             classes = _class_names(contents[file], key)
         batches = {}
         for name, split in version.batches.items():
             with refusing(self.path / name):
-                pixels, labels = _records(contents.pop(name), place, num_label_bytes=len(version.labels))
+                pixels, labels = _records(
+                    contents.pop(name), place, num_label_bytes=len(version.labels)
+                )
             batches[name] = Batch(split, pixels.reshape(-1, *_PICTURE), labels)
         return Records(classes, batches)
 
@@ -157,10 +172,16 @@ class CifarSource(RecordSource):
         version = max(_VERSIONS, key=lambda version: len(present & set(version.files)))
         missing = [name for name in version.files if name not in present]
         if len(missing) == len(version.files):
-            raise SourceError(f"source.path: {self.path} holds none of the files of CIFAR-10 or CIFAR-100; {_GIVE}")
+            raise SourceError(
+                f"source.path: {self.path} holds none of the files of CIFAR-10 or CIFAR-100;"
+                f" {_GIVE}"
+            )
         if missing:
             lacking = ", ".join(missing[:3])
-            raise SourceError(f"source.path: {self.path} looks like {version.archive} but lacks {lacking}; download it again")
+            raise SourceError(
+                f"source.path: {self.path} looks like {version.archive} but lacks {lacking};"
+                " download it again"
+            )
         return version
 
 
@@ -174,8 +195,11 @@ def _class_names(data: bytes, key: str) -> tuple[str, ...]:
     return tuple(_text(name) for name in names)
 
 
-def _records(data: bytes, place: str | int, *, num_label_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """(records, 3072) pixels and (records,) labels. A binary record is its label bytes, then the picture."""
+def _records(
+    data: bytes, place: str | int, *, num_label_bytes: int
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """(records, 3072) pixels and (records,) labels. A binary record is its label bytes, then the
+    picture."""
     if isinstance(place, int):
         stride = num_label_bytes + _NUM_PICTURE_BYTES
         if len(data) % stride:
@@ -210,15 +234,18 @@ def _text(value: object) -> str:
 class _Unpickler(pickle._Unpickler):
     """Reads plain values and arrays of bytes; any other global ends the reading with its name.
 
-    What stands for numpy's functions merely keeps what they would be given: a damaged pickle cannot make numpy reserve or read
-    what is not there. Python's own machine, not that in C, which reserves memory for whatever number a damaged length is; of its
-    opcodes one does so, too, and is refused.
+    What stands for numpy's functions merely keeps what they would be given: a damaged pickle cannot
+    make numpy reserve or read what is not there. Python's own machine, not that in C, which
+    reserves memory for whatever number a damaged length is; of its opcodes one does so, too, and is
+    refused.
     """
 
     def load_bytearray8(self) -> None:
         raise ValueError("holds a bytearray, which arrays of numbers never need")
 
-    dispatch: ClassVar[dict[int, Any]] = pickle._Unpickler.dispatch | {pickle.BYTEARRAY8[0]: load_bytearray8}
+    dispatch: ClassVar[dict[int, Any]] = pickle._Unpickler.dispatch | {
+        pickle.BYTEARRAY8[0]: load_bytearray8
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         match f"{module}.{name}":
@@ -243,6 +270,15 @@ class _PickledArray:
         _, self.shape, self.type, self.is_fortran, self.data = state
 
     def rows(self) -> NDArray[np.uint8]:
-        if self.type != "u1" or not isinstance(self.data, bytes) or self.shape[1:] != (_NUM_PICTURE_BYTES,):
-            raise ValueError(f"data is {self.type} of the shape {self.shape}, not u1 of the shape (records, {_NUM_PICTURE_BYTES})")
-        return np.frombuffer(self.data, np.uint8).reshape(self.shape, order="F" if self.is_fortran else "C")
+        if (
+            self.type != "u1"
+            or not isinstance(self.data, bytes)
+            or self.shape[1:] != (_NUM_PICTURE_BYTES,)
+        ):
+            raise ValueError(
+                f"data is {self.type} of the shape {self.shape}, not u1 of the shape (records,"
+                f" {_NUM_PICTURE_BYTES})"
+            )
+        return np.frombuffer(self.data, np.uint8).reshape(
+            self.shape, order="F" if self.is_fortran else "C"
+        )

@@ -1,5 +1,6 @@
-"""A folder of classes, with or without split folders above the classes; a class may have folders of its own. Or a folder without
-classes and a table of its pictures' labels (archives/labels.py), which is then the one container.
+"""A folder of classes, with or without split folders above the classes; a class may have folders of
+its own. Or a folder without classes and a table of its pictures' labels (archives/labels.py), which
+is then the one container.
 
 What neither ends nor begins as a picture does is left out, and counted by its ending.
 """
@@ -12,7 +13,13 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from data_prep.archives.files import NO_PICTURE, changed_in_folder, only_folders, read_file, walk_pictures
+from data_prep.archives.files import (
+    NO_PICTURE,
+    changed_in_folder,
+    only_folders,
+    read_file,
+    walk_pictures,
+)
 from data_prep.archives.guard import SourceError, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.archives.labels import Row, class_names, read_labels, rows_of_files
@@ -26,21 +33,26 @@ NUM_ENDINGS = 5
 
 
 class FolderSettings(Settings):
-    """A folder of classes: PATH/CLASS/*.jpg, or PATH/{train,val,test}/CLASS/*.jpg; or PATH/*.jpg with a table of labels."""
+    """A folder of classes: PATH/CLASS/*.jpg, or PATH/{train,val,test}/CLASS/*.jpg; or PATH/*.jpg
+    with a table of labels."""
 
     kind: Literal["folder"]
     path: str = Field(examples=["photos"])
     """The folder."""
     val_share: float = Field(0.1, ge=0, lt=1)
-    """Share of each class of `train` that becomes the split `val` if the folder has no `val` (seeded): at least one image if a
-    class has two, none if it has one. Byte-equal files stay in one split and count once. 0: none at all."""
+    """Share of each class of `train` that becomes the split `val` if the folder has no `val`
+    (seeded): at least one image if a class has two, none if it has one. Byte-equal files stay in
+    one split and count once. 0: none at all."""
     seed: int = Field(0, ge=0)
     """Of which pictures become `val`."""
     labels: str | None = Field(None, examples=["photos/labels.csv"])
-    """A CSV or Parquet file with a row for each picture below `path`: its file, its label and, if it likes, its split."""
-    columns: dict[Literal["file", "label", "split"], str] = Field(default={}, examples=[{"label": "species"}])
-    """What the table calls them, where it has no usual name (`file`, `path`, `image_id`, ...; `label`, `class`, ...; `split`), or
-    several. Splits are train, val and test."""
+    """A CSV or Parquet file with a row for each picture below `path`: its file, its label and, if
+    it likes, its split."""
+    columns: dict[Literal["file", "label", "split"], str] = Field(
+        default={}, examples=[{"label": "species"}]
+    )
+    """What the table calls them, where it has no usual name (`file`, `path`, `image_id`, ...;
+    `label`, `class`, ...; `split`), or several. Splits are train, val and test."""
 
 
 class FolderSource(Source):
@@ -55,25 +67,40 @@ class FolderSource(Source):
 
     def outline(self) -> Outline:
         if not self.path.is_dir():
-            raise SourceError(f"source.path: {self.path} is not a directory; give the folder that holds the classes")
+            raise SourceError(
+                f"source.path: {self.path} is not a directory; give the folder that holds the"
+                " classes"
+            )
         if self.settings.labels is not None:
             file, classes = Path(self.settings.labels), class_names(self._table())
-            return Outline(classes, (Container(path="", split="train"),), beside=((file.name, stamp_of([file])),))
-        give_table = "move them into a folder for each class, or name a table of their labels: source.labels=FILE.csv"
+            return Outline(
+                classes,
+                (Container(path="", split="train"),),
+                beside=((file.name, stamp_of([file])),),
+            )
+        give_table = (
+            "move them into a folder for each class, or name a table of their labels:"
+            " source.labels=FILE.csv"
+        )
         top = only_folders(self.path, of="class", remedy=give_table)
         splits = [name for name in SPLIT_NAMES if name in top]
         others = [name for name in top if name not in splits]
         if splits and others:
             raise SourceError(
-                f"source.path: {self.path} holds {'/ and '.join(splits)}/, so it has split folders, but also {others[0]}/, which "
-                f"is none of {', '.join(SPLIT_NAMES)}; rename it, or move it elsewhere"
+                f"source.path: {self.path} holds {'/ and '.join(splits)}/, so it has split folders,"
+                f" but also {others[0]}/, which is none of {', '.join(SPLIT_NAMES)}; rename it, or"
+                " move it elsewhere"
             )
         prefixes = {name: f"{name}/" for name in splits} or {"train": ""}
-        names = {split: only_folders(self.path / prefix, of="class") for split, prefix in prefixes.items()}
+        names = {
+            split: only_folders(self.path / prefix, of="class")
+            for split, prefix in prefixes.items()
+        }
         empty = [self.path / prefixes[split] for split, found in names.items() if not found]
         if empty:
             raise SourceError(
-                f"source.path: {empty[0]} holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
+                f"source.path: {empty[0]} holds no class folders; the layout is PATH/CLASS/*.jpg or"
+                " PATH/train/CLASS/*.jpg"
             )
         classes = tuple(sorted({name for found in names.values() for name in found}))
         labels = {name: label for label, name in enumerate(classes)}
@@ -90,21 +117,41 @@ class FolderSource(Source):
             return Entries.of(listed, label=container.label)
         rows = self._rows([name for name, _, num_bytes in listed if num_bytes != NO_PICTURE])
         numbers = {name: label for label, name in enumerate(class_names(rows.values()))}
-        return Entries.of(listed, label=[numbers[rows[name].label] if name in rows else UNLABELLED for name, _, _ in listed])
+        return Entries.of(
+            listed,
+            label=[
+                numbers[rows[name].label] if name in rows else UNLABELLED for name, _, _ in listed
+            ],
+        )
 
     def arrange(self, inventory: Inventory) -> Arrangement:
         is_input = inventory.sizes != NO_PICTURE
-        others = (PurePosixPath(printable(inventory.name(row))).suffix.lower() for row in np.flatnonzero(~is_input).tolist())
-        counts = Counter(f"{ending} files" if ending else "files without an ending" for ending in others).most_common()
-        left_out = dict(counts[:NUM_ENDINGS]) | {"other files": sum(count for _, count in counts[NUM_ENDINGS:])}
-        splits = {split: rows[is_input[rows]] for split, rows in by_container(inventory).splits.items()}
+        others = (
+            PurePosixPath(printable(inventory.name(row))).suffix.lower()
+            for row in np.flatnonzero(~is_input).tolist()
+        )
+        counts = Counter(
+            f"{ending} files" if ending else "files without an ending" for ending in others
+        ).most_common()
+        left_out = dict(counts[:NUM_ENDINGS]) | {
+            "other files": sum(count for _, count in counts[NUM_ENDINGS:])
+        }
+        splits = {
+            split: rows[is_input[rows]] for split, rows in by_container(inventory).splits.items()
+        }
         if self.settings.labels is not None:
             names = [inventory.name(row) for row in splits["train"].tolist()]
             rows = self._rows(names)
             of_row = np.array([rows[name].split or "train" for name in names])
             splits = {str(split): splits["train"][of_row == split] for split in np.unique(of_row)}
         arrangement = Arrangement(splits, left_out=left_out)
-        return hold_out(inventory, arrangement, share=self.settings.val_share, seed=self.settings.seed, root=self.path)
+        return hold_out(
+            inventory,
+            arrangement,
+            share=self.settings.val_share,
+            seed=self.settings.seed,
+            root=self.path,
+        )
 
     def read(self, entry: Entry) -> bytes:
         return read_file(self.path, entry)
@@ -114,8 +161,15 @@ class FolderSource(Source):
 
     def _table(self) -> tuple[Row, ...]:
         file = Path(self.settings.labels or "")
-        return read_labels(file, stamp_of([file]) if file.exists() else "", tuple(self.settings.columns.items()), self.path)
+        return read_labels(
+            file,
+            stamp_of([file]) if file.exists() else "",
+            tuple(self.settings.columns.items()),
+            self.path,
+        )
 
     def _rows(self, files: list[str]) -> Mapping[str, Row]:
         """The row of each."""
-        return rows_of_files(Path(self.settings.labels or ""), self._table(), files=files, folder=self.path)
+        return rows_of_files(
+            Path(self.settings.labels or ""), self._table(), files=files, folder=self.path
+        )

@@ -1,11 +1,13 @@
-"""ImageNet-1k (ILSVRC 2012): the folder into which its archives were downloaded, or in which they were unpacked.
+"""ImageNet-1k (ILSVRC 2012): the folder into which its archives were downloaded, or in which they
+were unpacked.
 
     ILSVRC2012_img_train.tar          or  train/  (synset tars or synset folders)
     ILSVRC2012_img_val.tar            or  val/    (synset folders, or the 50,000 pictures side by side)
     ILSVRC2012_devkit_t12.tar.gz      or  ILSVRC2012_devkit_t12/   needed where val is not in synset folders
 
-Labels are the places of the sorted wnids, as everywhere. With `real` (real.json, from "Are we done with ImageNet?") the split
-val gets the annotation `real`: a bit for each class that is right, none for the pictures that have no right class.
+Labels are the places of the sorted wnids, as everywhere. With `real` (real.json, from "Are we done
+with ImageNet?") the split val gets the annotation `real`: a bit for each class that is right, none
+for the pictures that have no right class.
 """
 
 import hashlib
@@ -31,9 +33,14 @@ from data_prep.sources.synsets import SynsetSource, find_synsets, labelled, refu
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12"
-DEVKIT_MD5 = "fa75699e90414af021442c21a62c3abf"  # as published on image-net.org and checked by torchvision
+DEVKIT_MD5 = (  # as published on image-net.org and checked by torchvision
+    "fa75699e90414af021442c21a62c3abf"
+)
 _META, _TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"
-PUBLISHED_MD5 = {TRAIN_TAR: "1d675b47d978889d74fa0da5fadfb00e", VAL_TAR: "29b22e2961454d5413ddabcf34fc5622"}
+PUBLISHED_MD5 = {
+    TRAIN_TAR: "1d675b47d978889d74fa0da5fadfb00e",
+    VAL_TAR: "29b22e2961454d5413ddabcf34fc5622",
+}
 NUM_CLASSES = 1000
 _VAL_NAME = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
 _WNID_FOLDER = re.compile(r"n\d{8}")
@@ -44,7 +51,8 @@ class ImageNet1kSettings(Settings):
 
     kind: Literal["imagenet1k"]
     path: str = Field(examples=["downloads/imagenet"])
-    """The folder with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and the devkit, or with what they unpack to."""
+    """The folder with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and the devkit, or with what
+    they unpack to."""
     splits: tuple[Literal["train", "val"], ...] = Field(("train", "val"), min_length=1)
     """Which of the two splits are built."""
     real: str | None = Field(None, examples=["downloads/real.json"])
@@ -66,7 +74,10 @@ class ImageNet1kSource(SynsetSource):
 
     def outline(self) -> Outline:
         if not self.path.is_dir():
-            raise SourceError(f"source.path: {self.path} is not a directory; give the folder that holds {TRAIN_TAR}")
+            raise SourceError(
+                f"source.path: {self.path} is not a directory; give the folder that holds"
+                f" {TRAIN_TAR}"
+            )
         classes: tuple[str, ...] | None = None
         containers: list[Container] = []
         kit_path = self._present(f"{DEVKIT}.tar.gz", DEVKIT)
@@ -75,7 +86,11 @@ class ImageNet1kSource(SynsetSource):
         beside = tuple((file.name, stamp_of([file])) for file in files)
         if self.settings.real is not None:
             self._real_labels()  # reports a mistake in it now, not after the packing
-        kit = None if kit_path is None else load_devkit(kit_path, must_be_published=self.settings.md5 != "off")
+        kit = (
+            None
+            if kit_path is None
+            else load_devkit(kit_path, must_be_published=self.settings.md5 != "off")
+        )
         self._val_labels = kit.val_labels if kit is not None else ()
         if "train" in self.settings.splits:
             synsets = find_synsets(self.root, self._place(TRAIN_TAR, "train"), split="train")
@@ -85,11 +100,13 @@ class ImageNet1kSource(SynsetSource):
             containers += labelled(synsets, classes)
         if "val" in self.settings.splits:
             place = self._place(VAL_TAR, "val")
-            if place == VAL_TAR or not any(_WNID_FOLDER.match(path.name) for path in (self.root / place).iterdir()):
+            if place == VAL_TAR or not any(
+                _WNID_FOLDER.match(path.name) for path in (self.root / place).iterdir()
+            ):
                 if kit is None:
                     raise SourceError(
-                        f"source.path: {self.root / place} has no synset folders, so its labels are in {DEVKIT}.tar.gz; "
-                        f"download it into {self.root}"
+                        f"source.path: {self.root / place} has no synset folders, so its labels are"
+                        f" in {DEVKIT}.tar.gz; download it into {self.root}"
                     )
                 classes = kit.wnids
                 stamp = stamp_of([self.root / place]) if (self.root / place).is_file() else ""
@@ -118,10 +135,15 @@ class ImageNet1kSource(SynsetSource):
             wanted = max(wanted, len(self._real_labels()))
         found = len(arrangement.splits.get("val", ()))
         if labels and found < wanted:
-            raise SourceError(f"source.path: val has {found:,} pictures, but labels are known of {wanted:,}; complete the archive")
+            raise SourceError(
+                f"source.path: val has {found:,} pictures, but labels are known of {wanted:,};"
+                " complete the archive"
+            )
         return arrangement
 
-    def annotations(self, locators: Sequence[str], labels: Sequence[int]) -> dict[str, NDArray[np.bool_]]:
+    def annotations(
+        self, locators: Sequence[str], labels: Sequence[int]
+    ) -> dict[str, NDArray[np.bool_]]:
         if self.settings.real is None:
             return {}
         real = self._real_labels()
@@ -129,10 +151,16 @@ class ImageNet1kSource(SynsetSource):
         for row, locator in enumerate(locators):
             number = _val_number(locator)
             if number > len(real):
-                raise SourceError(f"source.real: {self.settings.real} has {len(real)} lists, none for {locator}")
+                raise SourceError(
+                    f"source.real: {self.settings.real} has {len(real)} lists, none for {locator}"
+                )
             bits[row, real[number - 1]] = True
         everything = list(labels) == list(range(len(labels)))
-        return {"real": bits if everything else bits[:, [old for old, new in enumerate(labels) if new >= 0]]}
+        return {
+            "real": (
+                bits if everything else bits[:, [old for old, new in enumerate(labels) if new >= 0]]
+            )
+        }
 
     def _real_labels(self) -> list[list[int]]:
         file = self._real_file()
@@ -141,8 +169,12 @@ class ImageNet1kSource(SynsetSource):
         except ValueError:
             real = None
         lists = isinstance(real, list) and all(isinstance(row, list) for row in real)
-        if not lists or not all(type(label) is int and 0 <= label < NUM_CLASSES for row in real for label in row):
-            raise SourceError(f"source.real: {file} is not a list of label lists, one for each validation picture")
+        if not lists or not all(
+            type(label) is int and 0 <= label < NUM_CLASSES for row in real for label in row
+        ):
+            raise SourceError(
+                f"source.real: {file} is not a list of label lists, one for each validation picture"
+            )
         return list(real)
 
     def _real_file(self) -> Path:
@@ -157,7 +189,8 @@ class ImageNet1kSource(SynsetSource):
         path = self._present(tar, folder)
         if path is None:
             raise SourceError(
-                f"source.path: {self.root} holds neither {tar} nor {folder}/; download it, or set source.splits to what is there"
+                f"source.path: {self.root} holds neither {tar} nor {folder}/; download it, or set"
+                " source.splits to what is there"
             )
         if path.is_file() and self.settings.md5 == "all":
             refuse_gzip(path)  # before all of it is read for its sum
@@ -165,7 +198,8 @@ class ImageNet1kSource(SynsetSource):
         return path.name
 
     def _present(self, archive: str, folder: str) -> Path | None:
-        """The file, or else the folder, that is there. A link to nowhere must not pass for a part that was never downloaded."""
+        """The file, or else the folder, that is there. A link to nowhere must not pass for a part
+        that was never downloaded."""
         packed, unpacked = self.root / archive, self.root / folder
         for path in (packed, unpacked):
             if os.path.lexists(path) and kind_of(path) not in ("folder", "file"):
@@ -176,29 +210,35 @@ class ImageNet1kSource(SynsetSource):
         number = _val_number(name)
         if not 1 <= number <= len(self._val_labels):
             raise SourceError(
-                f"source.path: {name} is beyond the {len(self._val_labels)} labels of the development kit; "
-                "are val and development kit of the same year?"
+                f"source.path: {name} is beyond the {len(self._val_labels)} labels of the"
+                " development kit; are val and development kit of the same year?"
             )
         return self._val_labels[number - 1]
 
 
-def _refuse_difference(place: str, found: Collection[str], other: str, wanted: Collection[str]) -> None:
+def _refuse_difference(
+    place: str, found: Collection[str], other: str, wanted: Collection[str]
+) -> None:
     odd = sorted(set(found) ^ set(wanted))
     if odd:
         raise SourceError(
-            f"source.path: {place} has {len(found)} synsets, {other} {len(wanted)} (for example {odd[0]} is in one only); "
-            "complete the archive"
+            f"source.path: {place} has {len(found)} synsets, {other} {len(wanted)} (for example"
+            f" {odd[0]} is in one only); complete the archive"
         )
 
 
 def _val_number(name: str) -> int:
     match = _VAL_NAME.fullmatch(name)
     if not match:
-        raise SourceError(f"source.path: {name} is not named like a validation picture, ILSVRC2012_val_00000001.JPEG")
+        raise SourceError(
+            f"source.path: {name} is not named like a validation picture,"
+            " ILSVRC2012_val_00000001.JPEG"
+        )
     return int(match[1])
 
 
-# ---- the development kit: which synset each of the 1,000 numbers means, and the numbers of the validation pictures -----
+# ---- the development kit: which synset each of the 1,000 numbers means, and the numbers of the
+# validation pictures -----
 
 
 class Devkit(NamedTuple):
@@ -229,7 +269,9 @@ def load_devkit(path: Path, *, must_be_published: bool) -> Devkit:
     wnids = tuple(sorted(wnid_of_number.values()))
     labels = {wnid: label for label, wnid in enumerate(wnids)}
     with refusing(path / _TRUTH):
-        return Devkit(wnids, tuple(labels[wnid_of_number[int(line)]] for line in files[_TRUTH].split()))
+        return Devkit(
+            wnids, tuple(labels[wnid_of_number[int(line)]] for line in files[_TRUTH].split())
+        )
 
 
 def _wnids(meta: bytes, path: Path) -> dict[int, str]:
@@ -238,7 +280,12 @@ def _wnids(meta: bytes, path: Path) -> dict[int, str]:
 
     try:
         synsets: Any = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
-        rows = [(int(row["ILSVRC2012_ID"]), str(row["WNID"]), int(row["num_children"])) for row in synsets]
+        rows = [
+            (int(row["ILSVRC2012_ID"]), str(row["WNID"]), int(row["num_children"]))
+            for row in synsets
+        ]
     except Exception as error:  # noqa: BLE001 (a damaged .mat makes its reader raise anything)
-        raise SourceError(f"source.path: {path}: its meta.mat cannot be read ({error}); download it again") from None
+        raise SourceError(
+            f"source.path: {path}: its meta.mat cannot be read ({error}); download it again"
+        ) from None
     return {number: wnid for number, wnid, num_children in rows if num_children == 0}

@@ -1,8 +1,9 @@
-"""MNIST, and what is published in its layout: a folder of four idx files, compressed as downloaded or not.
+"""MNIST, and what is published in its layout: a folder of four idx files, compressed as downloaded
+or not.
 
-Grey pictures stay grey here (PGM); they become RGB when they are decoded. MD5 sums: of the unpacked files of MNIST and
-Fashion-MNIST, which are the same however they were compressed, and of the .gz files of KMNIST. EMNIST has none: only headers and
-sizes are checked.
+Grey pictures stay grey here (PGM); they become RGB when they are decoded. MD5 sums: of the unpacked
+files of MNIST and Fashion-MNIST, which are the same however they were compressed, and of the .gz
+files of KMNIST. EMNIST has none: only headers and sizes are checked.
 """
 
 import gzip
@@ -26,7 +27,18 @@ _STEMS: Final = {"train": ("train",), "test": ("t10k", "test")}
 
 _CLASSES: Final = {
     "mnist": tuple("0123456789"),
-    "fashion": ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    "fashion": (
+        "T-shirt/top",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Ankle boot",
+    ),
     "kmnist": ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"),
 }
 
@@ -50,7 +62,8 @@ MNIST_FILES = {
         "t10k-labels-idx1-ubyte.gz": "7320c461ea6c1c855c0b718fb2a4b134",
     },
 }
-"""MD5 sums: of KMNIST from torchvision 0.26 (torchvision/datasets/mnist.py), of the others of what the published .gz files hold."""
+"""MD5 sums: of KMNIST from torchvision 0.26 (torchvision/datasets/mnist.py), of the others of what
+the published .gz files hold."""
 
 
 class MnistSettings(Settings):
@@ -82,18 +95,31 @@ class MnistSource(RecordSource):
             pixels = self._read(pictures, num_dimensions=3)
             if self.settings.transposed:
                 pixels = pixels.transpose(0, 2, 1)
-            batches[split] = Batch(split=split, pixels=pixels, labels=self._read(labels, num_dimensions=1).astype(np.int64))
+            batches[split] = Batch(
+                split=split,
+                pixels=pixels,
+                labels=self._read(labels, num_dimensions=1).astype(np.int64),
+            )
         return Records(classes=self._classes(batches), batches=batches)
 
     def _pairs(self) -> dict[str, tuple[Path, Path]]:
-        return {split: (self._find(split, "images-idx3"), self._find(split, "labels-idx1")) for split in _STEMS}
+        return {
+            split: (self._find(split, "images-idx3"), self._find(split, "labels-idx1"))
+            for split in _STEMS
+        }
 
     def _find(self, split: str, kind: str) -> Path:
-        names = [f"{self.settings.prefix}{stem}-{kind}-ubyte{end}" for stem in _STEMS[split] for end in (".gz", "")]
+        names = [
+            f"{self.settings.prefix}{stem}-{kind}-ubyte{end}"
+            for stem in _STEMS[split]
+            for end in (".gz", "")
+        ]
         for name in names:
             if (self.path / name).is_file():
                 return self.path / name
-        raise SourceError(f"source.path: {self.path} holds no {names[0]}; give the folder with the four idx files")
+        raise SourceError(
+            f"source.path: {self.path} holds no {names[0]}; give the folder with the four idx files"
+        )
 
     def _read(self, path: Path, *, num_dimensions: int) -> NDArray[np.uint8]:
         with refusing(path):
@@ -105,31 +131,46 @@ class MnistSource(RecordSource):
             return parse_idx(data, num_dimensions=num_dimensions)
 
     def _check_published(self, path: Path, stored: bytes, data: bytes) -> None:
-        """Refuse a file that is not the published one of this variant, and name the variant that it is of."""
+        """Refuse a file that is not the published one of this variant, and name the variant that it
+        is of."""
         name = path.name.removeprefix(self.settings.prefix)
         contents = {name: stored, name.removesuffix(".gz"): data}
-        sums = {key: hashlib.md5(content, usedforsecurity=False).hexdigest() for key, content in contents.items()}
+        sums = {
+            key: hashlib.md5(content, usedforsecurity=False).hexdigest()
+            for key, content in contents.items()
+        }
         published = MNIST_FILES.get(self.settings.variant, {})
         for key in sums.keys() & published.keys():
             for other, files in MNIST_FILES.items():
                 if other != self.settings.variant and set(files.values()) & set(sums.values()):
-                    raise SourceError(f"source.variant: {path} is a file of {other}; set source.variant={other}")
+                    raise SourceError(
+                        f"source.variant: {path} is a file of {other}; set source.variant={other}"
+                    )
             if sums[key] != published[key]:
                 raise wrong_sum(f"{path}{', unpacked,' * (key != name)}", sums[key], published[key])
 
     def _classes(self, batches: dict[str, Batch]) -> tuple[str, ...]:
         highest = max(int(batch.labels.max(initial=0)) for batch in batches.values())
-        return self.settings.class_names or _CLASSES.get(self.settings.variant) or tuple(map(str, range(1 + highest)))
+        return (
+            self.settings.class_names
+            or _CLASSES.get(self.settings.variant)
+            or tuple(map(str, range(1 + highest)))
+        )
 
 
 def parse_idx(data: bytes, *, num_dimensions: int) -> NDArray[Any]:
-    """The array of an idx file: two zeros, type, number of dimensions, big-endian lengths, values."""
+    """The array of an idx file: two zeros, type, number of dimensions, big-endian lengths,
+    values."""
     begin = 4 + 4 * num_dimensions
     if len(data) < begin or data[:4] != bytes([0, 0, _UINT8, num_dimensions]):
-        raise ValueError(f"begins with {data[:4].hex(' ')}, not with 00 00 {_UINT8:02x} {num_dimensions:02x}")
+        raise ValueError(
+            f"begins with {data[:4].hex(' ')}, not with 00 00 {_UINT8:02x} {num_dimensions:02x}"
+        )
     shape = [int.from_bytes(data[place : place + 4], "big") for place in range(4, begin, 4)]
     if len(data) - begin != math.prod(shape):
-        raise ValueError(f"{len(data) - begin:,} values, its header says {' x '.join(map(str, shape))}")
+        raise ValueError(
+            f"{len(data) - begin:,} values, its header says {' x '.join(map(str, shape))}"
+        )
     if num_dimensions > 1 and not all(shape[1:]):
         raise ValueError(f"its header says {' x '.join(map(str, shape))}")
     return np.frombuffer(data, np.uint8, offset=begin).reshape(shape)

@@ -1,7 +1,8 @@
-"""Archives that are small enough to be held in memory: a few files of records, each a picture and its label (CIFAR, MNIST).
+"""Archives that are small enough to be held in memory: a few files of records, each a picture and
+its label (CIFAR, MNIST).
 
-Every process decompresses and parses them once, into memory and never onto the disk. The name of an input is its number in its
-file of records.
+Every process decompresses and parses them once, into memory and never onto the disk. The name of an
+input is its number in its file of records.
 """
 
 from abc import abstractmethod
@@ -48,13 +49,18 @@ class RecordSource(Source):
     def outline(self) -> Outline:
         stamp = stamp_of(self.files())
         records = _loaded(type(self), self.settings, stamp)
-        containers = (Container(path=name, split=batch.split, stamp=stamp) for name, batch in records.batches.items())
+        containers = (
+            Container(path=name, split=batch.split, stamp=stamp)
+            for name, batch in records.batches.items()
+        )
         return Outline(classes=records.classes, containers=tuple(containers))
 
     def entries(self, container: Container) -> Entries:
         labels = self._batch(container).labels.tolist()
         num_bytes = len(self._picture(container, 0))
-        return Entries.of([(f"{number:05d}", number, num_bytes) for number in range(len(labels))], label=labels)
+        return Entries.of(
+            [(f"{number:05d}", number, num_bytes) for number in range(len(labels))], label=labels
+        )
 
     def read(self, entry: Entry) -> bytes:
         check_unchanged(entry.locator, entry.container.stamp, stamp_of(self.files()))
@@ -74,22 +80,33 @@ def _loaded(kind: type[RecordSource], settings: Any, stamp: str) -> Records:
     source = kind(settings)
     records = source.load()
     if stamp_of(source.files()) != stamp:
-        raise SourceError("source.path: the archive changes while it is read; wait until it is complete, then build again")
+        raise SourceError(
+            "source.path: the archive changes while it is read; wait until it is complete, then"
+            " build again"
+        )
     if len(set(records.classes)) < len(records.classes):
         raise SourceError("source.path: a class name occurs twice; download the archive again")
     for name, batch in records.batches.items():
-        check_labels(name, batch.labels, num_pictures=len(batch.pixels), num_classes=len(records.classes))
+        check_labels(
+            name, batch.labels, num_pictures=len(batch.pixels), num_classes=len(records.classes)
+        )
     return records
 
 
-def check_labels(name: str, labels: NDArray[np.int64], *, num_pictures: int, num_classes: int, first: int = 0) -> None:
-    """As many labels, in the file `name`, as pictures; and every label one of the classes, which are numbered from `first`."""
+def check_labels(
+    name: str, labels: NDArray[np.int64], *, num_pictures: int, num_classes: int, first: int = 0
+) -> None:
+    """As many labels, in the file `name`, as pictures; and every label one of the classes, which
+    are numbered from `first`."""
     if num_pictures != len(labels) or not num_pictures:
-        raise SourceError(f"source.path: {name} holds {len(labels):,} labels for {num_pictures:,} pictures; download it again")
+        raise SourceError(
+            f"source.path: {name} holds {len(labels):,} labels for {num_pictures:,} pictures;"
+            " download it again"
+        )
     last = first + num_classes - 1
     wrong = np.flatnonzero((labels < first) | (labels > last))
     if len(wrong):
         raise SourceError(
-            f"source.path: {name}: record {wrong[0]} has the label {labels[wrong[0]]}, which is not one of {first} to {last}; "
-            "download it again"
+            f"source.path: {name}: record {wrong[0]} has the label {labels[wrong[0]]}, which is not"
+            f" one of {first} to {last}; download it again"
         )

@@ -1,9 +1,11 @@
-"""STL-10, binary version: stl10_binary.tar.gz as downloaded, or the folder stl10_binary that it unpacks to.
+"""STL-10, binary version: stl10_binary.tar.gz as downloaded, or the folder stl10_binary that it
+unpacks to.
 
-Pictures stand as bytes, colour by colour and column by column. Labels count from 1 in the files and from 0 here; the 100,000
-pictures of the split `unlabelled` have -1. The ten folds of 1,000 training pictures are the annotation `folds` of `train`, a
-column for each. MD5: of the .tar.gz, or of the .bin files of the folder; no sums are published of its two text files.
-Reading from the .tar.gz takes milliseconds a picture (gzipped.py); the folder is read at the speed of the disk.
+Pictures stand as bytes, colour by colour and column by column. Labels count from 1 in the files and
+from 0 here; the 100,000 pictures of the split `unlabelled` have -1. The ten folds of 1,000 training
+pictures are the annotation `folds` of `train`, a column for each. MD5: of the .tar.gz, or of the
+.bin files of the folder; no sums are published of its two text files. Reading from the .tar.gz
+takes milliseconds a picture (gzipped.py); the folder is read at the speed of the disk.
 """
 
 from collections.abc import Sequence
@@ -61,7 +63,9 @@ class Stl10Source(Source):
 
     def __init__(self, settings: Stl10Settings):
         super().__init__(settings)
-        self.splits = {name: split for name, split in _SPLITS.items() if settings.unlabelled or name in _LABELS}
+        self.splits = {
+            name: split for name, split in _SPLITS.items() if settings.unlabelled or name in _LABELS
+        }
         self.needed = (*self.splits, *_LABELS.values(), _CLASSES, _FOLDS)
 
     def outline(self) -> Outline:
@@ -73,12 +77,16 @@ class Stl10Source(Source):
             _, offset, num_bytes = files[name]
             if num_bytes == 0 or num_bytes % _STRIDE:
                 raise SourceError(
-                    f"source.path: {name} has {num_bytes:,} bytes, which is not a number of pictures of {_STRIDE:,}; "
-                    "download it again"
+                    f"source.path: {name} has {num_bytes:,} bytes, which is not a number of"
+                    f" pictures of {_STRIDE:,}; download it again"
                 )
-            containers.append(Container(path=name, split=split, offset=offset, num_bytes=num_bytes, stamp=stamp))
+            containers.append(
+                Container(path=name, split=split, offset=offset, num_bytes=num_bytes, stamp=stamp)
+            )
         if len(set(classes)) != len(classes) or not classes:
-            raise SourceError(f"source.path: {_CLASSES} names no classes, or one twice; download it again")
+            raise SourceError(
+                f"source.path: {_CLASSES} names no classes, or one twice; download it again"
+            )
         self._folds()  # refused now rather than after all pictures are packed
         return Outline(classes=classes, containers=tuple(containers))
 
@@ -88,9 +96,14 @@ class Stl10Source(Source):
         if container.path in _LABELS:
             name = _LABELS[container.path]
             stored = np.frombuffer(self._small(name), np.uint8).astype(np.int64)
-            check_labels(name, stored, num_pictures=count, num_classes=len(self._classes()), first=1)
+            check_labels(
+                name, stored, num_pictures=count, num_classes=len(self._classes()), first=1
+            )
             labels = stored - 1
-        return Entries.of([(f"{number:06d}", number, _PPM_BYTES) for number in range(count)], label=labels.tolist())
+        return Entries.of(
+            [(f"{number:06d}", number, _PPM_BYTES) for number in range(count)],
+            label=labels.tolist(),
+        )
 
     def read(self, entry: Entry) -> bytes:
         container = entry.container
@@ -99,7 +112,11 @@ class Stl10Source(Source):
         with refusing(entry.locator):  # cut since that moment
             return ppm(np.frombuffer(data, np.uint8).reshape(3, _SIDE, _SIDE).transpose(2, 1, 0))
 
-    def annotations(self, locators: Sequence[str], labels: Sequence[int]) -> dict[str, NDArray[np.bool_]]:  # noqa: ARG002
+    def annotations(
+        self,
+        locators: Sequence[str],
+        labels: Sequence[int],  # noqa: ARG002
+    ) -> dict[str, NDArray[np.bool_]]:
         return {"folds": self._folds()[[int(locator.rpartition("/")[2]) for locator in locators]]}
 
     def _folds(self) -> NDArray[np.bool_]:
@@ -107,7 +124,9 @@ class Stl10Source(Source):
         count = self._files()["train_X.bin"].num_bytes // _STRIDE
         bits = np.zeros((count, _NUM_FOLDS), np.bool_)
         with refusing(_FOLDS):
-            folds = [[int(word) for word in line.split()] for line in self._small(_FOLDS).splitlines()]
+            folds = [
+                [int(word) for word in line.split()] for line in self._small(_FOLDS).splitlines()
+            ]
             if len(folds) != _NUM_FOLDS or not all(folds):
                 raise ValueError(f"{len(folds)} lines, {_NUM_FOLDS} folds are published")
             for number, fold in enumerate(folds):
@@ -118,14 +137,16 @@ class Stl10Source(Source):
         with refusing(_CLASSES):
             return tuple(self._small(_CLASSES).decode("ascii").split())
 
-    # ---- the two forms of the archive ---------------------------------------------------------------------------
+    # ---- the two forms of the archive
+    # ---------------------------------------------------------------------------
 
     def files(self) -> list[Path]:
         if self.path.is_dir():
             return [self.path / name for name in self.needed]
         if not self.path.is_file():
             raise SourceError(
-                f"source.path: {self.path} is not there; give {ARCHIVE} as downloaded, or the folder that it unpacks to"
+                f"source.path: {self.path} is not there; give {ARCHIVE} as downloaded, or the"
+                " folder that it unpacks to"
             )
         return [self.path]
 
@@ -137,11 +158,16 @@ class Stl10Source(Source):
 
     def _files(self) -> dict[str, Member]:
         if self.path.is_dir():
-            return {name: Member(name, 0, (self.path / name).stat().st_size) for name in self.needed}
+            return {
+                name: Member(name, 0, (self.path / name).stat().st_size) for name in self.needed
+            }
         files = open_gzipped_tar(self.path).files
         missing = [name for name in self.needed if name not in files]
         if missing:
-            raise SourceError(f"source.path: {self.path} lacks {', '.join(missing[:3])}; give {ARCHIVE} as downloaded")
+            raise SourceError(
+                f"source.path: {self.path} lacks {', '.join(missing[:3])}; give {ARCHIVE} as"
+                " downloaded"
+            )
         return files
 
     def _read(self, name: str, offset: int, num_bytes: int) -> bytes:

@@ -1,8 +1,9 @@
-"""Finds and reads the pictures of synsets in the three forms in which ImageNet lies about: a tar of one tar per synset (as it is
-downloaded), a folder of those tars, a folder of folders. A synset is named by its wnid: n and eight digits.
+"""Finds and reads the pictures of synsets in the three forms in which ImageNet lies about: a tar of
+one tar per synset (as it is downloaded), a folder of those tars, a folder of folders. A synset is
+named by its wnid: n and eight digits.
 
-Whatever the form, synsets are sorted by wnid and pictures by name, so that all forms make the same samples. Nothing is unpacked:
-a picture is a range of bytes of the outermost file.
+Whatever the form, synsets are sorted by wnid and pictures by name, so that all forms make the same
+samples. Nothing is unpacked: a picture is a range of bytes of the outermost file.
 """
 
 import os
@@ -11,7 +12,13 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from data_prep.archives.files import changed_in_folder, list_files, read_file, refuse_loose, sort_out
+from data_prep.archives.files import (
+    changed_in_folder,
+    list_files,
+    read_file,
+    refuse_loose,
+    sort_out,
+)
 from data_prep.archives.guard import SourceError, changed_since, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry
 from data_prep.settings import Settings
@@ -47,11 +54,14 @@ class SynsetSource(Source):
         if _is_folder(entry.container):
             return read_file(self.root, entry)
         try:
-            return read_checked(_open(self.root, entry.container).number, entry.offset, entry.num_bytes)
+            return read_checked(
+                _open(self.root, entry.container).number, entry.offset, entry.num_bytes
+            )
         except TarError:
             raise SourceError(
-                f"{self.root / entry.container.path}: {entry.name} is not where it was when this tar was listed; it was changed or "
-                "replaced: restore it, or remove the unfinished dataset and build again"
+                f"{self.root / entry.container.path}: {entry.name} is not where it was when this"
+                " tar was listed; it was changed or replaced: restore it, or remove the unfinished"
+                " dataset and build again"
             ) from None
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
@@ -72,14 +82,25 @@ def find_synsets(root: Path, place: str, *, split: str) -> dict[str, Container]:
     refuse_loose(path, others, of="synset")
     odd = [name for name in others if _WNID.match(name)]
     if odd:
-        raise SourceError(f"source.path: {path} holds {odd[0]}, which is no finished synset tar; complete or remove it")
+        raise SourceError(
+            f"source.path: {path} holds {odd[0]}, which is no finished synset tar; complete or"
+            " remove it"
+        )
     folders = {_wnid(name, path): Container(f"{prefix}{name}", split) for name in inside}
     if not tars and not folders:
-        raise SourceError(f"source.path: {path} holds neither synset tars (n01440764.tar) nor synset folders")
-    packed = {_wnid(name, path): Container(f"{prefix}{name}", split, stamp=stamp_of([path / name])) for name in tars}
+        raise SourceError(
+            f"source.path: {path} holds neither synset tars (n01440764.tar) nor synset folders"
+        )
+    packed = {
+        _wnid(name, path): Container(f"{prefix}{name}", split, stamp=stamp_of([path / name]))
+        for name in tars
+    }
     if packed and folders.keys() - packed.keys():
         alone = min(folders.keys() - packed.keys())
-        raise SourceError(f"source.path: {path} holds synset tars, but {alone} only as a folder; keep one form of them")
+        raise SourceError(
+            f"source.path: {path} holds synset tars, but {alone} only as a folder; keep one form of"
+            " them"
+        )
     return packed or folders
 
 
@@ -94,15 +115,26 @@ def _tar_of_tars(path: Path, place: str, split: str) -> dict[str, Container]:
     for member in _visible(path, path):
         wnid = _wnid(member.name, path)
         if wnid in synsets:
-            raise SourceError(f"source.path: {path} holds the synset {wnid} twice; download it again")
-        synsets[wnid] = Container(f"{place}/{member.name}", split, offset=member.offset, num_bytes=member.num_bytes, stamp=stamp)
+            raise SourceError(
+                f"source.path: {path} holds the synset {wnid} twice; download it again"
+            )
+        synsets[wnid] = Container(
+            f"{place}/{member.name}",
+            split,
+            offset=member.offset,
+            num_bytes=member.num_bytes,
+            stamp=stamp,
+        )
     if not synsets:
         raise SourceError(f"source.path: {path} is an empty tar")
     return synsets
 
 
-def _visible(file: Path, place: Path, *, start: int = 0, num_bytes: int | None = None) -> list[Member]:
-    """The members of a tar, or of the range of `file` that is one, called `place`; hidden files aside."""
+def _visible(
+    file: Path, place: Path, *, start: int = 0, num_bytes: int | None = None
+) -> list[Member]:
+    """The members of a tar, or of the range of `file` that is one, called `place`; hidden files
+    aside."""
     refuse_gzip(file)
     try:
         found = list(members(file, start=start, num_bytes=num_bytes))
@@ -115,15 +147,18 @@ def refuse_gzip(file: Path) -> None:
     with open(file, "rb") as stream:
         if stream.read(2) == _GZIP_MAGIC:
             raise SourceError(
-                f"source.path: {file} is compressed, so its pictures cannot be reached one by one; unpack it once "
-                f"(tar xzf {file.name}) and give the folder of synset tars"
+                f"source.path: {file} is compressed, so its pictures cannot be reached one by one;"
+                f" unpack it once (tar xzf {file.name}) and give the folder of synset tars"
             )
 
 
 def _wnid(name: str, place: Path) -> str:
     stem = name.rpartition("/")[2].removesuffix(".tar")
     if not _WNID.fullmatch(stem):
-        raise SourceError(f"source.path: {place} holds {name!r}, which is no synset (n and 8 digits); is this ImageNet?")
+        raise SourceError(
+            f"source.path: {place} holds {name!r}, which is no synset (n and 8 digits); is this"
+            " ImageNet?"
+        )
     return stem
 
 
@@ -133,11 +168,14 @@ def _is_folder(container: Container) -> bool:
 
 
 def _file_of(root: Path, container: Container) -> Path:
-    """A range of a file is called FILE/MEMBER; members of the published archives may lie in a folder of it."""
+    """A range of a file is called FILE/MEMBER; members of the published archives may lie in a
+    folder of it."""
     path = root / container.path
     while not path.is_file():
         if path in (root, path.parent):
-            raise SourceError(f"source.path: {root / container.path} has vanished; is its disk still there?")
+            raise SourceError(
+                f"source.path: {root / container.path} has vanished; is its disk still there?"
+            )
         path = path.parent
     return path
 

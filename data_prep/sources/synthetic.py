@@ -1,11 +1,14 @@
-"""A procedural archive: writes real JPEG files into a folder of classes, which `FolderSource` then reads like any other.
+"""A procedural archive: writes real JPEG files into a folder of classes, which `FolderSource` then
+reads like any other.
 
-The picture number i of a class is a function of (seed, class, split, i) alone, so any count and resolution is a prefix or a
-redrawing of the same data. The sets "a" and "b" share no class: of all shape x colour x quadrant combinations, "a" takes those
-of even parity and "b" those of odd parity, so that every attribute occurs in both.
+The picture number i of a class is a function of (seed, class, split, i) alone, so any count and
+resolution is a prefix or a redrawing of the same data. The sets "a" and "b" share no class: of all
+shape x colour x quadrant combinations, "a" takes those of even parity and "b" those of odd parity,
+so that every attribute occurs in both.
 
-`begun.json` (whose pictures these are) is written first, and a class folder is drawn under a temporary name and then renamed: a
-killed run goes on with the classes that it lacks. (No fsync for each picture: after a power cut, delete the folder.)
+`begun.json` (whose pictures these are) is written first, and a class folder is drawn under a
+temporary name and then renamed: a killed run goes on with the classes that it lacks. (No fsync for
+each picture: after a power cut, delete the folder.)
 """
 
 import colorsys
@@ -50,7 +53,8 @@ class Look(NamedTuple):
 
 
 def class_set(name: str, *, num_classes: int) -> tuple[Look, ...]:
-    """The first `num_classes` looks of a set, in a fixed mixed order, so that few classes still differ in everything."""
+    """The first `num_classes` looks of a set, in a fixed mixed order, so that few classes still
+    differ in everything."""
     combinations = itertools.product(enumerate(SHAPES), enumerate(COLOURS), enumerate(QUADRANTS))
     parity = {"a": 0, "b": 1}[name]
     looks = [Look(s, c, q) for (i, s), (j, c), (k, q) in combinations if (i + j + k) % 2 == parity]
@@ -60,7 +64,12 @@ def class_set(name: str, *, num_classes: int) -> tuple[Look, ...]:
 
 def picture_bytes(look: Look, *, split: str, number: int, size: int, seed: int) -> bytes:
     """The JPEG file of one picture."""
-    identity = [seed, SHAPES.index(look.shape), list(COLOURS).index(look.colour), list(QUADRANTS).index(look.quadrant)]
+    identity = [
+        seed,
+        SHAPES.index(look.shape),
+        list(COLOURS).index(look.colour),
+        list(QUADRANTS).index(look.quadrant),
+    ]
     sequence = np.random.SeedSequence([*identity, SPLIT_NUMBERS[split], number])
     pixels = draw(look, size=size, generator=np.random.Generator(np.random.Philox(sequence)))
     buffer = io.BytesIO()
@@ -69,11 +78,13 @@ def picture_bytes(look: Look, *, split: str, number: int, size: int, seed: int) 
 
 
 class SyntheticSettings(Settings):
-    """Procedural pictures: class = shape x colour x position. See `data_prep/sources/synthetic.py`."""
+    """Procedural pictures: class = shape x colour x position. See
+    `data_prep/sources/synthetic.py`."""
 
     kind: Literal["synthetic"]
     class_set: Literal["a", "b"] = "a"
-    """Two disjoint sets of classes, so that a model pretrained on one can be transferred to the other."""
+    """Two disjoint sets of classes, so that a model pretrained on one can be transferred to the
+    other."""
     num_classes: int = Field(48, ge=2, le=48)
     """How many of the set's 48 classes are drawn."""
     num_train_per_class: int = Field(100, ge=1)
@@ -104,20 +115,35 @@ class SyntheticSource(FolderSource):
 
     def _write_images(self) -> None:
         begun = self.path / BEGUN_NAME
-        strangers = {path.name for path in self.path.iterdir()} - {".lock", TEMPORARY_PREFIX + BEGUN_NAME}
+        strangers = {path.name for path in self.path.iterdir()} - {
+            ".lock",
+            TEMPORARY_PREFIX + BEGUN_NAME,
+        }
         if strangers and not begun.exists():
             raise SourceError(
-                f"source.images_dir: {self.path} holds {min(strangers)}, and no pictures of this tool; name another directory"
+                f"source.images_dir: {self.path} holds {min(strangers)}, and no pictures of this"
+                " tool; name another directory"
             )
         if begun.exists() and json.loads(begun.read_text()) != self.describe():
-            raise SourceError(f"source.images_dir: {self.path} holds pictures of other settings; remove it or name another")
+            raise SourceError(
+                f"source.images_dir: {self.path} holds pictures of other settings; remove it or"
+                " name another"
+            )
         write_json(begun, self.describe())
         looks = class_set(self.drawn.class_set, num_classes=self.drawn.num_classes)
         counts = {"train": self.drawn.num_train_per_class, "val": self.drawn.num_val_per_class}
         jobs = [(look, split, count) for look in looks for split, count in counts.items() if count]
         jobs = [job for job in jobs if not (self.path / job[1] / job[0].name).exists()]
         how: dict[str, Any] = {"title": "drawing pictures", "unit": "images", "jobs_are": "folders"}
-        list(sweep(self._write_class, jobs, total=sum(job[2] for job in jobs), num_workers=self.num_workers, **how))
+        list(
+            sweep(
+                self._write_class,
+                jobs,
+                total=sum(job[2] for job in jobs),
+                num_workers=self.num_workers,
+                **how,
+            )
+        )
 
     def _write_class(self, job: tuple[Look, str, int]) -> None:
         look, split, count = job
@@ -126,17 +152,21 @@ class SyntheticSource(FolderSource):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         for number in range(count):
-            data = picture_bytes(look, split=split, number=number, size=self.drawn.image_size, seed=self.drawn.seed)
+            data = picture_bytes(
+                look, split=split, number=number, size=self.drawn.image_size, seed=self.drawn.seed
+            )
             (temporary / f"{number:06d}.jpg").write_bytes(data)
         temporary.rename(folder)
         Tally.add(count)
 
 
-# ---- one picture: a main object whose shape, colour and quadrant name its class, among nuisance --------------------
+# ---- one picture: a main object whose shape, colour and quadrant name its class, among nuisance
+# --------------------
 #
-# Nuisance: the background's colour and gradient, the object's size, rotation, exact place and brightness, smaller objects of any
-# shape and colour anywhere, a soft shadow of light across the picture, pixel noise. No single attribute names a class, and the
-# contrast of object against background changes sign, so that no linear function of the pixels can do well.
+# Nuisance: the background's colour and gradient, the object's size, rotation, exact place and
+# brightness, smaller objects of any shape and colour anywhere, a soft shadow of light across the
+# picture, pixel noise. No single attribute names a class, and the contrast of object against
+# background changes sign, so that no linear function of the pixels can do well.
 
 
 def draw(look: Look, *, size: int, generator: np.random.Generator) -> NDArray[np.uint8]:
@@ -150,7 +180,9 @@ def draw(look: Look, *, size: int, generator: np.random.Generator) -> NDArray[np
         centre = generator.uniform(-0.9, 0.9, 2)
         _paint(canvas, x, y, shape, hue, centre, float(generator.uniform(0.10, 0.16)), generator)
     centre = np.array(QUADRANTS[look.quadrant]) + generator.uniform(-0.12, 0.12, 2)
-    hue = COLOURS[look.colour] + 0.5 * int(generator.integers(2)) + float(generator.normal(0, 0.012))
+    hue = (
+        COLOURS[look.colour] + 0.5 * int(generator.integers(2)) + float(generator.normal(0, 0.012))
+    )
     _paint(canvas, x, y, look.shape, hue, centre, float(generator.uniform(0.40, 0.55)), generator)
     light = 1 + generator.uniform(-0.25, 0.25) * x + generator.uniform(-0.25, 0.25) * y
     noise = generator.normal(0, generator.uniform(0.01, 0.06), canvas.shape)
@@ -169,7 +201,14 @@ def _background(x: Pixels, y: Pixels, generator: np.random.Generator) -> Pixels:
 
 
 def _paint(
-    canvas: Pixels, x: Pixels, y: Pixels, shape: str, hue: float, centre: Pixels, radius: float, generator: np.random.Generator
+    canvas: Pixels,
+    x: Pixels,
+    y: Pixels,
+    shape: str,
+    hue: float,
+    centre: Pixels,
+    radius: float,
+    generator: np.random.Generator,
 ) -> None:
     """Lays one object over the canvas, with edges one pixel soft."""
     angle = generator.uniform(0, 2 * np.pi)
@@ -183,7 +222,8 @@ def _paint(
 
 
 def _distance(shape: str, u: Pixels, v: Pixels) -> Pixels:
-    """Signed distance (negative inside) of the unit shape; close enough near its edge to soften it."""
+    """Signed distance (negative inside) of the unit shape; close enough near its edge to soften
+    it."""
     a, b = np.abs(u), np.abs(v)
     match shape:
         case "disc":

@@ -5,9 +5,10 @@
     val/images/*.JPEG, val_annotations.txt  one flat folder: the labels stand in the text file alone
     test/images/*.JPEG                      never labelled
 
-No sum of the zip is published, but its members carry CRCs, which are checked. A picture without annotation, an annotation without
-picture, a class folder that wnids.txt does not name: each is an error, so that nothing gets lost or mislabelled. A picture in any
-other folder is an error, too; other files are counted as left out.
+No sum of the zip is published, but its members carry CRCs, which are checked. A picture without
+annotation, an annotation without picture, a class folder that wnids.txt does not name: each is an
+error, so that nothing gets lost or mislabelled. A picture in any other folder is an error, too;
+other files are counted as left out.
 """
 
 import re
@@ -30,7 +31,8 @@ TOP = "tiny-imagenet-200"
 _WNIDS = "wnids.txt"
 _ANNOTATIONS = "val/val_annotations.txt"
 _PUBLISHED = re.compile(
-    rf"(?:train/[^/]+|val|test)/images/.*|{_WNIDS}|words\.txt|{_ANNOTATIONS}|train/(.+)/\1_boxes\.txt", re.DOTALL
+    rf"(?:train/[^/]+|val|test)/images/.*|{_WNIDS}|words\.txt|{_ANNOTATIONS}|train/(.+)/\1_boxes\.txt",
+    re.DOTALL,
 )
 _ENCRYPTED = 1
 
@@ -42,7 +44,8 @@ class TinyImageNetSettings(Settings):
     path: str = Field(examples=["downloads/tiny-imagenet-200.zip"])
     """tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to."""
     unlabelled_test: bool = False
-    """Whether the 10,000 test pictures, whose labels were never published, become the split `test`."""
+    """Whether the 10,000 test pictures, whose labels were never published, become the split
+    `test`."""
 
 
 class TinyImageNetSource(Source):
@@ -57,12 +60,18 @@ class TinyImageNetSource(Source):
         _refuse(set(classes) - set(folders), "wnids.txt names classes without a folder in train")
         _refuse(set(folders) - set(classes), "train holds folders that wnids.txt does not name")
         containers = [
-            Container(path=f"train/{name}/images", split="train", label=label, stamp=stamp) for label, name in enumerate(classes)
+            Container(path=f"train/{name}/images", split="train", label=label, stamp=stamp)
+            for label, name in enumerate(classes)
         ]
         containers.append(Container(path="val/images", split="val", stamp=stamp))
         if self.settings.unlabelled_test:
-            containers.append(Container(path="test/images", split="test", label=UNLABELLED, stamp=stamp))
-        _refuse({name for name in self._others() if name.lower().endswith(ENDINGS)}, "images are outside the published folders")
+            containers.append(
+                Container(path="test/images", split="test", label=UNLABELLED, stamp=stamp)
+            )
+        _refuse(
+            {name for name in self._others() if name.lower().endswith(ENDINGS)},
+            "images are outside the published folders",
+        )
         return Outline(classes=classes, containers=tuple(containers), beside=beside)
 
     def entries(self, container: Container) -> Entries:
@@ -70,8 +79,8 @@ class TinyImageNetSource(Source):
         inner = tree.subfolders(container.path)
         if inner:
             raise SourceError(
-                f"source.path: {container.path}/{inner[0]} is a folder where only pictures are published; download the "
-                "archive again, or give this one as source.kind=folder"
+                f"source.path: {container.path}/{inner[0]} is a folder where only pictures are"
+                " published; download the archive again, or give this one as source.kind=folder"
             )
         rows = tree.files(container.path)
         if container.label is not None:
@@ -106,7 +115,8 @@ class TinyImageNetSource(Source):
             return ""
         if not self.path.is_file():
             raise SourceError(
-                f"source.path: {self.path} is not there; give {TOP}.zip as downloaded, or the folder that it unpacks to"
+                f"source.path: {self.path} is not there; give {TOP}.zip as downloaded, or the"
+                " folder that it unpacks to"
             )
         return stamp_of([self.path])
 
@@ -116,13 +126,22 @@ class TinyImageNetSource(Source):
 
 def _refuse(names: set[str], message: str) -> None:
     if names:
-        raise SourceError(f"source.path: {message} ({', '.join(sorted(names)[:3])}); download the archive again")
+        raise SourceError(
+            f"source.path: {message} ({', '.join(sorted(names)[:3])}); download the archive again"
+        )
 
 
 def _wnids(tree: "FolderTree") -> tuple[str, ...]:
     names = _lines(tree, _WNIDS)
-    if not names or len(set(names)) < len(names) or any("/" in name or name.startswith(".") for name in names):
-        raise SourceError("source.path: wnids.txt names no classes, one twice, or a path; download the archive again")
+    if (
+        not names
+        or len(set(names)) < len(names)
+        or any("/" in name or name.startswith(".") for name in names)
+    ):
+        raise SourceError(
+            "source.path: wnids.txt names no classes, one twice, or a path; download the archive"
+            " again"
+        )
     return tuple(sorted(names))
 
 
@@ -135,11 +154,13 @@ def _val_labels(tree: "FolderTree") -> dict[str, int]:
         wnid = rest.split("\t")[0]
         if wnid not in labels:
             raise SourceError(
-                f"source.path: {_ANNOTATIONS}: {picture} has the class {wnid!r}, which is not in wnids.txt; download the "
-                "archive again"
+                f"source.path: {_ANNOTATIONS}: {picture} has the class {wnid!r}, which is not in"
+                " wnids.txt; download the archive again"
             )
         if picture in found:
-            raise SourceError(f"source.path: {_ANNOTATIONS} names {picture} twice; download the archive again")
+            raise SourceError(
+                f"source.path: {_ANNOTATIONS} names {picture} twice; download the archive again"
+            )
         found[picture] = labels[wnid]
     return found
 
@@ -150,10 +171,12 @@ def _lines(tree: "FolderTree", name: str) -> list[str]:
         return [line.strip() for line in data.decode("ascii").splitlines() if line.strip()]
 
 
-# ---- the files below a folder, or in a zip, by their path from its top ----------------------------------------------
+# ---- the files below a folder, or in a zip, by their path from its top
+# ----------------------------------------------
 #
-# A zip is never unpacked, and a path leads to the member of that very name or nowhere. Invariants of a zip: its central directory
-# is read once in a process; no name occurs twice; what is read has the size and the CRC that the directory says.
+# A zip is never unpacked, and a path leads to the member of that very name or nowhere. Invariants
+# of a zip: its central directory is read once in a process; no name occurs twice; what is read has
+# the size and the CRC that the directory says.
 
 
 class FolderTree:
@@ -168,7 +191,9 @@ class FolderTree:
 
     def subfolders(self, folder: str) -> list[str]:
         with refusing(self.root / folder):
-            inside = (path for path in (self.root / folder).iterdir() if not path.name.startswith("."))
+            inside = (
+                path for path in (self.root / folder).iterdir() if not path.name.startswith(".")
+            )
             return sorted(path.name for path in inside if kind_of(path) == "folder")
 
     def files(self, folder: str) -> list[Row]:
@@ -194,7 +219,9 @@ class ZipTree(FolderTree):
             for member in self._zip.infolist():
                 self._add(member)
         if not self._members:
-            raise SourceError(f"source.path: {path} holds no files below {TOP}; give {TOP}.zip as downloaded")
+            raise SourceError(
+                f"source.path: {path} holds no files below {TOP}; give {TOP}.zip as downloaded"
+            )
 
     def names(self) -> list[str]:
         return list(self._members)
@@ -212,7 +239,9 @@ class ZipTree(FolderTree):
         if path not in self._members:
             raise SourceError(f"source.path: {self.root} holds no {path}; download it again")
         if self._members[path].flag_bits & _ENCRYPTED:
-            raise SourceError(f"source.path: {self.root}: {path} is encrypted; repack it without a password")
+            raise SourceError(
+                f"source.path: {self.root}: {path} is encrypted; repack it without a password"
+            )
         with refusing(f"{self.root}: {path}"):
             return self._zip.read(self._members[path])
 
@@ -221,7 +250,9 @@ class ZipTree(FolderTree):
         if first != TOP:
             return  # __MACOSX and its like
         if any(part in ("", ".", "..") or "\\" in part for part in parts):
-            raise SourceError(f"source.path: {self.root} holds the path {member.filename!r}; download it again")
+            raise SourceError(
+                f"source.path: {self.root} holds the path {member.filename!r}; download it again"
+            )
         if any(part.startswith(".") for part in parts):
             return  # .DS_Store and its like
         inner = "/".join(parts)

@@ -1,13 +1,15 @@
-"""Settings of `finetune evaluate`, and which evaluation they mean: what is judged on what, with which views, and where its results
-go. No torch here.
+"""Settings of `finetune evaluate`, and which evaluation they mean: what is judged on what, with
+which views, and where its results go. No torch here.
 
-Two evaluations that may differ in a single answer have different identities, hence different directories: nothing is overwritten.
-What only changes the speed (batch size, ranks) or where things lie (paths) is not part of it, so an evaluation that was killed is
-begun anew by whatever words mean the same: RUN/evaluation.json holds all that its answers depend on, from its beginning on.
+Two evaluations that may differ in a single answer have different identities, hence different
+directories: nothing is overwritten. What only changes the speed (batch size, ranks) or where things
+lie (paths) is not part of it, so an evaluation that was killed is begun anew by whatever words mean
+the same: RUN/evaluation.json holds all that its answers depend on, from its beginning on.
 
-Views that the model was never trained on can cost more than averaging brings (flips, where classes are left and right). Hence the
-augmentation of views is, in this order: what the user names; the crops and flips of the training, where the run that made the
-weights records them; those of the paper's public command.
+Views that the model was never trained on can cost more than averaging brings (flips, where classes
+are left and right). Hence the augmentation of views is, in this order: what the user names; the
+crops and flips of the training, where the run that made the weights records them; those of the
+paper's public command.
 """
 
 import os
@@ -31,9 +33,21 @@ from pretrain.config import Address, AugmentSettings, ReadingSettings, TrackingS
 from pretrain.tracking.tracker import RunIdentity
 
 IDENTITY = "evaluation.json"
-GEOMETRY = ("crop_scale", "crop_ratio", "crop_interpolation", "crop_padding", "padding_mode", "flip_probability")
-"""All that is taken of a training: views are to be other pictures of the same thing, not harder ones."""
-PUBLIC: dict[str, Any] = {"crop_scale": (0.4, 1.0), "crop_ratio": (1.0, 1.0), "flip_probability": 0.5}
+GEOMETRY = (
+    "crop_scale",
+    "crop_ratio",
+    "crop_interpolation",
+    "crop_padding",
+    "padding_mode",
+    "flip_probability",
+)
+"""All that is taken of a training: views are to be other pictures of the same thing, not harder
+ones."""
+PUBLIC: dict[str, Any] = {
+    "crop_scale": (0.4, 1.0),
+    "crop_ratio": (1.0, 1.0),
+    "flip_probability": 0.5,
+}
 
 
 class ViewSettings(AugmentSettings):
@@ -50,7 +64,8 @@ class ViewSettings(AugmentSettings):
 
 class JudgedDataSettings(ReadingSettings):
     dataset: Address = Field(examples=["data/mine"])
-    """A directory that `data_prep build` or `index` has finished; all its classes must be among the checkpoint's."""
+    """A directory that `data_prep build` or `index` has finished; all its classes must be among the
+    checkpoint's."""
     split: str = "val"
     """The split that is judged."""
 
@@ -62,17 +77,20 @@ class EvaluateSettings(ShortRunSettings):
     """A run directory, one of its checkpoints, or an imported folder."""
     data: JudgedDataSettings
     run_dir: str | None = Field(None, examples=["runs/mine-views"])
-    """Where the results go; by default a directory of this evaluation alone, in `evaluations/` of the run that made the weights (of
-    a folder that belongs to no run: in FOLDER-evaluations/ beside it)."""
+    """Where the results go; by default a directory of this evaluation alone, in `evaluations/` of
+    the run that made the weights (of a folder that belongs to no run: in FOLDER-evaluations/ beside
+    it)."""
     views: int = Field(0, ge=0, le=100_000)
-    """Test-time augmentation: the answer is the mean softmax over so many augmented views of each picture; 0 takes the plain
-    picture. Each picture is read and decoded once, whatever the number."""
+    """Test-time augmentation: the answer is the mean softmax over so many augmented views of each
+    picture; 0 takes the plain picture. Each picture is read and decoded once, whatever the
+    number."""
     include_plain: bool = False
     """The plain picture counts as one more view, the first."""
     augment: ViewSettings = ViewSettings()
-    """What the views are; only with `views`. Left out, the crops and flips that the model was trained with; where these are not
-    known, or there were none, the paper's public command: a square crop of 0.4 to 1 of the area, flipped or not. Naming one of
-    them leaves the others as they would be."""
+    """What the views are; only with `views`. Left out, the crops and flips that the model was
+    trained with; where these are not known, or there were none, the paper's public command: a
+    square crop of 0.4 to 1 of the area, flipped or not. Naming one of them leaves the others as
+    they would be."""
     seed: int = Field(0, ge=0)
     """Of the views, each of which is a function of (seed, number of the view, picture)."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -86,10 +104,14 @@ class EvaluateSettings(ShortRunSettings):
     def _views_are_asked_for(self) -> "EvaluateSettings":
         if self.include_plain and not self.views:
             raise ValueError(
-                "include_plain: true, but views is 0, which takes the plain picture alone; set views, such as views=100"
+                "include_plain: true, but views is 0, which takes the plain picture alone; set"
+                " views, such as views=100"
             )
         if self.augment != ViewSettings() and not self.views:
-            raise ValueError("augment: is set, but views is 0, which augments nothing; set views, such as views=100")
+            raise ValueError(
+                "augment: is set, but views is 0, which augments nothing; set views, such as"
+                " views=100"
+            )
         return self
 
     @property
@@ -111,7 +133,13 @@ class Evaluation:
     """Why this augmentation; None without."""
 
     @classmethod
-    def of(cls, settings: EvaluateSettings, *, verify: bool = True, checkpoint: Checkpoint | None = None) -> "Evaluation":
+    def of(
+        cls,
+        settings: EvaluateSettings,
+        *,
+        verify: bool = True,
+        checkpoint: Checkpoint | None = None,
+    ) -> "Evaluation":
         """`verify`: the weights are held to their hash, unless a checkpoint is given."""
         manifest = load_manifest(settings.data.directory)
         check_split(manifest, settings.data.split, directory=settings.data.dataset)
@@ -119,7 +147,9 @@ class Evaluation:
         if not settings.views:
             return cls(settings, manifest, checkpoint)
         augment, source = choose_views(settings.augment, checkpoint.run_dir)
-        chosen = settings.model_copy(update={"augment": augment.fed_as(checkpoint.card.fed_interpolation)})
+        chosen = settings.model_copy(
+            update={"augment": augment.fed_as(checkpoint.card.fed_interpolation)}
+        )
         return cls(chosen, manifest, checkpoint, source)
 
     @property
@@ -141,10 +171,17 @@ class Evaluation:
     def facts(self) -> dict[str, Any]:
         """All that an answer depends on."""
         settings = self.settings
-        facts: dict[str, Any] = {"split": settings.data.split, "precision": settings.precision, "views": settings.views}
+        facts: dict[str, Any] = {
+            "split": settings.data.split,
+            "precision": settings.precision,
+            "views": settings.views,
+        }
         facts["interpolation"] = self.card.fed_interpolation  # it is not in the weights
         if self.card.pixel_permutation is not None:  # neither is this
-            facts["pixel_permutation"], facts["permute"] = self.card.pixel_permutation, self.card.permute
+            facts["pixel_permutation"], facts["permute"] = (
+                self.card.pixel_permutation,
+                self.card.permute,
+            )
         if settings.views:
             facts |= {"include_plain": settings.include_plain, "seed": settings.seed}
             facts["augment"] = settings.augment.model_dump(mode="json")
@@ -160,14 +197,19 @@ class Evaluation:
         if settings.run_dir is not None:
             return Path(settings.run_dir)
         place = folder.with_name(f"{folder.name}-evaluations")
-        if self.owner is not None or folder.parent.name == "checkpoints":  # there it would look like a checkpoint
+        if (
+            self.owner is not None or folder.parent.name == "checkpoints"
+        ):  # there it would look like a checkpoint
             place = (self.owner or folder.parent.parent) / "evaluations"
         views = [f"{settings.views}views"] if settings.views else []
-        return place / "-".join([self.manifest.name, settings.data.split, *views, self.identity[:8]])
+        return place / "-".join(
+            [self.manifest.name, settings.data.split, *views, self.identity[:8]]
+        )
 
     @property
     def tracking(self) -> TrackingSettings:
-        """Where the settings leave it open, with the run that made the weights: a parent is known in its own store alone."""
+        """Where the settings leave it open, with the run that made the weights: a parent is known
+        in its own store alone."""
         asked, base = self.settings.tracking, self.owner or self.checkpoint.home
         known, changes = RunIdentity.known(base), dict[str, str]()
         if known is None and not asked.uri and "MLFLOW_TRACKING_URI" not in os.environ:
@@ -177,20 +219,23 @@ class Evaluation:
         return asked.model_copy(update=changes)
 
     def stored_result(self) -> dict[str, Any] | None:
-        """Of this very evaluation, if it was finished before; a directory that holds anything else is refused."""
+        """Of this very evaluation, if it was finished before; a directory that holds anything else
+        is refused."""
         return finished_result(self.run_dir) if self._is_ours() else None
 
     def _is_ours(self) -> bool:
         return _is_begun(self.run_dir, self.facts)
 
     def begin(self) -> bool:
-        """Once the directory is held: nobody else has begun to fill it meanwhile. Whether this evaluation has."""
+        """Once the directory is held: nobody else has begun to fill it meanwhile. Whether this
+        evaluation has."""
         is_ours = self._is_ours()
         write_json(self.run_dir / IDENTITY, self.facts)
         return is_ours
 
     def plain_top1(self) -> float | None:
-        """On the plain pictures of the same split, where the run that made the weights has recorded it."""
+        """On the plain pictures of the same split, where the run that made the weights has recorded
+        it."""
         if self.owner is None or self.card.pixels_hash != self.manifest.pixels_hash:
             return None
         result, data = finished_result(self.owner) or {}, self._owners_data
@@ -202,8 +247,12 @@ class Evaluation:
     def warning(self) -> str | None:
         """Where the model was trained on what it is judged on."""
         data, content = self._owners_data, self.manifest.content_hash
-        trained_on = [(each.get("dataset"), each.get("split", "train")) for each in data.get("also") or ()]
-        trained_on += [(data.get("dataset"), data.get("train_split", "train"))] if trained_on else []
+        trained_on = [
+            (each.get("dataset"), each.get("split", "train")) for each in data.get("also") or ()
+        ]
+        trained_on += (
+            [(data.get("dataset"), data.get("train_split", "train"))] if trained_on else []
+        )
         splits = [split for dataset, split in trained_on if _content_of(dataset) == content]
         if self.card.content_hash == content:
             splits = [data.get("train_split", "train")]
@@ -213,15 +262,17 @@ class Evaluation:
 
 
 def is_evaluated(settings: EvaluateSettings) -> bool:
-    """Whether it is finished in its `run_dir`, of the weights that are there now; where these or the pictures are gone since, by
-    its record. Nothing large is read."""
+    """Whether it is finished in its `run_dir`, of the weights that are there now; where these or
+    the pictures are gone since, by its record. Nothing large is read."""
     assert settings.run_dir is not None
     run_dir = Path(settings.run_dir)
     if finished_result(run_dir) is None:
         return _is_begun(run_dir, {})  # no, or an error: another's
     check_source(run_dir, settings.pretrained)
     checkpoint = Checkpoint.found(settings.pretrained)
-    if checkpoint is None or not (Path(settings.data.dataset) / MANIFEST_NAME).exists():  # so of one behind a URL
+    if (
+        checkpoint is None or not (Path(settings.data.dataset) / MANIFEST_NAME).exists()
+    ):  # so of one behind a URL
         return (run_dir / IDENTITY).exists()
     return Evaluation.of(settings, checkpoint=checkpoint).stored_result() is not None
 
@@ -243,9 +294,15 @@ def choose_views(asked: ViewSettings, run_dir: Path | None) -> tuple[ViewSetting
     base, source = PUBLIC, "the public command's, for the training's is not known"
     trained = _trained_with(run_dir) if run_dir is not None else None
     if run_dir is not None and trained is not None:
-        base, source = {name: getattr(trained, name) for name in GEOMETRY}, f"as {run_dir.name} was trained"
+        base, source = (
+            {name: getattr(trained, name) for name in GEOMETRY},
+            f"as {run_dir.name} was trained",
+        )
         if trained.crop_scale is None and not trained.crop_padding and not trained.flip_probability:
-            base, source = PUBLIC, f"the public command's, for {run_dir.name} was trained without crops and flips"
+            base, source = (
+                PUBLIC,
+                f"the public command's, for {run_dir.name} was trained without crops and flips",
+            )
     # a way to crop that is named takes the place of the other one
     base = (
         base
@@ -261,6 +318,12 @@ def choose_views(asked: ViewSettings, run_dir: Path | None) -> tuple[ViewSetting
 def _trained_with(run_dir: Path) -> AugmentSettings | None:
     try:
         section = read_yaml(run_dir / CONFIG_FILE)["augment"]
-        return validate(AugmentSettings, {name: section[name] for name in GEOMETRY if name in section})
-    except (SettingsError, KeyError, TypeError):  # of a stranger, of another version, or of what augments nothing
+        return validate(
+            AugmentSettings, {name: section[name] for name in GEOMETRY if name in section}
+        )
+    except (
+        SettingsError,
+        KeyError,
+        TypeError,
+    ):  # of a stranger, of another version, or of what augments nothing
         return None

@@ -1,13 +1,16 @@
 """`finetune evaluate`: a checkpoint's answers on a split, and everything that follows from them.
 
-1. every rank answers its share, in one exact pass over the disk, and the first one gathers the rows as a table (`scoring.Answers`);
+1. every rank answers its share, in one exact pass over the disk, and the first one gathers the rows
+   as a table (`scoring.Answers`);
 2. from that table alone come the scores (`scoring.py`), the files and the pictures (`report.py`);
-3. MLflow gets them, and then result.json is written: a directory that has it is a whole evaluation, and a recorded one.
+3. MLflow gets them, and then result.json is written: a directory that has it is a whole evaluation,
+   and a recorded one.
 
-A batch is read and decoded once; its views are made from it, on the training device, one forward pass after the other. A view is
-a function of (seed, number of the view, sample), so the answers depend on no rank, batch size or order. On a CPU threads make the
-next pictures while the model works; on a GPU nobody waits until the pass is over: the rows stay there.
-B batch, K classes, A answers.
+A batch is read and decoded once; its views are made from it, on the training device, one forward
+pass after the other. A view is a function of (seed, number of the view, sample), so the answers
+depend on no rank, batch size or order. On a CPU threads make the next pictures while the model
+works; on a GPU nobody waits until the pass is over: the rows stay there. B batch, K classes, A
+answers.
 """
 
 import time
@@ -63,7 +66,10 @@ def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] 
         assert model is not None
 
         def logits_of(images_BCHW: Tensor) -> Tensor:
-            with working_in(settings.precision), torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+            with (
+                working_in(settings.precision),
+                torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16"),
+            ):
                 logits_BK: Tensor = model(images_BCHW)
             return logits_BK
 
@@ -78,7 +84,9 @@ def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] 
         if answers is None:
             return None  # nothing is collective from here on, so nobody waits for the pictures
         if not len(answers):
-            raise DatasetError("evaluation: no picture of the split decodes; run data_prep verify on the dataset")
+            raise DatasetError(
+                "evaluation: no picture of the split decodes; run data_prep verify on the dataset"
+            )
         return report(evaluation, answers, reader, tracker, seconds=time.perf_counter() - began_s)
 
 
@@ -92,17 +100,26 @@ def answer(
     local_batch_size: int,
     world: World,
 ) -> Answers | None:
-    """The table of the whole split, on the first rank. `views`: numbers of views, where None is the plain picture."""
+    """The table of the whole split, on the first rank. `views`: numbers of views, where None is the
+    plain picture."""
     PROGRESS.mark(f"answering {reader.parts[0].split}")
-    group, device, moments = PatientGroup(), augmentation.device, () if list(views) == [None] else moments_up_to(len(views))
+    group, device, moments = (
+        PatientGroup(),
+        augmentation.device,
+        () if list(views) == [None] else moments_up_to(len(views)),
+    )
     shares, samples, masks, num_bad = list[tuple[Tensor, ...]](), list[Tensor](), list[Tensor](), 0
     # a small split is not padded to a whole batch: each view would pay for it
     size = min(local_batch_size, -(-reader.num_samples // world.num_ranks))
     batches = batches_of(reader, title=None, local_batch_size=size, world=world, device=device)
     seen = count = 0
     unit = "images" if len(views) == 1 else "images x views"
-    with progress("evaluating", total=reader.num_samples * len(views), unit=unit, enabled=world.is_first) as line:
-        for batch, place, images_BCHW in _pictures(batches, augmentation, views, num_threads=world.num_cores):
+    with progress(
+        "evaluating", total=reader.num_samples * len(views), unit=unit, enabled=world.is_first
+    ) as line:
+        for batch, place, images_BCHW in _pictures(
+            batches, augmentation, views, num_threads=world.num_cores
+        ):
             if place == 0:
                 mean = _Mean(batch.labels_B, moments)
                 count = min(size * world.num_ranks, reader.num_samples - seen)
@@ -117,12 +134,21 @@ def answer(
                 num_bad += batch.num_bad
             line.advance(count)
     kept = torch.cat(masks)
-    columns = (torch.cat(list(column)).cpu()[kept].numpy() for column in (samples, *zip(*shares, strict=True)))
+    columns = (
+        torch.cat(list(column)).cpu()[kept].numpy()
+        for column in (samples, *zip(*shares, strict=True))
+    )
     own = Answers(**dict(zip(COLUMNS, columns, strict=True)), moments=moments)
-    found = group.gather((own, num_bad))  # a slow rank may be longer at its share than any other exchange may take
+    found = group.gather(
+        (own, num_bad)
+    )  # a slow rank may be longer at its share than any other exchange may take
     if found is None:
         return None
-    return Answers.of_ranks([share for share, _ in found], num_samples=reader.num_samples, num_bad=sum(bad for _, bad in found))
+    return Answers.of_ranks(
+        [share for share, _ in found],
+        num_samples=reader.num_samples,
+        num_bad=sum(bad for _, bad in found),
+    )
 
 
 def moments_up_to(num_views: int) -> tuple[int, ...]:
@@ -142,14 +168,20 @@ class _Mean:
 
     def add(self, logits_BK: Tensor) -> None:
         logs_BK = logits_BK.float().log_softmax(dim=1)
-        chances_BK, label_log_B1 = logs_BK.exp().double(), logs_BK.gather(1, self._labels_B1).double()
+        chances_BK, label_log_B1 = (
+            logs_BK.exp().double(),
+            logs_BK.gather(1, self._labels_B1).double(),
+        )
         self._num_views += 1
         if self._num_views == 1:
-            # a single answer is ranked by its logits, as training's evaluation does: there are fewer ties among them
+            # a single answer is ranked by its logits, as training's evaluation does: there are
+            # fewer ties among them
             self._ranked_BK, self._sum_BK, self._label_log_B1 = logits_BK, chances_BK, label_log_B1
         else:
             self._ranked_BK = self._sum_BK.add_(chances_BK)
-            self._label_log_B1 = torch.logaddexp(self._label_log_B1, label_log_B1)  # a sum of tiny probabilities is not lost
+            self._label_log_B1 = torch.logaddexp(
+                self._label_log_B1, label_log_B1
+            )  # a sum of tiny probabilities is not lost
         if self._num_views in self._moments:
             self._answers.append(self._ranked_BK.argmax(dim=1, keepdim=True))
             self._losses.append(self._loss())
@@ -158,21 +190,37 @@ class _Mean:
         """The columns of `Answers`, from the labels on."""
         mean_BK = self._sum_BK / self._num_views
         tops_BA = self._ranked_BK.topk(min(NUM_ANSWERS, mean_BK.shape[1]), dim=1).indices
-        entropy_B, square_B = -torch.special.xlogy(mean_BK, mean_BK).sum(dim=1), mean_BK.square().sum(dim=1)
+        entropy_B, square_B = (
+            -torch.special.xlogy(mean_BK, mean_BK).sum(dim=1),
+            mean_BK.square().sum(dim=1),
+        )
         scores = (mean_BK.gather(1, tops_BA), self._loss().squeeze(1), entropy_B, square_B)
-        return self._labels_B1.squeeze(1), tops_BA, *scores, torch.cat(self._answers, 1), torch.cat(self._losses, 1)
+        return (
+            self._labels_B1.squeeze(1),
+            tops_BA,
+            *scores,
+            torch.cat(self._answers, 1),
+            torch.cat(self._losses, 1),
+        )
 
     def _loss(self) -> Tensor:
         return float(np.log(self._num_views)) - self._label_log_B1
 
 
 def _pictures(
-    batches: Iterator[Batch], augmentation: Augmentation, views: Sequence[int | None], *, num_threads: int
+    batches: Iterator[Batch],
+    augmentation: Augmentation,
+    views: Sequence[int | None],
+    *,
+    num_threads: int,
 ) -> Iterator[tuple[Batch, int, Tensor]]:
     """All views of one batch after those of the other: (batch, place among the views, pictures)."""
     if augmentation.device.type == "cuda":
         for batch in batches:
-            yield from ((batch, place, view_of(batch, view, augmentation)) for place, view in enumerate(views))
+            yield from (
+                (batch, place, view_of(batch, view, augmentation))
+                for place, view in enumerate(views)
+            )
         return
     ahead = deque[tuple[Batch, int, Future[Tensor]]]()
     with lone_threads(num_threads, pin=False) as pool:

@@ -1,5 +1,5 @@
-"""What an evaluation leaves of its table: files with a row for each picture, class or pair of classes, pictures, the result, and
-its record in MLflow. Each file appears whole.
+"""What an evaluation leaves of its table: files with a row for each picture, class or pair of
+classes, pictures, the result, and its record in MLflow. Each file appears whole.
 
 predictions.parquet   a row per picture that decodes, in the split's order
 per_class.csv         a row per class of the dataset, the worst first
@@ -28,7 +28,17 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from data_prep.images.lettering import legible, short
 from data_prep.publish import atomic_file, write_atomic
 from finetune.evaluate.config import Evaluation
-from finetune.evaluate.scoring import OTHER, Answers, Calibration, Confusion, Moment, PerClass, calibration, moments, scores_of
+from finetune.evaluate.scoring import (
+    OTHER,
+    Answers,
+    Calibration,
+    Confusion,
+    Moment,
+    PerClass,
+    calibration,
+    moments,
+    scores_of,
+)
 from finetune.looks import BLUE, GREY, RED, looks, save
 from finetune.session import register
 from pretrain.checkpoints.run import save_result
@@ -42,12 +52,21 @@ NUM_CONFUSED, NUM_EXTREME, NUM_NAMED = 30, 10, 20
 """In the result: pairs of classes, worst and best classes, pictures that do not decode."""
 ROWS_PER_GROUP = 65_536
 MOST_NAMED, MOST_COUNTED, MOST_SHOWN, NUM_BLOCKS = 40, 12, 200, 100
-"""So many classes have their names written; have their shares written into the cells; have a cell each. Else: so many blocks."""
+"""So many classes have their names written; have their shares written into the cells; have a cell
+each. Else: so many blocks."""
 FEW_PER_CLASS, FEW_PER_BIN = 50, 10
-"""With fewer pictures a share looks more exact than it is: cells have counts, bars of the calibration are pale."""
+"""With fewer pictures a share looks more exact than it is: cells have counts, bars of the
+calibration are pale."""
 
 
-def report(evaluation: Evaluation, answers: Answers, reader: ShardReader, tracker: Tracker, *, seconds: float) -> dict[str, Any]:
+def report(
+    evaluation: Evaluation,
+    answers: Answers,
+    reader: ShardReader,
+    tracker: Tracker,
+    *,
+    seconds: float,
+) -> dict[str, Any]:
     """The result; all of it from the table."""
     (part,) = reader.parts
     run_dir, settings, manifest = evaluation.run_dir, evaluation.settings, part.manifest
@@ -57,16 +76,30 @@ def report(evaluation: Evaluation, answers: Answers, reader: ShardReader, tracke
     facts = {"weights_sha256": evaluation.checkpoint.sha256, "content_hash": manifest.content_hash}
     facts |= {"dataset": manifest.name, "split": part.split}
     PROGRESS.mark("writing the results")
-    predictions, classes, pairs = (run_dir / name for name in ("predictions.parquet", "per_class.csv", "confusion.parquet"))
+    predictions, classes, pairs = (
+        run_dir / name for name in ("predictions.parquet", "per_class.csv", "confusion.parquet")
+    )
     write_predictions(predictions, answers, reader, classes=evaluation.card.classes, facts=facts)
     write_per_class(classes, per_class, confusion, numbers=numbers)
     write_confusion(pairs, confusion)
-    title, largest = f"{evaluation.card.model.label} on {manifest.name}, {settings.data.split}", part.content.largest_class
-    second = f"\nclass mean {np.nanmean(per_class.top1_K):.1%}, largest class {largest:.1%} of the images" if largest else ""
+    title, largest = (
+        f"{evaluation.card.model.label} on {manifest.name}, {settings.data.split}",
+        part.content.largest_class,
+    )
+    second = (
+        f"\nclass mean {np.nanmean(per_class.top1_K):.1%}, largest class {largest:.1%} of the"
+        " images"
+        if largest
+        else ""
+    )
     pictures = draw(run_dir, answers, confusion, title=title, second_line=second)
     images_per_s = reader.num_samples / seconds
     result = _result(evaluation, answers, reader, confusion, per_class) | facts
-    result |= {"seconds": seconds, "images_per_s": images_per_s, "views_per_s": images_per_s * len(settings.view_numbers)}
+    result |= {
+        "seconds": seconds,
+        "images_per_s": images_per_s,
+        "views_per_s": images_per_s * len(settings.view_numbers),
+    }
     scores = {name: value for name, value in result.items() if name.startswith("eval/")}
     tracker.metrics(scores, step=evaluation.card.step)
     for num_views, top1, loss in moments(answers):
@@ -80,17 +113,28 @@ def report(evaluation: Evaluation, answers: Answers, reader: ShardReader, tracke
 
 
 def _result(
-    evaluation: Evaluation, answers: Answers, reader: ShardReader, confusion: Confusion, per_class: PerClass
+    evaluation: Evaluation,
+    answers: Answers,
+    reader: ShardReader,
+    confusion: Confusion,
+    per_class: PerClass,
 ) -> dict[str, Any]:
     settings = evaluation.settings
     scores = scores_of(answers) | {"class_top1": float(np.nanmean(per_class.top1_K))}
-    real = RealLabels.of(reader.parts[0], num_answers=len(evaluation.card.classes), device=torch.device("cpu"))
+    real = RealLabels.of(
+        reader.parts[0], num_answers=len(evaluation.card.classes), device=torch.device("cpu")
+    )
     if real is not None:
-        tops_N, everywhere = torch.from_numpy(answers.answers_NA[:, 0].copy()), torch.ones(len(answers), dtype=torch.bool)
+        tops_N, everywhere = (
+            torch.from_numpy(answers.answers_NA[:, 0].copy()),
+            torch.ones(len(answers), dtype=torch.bool),
+        )
         right, number = real.count(tops_N, answers.samples_N, everywhere).tolist()
         scores |= {"real": right / number} if number else {}
     order = per_class.order()
-    ranked = [(confusion.names[number], float(per_class.top1_K[number])) for number in order.tolist()]
+    ranked = [
+        (confusion.names[number], float(per_class.top1_K[number])) for number in order.tolist()
+    ]
     left_out = answers.left_out(num_samples=reader.num_samples)
     curve = [moment._asdict() for moment in moments(answers)]
     return {f"eval/{name}": value for name, value in scores.items()} | {
@@ -117,10 +161,15 @@ def _result(
 
 
 def write_predictions(
-    path: Path, answers: Answers, reader: ShardReader, *, classes: Sequence[str], facts: Mapping[str, str]
+    path: Path,
+    answers: Answers,
+    reader: ShardReader,
+    *,
+    classes: Sequence[str],
+    facts: Mapping[str, str],
 ) -> None:
-    """`label` and `answers` are the model's numbers of the classes, `classes` its names of them, which the dataset shares. `facts`
-    become the file's metadata."""
+    """`label` and `answers` are the model's numbers of the classes, `classes` its names of them,
+    which the dataset shares. `facts` become the file's metadata."""
     names = pa.array(classes, pa.string())
 
     def table_of(rows: slice) -> pa.Table:
@@ -135,58 +184,85 @@ def write_predictions(
             "label_name": names.take(pa.array(labels)),
             "answers": pa.ListArray.from_arrays(ends, tops),
             "answer_names": pa.ListArray.from_arrays(ends, names.take(tops)),
-            "probabilities": pa.ListArray.from_arrays(ends, pa.array(answers.probabilities_NA[rows].ravel(), pa.float32())),
+            "probabilities": pa.ListArray.from_arrays(
+                ends, pa.array(answers.probabilities_NA[rows].ravel(), pa.float32())
+            ),
             "loss": pa.array(answers.losses_N[rows]),
             "entropy": pa.array(answers.entropies_N[rows]),
             "right": pa.array(tops_NA[:, 0] == labels),
         }
         return pa.table(columns, metadata=dict(facts))
 
-    with atomic_file(path) as file, pq.ParquetWriter(file, table_of(slice(0)).schema, compression="zstd") as writer:
+    with (
+        atomic_file(path) as file,
+        pq.ParquetWriter(file, table_of(slice(0)).schema, compression="zstd") as writer,
+    ):
         for start in range(0, len(answers), ROWS_PER_GROUP):
             PROGRESS.touch()
             writer.write_table(table_of(slice(start, start + ROWS_PER_GROUP)))
 
 
-def write_per_class(path: Path, found: PerClass, confusion: Confusion, *, numbers: Sequence[int]) -> None:
+def write_per_class(
+    path: Path, found: PerClass, confusion: Confusion, *, numbers: Sequence[int]
+) -> None:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["class", "name", "images", "top1", "top5", "precision", "loss", "most_taken_for"])
+    writer.writerow(
+        ["class", "name", "images", "top1", "top5", "precision", "loss", "most_taken_for"]
+    )
     for row in [*found.order().tolist(), *np.flatnonzero(found.counts_K == 0).tolist()]:
-        figures = [float(column[row]) for column in (found.top1_K, found.top5_K, found.precision_K, found.loss_K)]
+        figures = [
+            float(column[row])
+            for column in (found.top1_K, found.top5_K, found.precision_K, found.loss_K)
+        ]
         shown = ["" if math.isnan(value) else f"{value:.6f}" for value in figures]
         taken_for = int(found.taken_for_K[row])
         other = confusion.name(taken_for) if taken_for >= 0 else ""
-        writer.writerow([numbers[row], confusion.names[row], int(found.counts_K[row]), *shown, other])
+        writer.writerow(
+            [numbers[row], confusion.names[row], int(found.counts_K[row]), *shown, other]
+        )
     write_atomic(path, text.getvalue().encode())
 
 
 def write_confusion(path: Path, confusion: Confusion) -> None:
-    labels, answers = ([confusion.name(number) for number in column.tolist()] for column in (confusion.labels, confusion.answers))
+    labels, answers = (
+        [confusion.name(number) for number in column.tolist()]
+        for column in (confusion.labels, confusion.answers)
+    )
     table = pa.table({"label": labels, "answer": answers, "count": pa.array(confusion.counts)})
     with atomic_file(path) as file:
         pq.write_table(table, file, compression="zstd")
 
 
-def draw(run_dir: Path, answers: Answers, confusion: Confusion, *, title: str, second_line: str) -> list[Path]:
+def draw(
+    run_dir: Path, answers: Answers, confusion: Confusion, *, title: str, second_line: str
+) -> list[Path]:
     """The images' paths. `second_line`: of the confusion's title, if classes are unequal."""
     right_N = answers.answers_NA[:, 0] == answers.labels_N
     named = confusion.names if len(confusion.names) <= MOST_NAMED else ()
     with looks(title, *named):
         title = legible(title)
         figures = {
-            "confusion": draw_confusion(confusion, title=f"{title}: top-1 {right_N.mean():.1%} of {len(answers):,}{second_line}")
+            "confusion": draw_confusion(
+                confusion,
+                title=f"{title}: top-1 {right_N.mean():.1%} of {len(answers):,}{second_line}",
+            )
         }
-        figures["calibration"] = draw_calibration(calibration(answers.probabilities_NA[:, 0], right_N), title=title)
+        figures["calibration"] = draw_calibration(
+            calibration(answers.probabilities_NA[:, 0], right_N), title=title
+        )
         if len(answers.moments) > 1:
-            figures["views"] = draw_views(moments(answers), title=f"{title}: mean softmax over views")
+            figures["views"] = draw_views(
+                moments(answers), title=f"{title}: mean softmax over views"
+            )
         for name, figure in figures.items():
             save(figure, run_dir / f"{name}.png")
     return [run_dir / f"{name}.png" for name in figures]
 
 
 def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
-    """Rows are the true classes; colour is the share of the row. Where classes are small, cells have counts."""
+    """Rows are the true classes; colour is the share of the row. Where classes are small, cells
+    have counts."""
     size = len(confusion.names)
     counts = confusion.matrix(num_blocks=None if size <= MOST_SHOWN else NUM_BLOCKS)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -194,7 +270,9 @@ def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
     figure = Figure(figsize=(side + 1.0, side))
     axes = figure.add_subplot(title=title, xlabel="answer", ylabel="true class")
     # the square root shows what is rare; linear colours would show a white square with a diagonal
-    image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="equal")
+    image = axes.imshow(
+        shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="equal"
+    )
     bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=30, format="{x:.0%}")
     bar.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1])
     bar.outline.set_visible(False)
@@ -211,13 +289,27 @@ def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
     if size > MOST_SHOWN:
         axes.set_ylabel(f"true class ({size:,} classes in {NUM_BLOCKS} blocks of neighbours)")
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda place, _: f"{max(0, round(place * size / NUM_BLOCKS)):,}"))
+            axis.set_major_formatter(
+                FuncFormatter(lambda place, _: f"{max(0, round(place * size / NUM_BLOCKS)):,}")
+            )
     is_few = counts.sum(axis=1).max(initial=0) < FEW_PER_CLASS
     bar.set_label("share of the class's pictures" + ("; in the cells: how many" if is_few else ""))
-    for (row, column), share in np.ndenumerate(shares) if max(shares.shape) <= (MOST_NAMED if is_few else MOST_COUNTED) else ():
+    for (row, column), share in (
+        np.ndenumerate(shares)
+        if max(shares.shape) <= (MOST_NAMED if is_few else MOST_COUNTED)
+        else ()
+    ):
         if share > 0:
             words = f"{counts[row, column]:.0f}" if is_few else f"{share:.0%}"
-            axes.text(column, row, words, ha="center", va="center", fontsize=7, color="white" if share > 0.35 else "black")
+            axes.text(
+                column,
+                row,
+                words,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if share > 0.35 else "black",
+            )
     return figure
 
 
@@ -226,17 +318,48 @@ def draw_calibration(bins: Calibration, *, title: str) -> Figure:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     edges = np.linspace(0, 1, len(bins.counts) + 1)
     filled, width = bins.counts > 0, edges[1]
-    lefts, accuracies, confidences = edges[:-1][filled], bins.accuracies[filled], bins.confidences[filled]
-    style: dict[str, Any] = {"width": width, "align": "edge", "edgecolor": "white", "linewidth": 0.8}
+    lefts, accuracies, confidences = (
+        edges[:-1][filled],
+        bins.accuracies[filled],
+        bins.confidences[filled],
+    )
+    style: dict[str, Any] = {
+        "width": width,
+        "align": "edge",
+        "edgecolor": "white",
+        "linewidth": 0.8,
+    }
     few = bins.counts[filled] < FEW_PER_BIN
-    for chosen, note, alpha in ((~few, "", 1.0), (few, f", fewer than {FEW_PER_BIN} pictures", 0.3)):
+    for chosen, note, alpha in (
+        (~few, "", 1.0),
+        (few, f", fewer than {FEW_PER_BIN} pictures", 0.3),
+    ):
         if chosen.any():
             places, lower = lefts[chosen], np.minimum(accuracies, confidences)[chosen]
-            above.bar(places, accuracies[chosen], color=BLUE, alpha=alpha, label=f"accuracy{note}", **style)
-            gap = style | {"color": "none", "edgecolor": RED, "hatch": "////", "linewidth": 0.6, "label": f"gap{note}"}
-            above.bar(places, np.abs(confidences - accuracies)[chosen], bottom=lower, alpha=alpha, **gap)
-    above.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="confidence = accuracy")
-    facts = f"ECE {bins.expected_error:.2%}, largest gap {bins.max_error:.1%}, {len(bins.counts)} bins"
+            above.bar(
+                places,
+                accuracies[chosen],
+                color=BLUE,
+                alpha=alpha,
+                label=f"accuracy{note}",
+                **style,
+            )
+            gap = style | {
+                "color": "none",
+                "edgecolor": RED,
+                "hatch": "////",
+                "linewidth": 0.6,
+                "label": f"gap{note}",
+            }
+            above.bar(
+                places, np.abs(confidences - accuracies)[chosen], bottom=lower, alpha=alpha, **gap
+            )
+    above.plot(
+        [0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="confidence = accuracy"
+    )
+    facts = (
+        f"ECE {bins.expected_error:.2%}, largest gap {bins.max_error:.1%}, {len(bins.counts)} bins"
+    )
     above.set(title=f"{title}\n{facts}", ylabel="accuracy", ylim=(0, 1))
     above.yaxis.set_major_formatter("{x:.0%}")
     above.legend(loc="upper left")
@@ -256,7 +379,13 @@ def draw_views(curve: Sequence[Moment], *, title: str) -> Figure:
     for axes, name, colour, form in panels:
         values = [getattr(moment, name) for moment in curve]
         axes.plot(counts, values, marker="o", markersize=4, color=colour)
-        axes.annotate(format(values[-1], form), (counts[-1], values[-1]), xytext=(0, 7), textcoords="offset points", ha="center")
+        axes.annotate(
+            format(values[-1], form),
+            (counts[-1], values[-1]),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="center",
+        )
         axes.set(title=name.replace("1", "-1"), xlabel="views", xscale="log")
         axes.set_xticks(marked, [f"{count:,}" for count in marked])
         axes.xaxis.set_minor_locator(NullLocator())

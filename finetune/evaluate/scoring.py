@@ -1,7 +1,8 @@
-"""The table of what a model answers on a split, and how good the answers are: every figure is a pure function of the table.
+"""The table of what a model answers on a split, and how good the answers are: every figure is a
+pure function of the table.
 
-K classes of the dataset; the model may have others, whose answers are counted together in the column K. N samples, A answers (the
-five most probable), M moments of test-time augmentation.
+K classes of the dataset; the model may have others, whose answers are counted together in the
+column K. N samples, A answers (the five most probable), M moments of test-time augmentation.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,8 @@ class Answers:
     """The most probable first."""
     probabilities_NA: Floats
     losses_N: Floats
-    """-log of the probability of the label; of the mean probability, with test-time augmentation."""
+    """-log of the probability of the label; of the mean probability, with test-time
+    augmentation."""
     entropies_N: Floats
     """Of all probabilities, in nats."""
     squares_N: Floats
@@ -44,13 +46,23 @@ class Answers:
 
     @classmethod
     def of_ranks(cls, shares: Sequence["Answers"], *, num_samples: int, num_bad: int) -> "Answers":
-        """Of all ranks, in any order. Every sample is there once, or was counted as one that does not decode."""
-        order = np.argsort(samples := np.concatenate([share.samples_N for share in shares]), kind="stable")
-        whole = {name: np.concatenate([getattr(share, name) for share in shares])[order] for name in COLUMNS}
+        """Of all ranks, in any order. Every sample is there once, or was counted as one that does
+        not decode."""
+        order = np.argsort(
+            samples := np.concatenate([share.samples_N for share in shares]), kind="stable"
+        )
+        whole = {
+            name: np.concatenate([getattr(share, name) for share in shares])[order]
+            for name in COLUMNS
+        }
         found = samples[order]
         assert (np.diff(found) > 0).all(), "a sample was answered twice"
         assert len(found) + num_bad == num_samples, (len(found), num_bad, num_samples)
-        assert not len(found) or (found[0] >= 0 and found[-1] < num_samples), (found[0], found[-1], num_samples)
+        assert not len(found) or (found[0] >= 0 and found[-1] < num_samples), (
+            found[0],
+            found[-1],
+            num_samples,
+        )
         return cls(**whole, moments=shares[0].moments)
 
     def __len__(self) -> int:
@@ -69,7 +81,8 @@ def scores_of(answers: Answers) -> dict[str, float]:
     assert len(answers)
     right_NA = answers.answers_NA == answers.labels_N[:, None]
     bins = calibration(answers.probabilities_NA[:, 0], right_NA[:, 0])
-    # the mean squared distance of the probabilities from the truth, summed over classes: 0 is perfect, 2 the worst
+    # the mean squared distance of the probabilities from the truth, summed over classes: 0 is
+    # perfect, 2 the worst
     brier = answers.squares_N - 2 * np.exp(-answers.losses_N) + 1
     return {
         "top1": float(right_NA[:, 0].mean()),
@@ -84,7 +97,8 @@ def scores_of(answers: Answers) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Pictures by the probability of their first answer, in bins of equal width, each without its lower edge."""
+    """Pictures by the probability of their first answer, in bins of equal width, each without its
+    lower edge."""
 
     counts: Ids
     confidences: Floats
@@ -109,7 +123,10 @@ def calibration(confidences_N: Floats, right_N: NDArray[np.bool_]) -> Calibratio
     edges = np.linspace(0, 1, NUM_BINS + 1)
     places = np.clip(np.searchsorted(edges, confidences_N, side="left") - 1, 0, NUM_BINS - 1)
     counts = np.bincount(places, minlength=NUM_BINS)
-    sums = [np.bincount(places, weights=values, minlength=NUM_BINS) for values in (confidences_N, right_N)]
+    sums = [
+        np.bincount(places, weights=values, minlength=NUM_BINS)
+        for values in (confidences_N, right_N)
+    ]
     with np.errstate(invalid="ignore"):
         confidence, accuracy = (total / counts for total in sums)
     return Calibration(counts, confidence, accuracy)
@@ -117,7 +134,8 @@ def calibration(confidences_N: Floats, right_N: NDArray[np.bool_]) -> Calibratio
 
 @dataclass(frozen=True)
 class Confusion:
-    """How often each class was answered for each, as the entries that are not 0, in the order of (label, answer)."""
+    """How often each class was answered for each, as the entries that are not 0, in the order of
+    (label, answer)."""
 
     names: tuple[str, ...]
     """Of the dataset's classes."""
@@ -130,7 +148,10 @@ class Confusion:
     def of(cls, answers: Answers, *, names: Sequence[str], numbers: Sequence[int]) -> "Confusion":
         """`numbers`: what the model calls each class of the dataset."""
         size = len(names)
-        labels_N, tops_N = (dataset_numbers(values, numbers) for values in (answers.labels_N, answers.answers_NA[:, 0]))
+        labels_N, tops_N = (
+            dataset_numbers(values, numbers)
+            for values in (answers.labels_N, answers.answers_NA[:, 0])
+        )
         assert (labels_N < size).all()
         pairs, counts = np.unique(labels_N * (size + 1) + tops_N, return_counts=True)
         return cls(tuple(names), pairs // (size + 1), pairs % (size + 1), counts)
@@ -149,14 +170,24 @@ class Confusion:
 
     def most_confused(self, count: int) -> list[tuple[str, str, int]]:
         """(class, what it was taken for, how often), the most frequent first."""
-        found = zip(*(each[self.wrong()[:count]].tolist() for each in (self.labels, self.answers, self.counts)), strict=True)
+        found = zip(
+            *(
+                each[self.wrong()[:count]].tolist()
+                for each in (self.labels, self.answers, self.counts)
+            ),
+            strict=True,
+        )
         return [(self.name(label), self.name(answer), number) for label, answer, number in found]
 
     def matrix(self, *, num_blocks: int | None = None) -> Floats:
-        """Counts; a last column for other answers, if there are any. With `num_blocks`, of blocks of neighbouring classes."""
+        """Counts; a last column for other answers, if there are any. With `num_blocks`, of blocks
+        of neighbouring classes."""
         size = len(self.names)
         rows = size if num_blocks is None else num_blocks
-        labels, answers = (np.where(values < size, values * rows // size, rows) for values in (self.labels, self.answers))
+        labels, answers = (
+            np.where(values < size, values * rows // size, rows)
+            for values in (self.labels, self.answers)
+        )
         matrix = np.zeros((rows, rows + int(self.has_others)))
         np.add.at(matrix, (labels, answers), self.counts)
         return matrix
@@ -191,13 +222,17 @@ class PerClass:
         counts = np.bincount(labels_N, minlength=size)
         summed = (hits_NA[:, 0], hits_NA.any(axis=1), answers.losses_N)
         sums = [np.bincount(labels_N, weights=values, minlength=size) for values in summed]
-        answered = np.bincount(confusion.answers, weights=confusion.counts, minlength=size + 1)[:size]
+        answered = np.bincount(confusion.answers, weights=confusion.counts, minlength=size + 1)[
+            :size
+        ]
         with np.errstate(invalid="ignore"):
             top1, top5, loss = (total / counts for total in sums)
             precision = sums[0] / answered
         taken_for = np.full(size, -1, np.int64)
         rising = confusion.wrong()[::-1]
-        taken_for[confusion.labels[rising]] = confusion.answers[rising]  # the last, most frequent one stays
+        taken_for[confusion.labels[rising]] = confusion.answers[
+            rising
+        ]  # the last, most frequent one stays
         return cls(counts, top1, top5, precision, loss, taken_for)
 
     def order(self) -> Ids:
@@ -216,4 +251,9 @@ class Moment(NamedTuple):
 
 def moments(answers: Answers) -> list[Moment]:
     right_M = (answers.answers_NM == answers.labels_N[:, None]).mean(axis=0).tolist()
-    return [Moment(*each) for each in zip(answers.moments, right_M, answers.losses_NM.mean(axis=0).tolist(), strict=True)]
+    return [
+        Moment(*each)
+        for each in zip(
+            answers.moments, right_M, answers.losses_NM.mean(axis=0).tolist(), strict=True
+        )
+    ]

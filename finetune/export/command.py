@@ -1,5 +1,5 @@
-"""`finetune export` on the command line. No torch until the settings are known to be good; nothing that is there already is ever
-overwritten."""
+"""`finetune export` on the command line. No torch until the settings are known to be good; nothing
+that is there already is ever overwritten."""
 
 import argparse
 import importlib.util
@@ -23,16 +23,32 @@ NEEDED_LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 
 
 def add_verbs(verbs: Verbs) -> None:
-    export = verbs.add_parser("export", help="a checkpoint for others: timm and hub folder, ONNX, torch.export")
-    export.add_argument(
-        "config", metavar="RUN", help="a run directory, one of its checkpoints, or an imported folder; or a YAML file"
+    export = verbs.add_parser(
+        "export", help="a checkpoint for others: timm and hub folder, ONNX, torch.export"
     )
-    export.add_argument("out", nargs="?", help="the directory to write; after a YAML file it is a setting, out=DIR")
-    export.add_argument("--formats", help="with commas between (default: timm,onnx,torch); timm is always there")
-    export.add_argument("--with-preprocessing", action="store_true", help="graphs take uint8 pictures and normalise")
-    export.add_argument("--push-to", metavar="USER/NAME", help="a repository on the Hugging Face hub that gets it as one commit")
+    export.add_argument(
+        "config",
+        metavar="RUN",
+        help="a run directory, one of its checkpoints, or an imported folder; or a YAML file",
+    )
+    export.add_argument(
+        "out", nargs="?", help="the directory to write; after a YAML file it is a setting, out=DIR"
+    )
+    export.add_argument(
+        "--formats", help="with commas between (default: timm,onnx,torch); timm is always there"
+    )
+    export.add_argument(
+        "--with-preprocessing", action="store_true", help="graphs take uint8 pictures and normalise"
+    )
+    export.add_argument(
+        "--push-to",
+        metavar="USER/NAME",
+        help="a repository on the Hugging Face hub that gets it as one commit",
+    )
     export.add_argument("--revision", metavar="BRANCH", help="of that repository (default: main)")
-    export.add_argument("overrides", nargs="*", default=[], help="key=value, such as license=apache-2.0")
+    export.add_argument(
+        "overrides", nargs="*", default=[], help="key=value, such as license=apache-2.0"
+    )
     export.add_argument("--show", action="store_true", help="print the resolved settings and stop")
     export.epilog = """finetune export runs/mine exports/mine license=apache-2.0
 finetune export configs/export/demo.yaml pretrained=runs/mine out=exports/mine
@@ -41,7 +57,9 @@ finetune export runs/mine exports/mine --push-to USER/NAME license=apache-2.0"""
 
 
 def _export(options: argparse.Namespace) -> int:
-    config, words = split_config([word for word in (options.config, options.out, *options.overrides) if word is not None])
+    config, words = split_config(
+        [word for word in (options.config, options.out, *options.overrides) if word is not None]
+    )
     if config is None:
         if len(words) < 2:
             raise SettingsError(f"out: missing; write finetune export {words[0]} DIRECTORY")
@@ -50,7 +68,11 @@ def _export(options: argparse.Namespace) -> int:
         words.append(f"formats={json.dumps([word.strip() for word in options.formats.split(',')])}")
     if options.with_preprocessing:
         words.append("with_preprocessing=true")
-    words += [f"{key}={json.dumps(word)}" for key in ("push_to", "revision") if (word := getattr(options, key)) is not None]
+    words += [
+        f"{key}={json.dumps(word)}"
+        for key in ("push_to", "revision")
+        if (word := getattr(options, key)) is not None
+    ]
     settings = load_settings(ExportSettings, path=config, overrides=words)
     if options.show:
         return show(settings)
@@ -59,7 +81,8 @@ def _export(options: argparse.Namespace) -> int:
     source, out = Checkpoint.open(settings.pretrained), Path(settings.out)
     if source.card.pixel_permutation is not None:
         why = (
-            f"sees pixels in an order of its own (data.pixel_permutation {source.card.pixel_permutation}), which others do not have"
+            "sees pixels in an order of its own (data.pixel_permutation"
+            f" {source.card.pixel_permutation}), which others do not have"
         )
         raise UserError(f"pretrained: {settings.pretrained} {why}; export a run without it")
     if settings.push_to is not None:
@@ -70,7 +93,9 @@ def _export(options: argparse.Namespace) -> int:
         print(f"{out}: exported before, and whole{again}")
         return _push(settings)
     _check_libraries(settings)
-    _check_space(out, num_bytes=(source.directory / MODEL).stat().st_size * (1 + len(settings.graphs)))
+    _check_space(
+        out, num_bytes=(source.directory / MODEL).stat().st_size * (1 + len(settings.graphs))
+    )
     options.started = True
     end_on_signals("nothing is saved")  # before the long imports
     with doing("loading torch"):
@@ -87,7 +112,14 @@ def _push(settings: ExportSettings) -> int:
             out, graphs = Path(settings.out), (ONNX, f"{ONNX}.data", PT2)
             files = sorted([*json.loads((out / HASHES).read_text()), HASHES])
             private, revision = settings.private, settings.revision
-            pushed = push(out, settings.push_to, files=files, revision=revision, private=private, obsolete=graphs)
+            pushed = push(
+                out,
+                settings.push_to,
+                files=files,
+                revision=revision,
+                private=private,
+                obsolete=graphs,
+            )
         print(f"{pushed}: one commit; others take it as pretrained={HUB}{settings.push_to}")
     return OK
 
@@ -105,10 +137,15 @@ def _is_whole(settings: ExportSettings, source: Checkpoint) -> bool:
 
 def _check_libraries(settings: ExportSettings) -> None:
     for graph in settings.graphs:
-        missing = ", ".join(name for name in NEEDED_LIBRARIES[graph] if importlib.util.find_spec(name) is None)
+        missing = ", ".join(
+            name for name in NEEDED_LIBRARIES[graph] if importlib.util.find_spec(name) is None
+        )
         others = ",".join(each for each in ("timm", *settings.graphs) if each != graph)
         if missing:
-            raise UserError(f"formats: {graph} needs {missing}; pip install 'wide-mlps[{graph}]', or take --formats {others}")
+            raise UserError(
+                f"formats: {graph} needs {missing}; pip install 'wide-mlps[{graph}]', or take"
+                f" --formats {others}"
+            )
 
 
 def _check_space(out: Path, *, num_bytes: int) -> None:

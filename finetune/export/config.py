@@ -28,33 +28,44 @@ class ExportSettings(Settings):
     pretrained: str = Field(examples=["runs/mine"])
     """A run, one of its checkpoints, an imported folder, or an export."""
     out: str = Field(examples=["exports/mine"])
-    """The directory to write. It appears whole; one that exists and is something else is left alone."""
+    """The directory to write. It appears whole; one that exists and is something else is left
+    alone."""
     formats: tuple[Format, ...] = Field(("timm", "onnx", "torch"), min_length=1)
-    """timm: model.safetensors, config.json and a model card, which are always there; onnx: model.onnx; torch: model.pt2."""
+    """timm: model.safetensors, config.json and a model card, which are always there; onnx:
+    model.onnx; torch: model.pt2."""
     with_preprocessing: bool = False
-    """The graphs take pictures as they are decoded (uint8, batch x height x width x colours) and normalise them; by default they
-    take normalised float32 images (batch x colours x height x width)."""
+    """The graphs take pictures as they are decoded (uint8, batch x height x width x colours) and
+    normalise them; by default they take normalised float32 images (batch x colours x height x
+    width)."""
     license: str = Field("unknown", pattern=r"^[a-z0-9][a-z0-9.-]*$")
-    """For the model card, as the Hugging Face hub spells it, such as apache-2.0. We do not guess it."""
+    """For the model card, as the Hugging Face hub spells it, such as apache-2.0. We do not guess
+    it."""
     results_from: str | None = Field(None, examples=["runs"])
-    """Where to look for evaluations, probes and tunings of these weights, for the model card; by default in the folder that the run
-    lies in."""
+    """Where to look for evaluations, probes and tunings of these weights, for the model card; by
+    default in the folder that the run lies in."""
 
     push_to: str | None = Field(None, examples=["user/mine"])
-    """A repository on the Hugging Face hub, USER/NAME, that gets the export as one commit each time; it is made where it is not
-    there. The token is the hub's own (`hf auth login`, or HF_TOKEN)."""
+    """A repository on the Hugging Face hub, USER/NAME, that gets the export as one commit each
+    time; it is made where it is not there. The token is the hub's own (`hf auth login`, or
+    HF_TOKEN)."""
     revision: str | None = Field(None, examples=["v2"])
     """The branch there that the commit goes to; null: main."""
     private: bool = True
-    """Whether a repository that is made is private; with true, one that is public already is refused."""
+    """Whether a repository that is made is private; with true, one that is public already is
+    refused."""
 
     @model_validator(mode="after")
     def _graphs_are_asked_for(self) -> "ExportSettings":
         if self.with_preprocessing and not self.graphs:
-            raise ValueError("with_preprocessing: true changes nothing without a graph; add onnx or torch to formats")
+            raise ValueError(
+                "with_preprocessing: true changes nothing without a graph; add onnx or torch to"
+                " formats"
+            )
         if self.push_to is None and (self.revision is not None or not self.private):
             field = "private" if self.revision is None else "revision"
-            raise ValueError(f"{field}: changes nothing without push_to; set push_to=USER/NAME, or leave it out")
+            raise ValueError(
+                f"{field}: changes nothing without push_to; set push_to=USER/NAME, or leave it out"
+            )
         return self
 
     @property
@@ -73,11 +84,20 @@ class ExportSettings(Settings):
     def is_begun(self, checkpoint: Checkpoint | None) -> bool:
         """Whether `out` is this export of these weights. An error where something else is."""
         wanted = {} if checkpoint is None else self.identity(weights_sha256=checkpoint.sha256)
-        return is_begun(Path(self.out), wanted, record=RECORD, key="request", what="an export", field="out", alone=True)
+        return is_begun(
+            Path(self.out),
+            wanted,
+            record=RECORD,
+            key="request",
+            what="an export",
+            field="out",
+            alone=True,
+        )
 
 
 def is_exported(settings: ExportSettings) -> bool:
-    """Of the weights that are there now; where these are gone since, by its record. Nothing large is read."""
+    """Of the weights that are there now; where these are gone since, by its record. Nothing large
+    is read."""
     has_record = (Path(settings.out) / RECORD).exists()
     checkpoint = Checkpoint.found(settings.pretrained) if has_record else None
     return settings.is_begun(checkpoint) if checkpoint or not has_record else True

@@ -1,8 +1,11 @@
-"""`finetune export`: a checkpoint -> a directory that others can use, whole and checked, or nothing.
+"""`finetune export`: a checkpoint -> a directory that others can use, whole and checked, or
+nothing.
 
-1. The checkpoint's hashes are held to its files, and its weights to its model (`Checkpoint.open`, `load_model`).
-2. model.safetensors is copied byte for byte, so that its sha256 names the same weights everywhere; but where timm has the
-   architecture itself, the weights get timm's names, and plain timm, which must give the model's answers, takes them.
+1. The checkpoint's hashes are held to its files, and its weights to its model (`Checkpoint.open`,
+   `load_model`).
+2. model.safetensors is copied byte for byte, so that its sha256 names the same weights everywhere;
+   but where timm has the architecture itself, the weights get timm's names, and plain timm, which
+   must give the model's answers, takes them.
 3. Each graph is written, read back, and held to the model's answers (`graphs`).
 4. Model card, record and hashes; then the directory gets its name.
 """
@@ -37,7 +40,10 @@ from pretrain.tracking.run_tags import git_commit
 
 SCHEMA_VERSION = 1
 FILES = {"timm": MODEL, "onnx": ONNX, "torch": PT2}
-TOOLS = {"onnx": (graphs.write_onnx, graphs.answers_of_onnx), "torch": (graphs.write_pt2, graphs.answers_of_pt2)}
+TOOLS = {
+    "onnx": (graphs.write_onnx, graphs.answers_of_onnx),
+    "torch": (graphs.write_pt2, graphs.answers_of_pt2),
+}
 LIBRARIES = ("torch", "timm", "safetensors", "onnx", "onnxscript", "onnxruntime")
 
 
@@ -46,14 +52,18 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
     out, card = Path(settings.out), source.card
     model, run = load_model(source).eval(), run_of(source.directory)
     beside = (run.directory if run else source.home).parent
-    beside = beside.parent if (beside / CONFIG_FILE).exists() else beside  # of repetitions the folder that all of them lie in
+    beside = (
+        beside.parent if (beside / CONFIG_FILE).exists() else beside
+    )  # of repetitions the folder that all of them lie in
     beside = Path(settings.results_from) if settings.results_from else beside
     places = [beside, run.directory] if run else [beside]
     results = results_of(source.directory, run, step=card.step, places=places)
     facts = Facts(card, run, results, num_parameters(model), source.sha256, settings)
     try:
         with atomic_directory(out) as directory:
-            checks = _write_weights(directory, source.directory, model, facts) | _write_graphs(directory, model, facts)
+            checks = _write_weights(directory, source.directory, model, facts) | _write_graphs(
+                directory, model, facts
+            )
             write_atomic(directory / README, readme(facts).encode())
             write_json(directory / RECORD, record(facts, checks))
             names = sorted(file.name for file in directory.iterdir())
@@ -62,26 +72,42 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(
-            f"out: {out} cannot be written, for the disk is full; free some space, or name another disk (nothing is left there)"
+            f"out: {out} cannot be written, for the disk is full; free some space, or name another"
+            " disk (nothing is left there)"
         ) from None
-    where = f" of {run.name}, step {card.step:,}" if run else f" of {card.origin}" if card.origin else ""
-    lines = [f"{out}: {card.model.label}{where}, {card.image_size} px, {len(card.classes):,} classes"]
+    where = (
+        f" of {run.name}, step {card.step:,}"
+        if run
+        else f" of {card.origin}"
+        if card.origin
+        else ""
+    )
+    lines = [
+        f"{out}: {card.model.label}{where}, {card.image_size} px, {len(card.classes):,} classes"
+    ]
     return lines + [_printed(file, checks) for file in sorted(out.iterdir())]
 
 
 @torch.no_grad()
-def _write_weights(directory: Path, source: Path, model: ImageModel, facts: Facts) -> dict[str, Agreement]:
+def _write_weights(
+    directory: Path, source: Path, model: ImageModel, facts: Facts
+) -> dict[str, Agreement]:
     """config.json and model.safetensors."""
     card = facts.card
     if timms_own(card) is None or not isinstance(card.model, MixerSpec):
         write_json(directory / CONFIG, config_of(card))
         shutil.copyfile(source / MODEL, directory / MODEL)
         if sha256_of(directory / MODEL) != facts.weights_sha256:
-            raise UserError(f"{source / MODEL}: has changed while it was copied; nothing is published, try again")
+            raise UserError(
+                f"{source / MODEL}: has changed while it was copied; nothing is published, try"
+                " again"
+            )
         return {}
     import timm  # takes seconds, which no other export need spend
 
-    timms = card.model_copy(update={"model": card.model.model_copy(update={"norm_eps": TIMM_NORM_EPS})})
+    timms = card.model_copy(
+        update={"model": card.model.model_copy(update={"norm_eps": TIMM_NORM_EPS})}
+    )
     write_json(directory / CONFIG, config_of(timms, for_plain_timm=True))
     write_tensors(directory / MODEL, to_timm(model.state_dict(), card.model))
     theirs = timm.create_model(f"local-dir:{directory}", pretrained=True).eval()
@@ -117,7 +143,9 @@ def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str,
     checks: dict[str, Agreement] = {}
     for graph in wanted:
         path = directory / FILES[graph]
-        print(f"{facts.settings.out}: writing {path.name}", file=sys.stderr, flush=True)  # of a large model it takes minutes
+        print(
+            f"{facts.settings.out}: writing {path.name}", file=sys.stderr, flush=True
+        )  # of a large model it takes minutes
         write, read = TOOLS[graph]
         write(exported, example, path, metadata=metadata)
         checks[graph] = graphs.agreement(expected, read(path), inputs, graph=graph)
@@ -137,12 +165,17 @@ def record(facts: Facts, checks: dict[str, Agreement]) -> dict[str, Any]:
         "origin": card.origin,
         "num_parameters": facts.num_parameters,
         "checks": {
-            graph: found._asdict() | {"batch_sizes": list(graphs.BATCH_SIZES), "tolerance": graphs.TOLERANCE}
+            graph: (
+                found._asdict()
+                | {"batch_sizes": list(graphs.BATCH_SIZES), "tolerance": graphs.TOLERANCE}
+            )
             for graph, found in checks.items()
         },
         "results": [each._asdict() for each in facts.results],
         "code": git_commit(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES},
+        "versions": (
+            {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES}
+        ),
     }
 
 
@@ -159,5 +192,8 @@ def _printed(file: Path, checks: dict[str, Agreement]) -> str:
     if found is None:
         return line
     sizes = ", ".join(map(str, graphs.BATCH_SIZES))
-    off = f"off by at most {found.max_abs:.1e}, {found.max_rel:.1e} of the largest logit (batches of {sizes})"
+    off = (
+        f"off by at most {found.max_abs:.1e}, {found.max_rel:.1e} of the largest logit (batches of"
+        f" {sizes})"
+    )
     return f"{line}  answers as the model: {off}"

@@ -1,7 +1,8 @@
-"""A model as a graph that runs without us: ONNX and torch.export, each read back from its file and held to the model's answers.
+"""A model as a graph that runs without us: ONNX and torch.export, each read back from its file and
+held to the model's answers.
 
-Any batch size. Neither format has products of sparse matrices that others know, so these become dense ones. Everything happens on
-the CPU, in fp32.
+Any batch size. Neither format has products of sparse matrices that others know, so these become
+dense ones. Everything happens on the CPU, in fp32.
 
 B batch, H height, W width, C colours, K classes.
 """
@@ -26,7 +27,8 @@ from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 
 BATCH_SIZES = (1, 2, 5)
 TOLERANCE = 1e-4
-"""Of the largest logit: rounding of fp32 is 100 times smaller even in deep models, a wrong graph is far beyond."""
+"""Of the largest logit: rounding of fp32 is 100 times smaller even in deep models, a wrong graph is
+far beyond."""
 MOST_DENSE_BYTES = 16 << 30
 NOISE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # torch.onnx of torch's own pytrees
@@ -62,20 +64,32 @@ class FromPictures(nn.Module):
 
 def dense(model: ImageModel, *, label: str) -> ImageModel:
     """The model itself, or a copy whose sparse layers are dense."""
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, MaskedLinear | SparseLinear)}
+    layers = {
+        name: each
+        for name, each in model.named_modules()
+        if isinstance(each, MaskedLinear | SparseLinear)
+    }
     if not layers:
         return model
     num_bytes = sum(4 * each.in_features * each.out_features for each in layers.values())
     if num_bytes > MOST_DENSE_BYTES:
         raise UserError(
-            f"formats: neither onnx nor torch has sparse matrices, and as dense ones those of {label} take "
-            f"{num_bytes / 1e9:,.0f} GB, more than {MOST_DENSE_BYTES / 1e9:.0f}; take --formats timm"
+            "formats: neither onnx nor torch has sparse matrices, and as dense ones those of"
+            f" {label} take {num_bytes / 1e9:,.0f} GB, more than {MOST_DENSE_BYTES / 1e9:.0f}; take"
+            " --formats timm"
         )
     copied = copy.deepcopy(model)
     for name, layer in layers.items():
         filled = nn.Linear(layer.in_features, layer.out_features, device="meta")
-        weight = layer.dense_weight() if isinstance(layer, SparseLinear) else torch.where(layer.mask, layer.weight, 0.0)
-        filled.weight, filled.bias = nn.Parameter(weight.detach().clone()), nn.Parameter(layer.bias.detach().clone())
+        weight = (
+            layer.dense_weight()
+            if isinstance(layer, SparseLinear)
+            else torch.where(layer.mask, layer.weight, 0.0)
+        )
+        filled.weight, filled.bias = (
+            nn.Parameter(weight.detach().clone()),
+            nn.Parameter(layer.bias.detach().clone()),
+        )
         copied.set_submodule(name, filled)
     return copied.eval()
 
@@ -83,32 +97,47 @@ def dense(model: ImageModel, *, label: str) -> ImageModel:
 def trial_inputs(card: ModelCard, *, with_preprocessing: bool) -> list[Tensor]:
     """Noise, and smooth pictures with the dataset's mean and deviation, of each batch size."""
     generator, size = torch.Generator().manual_seed(0), card.image_size
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (card.channel_mean, card.channel_std))
+    mean, std = (
+        torch.tensor(values).view(3, 1, 1) for values in (card.channel_mean, card.channel_std)
+    )
     found = []
     for batch in BATCH_SIZES:
         coarse = torch.randn(batch, 3, 4, 4, generator=generator)
         smooth = nn.functional.interpolate(coarse, size=(size, size), mode="bilinear")
         pictures = ((mean + std * smooth).clamp(0, 1) * 255).round()
         if with_preprocessing:
-            noise = torch.randint(0, 256, (batch, size, size, 3), generator=generator, dtype=torch.uint8)
+            noise = torch.randint(
+                0, 256, (batch, size, size, 3), generator=generator, dtype=torch.uint8
+            )
             found += [noise, pictures.permute(0, 2, 3, 1).contiguous().to(torch.uint8)]
         else:
-            found += [torch.randn(batch, 3, size, size, generator=generator), (pictures / 255 - mean) / std]
+            found += [
+                torch.randn(batch, 3, size, size, generator=generator),
+                (pictures / 255 - mean) / std,
+            ]
     return found
 
 
-def agreement(expected: list[Tensor], answers: Callable[[Tensor], Tensor], inputs: list[Tensor], *, graph: str) -> Agreement:
+def agreement(
+    expected: list[Tensor], answers: Callable[[Tensor], Tensor], inputs: list[Tensor], *, graph: str
+) -> Agreement:
     """An error where the graph's answers are not the model's."""
     max_abs = max_rel = 0.0
     for x, wanted_BK in zip(inputs, expected, strict=True):
         found_BK = answers(x)
         if found_BK.shape != wanted_BK.shape:
-            shapes = f"{tuple(found_BK.shape)} for a batch of {len(x)}, the model {tuple(wanted_BK.shape)}"
+            shapes = (
+                f"{tuple(found_BK.shape)} for a batch of {len(x)}, the model"
+                f" {tuple(wanted_BK.shape)}"
+            )
             raise UserError(f"{graph}: gives {shapes}; nothing is published")
         off, largest = float((found_BK - wanted_BK).abs().max()), float(wanted_BK.abs().max())
         relative = off / max(largest, 1e-6)
         if not relative <= TOLERANCE:  # so that NaN fails, too
-            fault = f"its answers are off by {off:.2g}, {relative:.2g} of the largest logit, more than {TOLERANCE:g}"
+            fault = (
+                f"its answers are off by {off:.2g}, {relative:.2g} of the largest logit, more than"
+                f" {TOLERANCE:g}"
+            )
             advice = f"Please report it, and leave {graph} out of --formats"
             raise UserError(f"{graph}: {fault}; nothing is published. {advice}")
         max_abs, max_rel = max(max_abs, off), max(max_rel, relative)
@@ -119,9 +148,14 @@ def write_onnx(module: nn.Module, example: Tensor, path: Path, *, metadata: dict
     with _quiet("onnx"):
         shapes = ({0: torch.export.Dim("batch")},)
         names: dict[str, Any] = {"input_names": [metadata["input"]], "output_names": ["logits"]}
-        program = torch.onnx.export(module.eval(), (example,), dynamo=True, verbose=False, dynamic_shapes=shapes, **names)
+        program = torch.onnx.export(
+            module.eval(), (example,), dynamo=True, verbose=False, dynamic_shapes=shapes, **names
+        )
         assert program is not None
-    words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+    words = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in metadata.items()
+    }
     program.model.metadata_props.update(words)
     program.save(path)  # beyond 1.5 GB with the weights beside it, as protobuf ends at 2
 
@@ -139,7 +173,9 @@ def answers_of_onnx(path: Path) -> Callable[[Tensor], Tensor]:
 def write_pt2(module: nn.Module, example: Tensor, path: Path, *, metadata: dict[str, Any]) -> None:
     with _quiet("torch"):
         dynamic = ({0: torch.export.Dim("batch")},)
-        program = torch.export.export(module.eval(), (example,), dynamic_shapes=dynamic, strict=False)
+        program = torch.export.export(
+            module.eval(), (example,), dynamic_shapes=dynamic, strict=False
+        )
     stream = BytesIO()  # torch's own writer ends the process where the disk is full
     torch.export.save(program, stream, extra_files={"metadata.json": json.dumps(metadata)})
     path.write_bytes(stream.getbuffer())
@@ -152,8 +188,11 @@ def answers_of_pt2(path: Path) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def _quiet(graph: str) -> Iterator[None]:
-    """Without what these exporters log for their own developers, and with one message where they fail."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
+    """Without what these exporters log for their own developers, and with one message where they
+    fail."""
+    loggers = [
+        logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")
+    ]
     levels = [each.level for each in loggers]
     with warnings.catch_warnings():
         for text in NOISE:
@@ -164,7 +203,10 @@ def _quiet(graph: str) -> Iterator[None]:
             yield
         except (RuntimeError, torch.onnx.OnnxExporterError) as error:
             why = (str(error) or type(error).__name__).strip().splitlines()[0][:160]
-            raise UserError(f"{graph}: torch makes no graph of this model ({why}); leave {graph} out of --formats") from error
+            raise UserError(
+                f"{graph}: torch makes no graph of this model ({why}); leave {graph} out of"
+                " --formats"
+            ) from error
         finally:
             for each, level in zip(loggers, levels, strict=True):
                 each.setLevel(level)

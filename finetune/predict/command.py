@@ -1,4 +1,5 @@
-"""`finetune predict` on the command line. What is asked for is checked, and the pictures are counted, before torch is imported."""
+"""`finetune predict` on the command line. What is asked for is checked, and the pictures are
+counted, before torch is imported."""
 
 import argparse
 import sys
@@ -24,18 +25,40 @@ Input = Part | Sequence[Path]
 
 
 def add_verbs(verbs: Verbs) -> None:
-    predict = verbs.add_parser("predict", help="what a checkpoint sees in any pictures: a row for each, as CSV or Parquet")
-    predict.add_argument("pretrained", metavar="RUN", help="a run of pretrain, probe or tune, a checkpoint, an export or an import")
+    predict = verbs.add_parser(
+        "predict", help="what a checkpoint sees in any pictures: a row for each, as CSV or Parquet"
+    )
+    predict.add_argument(
+        "pretrained",
+        metavar="RUN",
+        help="a run of pretrain, probe or tune, a checkpoint, an export or an import",
+    )
     kinds = (
-        "picture files, folders (with all folders in them), plain tars with or without labels, datasets of data_prep or their URLs"
+        "picture files, folders (with all folders in them), plain tars with or without labels,"
+        " datasets of data_prep or their URLs"
     )
     predict.add_argument("pictures", metavar="PICTURES", nargs="+", help=kinds)
     predict.add_argument(
-        "--out", metavar="FILE", type=Path, help="a .csv or .parquet file: picture, class, probability, ..., error"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="a .csv or .parquet file: picture, class, probability, ..., error",
     )
-    predict.add_argument("--features", metavar="FILE", type=Path, help="a .parquet file with what a linear probe would see")
-    predict.add_argument("--top", metavar="K", type=at_least(1), help=f"so many classes for each picture (default: {TOP} at most)")
-    predict.add_argument("--split", metavar="NAME", help="of the datasets (default: all their splits)")
+    predict.add_argument(
+        "--features",
+        metavar="FILE",
+        type=Path,
+        help="a .parquet file with what a linear probe would see",
+    )
+    predict.add_argument(
+        "--top",
+        metavar="K",
+        type=at_least(1),
+        help=f"so many classes for each picture (default: {TOP} at most)",
+    )
+    predict.add_argument(
+        "--split", metavar="NAME", help="of the datasets (default: all their splits)"
+    )
     predict.epilog = "finetune predict runs/mine photos --out predictions.csv"
     predict.set_defaults(run=_predict)
 
@@ -49,7 +72,10 @@ def _predict(options: argparse.Namespace) -> int:
         path = getattr(options, option)
         if path is not None:
             if path.suffix not in endings or path.is_dir():
-                raise SettingsError(f"--{option}: {path} will not do; name a file that ends in {' or '.join(endings)}")
+                raise SettingsError(
+                    f"--{option}: {path} will not do; name a file that ends in"
+                    f" {' or '.join(endings)}"
+                )
             check_place(path.parent, field=f"--{option}")
     inputs = inputs_of([_here(place) for place in options.pictures], split=options.split)
     if rank_of() != 0:
@@ -58,24 +84,45 @@ def _predict(options: argparse.Namespace) -> int:
     checkpoint = Checkpoint.open(options.pretrained)
     card, num_classes = checkpoint.card, len(checkpoint.card.classes)
     if (options.top or 1) > num_classes:
-        raise SettingsError(f"--top: {options.top} will not do, for {options.pretrained} has {num_classes:,} classes; leave it out")
+        raise SettingsError(
+            f"--top: {options.top} will not do, for {options.pretrained} has {num_classes:,}"
+            " classes; leave it out"
+        )
     for part in {each.directory: each for each in inputs if isinstance(each, Part)}.values():
         warn_once(card.other_pixels(part.manifest, dataset=str(part.directory)), world)
-    about = f"{card.model.label} trained on {card.dataset}, {num_classes:,} classes, {card.image_size} px"
-    print(f"{checkpoint.directory}: {about}; finding the pictures and loading torch take some seconds", file=sys.stderr, flush=True)
+    about = (
+        f"{card.model.label} trained on {card.dataset}, {num_classes:,} classes,"
+        f" {card.image_size} px"
+    )
+    print(
+        f"{checkpoint.directory}: {about}; finding the pictures and loading torch take some"
+        " seconds",
+        file=sys.stderr,
+        flush=True,
+    )
     end_on_signals("nothing is saved")  # before the long imports
-    counts = [each.num_samples if isinstance(each, Part) else sum(map(_count, each)) for each in inputs]
+    counts = [
+        each.num_samples if isinstance(each, Part) else sum(map(_count, each)) for each in inputs
+    ]
     options.started = True
     from finetune.predict.predict import predict
 
     top = options.top or min(TOP, num_classes)
-    print("\n".join(predict(checkpoint, inputs, counts, top=top, out=options.out, features=options.features)))
+    print(
+        "\n".join(
+            predict(checkpoint, inputs, counts, top=top, out=options.out, features=options.features)
+        )
+    )
     return OK
 
 
 def _here(place: str) -> Path:
     """Of a dataset in a store what is read instead of it: the copy of all but its shards."""
-    return local_copy(place, storage=None) if "://" in place and not Path(place).suffix else Path(place)
+    return (
+        local_copy(place, storage=None)
+        if "://" in place and not Path(place).suffix
+        else Path(place)
+    )
 
 
 def inputs_of(paths: Sequence[Path], *, split: str | None) -> list[Input]:
@@ -85,29 +132,50 @@ def inputs_of(paths: Sequence[Path], *, split: str | None) -> list[Input]:
         for path in group if is_dataset else ():
             manifest = load_manifest(path)
             names = sorted(manifest.splits) if split is None else [split]
-            found += [Part(path, manifest, name) for name in names if manifest.split(name, directory=path).num_samples]
+            found += [
+                Part(path, manifest, name)
+                for name in names
+                if manifest.split(name, directory=path).num_samples
+            ]
         found += [] if is_dataset else [list(group)]
     if split is not None and not any(isinstance(each, Part) for each in found):
-        raise SettingsError(f"--split: {split} will not do, for PICTURES are no datasets of data_prep; leave it out")
+        raise SettingsError(
+            f"--split: {split} will not do, for PICTURES are no datasets of data_prep; leave it out"
+        )
     return found
 
 
 def _there(path: Path) -> Path:
     if ":/" in str(path):  # Path makes one slash of two
-        raise SettingsError(f"PICTURES: {path} is not on this disk; fetch it, or index it first: data_prep index ... label=none")
+        raise SettingsError(
+            f"PICTURES: {path} is not on this disk; fetch it, or index it first: data_prep index"
+            " ... label=none"
+        )
     if not path.is_dir() and not path.is_file():
-        raise SettingsError(f"PICTURES: there is no {path}; name picture files, folders, tars or datasets")
+        raise SettingsError(
+            f"PICTURES: there is no {path}; name picture files, folders, tars or datasets"
+        )
     return path
 
 
 def pictures_in(path: Path) -> Iterable[Picture]:
-    return in_folder(path) if path.is_dir() else in_tar(path) if is_tar(path) else [Picture(str(path), str(path))]
+    return (
+        in_folder(path)
+        if path.is_dir()
+        else in_tar(path)
+        if is_tar(path)
+        else [Picture(str(path), str(path))]
+    )
 
 
 def _count(path: Path) -> int:
     """All tars are walked through, so that a damaged one does not end hours of work."""
     count = sum(1 for _ in pictures_in(path))
     if not count:
-        remedy = f"for its tars name {path}/*.tar" if any(path.glob("*.tar")) else "name another, or leave it out"
+        remedy = (
+            f"for its tars name {path}/*.tar"
+            if any(path.glob("*.tar"))
+            else "name another, or leave it out"
+        )
         raise SettingsError(f"PICTURES: {path} holds no pictures; {remedy}")
     return count

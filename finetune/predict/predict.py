@@ -1,9 +1,11 @@
-"""Any pictures in, a row for each out, in their order: the most probable classes, or why there is none; the features, too.
+"""Any pictures in, a row for each out, in their order: the most probable classes, or why there is
+none; the features, too.
 
-A picture goes the way of those that the weights were trained on: it becomes the square that `data_prep build` would have stored
-(`Predictor.squares`), and is fed as `finetune evaluate` feeds it. Pictures of a dataset are squares already. Whatever they lie in,
-the loader's threads read and decode them, and no more is held than one group of rows. The files appear whole or not at all.
-B batch, T top classes.
+A picture goes the way of those that the weights were trained on: it becomes the square that
+`data_prep build` would have stored (`Predictor.squares`), and is fed as `finetune evaluate` feeds
+it. Pictures of a dataset are squares already. Whatever they lie in, the loader's threads read and
+decode them, and no more is held than one group of rows. The files appear whole or not at all. B
+batch, T top classes.
 """
 
 import csv
@@ -76,16 +78,29 @@ class Predictor:
 
     @property
     def squares(self) -> ImageSpec:
-        """What becomes of a picture first; where nobody knows how it was, the square in its centre."""
+        """What becomes of a picture first; where nobody knows how it was, the square in its
+        centre."""
         card, size = self.card, self.card.stored_size or self.card.image_size
-        crop, interpolation = card.stored_crop or "center", card.stored_interpolation or card.fed_interpolation
-        return ImageSpec(image_size=size, crop=crop, interpolation=interpolation, max_pixels=MAX_PIXELS)
+        crop, interpolation = (
+            card.stored_crop or "center",
+            card.stored_interpolation or card.fed_interpolation,
+        )
+        return ImageSpec(
+            image_size=size, crop=crop, interpolation=interpolation, max_pixels=MAX_PIXELS
+        )
 
     def batch(self, pictures: Iterable[Image.Image]) -> Batch:
-        """Of pictures that are open already. (The command may decode a large JPEG at a fraction of its size, as `build` does.)"""
+        """Of pictures that are open already. (The command may decode a large JPEG at a fraction of
+        its size, as `build` does.)"""
         squares = [square(each, self.squares) for each in pictures]
         ids = np.arange(len(squares))
-        return Batch(torch.from_numpy(np.stack(squares)), torch.zeros(len(ids), dtype=torch.long), ids, ids, ids)
+        return Batch(
+            torch.from_numpy(np.stack(squares)),
+            torch.zeros(len(ids), dtype=torch.long),
+            ids,
+            ids,
+            ids,
+        )
 
     @torch.no_grad()
     def answer(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -115,7 +130,15 @@ class PictureReader:
             try:
                 batch[place] = convert(picture.read(), self._spec).pixels
             except (Rejection, MemoryError) as error:
-                bad.append(Unreadable(place, number, "", picture.name, str(error) or "memory ran out while it was decoded"))
+                bad.append(
+                    Unreadable(
+                        place,
+                        number,
+                        "",
+                        picture.name,
+                        str(error) or "memory ran out while it was decoded",
+                    )
+                )
             if self._ended:
                 break
         return bad
@@ -132,21 +155,45 @@ class PictureReader:
 
 
 def predict(
-    checkpoint: Checkpoint, inputs: Sequence[Input], counts: Sequence[int], *, top: int, out: Path | None, features: Path | None
+    checkpoint: Checkpoint,
+    inputs: Sequence[Input],
+    counts: Sequence[int],
+    *,
+    top: int,
+    out: Path | None,
+    features: Path | None,
 ) -> list[str]:
     """The lines to print. `counts`: of the pictures in each input."""
     predictor, num_bad, labeled = Predictor.open(checkpoint), 0, Labeled(checkpoint.card.classes)
     with ExitStack() as opened:
         writers = [(path, opened.enter_context(_table(path))) for path in (out, features) if path]
         for each, count in zip(inputs, counts, strict=True):
-            title = f"{each.directory} {each.split}" if isinstance(each, Part) else f"{each[0]}{', ...' * (len(each) > 1)}"
+            title = (
+                f"{each.directory} {each.split}"
+                if isinstance(each, Part)
+                else f"{each[0]}{', ...' * (len(each) > 1)}"
+            )
             with progress(title, total=count, unit="images") as line:
                 for reader, folder in _readers(each, predictor):
                     number = 0
-                    for rows in _rows(reader, folder, predictor, top=top, with_features=features is not None, line=line):
-                        labeled.add(labels_of(reader, np.arange(number, number := number + len(rows))), rows["class"].to_pylist())
+                    for rows in _rows(
+                        reader,
+                        folder,
+                        predictor,
+                        top=top,
+                        with_features=features is not None,
+                        line=line,
+                    ):
+                        labeled.add(
+                            labels_of(reader, np.arange(number, number := number + len(rows))),
+                            rows["class"].to_pylist(),
+                        )
                         for path, write in writers:
-                            write(rows.drop_columns("features") if path is out else rows.select(["picture", "features", "error"]))
+                            write(
+                                rows.drop_columns("features")
+                                if path is out
+                                else rows.select(["picture", "features", "error"])
+                            )
                         num_bad += len(rows) - rows["error"].null_count
     bad = f"; {num_bad:,} of them do not decode, see the column error" if num_bad else ""
     return [*(f"{path}: {sum(counts):,} pictures{bad}" for path, _ in writers), *labeled.in_words()]
@@ -176,14 +223,24 @@ class Labeled:
         if total < 2:
             return []
         is_there_K, are_unequal = count_K > 0, len(set(count_K.tolist())) > 1
-        class_mean = float((right_K[is_there_K] / count_K[is_there_K]).mean()) if are_unequal else None
+        class_mean = (
+            float((right_K[is_there_K] / count_K[is_there_K]).mean()) if are_unequal else None
+        )
         guessed = baselines(len(count_K), count_K.max() / total if are_unequal else None)
-        others = f"; {self._num_unlabeled:,} more have no class of the model as their folder" if self._num_unlabeled else ""
-        return [f"{accuracy(right_K.sum() / total, class_mean)} of {total:,} labeled images ({guessed}){others}"]
+        others = (
+            f"; {self._num_unlabeled:,} more have no class of the model as their folder"
+            if self._num_unlabeled
+            else ""
+        )
+        return [
+            f"{accuracy(right_K.sum() / total, class_mean)} of {total:,} labeled images"
+            f" ({guessed}){others}"
+        ]
 
 
 def labels_of(reader: Reader, ids: Ids) -> list[str]:
-    """Return the class names of images: the labels of a dataset, otherwise the names of the images' folders."""
+    """Return the class names of images: the labels of a dataset, otherwise the names of the images'
+    folders."""
     if isinstance(reader, ShardReader):
         classes = (*reader.parts[0].manifest.classes, "")  # -1: without a label
         return [classes[label] for label in reader.locate(ids).labels.tolist()]
@@ -191,9 +248,14 @@ def labels_of(reader: Reader, ids: Ids) -> list[str]:
 
 
 def _readers(each: Input, predictor: Predictor) -> Iterator[tuple[Reader, str]]:
-    """With what stands before the names of their pictures. A folder may hold any number, so they come in groups."""
+    """With what stands before the names of their pictures. A folder may hold any number, so they
+    come in groups."""
     if isinstance(each, Part):
-        with reading([each], ReadingSettings(dataset=str(each.directory)), image_size=predictor.card.image_size) as reader:
+        with reading(
+            [each],
+            ReadingSettings(dataset=str(each.directory)),
+            image_size=predictor.card.image_size,
+        ) as reader:
             yield reader, f"{each.directory}/"
         return
     found = chain.from_iterable(map(pictures_in, each))
@@ -202,7 +264,13 @@ def _readers(each: Input, predictor: Predictor) -> Iterator[tuple[Reader, str]]:
 
 
 def _rows(
-    reader: Reader, folder: str, predictor: Predictor, *, top: int, with_features: bool, line: ProgressLine
+    reader: Reader,
+    folder: str,
+    predictor: Predictor,
+    *,
+    top: int,
+    with_features: bool,
+    line: ProgressLine,
 ) -> Iterator[pa.Table]:
     """Of all that the reader has."""
     reasons: dict[int, str] = {}
@@ -212,40 +280,68 @@ def _rows(
         return masked(bad, ids, images_BHWC)
 
     count, held, first, end = reader.num_samples, list[tuple[Tensor, ...]](), 0, 0
-    size = -(-count // -(-count // BATCH_SIZE))  # batches alike, for the last one would be filled up
+    size = -(
+        -count // -(-count // BATCH_SIZE)
+    )  # batches alike, for the last one would be filled up
     alone = read_alone()
     device = predictor.augmentation.device
     with (
         evaluation_batches(
-            reader, local_batch_size=size, world=alone, num_threads=alone.num_cores, pin=device.type == "cuda", on_bad=note
+            reader,
+            local_batch_size=size,
+            world=alone,
+            num_threads=alone.num_cores,
+            pin=device.type == "cuda",
+            on_bad=note,
         ) as stored,
         on_device(stored, device) as batches,
     ):
         for batch in batches:
             logits_BK, features_BD = predictor.answer(batch)
-            tops_BT = logits_BK.topk(top, dim=1).indices  # by logits, as `finetune evaluate` ranks them
+            tops_BT = logits_BK.topk(
+                top, dim=1
+            ).indices  # by logits, as `finetune evaluate` ranks them
             chances_BT = logits_BK.float().softmax(dim=1).gather(1, tops_BT)
-            held.append((tops_BT, chances_BT, features_BD if with_features else features_BD[:, :0].clone()))
+            held.append(
+                (tops_BT, chances_BT, features_BD if with_features else features_BD[:, :0].clone())
+            )
             before, end = end, min(end + size, count)
             line.advance(end - before)
             if end == count or end - first >= ROWS_PER_GROUP:
-                ids, columns = np.arange(first, end), [torch.cat(column)[: end - first].cpu() for column in zip(*held, strict=True)]
+                ids, columns = (
+                    np.arange(first, end),
+                    [torch.cat(column)[: end - first].cpu() for column in zip(*held, strict=True)],
+                )
                 names = [printable(folder + name) for _, name in reader.names(ids)]
-                yield _as_table(names, [reasons.pop(number, None) for number in ids.tolist()], columns, predictor.card.classes)
+                yield _as_table(
+                    names,
+                    [reasons.pop(number, None) for number in ids.tolist()],
+                    columns,
+                    predictor.card.classes,
+                )
                 held, first = [], end
 
 
-def _as_table(names: list[str], reasons: list[str | None], answers: Sequence[Tensor], classes: Sequence[str]) -> pa.Table:
+def _as_table(
+    names: list[str], reasons: list[str | None], answers: Sequence[Tensor], classes: Sequence[str]
+) -> pa.Table:
     tops_BT, chances_BT, features_BD = answers
-    bad, words = np.array([reason is not None for reason in reasons]), pa.array(classes, pa.string())
+    bad, words = (
+        np.array([reason is not None for reason in reasons]),
+        pa.array(classes, pa.string()),
+    )
     columns = {"picture": pa.array(names, pa.string())}
-    for place, (tops_B, chances_B) in enumerate(zip(tops_BT.T.numpy(), chances_BT.T.double().numpy(), strict=True), 1):
+    for place, (tops_B, chances_B) in enumerate(
+        zip(tops_BT.T.numpy(), chances_BT.T.double().numpy(), strict=True), 1
+    ):
         ending = f"_{place}" if place > 1 else ""
         columns[f"class{ending}"] = words.take(pa.array(tops_B, mask=bad))
         columns[f"probability{ending}"] = pa.array(chances_B.round(6), mask=bad)
     ends = np.cumsum([0, *np.where(bad, 0, features_BD.shape[1])])
     values = features_BD.float().numpy()[~bad].ravel()
-    columns["features"] = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values, mask=pa.array(bad))
+    columns["features"] = pa.ListArray.from_arrays(
+        pa.array(ends, pa.int32()), values, mask=pa.array(bad)
+    )
     return pa.table(columns | {"error": pa.array(reasons, pa.string())})
 
 
@@ -267,6 +363,8 @@ def _table(path: Path) -> Iterator[Callable[[pa.Table], None]]:
             if path.suffix == ".parquet":
                 writers[0].write_table(rows)
             else:
-                writers[0].writerows(zip(*(column.to_pylist() for column in rows.columns), strict=True))
+                writers[0].writerows(
+                    zip(*(column.to_pylist() for column in rows.columns), strict=True)
+                )
 
         yield write

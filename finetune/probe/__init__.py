@@ -1,1 +1,2 @@
-"""Frozen features and what is learned from them: a grid of linear heads (`finetune probe`), nearest neighbours (`finetune knn`)."""
+"""Frozen features and what is learned from them: a grid of linear heads (`finetune probe`), nearest
+neighbours (`finetune knn`)."""

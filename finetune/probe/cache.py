@@ -1,6 +1,9 @@
-"""The features that a probe or a k-NN keeps on disk: which, under which names, how large, and whether there is room. No torch here.
+"""The features that a probe or a k-NN keeps on disk: which, under which names, how large, and
+whether there is room. No torch here.
 
-A name has the hash of everything that the numbers depend on, so what is found under it is what would be computed (features.py)."""
+A name has the hash of everything that the numbers depend on, so what is found under it is what
+would be computed (features.py).
+"""
 
 import math
 import shutil
@@ -23,7 +26,8 @@ VERSION = 2
 """Of what becomes of a picture: raise it when the same key would give other numbers."""
 _BYTES = {"float32": 4, "float16": 2}
 Which = Literal["train", "plain", "test"]
-"""train: what heads learn from, a table for each view; plain: where held-out samples are taken from."""
+"""train: what heads learn from, a table for each view; plain: where held-out samples are taken
+from."""
 
 
 class Wanted(NamedTuple):
@@ -98,35 +102,61 @@ class Cache:
     def missing_gb(self) -> float:
         """That is not on disk yet."""
         source, size = self.source, self.source.image_size
-        num_features = num_features_of(source.checkpoint.card.model, image_size=size) if source.checkpoint else 3 * size**2
-        tables = {(split, view) for split, views in wanted_of(self.settings).values() for view in views}
+        num_features = (
+            num_features_of(source.checkpoint.card.model, image_size=size)
+            if source.checkpoint
+            else 3 * size**2
+        )
+        tables = {
+            (split, view) for split, views in wanted_of(self.settings).values() for view in views
+        }
         splits = [split for split, view in tables if not self.place_of(split, view).exists()]
-        rows = sum(self.manifest.split(split, directory=self.settings.data.dataset).num_samples for split in splits)
+        rows = sum(
+            self.manifest.split(split, directory=self.settings.data.dataset).num_samples
+            for split in splits
+        )
         return rows * num_features * _BYTES[self.settings.feature_dtype] / 1e9
 
     @cached_property
     def fault(self) -> str:
-        """Why it does not fit, and the remedy; "" where it does. What a killed start of this run has left makes way."""
+        """Why it does not fit, and the remedy; "" where it does. What a killed start of this run
+        has left makes way."""
         settings, place = self.settings, self.settings.features_place.absolute()
         above = next(path for path in (place, *place.parents) if path.exists())
-        left = sum(file.stat().st_blocks * 512 for file in place.glob(f"{self.temporary_of(place / '*').name}/*"))
-        free_gb, allowed_gb = (shutil.disk_usage(above).free + left) / 1e9, getattr(settings, "cache_gb", math.inf)
+        left = sum(
+            file.stat().st_blocks * 512
+            for file in place.glob(f"{self.temporary_of(place / '*').name}/*")
+        )
+        free_gb, allowed_gb = (
+            (shutil.disk_usage(above).free + left) / 1e9,
+            getattr(settings, "cache_gb", math.inf),
+        )
         if self.missing_gb <= min(free_gb, allowed_gb):
             return ""
-        found, remedy = f"{settings.features_place} has room for {free_gb:.3g}", "name another features_dir"
+        found, remedy = (
+            f"{settings.features_place} has room for {free_gb:.3g}",
+            "name another features_dir",
+        )
         if allowed_gb < free_gb:
             found, remedy = f"cache_gb allows {allowed_gb:g}", "raise cache_gb"
         if hasattr(settings, "features"):
-            stream = "features=stream" + (" optimizer=lion" if getattr(settings, "optimizer", "") == "lbfgs" else "")
+            stream = "features=stream" + (
+                " optimizer=lion" if getattr(settings, "optimizer", "") == "lbfgs" else ""
+            )
             remedy = f"set {stream}, which keeps none, or {remedy}"
         return f"they would take {self.missing_gb:.3g} GB more, and {found}; {remedy}"
 
 
-def check_room(settings: FeatureSettings, manifest: Manifest, checkpoint: Checkpoint | None) -> None:
-    """Refuses what must be kept and does not fit; what need not be kept is streamed then. Nobody knows yet what auto stands for."""
+def check_room(
+    settings: FeatureSettings, manifest: Manifest, checkpoint: Checkpoint | None
+) -> None:
+    """Refuses what must be kept and does not fit; what need not be kept is streamed then. Nobody
+    knows yet what auto stands for."""
     image_size, channel_stats = settings.data.image_size, settings.channel_stats
     fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)
-    chosen = ("fp32", "bf16") if settings.feature_precision == "auto" else (settings.feature_precision,)
+    chosen = (
+        ("fp32", "bf16") if settings.feature_precision == "auto" else (settings.feature_precision,)
+    )
     caches = [Cache(settings, manifest, replace(fed, precision=precision)) for precision in chosen]
     if settings.must_keep and all(cache.fault for cache in caches):
         raise UserError(f"features: {caches[0].fault}")

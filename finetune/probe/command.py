@@ -1,4 +1,5 @@
-"""`finetune probe` and `finetune knn` on the command line. No torch until the settings are known to be good."""
+"""`finetune probe` and `finetune knn` on the command line. No torch until the settings are known to
+be good."""
 
 import argparse
 import shlex
@@ -13,20 +14,35 @@ from data_prep.settings import SettingsError, load_settings
 from finetune.probe.cache import check_room
 from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.split import check_apart, check_split
-from finetune.verbs import add_common, check_config, end_on_signals, finished_before, launch_ranks, show, warn_once
+from finetune.verbs import (
+    add_common,
+    check_config,
+    end_on_signals,
+    finished_before,
+    launch_ranks,
+    show,
+    warn_once,
+)
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place, check_settings
 from pretrain.cli import leave, world_of
 
 
 def add_verbs(verbs: Verbs) -> None:
-    grid = "train a grid of linear classifiers on a checkpoint's features (pretrained=null: on pixels)"
+    grid = (
+        "train a grid of linear classifiers on a checkpoint's features (pretrained=null: on pixels)"
+    )
     nearest = "judge a checkpoint's features by the nearest training pictures"
     for name, words in (("probe", grid), ("knn", nearest)):
-        example = f"finetune {name} configs/{name}/demo.yaml pretrained=runs/mine dataset=data/mine run_dir=runs/mine-{name}"
+        example = (
+            f"finetune {name} configs/{name}/demo.yaml pretrained=runs/mine dataset=data/mine"
+            f" run_dir=runs/mine-{name}"
+        )
         verb = verbs.add_parser(name, help=words, epilog=example)
         verb.add_argument("config", help=f"a YAML file, such as configs/{name}/demo.yaml")
-        add_common(verb, partial(_run, name), schema=f"finetune.probe.config:{name.capitalize()}Settings")
+        add_common(
+            verb, partial(_run, name), schema=f"finetune.probe.config:{name.capitalize()}Settings"
+        )
 
 
 def _run(verb: str, options: argparse.Namespace) -> int:
@@ -44,10 +60,13 @@ def _run(verb: str, options: argparse.Namespace) -> int:
     holdout = settings.holdout_split if isinstance(settings, ProbeSettings) else None
     for split in (data.train_split, data.test_split, *([holdout] if holdout else [])):
         check_split(manifest, split, directory=data.dataset)
-    check_apart(data.directory, manifest, train=data.train_split, test=data.test_split, holdout=holdout)
+    check_apart(
+        data.directory, manifest, train=data.train_split, test=data.test_split, holdout=holdout
+    )
     checkpoint = None
     if settings.pretrained is not None:
-        # its weights are read and hashed once, by one process of a node; the session compares what the ranks have found
+        # its weights are read and hashed once, by one process of a node; the session compares what
+        # the ranks have found
         checkpoint = Checkpoint.open(settings.pretrained, verify=world.local_rank == 0)
         card = checkpoint.card
         if data.image_size not in (None, card.image_size):
@@ -57,7 +76,10 @@ def _run(verb: str, options: argparse.Namespace) -> int:
     if isinstance(settings, KnnSettings):
         settings.check_against(manifest)
     elif holdout is None and manifest.splits[data.train_split].num_samples < 2:
-        raise DatasetError(f"data.train_split: {data.train_split!r} has one sample, and one must be held out; take another")
+        raise DatasetError(
+            f"data.train_split: {data.train_split!r} has one sample, and one must be held out; take"
+            " another"
+        )
     check_room(settings, manifest, checkpoint)
     if options.ranks:
         return launch_ranks(verb, [options.config], options)
@@ -70,12 +92,25 @@ def _run(verb: str, options: argparse.Namespace) -> int:
     judged = manifest.splits[data.test_split]
     if isinstance(settings, KnnSettings):
         if result := knn(settings, world, checkpoint):
-            top1 = ", ".join(f"{result[f'top1_k{count}']:.1%} (k={count})" for count in sorted(settings.neighbours))
+            top1 = ", ".join(
+                f"{result[f'top1_k{count}']:.1%} (k={count})"
+                for count in sorted(settings.neighbours)
+            )
     elif result := probe(settings, world, checkpoint):
         mean = f" (class mean {result['test_class_mean']:.1%})" if judged.largest_class else ""
-        top1 = f"{result['test_top1']:.1%}{mean} at lr {result['chosen_lr']:g}, weight decay {result['chosen_weight_decay']:g}"
+        top1 = (
+            f"{result['test_top1']:.1%}{mean} at lr {result['chosen_lr']:g}, weight decay"
+            f" {result['chosen_weight_decay']:g}"
+        )
     if result is not None:
-        print(f"{run_dir}: top-1 on {data.test_split} {top1} ({baselines(len(manifest.classes), judged.largest_class)})")
+        print(
+            f"{run_dir}: top-1 on {data.test_split} {top1}"
+            f" ({baselines(len(manifest.classes), judged.largest_class)})"
+        )
     has_weights = verb == "probe" and checkpoint is not None
-    more = [f"  next     finetune predict {shlex.quote(str(run_dir))} PICTURES --out predictions.csv"] if has_weights else []
+    more = (
+        [f"  next     finetune predict {shlex.quote(str(run_dir))} PICTURES --out predictions.csv"]
+        if has_weights
+        else []
+    )
     return leave(True, run_dir=run_dir, is_first=world.is_first, more=more)

@@ -14,12 +14,34 @@ FeatureType = Literal["float32", "float16"]
 HeadOptimizer = Literal["lion", "sgd", "adamw", "lbfgs"]
 
 _GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
-    "lion": {"lrs": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), "weight_decays": (0.0, 0.1, 1.0, 10.0, 100.0), "epochs": (50,)},
-    "sgd": {"lrs": (1e-3, 1e-2, 3e-2, 1e-1, 3e-1), "weight_decays": (0.0, 1e-5, 1e-4, 1e-3, 1e-2), "epochs": (50,)},
+    "lion": {
+        "lrs": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
+        "weight_decays": (0.0, 0.1, 1.0, 10.0, 100.0),
+        "epochs": (50,),
+    },
+    "sgd": {
+        "lrs": (1e-3, 1e-2, 3e-2, 1e-1, 3e-1),
+        "weight_decays": (0.0, 1e-5, 1e-4, 1e-3, 1e-2),
+        "epochs": (50,),
+    },
     "adamw": {"lrs": (1e-4, 3e-4, 1e-3, 3e-3), "weight_decays": (1e-2,), "epochs": (50,)},
     "lbfgs": {
         "lrs": (1.0,),
-        "weight_decays": (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0),
+        "weight_decays": (
+            1e-6,
+            3e-6,
+            1e-5,
+            3e-5,
+            1e-4,
+            3e-4,
+            1e-3,
+            3e-3,
+            1e-2,
+            3e-2,
+            1e-1,
+            3e-1,
+            1.0,
+        ),
         "epochs": (1000,),
     },
 }
@@ -28,7 +50,8 @@ _DEFAULT: HeadOptimizer = "lbfgs"
 
 
 def _as_tuple(value: Any) -> Any:
-    """A lone number is a list of one. Behind a validator of ours pydantic takes no list for a tuple."""
+    """A lone number is a list of one. Behind a validator of ours pydantic takes no list for a
+    tuple."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -54,7 +77,9 @@ class FeatureDataSettings(ReadingSettings):
     @model_validator(mode="after")
     def _test_is_kept_apart(self) -> "FeatureDataSettings":
         if self.train_split == self.test_split:
-            raise ValueError(f"data.test_split: {self.test_split!r} is the training split too; test on another")
+            raise ValueError(
+                f"data.test_split: {self.test_split!r} is the training split too; test on another"
+            )
         return self
 
 
@@ -68,23 +93,30 @@ class FeatureSettings(ShortRunSettings):
     """The checkpoint whose features are used; null uses the pixels themselves, as the baseline."""
     channel_stats: ChannelStats = "checkpoint"
     feature_batch_size: int | None = Field(None, ge=1, examples=[512])
-    """Pictures of one forward pass, on each rank; null: 512, on GPUs more of a model that is done with these before the next are
-    launched."""
+    """Pictures of one forward pass, on each rank; null: 512, on GPUs more of a model that is done
+    with these before the next are launched."""
     feature_precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    """Of the frozen model's products. auto: bf16 on GPUs, fp32 on CPUs; which it was is part of what kept features are found by."""
+    """Of the frozen model's products. auto: bf16 on GPUs, fp32 on CPUs; which it was is part of
+    what kept features are found by."""
     feature_dtype: FeatureType = "float32"
     """Of the features on disk; float16 takes half the room, with three digits."""
     features_dir: str | None = Field(None, examples=["/scratch/features"])
-    """Where features are kept, for any run that asks for the same; null: `features` beside the run directory."""
+    """Where features are kept, for any run that asks for the same; null: `features` beside the run
+    directory."""
 
     @property
     def must_keep(self) -> bool:
         """Whether features are kept, however large they are; a k-NN always does."""
-        return getattr(self, "features", "cache") == "cache" or getattr(self, "optimizer", "") == "lbfgs"
+        return (
+            getattr(self, "features", "cache") == "cache"
+            or getattr(self, "optimizer", "") == "lbfgs"
+        )
 
     @property
     def features_place(self) -> Path:
-        return Path(self.features_dir) if self.features_dir else Path(self.run_dir).parent / "features"
+        return (
+            Path(self.features_dir) if self.features_dir else Path(self.run_dir).parent / "features"
+        )
 
     def used(self, manifest: Manifest) -> list[tuple[Part, str]]:
         """What is learned from, and what is judged."""
@@ -97,18 +129,24 @@ _NOT_FOR_LBFGS = ("lrs", "schedule", "label_smoothing", "gradient_clip_norm")
 
 class ProbeSettings(FeatureSettings):
     of_verb = "finetune probe"
-    example_with: ClassVar = {"augment": "views=10 optimizer=lion"} | dict.fromkeys(_NOT_FOR_LBFGS, "optimizer=lion")
+    example_with: ClassVar = {"augment": "views=10 optimizer=lion"} | dict.fromkeys(
+        _NOT_FOR_LBFGS, "optimizer=lion"
+    )
     features: Literal["auto", "cache", "stream"] = "auto"
-    """cache: made once and kept on disk; stream: made anew for each batch, by all ranks together, and nothing is kept; auto: stream
-    where they would take more than `cache_gb`, or than the disk has. Both train the same heads."""
+    """cache: made once and kept on disk; stream: made anew for each batch, by all ranks together,
+    and nothing is kept; auto: stream where they would take more than `cache_gb`, or than the disk
+    has. Both train the same heads."""
     cache_gb: float = Field(100.0, ge=0)
-    """Largest size of new features on disk. Above it, lion, adamw and sgd stream features with `auto`; `cache` and lbfgs fail."""
+    """Largest size of new features on disk. Above it, lion, adamw and sgd stream features with
+    `auto`; `cache` and lbfgs fail."""
     optimizer: HeadOptimizer = _DEFAULT
-    """lbfgs is logistic regression: it minimizes cross-entropy + weight_decay / 2 |W|^2 until it converges. lion and adamw decay
-    weights apart from the gradient, sgd through the gradient, as torch does. Biases never decay. Views need lion, adamw or sgd."""
+    """lbfgs is logistic regression: it minimizes cross-entropy + weight_decay / 2 |W|^2 until it
+    converges. lion and adamw decay weights apart from the gradient, sgd through the gradient, as
+    torch does. Biases never decay. Views need lion, adamw or sgd."""
     lrs: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["lrs"]
-    """Every combination of learning rate, decay and length is a cell; one pass over the features trains all of them, and the best
-    on held-out samples is kept. Left out, or null, the three lists fit the optimizer."""
+    """Every combination of learning rate, decay and length is a cell; one pass over the features
+    trains all of them, and the best on held-out samples is kept. Left out, or null, the three lists
+    fit the optimizer."""
     weight_decays: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["weight_decays"]
     """See `lrs`."""
     epochs: Annotated[tuple[int, ...], _ONE_OR_MORE] = (1000,)
@@ -128,17 +166,21 @@ class ProbeSettings(FeatureSettings):
     tolerance: float = Field(1e-5, gt=0)
     """lbfgs has converged where no entry of the gradient is larger."""
     standardise: bool = True
-    """Features to mean 0 and deviation 1 over the training split (the saved head undoes it); false takes them as they are."""
+    """Features to mean 0 and deviation 1 over the training split (the saved head undoes it); false
+    takes them as they are."""
     views: int = Field(0, ge=0, le=10_000)
-    """Augmented views of each training picture: epoch e learns from view e mod views; 0 learns from the plain pictures alone."""
+    """Augmented views of each training picture: epoch e learns from view e mod views; 0 learns from
+    the plain pictures alone."""
     augment: AugmentSettings | None = Field(None, examples=[{"crop_scale": [0.4, 1.0]}])
-    """How views are made: view v is what training would see in its epoch v. Pictures are never mixed."""
+    """How views are made: view v is what training would see in its epoch v. Pictures are never
+    mixed."""
     holdout_share: float = Field(0.2, gt=0, lt=1)
     """Of the training split, to choose the cell with; the test split is never chosen on."""
     holdout_split: str | None = Field(None, examples=["holdout"])
     """Chooses with this split instead of a share of the training split."""
     refit: bool = True
-    """Trains the chosen cell once more, on all of the training split; with a holdout_split it has seen all of it already."""
+    """Trains the chosen cell once more, on all of the training split; with a holdout_split it has
+    seen all of it already."""
     seed: int = Field(0, ge=0)
     """Of the order, of the held-out share and of the views."""
 
@@ -156,8 +198,18 @@ class ProbeSettings(FeatureSettings):
     def _grid_makes_sense(self) -> "ProbeSettings":
         rules = (
             ("lrs", self.lrs, "learning rate must be above 0", all(lr > 0 for lr in self.lrs)),
-            ("weight_decays", self.weight_decays, "decay must be 0 or above", all(d >= 0 for d in self.weight_decays)),
-            ("epochs", self.epochs, "length must be 1 or above", all(count >= 1 for count in self.epochs)),
+            (
+                "weight_decays",
+                self.weight_decays,
+                "decay must be 0 or above",
+                all(d >= 0 for d in self.weight_decays),
+            ),
+            (
+                "epochs",
+                self.epochs,
+                "length must be 1 or above",
+                all(count >= 1 for count in self.epochs),
+            ),
         )
         for name, values, words, is_good in rules:
             if not values:
@@ -167,10 +219,17 @@ class ProbeSettings(FeatureSettings):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name}: {list(values)} will not do; name each value once")
         if self.optimizer == "lbfgs" and len(self.epochs) > 1:
-            raise ValueError("epochs: lbfgs takes one limit of passes. Set one number, or several weight_decays")
+            raise ValueError(
+                "epochs: lbfgs takes one limit of passes. Set one number, or several weight_decays"
+            )
         for name in _NOT_FOR_LBFGS:
-            if self.optimizer == "lbfgs" and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: lbfgs does not use it. Set optimizer=lion, or remove {name}")
+            if (
+                self.optimizer == "lbfgs"
+                and getattr(self, name) != type(self).model_fields[name].default
+            ):
+                raise ValueError(
+                    f"{name}: lbfgs does not use it. Set optimizer=lion, or remove {name}"
+                )
         for lr in self.lrs:
             check_schedule(self.schedule, lr, field="lrs")
         return self
@@ -178,45 +237,70 @@ class ProbeSettings(FeatureSettings):
     @model_validator(mode="after")
     def _views_are_augmented(self) -> "ProbeSettings":
         if self.views and self.augment is None:
-            raise ValueError(f"views: {self.views} will not do without augment; say how views are made, or set views=0")
+            raise ValueError(
+                f"views: {self.views} will not do without augment; say how views are made, or set"
+                " views=0"
+            )
         if self.augment is not None and not self.views:
-            raise ValueError("augment: has no effect without views; set views=10, for example, or leave augment out")
+            raise ValueError(
+                "augment: has no effect without views; set views=10, for example, or leave"
+                " augment out"
+            )
         for way, field in (self.augment.mixing if self.augment else {}).items():
-            raise ValueError(f"augment.{field}: {way} will not do here: kept features have one label each; set augment.{field}=0")
+            raise ValueError(
+                f"augment.{field}: {way} will not do here: kept features have one label each; set"
+                f" augment.{field}=0"
+            )
         if self.features == "stream" and self.optimizer == "lbfgs":
-            raise ValueError("features: stream is not valid with lbfgs, which needs many passes. Set optimizer=lion")
+            raise ValueError(
+                "features: stream is not valid with lbfgs, which needs many passes. Set"
+                " optimizer=lion"
+            )
         if self.views and self.optimizer == "lbfgs":
-            raise ValueError(f"views: {self.views} is not valid with lbfgs, which needs fixed features. Set optimizer=lion")
+            raise ValueError(
+                f"views: {self.views} is not valid with lbfgs, which needs fixed features. Set"
+                " optimizer=lion"
+            )
         return self
 
     @model_validator(mode="after")
     def _holdout_is_kept_apart(self) -> "ProbeSettings":
         for name in ("train_split", "test_split"):
             if self.holdout_split is not None and self.holdout_split == getattr(self.data, name):
-                raise ValueError(f"holdout_split: {self.holdout_split!r} is data.{name} too; choose with another")
+                raise ValueError(
+                    f"holdout_split: {self.holdout_split!r} is data.{name} too; choose with another"
+                )
         return self
 
 
 class KnnSettings(FeatureSettings):
     of_verb = "finetune knn"
     neighbours: Annotated[tuple[int, ...], _ONE_OR_MORE] = Field((20, 10, 100, 200), min_length=1)
-    """The numbers k of nearest training pictures that vote; each is judged, at the price of one. The first one's accuracy is
-    the run's `test_top1`: the best would be a choice on the test split."""
+    """The numbers k of nearest training pictures that vote; each is judged, at the price of one.
+    The first one's accuracy is the run's `test_top1`: the best would be a choice on the test
+    split."""
     weights: Literal["softmax", "uniform", "distance"] = "softmax"
     """Of a vote: exp(cosine similarity / temperature); 1; or 1 / cosine distance."""
     temperature: float = Field(0.07, gt=0)
     """Of softmax."""
     chunk_mb: int = Field(256, ge=1)
-    """Memory for blocks of both tables and their similarities, in megabytes; it changes nothing but the speed."""
+    """Memory for blocks of both tables and their similarities, in megabytes; it changes nothing but
+    the speed."""
 
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> "KnnSettings":
         if min(self.neighbours, default=0) < 1 or len(set(self.neighbours)) < len(self.neighbours):
-            raise ValueError(f"neighbours: {list(self.neighbours)} will not do; name one at least, each once, from 1 on")
+            raise ValueError(
+                f"neighbours: {list(self.neighbours)} will not do; name one at least, each once,"
+                " from 1 on"
+            )
         return self
 
     def check_against(self, manifest: Manifest) -> None:
         most, split = max(self.neighbours), self.data.train_split
         num_training = manifest.split(split, directory=self.data.dataset).num_samples
         if most > num_training:
-            raise DatasetError(f"neighbours: {most} is more than the {num_training:,} samples of {split!r}; leave it out")
+            raise DatasetError(
+                f"neighbours: {most} is more than the {num_training:,} samples of {split!r}; leave"
+                " it out"
+            )

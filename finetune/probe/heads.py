@@ -1,17 +1,20 @@
-"""Many linear heads trained at once on the same batches: forward and backward are one matrix product each, for any number of heads.
+"""Many linear heads trained at once on the same batches: forward and backward are one matrix
+product each, for any number of heads.
 
-The gradient of the mean cross-entropy by the logits is (softmax - target) / B, so nothing is recorded for autograd. Heads begin at
-zero; the order of an epoch is a function of (seed, epoch).
+The gradient of the mean cross-entropy by the logits is (softmax - target) / B, so nothing is
+recorded for autograd. Heads begin at zero; the order of an epoch is a function of (seed, epoch).
 
-By L-BFGS each head minimises mean cross-entropy + decay / 2 |W|^2 (biases free) with a history of its own, and all share each pass
-over the features, which evaluates one trial point of each head. A head whose trial is good enough (Armijo's rule, with room for
-rounding) takes it and chooses a new direction; another tries a shorter step in the next pass. So no head waits for the line search
-of another, as it would with torch.optim.LBFGS, which takes one head after the other: a pass over the features for each step of each
-head (6 times as long for four decays of 8,000 x 512 features and 10 classes on one core, in as many passes each). Vectors of a head
-are kept in double precision; products over the features are in single.
-B batch, E rows of a head: D features, the bias, then zeros (rows.py); G candidates, K classes, C = K G columns: all candidates of
-the first class, then of the next; so what is done over classes runs over candidates that lie side by side, which a CPU does faster.
-T steps of an epoch.
+By L-BFGS each head minimises mean cross-entropy + decay / 2 |W|^2 (biases free) with a history of
+its own, and all share each pass over the features, which evaluates one trial point of each head. A
+head whose trial is good enough (Armijo's rule, with room for rounding) takes it and chooses a new
+direction; another tries a shorter step in the next pass. So no head waits for the line search of
+another, as it would with torch.optim.LBFGS, which takes one head after the other: a pass over the
+features for each step of each head (6 times as long for four decays of 8,000 x 512 features and 10
+classes on one core, in as many passes each). Vectors of a head are kept in double precision;
+products over the features are in single. B batch, E rows of a head: D features, the bias, then
+zeros (rows.py); G candidates, K classes, C = K G columns: all candidates of the first class, then
+of the next; so what is done over classes runs over candidates that lie side by side, which a CPU
+does faster. T steps of an epoch.
 """
 
 import math
@@ -33,10 +36,11 @@ from pretrain.optim.schedule import Schedule
 JUDGED_NUMBERS, PASS_NUMBERS = 8_000_000, 16_000_000
 """Logits that are in memory at a time while heads are judged; in a pass of L-BFGS."""
 HISTORY, ENOUGH, ROUNDING = 10, 1e-4, 1e-7
-"""Of L-BFGS: the steps that a head remembers; Armijo's share of the promised descent; the share by which a loss in single precision
-may be worse without being known to be."""
+"""Of L-BFGS: the steps that a head remembers; Armijo's share of the promised descent; the share by
+which a loss in single precision may be worse without being known to be."""
 _ORDER = 0x68656164
-"""Part of the key, so that the order has nothing to do with other permutations under the same seed."""
+"""Part of the key, so that the order has nothing to do with other permutations under the same
+seed."""
 
 
 class Candidate(NamedTuple):
@@ -58,8 +62,8 @@ def order_of(num_rows: int, *, seed: int, epoch: int) -> Ids:
 
 
 class Update:
-    """The optimizers' own rules on one weight matrix, in place. Each column has a learning rate and a decay of its own; only the D
-    feature rows decay.
+    """The optimizers' own rules on one weight matrix, in place. Each column has a learning rate and
+    a decay of its own; only the D feature rows decay.
 
     lion    w -= lr (sign(0.9 m + 0.1 g) + decay w), then m = 0.99 m + 0.01 g; sign(0) is 0
     sgd     torch's: g += decay w, m = momentum m + g, w -= lr m; with Nesterov's momentum w -= lr (g + momentum m)
@@ -67,7 +71,12 @@ class Update:
     """
 
     def __init__(self, weights_EC: Tensor, settings: ProbeSettings, *, num_features: int):
-        self.weights_EC, self._settings, self._num_features, self._num_steps = weights_EC, settings, num_features, 0
+        self.weights_EC, self._settings, self._num_features, self._num_steps = (
+            weights_EC,
+            settings,
+            num_features,
+            0,
+        )
         num_states = {"lion": 1, "sgd": 1, "adamw": 2}[settings.optimizer]
         self._states = [torch.zeros_like(weights_EC) for _ in range(num_states)]
         self._spare_EC = torch.empty_like(weights_EC)
@@ -86,7 +95,9 @@ class Update:
         if settings.optimizer == "sgd":
             gradient_EC[decaying].addcmul_(self.weights_EC[decaying], decay_C)
             mean_EC.mul_(settings.momentum).add_(gradient_EC)
-            way_EC = gradient_EC.add_(mean_EC, alpha=settings.momentum) if settings.nesterov else mean_EC
+            way_EC = (
+                gradient_EC.add_(mean_EC, alpha=settings.momentum) if settings.nesterov else mean_EC
+            )
             self.weights_EC.addcmul_(way_EC, -lr_C)
             return
         self.weights_EC[decaying].mul_(1 - lr_C * decay_C)
@@ -105,42 +116,77 @@ class Update:
 
 
 def train_heads(
-    rows: Rows, candidates: Sequence[Candidate], *, settings: ProbeSettings, num_classes: int, num_epochs: int | None = None
+    rows: Rows,
+    candidates: Sequence[Candidate],
+    *,
+    settings: ProbeSettings,
+    num_classes: int,
+    num_epochs: int | None = None,
 ) -> Tensor:
-    """(G, E, K) on the rows' device. One of fewer epochs than others ends with them, and is the same as if trained alone.
-    `num_epochs`: that rows are asked for, with other ranks; by default those of the longest candidate."""
+    """(G, E, K) on the rows' device. One of fewer epochs than others ends with them, and is the
+    same as if trained alone. `num_epochs`: that rows are asked for, with other ranks; by default
+    those of the longest candidate.
+    """
     num_batches, device = -(-rows.num_rows // settings.batch_size), rows.device
     warmup, cooldown = (
         parse_length(length).steps(global_batch_size=settings.batch_size, num_samples=rows.num_rows)
         for length in (settings.schedule.warmup, settings.schedule.cooldown)
     )
     heads_GEK = torch.zeros(len(candidates), rows.width, num_classes, device=device)
-    active, weights_EC = list(range(len(candidates))), torch.zeros(rows.width, len(candidates) * num_classes, device=device)
+    active, weights_EC = (
+        list(range(len(candidates))),
+        torch.zeros(rows.width, len(candidates) * num_classes, device=device),
+    )
     update = Update(weights_EC, settings, num_features=rows.num_features)
 
     def take_out() -> None:
         if active:
-            heads_GEK[torch.tensor(active, device=device)] = as_heads(update.weights_EC, num_classes=num_classes)
+            heads_GEK[torch.tensor(active, device=device)] = as_heads(
+                update.weights_EC, num_classes=num_classes
+            )
 
-    with progress("linear heads", total=num_epochs or max(each.epochs for each in candidates), unit="epochs") as line:
+    with progress(
+        "linear heads", total=num_epochs or max(each.epochs for each in candidates), unit="epochs"
+    ) as line:
         for epoch in range(line.total):
             if any(candidates[number].epochs == epoch for number in active):
                 take_out()
-                kept = [place for place, number in enumerate(active) if candidates[number].epochs > epoch]
-                update.keep((torch.arange(num_classes).view(-1, 1) * len(active) + torch.tensor(kept, dtype=torch.long)).flatten())
+                kept = [
+                    place
+                    for place, number in enumerate(active)
+                    if candidates[number].epochs > epoch
+                ]
+                update.keep(
+                    (
+                        torch.arange(num_classes).view(-1, 1) * len(active)
+                        + torch.tensor(kept, dtype=torch.long)
+                    ).flatten()
+                )
                 active = [active[place] for place in kept]
             now, first = [candidates[number] for number in active], epoch * num_batches
-            schedules = [Schedule(settings.schedule, each.lr, each.epochs * num_batches, warmup, cooldown) for each in now]
-            lr_TG = torch.tensor([[each.lr(first + n) for each in schedules] for n in range(num_batches)])
-            decay_C = torch.tensor([each.weight_decay for each in now], device=device).repeat(num_classes)
+            schedules = [
+                Schedule(settings.schedule, each.lr, each.epochs * num_batches, warmup, cooldown)
+                for each in now
+            ]
+            lr_TG = torch.tensor(
+                [[each.lr(first + n) for each in schedules] for n in range(num_batches)]
+            )
+            decay_C = torch.tensor([each.weight_decay for each in now], device=device).repeat(
+                num_classes
+            )
             order = order_of(rows.num_rows, seed=settings.seed, epoch=epoch)
-            batches = rows.epoch(epoch % max(1, settings.views), order, batch_size=settings.batch_size)
+            batches = rows.epoch(
+                epoch % max(1, settings.views), order, batch_size=settings.batch_size
+            )
             gradient_EC = torch.empty_like(update.weights_EC)
             for (x_BE, labels_B), lr_G in zip(batches, lr_TG.to(device).unbind(), strict=True):
                 if not active:
                     continue
                 errors_BC = errors_of(
-                    x_BE @ update.weights_EC, labels_B, num_classes=num_classes, smoothing=settings.label_smoothing
+                    x_BE @ update.weights_EC,
+                    labels_B,
+                    num_classes=num_classes,
+                    smoothing=settings.label_smoothing,
                 )
                 torch.mm(x_BE.T, errors_BC.div_(len(x_BE)), out=gradient_EC)
                 if settings.gradient_clip_norm:
@@ -154,17 +200,25 @@ def train_heads(
 def clip(gradient_EC: Tensor, *, norm: float, num_classes: int) -> None:
     """Each candidate's by its own norm, as torch clips."""
     gradient_EKG = gradient_EC.view(len(gradient_EC), num_classes, -1)
-    gradient_EKG.mul_((norm / (torch.linalg.vector_norm(gradient_EKG, dim=(0, 1)) + 1e-6)).clamp(max=1.0))
+    gradient_EKG.mul_(
+        (norm / (torch.linalg.vector_norm(gradient_EKG, dim=(0, 1)) + 1e-6)).clamp(max=1.0)
+    )
 
 
-def errors_of(logits_BC: Tensor, labels_B: Tensor, *, num_classes: int, smoothing: float = 0.0) -> Tensor:
-    """softmax - target, for each candidate: the gradient of the summed cross-entropy. `smoothing`: the share of the target that all
-    classes have alike."""
+def errors_of(
+    logits_BC: Tensor, labels_B: Tensor, *, num_classes: int, smoothing: float = 0.0
+) -> Tensor:
+    """softmax - target, for each candidate: the gradient of the summed cross-entropy. `smoothing`:
+    the share of the target that all classes have alike."""
     logits_BKG = logits_BC.view(len(logits_BC), num_classes, -1)
-    if logits_BKG.shape[2] == 1:  # classes lie side by side then, and torch has faster ways for that
+    if (
+        logits_BKG.shape[2] == 1
+    ):  # classes lie side by side then, and torch has faster ways for that
         errors_BC = torch.softmax(logits_BC, dim=1)
         places_B1 = labels_B.unsqueeze(1)
-        errors_BC.scatter_add_(1, places_B1, errors_BC.new_full((), smoothing - 1).expand_as(places_B1))
+        errors_BC.scatter_add_(
+            1, places_B1, errors_BC.new_full((), smoothing - 1).expand_as(places_B1)
+        )
     else:
         errors_BKG = torch.softmax(logits_BKG, dim=1)
         errors_BKG[torch.arange(len(labels_B), device=labels_B.device), labels_B] -= 1 - smoothing
@@ -193,10 +247,16 @@ def judge(rows: Rows, heads_GEK: Tensor) -> list[Score]:
     """Of each head, on all rows."""
     num_candidates, _, num_classes = heads_GEK.shape
     weights_EC = as_columns(heads_GEK)
-    right_G, loss_G = (torch.zeros(num_candidates, dtype=torch.float64, device=rows.device) for _ in range(2))
-    for x_BE, labels_B in rows.chunks(size=max(1, min(8192, JUDGED_NUMBERS // weights_EC.shape[1]))):
+    right_G, loss_G = (
+        torch.zeros(num_candidates, dtype=torch.float64, device=rows.device) for _ in range(2)
+    )
+    for x_BE, labels_B in rows.chunks(
+        size=max(1, min(8192, JUDGED_NUMBERS // weights_EC.shape[1]))
+    ):
         logits_BC = x_BE @ weights_EC
-        right_BG = logits_BC.view(len(x_BE), num_classes, num_candidates).argmax(dim=1) == labels_B.unsqueeze(1)
+        right_BG = logits_BC.view(len(x_BE), num_classes, num_candidates).argmax(
+            dim=1
+        ) == labels_B.unsqueeze(1)
         right_G += right_BG.sum(dim=0)
         loss_G += losses_of(logits_BC, labels_B, num_classes=num_classes)
     sums = torch.stack([right_G, loss_G]).div(rows.num_rows).tolist()
@@ -218,7 +278,8 @@ class Descent:
 
     @property
     def is_stuck(self) -> bool:
-        """Single precision saw no way down any more: neither converged, nor would more passes help."""
+        """Single precision saw no way down any more: neither converged, nor would more passes
+        help."""
         return self.is_done and not self.has_converged
 
     @property
@@ -276,10 +337,14 @@ class Descent:
         return way
 
 
-def minimise(rows: Rows, candidates: Sequence[Candidate], *, tolerance: float, num_classes: int) -> tuple[Tensor, list[Descent]]:
+def minimise(
+    rows: Rows, candidates: Sequence[Candidate], *, tolerance: float, num_classes: int
+) -> tuple[Tensor, list[Descent]]:
     """(G, E, K) on the rows' device, and how each has ended within its number of passes."""
     most = max(candidate.epochs for candidate in candidates)
-    starts = torch.zeros(len(candidates), rows.width, num_classes, dtype=torch.float64, device=rows.device)
+    starts = torch.zeros(
+        len(candidates), rows.width, num_classes, dtype=torch.float64, device=rows.device
+    )
     ways = [Descent(start, tolerance=tolerance) for start in starts]
     with progress("linear heads (L-BFGS)", total=most, unit="passes") as line:
         for _ in range(most):
@@ -295,13 +360,17 @@ def minimise(rows: Rows, candidates: Sequence[Candidate], *, tolerance: float, n
     return torch.stack([way.point for way in ways]).float(), ways
 
 
-def objective(rows: Rows, heads_GEK: Tensor, *, decays: Sequence[float]) -> tuple[list[float], Tensor]:
+def objective(
+    rows: Rows, heads_GEK: Tensor, *, decays: Sequence[float]
+) -> tuple[list[float], Tensor]:
     """(loss of each head, gradients in double precision): one pass over the rows, in chunks."""
     num_candidates, _, num_classes = heads_GEK.shape
     weights_EC = as_columns(heads_GEK).float()
     gradient_EC = torch.zeros(weights_EC.shape, dtype=torch.float64, device=rows.device)
     loss_G = torch.zeros(num_candidates, dtype=torch.float64, device=rows.device)
-    for x_BE, labels_B in rows.chunks(size=max(256, min(8192, PASS_NUMBERS // weights_EC.shape[1]))):
+    for x_BE, labels_B in rows.chunks(
+        size=max(256, min(8192, PASS_NUMBERS // weights_EC.shape[1]))
+    ):
         logits_BC = x_BE @ weights_EC
         loss_G += losses_of(logits_BC, labels_B, num_classes=num_classes)
         gradient_EC += x_BE.T @ errors_of(logits_BC, labels_B, num_classes=num_classes)

@@ -1,9 +1,11 @@
-"""`finetune probe`: a grid of linear heads on features that are computed once, or streamed (source.py).
+"""`finetune probe`: a grid of linear heads on features that are computed once, or streamed
+(source.py).
 
-1. Features of both splits, and views if there are any, are found or made (features.py), unless they are streamed.
+1. Features of both splits, and views if there are any, are found or made (features.py), unless they
+   are streamed.
 2. All ranks train their share of the grid on the kept samples and judge it on the held-out ones.
-3. The first rank trains the best candidate once more on all of the training split, judges it on the test split, once, and saves it
-   with its backbone as a checkpoint; result.json comes last.
+3. The first rank trains the best candidate once more on all of the training split, judges it on the
+   test split, once, and saves it with its backbone as a checkpoint; result.json comes last.
 D features, E rows of a head (heads.py), K classes, B batch.
 """
 
@@ -66,16 +68,27 @@ class Outcome(NamedTuple):
     result: dict[str, Any]
 
 
-def probe(settings: ProbeSettings, world: World, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+def probe(
+    settings: ProbeSettings, world: World, checkpoint: Checkpoint | None
+) -> dict[str, Any] | None:
     """The result, on the first rank. `checkpoint`: of `settings.pretrained`."""
     manifest, run_dir = load_manifest(settings.data.directory), Path(settings.run_dir)
     used = settings.used(manifest)
-    with session(settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="probe") as (device, tracker):
-        fed: dict[str, Any] = {"image_size": settings.data.image_size, "channel_stats": settings.channel_stats}
-        backbone = open_backbone(checkpoint, manifest, device=device, precision=settings.feature_precision, **fed)
+    with session(
+        settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="probe"
+    ) as (device, tracker):
+        fed: dict[str, Any] = {
+            "image_size": settings.data.image_size,
+            "channel_stats": settings.channel_stats,
+        }
+        backbone = open_backbone(
+            checkpoint, manifest, device=device, precision=settings.feature_precision, **fed
+        )
         maker = FeatureMaker(settings, manifest, backbone, world, device)
         with source_of(settings, maker) as source:
-            outcome = choose_and_test(source, settings=settings, num_classes=len(manifest.classes), world=world)
+            outcome = choose_and_test(
+                source, settings=settings, num_classes=len(manifest.classes), world=world
+            )
         if outcome is None:
             return None  # nothing is collective from here on, so nobody waits for the first rank
         report(outcome, settings, tracker)
@@ -87,7 +100,9 @@ def probe(settings: ProbeSettings, world: World, checkpoint: Checkpoint | None) 
         return outcome.result
 
 
-def choose_and_test(source: Cached | Streamed, *, settings: ProbeSettings, num_classes: int, world: World) -> Outcome | None:
+def choose_and_test(
+    source: Cached | Streamed, *, settings: ProbeSettings, num_classes: int, world: World
+) -> Outcome | None:
     """On the first rank; collective up to the choice, with shared rows to the end."""
     none = Standard.none(source.num_features)
     standard = source.standard() if settings.standardise else none
@@ -95,7 +110,9 @@ def choose_and_test(source: Cached | Streamed, *, settings: ProbeSettings, num_c
     holdout = source.rows("plain", standard=standard, chosen_n=held)
     kept_rows = source.rows("train", standard=standard, chosen_n=kept)
     how: dict[str, Any] = {"settings": settings, "num_classes": num_classes}
-    judged, heads = judged_candidates(kept_rows, holdout, world=world, are_shared=source.are_shared, **how)
+    judged, heads = judged_candidates(
+        kept_rows, holdout, world=world, are_shared=source.are_shared, **how
+    )
     best = best_of(judged, num_held=holdout.num_rows)
     if not world.is_first and not source.are_shared:
         return None
@@ -114,12 +131,15 @@ def choose_and_test(source: Cached | Streamed, *, settings: ProbeSettings, num_c
     cells = []
     for each in judged:
         loss = None if each.has_diverged else each.score.loss
-        cells.append(each.candidate._asdict() | {"holdout_top1": each.score.top1, "holdout_loss": loss})
+        cells.append(
+            each.candidate._asdict() | {"holdout_top1": each.score.top1, "holdout_loss": loss}
+        )
     return Outcome(judged, best, classifier, result | {"grid": cells})
 
 
 def folded(head_EK: Tensor, standard: Standard) -> tuple[Tensor, Tensor]:
-    """(weight_KD, bias_K): gives plain features the answers that the head gives standardised ones."""
+    """(weight_KD, bias_K): gives plain features the answers that the head gives standardised
+    ones."""
     num_features = len(standard.mean_D)
     weight_DK, bias_K = head_EK[:num_features].cpu().double(), head_EK[num_features].cpu().double()
     scaled_DK = weight_DK / standard.std_D.double().unsqueeze(1)
@@ -128,7 +148,8 @@ def folded(head_EK: Tensor, standard: Standard) -> tuple[Tensor, Tensor]:
 
 
 def held_out(num_samples: int, settings: ProbeSettings) -> tuple[Tensor | None, Tensor | None]:
-    """The numbers of the kept and of the held-out samples of the training split; with a holdout split, all of each."""
+    """The numbers of the kept and of the held-out samples of the training split; with a holdout
+    split, all of each."""
     if settings.holdout_split is not None:
         return None, None
     key = int(hash64(_HOLDOUT, settings.seed))
@@ -142,7 +163,9 @@ def scores_on_test(classifier: tuple[Tensor, Tensor], rows: Rows) -> dict[str, A
     """`rows` are not standardised. The mean over classes is of those that have samples."""
     weight_DK, bias_K = classifier[0].T.to(rows.device), classifier[1].to(rows.device)
     num_features, num_classes = weight_DK.shape
-    right_K, number_K = (torch.zeros(num_classes, dtype=torch.float64, device=rows.device) for _ in range(2))
+    right_K, number_K = (
+        torch.zeros(num_classes, dtype=torch.float64, device=rows.device) for _ in range(2)
+    )
     right5 = torch.zeros((), dtype=torch.float64, device=rows.device)
     for x_BE, labels_B in rows.chunks():
         top = (x_BE[:, :num_features] @ weight_DK + bias_K).topk(min(5, num_classes), dim=1).indices
@@ -163,10 +186,14 @@ def report(outcome: Outcome, settings: ProbeSettings, tracker: Tracker) -> None:
     print_grid(judged, best, console())
     for hint in edges(best, judged):
         print(hint)
-    found = {name: value for name, value in result.items() if name != "grid"}  # that is a picture, and stands in result.json
+    found = {
+        name: value for name, value in result.items() if name != "grid"
+    }  # that is a picture, and stands in result.json
     chosen_by = {name: value for name, value in found.items() if name.startswith("chosen_")}
     tracker.params(chosen_by)
-    tracker.metrics({f"probe/{name}": float(found[name]) for name in found.keys() - chosen_by.keys()}, step=0)
+    tracker.metrics(
+        {f"probe/{name}": float(found[name]) for name in found.keys() - chosen_by.keys()}, step=0
+    )
     chosen = f"at lr {best.candidate.lr:g}, decay {best.candidate.weight_decay:g}"
     length = f", {best.candidate.epochs} epochs" if len(settings.epochs) > 1 else ""
     title = f"{Path(settings.run_dir).name}: held-out top-1, best {best} {chosen}{length}"
@@ -178,7 +205,9 @@ def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMak
     run_dir, manifest, backbone = Path(settings.run_dir), maker.manifest, maker.backbone
     mean, std = backbone.normalisation
     assert backbone.checkpoint is not None and backbone.model is not None
-    identity = RunIdentity.of(run_dir, experiment=settings.tracking.experiment, uri=settings.tracking.uri)
+    identity = RunIdentity.of(
+        run_dir, experiment=settings.tracking.experiment, uri=settings.tracking.uri
+    )
     backbone.model.reset_classifier(len(manifest.classes))
     tensors = {name: tensor.detach().cpu() for name, tensor in backbone.model.state_dict().items()}
     tensors |= dict(zip(("head.weight", "head.bias"), outcome.classifier, strict=True))
@@ -188,7 +217,11 @@ def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMak
             "dataset": manifest.name,
             "stored_crop": manifest.crop,
             "stored_interpolation": manifest.interpolation,
-            "stored_size": Part(settings.data.directory, manifest, settings.data.train_split).stored_size(backbone.image_size),
+            "stored_size": (
+                Part(settings.data.directory, manifest, settings.data.train_split).stored_size(
+                    backbone.image_size
+                )
+            ),
             "fed_interpolation": maker.cache.fed.plain_filter,
             "channel_mean": mean,
             "channel_std": std,
@@ -202,7 +235,10 @@ def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMak
 
 
 def candidates_of(settings: ProbeSettings) -> list[Candidate]:
-    return [Candidate(*values) for values in itertools.product(settings.lrs, settings.weight_decays, settings.epochs)]
+    return [
+        Candidate(*values)
+        for values in itertools.product(settings.lrs, settings.weight_decays, settings.epochs)
+    ]
 
 
 class Head(NamedTuple):
@@ -212,31 +248,54 @@ class Head(NamedTuple):
 
 
 def heads_of(
-    rows: Rows, candidates: Sequence[Candidate], *, settings: ProbeSettings, num_classes: int, num_epochs: int | None = None
+    rows: Rows,
+    candidates: Sequence[Candidate],
+    *,
+    settings: ProbeSettings,
+    num_classes: int,
+    num_epochs: int | None = None,
 ) -> list[Head]:
     """By the optimizer of the settings."""
     if settings.optimizer != "lbfgs":
-        heads_GEK = train_heads(rows, candidates, settings=settings, num_classes=num_classes, num_epochs=num_epochs)
+        heads_GEK = train_heads(
+            rows, candidates, settings=settings, num_classes=num_classes, num_epochs=num_epochs
+        )
         num_batches = -(-rows.num_rows // settings.batch_size)
-        return [Head(head, each.epochs * num_batches) for head, each in zip(heads_GEK, candidates, strict=True)]
-    heads_GEK, ways = minimise(rows, candidates, tolerance=settings.tolerance, num_classes=num_classes)
+        return [
+            Head(head, each.epochs * num_batches)
+            for head, each in zip(heads_GEK, candidates, strict=True)
+        ]
+    heads_GEK, ways = minimise(
+        rows, candidates, tolerance=settings.tolerance, num_classes=num_classes
+    )
     for each, way in zip(candidates, ways, strict=True):
         advice = "; more epochs, or a larger tolerance, or a larger decay would end it sooner"
         if way.is_stuck:
             advice = (
-                ", and single precision sees no way down any more; such a head is mostly as good, and a larger tolerance or decay"
+                ", and single precision sees no way down any more; such a head is mostly as good,"
+                " and a larger tolerance or decay"
             )
             advice += " would end it sooner"
         if not way.has_converged:
-            where = f"the gradient is {way.steepest:.1e} after {way.num_passes} passes, not yet {settings.tolerance:g}"
+            where = (
+                f"the gradient is {way.steepest:.1e} after {way.num_passes} passes, not yet"
+                f" {settings.tolerance:g}"
+            )
             print(f"lbfgs, weight decay {each.weight_decay:g}: {where}{advice}")
     return [Head(head, way.num_passes) for head, way in zip(heads_GEK, ways, strict=True)]
 
 
 def judged_candidates(
-    train: Rows, held: Rows, *, settings: ProbeSettings, num_classes: int, world: World, are_shared: bool = False
+    train: Rows,
+    held: Rows,
+    *,
+    settings: ProbeSettings,
+    num_classes: int,
+    world: World,
+    are_shared: bool = False,
 ) -> tuple[list[Judged], dict[Candidate, Head]]:
-    """All candidates with their scores, known to every rank, and the heads of this rank's share. `are_shared`: see `Streamed`."""
+    """All candidates with their scores, known to every rank, and the heads of this rank's share.
+    `are_shared`: see `Streamed`."""
     candidates, group = candidates_of(settings), PatientGroup()
     mine = shares(candidates, world.num_ranks)[world.rank]
     takes_part = not mine and are_shared
@@ -246,17 +305,22 @@ def judged_candidates(
     PROGRESS.mark("training heads")
     if mine or takes_part:
         of_share = [candidates[number] for number in mine] or candidates[:1]
-        own = heads_of(train, of_share, settings=settings, num_classes=num_classes, num_epochs=num_epochs)
+        own = heads_of(
+            train, of_share, settings=settings, num_classes=num_classes, num_epochs=num_epochs
+        )
         weights = torch.stack([head.weights_EK for head in own])
         for number, head, score in zip(mine, own, judge(held, weights), strict=bool(mine)):
             heads[candidates[number]] = head
             table[number] = torch.tensor([score.top1, score.loss], dtype=torch.float64)
-    known = group.all_sum(table).tolist()  # ranks without a candidate wait here for all of the training
+    known = group.all_sum(
+        table
+    ).tolist()  # ranks without a candidate wait here for all of the training
     return [Judged(each, Score(*row)) for each, row in zip(candidates, known, strict=True)], heads
 
 
 def shares(candidates: Sequence[Candidate], num_ranks: int) -> list[list[int]]:
-    """The numbers of each rank's candidates: the longest first, each to the rank that has least to do."""
+    """The numbers of each rank's candidates: the longest first, each to the rank that has least to
+    do."""
     work, dealt = [0] * num_ranks, [list[int]() for _ in range(num_ranks)]
     for number in sorted(range(len(candidates)), key=lambda number: -candidates[number].epochs):
         rank = work.index(min(work))
@@ -266,22 +330,32 @@ def shares(candidates: Sequence[Candidate], num_ranks: int) -> list[list[int]]:
 
 
 def best_of(judged: list[Judged], *, num_held: int) -> Judged:
-    """Return the candidate with the lowest held-out loss among those with the best held-out accuracy.
+    """Return the candidate with the lowest held-out loss among those with the best held-out
+    accuracy.
 
-    Accuracies within one standard error of the highest are equal: 192 samples cannot tell 68 % from 70 %, and the loss can.
-    Losses are compared to three digits, which no number of ranks changes. Then the smallest learning rate, the shortest length
-    and the largest decay win.
+    Accuracies within one standard error of the highest are equal: 192 samples cannot tell 68 % from
+    70 %, and the loss can. Losses are compared to three digits, which no number of ranks changes.
+    Then the smallest learning rate, the shortest length and the largest decay win.
     """
     usable = [each for each in judged if not each.has_diverged]
     if not usable:
         lowest = judged[0].candidate.lr
-        raise UserError(f"lrs: all {len(judged)} candidates have diverged, down to {lowest:g}; choose smaller ones")
+        raise UserError(
+            f"lrs: all {len(judged)} candidates have diverged, down to {lowest:g}; choose smaller"
+            " ones"
+        )
 
     highest = max(each.score.top1 for each in usable)
     error = math.sqrt(highest * (1 - highest) / num_held)
     equals = [each for each in usable if each.score.top1 >= highest - error]
     return min(
-        equals, key=lambda each: (round(each.score.loss, 3), each.candidate.lr, each.candidate.epochs, -each.candidate.weight_decay)
+        equals,
+        key=lambda each: (
+            round(each.score.loss, 3),
+            each.candidate.lr,
+            each.candidate.epochs,
+            -each.candidate.weight_decay,
+        ),
     )
 
 
@@ -290,23 +364,35 @@ def edges(best: Judged, judged: list[Judged]) -> list[str]:
     hints = []
     tied = [each for each in judged if each.score.top1 == best.score.top1]
     for name, field in (("lrs", "lr"), ("weight_decays", "weight_decay"), ("epochs", "epochs")):
-        values, found = ({getattr(each.candidate, field) for each in group} for group in (judged, tied))
+        values, found = (
+            {getattr(each.candidate, field) for each in group} for group in (judged, tied)
+        )
         if len(values) > 1 and found == {max(values)}:
             hints.append(f"{name}: the best, {max(values):g}, is the largest; try larger ones, too")
         elif len(values) > 1 and found == {min(values)} and min(values) > 0:
-            hints.append(f"{name}: the best, {min(values):g}, is the smallest; try smaller ones, too")
+            hints.append(
+                f"{name}: the best, {min(values):g}, is the smallest; try smaller ones, too"
+            )
     return hints
 
 
-def _layer(judged: list[Judged], epochs: int) -> tuple[list[float], list[float], list[list[Judged]]]:
-    """(weight decays, learning rates, a row of candidates for each decay), of those of one length."""
-    found = {(e.candidate.weight_decay, e.candidate.lr): e for e in judged if e.candidate.epochs == epochs}
+def _layer(
+    judged: list[Judged], epochs: int
+) -> tuple[list[float], list[float], list[list[Judged]]]:
+    """(weight decays, learning rates, a row of candidates for each decay), of those of one
+    length."""
+    found = {
+        (e.candidate.weight_decay, e.candidate.lr): e
+        for e in judged
+        if e.candidate.epochs == epochs
+    }
     decays, lrs = (sorted({place[axis] for place in found}) for axis in (0, 1))
     return decays, lrs, [[found[decay, lr] for lr in lrs] for decay in decays]
 
 
 def print_grid(judged: list[Judged], best: Judged, console: Console) -> None:
-    """A table for each number of epochs: a row for each weight decay, a column for each learning rate."""
+    """A table for each number of epochs: a row for each weight decay, a column for each learning
+    rate."""
     for epochs in sorted({each.candidate.epochs for each in judged}):
         decays, lrs, rows = _layer(judged, epochs)
         console.print(f"held-out top-1, {'' if len(lrs) > 1 else 'at most '}{epochs} epochs")
@@ -315,7 +401,10 @@ def print_grid(judged: list[Judged], best: Judged, console: Console) -> None:
         for lr in lrs:
             table.add_column(f"{lr:g}", justify="right", no_wrap=True)
         for decay, row in zip(decays, rows, strict=True):
-            words = [f"[bold green]{each}[/]" if each.candidate == best.candidate else str(each) for each in row]
+            words = [
+                f"[bold green]{each}[/]" if each.candidate == best.candidate else str(each)
+                for each in row
+            ]
             table.add_row(f"{decay:g}", *words)
         console.print(table)
 
@@ -328,18 +417,29 @@ def draw_grid(judged: list[Judged], best: Judged, *, title: str) -> Image.Image:
     from finetune.looks import file_of, looks
 
     decays, lrs, rows = _layer(judged, best.candidate.epochs)
-    scores = np.array([[math.nan if each.has_diverged else each.score.top1 for each in row] for row in rows])
+    scores = np.array(
+        [[math.nan if each.has_diverged else each.score.top1 for each in row] for row in rows]
+    )
     first, third = np.nanpercentile(scores, [25, 75])
-    lowest = max(np.nanmin(scores), first - 1.5 * (third - first))  # what is below, as in a box plot, would take all colours
+    lowest = max(
+        np.nanmin(scores), first - 1.5 * (third - first)
+    )  # what is below, as in a box plot, would take all colours
     with looks(title):
         figure = Figure(figsize=(2.5 + 0.9 * len(lrs), 1.5 + 0.5 * len(decays)))
-        axes = figure.add_subplot(title=legible(title), xlabel="learning rate", ylabel="weight decay")
+        axes = figure.add_subplot(
+            title=legible(title), xlabel="learning rate", ylabel="weight decay"
+        )
         axes.imshow(scores, cmap="Blues", aspect="auto", vmin=lowest, vmax=np.nanmax(scores))
         axes.set_xticks(range(len(lrs)), [f"{lr:g}" for lr in lrs])
         axes.set_yticks(range(len(decays)), [f"{decay:g}" for decay in decays])
         for (row, column), score in np.ndenumerate(scores):
             colour = "white" if score > (lowest + np.nanmax(scores)) / 2 else "black"
             axes.text(column, row, str(rows[row][column]), ha="center", va="center", color=colour)
-        corner = (lrs.index(best.candidate.lr) - 0.48, decays.index(best.candidate.weight_decay) - 0.48)
-        axes.add_patch(Rectangle(corner, 0.96, 0.96, fill=False, edgecolor="#cc5500", linewidth=2.5))
+        corner = (
+            lrs.index(best.candidate.lr) - 0.48,
+            decays.index(best.candidate.weight_decay) - 0.48,
+        )
+        axes.add_patch(
+            Rectangle(corner, 0.96, 0.96, fill=False, edgecolor="#cc5500", linewidth=2.5)
+        )
         return Image.open(file_of(figure)).convert("RGB")

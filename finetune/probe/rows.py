@@ -1,9 +1,10 @@
-"""Batches of features on the device, standardised, with the column of ones that a bias is the weight of.
+"""Batches of features on the device, standardised, with the column of ones that a bias is the
+weight of.
 
-Tables are memory-mapped files (one for each view). On a GPU those that fit lie there; of the others, and on a CPU, batches are
-gathered from the file, on a GPU by a thread that is one batch ahead.
-B batch, D features, E = D + 1 filled up with zeros to a multiple of 8 (so that matrix products are aligned), N rows of a table, n
-those that are chosen.
+Tables are memory-mapped files (one for each view). On a GPU those that fit lie there; of the
+others, and on a CPU, batches are gathered from the file, on a GPU by a thread that is one batch
+ahead. B batch, D features, E = D + 1 filled up with zeros to a multiple of 8 (so that matrix
+products are aligned), N rows of a table, n those that are chosen.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,7 +44,11 @@ class Standard(NamedTuple):
             values = part.double()
             own, size = values.mean(dim=0), len(values)
             change = own - mean
-            squares = squares + (values - own).square().sum(dim=0) + change.square() * (count * size / (count + size))
+            squares = (
+                squares
+                + (values - own).square().sum(dim=0)
+                + change.square() * (count * size / (count + size))
+            )
             mean, count = mean + change * (size / (count + size)), count + size
         std = squares.div(max(1, count - 1)).sqrt()
         floor = 1e-6 * max(1e-30, float(std.max()))
@@ -56,7 +61,8 @@ def filled_width(num_features: int) -> int:
 
 
 class OnDevice:
-    """Tables that lie on the device, each once, whoever reads them; those that are asked for first, as far as there is room."""
+    """Tables that lie on the device, each once, whoever reads them; those that are asked for first,
+    as far as there is room."""
 
     def __init__(self, device: torch.device, *, room: float | None = None):
         """`room` in bytes; None: a share of what is free when the first table is asked for."""
@@ -73,7 +79,9 @@ class OnDevice:
             if num_bytes > self._room:
                 return None
             self._room -= num_bytes
-            placed = torch.empty(len(table), table.num_features, dtype=table.files[0].dtype, device=self.device)
+            placed = torch.empty(
+                len(table), table.num_features, dtype=table.files[0].dtype, device=self.device
+            )
             for number, part in enumerate(table.chunks(CHUNK)):
                 placed[number * CHUNK :][: len(part)] = part.to(self.device)
             self._placed[id(table)] = table, placed
@@ -95,7 +103,9 @@ class Rows:
         self._tables, self._on_device = tables, on_device or OnDevice(device)
         self._lay_out(tables[0].labels_N, standard, chosen_n, device=device)
 
-    def _lay_out(self, labels_N: Tensor, standard: Standard, chosen_n: Tensor | None, *, device: torch.device) -> None:
+    def _lay_out(
+        self, labels_N: Tensor, standard: Standard, chosen_n: Tensor | None, *, device: torch.device
+    ) -> None:
         self.device, self.num_features = device, len(standard.mean_D)
         self._chosen_n = torch.arange(len(labels_N)) if chosen_n is None else chosen_n
         self.labels_n = labels_N[self._chosen_n].to(device)
@@ -104,11 +114,14 @@ class Rows:
         self._buffer_BE = torch.zeros(0, self.width, device=device)
 
     def epoch(self, view: int, order_n: Ids, *, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(x_BE, labels_B) in the given order of the chosen rows. x_BE is good until the next one is asked for."""
+        """(x_BE, labels_B) in the given order of the chosen rows. x_BE is good until the next one
+        is asked for."""
         order = torch.from_numpy(order_n)
         labels_n = self.labels_n[order.to(self.device, non_blocking=True)]
         batches = torch.split(self._chosen_n[order], batch_size)
-        for values_BD, labels_B in zip(self._gathered(view, batches), torch.split(labels_n, batch_size), strict=True):
+        for values_BD, labels_B in zip(
+            self._gathered(view, batches), torch.split(labels_n, batch_size), strict=True
+        ):
             PROGRESS.touch()
             yield self._finished(values_BD), labels_B
 
@@ -137,7 +150,9 @@ class Rows:
             return
 
         def gather(ids: Tensor) -> Tensor:
-            pinned = torch.empty(len(ids), table.num_features, dtype=table.files[0].dtype, pin_memory=True)
+            pinned = torch.empty(
+                len(ids), table.num_features, dtype=table.files[0].dtype, pin_memory=True
+            )
             return table.gather(ids, out=pinned)
 
         with ThreadPoolExecutor(1) as pool:

@@ -1,9 +1,10 @@
 """Where the rows of a probe come from: tables of features that are kept on disk, or a stream.
 
-Of a stream features are made each time rows are asked for, and nothing is kept. All ranks ask for the same rows at the same time.
-Each reads and augments its share of the pictures, sends it through the frozen model, and receives the features of the others: so
-every rank sees each batch whole, as it would from a table, and trains its own share of the grid. The rows of a pass are cut into
-blocks of one forward pass per rank, whatever the size of the heads' batches.
+Of a stream features are made each time rows are asked for, and nothing is kept. All ranks ask for
+the same rows at the same time. Each reads and augments its share of the pictures, sends it through
+the frozen model, and receives the features of the others: so every rank sees each batch whole, as
+it would from a table, and trains its own share of the grid. The rows of a pass are cut into blocks
+of one forward pass per rank, whatever the size of the heads' batches.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,9 +50,13 @@ class StreamedRows(Rows):
     ):
         """`standard`: None takes features as they are."""
         labels_N = torch.from_numpy(reader.labels.astype(np.int64))
-        self._lay_out(labels_N, standard or Standard.none(maker.num_features), chosen_n, device=maker.device)
+        self._lay_out(
+            labels_N, standard or Standard.none(maker.num_features), chosen_n, device=maker.device
+        )
         self._maker, self._reader, self._views = maker, reader, views
-        self._augmentation = maker.backbone.augmentation(maker.cache.fed, seed=maker.cache.seed, device=maker.device)
+        self._augmentation = maker.backbone.augmentation(
+            maker.cache.fed, seed=maker.cache.seed, device=maker.device
+        )
 
     def _gathered(self, view: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         blocks = self._blocks(view, torch.cat(list(batches)).numpy())
@@ -67,7 +72,10 @@ class StreamedRows(Rows):
         maker, world = self._maker, self._maker.world
         share = maker.batch_size
         cuts = [*range(0, len(ids), share * world.num_ranks), len(ids)]
-        requests = (Request(_share_of(first, end, rank=world.rank, num_ranks=world.num_ranks)) for first, end in pairwise(cuts))
+        requests = (
+            Request(_share_of(first, end, rank=world.rank, num_ranks=world.num_ranks))
+            for first, end in pairwise(cuts)
+        )
         with (
             Batches(
                 self._reader,
@@ -82,7 +90,9 @@ class StreamedRows(Rows):
             on_device(stored, self.device) as read,
         ):
             for (first, end), batch in zip(pairwise(cuts), read, strict=True):
-                own_BD = maker.backbone.extract(view_of(batch, self._views[view], self._augmentation)).float()
+                own_BD = maker.backbone.extract(
+                    view_of(batch, self._views[view], self._augmentation)
+                ).float()
                 all_BD = own_BD
                 if world.num_ranks > 1:
                     all_BD = own_BD.new_empty(len(own_BD) * world.num_ranks, own_BD.shape[1])
@@ -106,7 +116,10 @@ class Cached:
     """Whether all ranks must ask for the same rows at the same time."""
 
     def __init__(self, tables: Mapping[Which, list[Table]], *, device: torch.device):
-        self._tables, self._place = tables, dict[str, Any](device=device, on_device=OnDevice(device))
+        self._tables, self._place = (
+            tables,
+            dict[str, Any](device=device, on_device=OnDevice(device)),
+        )
         self.num_train, self.num_features = len(tables["train"][0]), tables["test"][0].num_features
 
     def standard(self) -> Standard:
@@ -119,39 +132,57 @@ class Cached:
 class Streamed:
     """Rows whose features are made as they are asked for."""
 
-    def __init__(self, maker: FeatureMaker, wanted: Mapping[Which, Wanted], readers: Mapping[str, ShardReader]):
+    def __init__(
+        self,
+        maker: FeatureMaker,
+        wanted: Mapping[Which, Wanted],
+        readers: Mapping[str, ShardReader],
+    ):
         self._maker, self._wanted, self._readers = maker, wanted, readers
         self.are_shared, self.num_features = maker.world.num_ranks > 1, maker.num_features
         self.num_train = readers[wanted["train"].split].num_samples
 
     def standard(self) -> Standard:
         rows = self.rows("train", standard=Standard.none(self.num_features))
-        return Standard.of((x_BE[:, : self.num_features].cpu() for x_BE, _ in rows.chunks()), num_features=self.num_features)
+        return Standard.of(
+            (x_BE[:, : self.num_features].cpu() for x_BE, _ in rows.chunks()),
+            num_features=self.num_features,
+        )
 
     def rows(self, which: Which, *, standard: Standard, chosen_n: Tensor | None = None) -> Rows:
         split, views = self._wanted[which]
-        return StreamedRows(self._maker, self._readers[split], views, standard=standard, chosen_n=chosen_n)
+        return StreamedRows(
+            self._maker, self._readers[split], views, standard=standard, chosen_n=chosen_n
+        )
 
 
 @contextmanager
 def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached | Streamed]:
     wanted = wanted_of(settings)
     if not _streams(settings, maker):
-        tables = {which: maker.tables(*each) for which, each in wanted.items() if which != "train" or each != wanted["plain"]}
+        tables = {
+            which: maker.tables(*each)
+            for which, each in wanted.items()
+            if which != "train" or each != wanted["plain"]
+        }
         yield Cached({"train": tables["plain"], **tables}, device=maker.device)
         return
     with ExitStack() as opened:
         readers = {}
         for split in dict.fromkeys(each.split for each in wanted.values()):
             part = Part(settings.data.directory, maker.manifest, split)
-            readers[split] = opened.enter_context(reading([part], settings.data, image_size=maker.backbone.image_size))
+            readers[split] = opened.enter_context(
+                reading([part], settings.data, image_size=maker.backbone.image_size)
+            )
         yield Streamed(maker, wanted, readers)
 
 
 def _streams(settings: ProbeSettings, maker: FeatureMaker) -> bool:
     """The same on all ranks; the first prints it."""
     gigabytes = maker.cache.missing_gb
-    chosen = maker.group.any_rank(settings.features == "stream" or (not settings.must_keep and maker.cache.fault != ""))
+    chosen = maker.group.any_rank(
+        settings.features == "stream" or (not settings.must_keep and maker.cache.fault != "")
+    )
     if maker.world.is_first:
         cache = f"a cache in {settings.features_place} would take {gigabytes:.2g} GB more"
         if chosen:

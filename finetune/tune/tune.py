@@ -1,4 +1,5 @@
-"""`finetune tune`: the one training loop over accelerate, from a checkpoint's weights with a new head (or from scratch)."""
+"""`finetune tune`: the one training loop over accelerate, from a checkpoint's weights with a new
+head (or from scratch)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -21,7 +22,15 @@ from pretrain.checkpoints.mirror import Mirror
 from pretrain.checkpoints.run import finished_result, save_result
 from pretrain.data.datasets import TrainingData
 from pretrain.data.order import BatchPlan
-from pretrain.engine.step import EngineState, StepResult, checkpoint_activations, compile_blocks, loss_of, norm_of, working_in
+from pretrain.engine.step import (
+    EngineState,
+    StepResult,
+    checkpoint_activations,
+    compile_blocks,
+    loss_of,
+    norm_of,
+    working_in,
+)
 from pretrain.loop.train import Task, train
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
@@ -36,36 +45,58 @@ from pretrain.tracking.tracker import Tracker
 
 
 class Tuning(Task):
-    def __init__(self, settings: TuneSettings, data: TrainingData, checkpoint: Checkpoint, *, group: Path | None = None):
+    def __init__(
+        self,
+        settings: TuneSettings,
+        data: TrainingData,
+        checkpoint: Checkpoint,
+        *,
+        group: Path | None = None,
+    ):
         """`group`: the run directory of what it is a repetition of."""
         card, of_target = checkpoint.card, settings.channel_stats == "target"
         super().__init__(
             settings.as_training(card),
             data,
             config=settings,
-            normalisation=Normalisation(*(data.channel_statistics if of_target else (card.channel_mean, card.channel_std))),
+            normalisation=Normalisation(
+                *(data.channel_statistics if of_target else (card.channel_mean, card.channel_std))
+            ),
             tags={"task": "tune", "init": settings.init, "origin": card.origin},
         )
         self.parent_key, self.parent_dir = card.run_key or None, group or checkpoint.run_dir
-        recompute = "" if settings.engine.activation_checkpointing else "set engine.activation_checkpointing=true, or "
+        recompute = (
+            ""
+            if settings.engine.activation_checkpointing
+            else "set engine.activation_checkpointing=true, or "
+        )
         self.remedy = f"{recompute}take devices with more memory"
         self._tuning, self._checkpoint, self._is_repeat = settings, checkpoint, group is not None
         self.start = checkpoint if settings.init == "pretrained" else None
 
     def join_ranks(self, world: World) -> torch.device:
         engine = self._tuning.engine
-        self._accelerator = start_accelerator(world, precision=engine.precision, timeout_s=engine.timeout_s)
+        self._accelerator = start_accelerator(
+            world, precision=engine.precision, timeout_s=engine.timeout_s
+        )
         device: torch.device = self._accelerator.device
         return device
 
     def model(self) -> ImageModel:
         settings, card, num_classes = self._tuning, self._checkpoint.card, len(self.data.classes)
         if settings.init == "scratch":
-            return build_model(card.model, num_classes=num_classes, image_size=card.image_size, seed=settings.train.seed)
+            return build_model(
+                card.model,
+                num_classes=num_classes,
+                image_size=card.image_size,
+                seed=settings.train.seed,
+            )
         model = load_model(self._checkpoint)
         if isinstance(card.model, TimmModelSpec) and not cast(Any, model).layers():
             does = "timm does not split its weights into layers, as tune needs them"
-            raise UserError(f"pretrained: {settings.pretrained}: {does}; probe, knn and evaluate take it")
+            raise UserError(
+                f"pretrained: {settings.pretrained}: {does}; probe, knn and evaluate take it"
+            )
         model.reset_classifier(num_classes)
         if settings.new_head == "torch":
             with torch.random.fork_rng(devices=[]):
@@ -97,13 +128,18 @@ class Tuning(Task):
 
 
 def tune_repeatedly(
-    settings: TuneSettings, repeats: Sequence[tuple[TuneSettings, TrainingData]], checkpoint: Checkpoint, world: World
+    settings: TuneSettings,
+    repeats: Sequence[tuple[TuneSettings, TrainingData]],
+    checkpoint: Checkpoint,
+    world: World,
 ) -> bool:
     """Whether all repetitions have been finished."""
     run_dir = Path(settings.run_dir)
     parts = [replace(part, fold=settings.data.fold) for part in repeats[0][1].parts]
     stop = StopFlag().install()
-    accelerator = start_accelerator(world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s)
+    accelerator = start_accelerator(
+        world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s
+    )
     with suppress(Interrupted):
         place = recorded(
             settings,
@@ -121,7 +157,9 @@ def tune_repeatedly(
                 raise Interrupted
             mirror = Mirror.of(settings) if world.is_first else None
             failed = "the mirror could not be written; see the message of the first rank"
-            on_all_ranks(lambda: mirror.begin() if mirror else None, device=accelerator.device, failed=failed)
+            on_all_ranks(
+                lambda: mirror.begin() if mirror else None, device=accelerator.device, failed=failed
+            )
             for each, data in repeats:
                 if finished_result(Path(each.run_dir), each) is not None:
                     continue
@@ -129,18 +167,29 @@ def tune_repeatedly(
                     raise Interrupted
             if world.is_first:
                 result = summary([each for each, _ in repeats])
-                num_steps = sum(each["step"] for each in result["runs"].values())  # grows with further seeds and with their length
+                num_steps = sum(
+                    each["step"] for each in result["runs"].values()
+                )  # grows with further seeds and with their length
                 tracker.metrics(_scores(result, names=FIGURES), step=num_steps)
                 save_result(run_dir, result)
                 if mirror is not None:
                     mirror.send_records()
                 if settings.init == "pretrained":
-                    register(tracker, checkpoint, _scores(result, names=REGISTERED), target=target_of(parts[0].manifest))
+                    register(
+                        tracker,
+                        checkpoint,
+                        _scores(result, names=REGISTERED),
+                        target=target_of(parts[0].manifest),
+                    )
         return True
     return False
 
 
-FIGURES = {"eval/top1": "eval/top1_mean", "eval/top1_std": "eval/top1_std", "eval/loss": "eval/loss_mean"}
+FIGURES = {
+    "eval/top1": "eval/top1_mean",
+    "eval/top1_std": "eval/top1_std",
+    "eval/loss": "eval/loss_mean",
+}
 REGISTERED = {"eval/top1": "tune/top1", "eval/top1_std": "tune/top1_std"}
 
 
@@ -149,7 +198,8 @@ def _scores(result: Mapping[str, float], *, names: Mapping[str, str]) -> dict[st
 
 
 class AccelerateEngine:
-    """accelerate behind the `Engine` contract: plain data parallelism over fp32 weights, for models that fit on every rank."""
+    """accelerate behind the `Engine` contract: plain data parallelism over fp32 weights, for models
+    that fit on every rank."""
 
     def __init__(
         self,
@@ -161,7 +211,12 @@ class AccelerateEngine:
         label_smoothing: float,
         world: World,
     ):
-        self.accelerator, self.settings, self.world, self.label_smoothing = (accelerator, settings, world, label_smoothing)
+        self.accelerator, self.settings, self.world, self.label_smoothing = (
+            accelerator,
+            settings,
+            world,
+            label_smoothing,
+        )
         self.device = accelerator.device
         self.input_dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
         self.module = model.to(self.device)
@@ -179,11 +234,18 @@ class AccelerateEngine:
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self._model), working_in(self.settings.precision):
-                loss = loss_of(self._model(batch.images_BCHW), batch, label_smoothing=self.label_smoothing) / len(micro_batches)
+            with (
+                nullcontext() if last else self.accelerator.no_sync(self._model),
+                working_in(self.settings.precision),
+            ):
+                loss = loss_of(
+                    self._model(batch.images_BCHW), batch, label_smoothing=self.label_smoothing
+                ) / len(micro_batches)
                 total += loss.detach()
                 # a loss that is not finite shows in the gradients of all ranks
-                self.accelerator.backward(loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan))
+                self.accelerator.backward(
+                    loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+                )
         parameters = [each for each in self.module.parameters() if each.grad is not None]
         norm = norm_of([each.grad for each in parameters if each.grad is not None])
         if self.settings.gradient_clip_norm:
@@ -229,7 +291,9 @@ class AccelerateEngine:
             for name, parameter in self.module.named_parameters():
                 parameter.copy_(state.weights[name])
                 slots = self._optimizer.state[parameter]
-                slots.update({kind: state.optimizer[f"{kind}.{name}"].to(self.device) for kind in kinds})
+                slots.update(
+                    {kind: state.optimizer[f"{kind}.{name}"].to(self.device) for kind in kinds}
+                )
                 if state.num_updates and counts_steps(self._optimizer):
                     slots["step"] = torch.tensor(float(state.num_updates), device=self.device)
         restore_buffers(self.module, state.weights)

@@ -1,10 +1,11 @@
 """Stored uint8 pictures in, normalised float pictures out, on the training device, in batches.
 
-In timm's order: crop, flip, auto-augment (in whole levels, as PIL), normalise, random erasing, MixUp or CutMix. All random
-numbers are hashes of (seed, epoch, sample) or of who is mixed, so the pictures do not depend on rank, worker or resume: in whole
-levels bit for bit, and within the rounding of a matrix product (1e-3 of 255) where crops stay floats, without auto-augment.
-The papers' usual recipe (crop, flip, MixUp, normalise) is one pass: compiled loops on a CPU (`on_cpu.py`), a kernel on a GPU
-(`on_gpu.py`), which resizes for the other recipes, too.
+In timm's order: crop, flip, auto-augment (in whole levels, as PIL), normalise, random erasing,
+MixUp or CutMix. All random numbers are hashes of (seed, epoch, sample) or of who is mixed, so the
+pictures do not depend on rank, worker or resume: in whole levels bit for bit, and within the
+rounding of a matrix product (1e-3 of 255) where crops stay floats, without auto-augment. The
+papers' usual recipe (crop, flip, MixUp, normalise) is one pass: compiled loops on a CPU
+(`on_cpu.py`), a kernel on a GPU (`on_gpu.py`), which resizes for the other recipes, too.
 B batch, H/W height and width in, O out, C colours.
 """
 
@@ -44,7 +45,9 @@ IN_PLACE = PixelOrder()
 
 def pixel_order(seed: int, *, size: int) -> Tensor:
     """From which place of a square picture each pixel comes."""
-    return torch.from_numpy(np.argsort(hash64(seed, int(Purpose.PIXELS), np.arange(size**2)), kind="stable"))
+    return torch.from_numpy(
+        np.argsort(hash64(seed, int(Purpose.PIXELS), np.arange(size**2)), kind="stable")
+    )
 
 
 def kernels() -> ModuleType:
@@ -73,7 +76,8 @@ class Prepared:
 
 
 class Augmentation:
-    """Turns stored batches into model inputs, for training (`prepare`) and for evaluation (`plain`)."""
+    """Turns stored batches into model inputs, for training (`prepare`) and for evaluation
+    (`plain`)."""
 
     def __init__(
         self,
@@ -86,28 +90,45 @@ class Augmentation:
         dtype: torch.dtype,
         pixels: PixelOrder = IN_PLACE,
     ):
-        self.settings, self.seed, self.image_size, self.device, self.dtype = settings, seed, image_size, device, dtype
+        self.settings, self.seed, self.image_size, self.device, self.dtype = (
+            settings,
+            seed,
+            image_size,
+            device,
+            dtype,
+        )
         self.normalisation = normalisation
         self._is_permuted_first, self._order_P = pixels.permute == "before", None
         if pixels.pixel_permutation is not None:
             self._order_P = pixel_order(pixels.pixel_permutation, size=image_size).to(device)
         self._mean = torch.tensor(normalisation.mean, device=device).mul(255).view(1, 3, 1, 1)
-        self._scale = torch.tensor([1 / (255 * max(std, 1e-6)) for std in normalisation.std], device=device).view(1, 3, 1, 1)
+        self._scale = torch.tensor(
+            [1 / (255 * max(std, 1e-6)) for std in normalisation.std], device=device
+        ).view(1, 3, 1, 1)
         mean_levels = [min(255, round(255 * mean)) for mean in normalisation.mean]
         self._fill_C = torch.tensor(mean_levels, dtype=torch.uint8, device=device)
         self._policy = parse_policy(settings.auto_augment) if settings.auto_augment else None
         self._mixer = Mixer(settings) if settings.mixing else None
         self._buffers = BufferPool()
-        self._on_cpu, self._kernels = device.type == "cpu", kernels() if device.type == "cuda" else None
+        self._on_cpu, self._kernels = (
+            device.type == "cpu",
+            kernels() if device.type == "cuda" else None,
+        )
         self._colours_23 = torch.stack([self._mean, self._scale]).view(2, 3)
         self._area = settings.crop_interpolation == "area"
-        is_on_cpu = self._on_cpu and dtype in (torch.float32, torch.bfloat16) and not settings.mixes_previous
+        is_on_cpu = (
+            self._on_cpu
+            and dtype in (torch.float32, torch.bfloat16)
+            and not settings.mixes_previous
+        )
         writes = bool(self._kernels) or is_on_cpu
         self._in_one_pass = writes and settings.is_crop_flip_mixup
 
     def prepare(self, batch: Batch) -> Prepared:
         if self._order_P is not None and self._is_permuted_first:
-            return self._augmented(replace(batch, images_BHWC=self._permuted_levels(batch.images_BHWC, self._order_P)))
+            return self._augmented(
+                replace(batch, images_BHWC=self._permuted_levels(batch.images_BHWC, self._order_P))
+            )
         return self._in_order(self._augmented(batch))
 
     def plain(self, batch: Batch) -> Prepared:
@@ -117,7 +138,9 @@ class Augmentation:
         if self._order_P is None:
             return prepared
         images = prepared.images_BCHW
-        return replace(prepared, images_BCHW=images.flatten(2).index_select(2, self._order_P).view_as(images))
+        return replace(
+            prepared, images_BCHW=images.flatten(2).index_select(2, self._order_P).view_as(images)
+        )
 
     def _permuted_levels(self, images_BHWC: Tensor, order_P: Tensor) -> Tensor:
         """Of pictures in the size that the model is fed."""
@@ -129,12 +152,18 @@ class Augmentation:
 
     def _augmented(self, batch: Batch) -> Prepared:
         draws, labels = Draws((self.seed, batch.epochs, batch.samples)), self._move(batch.labels_B)
-        drawn = self._mixer.draw(Draws((self.seed, batch.mix_keys)), size=self.image_size) if self._mixer else None
+        drawn = (
+            self._mixer.draw(Draws((self.seed, batch.mix_keys)), size=self.image_size)
+            if self._mixer
+            else None
+        )
         weight = None
         if self._in_one_pass:
             images = batch.images_BHWC
             boxes = draw_boxes(self.settings, draws, count=len(images), stored_size=images.shape[1])
-            pictures, weight = self._finished(images, boxes, weights=drawn.weight if drawn else None)
+            pictures, weight = self._finished(
+                images, boxes, weights=drawn.weight if drawn else None
+            )
         else:
             pictures = self._normalise(self._cropped(self._move(batch.images_BHWC), draws))
             if self.settings.erase_probability > 0:
@@ -145,21 +174,39 @@ class Augmentation:
         labels, others = self._mixer.parted(labels) if self._mixer else (labels, None)
         return Prepared(pictures.to(self.dtype), labels, others, weight)
 
-    def _finished(self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None) -> tuple[Tensor, Tensor | None]:
+    def _finished(
+        self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None
+    ) -> tuple[Tensor, Tensor | None]:
         """In one pass; and the weights where the pictures are."""
         size, dtype, area = self.image_size, self.dtype, self._area
         if self._kernels:
-            how = {"size": size, "colours_23": self._colours_23, "weights": weights, "dtype": dtype, "area": area}
+            how = {
+                "size": size,
+                "colours_23": self._colours_23,
+                "weights": weights,
+                "dtype": dtype,
+                "area": area,
+            }
             pictures, sent = self._kernels.crop_mix_normalise(self._move(images_BHWC), boxes, **how)
             return pictures, sent
         mean, scale = (tuple(values.flatten().tolist()) for values in (self._mean, self._scale))
         out = self._buffers.empty(len(images_BHWC), 3, size, size, dtype=dtype)
         pictures = on_cpu.crop_mix_normalise(
-            images_BHWC, boxes, size=size, mean=mean, scale=scale, weights=weights, dtype=dtype, area=area, out=out
+            images_BHWC,
+            boxes,
+            size=size,
+            mean=mean,
+            scale=scale,
+            weights=weights,
+            dtype=dtype,
+            area=area,
+            out=out,
         )
         return pictures, None if weights is None else torch.from_numpy(weights).float()
 
-    def _resampled(self, images_BHWC: Tensor, boxes: Boxes, *, cubic: Flags | None, levels: bool = False) -> Tensor:
+    def _resampled(
+        self, images_BHWC: Tensor, boxes: Boxes, *, cubic: Flags | None, levels: bool = False
+    ) -> Tensor:
         if self._kernels:
             how = {"size": self.image_size, "cubic": cubic, "area": self._area, "levels": levels}
             pictures, _ = self._kernels.crop_mix_normalise(images_BHWC, boxes, **how)
@@ -173,7 +220,10 @@ class Augmentation:
         count, stored = len(batch.images_BHWC), batch.images_BHWC.shape[1]
         boxes, is_cubic = whole_boxes(count, stored), self.settings.plain_filter == "bicubic"
         if (self._on_cpu or self._kernels) and not is_cubic:
-            return Prepared(self._finished(batch.images_BHWC, boxes, weights=None)[0], self._move(batch.labels_B))
+            return Prepared(
+                self._finished(batch.images_BHWC, boxes, weights=None)[0],
+                self._move(batch.labels_B),
+            )
         images = self._move(batch.images_BHWC)
         pictures = images.permute(0, 3, 1, 2).float()
         if stored != self.image_size:
@@ -189,7 +239,12 @@ class Augmentation:
         if settings.crop_padding:
             top, left = draw_offsets(settings, draws)
             images_BHWC = padded_crop(
-                images_BHWC, top, left, flip=draw_flips(settings, draws), padding=settings.crop_padding, mode=settings.padding_mode
+                images_BHWC,
+                top,
+                left,
+                flip=draw_flips(settings, draws),
+                padding=settings.crop_padding,
+                mode=settings.padding_mode,
             )
             boxes, done = whole_boxes(count, stored), True
         kernels = draw_kernels(settings, draws, count=count)

@@ -1,10 +1,11 @@
 """Crop, resize and flip. B batch, H/W height and width in, O out, C colours.
 
-A resized crop with its flip is one separable linear map per picture, out = Wy @ image @ Wx^T, with a row of weights for each
-output pixel (antialiased triangle or cubic filter, as torchvision's and PIL's; or OpenCV's INTER_AREA). `resample` gives exact
-floats. `resample_levels` gives 0..255 in whole levels, as PIL does: its weights are fixed-point, so that every sum is exact in
-float32 whatever its order, and a picture does not depend on the batch that it is in. (TF32 would end that: see
-`_product`.)
+A resized crop with its flip is one separable linear map per picture, out = Wy @ image @ Wx^T, with
+a row of weights for each output pixel (antialiased triangle or cubic filter, as torchvision's and
+PIL's; or OpenCV's INTER_AREA). `resample` gives exact floats. `resample_levels` gives 0..255 in
+whole levels, as PIL does: its weights are fixed-point, so that every sum is exact in float32
+whatever its order, and a picture does not depend on the batch that it is in. (TF32 would end that:
+see `_product`.)
 """
 
 import math
@@ -26,7 +27,8 @@ Flags = NDArray[np.bool_]
 
 _CROP_TRIES = 10
 _LEVEL_BITS = 15
-"""Of a weight: 8 bits of a pixel, 15 of a weight and the 1.3 that a cubic's weights can add up to, fit float32's 24."""
+"""Of a weight: 8 bits of a pixel, 15 of a weight and the 1.3 that a cubic's weights can add up to,
+fit float32's 24."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,19 @@ def draw_flips(settings: AugmentSettings, draws: Draws) -> Flags:
 
 
 def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_size: int) -> Boxes:
-    """Random resized crops, as torchvision draws them: ten tries at an area and a ratio that fit, else the centre."""
+    """Random resized crops, as torchvision draws them: ten tries at an area and a ratio that fit,
+    else the centre."""
     flip = draw_flips(settings, draws)
     if settings.crop_scale is None:
         return replace(whole_boxes(count, stored_size), flip=flip)
     (low, high), (narrow, wide) = settings.crop_scale, settings.crop_ratio
     spread = math.log(wide) - math.log(narrow)
-    found, height, width, rows = np.zeros(count, bool), np.zeros(count), np.zeros(count), np.arange(count)
+    found, height, width, rows = (
+        np.zeros(count, bool),
+        np.zeros(count),
+        np.zeros(count),
+        np.arange(count),
+    )
     for tries in (np.arange(1), np.arange(1, 3), np.arange(3, _CROP_TRIES)):  # most fit at once
         left_over = draws.of(rows) if tries[0] else draws
         area = stored_size**2 * (low + (high - low) * left_over.uniform(Purpose.CROP_AREA, tries))
@@ -72,8 +80,13 @@ def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_si
     width = np.where(found, width, stored_size if wide >= 1 else round(stored_size * wide))
     top = np.floor(draws.uniform(Purpose.CROP_TOP) * (stored_size - height + 1))
     left = np.floor(draws.uniform(Purpose.CROP_LEFT) * (stored_size - width + 1))
-    centre_top, centre_left = np.floor((stored_size - height) / 2), np.floor((stored_size - width) / 2)
-    return Boxes(np.where(found, top, centre_top), np.where(found, left, centre_left), height, width, flip)
+    centre_top, centre_left = (
+        np.floor((stored_size - height) / 2),
+        np.floor((stored_size - width) / 2),
+    )
+    return Boxes(
+        np.where(found, top, centre_top), np.where(found, left, centre_left), height, width, flip
+    )
 
 
 def draw_kernels(settings: AugmentSettings, draws: Draws, *, count: int) -> Flags | None:
@@ -83,24 +96,35 @@ def draw_kernels(settings: AugmentSettings, draws: Draws, *, count: int) -> Flag
     return np.ones(count, bool) if settings.crop_interpolation == "bicubic" else None
 
 
-def resample(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False) -> Tensor:
+def resample(
+    images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False
+) -> Tensor:
     """The boxes of the pictures at `size` pixels: float (B, C, O, O). `area`: with INTER_AREA."""
     batch, height, width, colours = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area)
     pictures_BHWC = images_BHWC.float()
-    down_BOWC = _product(rows_BOH, pictures_BHWC.view(batch, height, width * colours)).view(batch, size, width, colours)
+    down_BOWC = _product(rows_BOH, pictures_BHWC.view(batch, height, width * colours)).view(
+        batch, size, width, colours
+    )
     across_BWOC = down_BOWC.permute(0, 2, 1, 3).reshape(batch, width, size * colours)
     out_BOOC = _product(columns_BOW, across_BWOC).view(batch, size, size, colours)
     out_BCOO = out_BOOC.permute(0, 3, 2, 1)
     return out_BCOO if cubic is None else out_BCOO.clamp(0, 255)  # a cubic overshoots
 
 
-def resample_levels(images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False) -> Tensor:
-    """The same in whole levels: uint8 (B, O, O, C). First across, then down, rounded in between, as PIL does it."""
+def resample_levels(
+    images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False
+) -> Tensor:
+    """The same in whole levels: uint8 (B, O, O, C). First across, then down, rounded in between, as
+    PIL does it."""
     batch, height, width, colours = images_BHWC.shape
-    rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area, fixed_point=True)
+    rows_BOH, columns_BOW = _weights(
+        images_BHWC, boxes, size=size, cubic=cubic, area=area, fixed_point=True
+    )
     across_BWHC = images_BHWC.permute(0, 2, 1, 3).float()
-    narrow_BOHC = _levels(_product(columns_BOW, across_BWHC.reshape(batch, width, height * colours)))
+    narrow_BOHC = _levels(
+        _product(columns_BOW, across_BWHC.reshape(batch, width, height * colours))
+    )
     down_BHOC = narrow_BOHC.view(batch, size, height, colours).permute(0, 2, 1, 3)
     out_BOOC = _levels(_product(rows_BOH, down_BHOC.reshape(batch, height, size * colours)))
     return out_BOOC.view(batch, size, size, colours).to(torch.uint8)
@@ -123,10 +147,11 @@ def axis_weights(
     enlarged_B: Tensor | None = None,
     fixed_point: bool = False,
 ) -> Tensor:
-    """(B, O, stored_size) weights of an antialiased resize of [start, start + extent) to `size` pixels; with INTER_AREA where
-    `enlarged_B` says whether either side of the box is enlarged.
+    """(B, O, stored_size) weights of an antialiased resize of [start, start + extent) to `size`
+    pixels; with INTER_AREA where `enlarged_B` says whether either side of the box is enlarged.
 
-    In fixed point they have 15 bits behind the point, before and after they are divided by their sum, which is exact, too.
+    In fixed point they have 15 bits behind the point, before and after they are divided by their
+    sum, which is exact, too.
     """
     device = start_B.device
     start_B11, extent_B11 = start_B.view(-1, 1, 1), extent_B.view(-1, 1, 1)
@@ -145,7 +170,9 @@ def axis_weights(
     else:
         # divided last, so that what lies on a pixel's edge is there exactly
         begin_BO1, end_BO1 = out_BO1 * extent_B11 / size, (out_BO1 + 1) * extent_B11 / size
-        weights_BOH = _covered(pixel_11H - 0.5 - start_B11, begin_BO1, end_BO1, enlarged_B.view(-1, 1, 1))
+        weights_BOH = _covered(
+            pixel_11H - 0.5 - start_B11, begin_BO1, end_BO1, enlarged_B.view(-1, 1, 1)
+        )
     if not fixed_point:
         return weights_BOH / weights_BOH.sum(dim=-1, keepdim=True)
     one = float(2**_LEVEL_BITS)
@@ -154,23 +181,37 @@ def axis_weights(
 
 
 def padded_crop(
-    images_BHWC: Tensor, top: NDArray[np.int64], left: NDArray[np.int64], *, flip: Flags, padding: int, mode: PaddingMode
+    images_BHWC: Tensor,
+    top: NDArray[np.int64],
+    left: NDArray[np.int64],
+    *,
+    flip: Flags,
+    padding: int,
+    mode: PaddingMode,
 ) -> Tensor:
-    """Crops of the stored size from the pictures with `padding` pixels around them, at (top, left), then flipped."""
+    """Crops of the stored size from the pictures with `padding` pixels around them, at (top, left),
+    then flipped."""
     _, height, width, _ = images_BHWC.shape
     rows_BH = top[:, None] + np.arange(height)
     columns_BW = left[:, None] + np.arange(width)
     columns_BW = np.where(flip[:, None], columns_BW[:, ::-1], columns_BW)
     if mode == "reflect":
-        rows_BH, columns_BW = _reflected(rows_BH - padding, height), _reflected(columns_BW - padding, width)
+        rows_BH, columns_BW = (
+            _reflected(rows_BH - padding, height),
+            _reflected(columns_BW - padding, width),
+        )
     else:
         images_BHWC = pad(images_BHWC, (0, 0, padding, padding, padding, padding))
     sent = send({"rows": rows_BH, "columns": columns_BW}, images_BHWC.device)
     pictures = torch.arange(len(images_BHWC), device=images_BHWC.device)
-    return images_BHWC[pictures[:, None, None], sent["rows"][:, :, None], sent["columns"][:, None, :]]
+    return images_BHWC[
+        pictures[:, None, None], sent["rows"][:, :, None], sent["columns"][:, None, :]
+    ]
 
 
-def draw_offsets(settings: AugmentSettings, draws: Draws) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def draw_offsets(
+    settings: AugmentSettings, draws: Draws
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     places = 2 * settings.crop_padding + 1
     return draws.integer(Purpose.CROP_TOP, places), draws.integer(Purpose.CROP_LEFT, places)
 
@@ -183,11 +224,21 @@ def _reflected(places: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 
 
 def _weights(
-    images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None, area: bool, fixed_point: bool = False
+    images_BHWC: Tensor,
+    boxes: Boxes,
+    *,
+    size: int,
+    cubic: Flags | None,
+    area: bool,
+    fixed_point: bool = False,
 ) -> tuple[Tensor, Tensor]:
     _, height, width, _ = images_BHWC.shape
-    sides = {name: getattr(boxes, name).astype(np.float32) for name in ("top", "left", "height", "width")}
-    flags = {"flip": boxes.flip, "never": np.zeros_like(boxes.flip)} | ({} if cubic is None else {"cubic": cubic})
+    sides = {
+        name: getattr(boxes, name).astype(np.float32) for name in ("top", "left", "height", "width")
+    }
+    flags = {"flip": boxes.flip, "never": np.zeros_like(boxes.flip)} | (
+        {} if cubic is None else {"cubic": cubic}
+    )
     if area:
         flags["enlarged"] = (boxes.height < size) | (boxes.width < size)
     sent = send({**sides, **flags}, images_BHWC.device)
@@ -199,9 +250,12 @@ def _weights(
 
 
 def _covered(start_B1H: Tensor, begin_BO1: Tensor, end_BO1: Tensor, enlarged_B11: Tensor) -> Tensor:
-    """The share of each output pixel [begin, end) that the pixel at `start` covers. Where either side is enlarged, OpenCV takes
-    no more than two pixels, on the other side too: what the first leaves is the second's."""
-    covered_BOH = (torch.minimum(start_B1H + 1, end_BO1) - torch.maximum(start_B1H, begin_BO1)).clamp(min=0)
+    """The share of each output pixel [begin, end) that the pixel at `start` covers. Where either
+    side is enlarged, OpenCV takes no more than two pixels, on the other side too: what the first
+    leaves is the second's."""
+    covered_BOH = (
+        torch.minimum(start_B1H + 1, end_BO1) - torch.maximum(start_B1H, begin_BO1)
+    ).clamp(min=0)
     share_BOH = covered_BOH / (end_BO1 - begin_BO1)
     is_first_BOH = (start_B1H <= begin_BO1) & (begin_BO1 < start_B1H + 1)
     is_second_BOH = (start_B1H - 1 <= begin_BO1) & (begin_BO1 < start_B1H)

@@ -1,8 +1,10 @@
-"""Random erasing of blocks of normalised pictures, as in timm: K blocks at most, B batch, n erased pictures, O size, C colours.
+"""Random erasing of blocks of normalised pictures, as in timm: K blocks at most, B batch, n erased
+pictures, O size, C colours.
 
-A block takes 2 % to a third of the picture (shared by the blocks of a picture), with sides 0.3 to 1/0.3 as long as each other. It
-is filled with 0 (the mean colour), one normal colour, or normal noise. Noise is made on the device from a key per picture and the
-place of the pixel, so it, too, is independent of the batch. Where noisy blocks overlap they show the same noise.
+A block takes 2 % to a third of the picture (shared by the blocks of a picture), with sides 0.3 to
+1/0.3 as long as each other. It is filled with 0 (the mean colour), one normal colour, or normal
+noise. Noise is made on the device from a key per picture and the place of the pixel, so it, too, is
+independent of the batch. Where noisy blocks overlap they show the same noise.
 """
 
 import math
@@ -20,7 +22,11 @@ _MIN_AREA, _MAX_AREA = 0.02, 1 / 3
 _MIN_RATIO = 0.3
 _TRIES = 10
 
-_GOLDEN, _M1, _M2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # SplitMix64's, as signed numbers
+_GOLDEN, _M1, _M2 = (
+    -0x61C8864680B583EB,
+    -0x40A7B892E31B1A47,
+    -0x6B2FB644ECCEEE15,
+)  # SplitMix64's, as signed numbers
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,17 @@ def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Blocks
     draws = draws.of(rows)
     blocks, tries = np.arange(settings.erase_count), np.arange(_TRIES)
     count_n1 = 1 + draws.integer(Purpose.ERASE_COUNT, settings.erase_count)[:, None]
-    share_nKT = _MIN_AREA + (_MAX_AREA - _MIN_AREA) * draws.uniform(Purpose.ERASE_AREA, blocks, tries)
+    share_nKT = _MIN_AREA + (_MAX_AREA - _MIN_AREA) * draws.uniform(
+        Purpose.ERASE_AREA, blocks, tries
+    )
     area_nKT = share_nKT * size**2 / count_n1[:, :, None]
-    ratio_nKT = np.exp(math.log(_MIN_RATIO) * (1 - 2 * draws.uniform(Purpose.ERASE_RATIO, blocks, tries)))
-    heights_nKT, widths_nKT = np.round(np.sqrt(area_nKT * ratio_nKT)), np.round(np.sqrt(area_nKT / ratio_nKT))
+    ratio_nKT = np.exp(
+        math.log(_MIN_RATIO) * (1 - 2 * draws.uniform(Purpose.ERASE_RATIO, blocks, tries))
+    )
+    heights_nKT, widths_nKT = (
+        np.round(np.sqrt(area_nKT * ratio_nKT)),
+        np.round(np.sqrt(area_nKT / ratio_nKT)),
+    )
     fits_nKT = (heights_nKT < size) & (widths_nKT < size)
     found_nK, sides = first_that(fits_nKT, heights_nKT, widths_nKT)
     drawn_nK = found_nK & (blocks[None, :] < count_n1)
@@ -52,7 +65,9 @@ def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Blocks
     top_nK = draws.integer(Purpose.ERASE_TOP, size - height_nK + 1, blocks)
     left_nK = draws.integer(Purpose.ERASE_LEFT, size - width_nK + 1, blocks)
     colours_nKC = draws.normal(Purpose.ERASE_COLOUR, blocks, np.arange(3)).astype(np.float32)
-    return Blocks(rows, top_nK, left_nK, height_nK, width_nK, colours_nKC, draws.key(Purpose.ERASE_NOISE))
+    return Blocks(
+        rows, top_nK, left_nK, height_nK, width_nK, colours_nKC, draws.key(Purpose.ERASE_NOISE)
+    )
 
 
 def erase(pictures_BCOO: Tensor, blocks: Blocks, *, mode: EraseMode) -> Tensor:
@@ -83,7 +98,8 @@ def erase(pictures_BCOO: Tensor, blocks: Blocks, *, mode: EraseMode) -> Tensor:
 
 
 def normal_noise(keys_n: Tensor, count: int) -> Tensor:
-    """(n, count) normal numbers: SplitMix64's sequence from each key, its top 23 bits through the inverse distribution."""
+    """(n, count) normal numbers: SplitMix64's sequence from each key, its top 23 bits through the
+    inverse distribution."""
     place = torch.arange(1, count + 1, device=keys_n.device)
     state = keys_n.unsqueeze(-1) + place * _GOLDEN
     state = (state ^ _shifted(state, 30)) * _M1

@@ -1,9 +1,11 @@
-"""What models are fed: augmented micro-batches to train on (`Feed`), batches of one pass (`on_device`), on the model's device.
+"""What models are fed: augmented micro-batches to train on (`Feed`), batches of one pass
+(`on_device`), on the model's device.
 
-On a CPU the loader's threads augment, and nothing is left to do here. On a GPU one more thread (`Ahead`) draws the augmentation of
-the next batches, and queues their copies from pinned memory and their augmentation on a side stream, while the model works: the
-model's stream waits for an event, the host for nothing. Pinned buffers come from torch's caching allocator, which hands one out
-again only when the copies from it are done.
+On a CPU the loader's threads augment, and nothing is left to do here. On a GPU one more thread
+(`Ahead`) draws the augmentation of the next batches, and queues their copies from pinned memory and
+their augmentation on a side stream, while the model works: the model's stream waits for an event,
+the host for nothing. Pinned buffers come from torch's caching allocator, which hands one out again
+only when the copies from it are done.
 """
 
 import collections
@@ -31,8 +33,8 @@ class Fed:
 
 
 class Ahead(Generic[T]):
-    """What `make` makes of batches on a GPU, queued on a side stream `NUM_AHEAD` batches before it is asked for. Use as a context
-    manager, within that of the batches."""
+    """What `make` makes of batches on a GPU, queued on a side stream `NUM_AHEAD` batches before it
+    is asked for. Use as a context manager, within that of the batches."""
 
     def __init__(
         self,
@@ -45,10 +47,17 @@ class Ahead(Generic[T]):
         """`waits`: how the caller of `next` waits for our thread."""
         self._batches, self._make, self._waits = batches, make, waits
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._device = self._stream.device  # with its number, which accelerate's may lack and `set_device` needs
+        self._device = (
+            self._stream.device
+        )  # with its number, which accelerate's may lack and `set_device` needs
         # constants of the augmentation may still be on their way, on the stream of whoever made it
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed", initializer=torch.cuda.set_device, initargs=(self._device,))
+        self._thread = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="feed",
+            initializer=torch.cuda.set_device,
+            initargs=(self._device,),
+        )
         self._ahead = collections.deque(self._thread.submit(self._launch) for _ in range(NUM_AHEAD))
 
     def __enter__(self) -> "Ahead[T]":
@@ -97,14 +106,17 @@ class Feed:
         *,
         waits: "Waits[tuple[Fed, torch.cuda.Event]]" = Future.result,
     ):
-        """`waits`: on a GPU, where the caller of `next` waits for our thread; else it waits for the loader, in its way."""
+        """`waits`: on a GPU, where the caller of `next` waits for our thread; else it waits for the
+        loader, in its way."""
 
         def make(batch: Batch) -> Fed:
             return Fed(augmentation.prepare(batch), batch.num_bad)
 
         on_gpu = augmentation.device.type == "cuda"
         self._batches = cast(BatchSource[Any], open_batches(as_stored if on_gpu else make))
-        self._ahead = Ahead(self._batches, make, augmentation.device, waits=waits) if on_gpu else None
+        self._ahead = (
+            Ahead(self._batches, make, augmentation.device, waits=waits) if on_gpu else None
+        )
 
     def __enter__(self) -> "Feed":
         return self
@@ -123,15 +135,21 @@ class Feed:
 
 @contextmanager
 def on_device(
-    batches: Batches[Batch], device: torch.device, *, waits: "Waits[tuple[Batch, torch.cuda.Event]]" = Future.result
+    batches: Batches[Batch],
+    device: torch.device,
+    *,
+    waits: "Waits[tuple[Batch, torch.cuda.Event]]" = Future.result,
 ) -> Iterator[Iterator[Batch]]:
-    """The batches of a pass with pictures and labels on the device; the mask stays where the host can read it, pinned for a GPU."""
+    """The batches of a pass with pictures and labels on the device; the mask stays where the host
+    can read it, pinned for a GPU."""
     if device.type != "cuda":
         yield batches
         return
 
     def move(batch: Batch) -> Batch:
-        images, labels = (each.to(device, non_blocking=True) for each in (batch.images_BHWC, batch.labels_B))
+        images, labels = (
+            each.to(device, non_blocking=True) for each in (batch.images_BHWC, batch.labels_B)
+        )
         return replace(batch, images_BHWC=images, labels_B=labels)
 
     with Ahead(batches, move, device, waits=waits) as ahead:

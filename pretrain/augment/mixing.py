@@ -1,9 +1,10 @@
-"""MixUp and CutMix: of neighbours, the pictures at positions 2j and 2j + 1 of a batch, with each other; or of each picture with the
-one before it in the global batch, which stands in front of a micro-batch's own. B batch, O size.
+"""MixUp and CutMix: of neighbours, the pictures at positions 2j and 2j + 1 of a batch, with each
+other; or of each picture with the one before it in the global batch, which stands in front of a
+micro-batch's own. B batch, O size.
 
-All that share a draw have the same weight and the same box: mixed at all, then which way, then lambda ~ Beta(alpha, alpha).
-CutMix's box has the share 1 - lambda of the picture around a uniform centre; where the border cuts it, the weight is
-that of the box as it is (timm's `correct_lam`).
+All that share a draw have the same weight and the same box: mixed at all, then which way, then
+lambda ~ Beta(alpha, alpha). CutMix's box has the share 1 - lambda of the picture around a uniform
+centre; where the border cuts it, the weight is that of the box as it is (timm's `correct_lam`).
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,10 @@ class Mix:
 
 class Mixer:
     def __init__(self, settings: AugmentSettings):
-        self.settings, alphas = settings, {"MixUp": settings.mixup_alpha, "CutMix": settings.cutmix_alpha}
+        self.settings, alphas = (
+            settings,
+            {"MixUp": settings.mixup_alpha, "CutMix": settings.cutmix_alpha},
+        )
         self._lambda = {way: BetaTable(alphas[way]) for way in settings.mixing}
 
     def draw(self, shared: Draws, *, size: int) -> Mix:
@@ -54,9 +58,15 @@ class Mixer:
             none = np.zeros(len(mixed), np.int64)
             return Mix(weight, weight, none, none, none, none)
         side = np.where(mixed & cuts, np.floor(size * np.sqrt(1 - weight)), 0).astype(np.int64)
-        row, column = shared.integer(Purpose.CUTMIX_ROW, size), shared.integer(Purpose.CUTMIX_COLUMN, size)
+        row, column = (
+            shared.integer(Purpose.CUTMIX_ROW, size),
+            shared.integer(Purpose.CUTMIX_COLUMN, size),
+        )
         top, bottom = np.clip(row - side // 2, 0, size), np.clip(row + (side + 1) // 2, 0, size)
-        left, right = np.clip(column - side // 2, 0, size), np.clip(column + (side + 1) // 2, 0, size)
+        left, right = (
+            np.clip(column - side // 2, 0, size),
+            np.clip(column + (side + 1) // 2, 0, size),
+        )
         blend = np.where(cuts, 1.0, weight)
         weight = np.where(cuts, 1 - (bottom - top) * (right - left) / size**2, weight)
         return Mix(weight, blend, top, bottom, left, right)
@@ -65,15 +75,24 @@ class Mixer:
         """The mixed pictures, and the share of each picture's own label."""
         device, size = pictures_BCOO.device, pictures_BCOO.shape[-1]
         pictures_BCOO, others_BCOO = self.parted(pictures_BCOO)
-        shares = {"weight": drawn.weight.astype(np.float32), "blend": drawn.blend.astype(np.float32)}
+        shares = {
+            "weight": drawn.weight.astype(np.float32),
+            "blend": drawn.blend.astype(np.float32),
+        }
         box = {name: getattr(drawn, name) for name in ("top", "bottom", "left", "right")}
         sent = send(shares | box, device)
         own_B111 = sent["blend"].view(-1, 1, 1, 1)
         if "CutMix" in self.settings.mixing:
             place_O = torch.arange(size, device=device)
-            rows_BO = (place_O >= sent["top"].unsqueeze(-1)) & (place_O < sent["bottom"].unsqueeze(-1))
-            columns_BO = (place_O >= sent["left"].unsqueeze(-1)) & (place_O < sent["right"].unsqueeze(-1))
-            own_B111 = torch.where(rows_BO[:, None, :, None] & columns_BO[:, None, None, :], 0.0, own_B111)
+            rows_BO = (place_O >= sent["top"].unsqueeze(-1)) & (
+                place_O < sent["bottom"].unsqueeze(-1)
+            )
+            columns_BO = (place_O >= sent["left"].unsqueeze(-1)) & (
+                place_O < sent["right"].unsqueeze(-1)
+            )
+            own_B111 = torch.where(
+                rows_BO[:, None, :, None] & columns_BO[:, None, None, :], 0.0, own_B111
+            )
         return torch.lerp(others_BCOO, pictures_BCOO, own_B111), sent["weight"]
 
     def parted(self, rows: Tensor) -> tuple[Tensor, Tensor]:

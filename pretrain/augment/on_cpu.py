@@ -1,21 +1,27 @@
-"""Crop, resize, flip, MixUp and normalise a batch on a CPU: loops that numba compiles for the CPU they run on.
+"""Crop, resize, flip, MixUp and normalise a batch on a CPU: loops that numba compiles for the CPU
+they run on.
 
-Same pictures as `resample` (bilinear, or INTER_AREA), MixUp and normalisation of pretrain.augment, in float32 throughout. Those are
-two batched matrix products whose weights are nearly all zero (2 of 64 in a row count), then passes over memory; this is one pass
-over the taps that count. Pictures per CPU second, crop to bfloat16, 64 px (and 256 to 224), measured in one run: this 61,000
-(4,200); the matrix products 5,400 (190); the best of torch's own operations, grid_sample in chunks, 12,000 (it cannot downsample);
-Pillow-SIMD a picture at a time 8,000 (840), rounded between passes and reading beyond its box; torch.compile of gathers 2,600.
+Same pictures as `resample` (bilinear, or INTER_AREA), MixUp and normalisation of pretrain.augment,
+in float32 throughout. Those are two batched matrix products whose weights are nearly all zero (2 of
+64 in a row count), then passes over memory; this is one pass over the taps that count. Pictures per
+CPU second, crop to bfloat16, 64 px (and 256 to 224), measured in one run: this 61,000 (4,200); the
+matrix products 5,400 (190); the best of torch's own operations, grid_sample in chunks, 12,000 (it
+cannot downsample); Pillow-SIMD a picture at a time 8,000 (840), rounded between passes and reading
+beyond its box; torch.compile of gathers 2,600.
 
-How: the two neighbours that MixUp mixes are made together, one output row at a time. The source rows that it needs are resized
-across once, into a ring of a few planar float rows, with one 8-byte load per output pixel (two RGB neighbours; hence
-little-endian, and spare bytes behind the last picture); all arithmetic then runs over contiguous floats, which LLVM turns into
-vector instructions. Then down, mix, normalise and round, all in the core's own cache: a pair works on 12 KB at 64 px, 43 KB at 224.
-To keep it so: no loop takes more than four arrays (LLVM gives up proving that more do not overlap, and stays scalar), inner
-axes are contiguous by type, and an index is one that cannot be negative.
+How: the two neighbours that MixUp mixes are made together, one output row at a time. The source
+rows that it needs are resized across once, into a ring of a few planar float rows, with one 8-byte
+load per output pixel (two RGB neighbours; hence little-endian, and spare bytes behind the last
+picture); all arithmetic then runs over contiguous floats, which LLVM turns into vector
+instructions. Then down, mix, normalise and round, all in the core's own cache: a pair works on 12
+KB at 64 px, 43 KB at 224. To keep it so: no loop takes more than four arrays (LLVM gives up proving
+that more do not overlap, and stays scalar), inner axes are contiguous by type, and an index is one
+that cannot be negative.
 
-Threads: a call runs on its own thread without the GIL; a pool calls it with a chunk (an even number of pictures) per thread.
-Numba's own threads are not used: they do not survive a fork, and compete with torch's. Compiling takes seconds, once per kind
-of CPU: numba keeps the result in `__pycache__`, else under ~/.cache, else it compiles in every process.
+Threads: a call runs on its own thread without the GIL; a pool calls it with a chunk (an even number
+of pictures) per thread. Numba's own threads are not used: they do not survive a fork, and compete
+with torch's. Compiling takes seconds, once per kind of CPU: numba keeps the result in
+`__pycache__`, else under ~/.cache, else it compiles in every process.
 """
 
 import pickle
@@ -61,16 +67,19 @@ def crop_mix_normalise(
     area: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """(B, 3, size, size): the boxes at `size` pixels, mixed as w[i] x[i] + (1 - w[i]) x[i ^ 1], then (x - mean) * scale.
+    """(B, 3, size, size): the boxes at `size` pixels, mixed as w[i] x[i] + (1 - w[i]) x[i ^ 1],
+    then (x - mean) * scale.
 
-    Pictures are uint8 and square. `weights` None: no mixing. `dtype` float32, or bfloat16 rounded to nearest even.
-    `out` takes the result instead of fresh memory.
+    Pictures are uint8 and square. `weights` None: no mixing. `dtype` float32, or bfloat16 rounded
+    to nearest even. `out` takes the result instead of fresh memory.
     """
     _check(images_BHWC, boxes, weights)
     assert dtype in (torch.float32, torch.bfloat16), dtype
     batch, stored, shape = len(images_BHWC), images_BHWC.shape[1], (len(images_BHWC), 3, size, size)
     out = torch.empty(shape, dtype=dtype) if out is None else out
-    assert out.shape == shape and out.dtype == dtype and out.is_contiguous(), f"out is {tuple(out.shape)} {out.dtype}"
+    assert out.shape == shape and out.dtype == dtype and out.is_contiguous(), (
+        f"out is {tuple(out.shape)} {out.dtype}"
+    )
     if batch == 0:
         return out
     boxes_4B = np.stack([boxes.top, boxes.left, boxes.height, boxes.width]).astype(np.float64)
@@ -96,7 +105,11 @@ def crop_mix_normalise(
     )
     try:
         _augment(*arguments)
-    except (EOFError, pickle.UnpicklingError, OSError):  # numba's file: cut short, or not to be written on a full disk
+    except (
+        EOFError,
+        pickle.UnpicklingError,
+        OSError,
+    ):  # numba's file: cut short, or not to be written on a full disk
         with suppress(OSError):
             _augment._cache.flush()  # type: ignore[attr-defined]
         _augment._cache.disable()  # type: ignore[attr-defined]
@@ -105,21 +118,40 @@ def crop_mix_normalise(
 
 
 def crop(images_BHWC: Tensor, boxes: "Boxes", *, size: int, area: bool = False) -> Tensor:
-    """The boxes of the pictures at `size` pixels: float32 (B, 3, size, size) on the scale 0..255."""
+    """The boxes of the pictures at `size` pixels: float32 (B, 3, size, size) on the scale
+    0..255."""
     zero, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    return crop_mix_normalise(images_BHWC, boxes, size=size, mean=zero, scale=one, weights=None, dtype=torch.float32, area=area)
+    return crop_mix_normalise(
+        images_BHWC,
+        boxes,
+        size=size,
+        mean=zero,
+        scale=one,
+        weights=None,
+        dtype=torch.float32,
+        area=area,
+    )
 
 
 def _check(images_BHWC: Tensor, boxes: "Boxes", weights: NDArray[np.float64] | None) -> None:
     """The loops below read memory unchecked: nothing may pass here that leads them astray."""
     batch, stored = len(images_BHWC), images_BHWC.shape[1]
-    assert images_BHWC.dtype == torch.uint8 and images_BHWC.device.type == "cpu", (images_BHWC.dtype, images_BHWC.device)
-    assert images_BHWC.shape == (batch, stored, stored, 3), f"pictures of {tuple(images_BHWC.shape)} are not square and RGB"
+    assert images_BHWC.dtype == torch.uint8 and images_BHWC.device.type == "cpu", (
+        images_BHWC.dtype,
+        images_BHWC.device,
+    )
+    assert images_BHWC.shape == (batch, stored, stored, 3), (
+        f"pictures of {tuple(images_BHWC.shape)} are not square and RGB"
+    )
     sides = (boxes.top, boxes.left, boxes.height, boxes.width, boxes.flip)
-    assert all(side.shape == (batch,) for side in sides), f"boxes for {[len(side) for side in sides]} pictures of {batch}"
+    assert all(side.shape == (batch,) for side in sides), (
+        f"boxes for {[len(side) for side in sides]} pictures of {batch}"
+    )
     for start, extent in ((boxes.top, boxes.height), (boxes.left, boxes.width)):
         is_inside = (start >= 0) & (extent >= 1) & (start + extent <= stored)
-        assert is_inside.all(), f"a box leaves its picture of {stored} pixels, or is smaller than one pixel"
+        assert is_inside.all(), (
+            f"a box leaves its picture of {stored} pixels, or is smaller than one pixel"
+        )
     assert weights is None or (weights.shape == (batch,) and batch % 2 == 0), (
         f"{len(weights)} weights for pairs of {batch} pictures"
     )
@@ -131,9 +163,11 @@ def _most_taps(ratio: float) -> int:
 
 
 def _words(images_BHWC: Tensor, *, spare: int) -> tuple[Words, Words, int]:
-    """The pictures as the 8 bytes from each byte on; the same of a copy of the last few, with spare bytes; their number.
+    """The pictures as the 8 bytes from each byte on; the same of a copy of the last few, with spare
+    bytes; their number.
 
-    A load may reach `spare` bytes behind its picture; whatever it finds there is multiplied by zero.
+    A load may reach `spare` bytes behind its picture; whatever it finds there is multiplied by
+    zero.
     """
     flat = images_BHWC.contiguous().numpy().reshape(-1)
     picture = flat.size // len(images_BHWC)
@@ -150,7 +184,9 @@ def _view(flat: NDArray[np.uint8]) -> Words:
 
 def _inner(function: Function) -> Function:
     """Compiled into its caller, and kept with it."""
-    return cast(Function, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function))
+    return cast(
+        Function, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
+    )
 
 
 def _kept(function: Function) -> Function:
@@ -161,8 +197,16 @@ def _kept(function: Function) -> Function:
 
 
 @_inner
-def _taps(start: float, extent: float, mirror: bool, stored: int, first: NDArray[np.int64] | Words, weights: Floats) -> int:
-    """Fills the first pixel and the weights (taps, O) of each output pixel, as `axis_weights`; the most taps that one has."""
+def _taps(
+    start: float,
+    extent: float,
+    mirror: bool,
+    stored: int,
+    first: NDArray[np.int64] | Words,
+    weights: Floats,
+) -> int:
+    """Fills the first pixel and the weights (taps, O) of each output pixel, as `axis_weights`; the
+    most taps that one has."""
     size = first.shape[0]
     ratio = extent / size
     support = max(ratio, 1.0)
@@ -170,7 +214,8 @@ def _taps(start: float, extent: float, mirror: bool, stored: int, first: NDArray
     for o in range(size):
         at = size - 1 - o if mirror else o
         centre = start + (o + 0.5) * ratio
-        # the first pixel whose centre may count; rounding may make it one too early, which the weights below find out
+        # the first pixel whose centre may count; rounding may make it one too early, which the
+        # weights below find out
         low = max(int(max(centre - support, start) - 0.5), 0)
         taps, total = 0, 0.0
         for pixel in range(low, stored):
@@ -191,7 +236,13 @@ def _taps(start: float, extent: float, mirror: bool, stored: int, first: NDArray
 
 @_inner
 def _area_taps(
-    start: float, extent: float, mirror: bool, stored: int, enlarged: bool, first: NDArray[np.int64] | Words, weights: Floats
+    start: float,
+    extent: float,
+    mirror: bool,
+    stored: int,
+    enlarged: bool,
+    first: NDArray[np.int64] | Words,
+    weights: Floats,
 ) -> int:
     """The same of INTER_AREA, as `_covered`."""
     size = first.shape[0]
@@ -231,7 +282,15 @@ def _colour(pixel: np.uint32, shift: np.uint32) -> np.float32:
 
 
 @_inner
-def _across(words: Words, start: np.uint64, offsets: Words, weights: Floats, taps: int, near: Words, row: Floats) -> None:
+def _across(
+    words: Words,
+    start: np.uint64,
+    offsets: Words,
+    weights: Floats,
+    taps: int,
+    near: Words,
+    row: Floats,
+) -> None:
     """One source row, which starts at a byte, resized across into three planes (3, O)."""
     size = near.shape[0]
     row[:] = 0
@@ -261,7 +320,16 @@ def _down(ring: Floats, at: int, weights: Floats, o: int, taps: int, row: Floats
 
 
 @_inner
-def _finish(own: Floats, other: Floats, share: float, scale: Floats, shift: Floats, out: Floats, b: int, o: int) -> None:
+def _finish(
+    own: Floats,
+    other: Floats,
+    share: float,
+    scale: Floats,
+    shift: Floats,
+    out: Floats,
+    b: int,
+    o: int,
+) -> None:
     """Mixes two rows of three planes, and normalises."""
     for c in range(3):
         mine, his, line = own[c], other[c], out[b, c, o]
@@ -271,7 +339,16 @@ def _finish(own: Floats, other: Floats, share: float, scale: Floats, shift: Floa
 
 
 @_inner
-def _finish_rounded(own: Floats, other: Floats, share: float, scale: Floats, shift: Floats, out: Bits, b: int, o: int) -> None:
+def _finish_rounded(
+    own: Floats,
+    other: Floats,
+    share: float,
+    scale: Floats,
+    shift: Floats,
+    out: Bits,
+    b: int,
+    o: int,
+) -> None:
     """The same as the bits of bfloat16, to nearest, ties to even."""
     for c in range(3):
         mine, his, line = own[c], other[c], out[b, c, o]
@@ -282,7 +359,8 @@ def _finish_rounded(own: Floats, other: Floats, share: float, scale: Floats, shi
 
 
 def _scratch(size: int, taps: int) -> Scratch:
-    """The working memory of two pictures; made out here because numba takes seconds more to compile that."""
+    """The working memory of two pictures; made out here because numba takes seconds more to compile
+    that."""
     ring, rows = np.zeros((2, taps, 3 * size), np.float32), np.zeros((2, 3 * size), np.float32)
     return (
         ring,
@@ -324,8 +402,12 @@ def _augment(
             b = pair + i
             if area:
                 enlarged = min(boxes[2, b], boxes[3, b]) < size
-                tall[i] = _area_taps(boxes[0, b], boxes[2, b], False, stored, enlarged, first[i], down[i])
-                wide[i] = _area_taps(boxes[1, b], boxes[3, b], flip[b], stored, enlarged, offsets[i], across[i])
+                tall[i] = _area_taps(
+                    boxes[0, b], boxes[2, b], False, stored, enlarged, first[i], down[i]
+                )
+                wide[i] = _area_taps(
+                    boxes[1, b], boxes[3, b], flip[b], stored, enlarged, offsets[i], across[i]
+                )
             else:
                 tall[i] = _taps(boxes[0, b], boxes[2, b], False, stored, first[i], down[i])
                 wide[i] = _taps(boxes[1, b], boxes[3, b], flip[b], stored, offsets[i], across[i])
@@ -340,7 +422,15 @@ def _augment(
                 until = min(at + tall[i], stored)
                 for y in range(made[i], until):
                     start = np.uint64((picture * stored + y) * stored * 3)
-                    _across(source, start, offsets[i], across[i], wide[i], near, ring_planes[i, y % most])
+                    _across(
+                        source,
+                        start,
+                        offsets[i],
+                        across[i],
+                        wide[i],
+                        near,
+                        ring_planes[i, y % most],
+                    )
                 made[i] = max(until, made[i])
                 _down(ring[i], at, down[i], o, tall[i], rows[i])
             for i in range(together):

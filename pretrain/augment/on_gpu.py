@@ -1,13 +1,15 @@
 """Crop, resize, flip, MixUp and normalise a batch on a GPU in one pass.
 
-The Triton kernel `gathered` must equal the plain torch forms `resample`, `resample_levels` and MixUp (and on_cpu.py). A program
-makes a block of output pixels from the stored pixels that count. It reads uint8 and writes the model's type; no array as large as a
-batch is in between. With `mix_with: neighbour` one program makes both images of a pair. With `previous` each program makes its own
-image and the image before it. Where the last bit decides about a level, divisions are IEEE's and no product is fused with a sum:
-levels equal the plain form bit for bit. Floats agree within rounding.
+The Triton kernel `gathered` must equal the plain torch forms `resample`, `resample_levels` and
+MixUp (and on_cpu.py). A program makes a block of output pixels from the stored pixels that count.
+It reads uint8 and writes the model's type; no array as large as a batch is in between. With
+`mix_with: neighbour` one program makes both images of a pair. With `previous` each program makes
+its own image and the image before it. Where the last bit decides about a level, divisions are
+IEEE's and no product is fused with a sum: levels equal the plain form bit for bit. Floats agree
+within rounding.
 
-The kernel is a custom operator: fake tensors have shapes, and nothing is launched. It has not run on a GPU yet: tests run it in
-Triton's interpreter, and compile it for a GPU.
+The kernel is a custom operator: fake tensors have shapes, and nothing is launched. It has not run
+on a GPU yet: tests run it in Triton's interpreter, and compile it for a GPU.
 """
 
 import math
@@ -26,13 +28,15 @@ if TYPE_CHECKING:
     from pretrain.augment.crops import Boxes, Flags
 
 _BLOCK = 512
-"""Output pixels of a program of four warps: each thread has four pixels of three colours under way."""
+"""Output pixels of a program of four warps: each thread has four pixels of three colours under
+way."""
 NO_MIXING, PAIRS, PREVIOUS = 0, 1, 2
 """Values of the kernel's MIXING."""
 _ONE = tl.constexpr(32768.0)
 """Of fixed-point weights, as `_LEVEL_BITS` of crops.py."""
 _WHOLE = tl.constexpr(12582912.0)
-"""1.5 * 2^23: a float32 below 2^22 that goes there and back is rounded to a whole number, ties to even, as torch's round."""
+"""1.5 * 2^23: a float32 below 2^22 that goes there and back is rounded to a whole number, ties to
+even, as torch's round."""
 
 
 def crop_mix_normalise(
@@ -47,14 +51,19 @@ def crop_mix_normalise(
     area: bool = False,
     levels: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As on_cpu's, of pictures on a GPU, with means and scales there; and `weights`, there. `levels`: as `resample_levels`.
+    """As on_cpu's, of pictures on a GPU, with means and scales there; and `weights`, there.
+    `levels`: as `resample_levels`.
 
-    With a weight for each image the images of a pair are mixed. With one weight less each image but the first is mixed with the one
-    before it (`mix_with: previous`).
+    With a weight for each image the images of a pair are mixed. With one weight less each image but
+    the first is mixed with the one before it (`mix_with: previous`).
     """
-    mixing = NO_MIXING if weights is None else PAIRS if len(weights) == len(images_BHWC) else PREVIOUS
+    mixing = (
+        NO_MIXING if weights is None else PAIRS if len(weights) == len(images_BHWC) else PREVIOUS
+    )
     table_7B = np.zeros((7, len(images_BHWC)), np.float32)
-    for row, values in enumerate((boxes.top, boxes.left, boxes.height, boxes.width, boxes.flip, weights, cubic)):
+    for row, values in enumerate(
+        (boxes.top, boxes.left, boxes.height, boxes.width, boxes.flip, weights, cubic)
+    ):
         if values is not None:
             table_7B[row, len(images_BHWC) - len(values) :] = values
     sent_7B = send({"boxes": table_7B}, images_BHWC.device)["boxes"]
@@ -78,24 +87,44 @@ def gathered(
     """(B, C, O, O); of levels (B, O, O, C). With `PREVIOUS` one image less."""
     images_BHWC = images_BHWC.contiguous()
     out, (batch, stored) = _empty(images_BHWC, size, dtype, mixing, levels), images_BHWC.shape[:2]
-    assert images_BHWC.shape == (batch, stored, stored, 3) and images_BHWC.dtype == torch.uint8, tuple(images_BHWC.shape)
-    assert boxes_7B.shape == (7, batch) and boxes_7B.is_contiguous() and not (mixing == PAIRS and batch % 2), tuple(boxes_7B.shape)
+    assert images_BHWC.shape == (batch, stored, stored, 3) and images_BHWC.dtype == torch.uint8, (
+        tuple(images_BHWC.shape)
+    )
+    assert (
+        boxes_7B.shape == (7, batch)
+        and boxes_7B.is_contiguous()
+        and not (mixing == PAIRS and batch % 2)
+    ), tuple(boxes_7B.shape)
     if out.numel():
         blocks = triton.cdiv(size**2, _BLOCK)
         ratio = max(stored / size, 1.0)
-        taps = math.ceil(ratio) + 1 if area else math.ceil(ratio * (4 if cubic else 2))  # no box is larger than its picture
+        taps = (
+            math.ceil(ratio) + 1 if area else math.ceil(ratio * (4 if cubic else 2))
+        )  # no box is larger than its picture
         kind = {"TAPS": taps, "MIXING": mixing, "AREA": area, "CUBIC": cubic, "LEVELS": levels}
         kind["NORMALISED"] = colours_23 is not None
         colours = boxes_7B if colours_23 is None else colours_23  # a pointer there must be
         with torch.cuda.device_of(out):
             _gather[(blocks * (len(out) // 2 if mixing == PAIRS else len(out)),)](
-                images_BHWC, boxes_7B, colours, out, batch, stored, size, blocks, **kind, BLOCK=_BLOCK, enable_fp_fusion=not levels
+                images_BHWC,
+                boxes_7B,
+                colours,
+                out,
+                batch,
+                stored,
+                size,
+                blocks,
+                **kind,
+                BLOCK=_BLOCK,
+                enable_fp_fusion=not levels,
             )
     return out
 
 
 gathered.register_fake(
-    lambda images, _boxes, _colours, size, dtype, mixing, _area, _cubic, levels: _empty(images, size, dtype, mixing, levels)
+    lambda images, _boxes, _colours, size, dtype, mixing, _area, _cubic, levels: _empty(
+        images, size, dtype, mixing, levels
+    )
 )
 
 
@@ -115,7 +144,9 @@ def _gather(
     is_pixel = pixel < size * size
     place = tl.minimum(pixel, size * size - 1)
     y, x = place // size, place % size
-    red, green, blue = _made(images, boxes, count, number, y, x, is_pixel, stored, size, TAPS, AREA, CUBIC, LEVELS)
+    red, green, blue = _made(
+        images, boxes, count, number, y, x, is_pixel, stored, size, TAPS, AREA, CUBIC, LEVELS
+    )
     if LEVELS:
         at = out + number.to(tl.int64) * (size * size * 3) + pixel * 3
         tl.store(at, red.to(tl.uint8), is_pixel)
@@ -123,7 +154,21 @@ def _gather(
         tl.store(at + 2, blue.to(tl.uint8), is_pixel)
     else:
         if MIXING > 0:
-            red2, green2, blue2 = _made(images, boxes, count, number + 1, y, x, is_pixel, stored, size, TAPS, AREA, CUBIC, LEVELS)
+            red2, green2, blue2 = _made(
+                images,
+                boxes,
+                count,
+                number + 1,
+                y,
+                x,
+                is_pixel,
+                stored,
+                size,
+                TAPS,
+                AREA,
+                CUBIC,
+                LEVELS,
+            )
             own, own2 = tl.load(boxes + 5 * count + number), tl.load(boxes + 5 * count + number + 1)
             at = (out, colours, number + 1 if MIXING == 1 else number, pixel, is_pixel, size)
             _finish(at, 0, red2 * own2 + red * (1 - own2), NORMALISED)
@@ -168,11 +213,20 @@ def _made(
     images += number.to(tl.int64) * (stored * stored * 3)
     red, green, blue = nothing, nothing, nothing
     for i in range(TAPS):
-        u = _settled(_share(i, row, down, stored, cubic, enlarged, AREA, CUBIC, LEVELS), down_total, LEVELS)
+        u = _settled(
+            _share(i, row, down, stored, cubic, enlarged, AREA, CUBIC, LEVELS), down_total, LEVELS
+        )
         red_i, green_i, blue_i = nothing, nothing, nothing
         for j in range(TAPS):
-            v = _settled(_share(j, column, across, stored, cubic, enlarged, AREA, CUBIC, LEVELS), across_total, LEVELS)
-            counts, at = is_pixel & (u != 0) & (v != 0), images + ((row + i) * stored + column + j) * 3
+            v = _settled(
+                _share(j, column, across, stored, cubic, enlarged, AREA, CUBIC, LEVELS),
+                across_total,
+                LEVELS,
+            )
+            counts, at = (
+                is_pixel & (u != 0) & (v != 0),
+                images + ((row + i) * stored + column + j) * 3,
+            )
             red_i += v * tl.load(at, counts, 0).to(tl.float32)
             green_i += v * tl.load(at + 1, counts, 0).to(tl.float32)
             blue_i += v * tl.load(at + 2, counts, 0).to(tl.float32)
@@ -183,7 +237,11 @@ def _made(
         once = tl.div_rn(1.0, down_total * across_total)
         red, green, blue = red * once, green * once, blue * once
         if CUBIC:  # overshoots
-            red, green, blue = tl.clamp(red, 0.0, 255.0), tl.clamp(green, 0.0, 255.0), tl.clamp(blue, 0.0, 255.0)
+            red, green, blue = (
+                tl.clamp(red, 0.0, 255.0),
+                tl.clamp(green, 0.0, 255.0),
+                tl.clamp(blue, 0.0, 255.0),
+            )
     return _level(red, LEVELS), _level(green, LEVELS), _level(blue, LEVELS)
 
 
@@ -198,13 +256,27 @@ def _axis(at, start, extent, size, cubic, AREA: tl.constexpr, CUBIC: tl.constexp
         width = tl.maximum(ratio, 1.0)
         reach = width * tl.where(cubic, 2.0, 1.0) if CUBIC else width
         centre = start + (at + 0.5) * ratio
-        first, known = tl.floor(tl.maximum(centre - reach, start) + 0.5), (start, centre, width, start + extent)
+        first, known = (
+            tl.floor(tl.maximum(centre - reach, start) + 0.5),
+            (start, centre, width, start + extent),
+        )
     return first.to(tl.int32), known
 
 
 @triton.jit
-def _share(k, first, known, stored, cubic, enlarged, AREA: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr):
-    """The weight of the `k`-th pixel that counts, not yet divided by their sum, as `axis_weights` has it."""
+def _share(
+    k,
+    first,
+    known,
+    stored,
+    cubic,
+    enlarged,
+    AREA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """The weight of the `k`-th pixel that counts, not yet divided by their sum, as `axis_weights`
+    has it."""
     pixel = first + k
     if AREA:
         start, begin, end, _ = known
@@ -222,7 +294,9 @@ def _share(k, first, known, stored, cubic, enlarged, AREA: tl.constexpr, CUBIC: 
         if CUBIC:
             near = (1.5 * distance - 2.5) * distance * distance + 1
             far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
-            share = tl.where(cubic, tl.where(distance < 1, near, tl.where(distance < 2, far, 0.0)), share)
+            share = tl.where(
+                cubic, tl.where(distance < 1, near, tl.where(distance < 2, far, 0.0)), share
+            )
         share = tl.where((middle > start) & (middle < end), share, 0.0)
     if LEVELS:
         share = (share * _ONE + _WHOLE) - _WHOLE

@@ -1,21 +1,26 @@
-"""A drawn plan on pictures: per layer, the pictures of one kind of operation are taken out, changed together and written back.
+"""A drawn plan on pictures: per layer, the pictures of one kind of operation are taken out, changed
+together and written back.
 
-Who gets what is known on the host, so no step looks at the device; all numbers of a plan go over in one copy. Every picture stands
-alone and no sum depends on an order, so the result does not depend on how a global batch is cut.
+Who gets what is known on the host, so no step looks at the device; all numbers of a plan go over in
+one copy. Every picture stands alone and no sum depends on an order, so the result does not depend
+on how a global batch is cut.
 
-Colours change in whole levels 0..255, rounded where PIL does it. Most of these operations look a level up in a table, so they are
-one lookup for all pictures: the tables of INVERT, POSTERIZE, SOLARIZE, SOLARIZE_ADD and BRIGHTNESS are known on the host, those of
-AUTOCONTRAST, EQUALIZE and CONTRAST follow from the picture. Every result equals PIL's bit for bit
-(tests/pretrain/augment/test_operations.py), but for Pillow-SIMD's rounding of grey: in one colour of 500 it is a level off
-Pillow's, and so off ours, which moves COLOR by a level there.
+Colours change in whole levels 0..255, rounded where PIL does it. Most of these operations look a
+level up in a table, so they are one lookup for all pictures: the tables of INVERT, POSTERIZE,
+SOLARIZE, SOLARIZE_ADD and BRIGHTNESS are known on the host, those of AUTOCONTRAST, EQUALIZE and
+CONTRAST follow from the picture. Every result equals PIL's bit for bit
+(tests/pretrain/augment/test_operations.py), but for Pillow-SIMD's rounding of grey: in one colour
+of 500 it is a level off Pillow's, and so off ours, which moves COLOR by a level there.
 
-Rotation, shear and translation are one affine sampling with a matrix per picture, as PIL's: output pixel centres are mapped into
-the picture; what falls outside is filled; inside, taps beyond the border repeat it, and values are cut off to whole levels. All in
-float64, as PIL has it: with shifts such as 28.8 pixels one value in a hundred is a whole level, and float32 would fall on its
-other side.
+Rotation, shear and translation are one affine sampling with a matrix per picture, as PIL's: output
+pixel centres are mapped into the picture; what falls outside is filled; inside, taps beyond the
+border repeat it, and values are cut off to whole levels. All in float64, as PIL has it: with shifts
+such as 28.8 pixels one value in a hundred is a whole level, and float32 would fall on its other
+side.
 
-Colours have no kernel: counted on fake tensors, timm's recipe moves 15.5 GB a batch of 1,024 x 224 px in 320 launches (5.2 ms at
-3 TB/s, beside the model, whose step takes 136), of which colours are 6 GB in 266; 16,384 x 64 px: 20.5 GB.
+Colours have no kernel: counted on fake tensors, timm's recipe moves 15.5 GB a batch of 1,024 x 224
+px in 320 launches (5.2 ms at 3 TB/s, beside the model, whose step takes 136), of which colours are
+6 GB in 266; 16,384 x 64 px: 20.5 GB.
 
 n pictures of a kind, H W height and width, C colours, L levels.
 """
@@ -41,25 +46,40 @@ LEVELS = np.arange(256)
 
 
 def apply_plan(pictures_BHWC: Tensor, plan: Plan, *, fill_C: Tensor) -> Tensor:
-    """Changes the uint8 pictures in place, layer after layer; `fill_C` is the colour of what comes in from outside."""
+    """Changes the uint8 pictures in place, layer after layer; `fill_C` is the colour of what comes
+    in from outside."""
     _, height, width, _ = pictures_BHWC.shape
-    layers = [_arrays(plan, layer, height=height, width=width) for layer in range(len(plan.operations_LB))]
-    together = {f"{layer}.{name}": array for layer, arrays in enumerate(layers) for name, array in arrays.items()}
+    layers = [
+        _arrays(plan, layer, height=height, width=width) for layer in range(len(plan.operations_LB))
+    ]
+    together = {
+        f"{layer}.{name}": array
+        for layer, arrays in enumerate(layers)
+        for name, array in arrays.items()
+    }
     if not together:
         return pictures_BHWC
     sent = send(together, pictures_BHWC.device)
     for layer, arrays in enumerate(layers):
-        _apply_layer(pictures_BHWC, {name: sent[f"{layer}.{name}"] for name in arrays}, fill_C=fill_C)
+        _apply_layer(
+            pictures_BHWC, {name: sent[f"{layer}.{name}"] for name in arrays}, fill_C=fill_C
+        )
     return pictures_BHWC
 
 
 def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
     """The rows of each kind that occurs, and what the kind needs to know about them."""
-    operations, strengths, cubic = plan.operations_LB[layer], plan.strengths_LB[layer], plan.cubic_LB[layer]
+    operations, strengths, cubic = (
+        plan.operations_LB[layer],
+        plan.strengths_LB[layer],
+        plan.cubic_LB[layer],
+    )
     moved = np.isin(operations, GEOMETRIC)
     kinds = {operation.name: operations == operation for operation in (*TABLES, *CHANGES)}
     kinds |= {"fixed": np.isin(operations, FIXED)}
-    kinds |= {"nearest": moved} if plan.nearest else {"linear": moved & ~cubic, "cubic": moved & cubic}
+    kinds |= (
+        {"nearest": moved} if plan.nearest else {"linear": moved & ~cubic, "cubic": moved & cubic}
+    )
     arrays: Arrays = {}
     for name, chosen in kinds.items():
         rows = np.flatnonzero(chosen)
@@ -75,17 +95,24 @@ def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
 
 
 def _apply_layer(pictures_BHWC: Tensor, sent: dict[str, Tensor], *, fill_C: Tensor) -> None:
-    """The kinds have different rows, so their order does not matter; all that looks levels up does so in one go."""
+    """The kinds have different rows, so their order does not matter; all that looks levels up does
+    so in one go."""
 
     def result(name: str, change: Change) -> Tensor:
         return change(pictures_BHWC.index_select(0, sent[name]), sent[f"{name}.known"])
 
-    tables = {operation.name: result(operation.name, make) for operation, make in TABLES.items() if operation.name in sent}
+    tables = {
+        operation.name: result(operation.name, make)
+        for operation, make in TABLES.items()
+        if operation.name in sent
+    }
     if "fixed" in sent:
         tables["fixed"] = sent["fixed.known"].unsqueeze(1).expand(-1, pictures_BHWC.shape[-1], -1)
     if tables:
         rows = torch.cat([sent[name] for name in tables])
-        pictures_BHWC.index_copy_(0, rows, look_up(pictures_BHWC.index_select(0, rows), torch.cat(list(tables.values()))))
+        pictures_BHWC.index_copy_(
+            0, rows, look_up(pictures_BHWC.index_select(0, rows), torch.cat(list(tables.values())))
+        )
     changes: dict[str, Change] = {operation.name: change for operation, change in CHANGES.items()}
     changes |= {name: partial(move, sampling=name, fill_C=fill_C) for name in TAPS}
     for name, change in changes.items():
@@ -93,7 +120,8 @@ def _apply_layer(pictures_BHWC: Tensor, sent: dict[str, Tensor], *, fill_C: Tens
             pictures_BHWC.index_copy_(0, sent[name], result(name, change))
 
 
-# ---- colours ---------------------------------------------------------------------------------------------------------------
+# ---- colours
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def fixed_tables(operations_n: Ints, strengths_n: Floats) -> NDArray[np.uint8]:
@@ -119,7 +147,9 @@ _FIXED: dict[Operation, Callable[[Floats], NDArray[Any]]] = {
     Operation.INVERT: lambda _: 255 - LEVELS,
     Operation.POSTERIZE: _posterized,
     Operation.SOLARIZE: lambda threshold: np.where(threshold > LEVELS, LEVELS, 255 - LEVELS),
-    Operation.SOLARIZE_ADD: lambda added: np.where(LEVELS < 128, np.minimum(LEVELS + added, 255), LEVELS),
+    Operation.SOLARIZE_ADD: lambda added: np.where(
+        LEVELS < 128, np.minimum(LEVELS + added, 255), LEVELS
+    ),
     Operation.BRIGHTNESS: _brightened,
 }
 FIXED = tuple(_FIXED)
@@ -127,17 +157,25 @@ FIXED = tuple(_FIXED)
 
 
 def look_up(pictures_nHWC: Tensor, tables_nCL: Tensor) -> Tensor:
-    return tables_nCL.reshape(-1).index_select(0, _table_places(pictures_nHWC).view(-1)).view(pictures_nHWC.shape)
+    return (
+        tables_nCL.reshape(-1)
+        .index_select(0, _table_places(pictures_nHWC).view(-1))
+        .view(pictures_nHWC.shape)
+    )
 
 
 def autocontrast_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
     """The darkest level of a channel becomes 0, the lightest 255; a flat channel stays."""
     low_nC1 = pictures_nHWC.amin(dim=(1, 2)).double().unsqueeze(-1)
     high_nC1 = pictures_nHWC.amax(dim=(1, 2)).double().unsqueeze(-1)
-    scale_nC1 = torch.full_like(low_nC1, 255) / (high_nC1 - low_nC1)  # 255 / x would be 255 * (1 / x)
+    scale_nC1 = torch.full_like(low_nC1, 255) / (
+        high_nC1 - low_nC1
+    )  # 255 / x would be 255 * (1 / x)
     levels_L = torch.arange(256, device=pictures_nHWC.device, dtype=torch.float64)
     stretched_nCL = levels_L * scale_nC1 + -low_nC1 * scale_nC1
-    return torch.where(high_nC1 > low_nC1, stretched_nCL.trunc().clamp(0, 255), levels_L).to(torch.uint8)
+    return torch.where(high_nC1 > low_nC1, stretched_nCL.trunc().clamp(0, 255), levels_L).to(
+        torch.uint8
+    )
 
 
 def equalize_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
@@ -146,7 +184,9 @@ def equalize_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
     device = pictures_nHWC.device
     places = _table_places(pictures_nHWC).view(-1).long()
     histogram = torch.zeros(count * colours * 256, dtype=torch.int32, device=device)
-    histogram_nCL = histogram.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32)).view(count, colours, 256)
+    histogram_nCL = histogram.scatter_add_(
+        0, places, torch.ones_like(places, dtype=torch.int32)
+    ).view(count, colours, 256)
     up_to_nCL = histogram_nCL.cumsum(dim=-1, dtype=torch.int32)
     highest_nC = pictures_nHWC.amax(dim=(1, 2)).long().unsqueeze(-1)
     step_nC1 = (height * width - histogram_nCL.gather(-1, highest_nC)) // 255
@@ -172,7 +212,8 @@ def saturate(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
 
 
 def sharpen(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
-    """0 is smoothed, 1 the picture, above 1 sharper. The filter is 3x3, its middle weighs 5 of 13; the border stays."""
+    """0 is smoothed, 1 the picture, above 1 sharper. The filter is 3x3, its middle weighs 5 of 13;
+    the border stays."""
     values = pictures_nHWC.int()
     columns = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
     around = columns[:, :, :-2] + columns[:, :, 1:-1] + columns[:, :, 2:]
@@ -208,24 +249,30 @@ def _table_places(pictures_nHWC: Tensor) -> Tensor:
     return pictures_nHWC.int() + start.view(count, 1, 1, colours)
 
 
-# ---- geometry --------------------------------------------------------------------------------------------------------------
+# ---- geometry
+# --------------------------------------------------------------------------------------------------------------
 
 
 _TOGETHER_ON_CPU = 8
-"""Pictures of 64 pixels whose values stay in a core's cache from one step of the arithmetic to the next."""
+"""Pictures of 64 pixels whose values stay in a core's cache from one step of the arithmetic to the
+next."""
 TAPS = {"nearest": range(1), "linear": range(2), "cubic": range(-1, 3)}
 """Which pixels beside the one at its left and upper side a place is made of."""
 GEOMETRIC = tuple(operation for operation in Operation if operation >= Operation.ROTATE)
 
 
 def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int) -> Floats:
-    """(n, 6), each (a, b, c, d, e, f): output (x, y) is taken from (a x + b y + c, d x + e y + f)."""
+    """(n, 6), each (a, b, c, d, e, f): output (x, y) is taken from (a x + b y + c, d x + e y +
+    f)."""
 
     def only(operation: Operation) -> Floats:
         return np.where(operations_n == operation, strengths_n, 0.0)
 
     angle = -np.radians(only(Operation.ROTATE) % 360.0)
-    cosine, sine = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)  # a quarter turn is exact
+    cosine, sine = (
+        np.round(np.cos(angle), 15),
+        np.round(np.sin(angle), 15),
+    )  # a quarter turn is exact
     x, y = width / 2, height / 2  # about the middle
     right = only(Operation.TRANSLATE_X) * width + np.trunc(only(Operation.SHIFT_X) * width)
     lower = only(Operation.TRANSLATE_Y) * height + np.trunc(only(Operation.SHIFT_Y) * height)
@@ -237,8 +284,16 @@ def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int
 def move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, sampling: str, fill_C: Tensor) -> Tensor:
     if pictures_nHWC.device.type != "cpu":
         return _move(pictures_nHWC, matrices_n6, sampling=sampling, fill_C=fill_C)
-    parts = (slice(first, first + _TOGETHER_ON_CPU) for first in range(0, len(pictures_nHWC), _TOGETHER_ON_CPU))
-    return torch.cat([_move(pictures_nHWC[part], matrices_n6[part], sampling=sampling, fill_C=fill_C) for part in parts])
+    parts = (
+        slice(first, first + _TOGETHER_ON_CPU)
+        for first in range(0, len(pictures_nHWC), _TOGETHER_ON_CPU)
+    )
+    return torch.cat(
+        [
+            _move(pictures_nHWC[part], matrices_n6[part], sampling=sampling, fill_C=fill_C)
+            for part in parts
+        ]
+    )
 
 
 def _move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, sampling: str, fill_C: Tensor) -> Tensor:
@@ -262,7 +317,10 @@ def _move(pictures_nHWC: Tensor, matrices_n6: Tensor, *, sampling: str, fill_C: 
     rows = []
     for tap in taps:
         row = first + (top_nHW + tap).clamp(0, height - 1).int() * width
-        values = (flat.index_select(0, (row + column).view(-1)).view(pictures_nHWC.shape).double() for column in columns)
+        values = (
+            flat.index_select(0, (row + column).view(-1)).view(pictures_nHWC.shape).double()
+            for column in columns
+        )
         rows.append(blend(*values, right_of_nHW1))
     found = blend(*rows, below_nHW1).clamp_(0, 255).to(torch.uint8)
     return torch.where(inside_nHW.unsqueeze(-1), found, fill_C)
@@ -277,9 +335,12 @@ def _only(value: Tensor, _: Tensor) -> Tensor:
 
 
 def _cubic(v1: Tensor, v2: Tensor, v3: Tensor, v4: Tensor, share: Tensor) -> Tensor:
-    """Through v2 (0) and v3 (1): the cubic convolution with a = -1 that PIL's transform uses (its resize has -1/2)."""
+    """Through v2 (0) and v3 (1): the cubic convolution with a = -1 that PIL's transform uses (its
+    resize has -1/2)."""
     difference = v1 - v2
-    return v2 + share * (v3 - v1 + share * (2 * difference + v3 - v4 + share * (v4 - v3 - difference)))
+    return v2 + share * (
+        v3 - v1 + share * (2 * difference + v3 - v4 + share * (v4 - v3 - difference))
+    )
 
 
 BLENDS: dict[str, Callable[..., Tensor]] = {"nearest": _only, "linear": _linear, "cubic": _cubic}

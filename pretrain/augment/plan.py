@@ -1,7 +1,8 @@
-"""What a policy does to each picture of a batch, drawn on the host: operations, strengths, kernels. numpy only.
+"""What a policy does to each picture of a batch, drawn on the host: operations, strengths, kernels.
+numpy only.
 
-The strengths are timm's functions of the magnitude (of the policy `cifar10`: torchvision's). A magnitude is normal around the
-policy's, or uniform below it, then clipped.
+The strengths are timm's functions of the magnitude (of the policy `cifar10`: torchvision's). A
+magnitude is normal around the policy's, or uniform below it, then clipped.
 L layers, B batch.
 """
 
@@ -68,7 +69,12 @@ def draw_plan(policy: Policy, draws: Draws) -> Plan:
         operation, strength = _STRENGTHS[name]
         operations_LB[here_LB] = operation
         strengths_LB[here_LB] = strength(level_LB[here_LB], sign_LB[here_LB])
-    return Plan(operations_LB, strengths_LB, draws.uniform(Purpose.POLICY_KERNEL, layers).T < 0.5, policy.nearest)
+    return Plan(
+        operations_LB,
+        strengths_LB,
+        draws.uniform(Purpose.POLICY_KERNEL, layers).T < 0.5,
+        policy.nearest,
+    )
 
 
 def _choose(policy: Policy, draws: Draws) -> NDArray[np.int64]:
@@ -79,9 +85,11 @@ def _choose(policy: Policy, draws: Draws) -> NDArray[np.int64]:
         return np.asarray(chain_B[None, :] * policy.num_layers + layers[:, None])
     if policy.weights is None:
         return draws.integer(Purpose.POLICY_STEP, count, layers).T
-    # A race: the step with rate w finishes after an exponential time / w, so the first finishers are a weighted choice without
-    # repetition, in order.
-    time = -np.log1p(-draws.uniform(Purpose.POLICY_STEP, np.arange(count))) / np.array(policy.weights)
+    # A race: the step with rate w finishes after an exponential time / w, so the first finishers
+    # are a weighted choice without repetition, in order.
+    time = -np.log1p(-draws.uniform(Purpose.POLICY_STEP, np.arange(count))) / np.array(
+        policy.weights
+    )
     order: NDArray[np.int64] = np.argsort(time, axis=1, kind="stable")
     return order[:, : policy.num_layers].T
 
@@ -92,7 +100,9 @@ def _magnitudes(policy: Policy, draws: Draws, steps_LB: NDArray[np.int64]) -> Fl
     if math.isinf(policy.magnitude_std):
         magnitude_LB = magnitude_LB * draws.uniform(Purpose.POLICY_MAGNITUDE, layers).T
     elif policy.magnitude_std > 0:
-        magnitude_LB = magnitude_LB + policy.magnitude_std * draws.normal(Purpose.POLICY_MAGNITUDE, layers).T
+        magnitude_LB = (
+            magnitude_LB + policy.magnitude_std * draws.normal(Purpose.POLICY_MAGNITUDE, layers).T
+        )
     return np.asarray(np.clip(magnitude_LB, 0.0, policy.magnitude_max))
 
 
@@ -125,7 +135,10 @@ _STRENGTHS: dict[str, tuple[Operation, Strength]] = {
     "PosterizeIncreasing": (Operation.POSTERIZE, lambda level, sign: 4 - _bits(level, sign)),
     "PosterizeOriginal": (Operation.POSTERIZE, lambda level, sign: 4 + _bits(level, sign)),
     "Solarize": (Operation.SOLARIZE, _whole(256, 256)),
-    "SolarizeIncreasing": (Operation.SOLARIZE, lambda level, sign: 256 - _whole(256, 256)(level, sign)),
+    "SolarizeIncreasing": (
+        Operation.SOLARIZE,
+        lambda level, sign: 256 - _whole(256, 256)(level, sign),
+    ),
     "PosterizeRounded": (Operation.POSTERIZE, lambda level, _: 8 - np.round(level * 4)),
     "SolarizeFraction": (Operation.SOLARIZE, lambda level, _: 255 - 255 * level),
     "SolarizeAdd": (Operation.SOLARIZE_ADD, _whole(110, 128)),

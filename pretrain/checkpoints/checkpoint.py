@@ -1,4 +1,5 @@
-"""A checkpoint as one finds it: resolved, held to its hashes and its card read ONCE, then handed on. No torch here.
+"""A checkpoint as one finds it: resolved, held to its hashes and its card read ONCE, then handed
+on. No torch here.
 
     RUN/checkpoints/step-00000120/
       model.safetensors        fp32 weights by name
@@ -9,7 +10,8 @@
     RUN/checkpoints/latest     the name of the newest good one
     RUN/checkpoints/best.json  the best evaluation of those that are there
 
-A folder of weights that was imported or exported is a checkpoint without what only a resume needs. How one is written: files.py.
+A folder of weights that was imported or exported is a checkpoint without what only a resume needs.
+How one is written: files.py.
 """
 
 import json
@@ -26,7 +28,13 @@ from data_prep.publish import sha256_of
 from data_prep.settings import SettingsError, near_path
 from pretrain.checkpoints.card import CONFIG, MODEL, CheckpointError, ModelCard, read_card
 from pretrain.checkpoints.hub import HubError, fetch, is_on_hub
-from pretrain.checkpoints.run import CONFIG_FILE, begun_with, checkpoint_at, checkpoints_dir, list_checkpoints
+from pretrain.checkpoints.run import (
+    CONFIG_FILE,
+    begun_with,
+    checkpoint_at,
+    checkpoints_dir,
+    list_checkpoints,
+)
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import rank_of
 
@@ -45,17 +53,22 @@ class Checkpoint:
 
     @classmethod
     def open(cls, place: Path | str, *, verify: bool = True) -> "Checkpoint":
-        """What a user means by `place`: a checkpoint, a folder of weights, or a run, of which it is the newest whole checkpoint; or
-        RUN@50epochs, that of an earlier step; or a name on the hub (hub.py).
+        """What a user means by `place`: a checkpoint, a folder of weights, or a run, of which it is
+        the newest whole checkpoint; or RUN@50epochs, that of an earlier step; or a name on the hub
+        (hub.py).
 
-        `verify`: the weights are held to their hash, which reads them; one process of a node need do that for a checkpoint that is
-        named itself. Of a run every process verifies, so that all fall back alike from one that is damaged.
+        `verify`: the weights are held to their hash, which reads them; one process of a node need
+        do that for a checkpoint that is named itself. Of a run every process verifies, so that all
+        fall back alike from one that is damaged.
         """
         name, origin = str(place), ""
         if is_on_hub(name):
             place, origin = fetch(name, files=(MODEL, CONFIG, HASHES))
             if not (place / MODEL).is_file() or not (place / CONFIG).is_file():
-                raise CheckpointError(f"{name}: has no {MODEL} with a {CONFIG}, and no other file is read; name another")
+                raise CheckpointError(
+                    f"{name}: has no {MODEL} with a {CONFIG}, and no other file is read; name"
+                    " another"
+                )
         place = checkpoint_at(str(place)) or Path(place)
         if not (place / MODEL).is_file():
             newest = cls.newest(place, to_read=True)
@@ -63,16 +76,24 @@ class Checkpoint:
                 raise _no_checkpoint(place)
             return newest
         with doing(f"{place}: reading its weights", enabled=rank_of() == 0):
-            fault = fault_of(place, needed=(MODEL, CONFIG)) if verify and (place / HASHES).exists() else None
+            fault = (
+                fault_of(place, needed=(MODEL, CONFIG))
+                if verify and (place / HASHES).exists()
+                else None
+            )
         if fault is not None:
-            remedy = "remove it, and it is fetched again" if origin else "copy it again, or use another"
+            remedy = (
+                "remove it, and it is fetched again" if origin else "copy it again, or use another"
+            )
             raise CheckpointError(f"{place}: no checkpoint there is whole ({fault}); {remedy}")
         return cls.read(place, origin=origin)
 
     @classmethod
     def newest(cls, run_dir: Path, *, to_read: bool = False) -> "Checkpoint | None":
-        """Of a run, the newest of which all that is needed is whole; None where there never was a checkpoint. `to_read`: the
-        weights alone are needed, which a user may have copied without their hashes; else training goes on from it."""
+        """Of a run, the newest of which all that is needed is whole; None where there never was a
+        checkpoint. `to_read`: the weights alone are needed, which a user may have copied without
+        their hashes; else training goes on from it.
+        """
         found, fault = list_checkpoints(run_dir), f"{LATEST} names one that is gone"
         needed = (MODEL, CONFIG) if to_read else (MODEL, OPTIMIZER, CONFIG, TRAINER)
         for directory in reversed(found):
@@ -82,10 +103,17 @@ class Checkpoint:
             if not fault:
                 return cls.read(directory)
             if directory != found[0] and rank_of() == 0:
-                print(f"checkpoint {directory} is damaged ({fault}); trying the one before", file=sys.stderr)
+                print(
+                    f"checkpoint {directory} is damaged ({fault}); trying the one before",
+                    file=sys.stderr,
+                )
         if found or (checkpoints_dir(run_dir) / LATEST).exists():
-            remedy = "use another" if to_read else f"move {checkpoints_dir(run_dir)} away to begin anew"
-            raise CheckpointError(f"{run_dir}: no checkpoint there is whole ({fault}); copy it again, or {remedy}")
+            remedy = (
+                "use another" if to_read else f"move {checkpoints_dir(run_dir)} away to begin anew"
+            )
+            raise CheckpointError(
+                f"{run_dir}: no checkpoint there is whole ({fault}); copy it again, or {remedy}"
+            )
         return None
 
     @classmethod
@@ -97,17 +125,26 @@ class Checkpoint:
             hashes = {}
         card = read_card(directory)
         if origin:  # it goes along with what is made of the weights
-            card = card.model_copy(update={"origin": f"{origin}, {card.origin}" if card.origin else origin})
+            card = card.model_copy(
+                update={"origin": f"{origin}, {card.origin}" if card.origin else origin}
+            )
         return cls(directory, card, hashes, origin)
 
     @classmethod
     def found(cls, place: str) -> "Checkpoint | None":
-        """What `place` means, its weights unread; None where it is gone, or not there yet, as who opens it will say."""
+        """What `place` means, its weights unread; None where it is gone, or not there yet, as who
+        opens it will say."""
         try:
             if is_on_hub(place):
                 directory, origin = fetch(place, files=(CONFIG, HASHES))
-                return cls.read(directory, origin=origin) if (directory / HASHES).is_file() else cls.open(place, verify=False)
-            return cls.read(checkpoint_at(place) or (list_checkpoints(Path(place)) or [Path(place)])[-1])
+                return (
+                    cls.read(directory, origin=origin)
+                    if (directory / HASHES).is_file()
+                    else cls.open(place, verify=False)
+                )
+            return cls.read(
+                checkpoint_at(place) or (list_checkpoints(Path(place)) or [Path(place)])[-1]
+            )
         except (CheckpointError, HubError, OSError):
             return None
 
@@ -118,7 +155,8 @@ class Checkpoint:
 
     @property
     def home(self) -> Path:
-        """Beside which lies what is made of it. What came from the hub lies in a cache, which is no place for that."""
+        """Beside which lies what is made of it. What came from the hub lies in a cache, which is no
+        place for that."""
         if not self.origin:
             return self.directory.absolute()
         repository = self.origin.partition("@")[0].rpartition(":")[2]
@@ -146,14 +184,18 @@ class Checkpoint:
 
 
 def check_source(run_dir: Path, pretrained: str | None) -> None:
-    """A run is of the weights that it began with, also where `pretrained` names a run that has been trained on since."""
+    """A run is of the weights that it began with, also where `pretrained` names a run that has been
+    trained on since."""
     begun = begun_with(run_dir)
     if pretrained is None or not begun:
         return
     source = Checkpoint.found(pretrained)
     now = begun if source is None else source.mark
     if now["weights_sha256"] != begun["weights_sha256"]:
-        steps = f"is at step {now['weights_step']:,} now, but {run_dir} began with its step {begun['weights_step']:,}"
+        steps = (
+            f"is at step {now['weights_step']:,} now, but {run_dir} began with its step"
+            f" {begun['weights_step']:,}"
+        )
         if now["weights_step"] == begun["weights_step"]:
             steps = f"holds other weights now than those that {run_dir} began with"
         raise SettingsError(f"pretrained: {pretrained} {steps}; name another run_dir")
@@ -163,7 +205,11 @@ def fault_of(directory: Path, *, needed: tuple[str, ...]) -> str | None:
     """What is wrong with the needed files of a directory that holds its hashes, or None."""
     try:
         hashes: dict[str, str] = json.loads((directory / HASHES).read_text())
-        changed = [name for name in needed if sha256_of(directory / name, after_each_piece=PROGRESS.touch) != hashes.get(name)]
+        changed = [
+            name
+            for name in needed
+            if sha256_of(directory / name, after_each_piece=PROGRESS.touch) != hashes.get(name)
+        ]
         return f"{changed[0]} has changed" if changed else None
     except (OSError, ValueError) as error:
         return str(error)
@@ -173,15 +219,26 @@ def _no_checkpoint(place: Path) -> CheckpointError:
     repetitions = [str(each) for each in sorted(place.glob("*/")) if list_checkpoints(each)]
     if repetitions:
         names = ", ".join(repetitions[:3]) + (", ..." if len(repetitions) > 3 else "")
-        return CheckpointError(f"{place}: holds no checkpoint itself, but its repetitions do; name one of them: {names}")
+        return CheckpointError(
+            f"{place}: holds no checkpoint itself, but its repetitions do; name one of them:"
+            f" {names}"
+        )
     if not place.exists():
-        why = f"is not there; {near_path(place) or 'give a run directory (runs/NAME), or a folder of weights'}"
+        why = (
+            "is not there;"
+            f" {near_path(place) or 'give a run directory (runs/NAME), or a folder of weights'}"
+        )
     elif place.is_file():
-        why = f"is a file; give the directory that it is in, or for foreign weights what pretrain import {place} --out DIR makes"
+        why = (
+            "is a file; give the directory that it is in, or for foreign weights what pretrain"
+            f" import {place} --out DIR makes"
+        )
     elif (place / MANIFEST_NAME).exists():
         why = "is a dataset, and holds no checkpoint; give a run directory (runs/NAME)"
     elif (place / CONFIG_FILE).exists():
         why = "holds no checkpoint yet; let this run go on to its first one, or give another"
     else:
-        why = "holds no checkpoint; give a run directory (runs/NAME) or one of its checkpoints/step-*"
+        why = (
+            "holds no checkpoint; give a run directory (runs/NAME) or one of its checkpoints/step-*"
+        )
     return CheckpointError(f"{place}: {why}")

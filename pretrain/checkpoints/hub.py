@@ -1,12 +1,14 @@
-"""Weights on the Hugging Face hub: what a name there means, its files in the hub's own cache, and an export as one commit there.
+"""Weights on the Hugging Face hub: what a name there means, its files in the hub's own cache, and
+an export as one commit there.
 
     hf-hub:USER/NAME[@REVISION]    a repository with model.safetensors and config.json, of `finetune export --push-to` or of timm
     timm:NAME[.TAG]                the repository that timm has the weights of this name in
 
-Nothing but these files and sha256.json is fetched, and none of them is code or pickle. The revision (a branch, by default main, a
-tag or a commit) is resolved once, and its commit recorded with whatever is made of the weights. Endpoint, cache, offline mode and
-token are the library's own (HF_ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE; HF_TOKEN or `hf auth login`); the token is never looked at.
-No torch, except to find the weights that timm means by a name without a tag.
+Nothing but these files and sha256.json is fetched, and none of them is code or pickle. The revision
+(a branch, by default main, a tag or a commit) is resolved once, and its commit recorded with
+whatever is made of the weights. Endpoint, cache, offline mode and token are the library's own
+(HF_ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE; HF_TOKEN or `hf auth login`); the token is never looked
+at. No torch, except to find the weights that timm means by a name without a tag.
 """
 
 import difflib
@@ -35,17 +37,23 @@ def is_on_hub(place: object) -> bool:
 
 
 def fetch(name: str, *, files: Sequence[str]) -> tuple[Path, str]:
-    """The folder with those of the files that there are, and the name with its commit. What is whole in the cache is not fetched
-    again, and serves where the hub cannot be reached."""
+    """The folder with those of the files that there are, and the name with its commit. What is
+    whole in the cache is not fetched again, and serves where the hub cannot be reached."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     known, _, revision = name.partition("@")
-    repository = _repository_of_timm(known.removeprefix(TIMM)) if name.startswith(TIMM) else known.removeprefix(HUB)
+    repository = (
+        _repository_of_timm(known.removeprefix(TIMM))
+        if name.startswith(TIMM)
+        else known.removeprefix(HUB)
+    )
     check_name(repository, field=name)
     with _in_one_line(name, revision=revision):
         try:
-            folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(files)))
+            folder = Path(
+                snapshot_download(repository, revision=revision or None, allow_patterns=list(files))
+            )
         except LocalEntryNotFoundError as error:
             if isinstance(error.__cause__, HfHubHTTPError):
                 raise error.__cause__ from None
@@ -54,15 +62,24 @@ def fetch(name: str, *, files: Sequence[str]) -> tuple[Path, str]:
                 remedy = f"unset it once, or run hf download {repository} where there is a network"
                 raise HubError(f"{name}: {cached}, and HF_HUB_OFFLINE is set; {remedy}") from None
             why = _words(error.__cause__ or error)
-            raise HubError(f"{name}: {cached}, and the hub cannot be reached ({why}); try again, or check HF_ENDPOINT") from None
+            raise HubError(
+                f"{name}: {cached}, and the hub cannot be reached ({why}); try again, or check"
+                " HF_ENDPOINT"
+            ) from None
     return folder, f"{HUB}{repository}@{folder.name}"
 
 
 def push(
-    folder: Path, repository: str, *, files: Sequence[str], revision: str | None, private: bool, obsolete: Sequence[str]
+    folder: Path,
+    repository: str,
+    *,
+    files: Sequence[str],
+    revision: str | None,
+    private: bool,
+    obsolete: Sequence[str],
 ) -> str:
-    """These files of the folder as one commit on a branch, which is made where it is not there yet; the name with that commit.
-    `obsolete`: files that go in the same commit."""
+    """These files of the folder as one commit on a branch, which is made where it is not there yet;
+    the name with that commit. `obsolete`: files that go in the same commit."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api, name = HfApi(), f"{HUB}{repository}"
@@ -74,12 +91,15 @@ def push(
         there = set(api.list_repo_files(repository, revision=revision))
         gone = [CommitOperationDelete(each) for each in sorted(there & set(obsolete) - {*files})]
         added = [CommitOperationAdd(name, folder / name) for name in files]
-        done = api.create_commit(repository, [*gone, *added], commit_message=f"Export {folder.name}", revision=revision)
+        done = api.create_commit(
+            repository, [*gone, *added], commit_message=f"Export {folder.name}", revision=revision
+        )
     return f"{name}@{done.oid}"
 
 
 def check_access(repository: str, *, private: bool) -> None:
-    """Before minutes of work: that there is a token, that the hub knows it, and that what should be private would be."""
+    """Before minutes of work: that there is a token, that the hub knows it, and that what should be
+    private would be."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
@@ -89,11 +109,16 @@ def check_access(repository: str, *, private: bool) -> None:
             HfApi().whoami()
             is_private = HfApi().model_info(repository).private
         except LocalTokenNotFoundError:
-            raise HubError(f"push_to: {repository} needs a token, and there is none; {LOG_IN}") from None
+            raise HubError(
+                f"push_to: {repository} needs a token, and there is none; {LOG_IN}"
+            ) from None
         except RepositoryNotFoundError:
             return  # it will be made
     if private and not is_private:
-        raise SettingsError(f"push_to: {repository} is public; add private=false if everybody may have these weights")
+        raise SettingsError(
+            f"push_to: {repository} is public; add private=false if everybody may have these"
+            " weights"
+        )
 
 
 def check_name(repository: str, *, field: str) -> None:
@@ -106,7 +131,9 @@ def check_name(repository: str, *, field: str) -> None:
     except HFValidationError:
         is_good = False
     if not is_good:
-        raise SettingsError(f"{field}: {repository or 'nothing'} is no name on the hub; write USER/NAME")
+        raise SettingsError(
+            f"{field}: {repository or 'nothing'} is no name on the hub; write USER/NAME"
+        )
 
 
 def _repository_of_timm(name: str) -> str:
@@ -118,14 +145,19 @@ def _repository_of_timm(name: str) -> str:
     repository = timm.get_pretrained_cfg_value(name, "hf_hub_id") if timm.is_model(name) else None
     if not repository:
         near = difflib.get_close_matches(name, timm.list_models(pretrained=True), n=3)
-        remedy = f"near are {', '.join(near)}" if near else "timm.list_models(pretrained=True) names them"
+        remedy = (
+            f"near are {', '.join(near)}"
+            if near
+            else "timm.list_models(pretrained=True) names them"
+        )
         raise HubError(f"{TIMM}{name}: timm has no weights of this name on the hub; {remedy}")
     return str(repository)
 
 
 @contextmanager
 def _in_one_line(name: str, *, revision: str = "") -> Iterator[None]:
-    """What goes wrong on the way, as one line with its remedy; what the library would print of it meanwhile is left out."""
+    """What goes wrong on the way, as one line with its remedy; what the library would print of it
+    meanwhile is left out."""
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -143,7 +175,9 @@ def _in_one_line(name: str, *, revision: str = "") -> Iterator[None]:
         raise HubError(f"{name}: {_told(error, name=name, revision=revision)}") from None
     except (httpx2.HTTPError, OSError, RuntimeError) as error:
         why = _words(error.__cause__ or error)
-        raise HubError(f"{name}: the transfer broke off ({why}); the same command goes on with what is missing") from None
+        raise HubError(
+            f"{name}: the transfer broke off ({why}); the same command goes on with what is missing"
+        ) from None
     finally:
         library.setLevel(level)
 
@@ -151,7 +185,10 @@ def _in_one_line(name: str, *, revision: str = "") -> Iterator[None]:
 def _told(error: "HfHubHTTPError", *, name: str, revision: str) -> str:
     from huggingface_hub import constants, errors
 
-    status, page = error.response.status_code, f"{constants.ENDPOINT}/{name.removeprefix(HUB).partition('@')[0]}"
+    status, page = (
+        error.response.status_code,
+        f"{constants.ENDPOINT}/{name.removeprefix(HUB).partition('@')[0]}",
+    )
     match error:
         case errors.GatedRepoError():
             return f"is gated; ask for it at {page}, then {LOG_IN}"
@@ -162,7 +199,10 @@ def _told(error: "HfHubHTTPError", *, name: str, revision: str) -> str:
     if status == 401:
         return f"the hub refuses the token (401); {LOG_IN} anew"
     if status == 403:
-        return "the token may not do this (403); make one that may, under Access Tokens of your hub account"
+        return (
+            "the token may not do this (403); make one that may, under Access Tokens of your hub"
+            " account"
+        )
     return f"the hub answers {status}; try again later"
 
 

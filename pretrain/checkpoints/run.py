@@ -58,11 +58,13 @@ MAY_CHANGE = (
     "train.duration", "train.local_batch_size", "train.log_every_steps", "train.eval_every", "train.loader_threads",
     "train.max_skipped_steps", "train.prefetch_batches",
 )  # fmt: skip
-"""Settings that may differ when a run goes on: they do not change what is learned (numbers differ by rounding at most, as they do
-with another number of ranks or, on CPUs, of threads; see `num_cpu_threads`). What `train.duration` changes, and what it may not be,
-is the business of `check_length`."""
+"""Settings that may differ when a run goes on: they do not change what is learned (numbers differ
+by rounding at most, as they do with another number of ranks or, on CPUs, of threads; see
+`num_cpu_threads`). What `train.duration` changes, and what it may not be, is the business of
+`check_length`."""
 PLACES = ("data.dataset", "data.also")
-"""They may, too, as long as the same pictures lie there: a run that was begun on shards behind http goes on with a copy of them."""
+"""They may, too, as long as the same pictures lie there: a run that was begun on shards behind http
+goes on with a copy of them."""
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -80,7 +82,10 @@ def is_checkpoint_name(name: str) -> bool:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Published checkpoints, oldest first."""
-    return sorted((path for path in checkpoints_dir(run_dir).glob("step-*") if is_checkpoint_name(path.name)), key=step_of)
+    return sorted(
+        (path for path in checkpoints_dir(run_dir).glob("step-*") if is_checkpoint_name(path.name)),
+        key=step_of,
+    )
 
 
 def step_of(checkpoint: Path) -> int:
@@ -88,27 +93,38 @@ def step_of(checkpoint: Path) -> int:
 
 
 def stored_config(schema: type[Settings], path: str) -> Path | None:
-    """Return the settings that a run directory was begun with; None if `path` is no run of the schema's command."""
+    """Return the settings that a run directory was begun with; None if `path` is no run of the
+    schema's command."""
     stored = Path(path) / CONFIG_FILE
-    return stored if stored.is_file() and schema.of_verb in verbs_of(read_yaml(stored).keys()) else None
+    return (
+        stored
+        if stored.is_file() and schema.of_verb in verbs_of(read_yaml(stored).keys())
+        else None
+    )
 
 
 def load_run_settings(schema: type[S], *, path: str, overrides: list[str]) -> S:
-    """Load a config, or for a run directory the settings that the run was begun with. `overrides` come after either."""
+    """Load a config, or for a run directory the settings that the run was begun with. `overrides`
+    come after either."""
     if stored := stored_config(schema, path):
         path, overrides = str(stored), [f"run_dir={in_yaml(str(Path(path)))}", *overrides]
     return load_settings(schema, path=path, overrides=overrides)
 
 
 def run_and_length(place: str) -> tuple[str, str]:
-    """(RUN, 50epochs) of RUN@50epochs; any other place as it is, and nothing (on the hub @ is followed by a revision)."""
+    """(RUN, 50epochs) of RUN@50epochs; any other place as it is, and nothing (on the hub @ is
+    followed by a revision)."""
     name, at, words = place.rpartition("@")
-    return (name, words) if at and not is_on_hub(place) and "/" not in words and not Path(place).exists() else (place, "")
+    return (
+        (name, words)
+        if at and not is_on_hub(place) and "/" not in words and not Path(place).exists()
+        else (place, "")
+    )
 
 
 def checkpoint_at(place: str) -> Path | None:
-    """Of RUN@50epochs or RUN@1200steps the checkpoint of that step, as RUN's own batch and data count it; None of any other place.
-    An error where RUN has not kept it."""
+    """Of RUN@50epochs or RUN@1200steps the checkpoint of that step, as RUN's own batch and data
+    count it; None of any other place. An error where RUN has not kept it."""
     name, words = run_and_length(place)
     if not words or not (Path(name) / CONFIG_FILE).is_file():
         return None
@@ -122,19 +138,27 @@ def checkpoint_at(place: str) -> Path | None:
     found = checkpoint_dir(Path(name), step)
     if not found.is_dir():
         mirror = read_yaml(Path(name) / CONFIG_FILE).get("checkpoint", {}).get("mirror")
-        copied = f"copy it from {mirror}/checkpoints/{found.name} if it is there, " if mirror else ""
+        copied = (
+            f"copy it from {mirror}/checkpoints/{found.name} if it is there, " if mirror else ""
+        )
         kept = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(Path(name))) or "none"
         remedy = f"{copied}or add {words!r} to its checkpoint.keep_at before it gets there"
-        raise SettingsError(f"{place}: {name} has no checkpoint of step {step:,} (it has: {kept}); name one of them, {remedy}")
+        raise SettingsError(
+            f"{place}: {name} has no checkpoint of step {step:,} (it has: {kept}); name one of"
+            f" them, {remedy}"
+        )
     return found
 
 
 def _read_record(path: Path, *, fix: str) -> dict[str, Any]:
-    """Return the JSON object that a run has written. A damaged file is an error that names the file and the fix."""
+    """Return the JSON object that a run has written. A damaged file is an error that names the file
+    and the fix."""
     try:
         record = json.loads(path.read_text())
     except ValueError as error:  # an OSError says nothing of the content
-        raise SettingsError(f"{path}: is damaged ({str(error).partition(': ')[0]}). {fix}") from None
+        raise SettingsError(
+            f"{path}: is damaged ({str(error).partition(': ')[0]}). {fix}"
+        ) from None
     if not isinstance(record, dict):
         raise SettingsError(f"{path}: is damaged (no JSON object). {fix}")
     return record
@@ -146,17 +170,27 @@ def _read_config(path: Path) -> dict[str, Any]:
             return config
         raise SettingsError(f"{path}: is empty")
     except SettingsError as error:
-        raise SettingsError(f"{error}. Restore it, for example by pretrain show CONFIG > {path}") from None
+        raise SettingsError(
+            f"{error}. Restore it, for example by pretrain show CONFIG > {path}"
+        ) from None
 
 
 def finished_result(run_dir: Path, asked: Settings | None = None) -> dict[str, Any] | None:
-    """`asked`: settings as they are now; of a training, one that has ended after another number of steps is not finished."""
+    """`asked`: settings as they are now; of a training, one that has ended after another number of
+    steps is not finished."""
     asked, path = asked if isinstance(asked, TrainingSettings) else None, run_dir / CONFIG_FILE
-    begun = read_yaml(path).get("train") if asked and path.exists() else None  # read first, as `claim` removes the result first
+    begun = (
+        read_yaml(path).get("train") if asked and path.exists() else None
+    )  # read first, as `claim` removes the result first
     path = run_dir / RESULT
     fix = "Restore it, or remove it and run the same command again"
     result = _read_record(path, fix=fix) if path.exists() else None
-    if result is None or asked is None or begun is None or begun["duration"] == asked.train.duration:
+    if (
+        result is None
+        or asked is None
+        or begun is None
+        or begun["duration"] == asked.train.duration
+    ):
         return result
     with suppress(ValueError):  # the data is gone: nothing shows that the other words mean the same
         ends = {each["step"] for each in result.get("runs", {"": result}).values()}
@@ -194,20 +228,22 @@ def is_begun(
     schema: type[Settings] | None = None,
     is_free: Callable[[str, Any, Any], bool] = lambda key, old, new: False,
 ) -> bool:
-    """Whose directory it is: whether what is `wanted` was begun there. Its `record` (a file of YAML or JSON in it, or the value of
-    `key` there) holds what makes two of them the same.
+    """Whose directory it is: whether what is `wanted` was begun there. Its `record` (a file of YAML
+    or JSON in it, or the value of `key` there) holds what makes two of them the same.
 
-    False: nothing is there yet, or nothing of worth, and something can be put there (`alone`: at once and whole, beside nothing
-    else; or bit by bit, but not into the run of another kind). An error where something else is, which names what differs;
-    `is_free` says where that is no matter. With a `schema`, what was begun before some of today's settings existed had their
-    defaults.
+    False: nothing is there yet, or nothing of worth, and something can be put there (`alone`: at
+    once and whole, beside nothing else; or bit by bit, but not into the run of another kind). An
+    error where something else is, which names what differs; `is_free` says where that is no matter.
+    With a `schema`, what was begun before some of today's settings existed had their defaults.
     """
     path, advice = directory / record, f"name another {field}"
     if not alone and (directory / MANIFEST_NAME).exists():
         raise SettingsError(f"{field}: {directory} is a dataset; {advice}")
     is_free_again = not alone and is_worthless(directory)
     if not path.exists():
-        if (alone and directory.is_file()) or (any(directory.glob("*" if alone else CONFIG_FILE)) and not is_free_again):
+        if (alone and directory.is_file()) or (
+            any(directory.glob("*" if alone else CONFIG_FILE)) and not is_free_again
+        ):
             raise SettingsError(f"{field}: {directory} exists and is not {what}; {advice}")
         check_place(directory, field=field)
         return False
@@ -228,15 +264,22 @@ def is_begun(
     if changes and not is_free_again:
         if schema is not None and issubclass(schema, TrainingSettings):
             advice = f"{schema.of_verb} {directory} resumes it with its own settings, or {advice}"
-        raise SettingsError(f"{field}: {directory} belongs to {what} with other settings ({changes}); {advice}")
+        raise SettingsError(
+            f"{field}: {directory} belongs to {what} with other settings ({changes}); {advice}"
+        )
     if not alone and finished_result(directory) is None:
         check_place(directory, field=field)
     return not changes
 
 
 def is_worthless(run_dir: Path) -> bool:
-    """Whether what was begun there, and its repetitions, have ended before a first checkpoint: other settings may begin anew."""
-    return not any(any(run_dir.glob(above + name)) for name in (RESULT, "checkpoints/*") for above in ("", "*/"))
+    """Whether what was begun there, and its repetitions, have ended before a first checkpoint:
+    other settings may begin anew."""
+    return not any(
+        any(run_dir.glob(above + name))
+        for name in (RESULT, "checkpoints/*")
+        for above in ("", "*/")
+    )
 
 
 def forget(run_dir: Path) -> None:
@@ -248,22 +291,42 @@ def forget(run_dir: Path) -> None:
 
 def check_settings(run_dir: Path, settings: Settings) -> bool:
     """Refuses a directory that another config has begun to fill; whether this one has begun it."""
-    if (run_dir / CONFIG_FILE).is_file() and not is_worthless(run_dir):  # a line in the place of all settings of both
+    if (run_dir / CONFIG_FILE).is_file() and not is_worthless(
+        run_dir
+    ):  # a line in the place of all settings of both
         verbs = verbs_of(_read_config(run_dir / CONFIG_FILE).keys())
         if verbs and settings.of_verb not in ("", *verbs):
-            raise SettingsError(f"run_dir: {run_dir} is a run of {' or '.join(verbs)}; name another run_dir")
-    return is_begun(run_dir, settings.model_dump(mode="json"), record=CONFIG_FILE, schema=type(settings), is_free=may_change)
+            raise SettingsError(
+                f"run_dir: {run_dir} is a run of {' or '.join(verbs)}; name another run_dir"
+            )
+    return is_begun(
+        run_dir,
+        settings.model_dump(mode="json"),
+        record=CONFIG_FILE,
+        schema=type(settings),
+        is_free=may_change,
+    )
 
 
 def check_branch(source: str, settings: Settings) -> None:
-    """Of RUN@LENGTH: a branch differs from its run in what a run may change as it goes on, and in its schedule and its records."""
-    begun = validate(type(settings), read_yaml(Path(run_and_length(source)[0]) / CONFIG_FILE)).model_dump(mode="json")
+    """Of RUN@LENGTH: a branch differs from its run in what a run may change as it goes on, and in
+    its schedule and its records."""
+    begun = validate(
+        type(settings), read_yaml(Path(run_and_length(source)[0]) / CONFIG_FILE)
+    ).model_dump(mode="json")
     own = ("start_from", "schedule", "tracking")
     wanted = settings.model_dump(mode="json")
-    changes = differences(begun, wanted, is_free=lambda *change: change[0].startswith(own) or may_change(*change))
+    changes = differences(
+        begun, wanted, is_free=lambda *change: change[0].startswith(own) or may_change(*change)
+    )
     if changes:
-        remedy = "set them as there, or name the checkpoint's own directory to take its weights alone"
-        raise SettingsError(f"start_from: {source} goes on as its run does, with other settings ({changes}); {remedy}")
+        remedy = (
+            "set them as there, or name the checkpoint's own directory to take its weights alone"
+        )
+        raise SettingsError(
+            f"start_from: {source} goes on as its run does, with other settings ({changes});"
+            f" {remedy}"
+        )
 
 
 def may_change(key: str, old: Any, new: Any) -> bool:
@@ -274,14 +337,17 @@ def may_change(key: str, old: Any, new: Any) -> bool:
 
 
 def _is_moved(old: Any, new: Any) -> bool:
-    """Whether two places hold the same pictures, which readers see alike; of `data.also`, pair by pair."""
+    """Whether two places hold the same pictures, which readers see alike; of `data.also`, pair by
+    pair."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return all(
             a | {"dataset": ""} == b | {"dataset": ""} and _is_moved(a["dataset"], b["dataset"])
             for a, b in zip(old, new, strict=True)
         )
     try:
-        one, other = (load_manifest(local_copy(str(each), storage=None)).pixels_hash for each in (old, new))
+        one, other = (
+            load_manifest(local_copy(str(each), storage=None)).pixels_hash for each in (old, new)
+        )
         return one == other
     except (UserError, OSError):  # one of them is gone: nothing shows that they are the same
         return False
@@ -290,9 +356,15 @@ def _is_moved(old: Any, new: Any) -> bool:
 def check_place(run_dir: Path, *, field: str = "run_dir", remedy: str = "") -> None:
     """Refuses a place where nothing can be put, before ranks are started."""
     above = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK) or above.is_relative_to("/proc"):
+    if (
+        not above.is_dir()
+        or not os.access(above, os.W_OK | os.X_OK)
+        or above.is_relative_to("/proc")
+    ):
         remedy = remedy or f"name another {field}"
-        raise SettingsError(f"{field}: {run_dir} cannot be made, for {above} cannot be written to; {remedy}")
+        raise SettingsError(
+            f"{field}: {run_dir} cannot be made, for {above} cannot be written to; {remedy}"
+        )
 
 
 @contextmanager
@@ -306,18 +378,23 @@ def claim(
     begin: Callable[[], bool] | None = None,
     weights: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Holds the run directory while the block runs: its first rank writes there, and nobody else. Interrupted where it waits for
-    another start and `stop` is raised. `begin`: in the place of `check_settings`, of what has a record of its own; its config.yaml
-    keeps the words that it was first begun with, as MLflow does. `weights`: that it begins with, unless it is a training that goes
-    on."""
+    """Holds the run directory while the block runs: its first rank writes there, and nobody else.
+    Interrupted where it waits for another start and `stop` is raised. `begin`: in the place of
+    `check_settings`, of what has a record of its own; its config.yaml keeps the words that it was
+    first begun with, as MLflow does. `weights`: that it begins with, unless it is a training that
+    goes on."""
     if not is_first:
         yield
         return
-    with started(run_dir, lock_wait_s=min(ranks.lock_wait_s, ranks.timeout_s / 2), stop=stop):  # the other ranks wait meanwhile
+    with started(
+        run_dir, lock_wait_s=min(ranks.lock_wait_s, ranks.timeout_s / 2), stop=stop
+    ):  # the other ranks wait meanwhile
         goes_on = check_settings(run_dir, settings) if begin is None else begin()
         if not goes_on:
             forget(run_dir)
-        if weights and not (isinstance(settings, TrainingSettings) and (run_dir / WEIGHTS).exists()):
+        if weights and not (
+            isinstance(settings, TrainingSettings) and (run_dir / WEIGHTS).exists()
+        ):
             write_json(run_dir / WEIGHTS, weights)
         if finished_result(run_dir) and not finished_result(run_dir, settings):
             withdraw(run_dir / RESULT)  # it goes on
@@ -330,10 +407,14 @@ def check_resume(run_dir: Path, resume: str) -> None:
     has = bool(list_checkpoints(run_dir))
     if resume == "must" and not has:
         raise SettingsError(
-            f"resume: 'must', but {run_dir} has no checkpoint; check run_dir, or set resume=auto to start from scratch"
+            f"resume: 'must', but {run_dir} has no checkpoint; check run_dir, or set resume=auto to"
+            " start from scratch"
         )
     if resume == "never" and has:
-        raise SettingsError(f"resume: 'never', but {run_dir} has checkpoints; name another run_dir, or set resume=auto to go on")
+        raise SettingsError(
+            f"resume: 'never', but {run_dir} has checkpoints; name another run_dir, or set"
+            " resume=auto to go on"
+        )
 
 
 def check_length(data: TrainingData, settings: TrainingSettings) -> None:
@@ -341,8 +422,16 @@ def check_length(data: TrainingData, settings: TrainingSettings) -> None:
     run_dir, num_steps = Path(settings.run_dir), steps_of(settings, data)
     found, result = list_checkpoints(run_dir), finished_result(run_dir)
     present = step_of(found[-1]) if found else result["step"] if result else 0
-    asked = f"train.duration: {settings.train.duration} is {num_steps:,} step{'s' * (num_steps != 1)}"
+    asked = (
+        f"train.duration: {settings.train.duration} is {num_steps:,} step{'s' * (num_steps != 1)}"
+    )
     if num_steps < present:
-        raise SettingsError(f"{asked}, but {run_dir} is at step {present:,} already; give at least that, or name another run_dir")
+        raise SettingsError(
+            f"{asked}, but {run_dir} is at step {present:,} already; give at least that, or name"
+            " another run_dir"
+        )
     if result and not found and num_steps > present:
-        raise SettingsError(f"{asked}, but the checkpoints of {run_dir} are gone, so it cannot go on; name another run_dir")
+        raise SettingsError(
+            f"{asked}, but the checkpoints of {run_dir} are gone, so it cannot go on; name another"
+            " run_dir"
+        )

@@ -1,7 +1,8 @@
-"""Weights by name: read from a file that anybody may have written, judged against a model, and loaded whole or not at all.
+"""Weights by name: read from a file that anybody may have written, judged against a model, and
+loaded whole or not at all.
 
-No pickle is run: `torch.load` only rebuilds tensors and plain containers here. What does not fit is one message that counts the
-differences and names the first of each kind.
+No pickle is run: `torch.load` only rebuilds tensors and plain containers here. What does not fit is
+one message that counts the differences and names the first of each kind.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from pretrain.checkpoints.card import WeightsError
 from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 
 AVERAGES = ("state_dict_ema", "model_ema")
-"""Where training files keep the running average beside the weights themselves; looked at in timm's order."""
+"""Where training files keep the running average beside the weights themselves; looked at in timm's
+order."""
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "weights", "params", "net")
 PREFIXES = ("module.", "_orig_mod.", "model.")
 NUM_SHOWN = 3
@@ -55,12 +57,16 @@ class Stored:
 
 
 def read_weights(path: Path, *, kind: Kind = "ema") -> Stored:
-    """The tensors of a safetensors or torch file by name, without the dictionaries and prefixes that tools wrap around them.
+    """The tensors of a safetensors or torch file by name, without the dictionaries and prefixes
+    that tools wrap around them.
 
     `kind` chooses where a file holds both the running average and the weights themselves.
     """
     if path.is_dir():
-        raise UserError(f"{path}: is a directory; give the file of weights in it, such as {path / 'model.safetensors'}")
+        raise UserError(
+            f"{path}: is a directory; give the file of weights in it, such as"
+            f" {path / 'model.safetensors'}"
+        )
     try:
         with path.open("rb") as file:
             head = file.read(9)
@@ -72,7 +78,11 @@ def read_weights(path: Path, *, kind: Kind = "ema") -> Stored:
         except SafetensorError as error:
             raise UserError(f"{path}: {_no_weights(error)}") from None
     stored = _read_torch(path, is_pickle=head[:1] == b"\x80")
-    held = [key for key in AVERAGES if isinstance(stored, Mapping) and isinstance(stored.get(key), Mapping)]
+    held = [
+        key
+        for key in AVERAGES
+        if isinstance(stored, Mapping) and isinstance(stored.get(key), Mapping)
+    ]
     chosen = stored[held[0]] if held and kind == "ema" and isinstance(stored, Mapping) else stored
     return Stored(_without_prefixes(_unwrapped(chosen, path)), held[0] if held else "")
 
@@ -81,14 +91,18 @@ def _read_torch(path: Path, *, is_pickle: bool) -> object:
     try:
         # timm's trainer stores its command line, a Namespace of plain values, in every checkpoint
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-            warnings.simplefilter("ignore", UserWarning)  # of a pickle protocol that torch does not expect
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # of a pickle protocol that torch does not expect
             return torch.load(path, map_location="cpu", weights_only=True)
     except _FAULTS as error:
         text = str(error)
-        if any(sign in text for sign in _SIGNS_OF_CODE) or (is_pickle and "Unsupported operand" in text):
+        if any(sign in text for sign in _SIGNS_OF_CODE) or (
+            is_pickle and "Unsupported operand" in text
+        ):
             raise UserError(
-                f"{path}: holds pickled code beside weights, and none is run here; save the weights alone where you trust the "
-                f"file: torch.save(model.state_dict(), ...)"
+                f"{path}: holds pickled code beside weights, and none is run here; save the weights"
+                " alone where you trust the file: torch.save(model.state_dict(), ...)"
             ) from None
         raise UserError(f"{path}: {_no_weights(error)}") from None
 
@@ -97,26 +111,37 @@ def _no_weights(error: Exception) -> str:
     reason = (str(error) or type(error).__name__).splitlines()[0][:120]
     # torch's advice on what cannot be unpickled is to run the pickle
     detail = "" if isinstance(error, pickle.UnpicklingError) else f" ({reason})"
-    return f"is not a whole file of weights (safetensors or torch); download or copy it again{detail}"
+    return (
+        f"is not a whole file of weights (safetensors or torch); download or copy it again{detail}"
+    )
 
 
 def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:
-    while isinstance(stored, Mapping) and (inner := [stored[key] for key in WRAPPERS if isinstance(stored.get(key), Mapping)]):
+    while isinstance(stored, Mapping) and (
+        inner := [stored[key] for key in WRAPPERS if isinstance(stored.get(key), Mapping)]
+    ):
         stored = inner[0]
     if not isinstance(stored, Mapping):
-        raise UserError(f"{path}: holds a {type(stored).__name__}, not tensors by name; save model.state_dict()")
+        raise UserError(
+            f"{path}: holds a {type(stored).__name__}, not tensors by name; save model.state_dict()"
+        )
     others = [str(key) for key, value in stored.items() if not isinstance(value, Tensor)]
     if others or not stored:
         held = first(others) if others else "nothing"
-        raise UserError(f"{path}: holds {held} where tensors by name are needed; save model.state_dict()")
-    # torch's AveragedModel, such as torchvision's trainer stores, counts its updates beside its weights
+        raise UserError(
+            f"{path}: holds {held} where tensors by name are needed; save model.state_dict()"
+        )
+    # torch's AveragedModel, such as torchvision's trainer stores, counts its updates beside its
+    # weights
     return {str(name): tensor for name, tensor in stored.items() if name != "n_averaged"}
 
 
 def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """DistributedDataParallel, torch.compile and wrapping modules put a word before every name."""
     weights = {name.replace("._orig_mod.", "."): tensor for name, tensor in weights.items()}
-    while weights and (found := [prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in weights)]):
+    while weights and (
+        found := [prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in weights)]
+    ):
         weights = {name.removeprefix(found[0]): tensor for name, tensor in weights.items()}
     return weights
 
@@ -143,34 +168,49 @@ def check_fit(given: Shapes, needed: Shapes, *, source: object, label: str) -> N
 
 
 def needed_shapes(model: nn.Module, given: Shapes) -> Shapes:
-    """Of the model's state dict. A sparse layer takes either storage and any number of connections."""
+    """Of the model's state dict. A sparse layer takes either storage and any number of
+    connections."""
     needed = dict(shapes(model.state_dict()))
     for name, layer in model.named_modules():
         if not isinstance(layer, MaskedLinear | SparseLinear):
             continue
-        matrix, count = (layer.out_features, layer.in_features), (math.prod(given.get(f"{name}.columns", ())),)
+        matrix, count = (
+            (layer.out_features, layer.in_features),
+            (math.prod(given.get(f"{name}.columns", ())),),
+        )
         forms: dict[str, Shapes] = {
             "mask": {"weight": matrix, "mask": matrix},
             "columns": {"values": count, "row_starts": (layer.out_features + 1,), "columns": count},
         }
         stored = next((form for mark, form in forms.items() if f"{name}.{mark}" in given), None)
         if stored is not None:
-            needed = {key: shape for key, shape in needed.items() if key.rpartition(".")[0] != name or key.endswith(".bias")}
+            needed = {
+                key: shape
+                for key, shape in needed.items()
+                if key.rpartition(".")[0] != name or key.endswith(".bias")
+            }
             needed |= {f"{name}.{entry}": shape for entry, shape in stored.items()}
     return needed
 
 
 def check_finite(weights: Mapping[str, Tensor], *, source: object) -> None:
-    bad = [name for name, tensor in weights.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
+    bad = [
+        name
+        for name, tensor in weights.items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    ]
     if bad:
         raise WeightsError(
-            f"weights of {source} hold NaN or infinite numbers in {len(bad)} of {len(weights)} tensors ({first(bad)}); "
-            "use a checkpoint from before that"
+            f"weights of {source} hold NaN or infinite numbers in {len(bad)} of {len(weights)}"
+            f" tensors ({first(bad)}); use a checkpoint from before that"
         )
 
 
-def load_strictly(model: nn.Module, weights: Mapping[str, Tensor], *, source: object, label: str) -> None:
-    """Every weight of the model from a finite tensor of its name and shape, and nothing left over."""
+def load_strictly(
+    model: nn.Module, weights: Mapping[str, Tensor], *, source: object, label: str
+) -> None:
+    """Every weight of the model from a finite tensor of its name and shape, and nothing left
+    over."""
     given = shapes(weights)
     check_fit(given, needed_shapes(model, given), source=source, label=label)
     check_finite(weights, source=source)

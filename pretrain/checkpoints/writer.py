@@ -1,11 +1,14 @@
-"""When a checkpoint is due, how all ranks make one together, and how the first rank brings it to disk while training goes on.
+"""When a checkpoint is due, how all ranks make one together, and how the first rank brings it to
+disk while training goes on.
 
-A checkpoint's way: 1. `make_room` waits until none is being written; 2. the ranks make the snapshot (which may reuse the memory
-of the one before); 3. `submit` hands it over, in place of one that could not be written; 4. a thread syncs the event log, then
-publishes the checkpoint. A failed write is reported, and the next checkpoint replaces it: a full disk costs a checkpoint, never
-the run. Only the last one is retried, by `finish`, and the run does not count as hung meanwhile. What training loses is the
-snapshot, and the wait for the write before it, if that is still under way (usage/checkpoint_stall_s). 5. With checkpoint.mirror
-another thread brings it to a store (mirror.py).
+A checkpoint's way: 1. `make_room` waits until none is being written; 2. the ranks make the snapshot
+(which may reuse the memory of the one before); 3. `submit` hands it over, in place of one that
+could not be written; 4. a thread syncs the event log, then publishes the checkpoint. A failed write
+is reported, and the next checkpoint replaces it: a full disk costs a checkpoint, never the run.
+Only the last one is retried, by `finish`, and the run does not count as hung meanwhile. What
+training loses is the snapshot, and the wait for the write before it, if that is still under way
+(usage/checkpoint_stall_s). 5. With checkpoint.mirror another thread brings it to a store
+(mirror.py).
 
 The best is the best evaluation so far. best.json names the best checkpoint that was published.
 
@@ -22,7 +25,17 @@ from typing import Protocol
 
 from data_prep.limits import limit_remedy
 from pretrain.checkpoints.card import CheckpointError, ModelCard
-from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, prune, publish, published_best, settle, write_best
+from pretrain.checkpoints.files import (
+    Best,
+    Retention,
+    Snapshot,
+    TrainerState,
+    prune,
+    publish,
+    published_best,
+    settle,
+    write_best,
+)
 from pretrain.checkpoints.mirror import GRACE_SHARE, Mirror, MirrorWriter
 from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints
 from pretrain.config import PretrainSettings
@@ -41,7 +54,8 @@ _REMEDIES = {
     errno.EXDEV: "let all of the run lie on one file system",
 }
 FINAL_S = 120.0
-"""How long the end of training waits for a file system that refuses; one that is merely slow has all the time it needs."""
+"""How long the end of training waits for a file system that refuses; one that is merely slow has
+all the time it needs."""
 RETRY_S = 10.0
 """The pause between two attempts to write the last checkpoint."""
 _LOOK_S = 0.2
@@ -53,10 +67,18 @@ class EventLog(Protocol):
 
 
 class Saver:
-    """All ranks' side: every rank has one, and calls it at the same steps. Only the first rank's writer writes."""
+    """All ranks' side: every rank has one, and calls it at the same steps. Only the first rank's
+    writer writes."""
 
     def __init__(
-        self, settings: PretrainSettings, data: TrainingData, *, engine: Engine, world: World, card: ModelCard, log: EventLog
+        self,
+        settings: PretrainSettings,
+        data: TrainingData,
+        *,
+        engine: Engine,
+        world: World,
+        card: ModelCard,
+        log: EventLog,
     ):
         wanted = settings.checkpoint
 
@@ -65,18 +87,25 @@ class Saver:
 
         self._every, self._num_steps = steps(wanted.every), steps(settings.train.duration)
         keep_every = steps(wanted.keep_every) if wanted.keep_every else None
-        self._retention = Retention(wanted.keep_last, keep_every, frozenset(steps(length) for length in wanted.keep_at))
-        self._keep_best = data.settings.eval_split is not None if wanted.keep_best is None else wanted.keep_best
+        self._retention = Retention(
+            wanted.keep_last, keep_every, frozenset(steps(length) for length in wanted.keep_at)
+        )
+        self._keep_best = (
+            data.settings.eval_split is not None if wanted.keep_best is None else wanted.keep_best
+        )
         self._longest_wait_s = settings.engine.timeout_s / 2
         """For the write before: well before the other ranks give up a collective."""
         self._engine, self._world, self._card = engine, world, card
         self._grace_s, self.mirror = wanted.grace_s, Mirror.of(settings)
         mirror = self.mirror if world.is_first else None
-        self.writer = CheckpointWriter(Path(settings.run_dir), self._retention, log=log, mirror=mirror)
+        self.writer = CheckpointWriter(
+            Path(settings.run_dir), self._retention, log=log, mirror=mirror
+        )
         self.saved_step = 0
         """Where training went on from, then the last one handed to the writer."""
         self.best: Best | None = None
-        """The best evaluation so far; after `finish`, on the first rank, the best checkpoint that was published."""
+        """The best evaluation so far; after `finish`, on the first rank, the best checkpoint that
+        was published."""
 
     def go_on(self, start: TrainerState) -> None:
         self.saved_step, self.best = start.step, start.best
@@ -90,22 +119,32 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         is_new_best = self.best is not None and self.best.step == step != self.saved_step
-        return step == self._num_steps or self._retention.keeps(step) or step % self._every == 0 or is_new_best
+        return (
+            step == self._num_steps
+            or self._retention.keeps(step)
+            or step % self._every == 0
+            or is_new_best
+        )
 
     def save(self, state: TrainerState, *, is_last: bool = False) -> None:
-        """Every rank calls it at the same step, at which no update is under way. The last one is never left out. `state.best` is
-        filled in here."""
+        """Every rank calls it at the same step, at which no update is under way. The last one is
+        never left out. `state.best` is filled in here."""
         began_s, step = time.monotonic(), state.step
         if step == self.saved_step:
             return
         PROGRESS.mark("making a checkpoint", step=step)
         while any_rank(
-            self._world.is_first and not self.writer.make_room(timeout_s=self._longest_wait_s), device=self._engine.device
+            self._world.is_first and not self.writer.make_room(timeout_s=self._longest_wait_s),
+            device=self._engine.device,
         ):
-            what = "waiting for it" if is_last else f"that of step {step} is left out: make checkpoint.every longer"
+            what = (
+                "waiting for it"
+                if is_last
+                else f"that of step {step} is left out: make checkpoint.every longer"
+            )
             self._warn(
-                f"the checkpoint before is still being written after {self._longest_wait_s:,.0f} s; {what}, or use a faster file "
-                "system"
+                f"the checkpoint before is still being written after {self._longest_wait_s:,.0f} s;"
+                f" {what}, or use a faster file system"
             )
             if not is_last:
                 return
@@ -117,8 +156,8 @@ class Saver:
         self.saved_step = step
 
     def finish(self, stop: StopFlag | None = None) -> None:
-        """Returns when all is on disk, and in the mirror, unless a `stop` leaves no time for that. The other ranks wait for the
-        first one, however long it takes, while it is alive."""
+        """Returns when all is on disk, and in the mirror, unless a `stop` leaves no time for that.
+        The other ranks wait for the first one, however long it takes, while it is alive."""
         PROGRESS.mark("writing the last checkpoint")
         on_all_ranks(
             lambda: self._finish(stop) if self._world.is_first else None,
@@ -132,7 +171,9 @@ class Saver:
         if self.writer.mirror is not None:
 
             def left_s() -> float:
-                passed_s = max(time.monotonic() - began_s, stop.ignored_s(0) if stop else 0)  # another rank may have been told
+                passed_s = max(
+                    time.monotonic() - began_s, stop.ignored_s(0) if stop else 0
+                )  # another rank may have been told
                 return GRACE_SHARE * self._grace_s - passed_s
 
             self.writer.mirror.catch_up(left_s if stop else None)
@@ -142,7 +183,11 @@ class Saver:
     def close(self, *, finished: bool) -> None:
         """When nothing more is written in the run's directory."""
         on_all_ranks(
-            lambda: self.writer.mirror.close(finished=finished) if self.writer.mirror is not None else None,
+            lambda: (
+                self.writer.mirror.close(finished=finished)
+                if self.writer.mirror is not None
+                else None
+            ),
             device=self._engine.device,
             failed="the mirror is not complete; see the message of the first rank",
         )
@@ -155,7 +200,14 @@ class Saver:
 class CheckpointWriter:
     """The first rank's side: writes snapshots one at a time, in a thread of its own."""
 
-    def __init__(self, run_dir: Path, retention: Retention, *, log: EventLog | None = None, mirror: Mirror | None = None):
+    def __init__(
+        self,
+        run_dir: Path,
+        retention: Retention,
+        *,
+        log: EventLog | None = None,
+        mirror: Mirror | None = None,
+    ):
         self._run_dir, self._retention, self._log = run_dir, retention, log
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
@@ -171,7 +223,8 @@ class CheckpointWriter:
         self.mirror = MirrorWriter(mirror, retention, report=self.report) if mirror else None
 
     def make_room(self, *, timeout_s: float) -> bool:
-        """Waits until the last snapshot is written, or has failed. False: neither yet, and a new one has to be left out."""
+        """Waits until the last snapshot is written, or has failed. False: neither yet, and a new
+        one has to be left out."""
         with self._changed:
             has_room = self._changed.wait_for(self._has_room, timeout_s)
             self.raise_defect()
@@ -183,7 +236,9 @@ class CheckpointWriter:
             assert self._has_room()
             self._snapshot, self._is_published, self._fault = snapshot, False, None
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._work, name="checkpoint-writer", daemon=True
+                )
                 self._thread.start()
             self._changed.notify_all()
 
@@ -206,7 +261,8 @@ class CheckpointWriter:
             self.mirror.wait(max(0.0, end_s - time.monotonic()))
 
     def finish(self, best: Best | None) -> Best | None:
-        """Return the best checkpoint on disk once the last snapshot is there. Raise an error after FINAL_S of failed writes."""
+        """Return the best checkpoint on disk once the last snapshot is there. Raise an error after
+        FINAL_S of failed writes."""
         give_up_at_s, retry_at_s = time.monotonic() + FINAL_S, 0.0
         with self._changed:
             while self._snapshot is not None:
@@ -215,10 +271,12 @@ class CheckpointWriter:
                 elif time.monotonic() > give_up_at_s:
                     step, self._snapshot = self._snapshot.trainer.step, None
                     before = list_checkpoints(self._run_dir)[-1:]
-                    resumes = f". The same command then resumes from {before[0].name}" if before else ""
+                    resumes = (
+                        f". The same command then resumes from {before[0].name}" if before else ""
+                    )
                     raise CheckpointError(
-                        f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {step}) could not be written "
-                        f"{_in_words(self._fault)}{resumes}"
+                        f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {step}) could"
+                        f" not be written {_in_words(self._fault)}{resumes}"
                     )
                 elif time.monotonic() < retry_at_s:
                     PROGRESS.touch()  # the run waits, and does not hang
@@ -274,21 +332,34 @@ class CheckpointWriter:
                 self._log.sync()
             began_s, num_bytes = time.monotonic(), publish(self._run_dir, snapshot)
             self._is_published = True
-            self.report({"usage/checkpoint_write_s": time.monotonic() - began_s, "usage/checkpoint_gb": num_bytes / 1e9})
-        settle(self._run_dir, snapshot, self._retention, spared=self.mirror.holding if self.mirror else None)
+            self.report(
+                {
+                    "usage/checkpoint_write_s": time.monotonic() - began_s,
+                    "usage/checkpoint_gb": num_bytes / 1e9,
+                }
+            )
+        settle(
+            self._run_dir,
+            snapshot,
+            self._retention,
+            spared=self.mirror.holding if self.mirror else None,
+        )
         if self.mirror is not None:
             self.mirror.offer()
 
     def _warn(self, step: int, error: OSError) -> None:
         PROGRESS.touch()
         print(
-            f"WARNING: {checkpoints_dir(self._run_dir)}: the checkpoint of step {step} could not be written {_in_words(error)}. "
-            f"The next checkpoint replaces it; the last one is retried for up to {FINAL_S:.0f} s",
+            f"WARNING: {checkpoints_dir(self._run_dir)}: the checkpoint of step {step} could not be"
+            f" written {_in_words(error)}. The next checkpoint replaces it; the last one is retried"
+            f" for up to {FINAL_S:.0f} s",
             file=sys.stderr,
             flush=True,
         )
 
 
 def _in_words(error: OSError) -> str:
-    remedy = limit_remedy(error) or _REMEDIES.get(error.errno or 0, "see what is wrong with that file system")
+    remedy = limit_remedy(error) or _REMEDIES.get(
+        error.errno or 0, "see what is wrong with that file system"
+    )
     return f"({error.strerror or error}); {remedy}"

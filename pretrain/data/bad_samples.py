@@ -1,7 +1,9 @@
-"""Samples that turn out unreadable while training: each has a stand-in and a line in the log, and too many of them end the run.
+"""Samples that turn out unreadable while training: each has a stand-in and a line in the log, and
+too many of them end the run.
 
-A stand-in is a function of the sample alone, so every rank, world size and resume trains on the same pictures. Lines go to
-RUN/bad_samples/rank-R.jsonl (sample, shard, key, reason, stand-in), once per process for each sample.
+A stand-in is a function of the sample alone, so every rank, world size and resume trains on the
+same pictures. Lines go to RUN/bad_samples/rank-R.jsonl (sample, shard, key, reason, stand-in), once
+per process for each sample.
 """
 
 import json
@@ -36,14 +38,24 @@ class BadSampleLog:
         self._lock = threading.Lock()
 
     def note(self, bad: Unreadable, stand_in: int, *, known_as: Hashable) -> None:
-        """Once, whatever else it is called: datasets of a mixture have shards and keys of the same names."""
+        """Once, whatever else it is called: datasets of a mixture have shards and keys of the same
+        names."""
         with self._lock:
             if known_as in self._known:
                 return
             self._known.add(known_as)
-            print(f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; sample {stand_in} stands in", file=sys.stderr)
+            print(
+                f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; sample {stand_in} stands in",
+                file=sys.stderr,
+            )
             if self._log is not None:
-                line = {"sample": bad.sample, "shard": bad.shard, "key": bad.key, "reason": bad.reason, "stand_in": stand_in}
+                line = {
+                    "sample": bad.sample,
+                    "shard": bad.shard,
+                    "key": bad.key,
+                    "reason": bad.reason,
+                    "stand_in": stand_in,
+                }
                 self._log.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._log, "a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
@@ -58,7 +70,8 @@ class BadSamples(BadSampleLog):
         self._reader, self._chosen = reader, chosen
 
     def replace(self, bad: Sequence[Unreadable], ids: Ids, batch_BHWC: Tensor) -> Ids:
-        """Fills the bad places of the batch; returns `ids` with those of the stand-ins, which is whose labels count."""
+        """Fills the bad places of the batch; returns `ids` with those of the stand-ins, which is
+        whose labels count."""
         shown = ids.copy()
         for each in bad:
             shown[each.place] = self._stand_in(each, batch_BHWC[each.place : each.place + 1])
@@ -73,13 +86,21 @@ class BadSamples(BadSampleLog):
             if not self._reader.read(self._reader.locate(np.array([candidate])), place_1HWC):
                 self.note(bad, candidate, known_as=bad.sample)
                 return candidate
-        raise DatasetError(f"{bad.shard}: {bad.key} does not decode ({bad.reason}), nor do others of that shard; rebuild it")
+        raise DatasetError(
+            f"{bad.shard}: {bad.key} does not decode ({bad.reason}), nor do others of that shard;"
+            " rebuild it"
+        )
 
 
 def left_out(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
     """What evaluation does instead: nobody can stand in for a sample that is to be judged."""
-    for each in {each.sample: each for each in bad}.values():  # the last of a split pads a batch, many times over
-        print(f"bad sample: {each.shard}: {each.key}: {each.reason}; it is left out of the score", file=sys.stderr)
+    for each in {
+        each.sample: each for each in bad
+    }.values():  # the last of a split pads a batch, many times over
+        print(
+            f"bad sample: {each.shard}: {each.key}: {each.reason}; it is left out of the score",
+            file=sys.stderr,
+        )
     return masked(bad, ids, images_BHWC)
 
 
@@ -92,8 +113,15 @@ def masked(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
 
 
 def check_share(num_bad: int, *, num_seen: int, num_samples: int, max_share: float) -> None:
-    """`num_bad` of the `num_seen` samples that all ranks have trained on since they started; judged against an epoch at least."""
+    """`num_bad` of the `num_seen` samples that all ranks have trained on since they started; judged
+    against an epoch at least."""
     if num_bad > max_share * max(num_seen, num_samples):
-        too_many = f"{num_bad:,} of {num_seen:,} samples do not decode, more than data.max_bad_share={max_share:g} allows"
-        remedy = "run data_prep verify on the dataset, then subset with an exclusion list, or raise the share"
+        too_many = (
+            f"{num_bad:,} of {num_seen:,} samples do not decode, more than"
+            f" data.max_bad_share={max_share:g} allows"
+        )
+        remedy = (
+            "run data_prep verify on the dataset, then subset with an exclusion list, or raise the"
+            " share"
+        )
         raise TooManyBadSamples(f"{too_many}; their names are in RUN/bad_samples/ ({remedy})")

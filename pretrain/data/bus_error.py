@@ -1,8 +1,10 @@
-"""Names the dataset when SIGBUS ends a process that reads mapped shards: a file became shorter, or its disk failed.
+"""Names the dataset when SIGBUS ends a process that reads mapped shards: a file became shorter, or
+its disk failed.
 
-The kernel ends such a process before Python can say anything, and Python's own signal handlers would never run. So the handler is
-machine code without Python: it writes a text that is there already, and puts back the handler before it (faulthandler's, which
-leaves the stacks). Then it returns, the same read faults again, and the process ends as it would have without it.
+The kernel ends such a process before Python can say anything, and Python's own signal handlers
+would never run. So the handler is machine code without Python: it writes a text that is there
+already, and puts back the handler before it (faulthandler's, which leaves the stacks). Then it
+returns, the same read faults again, and the process ends as it would have without it.
 """
 
 import ctypes
@@ -11,9 +13,13 @@ import signal
 import numba
 
 _libc = ctypes.CDLL(None)
-_write = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)(("write", _libc))
+_write = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)(
+    ("write", _libc)
+)
 _strlen = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t)(("strlen", _libc))
-_sigaction = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)(("sigaction", _libc))
+_sigaction = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)(
+    ("sigaction", _libc)
+)
 _text, _before = ctypes.create_string_buffer(4096), ctypes.create_string_buffer(512)
 _TEXT, _BEFORE = ctypes.addressof(_text), ctypes.addressof(_before)
 _DATASETS: dict[str, None] = {}
@@ -32,5 +38,8 @@ def name_dataset(dataset: str) -> None:
         _libc.signal(signal.SIGBUS, ctypes.c_void_p(_explain.address))
     _DATASETS[dataset] = None
     verify = " and ".join(f"data_prep verify {each}" for each in _DATASETS)
-    text = f"\ndata.dataset: a shard was cut short while it was read, or its disk failed (SIGBUS). Run {verify}.\n".encode()
+    text = (
+        "\ndata.dataset: a shard was cut short while it was read, or its disk failed (SIGBUS). Run"
+        f" {verify}.\n".encode()
+    )
     _text.value = text[: len(_text) - 1]

@@ -1,7 +1,9 @@
-"""What a run trains on: one split of one dataset, or the mixture of several, seen as one. No torch here.
+"""What a run trains on: one split of one dataset, or the mixture of several, seen as one. No torch
+here.
 
-The classes of a mixture are those of its datasets in the order of their first mention; a class that several datasets name alike is
-one class. Its channel statistics are those of the pictures as they are drawn.
+The classes of a mixture are those of its datasets in the order of their first mention; a class that
+several datasets name alike is one class. Its channel statistics are those of the pictures as they
+are drawn.
 
 Long because datasets, mixtures, folds and streams have one interface.
 """
@@ -33,7 +35,18 @@ from data_prep.manifest import (
 )
 from data_prep.publish import hash_of_json
 from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, parse_length
-from pretrain.data.order import AsItComes, Chosen, Ids, Line, Mixture, Order, epoch_length, hash64, hex_key, mixture_weights
+from pretrain.data.order import (
+    AsItComes,
+    Chosen,
+    Ids,
+    Line,
+    Mixture,
+    Order,
+    epoch_length,
+    hash64,
+    hex_key,
+    mixture_weights,
+)
 from pretrain.data.store.directory import StoreDirectory
 from pretrain.models.spec import ModelSpec
 
@@ -41,14 +54,29 @@ FOLDS = "folds"
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of its colours."""
 STORES = tuple(scheme for scheme in KINDS if scheme not in ("http", "https"))
-"""From which a stream is read through fsspec, with data.storage; other URLs are opened by webdataset."""
-_OPENED = ("", "file", "pipe", "http", "https", "ftp", "sftp", "ftps", "scp", "ais", "htgs", *STORES)
+"""From which a stream is read through fsspec, with data.storage; other URLs are opened by
+webdataset."""
+_OPENED = (
+    "",
+    "file",
+    "pipe",
+    "http",
+    "https",
+    "ftp",
+    "sftp",
+    "ftps",
+    "scp",
+    "ais",
+    "htgs",
+    *STORES,
+)
 Statistic = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A split of a dataset, with the number that each of its classes has among those of the whole."""
+    """A split of a dataset, with the number that each of its classes has among those of the
+    whole."""
 
     directory: Path
     manifest: Manifest
@@ -79,14 +107,23 @@ class Part:
 
     def tar(self, shard: Shard) -> Path:
         """Of a local shard."""
-        return self.directory / shard.file if self.staged is None else self.staged.path / f"{shard.sha256}.tar"
+        return (
+            self.directory / shard.file
+            if self.staged is None
+            else self.staged.path / f"{shard.sha256}.tar"
+        )
 
     def index(self, shard: Shard) -> Path:
         staged = self.staged
-        return self.directory / shard.index_file if staged is None else staged.path / f"{shard.index_sha256}.npy"
+        return (
+            self.directory / shard.index_file
+            if staged is None
+            else staged.path / f"{shard.index_sha256}.npy"
+        )
 
     def stored_size(self, image_size: int | None) -> int:
-        """What its pictures are read at: as they are stored, or at `image_size` where they keep their own sizes."""
+        """What its pictures are read at: as they are stored, or at `image_size` where they keep
+        their own sizes."""
         if self.manifest.encoding == "keep" and image_size is not None:
             return image_size
         return self.manifest.image_size
@@ -156,7 +193,10 @@ class TrainingData:
 
     def order(self, *, seed: int, global_batch_size: int) -> Line:
         """The sequence of samples, whose ids are those of a `ShardReader` over `parts`."""
-        orders = [self._order(number, seed=seed, batch=global_batch_size) for number in range(len(self.parts))]
+        orders = [
+            self._order(number, seed=seed, batch=global_batch_size)
+            for number in range(len(self.parts))
+        ]
         if len(orders) > 1:
             return Mixture(tuple(orders), self.weights)
         chosen = self.parts[0].chosen
@@ -164,17 +204,27 @@ class TrainingData:
 
     def epoch_size(self, *, global_batch_size: int) -> int:
         """The positions of one epoch, by which durations are counted."""
-        return epoch_length(self.num_samples, global_batch_size=global_batch_size, last_batch=self.settings.last_batch)
+        return epoch_length(
+            self.num_samples,
+            global_batch_size=global_batch_size,
+            last_batch=self.settings.last_batch,
+        )
 
     def steps(self, length: str, *, global_batch_size: int) -> int:
         """A length of the settings, such as 5 epochs, in steps."""
         num_samples = self.epoch_size(global_batch_size=global_batch_size)
-        return parse_length(length).steps(global_batch_size=global_batch_size, num_samples=num_samples)
+        return parse_length(length).steps(
+            global_batch_size=global_batch_size, num_samples=num_samples
+        )
 
     def eval_part(self) -> Part | None:
         """Of the first dataset, in the classes of the whole."""
         first, split = self.parts[0], self.settings.eval_split
-        return None if split is None else Part(first.directory, first.manifest, split, first.classes, staged=first.staged)
+        return (
+            None
+            if split is None
+            else Part(first.directory, first.manifest, split, first.classes, staged=first.staged)
+        )
 
     @property
     def baselines(self) -> str:
@@ -185,7 +235,9 @@ class TrainingData:
     def _order(self, number: int, *, seed: int, batch: int) -> Order:
         data, part = self.settings, self.parts[number]
         num_samples = part.num_samples
-        differs = (number,) if number else ()  # or a dataset that is named twice would come twice in step
+        differs = (
+            (number,) if number else ()
+        )  # or a dataset that is named twice would come twice in step
         key = int(hash64(hex_key(part.manifest.content_hash), seed, *differs) >> 1)
         length = epoch_length(num_samples, global_batch_size=batch, last_batch=data.last_batch)
         return Order(num_samples, key, data.shuffle, data.block_size, data.window_blocks, length)
@@ -193,7 +245,8 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class StreamData(TrainingData):
-    """Of data.stream. The manifest of its one part says how pictures are read; its split has no shards to look up."""
+    """Of data.stream. The manifest of its one part says how pictures are read; its split has no
+    shards to look up."""
 
     urls: tuple[str, ...] = ()
     """Also `pipe:` commands: they are from a config or a command line, never from a manifest."""
@@ -221,17 +274,28 @@ class StreamData(TrainingData):
 
     def check_ranks(self, num_ranks: int) -> None:
         if len(self.urls) < num_ranks:
-            few = f"{len(self.urls)} shard{'s' * (len(self.urls) > 1)} for {num_ranks} ranks, of which each reads its own"
-            raise ValueError(f"data.dataset: {few}; cut them into more, or index them (data_prep index): then ranks share shards")
+            few = (
+                f"{len(self.urls)} shard{'s' * (len(self.urls) > 1)} for {num_ranks} ranks, of"
+                " which each reads its own"
+            )
+            raise ValueError(
+                f"data.dataset: {few}; cut them into more, or index them (data_prep index): then"
+                " ranks share shards"
+            )
 
     @property
     def in_words(self) -> str:
         """What one should know of it before it begins."""
         rows = [" ".join(f"{value:.3f}" for value in row) for row in self.channel_statistics]
-        default = ", ImageNet's by default" if None in (self.settings.channel_mean, self.settings.channel_std) else ""
+        default = (
+            ", ImageNet's by default"
+            if None in (self.settings.channel_mean, self.settings.channel_std)
+            else ""
+        )
         return (
-            f"a stream of {len(self.urls):,} shards: no shuffle over all of them and no exact resume, and nothing but "
-            f"data.samples_per_epoch={self.num_samples:,} says what an epoch is; mean / std {' / '.join(rows)}{default}"
+            f"a stream of {len(self.urls):,} shards: no shuffle over all of them and no exact"
+            f" resume, and nothing but data.samples_per_epoch={self.num_samples:,} says what an"
+            f" epoch is; mean / std {' / '.join(rows)}{default}"
         )
 
 
@@ -246,8 +310,13 @@ def load_training_data(data: DataSettings) -> TrainingData:
     found = [Part(data.directory, manifest, data.train_split, fold=data.fold)]
     count = num_folds(found[0])
     if data.fold is not None and data.fold >= count:
-        has = f"has {count} folds, numbered from 0" if count else "has no folds; leave data.fold out"
-        raise ValueError(f"data.fold: {data.fold} will not do, split {data.train_split!r} of {data.dataset} {has}")
+        has = (
+            f"has {count} folds, numbered from 0" if count else "has no folds; leave data.fold out"
+        )
+        raise ValueError(
+            f"data.fold: {data.fold} will not do, split {data.train_split!r} of {data.dataset}"
+            f" {has}"
+        )
     for number, other in enumerate(data.also):
         directory = data.directory_of(other.dataset)
         also = load_manifest(directory)
@@ -255,12 +324,18 @@ def load_training_data(data: DataSettings) -> TrainingData:
         found.append(Part(directory, also, other.split))
     _check_sizes(data, found)
     _check_names(found)
-    weights = mixture_weights([data.weight, *(other.weight for other in data.also)], [part.content.num_samples for part in found])
+    weights = mixture_weights(
+        [data.weight, *(other.weight for other in data.also)],
+        [part.content.num_samples for part in found],
+    )
     if len(found) == 1:
         return TrainingData(data, tuple(found), weights, manifest.classes)
     classes = tuple(dict.fromkeys(name for part in found for name in part.manifest.classes))
     numbers = {name: number for number, name in enumerate(classes)}
-    parts = [replace(part, classes=tuple(numbers[name] for name in part.manifest.classes)) for part in found]
+    parts = [
+        replace(part, classes=tuple(numbers[name] for name in part.manifest.classes))
+        for part in found
+    ]
     return TrainingData(data, tuple(parts), weights, classes)
 
 
@@ -271,11 +346,18 @@ def _load_stream(data: DataSettings) -> StreamData:
     if data.eval_dataset is not None and data.eval_split is not None:
         directory = data.directory_of(data.eval_dataset)
         of_evaluation = load_manifest(directory)
-        _labelled(of_evaluation, data.eval_split, field="data.eval_split", directory=data.eval_dataset)
+        _labelled(
+            of_evaluation, data.eval_split, field="data.eval_split", directory=data.eval_dataset
+        )
         evaluated, classes = Part(directory, of_evaluation, data.eval_split), of_evaluation.classes
         if len(classes) != data.num_classes:
-            raise ValueError(f"data.num_classes: {data.num_classes:,}, but {data.eval_dataset} has {len(classes):,}; set that")
-    named = re.search(r"([\w.+-]+?)[-_]?\d*\.(tar|tgz)\b", next((url for url in urls if not is_command(url)), ""))
+            raise ValueError(
+                f"data.num_classes: {data.num_classes:,}, but {data.eval_dataset} has"
+                f" {len(classes):,}; set that"
+            )
+    named = re.search(
+        r"([\w.+-]+?)[-_]?\d*\.(tar|tgz)\b", next((url for url in urls if not is_command(url)), "")
+    )
     manifest = Manifest(
         tool_version=__version__,
         name=f"stream of {named[1] if named else 'shards'}",
@@ -298,19 +380,24 @@ def _load_stream(data: DataSettings) -> StreamData:
 
 
 def expand_shards(words: str) -> tuple[str, ...]:
-    """As webdataset does it (which imports torch): `::` between lists, ${NAME} is WDS_NAME of the environment, then braces."""
+    """As webdataset does it (which imports torch): `::` between lists, ${NAME} is WDS_NAME of the
+    environment, then braces."""
 
     def value(match: re.Match[str]) -> str:
         if (found := os.environ.get(name := f"WDS_{match[1]}")) is None:
             raise ValueError(
-                f"data.dataset: ${{{match[1]}}} stands for {name}, which is not set; export it, or write what it means"
+                f"data.dataset: ${{{match[1]}}} stands for {name}, which is not set; export it, or"
+                " write what it means"
             )
         return found
 
     urls: list[str] = []
     for part in words.split("::"):
         if is_record(part):
-            raise ValueError(f"data.dataset: {part} only records a command. Give the command again: data.dataset='pipe:COMMAND'")
+            raise ValueError(
+                f"data.dataset: {part} only records a command. Give the command again:"
+                " data.dataset='pipe:COMMAND'"
+            )
         for _ in range(10):
             part = re.sub(r"\$\{(\w+)\}", value, part)  # noqa: PLW2901
         try:
@@ -322,11 +409,17 @@ def expand_shards(words: str) -> tuple[str, ...]:
         scheme = urlsplit(url).scheme
         path = Path(unquote(urlsplit(url).path) if scheme == "file" else url)
         if scheme not in _OPENED:
-            raise ValueError(f"data.dataset: {scheme}: is not read; write a path, a URL, or a command as 'pipe:COMMAND'")
+            raise ValueError(
+                f"data.dataset: {scheme}: is not read; write a path, a URL, or a command as"
+                " 'pipe:COMMAND'"
+            )
         if scheme not in ("", "file") or path.is_file():
             continue
         if (path / MANIFEST_NAME).is_file():
-            raise ValueError(f"data.dataset: {path} is an indexed dataset; leave data.stream out, and it resumes exactly")
+            raise ValueError(
+                f"data.dataset: {path} is an indexed dataset; leave data.stream out, and it resumes"
+                " exactly"
+            )
         hint = (
             f"name its shards, such as {path}/{{000..146}}.tar"
             if path.is_dir()
@@ -336,13 +429,21 @@ def expand_shards(words: str) -> tuple[str, ...]:
     return tuple(urls)
 
 
-def check_against_data(data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings) -> int:
+def check_against_data(
+    data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings
+) -> int:
     """The number of steps of the run; raises what only the datasets can tell."""
     model.check(image_size=data.image_size)
     batch = train.global_batch_size
     if batch > data.num_samples:
-        fix = f"Set it to at most {data.num_samples:,}, such as {1 << (data.num_samples.bit_length() - 1)}"
-        raise ValueError(f"train.global_batch_size: {batch:,} is more than the {data.num_samples:,} samples of an epoch. {fix}")
+        fix = (
+            f"Set it to at most {data.num_samples:,}, such as"
+            f" {1 << (data.num_samples.bit_length() - 1)}"
+        )
+        raise ValueError(
+            f"train.global_batch_size: {batch:,} is more than the {data.num_samples:,} samples of"
+            f" an epoch. {fix}"
+        )
     steps = data.steps(train.duration, global_batch_size=batch)
     if steps < 1:
         raise ValueError(f"train.duration: {train.duration!r} is no step at all; make it longer")
@@ -350,12 +451,16 @@ def check_against_data(data: TrainingData, *, model: ModelSpec, train: TrainSett
     cooldown = data.steps(schedule.cooldown, global_batch_size=batch)
     if warmup + cooldown > steps:
         parts = f"{cooldown} steps after {warmup} of warm-up" if warmup else f"{cooldown} steps"
-        raise ValueError(f"schedule.cooldown: {schedule.cooldown!r} is {parts}, but the run has {steps}; make it shorter")
+        raise ValueError(
+            f"schedule.cooldown: {schedule.cooldown!r} is {parts}, but the run has {steps}; make it"
+            " shorter"
+        )
     return steps
 
 
 def fit_warmup(num_warmup_steps: int, *, num_steps: int) -> int:
-    """Return the steps of the warm-up: a tenth of the run if the warm-up would be as long as the run, or longer."""
+    """Return the steps of the warm-up: a tenth of the run if the warm-up would be as long as the
+    run, or longer."""
     return num_warmup_steps if num_warmup_steps < num_steps else num_steps // 10
 
 
@@ -363,7 +468,11 @@ def _labelled(manifest: Manifest, split: str, *, field: str, directory: str) -> 
     try:
         content = manifest.labelled_split(split, directory=directory)
     except DatasetError as error:
-        without = ", or do without: data.eval_split=null" if field == "data.eval_split" and split not in manifest.splits else ""
+        without = (
+            ", or do without: data.eval_split=null"
+            if field == "data.eval_split" and split not in manifest.splits
+            else ""
+        )
         raise ValueError(f"{field}: {error}{without}") from None
     if content.num_samples == 0:
         raise ValueError(f"{field}: split {split!r} of {directory} is empty; choose another")
@@ -379,31 +488,48 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
     keeping = [part for part in parts if part.manifest.encoding == "keep"]
     if data.image_size is None and keeping:
         raise ValueError(
-            f"data.image_size: missing; {keeping[0].directory} keeps the pictures' own sizes, so say what the model is fed, "
-            f"such as {next((part.manifest.image_size for part in parts if part not in keeping), keeping[0].manifest.image_size)}"
+            f"data.image_size: missing; {keeping[0].directory} keeps the pictures' own sizes, so"
+            " say what the model is fed, "
+            "such as"
+            " "
+            f"{next((part.manifest.image_size for part in parts if part not in keeping), keeping[0].manifest.image_size)}"
         )
     stored = {part.manifest.image_size for part in parts if part not in keeping}
     if keeping and stored - {data.image_size}:
-        reason = f"some pictures are stored at {min(stored)} px, and {keeping[0].directory} must be read at the same size"
+        reason = (
+            f"some pictures are stored at {min(stored)} px, and {keeping[0].directory} must be read"
+            " at the same size"
+        )
         wrong = f"{data.image_size} will not do with data.also, where {reason}"
         raise ValueError(f"data.image_size: {wrong}; set data.image_size={min(stored)}")
     first = parts[0].stored_size(data.image_size)
     for part in parts:
         if (size := part.stored_size(data.image_size)) != first:
-            sizes = f"{part.directory} stores pictures of {size} px, {parts[0].directory} of {first} px"
+            sizes = (
+                f"{part.directory} stores pictures of {size} px, {parts[0].directory} of {first} px"
+            )
             raise ValueError(f"data.also: {sizes}; build one of them anew at the size of the other")
 
 
 def _check_names(parts: Sequence[Part]) -> None:
-    """Stock shards may come without names for their classes; then numbers stand for them, and 7 is not 7 everywhere."""
-    unnamed = [part for part in parts if part.manifest.classes == tuple(map(str, range(len(part.manifest.classes))))]
+    """Stock shards may come without names for their classes; then numbers stand for them, and 7 is
+    not 7 everywhere."""
+    unnamed = [
+        part
+        for part in parts
+        if part.manifest.classes == tuple(map(str, range(len(part.manifest.classes))))
+    ]
     for part in unnamed[1:]:
         mine, others = len(part.manifest.classes), len(unnamed[0].manifest.classes)
         if mine != others:
             classes = (
-                f"the classes of {part.directory} and of {unnamed[0].directory} are bare numbers, {mine:,} and {others:,} of them"
+                f"the classes of {part.directory} and of {unnamed[0].directory} are bare numbers,"
+                f" {mine:,} and {others:,} of them"
             )
-            raise ValueError(f"data.also: {classes}, and can hardly mean the same; index them again with a classes_file each")
+            raise ValueError(
+                f"data.also: {classes}, and can hardly mean the same; index them again with a"
+                " classes_file each"
+            )
 
 
 def _triple(values: np.ndarray) -> Statistic:

@@ -1,17 +1,22 @@
-"""`data.check: first-read`: hash each local shard once in a run, in the background, and stop the run at the first wrong shard.
+"""`data.check: first-read`: hash each local shard once in a run, in the background, and stop the
+run at the first wrong shard.
 
-1. The shards that training and evaluation read in place are divided among the ranks. A rank skips the shards that its node has
+1. The shards that training and evaluation read in place are divided among the ranks. A rank skips
+   the shards that its node has
    staged: staged and downloaded shards are hashed as they arrive.
-2. On each rank a thread of the lowest priority hashes its shards. RUN/checked/rank-R.jsonl gets a line for each correct shard
-   (path, size, mtime, sha256), so later starts of this run do not hash that shard again.
-3. The rank that finds a wrong shard fails at its next step, or at the end of training, and the heartbeat ends the other ranks.
+2. On each rank a thread of the lowest priority hashes its shards. RUN/checked/rank-R.jsonl gets a
+   line for each correct shard (path, size, mtime, sha256), so later starts of this run do not hash
+   that shard again.
+3. The rank that finds a wrong shard fails at its next step, or at the end of training, and the
+   heartbeat ends the other ranks.
 
-Checkpoints do not wait for the hashes, so earlier checkpoints may have been trained on the wrong bytes. A run that ends before all
-shards are hashed leaves the other shards unchecked. A file that changes after its hash is noticed at the next start, if its size or
-mtime changed.
+Checkpoints do not wait for the hashes, so earlier checkpoints may have been trained on the wrong
+bytes. A run that ends before all shards are hashed leaves the other shards unchecked. A file that
+changes after its hash is noticed at the next start, if its size or mtime changed.
 
-The cost is one CPU second for 1.3 GB, at a priority that gives way to training. Steps took 10 % longer meanwhile on 2 cores that
-training keeps busy (benchmarks/train.py --quick --only mlp, AMD EPYC, commit 8b3410d).
+The cost is one CPU second for 1.3 GB, at a priority that gives way to training. Steps took 10 %
+longer meanwhile on 2 cores that training keeps busy (benchmarks/train.py --quick --only mlp, AMD
+EPYC, commit 8b3410d).
 """
 
 import json
@@ -33,7 +38,8 @@ from pretrain.ranks.world import World
 
 class FirstRead(threading.Thread):
     def __init__(self, parts: Sequence[Part], *, run_dir: Path, world: World, device: torch.device):
-        """All ranks call this with the same parts, because they agree on the parts that a rank reads in place."""
+        """All ranks call this with the same parts, because they agree on the parts that a rank
+        reads in place."""
         super().__init__(name="first-read", daemon=True)
         self._checked, self._rank = run_dir / "checked", world.rank
         parts = [part for part in parts if any_rank(part.staged is None, device=device)]
@@ -58,19 +64,28 @@ class FirstRead(threading.Thread):
             raise self._fault
 
     def _hash_all(self) -> None:
-        known = {line for path in self._checked.glob("rank-*.jsonl") for line in path.read_bytes().splitlines()}
+        known = {
+            line
+            for path in self._checked.glob("rank-*.jsonl")
+            for line in path.read_bytes().splitlines()
+        }
         for (path, expected), dataset in self._shards:
             try:
                 status = path.stat()
-                line = json.dumps([str(path), status.st_size, status.st_mtime_ns, expected]).encode()
+                line = json.dumps(
+                    [str(path), status.st_size, status.st_mtime_ns, expected]
+                ).encode()
                 sha256 = expected if line in known else sha256_of(path)
             except OSError as error:
-                raise DatasetError(f"{path}: cannot be read ({cause_of(error)}). Run data_prep verify {dataset}") from None
+                raise DatasetError(
+                    f"{path}: cannot be read ({cause_of(error)}). Run data_prep verify {dataset}"
+                ) from None
             if sha256 != expected:
                 raise DatasetError(
-                    f"{path}: its bytes are no longer those of the manifest (sha256 {sha256[:12]}..., not {expected[:12]}...). "
-                    f"Run data_prep verify {dataset}, restore the file, and repeat the command. Checkpoints of this run may have "
-                    "been trained on the wrong bytes"
+                    f"{path}: its bytes are no longer those of the manifest (sha256"
+                    f" {sha256[:12]}..., not {expected[:12]}...). Run data_prep verify {dataset},"
+                    " restore the file, and repeat the command. Checkpoints of this run may have"
+                    " been trained on the wrong bytes"
                 )
             if line not in known:
                 self._remember(line)

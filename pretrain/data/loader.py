@@ -1,12 +1,16 @@
-"""Batches for one rank, fetched ahead by threads, in the one order that the plan and the order fix: to train, and to judge.
+"""Batches for one rank, fetched ahead by threads, in the one order that the plan and the order fix:
+to train, and to judge.
 
-The loader has no state of its own: it starts after `consumed` samples and the trainer, which knows what it has used, says so in
-the checkpoint. Threads serve where processes would copy: gathering from mapped shards, libjpeg-turbo and numpy let go of the GIL.
+The loader has no state of its own: it starts after `consumed` samples and the trainer, which knows
+what it has used, says so in the checkpoint. Threads serve where processes would copy: gathering
+from mapped shards, libjpeg-turbo and numpy let go of the GIL.
 
-How a batch comes about: 1. a batch is taken, which makes room for one more request; 2. whichever thread is free first locates its
-samples, and those of its neighbours, because numpy is slow at finding few; 3. the threads fill parts of one buffer, whose memory
-has been used before; 4. the thread that ends last looks up the labels and calls `finish` (on a CPU the augmentation; for a GPU
-nothing, see `feed.py`). At most `prefetch` batches are under way. What lies in a store is asked for early, and for all ranks.
+How a batch comes about: 1. a batch is taken, which makes room for one more request; 2. whichever
+thread is free first locates its samples, and those of its neighbours, because numpy is slow at
+finding few; 3. the threads fill parts of one buffer, whose memory has been used before; 4. the
+thread that ends last looks up the labels and calls `finish` (on a CPU the augmentation; for a GPU
+nothing, see `feed.py`). At most `prefetch` batches are under way. What lies in a store is asked for
+early, and for all ranks.
 """
 
 import itertools
@@ -33,7 +37,8 @@ from pretrain.ranks.world import World
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
-"""Mends the bad places of (ids, images) and returns whose labels count at each place; -1: leave the place out."""
+"""Mends the bad places of (ids, images) and returns whose labels count at each place; -1: leave the
+place out."""
 Waits = Callable[[Future[T]], T]
 """How to wait for a batch: see `StopFlag.result`."""
 
@@ -42,7 +47,8 @@ SMALLEST_PART, SMALLEST_GATHER = 32, 2_000_000
 LOCATED_TOGETHER = 8192
 """Samples."""
 LOOK_AHEAD = 32_768
-"""Samples of all ranks whose remote shards are asked for in advance (two global batches, if that is more); said anew every half."""
+"""Samples of all ranks whose remote shards are asked for in advance (two global batches, if that is
+more); said anew every half."""
 MOST_IDLE = 8
 """Buffers of one size that wait in the pool; more are given back to the system."""
 
@@ -87,8 +93,9 @@ class Batch:
     epochs: Ids
     samples: Ids
     mix_keys: Ids
-    """Which draw of MixUp each picture has, on every world size: position // 2, which neighbours share, or the number of the global
-    batch, and then the picture before the first stands in front of the others, without a key of its own."""
+    """Which draw of MixUp each picture has, on every world size: position // 2, which neighbours
+    share, or the number of the global batch, and then the picture before the first stands in front
+    of the others, without a key of its own."""
     mask_B: Tensor | None = None
     """False where evaluation is padded, or a sample cannot be read."""
     num_bad: int = 0
@@ -115,12 +122,17 @@ def training_batches(
     waits: Waits[T] = Future.result,
     previous_in: int | None = None,
 ) -> "Batches[T]":
-    """The micro-batches of a rank from `consumed` samples on, without end; with `previous_in` (the size of a global batch) each
-    has the picture before it in its global batch (before the first: the last) in front of its own, to be mixed with."""
+    """The micro-batches of a rank from `consumed` samples on, without end; with `previous_in` (the
+    size of a global batch) each has the picture before it in its global batch (before the first:
+    the last) in front of its own, to be mixed with.
+    """
     return Batches(
         reader,
         order,
-        (_with_previous(own, previous_in) if previous_in else Request(own) for own in plan.sequence(consumed=consumed, rank=rank)),
+        (
+            _with_previous(own, previous_in) if previous_in else Request(own)
+            for own in plan.sequence(consumed=consumed, rank=rank)
+        ),
         finish=finish,
         on_bad=(bad_samples or BadSamples(reader)).replace,
         num_threads=num_threads,
@@ -146,9 +158,12 @@ def evaluation_batches(
     on_bad: OnBad = left_out,
     waits: Waits[Batch] = Future.result,
 ) -> "Batches[Batch]":
-    """Every sample of the split once over all ranks, in order; padding is masked, and so is what cannot be read."""
+    """Every sample of the split once over all ranks, in order; padding is masked, and so is what
+    cannot be read."""
     plan = BatchPlan(local_batch_size * world.num_ranks, local_batch_size, world.num_ranks)
-    num_batches = -(-reader.num_samples // plan.global_batch_size)  # of every rank, and all are equal
+    num_batches = -(
+        -reader.num_samples // plan.global_batch_size
+    )  # of every rank, and all are equal
     positions = itertools.islice(plan.sequence(consumed=0, rank=world.rank), num_batches)
     return Batches(
         reader,
@@ -181,7 +196,13 @@ class Batches(Generic[T]):
         waits: Waits[T] = Future.result,
     ):
         """`waits` is how the caller of `next` waits."""
-        self.reader, self.order, self.finish, self.on_bad, self.pin = reader, order, finish, on_bad, pin
+        self.reader, self.order, self.finish, self.on_bad, self.pin = (
+            reader,
+            order,
+            finish,
+            on_bad,
+            pin,
+        )
         self.requests, self.buffers = iter(requests), BufferPool()
         self._waits, self._num_threads, self._prefetch = waits, num_threads, prefetch
         self._look_ahead, self._announce_from, self._announcing = look_ahead, -1, threading.Lock()
@@ -217,7 +238,8 @@ class Batches(Generic[T]):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def announce(self, position: int) -> None:
-        """Now and then the reader learns which samples of the whole sequence come next: the ranks of a node share their copies."""
+        """Now and then the reader learns which samples of the whole sequence come next: the ranks
+        of a node share their copies."""
         if not self.reader.is_remote:
             return
         with self._announcing:
@@ -236,11 +258,17 @@ class Batches(Generic[T]):
         if self._following is None and len(group.jobs) <= group.num_requests // 2:
             self._following = _Group(self)
             if self._following.jobs:
-                self._pool.submit(self._following.located)  # meanwhile the others have batches to fill
-        # decoding takes long enough to share every batch; gathering is shared by as many as would else have none to fill
+                self._pool.submit(
+                    self._following.located
+                )  # meanwhile the others have batches to fill
+        # decoding takes long enough to share every batch; gathering is shared by as many as would
+        # else have none to fill
         smallest, sharing = SMALLEST_PART, self._num_threads
         if not self.reader.decodes:
-            smallest, sharing = max(1, SMALLEST_GATHER // (3 * self.reader.stored_size**2)), -(-sharing // self._prefetch)
+            smallest, sharing = (
+                max(1, SMALLEST_GATHER // (3 * self.reader.stored_size**2)),
+                -(-sharing // self._prefetch),
+            )
         num_parts = max(1, min(sharing, len(request.positions) // smallest))
         job = _Job(self, group, request, own=own, num_parts=num_parts)
         self._ahead.append(job.done)
@@ -256,11 +284,16 @@ class _Group:
         self.jobs: deque[tuple[Request, slice]] = deque()
         """With the place of the request's samples among those of the group."""
         num_samples = 0
-        while num_samples < LOCATED_TOGETHER and (request := next(batches.requests, None)) is not None:
+        while (
+            num_samples < LOCATED_TOGETHER and (request := next(batches.requests, None)) is not None
+        ):
             end = num_samples + len(request.positions)
             self.jobs.append((request, slice(num_samples, end)))
             num_samples = end
-        self.num_requests, self._positions = len(self.jobs), [request.positions for request, _ in self.jobs]
+        self.num_requests, self._positions = (
+            len(self.jobs),
+            [request.positions for request, _ in self.jobs],
+        )
         self._located: tuple[Ids, Places] | None = None
 
     def located(self) -> tuple[Ids, Places]:
@@ -275,7 +308,9 @@ class _Group:
 class _Job(Generic[T]):
     """One batch on its way through the threads."""
 
-    def __init__(self, batches: Batches[T], group: _Group, request: Request, *, own: slice, num_parts: int):
+    def __init__(
+        self, batches: Batches[T], group: _Group, request: Request, *, own: slice, num_parts: int
+    ):
         self._batches, self._group, self._request, self._own = batches, group, request, own
         self._size = len(request.positions)
         self._cuts = [self._size * part // num_parts for part in range(num_parts + 1)]
@@ -295,13 +330,16 @@ class _Job(Generic[T]):
 
     def _run(self, part: int) -> None:
         batches, first, end = self._batches, self._cuts[part], self._cuts[part + 1]
-        # for each batch: those of one group may lie far apart, as between them stand those of all other ranks
+        # for each batch: those of one group may lie far apart, as between them stand those of all
+        # other ranks
         batches.announce(int(self._request.positions.min()))
         epochs, places = self._group.located()
         places = places.part(self._own)
         with self._lock:
             if self._images_BHWC is None:
-                self._images_BHWC = batches.buffers.pictures(self._size, batches.reader.stored_size, pin=batches.pin)
+                self._images_BHWC = batches.buffers.pictures(
+                    self._size, batches.reader.stored_size, pin=batches.pin
+                )
             images_BHWC = self._images_BHWC
         mine = places.part(slice(first, end))
         bad = batches.reader.read(mine, images_BHWC[first:end])
@@ -313,7 +351,9 @@ class _Job(Generic[T]):
             self._num_done += 1
             is_last = self._num_done == len(self._cuts) - 1
         if is_last:
-            self.done.set_result(batches.finish(self._batch(images_BHWC, epochs[self._own], places)))
+            self.done.set_result(
+                batches.finish(self._batch(images_BHWC, epochs[self._own], places))
+            )
 
     def _batch(self, images_BHWC: Tensor, epochs: Ids, places: Places) -> Batch:
         labels, mask = places.labels, self._request.mask
@@ -321,7 +361,9 @@ class _Job(Generic[T]):
         for first, shown in self._shown.items():
             readable[first : first + len(shown)] = shown >= 0
             labels = labels.copy()
-            labels[first : first + len(shown)] = self._batches.reader.locate(np.maximum(shown, 0)).labels
+            labels[first : first + len(shown)] = self._batches.reader.locate(
+                np.maximum(shown, 0)
+            ).labels
         labels_B = torch.from_numpy(np.ascontiguousarray(labels))
         mask_B = None if mask is None else torch.from_numpy(mask & readable)
         return Batch(
@@ -329,28 +371,36 @@ class _Job(Generic[T]):
             labels_B=labels_B.pin_memory() if self._batches.pin else labels_B,
             epochs=epochs,
             samples=places.ids,
-            mix_keys=self._request.positions // 2 if self._request.mix_keys is None else self._request.mix_keys,
+            mix_keys=(
+                self._request.positions // 2
+                if self._request.mix_keys is None
+                else self._request.mix_keys
+            ),
             mask_B=mask_B.pin_memory() if self._batches.pin and mask_B is not None else mask_B,
             num_bad=self._num_bad if mask is None else int((mask & ~readable).sum()),
         )
 
 
 def num_cpu_threads(device: torch.device) -> int | None:
-    """How many of a rank's threads share a sum, which is rounded as they share it: of one number alone, the same bits. None where a
-    GPU computes."""
+    """How many of a rank's threads share a sum, which is rounded as they share it: of one number
+    alone, the same bits. None where a GPU computes."""
     return torch.get_num_threads() if device.type == "cpu" else None
 
 
 def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
-    """Each works alone: were torch to split every gather over all cores once more, the threads would hinder each other."""
+    """Each works alone: were torch to split every gather over all cores once more, the threads
+    would hinder each other."""
     device = torch.cuda.current_device() if pin else None
     started, before = threading.Barrier(number), torch.get_num_threads()
 
     def settle() -> None:
         try:
             if device is not None:
-                torch.cuda.set_device(device)  # pinned memory would open a context on the first GPU, for every rank
-            torch.get_num_threads()  # or the thread would take the number of the process when torch first works in it
+                torch.cuda.set_device(
+                    device
+                )  # pinned memory would open a context on the first GPU, for every rank
+            # or the thread would take the number of the process when torch first works in it
+            torch.get_num_threads()
             torch.set_num_threads(1)  # of this thread, and of threads that begin from here on
         except BaseException:
             started.abort()  # nobody waits for who cannot come
@@ -372,16 +422,20 @@ def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
 
 
 class BufferPool:
-    """Memory of batches that is used again: fresh memory costs a page fault every 4 KB, as much as filling it does.
+    """Memory of batches that is used again: fresh memory costs a page fault every 4 KB, as much as
+    filling it does.
 
-    A tensor on loan keeps its memory for as long as anything refers to it, views and autograd's graph included; then the memory
-    goes back to the pool by itself. Pinned memory is torch's own affair: its allocator does the same, and knows of copies
-    under way. May be used by several threads. Each `Batches` has a pool of its own: what an evaluation pays for its first buffers
+    A tensor on loan keeps its memory for as long as anything refers to it, views and autograd's
+    graph included; then the memory goes back to the pool by itself. Pinned memory is torch's own
+    affair: its allocator does the same, and knows of copies under way. May be used by several
+    threads. Each `Batches` has a pool of its own: what an evaluation pays for its first buffers
     (four of 12 MB: 4 ms, on 2 cores) is not worth the memory between evaluations.
     """
 
     def __init__(self) -> None:
-        self._idle: dict[int, deque[NDArray[np.uint8]]] = defaultdict(lambda: deque(maxlen=MOST_IDLE))
+        self._idle: dict[int, deque[NDArray[np.uint8]]] = defaultdict(
+            lambda: deque(maxlen=MOST_IDLE)
+        )
 
     def pictures(self, count: int, size: int, *, pin: bool) -> Tensor:
         if pin:

@@ -1,30 +1,37 @@
-"""The order of training: pure integers -> which sample stands at which place, for any place, at no cost in memory.
+"""The order of training: pure integers -> which sample stands at which place, for any place, at no
+cost in memory.
 
-Training walks one endless line of positions: position p is place p mod E of epoch p div E. Global batch i is the positions
-[i B, (i + 1) B), fixed before any rank exists; a rank takes its slice; a resume is the number of samples consumed. So every rank
-has the same number of steps, and every world size sees the same batches.
+Training walks one endless line of positions: position p is place p mod E of epoch p div E. Global
+batch i is the positions [i B, (i + 1) B), fixed before any rank exists; a rank takes its slice; a
+resume is the number of samples consumed. So every rank has the same number of steps, and every
+world size sees the same batches.
 
-The length E of an epoch says what becomes of its last, incomplete batch (`epoch_length`). `carry`: E = N, every sample stands
-exactly once in every epoch, and a batch may reach over the end of one. `drop`: E = N rounded down to whole batches; what an epoch
-leaves out changes from epoch to epoch. `pad`: E = N rounded up; the last batch is filled with the epoch's first samples again.
+The length E of an epoch says what becomes of its last, incomplete batch (`epoch_length`). `carry`:
+E = N, every sample stands exactly once in every epoch, and a batch may reach over the end of one.
+`drop`: E = N rounded down to whole batches; what an epoch leaves out changes from epoch to epoch.
+`pad`: E = N rounded up; the last batch is filled with the epoch's first samples again.
 
-Within an epoch the order is a keyed permutation of 0..N-1, computed position by position with a Feistel network over Z_a x Z_b
-(a b >= N, walking on while the result is >= N), so that an epoch of any size needs no table and a resume no replay.
+Within an epoch the order is a keyed permutation of 0..N-1, computed position by position with a
+Feistel network over Z_a x Z_b (a b >= N, walking on while the result is >= N), so that an epoch of
+any size needs no table and a resume no replay.
 
-`full` permutes all samples. `block` permutes blocks of neighbouring samples and then the samples within windows of several
-blocks, so that a reader touches few blocks at a time; the blocks start at another sample in every epoch. How well it mixes classes
-is measured by `benchmarks/order.py`.
+`full` permutes all samples. `block` permutes blocks of neighbouring samples and then the samples
+within windows of several blocks, so that a reader touches few blocks at a time; the blocks start at
+another sample in every epoch. How well it mixes classes is measured by `benchmarks/order.py`.
 
-Several datasets are one line (`Mixture`): which of them stands at each position is a pure function of the weights and the
-position. The sources are dealt out as evenly as integers allow. Two sources of weights a and b: of the first p positions, floor(p
-a / (a + b)) belong to the first. More sources: the first against all the others together, and so on among those. So in every
-stretch of positions each source has its share to within the number of sources; the n-th position of a source is the n-th of its
-own order, with its own epochs, and a resume needs nothing but the position. With weights equal to the numbers of samples, one
-epoch of the mixture holds every sample of every source exactly once. Sample ids of source k follow those of the sources before it,
-as the parts of a `ShardReader` do.
+Several datasets are one line (`Mixture`): which of them stands at each position is a pure function
+of the weights and the position. The sources are dealt out as evenly as integers allow. Two sources
+of weights a and b: of the first p positions, floor(p a / (a + b)) belong to the first. More
+sources: the first against all the others together, and so on among those. So in every stretch of
+positions each source has its share to within the number of sources; the n-th position of a source
+is the n-th of its own order, with its own epochs, and a resume needs nothing but the position. With
+weights equal to the numbers of samples, one epoch of the mixture holds every sample of every source
+exactly once. Sample ids of source k follow those of the sources before it, as the parts of a
+`ShardReader` do.
 
-All random numbers of training are counter-based (`hash64`): every value is a hash of what it is for, so no generator has a state to
-lose, and what is drawn for sample 17 of epoch 3 is the same on every rank, for every worker count and after every resume.
+All random numbers of training are counter-based (`hash64`): every value is a hash of what it is
+for, so no generator has a state to lose, and what is drawn for sample 17 of epoch 3 is the same on
+every rank, for every worker count and after every resume.
 """
 
 import itertools
@@ -48,7 +55,8 @@ _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def hash64(*parts: ArrayLike, after: U64 | None = None) -> U64:
-    """One 64-bit hash of the parts, broadcast over arrays; the order of the parts matters. `after`: the hash of those before."""
+    """One 64-bit hash of the parts, broadcast over arrays; the order of the parts matters. `after`:
+    the hash of those before."""
     with np.errstate(over="ignore"):
         state = np.asarray(_GOLDEN) if after is None else after
         for part in parts:
@@ -73,7 +81,8 @@ def hex_key(text: str) -> int:
 
 
 def permute(positions: Ids, *, size: int, key: int | U64) -> Ids:
-    """Where `positions` (each in 0..size-1) go under the permutation of 0..size-1 that `key` names; a key each, or one for all."""
+    """Where `positions` (each in 0..size-1) go under the permutation of 0..size-1 that `key` names;
+    a key each, or one for all."""
     rows = int(np.ceil(np.sqrt(size)))
     columns = -(-size // rows)
     result = _feistel(positions, rows=rows, columns=columns, key=key)
@@ -91,7 +100,9 @@ def _feistel(positions: Ids, *, rows: int, columns: int, key: int | U64) -> Ids:
         if number % 2 == 0:
             left = (left + (hash64(key, number, right) % np.uint64(rows)).astype(np.int64)) % rows
         else:
-            right = (right + (hash64(key, number, left) % np.uint64(columns)).astype(np.int64)) % columns
+            right = (
+                right + (hash64(key, number, left) % np.uint64(columns)).astype(np.int64)
+            ) % columns
     return left * columns + right
 
 
@@ -106,7 +117,11 @@ def epoch_length(num_samples: int, *, global_batch_size: int, last_batch: LastBa
     """The positions of one epoch."""
     if last_batch == "carry":
         return num_samples
-    batches = num_samples // global_batch_size if last_batch == "drop" else -(-num_samples // global_batch_size)
+    batches = (
+        num_samples // global_batch_size
+        if last_batch == "drop"
+        else -(-num_samples // global_batch_size)
+    )
     return batches * global_batch_size
 
 
@@ -164,7 +179,9 @@ class Order:
             samples[rows] = blocks * self.block_size + offsets
         tail = np.flatnonzero(within >= whole)
         if len(tail):
-            samples[tail] = whole + permute(within[tail] - whole, size=self.num_samples - whole, key=int(hash64(key, 3)))
+            samples[tail] = whole + permute(
+                within[tail] - whole, size=self.num_samples - whole, key=int(hash64(key, 3))
+            )
         rotation = int(hash64(key, 4)) % self.num_samples
         return (samples + rotation) % self.num_samples
 
@@ -195,7 +212,10 @@ class Mixture:
         rows = np.arange(len(positions))
         for source in range(len(self.weights) - 1):
             weight, total = self.weights[source], sum(self.weights[source:])
-            before, after = _share(places[rows], weight, total), _share(places[rows] + 1, weight, total)
+            before, after = (
+                _share(places[rows], weight, total),
+                _share(places[rows] + 1, weight, total),
+            )
             is_here = after > before
             places[rows] = np.where(is_here, before, places[rows] - before)
             rows = rows[~is_here]
@@ -204,23 +224,29 @@ class Mixture:
 
 
 def _share(counts: Ids, weight: int, total: int) -> Ids:
-    """floor(counts * weight / total) without leaving 64 bits: counts is split, because weights may be numbers of samples."""
+    """floor(counts * weight / total) without leaving 64 bits: counts is split, because weights may
+    be numbers of samples."""
     whole, rest = np.divmod(counts, total)
     share: Ids = whole * weight + rest * weight // total
     return share
 
 
 def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:
-    """As integers, in lowest terms: how often each source is drawn. Without weights, each sample is drawn equally often."""
+    """As integers, in lowest terms: how often each source is drawn. Without weights, each sample is
+    drawn equally often."""
     if all(weight is None for weight in weights):
         wanted = np.array(sizes, np.int64)
     else:
         assert all(weight is not None for weight in weights), weights
-        wanted = np.array([round(1_000_000 * weight) for weight in weights if weight is not None], np.int64)
+        wanted = np.array(
+            [round(1_000_000 * weight) for weight in weights if weight is not None], np.int64
+        )
     reduced = wanted // np.gcd.reduce(wanted)
     if reduced.sum() > LARGEST_SUM:
         shares = " : ".join(map(str, reduced.tolist()))
-        raise ValueError(f"data.weight: shares of {shares} are too fine; give weights with fewer digits")
+        raise ValueError(
+            f"data.weight: shares of {shares} are too fine; give weights with fewer digits"
+        )
     return tuple(reduced.tolist())
 
 
@@ -238,7 +264,8 @@ class Chosen:
 
 @dataclass(frozen=True)
 class InSequence:
-    """One pass over a split as it is stored: the order of evaluation. Beyond the end stands the last sample."""
+    """One pass over a split as it is stored: the order of evaluation. Beyond the end stands the
+    last sample."""
 
     num_samples: int
 
@@ -258,7 +285,8 @@ class AsItComes:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a global batch is cut: `accumulation_steps` micro-batches of `local_batch_size` on each of `num_ranks` ranks."""
+    """How a global batch is cut: `accumulation_steps` micro-batches of `local_batch_size` on each
+    of `num_ranks` ranks."""
 
     global_batch_size: int
     local_batch_size: int
@@ -272,7 +300,8 @@ class BatchPlan:
         return self.global_batch_size // (self.local_batch_size * self.num_ranks)
 
     def positions(self, *, consumed: int, micro_step: int, rank: int) -> Ids:
-        """The positions of one rank's micro-batch in the global batch that starts after `consumed` samples."""
+        """The positions of one rank's micro-batch in the global batch that starts after `consumed`
+        samples."""
         start = consumed + (micro_step * self.num_ranks + rank) * self.local_batch_size
         return np.arange(start, start + self.local_batch_size, dtype=np.int64)
 

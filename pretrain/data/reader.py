@@ -1,18 +1,23 @@
-"""Reads samples by number out of the shards of one split, or of several datasets one after the other.
+"""Reads samples by number out of the shards of one split, or of several datasets one after the
+other.
 
-All shards stand side by side in one range of addresses, and so do their indices (`FileRange`). A batch of raw pictures is
-therefore one gather over all shards, straight into the batch: tar members begin at multiples of 512 bytes, so the range is seen as
-overlapping rows that begin at every block. Anything else is decoded picture by picture, by the code that the dataset was checked
-with. Pixels come out as uint8 (B, H, W, 3).
+All shards stand side by side in one range of addresses, and so do their indices (`FileRange`). A
+batch of raw pictures is therefore one gather over all shards, straight into the batch: tar members
+begin at multiples of 512 bytes, so the range is seen as overlapping rows that begin at every block.
+Anything else is decoded picture by picture, by the code that the dataset was checked with. Pixels
+come out as uint8 (B, H, W, 3).
 
-Nothing is opened, read or held in memory before it is needed: a rank of a run over 1,400 shards starts in milliseconds. Local
-shards are mapped from their first use on, remote ones (from their copy in the node's store) while they are needed: such a one is
-let go, unmapped and free to be evicted, when nobody reads from it and it is not among those that are needed next, or the store has
+Nothing is opened, read or held in memory before it is needed: a rank of a run over 1,400 shards
+starts in milliseconds. Local shards are mapped from their first use on, remote ones (from their
+copy in the node's store) while they are needed: such a one is let go, unmapped and free to be
+evicted, when nobody reads from it and it is not among those that are needed next, or the store has
 no room for what some reader of this process needs now.
 
-Invariants: a shard stays mapped while a `reading` block that named it is open; what is mapped has the size that the manifest says.
+Invariants: a shard stays mapped while a `reading` block that named it is open; what is mapped has
+the size that the manifest says.
 
-Long because it is one noun, from the number of a sample to its pixels, and a batch passes all of it.
+Long because it is one noun, from the number of a sample to its pixels, and a batch passes all of
+it.
 """
 
 import ctypes
@@ -57,7 +62,14 @@ _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
@@ -90,12 +102,22 @@ class Places(NamedTuple):
 class ShardReader:
     """Random access to the samples of its parts, numbered one part after the other."""
 
-    def __init__(self, parts: Sequence[Part], *, image_size: int | None = None, store: ShardStore | None = None):
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        image_size: int | None = None,
+        store: ShardStore | None = None,
+    ):
         self.parts = tuple(parts)
-        (self.stored_size,) = {part.stored_size(image_size) for part in parts}  # the config is checked against the datasets before
+        (self.stored_size,) = {
+            part.stored_size(image_size) for part in parts
+        }  # the config is checked against the datasets before
         for part in parts:
             name_dataset(shlex.quote(str(part.directory)))
-        self._placed = [(part, shard) for part in parts for shard in part.content.shards if shard.num_samples]
+        self._placed = [
+            (part, shard) for part in parts for shard in part.content.shards if shard.num_samples
+        ]
         self._store = store
         self._starts = np.cumsum([0, *(shard.num_samples for _, shard in self._placed)])
         self.num_samples = int(self._starts[-1])
@@ -106,7 +128,9 @@ class ShardReader:
         """In `_table`; -1 until the index has been mapped and checked."""
         self._opening = threading.Lock()
         self._classes, self._classes_start = _class_numbers([part for part, _ in self._placed])
-        self._is_raw = np.array([part.manifest.encoding == "raw" for part, _ in self._placed], np.bool_)
+        self._is_raw = np.array(
+            [part.manifest.encoding == "raw" for part, _ in self._placed], np.bool_
+        )
         self.is_remote, self.decodes = self._shards.any_remote, not bool(self._is_raw.all())
         """Whether there are shards behind a network, and pictures that are not stored as pixels."""
         self._pictures = self._blockwise()
@@ -122,7 +146,9 @@ class ShardReader:
         if (self._table_starts[shards] < 0).any():
             self._open_indices(shards)
         first = self._table_starts[shards] + 3 * (ids - self._starts[shards])
-        offsets, lengths, labels = (self._table[first + column] for column in (_OFFSET, _LENGTH, _LABEL))
+        offsets, lengths, labels = (
+            self._table[first + column] for column in (_OFFSET, _LENGTH, _LABEL)
+        )
         if self._classes is not None:
             labels = self._classes[self._classes_start[shards] + labels]
         return Places(ids, shards, self._shards.files.starts[shards] + offsets, lengths, labels)
@@ -146,23 +172,29 @@ class ShardReader:
             is_raw = self._is_raw[places.shards]
             if is_raw.all():
                 blocks = torch.from_numpy(places.offsets // BLOCK)
-                torch.index_select(self._pictures, 0, blocks, out=batch_BHWC.view(len(batch_BHWC), -1))
+                torch.index_select(
+                    self._pictures, 0, blocks, out=batch_BHWC.view(len(batch_BHWC), -1)
+                )
                 return []
             raw, others = np.flatnonzero(is_raw), np.flatnonzero(~is_raw)
             if len(raw):
-                gathered = torch.index_select(self._pictures, 0, torch.from_numpy(places.offsets[raw] // BLOCK))
+                gathered = torch.index_select(
+                    self._pictures, 0, torch.from_numpy(places.offsets[raw] // BLOCK)
+                )
                 batch_BHWC[torch.from_numpy(raw)] = gathered.view(-1, *batch_BHWC.shape[1:])
             return self._decode(places, others, batch_BHWC.numpy())
 
     def fetch_ahead(self, ids: Ids) -> None:
-        """The samples that are needed next, in their order; only shards behind a network need to know."""
+        """The samples that are needed next, in their order; only shards behind a network need to
+        know."""
         if self.is_remote:
             numbers = self.shards_of(ids)
             _, first = np.unique(numbers, return_index=True)
             self._shards.fetch_ahead(numbers[np.sort(first)].tolist())
 
     def stand_in(self, sample: int, attempt: int) -> int:
-        """Who takes the place of a sample that cannot be read: another of the same shard, the same one in every run."""
+        """Who takes the place of a sample that cannot be read: another of the same shard, the same
+        one in every run."""
         number = int(self.shards_of(np.array([sample]))[0])
         start, end = self._starts[number : number + 2].tolist()
         return int(start + int(hash64(sample, attempt)) % (end - start))
@@ -171,14 +203,17 @@ class ShardReader:
         """(shard, key) of the samples: for people."""
         numbers = self.shards_of(ids).tolist()
         placed = {number: self._placed[number] for number in numbers}
-        paths = {number: load_paths(part.directory, shard) for number, (part, shard) in placed.items()}
+        paths = {
+            number: load_paths(part.directory, shard) for number, (part, shard) in placed.items()
+        }
         return [
             (placed[number][1].name, paths[number][sample - int(self._starts[number])])
             for sample, number in zip(ids.tolist(), numbers, strict=True)
         ]
 
     def end_waits(self) -> None:
-        """For downloads, in whatever thread and of whatever reader of the same store: nothing is fetched from here on."""
+        """For downloads, in whatever thread and of whatever reader of the same store: nothing is
+        fetched from here on."""
         if self._store is not None:
             self._store.close()
 
@@ -191,7 +226,9 @@ class ShardReader:
             manifest, start = self._placed[places.shards[row]][0].manifest, int(places.offsets[row])
             data = content[start : start + int(places.lengths[row])].tobytes()
             try:
-                decode_square(data, batch[row], crop=manifest.crop, interpolation=manifest.interpolation)
+                decode_square(
+                    data, batch[row], crop=manifest.crop, interpolation=manifest.interpolation
+                )
             except Rejection as error:
                 sample = int(places.ids[row])
                 ((shard, key),) = self.names(places.ids[row : row + 1])
@@ -204,27 +241,44 @@ class ShardReader:
                 part, shard = self._placed[number]
                 path = part.index(shard)
                 index = load_index(part.directory, shard, path=path)
-                _check_index(index, path, part, shard, raw_size=self.stored_size if self._is_raw[number] else None)
+                _check_index(
+                    index,
+                    path,
+                    part,
+                    shard,
+                    raw_size=self.stored_size if self._is_raw[number] else None,
+                )
                 self._indices.map(number, path, num_bytes=_index_size(part, shard))
                 self._table_starts[number] = int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
 
     def _blockwise(self) -> Tensor:
-        """(blocks, 3 H W): the pixels that would follow a PPM header at the beginning of each block."""
-        header, num_pixels = len(ppm_header(self.stored_size, self.stored_size)), 3 * self.stored_size**2
+        """(blocks, 3 H W): the pixels that would follow a PPM header at the beginning of each
+        block."""
+        header, num_pixels = (
+            len(ppm_header(self.stored_size, self.stored_size)),
+            3 * self.stored_size**2,
+        )
         content = torch.frombuffer(self._shards.files.buffer, dtype=torch.uint8)
         num_rows = max(0, (len(content) - header - num_pixels) // BLOCK + 1)
         return content.as_strided((num_rows, num_pixels), (BLOCK, 1), header)
 
 
 def open_split(
-    directory: Path | str, manifest: Manifest, split: str, *, image_size: int | None = None, store: ShardStore | None = None
+    directory: Path | str,
+    manifest: Manifest,
+    split: str,
+    *,
+    image_size: int | None = None,
+    store: ShardStore | None = None,
 ) -> ShardReader:
     manifest.split(split, directory=directory)
     return ShardReader([Part(Path(directory), manifest, split)], image_size=image_size, store=store)
 
 
 @contextmanager
-def reading(parts: Sequence[Part], data: ReadingSettings, *, image_size: int | None = None) -> Iterator[ShardReader]:
+def reading(
+    parts: Sequence[Part], data: ReadingSettings, *, image_size: int | None = None
+) -> Iterator[ShardReader]:
     """A reader with a store of its own, for the length of the block."""
     reader = ShardReader(parts, image_size=image_size, store=open_store(data, parts))
     try:
@@ -242,12 +296,17 @@ def open_store(settings: ReadingSettings, parts: Sequence[Part]) -> ShardStore |
     directory = Path(settings.cache_dir) if settings.cache_dir else default
     hosts = {own_host(part.directory) for part in parts} if settings.storage else set()
     return ShardStore(
-        directory, setting="data.cache_dir", max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage, hosts=hosts
+        directory,
+        setting="data.cache_dir",
+        max_bytes=int(settings.cache_gb * 1e9),
+        storage=settings.storage,
+        hosts=hosts,
     )
 
 
 def _class_numbers(part_of_shards: Sequence[Part]) -> tuple[Ids | None, Ids]:
-    """The classes of all parts one after the other, and where those of each shard begin; None where all keep their numbers."""
+    """The classes of all parts one after the other, and where those of each shard begin; None where
+    all keep their numbers."""
     parts = {id(part): part for part in part_of_shards}
     if all(part.classes is None for part in parts.values()):
         return None, np.zeros(len(part_of_shards), np.int64)
@@ -300,7 +359,8 @@ class MappedShards:
 
     @contextmanager
     def reading(self, numbers: Ids) -> Iterator[None]:
-        """The shards are mapped for the length of the block; waits for those that are still on their way."""
+        """The shards are mapped for the length of the block; waits for those that are still on
+        their way."""
         if not self.any_remote and self._mapped[numbers].all():
             yield  # the common case: local shards are never let go
             return
@@ -316,18 +376,33 @@ class MappedShards:
                 self._users[needed] -= 1
 
     def fetch_ahead(self, numbers: Sequence[int]) -> None:
-        """What is needed next, in this order; the rest is let go as soon as nobody reads from it."""
+        """What is needed next, in this order; the rest is let go as soon as nobody reads from
+        it."""
         remote = [number for number in numbers if self.is_remote[number]]
         if self._store is None or not remote:
             return
-        files, max_bytes = {number: self._file(number) for number in remote}, self._store.directory.max_bytes
+        files, max_bytes = (
+            {number: self._file(number) for number in remote},
+            self._store.directory.max_bytes,
+        )
         num_bytes = sum({file.name: file.num_bytes for file in files.values()}.values())
         if max_bytes is not None and num_bytes > max_bytes:
-            needs = f"the samples that come next lie in {len(remote):,} remote shards of {num_bytes / 1e9:.3g} GB together"
-            remedy = "data.shuffle=block (with smaller data.block_size and data.window_blocks), which needs few shards at a time"
-            raise UserError(f"data.cache_gb: {max_bytes / 1e9:g} will not do: {needs}; raise it, or, to train, set {remedy}")
+            needs = (
+                f"the samples that come next lie in {len(remote):,} remote shards of"
+                f" {num_bytes / 1e9:.3g} GB together"
+            )
+            remedy = (
+                "data.shuffle=block (with smaller data.block_size and data.window_blocks), which"
+                " needs few shards at a time"
+            )
+            raise UserError(
+                f"data.cache_gb: {max_bytes / 1e9:g} will not do: {needs}; raise it, or, to train,"
+                f" set {remedy}"
+            )
         self._let_go(but=frozenset(remote))
-        self._store.fetch_ahead([file for number, file in files.items() if not self._mapped[number]])
+        self._store.fetch_ahead(
+            [file for number, file in files.items() if not self._mapped[number]]
+        )
 
     def close(self) -> None:
         """Nothing may be read from here on."""
@@ -337,7 +412,9 @@ class MappedShards:
     def _let_go(self, *, but: frozenset[int] = frozenset()) -> None:
         """What nobody reads from at this moment."""
         with self._lock:
-            idle = [number for number in self._held if number not in but and not self._users[number]]
+            idle = [
+                number for number in self._held if number not in but and not self._users[number]
+            ]
             for number in idle:
                 self.files.unmap(number)
                 self._mapped[number] = False
@@ -396,18 +473,26 @@ class FileRange:
         self._slots = slots
         num_bytes = int(ends[-1]) if len(ends) else page
         self._address = _map(None, num_bytes, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        # at the end of the process a thread may still be reading: the system takes the range back when it is over
+        # at the end of the process a thread may still be reading: the system takes the range back
+        # when it is over
         weakref.finalize(self, _libc.munmap, self._address, num_bytes).atexit = False
         self.buffer: Any = (ctypes.c_ubyte * num_bytes).from_address(self._address)
         self.content: NDArray[np.uint8] = np.ctypeslib.as_array(self.buffer)
         self.content.flags.writeable = False
 
     def map(self, number: int, path: Path, *, num_bytes: int) -> None:
-        """Puts the file into its slot. Its size is the caller's to check: what lies behind its end must not be read."""
+        """Puts the file into its slot. Its size is the caller's to check: what lies behind its end
+        must not be read."""
         assert num_bytes <= self._slots[number], (path, num_bytes)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            _map(self._at(number), num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+            _map(
+                self._at(number),
+                num_bytes,
+                mmap.PROT_READ,
+                mmap.MAP_SHARED | _MAP_FIXED,
+                descriptor,
+            )
         finally:
             os.close(descriptor)
 
@@ -424,5 +509,9 @@ def _map(address: int | None, num_bytes: int, access: int, kind: int, descriptor
     found: int | None = _libc.mmap(address, num_bytes, access, kind, descriptor, 0)
     if found is None or found == _FAILED:
         code = ctypes.get_errno()
-        raise OSError(code, f"{os.strerror(code)} (mapping {num_bytes:,} bytes; see ulimit -v and vm.max_map_count)")
+        raise OSError(
+            code,
+            f"{os.strerror(code)} (mapping {num_bytes:,} bytes; see ulimit -v and"
+            " vm.max_map_count)",
+        )
     return found

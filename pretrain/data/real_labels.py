@@ -1,7 +1,8 @@
-"""The ReaL labels of a split ("Are we done with ImageNet?"): for each picture all classes that are right, or none.
+"""The ReaL labels of a split ("Are we done with ImageNet?"): for each picture all classes that are
+right, or none.
 
-`data_prep` stores them as the annotation `real`, a bit for each class of the dataset. A picture without a right class does not
-count.
+`data_prep` stores them as the annotation `real`, a bit for each class of the dataset. A picture
+without a right class does not count.
 B batch, K classes of the dataset.
 """
 
@@ -24,25 +25,35 @@ class RealLabels:
     bits: NDArray[np.bool_]
     """(samples of the split, K)"""
     column_of: Tensor
-    """For each class that a model may answer, the column of it; -1 where the dataset has no such class."""
+    """For each class that a model may answer, the column of it; -1 where the dataset has no such
+    class."""
 
     @classmethod
     def of(cls, part: Part, *, num_answers: int, device: torch.device) -> "RealLabels | None":
         """None where the split has no such annotation."""
         if NAME not in part.content.annotations:
             return None
-        bits, num_classes = load_annotation(part.directory, part.content, NAME), len(part.manifest.classes)
+        bits, num_classes = (
+            load_annotation(part.directory, part.content, NAME),
+            len(part.manifest.classes),
+        )
         if bits.shape[1] != num_classes:
-            differs = f"its annotation {NAME!r} is of {bits.shape[1]:,} classes, the dataset has {num_classes:,}"
+            differs = (
+                f"its annotation {NAME!r} is of {bits.shape[1]:,} classes, the dataset has"
+                f" {num_classes:,}"
+            )
             raise DatasetError(f"{part.directory}: {differs}; build it again")
         column_of = torch.full((num_answers,), -1)
         column_of[list(part.classes or range(num_classes))] = torch.arange(num_classes)
         return cls(bits, column_of.to(device))
 
     def count(self, answers_B: Tensor, samples: Ids, mask_B: Tensor) -> Tensor:
-        """(right, number) of the unmasked pictures that have a right class, summed; on the answers' device, without a wait."""
+        """(right, number) of the unmasked pictures that have a right class, summed; on the answers'
+        device, without a wait."""
         bits_BK, columns_B = torch.from_numpy(self.bits[samples]), self.column_of[answers_B]
         if columns_B.is_cuda:
             bits_BK = bits_BK.pin_memory().to(columns_B.device, non_blocking=True)
-        right_B = bits_BK.gather(1, columns_B.clamp(min=0).unsqueeze(1)).squeeze(1) & (columns_B >= 0)
+        right_B = bits_BK.gather(1, columns_B.clamp(min=0).unsqueeze(1)).squeeze(1) & (
+            columns_B >= 0
+        )
         return (torch.stack([right_B, bits_BK.any(dim=1)]) & mask_B).sum(dim=1).double()

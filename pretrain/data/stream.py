@@ -1,12 +1,15 @@
-"""`data.stream`: stock shards that are trained on as they come, opened, grouped and decoded by the package webdataset.
+"""`data.stream`: stock shards that are trained on as they come, opened, grouped and decoded by the
+package webdataset.
 
-Each pass over the shards deals them out anew, to all ranks and to the few that a rank reads side by side; when a rank's shards
-end, its next pass begins, so every rank has as many steps as the others. What a start reads is a function of (list, seed, ranks,
-position it starts from): it neither knows nor skips what an earlier start has read.
+Each pass over the shards deals them out anew, to all ranks and to the few that a rank reads side by
+side; when a rank's shards end, its next pass begins, so every rank has as many steps as the others.
+What a start reads is a function of (list, seed, ranks, position it starts from): it neither knows
+nor skips what an earlier start has read.
 
-How a batch comes about: 1. a thread for each shard that is open gathers samples; 2. they are taken in turn, through webdataset's
-shuffle buffer; 3. threads of the loader decode them; 4. the last looks after what did not decode, and calls `finish`. A shard that
-breaks is opened again, and what it has given already passed over; a sample that cannot be used is noted, counted, and the next one
+How a batch comes about: 1. a thread for each shard that is open gathers samples; 2. they are taken
+in turn, through webdataset's shuffle buffer; 3. threads of the loader decode them; 4. the last
+looks after what did not decode, and calls `finish`. A shard that breaks is opened again, and what
+it has given already passed over; a sample that cannot be used is noted, counted, and the next one
 of its batch shown in its place; a batch without one that can be used takes the next samples.
 
 Long because whatever ends, breaks or is silent between a shard and a batch is met here.
@@ -43,7 +46,15 @@ from data_prep.manifest import PICTURES
 from data_prep.settings import UserError
 from pretrain.data.bad_samples import BadSampleLog, BadSamples
 from pretrain.data.datasets import STORES, StreamData, TrainingData
-from pretrain.data.loader import SMALLEST_PART, Batch, BatchSource, BufferPool, Waits, lone_threads, training_batches
+from pretrain.data.loader import (
+    SMALLEST_PART,
+    Batch,
+    BatchSource,
+    BufferPool,
+    Waits,
+    lone_threads,
+    training_batches,
+)
 from pretrain.data.order import BatchPlan, Ids, Line, hash64, hex_key, permute
 from pretrain.data.reader import ShardReader, Unreadable
 from pretrain.data.store.store import ShardStore
@@ -53,7 +64,8 @@ T = TypeVar("T")
 NUM_OPEN = 4
 """Shards that a rank reads side by side, where it has as many; one, where they are not shuffled."""
 CHUNK, CHUNKS_AHEAD = 16, 4
-"""Samples that pass from thread to thread at once; and how many such are read ahead of each shard."""
+"""Samples that pass from thread to thread at once; and how many such are read ahead of each
+shard."""
 NUM_NAMED = 1 << 16
 """Positions whose shard and key are remembered, for the log of skipped steps."""
 MOST_IN_A_ROW = 1000
@@ -70,11 +82,21 @@ class Sample(NamedTuple):
 
 
 class Stream:
-    """What one rank reads, in the place of a `ShardReader`. Its samples are known by the positions that they came to stand at."""
+    """What one rank reads, in the place of a `ShardReader`. Its samples are known by the positions
+    that they came to stand at."""
 
     def __init__(self, data: StreamData, *, seed: int, world: World, log: Path | None = None):
-        self.num_samples, self.stored_size, self.parts = data.num_samples, data.image_size, data.parts
-        self._data, self._settings, self._world, self.bad_samples = data, data.settings, world, BadSampleLog(log)
+        self.num_samples, self.stored_size, self.parts = (
+            data.num_samples,
+            data.image_size,
+            data.parts,
+        )
+        self._data, self._settings, self._world, self.bad_samples = (
+            data,
+            data.settings,
+            world,
+            BadSampleLog(log),
+        )
         self._key = int(hash64(hex_key(data.content_hash), seed) >> 1)
         self._classes = {name: number for number, name in enumerate(data.classes)}
         self._stop, self._commands = threading.Event(), set[Any]()
@@ -82,7 +104,10 @@ class Stream:
         self._naming = threading.Lock()
 
     def names(self, ids: Ids) -> list[tuple[str, str]]:
-        return [self._named.get(position, ("not known any more", str(position))) for position in ids.tolist()]
+        return [
+            self._named.get(position, ("not known any more", str(position)))
+            for position in ids.tolist()
+        ]
 
     def end_waits(self) -> None:
         self._stop.set()
@@ -91,7 +116,8 @@ class Stream:
 
     close = end_waits
 
-    # ---- from the list of shards to samples ----------------------------------------------------------------------
+    # ---- from the list of shards to samples
+    # ----------------------------------------------------------------------
 
     def samples(self, *, consumed: int) -> Generator[Sample]:
         """Without end, of a start at this position. Raises what keeps a shard from being read."""
@@ -99,12 +125,21 @@ class Stream:
 
         is_shuffled, count = self._settings.shuffle != "none", len(self._data.urls)
         num_open = min(NUM_OPEN, count // self._world.num_ranks) if is_shuffled else 1
-        lanes = [self._ahead(self._lane(number, num_open, consumed=consumed)) for number in range(num_open)]
+        lanes = [
+            self._ahead(self._lane(number, num_open, consumed=consumed))
+            for number in range(num_open)
+        ]
         try:
-            in_turn = (sample for lane in itertools.cycle(lanes) for sample in itertools.islice(lane, CHUNK))
+            in_turn = (
+                sample
+                for lane in itertools.cycle(lanes)
+                for sample in itertools.islice(lane, CHUNK)
+            )
             size = self._settings.shuffle_buffer if is_shuffled else 0
             generator = random.Random(int(hash64(self._key, consumed, self._world.rank)))
-            yield from webdataset.shuffle(size, initial=size, rng=generator)(in_turn) if size else in_turn
+            yield from (
+                webdataset.shuffle(size, initial=size, rng=generator)(in_turn) if size else in_turn
+            )
         finally:
             self.end_waits()
             for lane in lanes:
@@ -113,7 +148,9 @@ class Stream:
     def _ahead(self, samples: Iterator[Sample]) -> Generator[Sample]:
         """They are read ahead in a thread of their own."""
         with ThreadPoolExecutor(1, thread_name_prefix="stream") as thread:
-            chunks = deque(thread.submit(list, itertools.islice(samples, CHUNK)) for _ in range(CHUNKS_AHEAD))
+            chunks = deque(
+                thread.submit(list, itertools.islice(samples, CHUNK)) for _ in range(CHUNKS_AHEAD)
+            )
             while True:
                 yield from chunks.popleft().result()
                 chunks.append(thread.submit(list, itertools.islice(samples, CHUNK)))
@@ -124,8 +161,12 @@ class Stream:
         for number in itertools.count():
             order = np.arange(len(urls))
             if self._settings.shuffle != "none":
-                order = permute(order, size=len(urls), key=int(hash64(self._key, consumed, number) >> 1))
-            yield from (urls[each] for each in order[first :: self._world.num_ranks * num_open].tolist())
+                order = permute(
+                    order, size=len(urls), key=int(hash64(self._key, consumed, number) >> 1)
+                )
+            yield from (
+                urls[each] for each in order[first :: self._world.num_ranks * num_open].tolist()
+            )
 
     def _lane(self, lane: int, num_open: int, *, consumed: int) -> Iterator[Sample]:
         num_empty = 0
@@ -136,7 +177,8 @@ class Stream:
                 yield sample
             if num_empty > len(self._data.urls):
                 raise UserError(
-                    f"data.dataset: {remote.shown(url)} and the shards before it hold no samples; a sample is KEY.jpg, KEY.cls"
+                    f"data.dataset: {remote.shown(url)} and the shards before it hold no samples; a"
+                    " sample is KEY.jpg, KEY.cls"
                 )
 
     def _samples_of(self, url: str) -> Iterator[Sample]:
@@ -166,23 +208,48 @@ class Stream:
         """The samples of a shard by webdataset's rules, without what training does not look at."""
         from webdataset.tariterators import group_by_keys  # type: ignore[import-untyped]
 
-        shard, wanted, chosen = remote.shown(url), self._settings.label.partition(":")[0], self._settings.image_member
+        shard, wanted, chosen = (
+            remote.shown(url),
+            self._settings.label.partition(":")[0],
+            self._settings.image_member,
+        )
         with self._stream(url) as stream:
             try:
                 for found in group_by_keys(_members(shard, stream)):
-                    members = {name: data for name, data in found.items() if isinstance(data, bytes)}
-                    kept = {name: data for name, data in members.items() if name == wanted or _is_picture(name, chosen)}
+                    members = {
+                        name: data for name, data in found.items() if isinstance(data, bytes)
+                    }
+                    kept = {
+                        name: data
+                        for name, data in members.items()
+                        if name == wanted or _is_picture(name, chosen)
+                    }
                     if len(kept) < 2:  # the message of why it cannot be used names the others
-                        kept |= {name: data if name == "json" else b"" for name, data in members.items() if name not in kept}
+                        kept |= {
+                            name: data if name == "json" else b""
+                            for name, data in members.items()
+                            if name not in kept
+                        }
                     yield Sample(shard, found["__key__"], kept)
-            except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:  # with the stream's own words behind it
+            except (
+                tarfile.TarError,
+                zlib.error,
+                EOFError,
+                ValueError,
+            ) as error:  # with the stream's own words behind it
                 raise remote.RemoteError(str(error.args[0])) from None
 
     @contextmanager
     def _stream(self, url: str) -> Iterator[IO[bytes]]:
-        if (scheme := urlsplit(url).scheme) in STORES or (scheme in ("http", "https") and self._settings.storage):
-            whole = {"block_size": 0} if scheme not in STORES else {}  # a web server may know no ranges
-            with closing(client(url, self._settings.storage, retries=False).open(url, "rb", **whole)) as file:
+        if (scheme := urlsplit(url).scheme) in STORES or (
+            scheme in ("http", "https") and self._settings.storage
+        ):
+            whole = (
+                {"block_size": 0} if scheme not in STORES else {}
+            )  # a web server may know no ranges
+            with closing(
+                client(url, self._settings.storage, retries=False).open(url, "rb", **whole)
+            ) as file:
                 yield file
             return
         from webdataset import gopen
@@ -190,19 +257,28 @@ class Stream:
         try:
             stream = gopen(url)
         except PermissionError as error:
-            raise UserError(f"data.dataset: {remote.shown(url)}: cannot be read ({error.strerror}); mend its rights") from None
+            raise UserError(
+                f"data.dataset: {remote.shown(url)}: cannot be read ({error.strerror}); mend its"
+                " rights"
+            ) from None
         if not hasattr(stream, "proc"):
             with closing(stream):
                 yield stream
             return
         self._commands.add(stream)
         try:
-            yield stream.stream  # without webdataset's words around it, which show the whole command, secrets and all
+            yield (
+                stream.stream
+            )  # without webdataset's words around it, which show the whole command, secrets and all
             while stream.stream.read(_DRAINED_BYTES):
-                pass  # behind the end of the tar: else our closing would end the command, and its status say nothing
+                # behind the end of the tar: else our closing would end the command, and its status
+                # say nothing
+                pass
             status = stream.proc.wait()
         except remote.RemoteError:
-            with suppress(subprocess.TimeoutExpired):  # the output that ended too soon is a consequence
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # the output that ended too soon is a consequence
                 if status := stream.proc.wait(timeout=_LAST_WORDS_S):
                     raise remote.RemoteError(f"its command ended with {status}") from None
             raise
@@ -214,20 +290,33 @@ class Stream:
         if status:
             raise remote.RemoteError(f"its command ended with {status}")
 
-    # ---- from samples to pictures and labels ----------------------------------------------------------------------
+    # ---- from samples to pictures and labels
+    # ----------------------------------------------------------------------
 
-    def decode(self, samples: list[Sample], positions: Ids, images_BHWC: Tensor) -> tuple[list[int], list[Unreadable]]:
+    def decode(
+        self, samples: list[Sample], positions: Ids, images_BHWC: Tensor
+    ) -> tuple[list[int], list[Unreadable]]:
         """Fills the pictures; (labels, what could not be used)."""
         manifest, images = self._data.parts[0].manifest, images_BHWC.numpy()
         labels, bad = [0] * len(samples), []
         for place, sample in enumerate(samples):
             try:
                 labels[place] = self._label(sample)
-                decode_square(self._picture(sample), images[place], crop=manifest.crop, interpolation=manifest.interpolation)
+                decode_square(
+                    self._picture(sample),
+                    images[place],
+                    crop=manifest.crop,
+                    interpolation=manifest.interpolation,
+                )
             except Rejection as error:
-                bad.append(Unreadable(place, int(positions[place]), sample.shard, sample.key, str(error)))
+                bad.append(
+                    Unreadable(place, int(positions[place]), sample.shard, sample.key, str(error))
+                )
         with self._naming:
-            self._named |= {position: (each.shard, each.key) for position, each in zip(positions.tolist(), samples, strict=True)}
+            self._named |= {
+                position: (each.shard, each.key)
+                for position, each in zip(positions.tolist(), samples, strict=True)
+            }
         return labels, bad
 
     def forget_names(self) -> None:
@@ -241,7 +330,8 @@ class Stream:
             return sample.members[found[0]]
         listed = " ".join(f".{name}" for name in sample.members)
         raise Rejection(
-            "several_images" if found else "no_image", f"of {listed}; data.image_member names the picture's ending"[:200]
+            "several_images" if found else "no_image",
+            f"of {listed}; data.image_member names the picture's ending"[:200],
         )
 
     def _label(self, sample: Sample) -> int:
@@ -255,19 +345,23 @@ class Stream:
             for key in path.split(".") if path else ():
                 value = value[key]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Rejection("bad_label", f"{self._settings.label}: {type(error).__name__} {str(error)[:100]}") from None
+            raise Rejection(
+                "bad_label", f"{self._settings.label}: {type(error).__name__} {str(error)[:100]}"
+            ) from None
         if isinstance(value, str):
             value = self._classes.get(value.strip(), value)
         if type(value) is not int or not 0 <= value < len(self._classes):
             raise Rejection(
                 "bad_label",
-                f"{str(value)[:40]!r} is no number from 0 to {len(self._classes) - 1} and no class of data.eval_dataset",
+                f"{str(value)[:40]!r} is no number from 0 to {len(self._classes) - 1} and no class"
+                " of data.eval_dataset",
             )
         return value
 
 
 class _Header(tarfile.TarInfo):
-    """To tarfile one that is damaged or missing is the end of the archive, and the samples behind it would be lost unseen."""
+    """To tarfile one that is damaged or missing is the end of the archive, and the samples behind
+    it would be lost unseen."""
 
     @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> "_Header":
@@ -291,7 +385,8 @@ def _members(shard: str, stream: IO[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _end(command: "subprocess.Popen[bytes]") -> None:
-    """With all that it has started: the members of a shell's pipeline outlive their shell, and keep its output open."""
+    """With all that it has started: the members of a shell's pipeline outlive their shell, and keep
+    its output open."""
     with suppress(psutil.Error, ProcessLookupError):
         command.send_signal(signal.SIGSTOP)  # it starts no more
         for each in psutil.Process(command.pid).children(recursive=True):
@@ -301,7 +396,11 @@ def _end(command: "subprocess.Popen[bytes]") -> None:
 
 
 def _is_picture(name: str, chosen: str | None) -> bool:
-    return f".{name.rpartition('.')[2]}" in PICTURES if chosen is None else name == chosen.lower().lstrip(".")
+    return (
+        f".{name.rpartition('.')[2]}" in PICTURES
+        if chosen is None
+        else name == chosen.lower().lstrip(".")
+    )
 
 
 def _where_else(sample: Sample) -> str:
@@ -329,8 +428,17 @@ class StreamBatches(Generic[T]):
         finish: Callable[[Batch], T],
         waits: Waits[T],
     ):
-        self._stream, self._finish, self._waits, self._pin, self._num_threads = stream, finish, waits, pin, num_threads
-        self._positions, self._samples = plan.sequence(consumed=consumed, rank=rank), stream.samples(consumed=consumed)
+        self._stream, self._finish, self._waits, self._pin, self._num_threads = (
+            stream,
+            finish,
+            waits,
+            pin,
+            num_threads,
+        )
+        self._positions, self._samples = (
+            plan.sequence(consumed=consumed, rank=rank),
+            stream.samples(consumed=consumed),
+        )
         self._buffers, self._pool = BufferPool(), lone_threads(num_threads, pin=pin)
         self._taker = lone_threads(1, pin=pin)
         self._ahead: deque[Future[T]] = deque()
@@ -357,14 +465,20 @@ class StreamBatches(Generic[T]):
         self._taker.submit(_for(done, self._take), next(self._positions), done)
 
     def _take(self, positions: Ids, done: Future[T], num_passed: int = 0) -> None:
-        """In the taker's thread, so that batches take their samples in their order; but for one whose first were all of no use
-        (`num_passed`), which takes the next that come."""
+        """In the taker's thread, so that batches take their samples in their order; but for one
+        whose first were all of no use (`num_passed`), which takes the next that come."""
         samples = list(itertools.islice(self._samples, len(positions)))
         assert len(samples) == len(positions), "the stream has ended with an error"
         images = self._buffers.pictures(len(samples), self._stream.stored_size, pin=self._pin)
         num_parts = max(1, min(self._num_threads, len(samples) // SMALLEST_PART))
-        parts = [slice(len(samples) * part // num_parts, len(samples) * (part + 1) // num_parts) for part in range(num_parts)]
-        decoded = [self._pool.submit(self._stream.decode, samples[part], positions[part], images[part]) for part in parts]
+        parts = [
+            slice(len(samples) * part // num_parts, len(samples) * (part + 1) // num_parts)
+            for part in range(num_parts)
+        ]
+        decoded = [
+            self._pool.submit(self._stream.decode, samples[part], positions[part], images[part])
+            for part in parts
+        ]
         self._pool.submit(
             _for(done, self._put_together), positions, images, parts, decoded, done, num_passed
         )  # which begins when all of them have
@@ -380,20 +494,34 @@ class StreamBatches(Generic[T]):
     ) -> None:
         found = [each.result() for each in decoded]
         labels = torch.tensor([label for some, _ in found for label in some])
-        bad = {part.start + each.place: each for part, (_, some) in zip(parts, found, strict=True) for each in some}
+        bad = {
+            part.start + each.place: each
+            for part, (_, some) in zip(parts, found, strict=True)
+            for each in some
+        }
         if len(bad) == len(positions):
             num_passed += len(bad)
             for each in bad.values():
-                self._stream.bad_samples.note(each, int(positions[0]), known_as=(each.shard, each.key))
+                self._stream.bad_samples.note(
+                    each, int(positions[0]), known_as=(each.shard, each.key)
+                )
             if num_passed > MOST_IN_A_ROW:
                 fault = f"none of {num_passed:,} samples in a row can be used"
-                raise UserError(f"data.dataset: {fault}; the last is {each.shard}: {each.key}: {each.reason}")
+                raise UserError(
+                    f"data.dataset: {fault}; the last is {each.shard}: {each.key}: {each.reason}"
+                )
             self._taker.submit(_for(done, self._take), positions, done, num_passed)
             return
         for place, each in bad.items():
-            stand_in = next(other % len(positions) for other in itertools.count(place + 1) if other % len(positions) not in bad)
+            stand_in = next(
+                other % len(positions)
+                for other in itertools.count(place + 1)
+                if other % len(positions) not in bad
+            )
             images[place], labels[place] = images[stand_in], labels[stand_in]
-            self._stream.bad_samples.note(each, int(positions[stand_in]), known_as=(each.shard, each.key))
+            self._stream.bad_samples.note(
+                each, int(positions[stand_in]), known_as=(each.shard, each.key)
+            )
         self._stream.forget_names()
         batch = Batch(
             images_BHWC=images,
@@ -419,7 +547,12 @@ def _for(done: Future[Any], work: Callable[..., None]) -> Callable[..., None]:
 
 
 def open_reader(
-    data: TrainingData, *, seed: int, world: World, store: ShardStore | None, log: Path | None = None
+    data: TrainingData,
+    *,
+    seed: int,
+    world: World,
+    store: ShardStore | None,
+    log: Path | None = None,
 ) -> ShardReader | Stream:
     """What training reads; `log`: of bad samples."""
     if isinstance(data, StreamData):
@@ -440,4 +573,6 @@ def batches_of(
     """Of either, by the words of `training_batches`."""
     if isinstance(reader, Stream):
         return StreamBatches(reader, plan, waits=waits, **how)
-    return training_batches(reader, order, plan, bad_samples=bad_samples, previous_in=previous_in, waits=waits, **how)
+    return training_batches(
+        reader, order, plan, bad_samples=bad_samples, previous_in=previous_in, waits=waits, **how
+    )

@@ -1,6 +1,8 @@
-"""A split of a dataset for training loops of others: `Shards` gives samples by number, `ShardBatches` streams whole batches.
+"""A split of a dataset for training loops of others: `Shards` gives samples by number,
+`ShardBatches` streams whole batches.
 
-Pictures are uint8 (3, H, W) squares, not augmented; the label of an unlabelled one is -1. Both read as `pretrain train` does.
+Pictures are uint8 (3, H, W) squares, not augmented; the label of an unlabelled one is -1. Both read
+as `pretrain train` does.
 """
 
 import math
@@ -26,14 +28,29 @@ Transform = Callable[[Tensor], Any]
 
 
 class Shards(Dataset[tuple[Any, int]]):
-    """`shards[7]` is (picture, label). The workers of a DataLoader may each have their own; they fetch a batch at once."""
+    """`shards[7]` is (picture, label). The workers of a DataLoader may each have their own; they
+    fetch a batch at once."""
 
-    def __init__(self, dataset: Path | str, split: str, *, image_size: int | None = None, transform: Transform | None = None):
+    def __init__(
+        self,
+        dataset: Path | str,
+        split: str,
+        *,
+        image_size: int | None = None,
+        transform: Transform | None = None,
+    ):
         """`image_size`: of datasets that keep their pictures' own sizes."""
         self.settings = ReadingSettings(dataset=str(dataset))
         manifest = load_manifest(self.settings.directory)
-        self.classes, self.num_samples = manifest.classes, manifest.split(split, directory=dataset).num_samples
-        self.part, self.image_size, self.transform = Part(self.settings.directory, manifest, split), image_size, transform
+        self.classes, self.num_samples = (
+            manifest.classes,
+            manifest.split(split, directory=dataset).num_samples,
+        )
+        self.part, self.image_size, self.transform = (
+            Part(self.settings.directory, manifest, split),
+            image_size,
+            transform,
+        )
         self._reader: ShardReader | None = None
 
     def __len__(self) -> int:
@@ -45,9 +62,18 @@ class Shards(Dataset[tuple[Any, int]]):
     def __getitems__(self, numbers: Sequence[int]) -> list[tuple[Any, int]]:
         ids = np.array([range(self.num_samples)[number] for number in numbers])
         if self._reader is None:
-            self._reader = ShardReader([self.part], image_size=self.image_size, store=open_store(self.settings, [self.part]))
-        images, labels = self._reader.images(ids).permute(0, 3, 1, 2), self._reader.locate(ids).labels.tolist()
-        return list(zip(map(self.transform, images) if self.transform else images, labels, strict=True))
+            self._reader = ShardReader(
+                [self.part],
+                image_size=self.image_size,
+                store=open_store(self.settings, [self.part]),
+            )
+        images, labels = (
+            self._reader.images(ids).permute(0, 3, 1, 2),
+            self._reader.locate(ids).labels.tolist(),
+        )
+        return list(
+            zip(map(self.transform, images) if self.transform else images, labels, strict=True)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """For workers: what is mapped stays here."""
@@ -55,9 +81,19 @@ class Shards(Dataset[tuple[Any, int]]):
 
 
 class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
-    """Batches of (pictures, labels), read and decoded by threads. Each pass is the next epoch: every sample once, shuffled anew."""
+    """Batches of (pictures, labels), read and decoded by threads. Each pass is the next epoch:
+    every sample once, shuffled anew."""
 
-    def __init__(self, dataset: Path | str, split: str, *, batch_size: int, shuffle: bool = True, seed: int = 0, **reading: Any):
+    def __init__(
+        self,
+        dataset: Path | str,
+        split: str,
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        **reading: Any,
+    ):
         """`reading`: `image_size`, as `Shards` has it."""
         self.shards = Shards(dataset, split, transform=None, **reading)
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
@@ -69,7 +105,10 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if get_worker_info() is not None:
-            raise ValueError("num_workers: ShardBatches has threads of its own; say DataLoader(batches, batch_size=None)")
+            raise ValueError(
+                "num_workers: ShardBatches has threads of its own; say DataLoader(batches,"
+                " batch_size=None)"
+            )
         part, count = self.shards.part, len(self.shards)
         key = int(hash64(hex_key(part.manifest.content_hash), self.seed) >> 1)
         order = Order(count, key, "full" if self.shuffle else "none")
@@ -77,6 +116,12 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         cuts = [*range(first, first + count, self.batch_size), first + count]
         requests = (Request(np.arange(*ends)) for ends in pairwise(cuts))
         with reading([part], self.shards.settings, image_size=self.shards.image_size) as reader:
-            how: dict[str, Any] = {"finish": as_stored, "on_bad": BadSamples(reader).replace, "num_threads": num_cores()}
+            how: dict[str, Any] = {
+                "finish": as_stored,
+                "on_bad": BadSamples(reader).replace,
+                "num_threads": num_cores(),
+            }
             with Batches(reader, order, requests, prefetch=2, pin=False, **how) as batches:
-                yield from ((batch.images_BHWC.permute(0, 3, 1, 2), batch.labels_B) for batch in batches)
+                yield from (
+                    (batch.images_BHWC.permute(0, 3, 1, 2), batch.labels_B) for batch in batches
+                )

@@ -1,15 +1,17 @@
 """DeepSpeed behind the `Engine` contract. The only file that imports deepspeed.
 
-bf16 and fp16 at stages 1-3 mean low-precision weights with fp32 master copies in the sharded optimizer; at stage 0, where DeepSpeed
-has neither sharding nor readable state for them, they are autocast over fp32 weights. The gradients of micro-batches are added up
-in fp32 at every stage.
+bf16 and fp16 at stages 1-3 mean low-precision weights with fp32 master copies in the sharded
+optimizer; at stage 0, where DeepSpeed has neither sharding nor readable state for them, they are
+autocast over fp32 weights. The gradients of micro-batches are added up in fp32 at every stage.
 
-A step counts only if the loss and the gradients of all ranks are finite: a loss that is not makes its gradients NaN, the reduction
-carries that to every rank, and the norm, which each step has anyhow, shows it everywhere at once. At stages 1 and 2 the update
-looks at the norm where it is, on the device, and no step waits (sharded_update.py). At stage 0 this file waits for the norm before
-it updates; in fp16, with offload and at stage 3 DeepSpeed does, twice.
+A step counts only if the loss and the gradients of all ranks are finite: a loss that is not makes
+its gradients NaN, the reduction carries that to every rank, and the norm, which each step has
+anyhow, shows it everywhere at once. At stages 1 and 2 the update looks at the norm where it is, on
+the device, and no step waits (sharded_update.py). At stage 0 this file waits for the norm before it
+updates; in fp16, with offload and at stage 3 DeepSpeed does, twice.
 
-State leaves and enters whole (see sharded_state.py), so a checkpoint fits any number of ranks and any stage.
+State leaves and enters whole (see sharded_state.py), so a checkpoint fits any number of ranks and
+any stage.
 """
 
 import datetime
@@ -54,8 +56,9 @@ from pretrain.ranks.world import World
 
 
 def _import_deepspeed() -> Any:
-    """deepspeed without mlflow (its autotuner imports it if it can, which costs four seconds), without Muon (whose module loads
-    torch's compiler, and which no config of ours can name), and without its greetings."""
+    """deepspeed without mlflow (its autotuner imports it if it can, which costs four seconds),
+    without Muon (whose module loads torch's compiler, and which no config of ours can name), and
+    without its greetings."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found nothing better
     hidden = sys.modules.get("mlflow")
@@ -80,9 +83,10 @@ def _import_deepspeed() -> Any:
 
 @contextmanager
 def _no_compiler() -> Iterator[None]:
-    """What is marked here as "not to be compiled" stays as it is. torch's own mark loads its compiler when the function is first
-    called, which took a third of a rank's start, and nothing is compiled but blocks of the model (`engine.compile`) and the loss on
-    GPUs, in which no such function is."""
+    """What is marked here as "not to be compiled" stays as it is. torch's own mark loads its
+    compiler when the function is first called, which took a third of a rank's start, and nothing is
+    compiled but blocks of the model (`engine.compile`) and the loss on GPUs, in which no such
+    function is."""
 
     def unchanged(function: Any = None, **_: Any) -> Any:
         return function if function is not None else unchanged
@@ -98,19 +102,29 @@ def _no_compiler() -> Iterator[None]:
             setattr(module, name, mark)
 
 
-for _method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
+for _method in (
+    Optimizer.add_param_group,
+    Optimizer.zero_grad,
+    Optimizer.state_dict,
+    Optimizer.load_state_dict,
+):
     _plain: Any = getattr(_method, "__wrapped__", _method)
-    _plain.__dynamo_disable = _plain  # what torch's mark would make when the method is first called, and keep under this name
+    # what torch's mark would make when the method is first called, and keep under this name
+    _plain.__dynamo_disable = _plain
 deepspeed = _import_deepspeed()
 DynamicLossScaler = deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
 
 
 def start_distributed(world: World, *, timeout_s: float) -> torch.device:
-    """Join the ranks and return this rank's device. A missing GPU is no SettingsError: on another node it may be there."""
+    """Join the ranks and return this rank's device. A missing GPU is no SettingsError: on another
+    node it may be there."""
     on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
     gpu = world.gpu(num_gpus)
     if on_gpu and gpu is None:
-        raise UserError(f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one rank per GPU")
+        raise UserError(
+            f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one"
+            " rank per GPU"
+        )
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if on_gpu:
         torch.cuda.set_device(device)
@@ -119,17 +133,21 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
         # DeepSpeed asks oneDNN and refuses; torch computes fp16 without it, if slowly
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     timeout = datetime.timedelta(seconds=timeout_s)
-    # Else the shared-memory op is compiled on first use (35 s, and a stale lock file hangs it), though gloo needs no help, and the
-    # C compiler is asked about each op; this is the only one that DeepSpeed looks up.
+    # Else the shared-memory op is compiled on first use (35 s, and a stale lock file hangs it),
+    # though gloo needs no help, and the C compiler is asked about each op; this is the only one
+    # that DeepSpeed looks up.
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
-    c10d.default_pg_timeout = timeout  # DeepSpeed's own groups are made without one, and would wait 30 minutes
+    c10d.default_pg_timeout = (
+        timeout  # DeepSpeed's own groups are made without one, and would wait 30 minutes
+    )
     return device
 
 
 LOSS_SCALE = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
-"""fp16: where the scale starts, after how many good steps it doubles, its floor, and which overflow in a row halves it."""
+"""fp16: where the scale starts, after how many good steps it doubles, its floor, and which overflow
+in a row halves it."""
 SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """All that changes in a `DynamicLossScaler`."""
 
@@ -147,11 +165,19 @@ class DeepSpeedEngine:
         world: World,
         ema_decay: float | None = None,
     ):
-        self.device, self.settings, self.plan, self.world, self.label_smoothing = device, settings, plan, world, label_smoothing
+        self.device, self.settings, self.plan, self.world, self.label_smoothing = (
+            device,
+            settings,
+            plan,
+            world,
+            label_smoothing,
+        )
         self._dtype = DTYPES[settings.precision]
         self._weight_dtype = self._dtype if settings.zero_stage > 0 else torch.float32
         makes_fp16 = device.type == "cuda"  # the CPU's augmentation does not
-        self.input_dtype = torch.float32 if settings.precision == "fp16" and not makes_fp16 else self._weight_dtype
+        self.input_dtype = (
+            torch.float32 if settings.precision == "fp16" and not makes_fp16 else self._weight_dtype
+        )
         model = model.to(device)
         if settings.activation_checkpointing:
             checkpoint_activations(model)
@@ -159,13 +185,27 @@ class DeepSpeedEngine:
             _autocast(model, device=device, dtype=self._dtype)
         config = deepspeed_config(settings, plan, model, on_gpu=device.type == "cuda")
         with _no_compiler():
-            self._engine, self._optimizer, _, _ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
-        if settings.zero_stage == 1 and settings.precision == "bf16" and plan.accumulation_steps > 1:
+            self._engine, self._optimizer, _, _ = deepspeed.initialize(
+                model=model, optimizer=make_optimizer(model), config=config
+            )
+        if (
+            settings.zero_stage == 1
+            and settings.precision == "bf16"
+            and plan.accumulation_steps > 1
+        ):
             _accumulate_in_fp32(self._optimizer)
-        self._state = ShardedState(self._engine.module, self._optimizer, stage=settings.zero_stage, world=world, device=device)
+        self._state = ShardedState(
+            self._engine.module,
+            self._optimizer,
+            stage=settings.zero_stage,
+            world=world,
+            device=device,
+        )
         self._update: ShardedUpdate | None = None
         if updates_on_device(settings):
-            self._update = ShardedUpdate(self._optimizer, clip_norm=settings.gradient_clip_norm, world=world)
+            self._update = ShardedUpdate(
+                self._optimizer, clip_norm=settings.gradient_clip_norm, world=world
+            )
             self._optimizer.step = self._update.step
             # alone there is nothing to reduce: DeepSpeed would copy each gradient three times
             self._engine.enable_backward_allreduce = world.num_ranks > 1 or settings.zero_stage > 1
@@ -173,7 +213,9 @@ class DeepSpeedEngine:
                 _end_reduction_on_device(self._optimizer)
         self._num_updates: int | Tensor = 0
         self._scaler = self._loss_scaler() if settings.precision == "fp16" else None
-        self._average = WeightAverage(self._state.weights(), decay=ema_decay) if ema_decay is not None else None
+        self._average = (
+            WeightAverage(self._state.weights(), decay=ema_decay) if ema_decay is not None else None
+        )
         if hasattr(self._state.plain, "bind"):
             self._state.plain.bind(self._state.my_segments())
         if settings.compile:
@@ -183,28 +225,40 @@ class DeepSpeedEngine:
         if not self.settings.cuda_graphs:
             compile_blocks(self._engine.module)
             return
-        if self.plan.accumulation_steps > 1:  # a replay writes gradients where those of the last one lie
+        if (
+            self.plan.accumulation_steps > 1
+        ):  # a replay writes gradients where those of the last one lie
             fault = f"true will not do with {self.plan.accumulation_steps} micro-batches a step"
-            raise SettingsError(f"engine.cuda_graphs: {fault}; leave train.local_batch_size out, or set cuda_graphs=false")
+            raise SettingsError(
+                f"engine.cuda_graphs: {fault}; leave train.local_batch_size out, or set"
+                " cuda_graphs=false"
+            )
         self._engine.module.compile(mode="reduce-overhead", dynamic=False)
 
     def _loss_scaler(self) -> Any:
-        """DeepSpeed's, at every stage: at stage 0, where it has none that could be saved, one of our own."""
+        """DeepSpeed's, at every stage: at stage 0, where it has none that could be saved, one of
+        our own."""
         if self.settings.zero_stage == 0:
-            return DynamicLossScaler(consecutive_hysteresis=False, raise_error_at_min_scale=False, **LOSS_SCALE)
+            return DynamicLossScaler(
+                consecutive_hysteresis=False, raise_error_at_min_scale=False, **LOSS_SCALE
+            )
         scaler = self._optimizer.loss_scaler
-        scaler.raise_error_at_min_scale = False  # how many steps may be skipped is the trainer's to say
+        scaler.raise_error_at_min_scale = (
+            False  # how many steps may be skipped is the trainer's to say
+        )
 
         def only_fall(overflow: bool) -> None:
-            """0.19.8 calls it in the middle of a step, and then divides the gradients by the new scale: `_update_sharded` counts
-            good steps, after which the scale may grow, when the step is over."""
+            """0.19.8 calls it in the middle of a step, and then divides the gradients by the new
+            scale: `_update_sharded` counts good steps, after which the scale may grow, when the
+            step is over."""
             if overflow:
                 DynamicLossScaler.update_scale(scaler, True)
 
         scaler.update_scale = only_fall
         return scaler
 
-    # ---- training ------------------------------------------------------------------------------------------------
+    # ---- training
+    # ------------------------------------------------------------------------------------------------
 
     def train_step(self, micro_batches: Sequence[Prepared], *, lr: float) -> StepResult:
         assert len(micro_batches) == self.plan.accumulation_steps, len(micro_batches)
@@ -217,13 +271,17 @@ class DeepSpeedEngine:
                 assert logits.dtype == self._dtype, logits.dtype
                 loss = loss_of(logits, batch, label_smoothing=self.label_smoothing)
                 total += loss.detach() / len(micro_batches)
-                loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)  # seen by all ranks in the norm
+                loss = loss * torch.where(
+                    loss.detach().isfinite(), 1.0, torch.nan
+                )  # seen by all ranks in the norm
                 if self._scaler is not None and self.settings.zero_stage == 0:
                     loss = loss * self._scaler.loss_scale
                 self._engine.backward(loss)
             if number < len(micro_batches):
                 self._engine.step()  # DeepSpeed counts the micro-batch
-        norm, applied = self._update_plain() if self.settings.zero_stage == 0 else self._update_sharded()
+        norm, applied = (
+            self._update_plain() if self.settings.zero_stage == 0 else self._update_sharded()
+        )
         self._num_updates = self._num_updates + applied
         if self._average is not None:
             self._average.update(applied)
@@ -241,7 +299,8 @@ class DeepSpeedEngine:
         return self._engine.get_global_grad_norm(), applied
 
     def _update_plain(self) -> tuple[Tensor, bool]:
-        """Stage 0: what the sharded optimizers do, with one pass over the gradients for the norm that is logged and clipped to."""
+        """Stage 0: what the sharded optimizers do, with one pass over the gradients for the norm
+        that is logged and clipped to."""
         parameters = [each for each in self._engine.module.parameters() if each.grad is not None]
         gradients = [each.grad for each in parameters]
         scale = self._scaler.loss_scale if self._scaler is not None else 1.0
@@ -260,7 +319,8 @@ class DeepSpeedEngine:
         self._engine.step()
         return norm, True
 
-    # ---- evaluation ----------------------------------------------------------------------------------------------
+    # ---- evaluation
+    # ----------------------------------------------------------------------------------------------
 
     def logits(self, images: Tensor) -> Tensor:
         if self._engine.module.training:
@@ -288,23 +348,37 @@ class DeepSpeedEngine:
         except Interrupted:
             self._state.refresh_working_weights()
             raise
-        # no `finally`: of any other error this rank may have been alone, and the others would not take part
+        # no `finally`: of any other error this rank may have been alone, and the others would not
+        # take part
         self._state.refresh_working_weights()
 
-    # ---- state ---------------------------------------------------------------------------------------------------
+    # ---- state
+    # ---------------------------------------------------------------------------------------------------
 
     def export_state(self) -> EngineState:
         average_over_ranks(self._engine.module)
-        wanted = {"weight": self._state.weights()} | {kind: self._state.of_kind(kind) for kind in self._state.kinds()}
+        wanted = {"weight": self._state.weights()} | {
+            kind: self._state.of_kind(kind) for kind in self._state.kinds()
+        }
         if self._average is not None:
             wanted["average"] = self._average.shards
         found = self._state.read(wanted)
         if not self.world.is_first:
             return EngineState()
         weights = found.pop("average" if self._average is not None else "weight")
-        optimizer = {f"{kind}.{name}": value for kind, values in found.items() for name, value in values.items()}
-        scale = {name: float(getattr(self._scaler, name)) for name in SCALE_STATE} if self._scaler is not None else {}
-        return EngineState(weights | kept_buffers(self._engine.module), optimizer, int(self._num_updates), scale)
+        optimizer = {
+            f"{kind}.{name}": value
+            for kind, values in found.items()
+            for name, value in values.items()
+        }
+        scale = (
+            {name: float(getattr(self._scaler, name)) for name in SCALE_STATE}
+            if self._scaler is not None
+            else {}
+        )
+        return EngineState(
+            weights | kept_buffers(self._engine.module), optimizer, int(self._num_updates), scale
+        )
 
     def import_state(self, state: EngineState) -> None:
         by_kind: dict[str, dict[str, Tensor]] = {}
@@ -327,7 +401,8 @@ class DeepSpeedEngine:
 
 
 def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Around the model's own forward: DeepSpeed switches off an autocast outside, and its own marks the whole process."""
+    """Around the model's own forward: DeepSpeed switches off an autocast outside, and its own marks
+    the whole process."""
     plain = model.forward
 
     def forward(images_BCHW: Tensor) -> Tensor:
@@ -338,17 +413,24 @@ def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _accumulate_in_fp32(zero: Any) -> None:
-    """Set what `data_types.grad_accum_dtype` sets at other stages. It is read when the first backward pass begins."""
+    """Set what `data_types.grad_accum_dtype` sets at other stages. It is read when the first
+    backward pass begins."""
     zero.gradient_accumulation_dtype = torch.float32
     zero.use_separate_grad_accum = zero.use_grad_accum_attribute = True
 
 
 def _end_reduction_on_device(zero: Any) -> None:
-    """With overlap the host would wait for the device after each backward pass; that the update's stream waits is enough."""
-    accelerator, end = deepspeed.accelerator.get_accelerator(), zero.independent_gradient_partition_epilogue
+    """With overlap the host would wait for the device after each backward pass; that the update's
+    stream waits is enough."""
+    accelerator, end = (
+        deepspeed.accelerator.get_accelerator(),
+        zero.independent_gradient_partition_epilogue,
+    )
 
     def ended() -> None:
-        accelerator.synchronize = lambda *_: accelerator.current_stream().wait_stream(zero.reduction_stream)
+        accelerator.synchronize = lambda *_: accelerator.current_stream().wait_stream(
+            zero.reduction_stream
+        )
         try:
             end()
         finally:
@@ -357,11 +439,17 @@ def _end_reduction_on_device(zero: Any) -> None:
     zero.independent_gradient_partition_epilogue = ended
 
 
-def deepspeed_config(settings: EngineSettings, plan: BatchPlan, model: nn.Module, *, on_gpu: bool) -> dict[str, Any]:
+def deepspeed_config(
+    settings: EngineSettings, plan: BatchPlan, model: nn.Module, *, on_gpu: bool
+) -> dict[str, Any]:
     """Our settings in DeepSpeed's words."""
     stage, cpu = settings.zero_stage, {"device": "cpu", "pin_memory": on_gpu}
     bucket = bucket_elements(num_parameters(model))
-    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
     # or stage 3 would hold the whole of any model below a billion weights from forward to backward
     zero |= {"stage3_prefetch_bucket_size": bucket // 8, "stage3_max_reuse_distance": bucket // 8}
     zero |= {"stage3_max_live_parameters": bucket // 2}
@@ -370,7 +458,8 @@ def deepspeed_config(settings: EngineSettings, plan: BatchPlan, model: nn.Module
             zero["reduce_bucket_size"] = 8  # nothing will lie in it
         # DeepSpeed would send as much, as an all-reduce of its buckets, and copy them twice more
         zero["reduce_scatter"] = False
-        # a larger weight would be reduced where its gradient lies, which is freed before the other stream is done
+        # a larger weight would be reduced where its gradient lies, which is freed before the other
+        # stream is done
         largest = max(each.numel() for each in model.parameters())
         zero["overlap_comm"] = on_gpu and plan.num_ranks > 1 and largest <= bucket
     if settings.offload != "none":
@@ -386,15 +475,24 @@ def deepspeed_config(settings: EngineSettings, plan: BatchPlan, model: nn.Module
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},  # or it waits for the device twice in each micro-batch
+        "timers": {
+            "throughput": {"enabled": False}
+        },  # or it waits for the device twice in each micro-batch
     }
     if stage and DTYPES[settings.precision] != torch.float32:
         config[settings.precision] = {"enabled": True}
         if settings.precision == "fp16":
-            config["fp16"] |= {"loss_scale": 0, "initial_scale_power": LOSS_SCALE["init_scale"].bit_length() - 1}  # 0: dynamic
-            config["fp16"] |= {"loss_scale_window": LOSS_SCALE["scale_window"], "min_loss_scale": LOSS_SCALE["min_scale"]}
+            config["fp16"] |= {
+                "loss_scale": 0,
+                "initial_scale_power": LOSS_SCALE["init_scale"].bit_length() - 1,
+            }  # 0: dynamic
+            config["fp16"] |= {
+                "loss_scale_window": LOSS_SCALE["scale_window"],
+                "min_loss_scale": LOSS_SCALE["min_scale"],
+            }
             config["fp16"] |= {"hysteresis": LOSS_SCALE["delayed_shift"]}
-        # in bf16 at stage 1 it would choose DeepSpeed's BF16_Optimizer, another class with another state: see _accumulate_in_fp32
+        # in bf16 at stage 1 it would choose DeepSpeed's BF16_Optimizer, another class with another
+        # state: see _accumulate_in_fp32
         if stage > 1 or settings.precision == "fp16" or settings.offload != "none":
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config

@@ -1,8 +1,10 @@
-"""The exponential moving average of the weights, in fp32 shards beside those that the optimizer steps.
+"""The exponential moving average of the weights, in fp32 shards beside those that the optimizer
+steps.
 
-It starts as a copy of the weights that training starts from, and after each update that was applied moves by (1 - decay) of the way
-to them: a skipped step leaves it where it was. It lies where the optimizer's state lies (offloaded, on the CPU), so that it costs
-four bytes per weight of a shard and one pass over it.
+It starts as a copy of the weights that training starts from, and after each update that was applied
+moves by (1 - decay) of the way to them: a skipped step leaves it where it was. It lies where the
+optimizer's state lies (offloaded, on the CPU), so that it costs four bytes per weight of a shard
+and one pass over it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +34,8 @@ class WeightAverage:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Weights and averages have changed places inside the block; afterwards both have their bits again."""
+        """Weights and averages have changed places inside the block; afterwards both have their
+        bits again."""
         self._swap()
         try:
             yield

@@ -1,14 +1,17 @@
-"""`train.local_batch_size: auto`: the largest micro-batch that fits, found when a run begins and kept with it.
+"""`train.local_batch_size: auto`: the largest micro-batch that fits, found when a run begins and
+kept with it.
 
-The size changes how gradients are rounded, so a run that goes on must have the same one: RUN/micro_batch.json has an entry for each
-kind of device and number of ranks that the run has seen.
+The size changes how gradients are rounded, so a run that goes on must have the same one:
+RUN/micro_batch.json has an entry for each kind of device and number of ranks that the run has seen.
 
 1. What is written there for this kind of device and number of ranks counts, and nothing is tried.
-2. Each rank measures what two training steps of a copy of the model take, first with the smallest part of its share (a GPU loads
-   its kernels and libraries while there is room) and with twice as many samples. A line through the last two peaks then leads to
-   the largest part that fits, at most eight times as far at once: no try passes the limit knowingly, since a CPU would not report
-   that, the kernel would end the process. Where memory runs out nevertheless (somebody else took some), at most half as many
-   samples are tried next. The steps are not compiled: a compiled one takes no more.
+2. Each rank measures what two training steps of a copy of the model take, first with the smallest
+   part of its share (a GPU loads its kernels and libraries while there is room) and with twice as
+   many samples. A line through the last two peaks then leads to the largest part that fits, at most
+   eight times as far at once: no try passes the limit knowingly, since a CPU would not report that,
+   the kernel would end the process. Where memory runs out nevertheless (somebody else took some),
+   at most half as many samples are tried next. The steps are not compiled: a compiled one takes no
+   more.
 3. The lowest size over all ranks is taken, written down by the first rank, and printed.
 """
 
@@ -43,12 +46,14 @@ from pretrain.ranks.world import World
 
 FILE = "micro_batch.json"
 USED_SHARE = {"cpu": 0.75, "cuda": 0.92}
-"""Of the memory that is left: the rest is for fragments, libraries and, on a CPU, whatever else the node does."""
+"""Of the memory that is left: the rest is for fragments, libraries and, on a CPU, whatever else the
+node does."""
 AUGMENTED_COPIES = 4
 """fp32 pictures that augmentation on a GPU may hold at once for each of the batch."""
 REMEDY = "set a higher engine.zero_stage, or use more ranks"
 OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED|can't allocate memory")
-"""How torch, cuBLAS with its relatives, and the CPU's allocator report it; not all of them by torch.OutOfMemoryError."""
+"""How torch, cuBLAS with its relatives, and the CPU's allocator report it; not all of them by
+torch.OutOfMemoryError."""
 
 
 class NoMicroBatch(UserError):  # noqa: N818
@@ -74,9 +79,15 @@ def micro_batch_size(
     path, on_gpu = Path(settings.run_dir) / FILE, device.type == "cuda"
     kind = torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}"
     situation = {"device": kind, "num_ranks": world.num_ranks}
-    situation |= settings.engine.model_dump(include={"zero_stage", "offload", "activation_checkpointing"})
-    entries = on_all_ranks(lambda: recall(path) if world.is_first else [], device=device, failed=f"{path}: is damaged")
-    known = next((each["local_batch_size"] for each in entries if situation.items() <= each.items()), 0)
+    situation |= settings.engine.model_dump(
+        include={"zero_stage", "offload", "activation_checkpointing"}
+    )
+    entries = on_all_ranks(
+        lambda: recall(path) if world.is_first else [], device=device, failed=f"{path}: is damaged"
+    )
+    known = next(
+        (each["local_batch_size"] for each in entries if situation.items() <= each.items()), 0
+    )
     found = highest(known, device=device)  # which the first rank alone has looked up
     if found and share % found == 0:
         return found
@@ -85,18 +96,26 @@ def micro_batch_size(
     step = 2 if settings.augment.mixes_pairs else 1
     parts = [size for size in range(step, share + 1, step) if share % size == 0]
     trial = Trial(model, settings, num_classes=num_classes, image_size=image_size, device=device)
-    largest = largest_that_fits(parts, trial.peak_bytes, budget=int(available * USED_SHARE[device.type]) - fixed)
-    found = lowest_over_ranks(largest, device=device)  # nothing may be raised before: the other ranks wait here
+    largest = largest_that_fits(
+        parts, trial.peak_bytes, budget=int(available * USED_SHARE[device.type]) - fixed
+    )
+    found = lowest_over_ranks(
+        largest, device=device
+    )  # nothing may be raised before: the other ranks wait here
     if found == 0:
         least = lowest_over_ranks(available, device=device)
         raise NoMicroBatch(
-            f"train.local_batch_size: auto finds no micro-batch that fits: of {least / 1e9:.1f} GB the engine takes "
-            f"{fixed / 1e9:.1f} and {parts[0]} samples do not fit beside it; {remedy}"
+            f"train.local_batch_size: auto finds no micro-batch that fits: of {least / 1e9:.1f} GB"
+            f" the engine takes {fixed / 1e9:.1f} and {parts[0]} samples do not fit beside it;"
+            f" {remedy}"
         )
     if world.is_first:
         write_json(path, [*entries, situation | {"local_batch_size": found}])
         steps = f"{share // found} of them a step" if found < share else "all of its share"
-        print(f"{path.parent.name}: local_batch_size auto is {found:,} samples per rank, {steps}", flush=True)
+        print(
+            f"{path.parent.name}: local_batch_size auto is {found:,} samples per rank, {steps}",
+            flush=True,
+        )
     return found
 
 
@@ -108,13 +127,18 @@ def recall(path: Path) -> list[dict[str, Any]]:
     except (ValueError, TypeError, KeyError):  # no JSON, or of another shape
         sizes = [None]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise NoMicroBatch(f"{path}: is damaged; remove it, and a size that fits is looked for again")
+        raise NoMicroBatch(
+            f"{path}: is damaged; remove it, and a size that fits is looked for again"
+        )
     return entries
 
 
-def largest_that_fits(sizes: Sequence[int], peak_bytes: Callable[[int], int | None], *, budget: int) -> int:
-    """Of ascending sizes; 0: none. Upward, where a line through the last two peaks leads within the budget, and at most eight times
-    as far as before: memory is not passed on the way. `peak_bytes`: None where it ran out."""
+def largest_that_fits(
+    sizes: Sequence[int], peak_bytes: Callable[[int], int | None], *, budget: int
+) -> int:
+    """Of ascending sizes; 0: none. Upward, where a line through the last two peaks leads within the
+    budget, and at most eight times as far as before: memory is not passed on the way. `peak_bytes`:
+    None where it ran out."""
     points, most, size = [(0, 0)], sizes[-1], sizes[0]
     while points[-1][0] < size <= most:
         PROGRESS.touch()
@@ -128,16 +152,20 @@ def largest_that_fits(sizes: Sequence[int], peak_bytes: Callable[[int], int | No
         else:
             (low, at_low), (high, at_high) = points[-2:]
             per_sample = max(1.0, (at_high - at_low) / (high - low))
-            within = [each for each in sizes if each <= min(most, high + (budget - at_high) / per_sample)]
+            within = [
+                each for each in sizes if each <= min(most, high + (budget - at_high) / per_sample)
+            ]
             size = min(within[-1], 8 * high)
     return max((each for each in sizes if each <= points[-1][0]), default=0)
 
 
-# ---- what there is, and what the engine takes -------------------------------------------------------------------------
+# ---- what there is, and what the engine takes
+# -------------------------------------------------------------------------
 
 
 def available_bytes(device: torch.device, world: World) -> int:
-    """On a GPU what nobody else holds; on a CPU this rank's part of what the node, or the job's cgroup, has left."""
+    """On a GPU what nobody else holds; on a CPU this rank's part of what the node, or the job's
+    cgroup, has left."""
     if device.type == "cuda":
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + idle
@@ -146,27 +174,37 @@ def available_bytes(device: torch.device, world: World) -> int:
 
 
 def cgroup_rooms(root: Path, membership: str) -> Iterator[int]:
-    """What every cgroup above this process, of version 1 or 2, that has a limit leaves of it; caches of files count as free."""
+    """What every cgroup above this process, of version 1 or 2, that has a limit leaves of it;
+    caches of files count as free."""
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         top, limit, usage, cache = root, "memory.max", "memory.current", "inactive_file"
         if controllers:
             if "memory" not in controllers.split(","):
                 continue
-            top, limit, usage, cache = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            top, limit, usage, cache = (
+                root / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
         own = top / path.lstrip("/")
         for directory in [own, *own.parents]:
             try:
                 allowed = (directory / limit).read_text().strip()
                 used = int((directory / usage).read_text())
-                stat = dict(each.split() for each in (directory / "memory.stat").read_text().splitlines())
+                stat = dict(
+                    each.split() for each in (directory / "memory.stat").read_text().splitlines()
+                )
             except OSError:  # the top, or a group that a container does not see
                 continue
             if allowed != "max":
                 yield max(0, int(allowed) - used + int(stat.get(cache, 0)))
 
 
-def engine_bytes(model: nn.Module, *, settings: PretrainSettings, num_ranks: int, on_gpu: bool) -> int:
+def engine_bytes(
+    model: nn.Module, *, settings: PretrainSettings, num_ranks: int, on_gpu: bool
+) -> int:
     """Of a rank: what stays from step to step, and what a step takes besides activations."""
     engine, num_weights = settings.engine, num_parameters(model)
     training = Training(
@@ -180,19 +218,25 @@ def engine_bytes(model: nn.Module, *, settings: PretrainSettings, num_ranks: int
         offload=engine.offload,
     )
     of_rank, low = held(training), DTYPES[engine.precision].itemsize
-    total = of_rank.on_device + (0 if on_gpu else of_rank.on_host)  # a CPU offloads into the same memory
-    if engine.zero_stage == 0:  # gradients on their way between ranks; autocast copies weights during a step
+    total = of_rank.on_device + (
+        0 if on_gpu else of_rank.on_host
+    )  # a CPU offloads into the same memory
+    if (
+        engine.zero_stage == 0
+    ):  # gradients on their way between ranks; autocast copies weights during a step
         total += num_weights * (4 + (low if low < 4 else 0))
     if engine.zero_stage == 3:  # gathered weights
         total += low * bucket_elements(num_weights)
     return int(total)
 
 
-# ---- trial steps --------------------------------------------------------------------------------------------------------
+# ---- trial steps
+# --------------------------------------------------------------------------------------------------------
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what the tensors hold that were made while it is active and are alive; `most`: at any time."""
+    """Counts what the tensors hold that were made while it is active and are alive; `most`: at any
+    time."""
 
     def __init__(self, *, ignoring: Iterable[Tensor]):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -220,20 +264,39 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Trial:
-    """Steps of a copy of the model, as the engine will do them. It does not change the model, and leaves no memory behind."""
+    """Steps of a copy of the model, as the engine will do them. It does not change the model, and
+    leaves no memory behind."""
 
-    def __init__(self, model: nn.Module, settings: PretrainSettings, *, num_classes: int, image_size: int, device: torch.device):
-        self.model, self.settings, self.num_classes, self.device = model, settings, num_classes, device
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: PretrainSettings,
+        *,
+        num_classes: int,
+        image_size: int,
+        device: torch.device,
+    ):
+        self.model, self.settings, self.num_classes, self.device = (
+            model,
+            settings,
+            num_classes,
+            device,
+        )
         self.on_gpu, self.dtype = device.type == "cuda", DTYPES[settings.engine.precision]
         self.input_dtype = self.dtype if settings.engine.zero_stage else torch.float32
         self.shape = (3, image_size, image_size)
         pixels, each = 3 * image_size**2, self.input_dtype.itemsize
-        on_gpu_bytes, on_cpu_bytes = NUM_AHEAD * each + AUGMENTED_COPIES * 4 + 1, (settings.train.prefetch_batches + 1) * (each + 1)
+        on_gpu_bytes, on_cpu_bytes = (
+            NUM_AHEAD * each + AUGMENTED_COPIES * 4 + 1,
+            (settings.train.prefetch_batches + 1) * (each + 1),
+        )
         self.waiting = pixels * (on_gpu_bytes if self.on_gpu else on_cpu_bytes)
-        """Bytes per sample: the pictures that are ready in the same memory while the model works on others."""
+        """Bytes per sample: the pictures that are ready in the same memory while the model works on
+        others."""
 
     def peak_bytes(self, size: int) -> int | None:
-        """What steps of so many samples take beside weights and gradients, waiting pictures included; None: memory ran out."""
+        """What steps of so many samples take beside weights and gradients, waiting pictures
+        included; None: memory ran out."""
         peak = None
         try:
             with torch.random.fork_rng(devices=[self.device] if self.on_gpu else []):
@@ -266,8 +329,16 @@ class Trial:
 
     def _step(self, model: nn.Module, size: int) -> None:
         labels = torch.randint(self.num_classes, (size,), device=self.device)
-        others = (labels, torch.rand(size, device=self.device)) if self.settings.augment.mixing else (None, None)
-        batch = Prepared(torch.randn((size, *self.shape), device=self.device, dtype=self.input_dtype), labels, *others)
+        others = (
+            (labels, torch.rand(size, device=self.device))
+            if self.settings.augment.mixing
+            else (None, None)
+        )
+        batch = Prepared(
+            torch.randn((size, *self.shape), device=self.device, dtype=self.input_dtype),
+            labels,
+            *others,
+        )
         lowered = self.dtype != self.input_dtype
         with torch.autocast(self.device.type, dtype=self.dtype) if lowered else nullcontext():
             logits = model(batch.images_BCHW)

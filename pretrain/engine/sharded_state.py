@@ -1,11 +1,14 @@
-"""What DeepSpeed holds in shards - fp32 weights, optimizer state, averages - read and written whole, by parameter name.
+"""What DeepSpeed holds in shards - fp32 weights, optimizer state, averages - read and written
+whole, by parameter name.
 
-All that is known here of DeepSpeed's private layout is which flat tensors the wrapped optimizer steps and whose elements they are;
-the rest follows from that, for every stage and with or without offload. It needs no import of deepspeed: parameters and optimizers
-carry what is asked for. tests/distributed hold it for every stage and precision.
+All that is known here of DeepSpeed's private layout is which flat tensors the wrapped optimizer
+steps and whose elements they are; the rest follows from that, for every stage and with or without
+offload. It needs no import of deepspeed: parameters and optimizers carry what is asked for.
+tests/distributed hold it for every stage and precision.
 
-Reading: the ranks' shards are gathered on the first rank, piece by piece, and copied from there straight into (pinned) host memory;
-the others pay for nothing else. Writing: each rank takes its own elements out of the whole tensors, without any communication.
+Reading: the ranks' shards are gathered on the first rank, piece by piece, and copied from there
+straight into (pinned) host memory; the others pay for nothing else. Writing: each rank takes its
+own elements out of the whole tensors, without any communication.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +27,9 @@ _GATHERED_ELEMENTS = 2**26
 
 
 class ShardedState:
-    def __init__(self, module: nn.Module, optimizer: Any, *, stage: int, world: World, device: torch.device):
+    def __init__(
+        self, module: nn.Module, optimizer: Any, *, stage: int, world: World, device: torch.device
+    ):
         """`optimizer`: what `deepspeed.initialize` returned."""
         self.stage, self.world, self.device, self._optimizer = stage, world, device, optimizer
         self.plain: Any = optimizer if stage == 0 else optimizer.optimizer
@@ -36,7 +41,8 @@ class ShardedState:
         self.layouts = dict(self._layouts(numbers))
         """Of every tensor that the optimizer steps."""
 
-    # ---- the layout: private ---------------------------------------------------------------------------------------
+    # ---- the layout: private
+    # ---------------------------------------------------------------------------------------
 
     def _layouts(self, numbers: Mapping[int, int]) -> Iterator[tuple[Tensor, Layout]]:
         ranks, zero = self.world.num_ranks, self._optimizer
@@ -45,13 +51,21 @@ class ShardedState:
                 for each in group["params"]:
                     yield each, ((Segment(numbers[id(each)], 0, each.numel()),),) * ranks
         elif self.stage == 3:
-            for tensor, parameters in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
+            for tensor, parameters in zip(
+                zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True
+            ):
                 numels = [(numbers[id(each)], each.ds_numel) for each in parameters]
                 yield tensor, cut_each(numels, num_ranks=ranks)
         else:
             for number, tensor in enumerate(zero.single_partition_of_fp32_groups):
-                in_order = zip(zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True)
-                placed = [Segment(numbers[id(each)], offset, each.numel()) for each, offset in in_order]
+                in_order = zip(
+                    zero.round_robin_bit16_groups[number],
+                    zero.round_robin_bit16_offsets[number],
+                    strict=True,
+                )
+                placed = [
+                    Segment(numbers[id(each)], offset, each.numel()) for each, offset in in_order
+                ]
                 yield tensor, cut_across(placed, shard_size=tensor.numel(), num_ranks=ranks)
 
     @torch.no_grad()
@@ -68,15 +82,19 @@ class ShardedState:
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def forget_gradients(self) -> None:
-        """After a skipped step. With offload and fp32 accumulation 0.19.8 would go on adding to gradients that are not finite."""
+        """After a skipped step. With offload and fp32 accumulation 0.19.8 would go on adding to
+        gradients that are not finite."""
         if self.stage in (1, 2):
-            self._optimizer.averaged_gradients.update(dict.fromkeys(self._optimizer.averaged_gradients))
+            self._optimizer.averaged_gradients.update(
+                dict.fromkeys(self._optimizer.averaged_gradients)
+            )
 
     def my_segments(self) -> dict[Tensor, list[Segment]]:
         """This rank's part of every tensor that is stepped."""
         return {tensor: list(layout[self.world.rank]) for tensor, layout in self.layouts.items()}
 
-    # ---- the optimizer's state -------------------------------------------------------------------------------------
+    # ---- the optimizer's state
+    # -------------------------------------------------------------------------------------
 
     def weights(self) -> list[Tensor]:
         return list(self.layouts)
@@ -86,7 +104,11 @@ class ShardedState:
         found = set[str]()
         for tensor in self.layouts:
             state = self.plain.state.get(tensor, {})
-            found |= {kind for kind, value in state.items() if torch.is_tensor(value) and value.shape == tensor.shape}
+            found |= {
+                kind
+                for kind, value in state.items()
+                if torch.is_tensor(value) and value.shape == tensor.shape
+            }
         return sorted(found)
 
     def of_kind(self, kind: str) -> list[Tensor]:
@@ -102,11 +124,13 @@ class ShardedState:
             if counts and num_updates:
                 state["step"] = torch.tensor(float(num_updates), device=tensor.device)
 
-    # ---- whole tensors ---------------------------------------------------------------------------------------------
+    # ---- whole tensors
+    # ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def read(self, kinds: Mapping[str, Sequence[Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """{kind: {name: a whole copy on the host}} on the first rank, which waits for its device once; nothing on the others."""
+        """{kind: {name: a whole copy on the host}} on the first rank, which waits for its device
+        once; nothing on the others."""
         whole_of = {kind: self._read_one(shards) for kind, shards in kinds.items()}
         if self.world.is_first and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -119,7 +143,10 @@ class ShardedState:
                     dist.gather(piece, None, dst=0)
             return {}
         on_gpu = self.device.type == "cuda"
-        found = {name: torch.empty(shape, pin_memory=on_gpu) for name, shape in zip(self._names, self._shapes, strict=True)}
+        found = {
+            name: torch.empty(shape, pin_memory=on_gpu)
+            for name, shape in zip(self._names, self._shapes, strict=True)
+        }
         rows = [found[name].view(-1) for name in self._names]
         for layout, shard in zip(self.layouts.values(), shards, strict=True):
             offset = 0
@@ -130,8 +157,11 @@ class ShardedState:
         return found
 
     def _pieces(self, shard: Tensor) -> Iterator[Tensor]:
-        """Contiguous fp32 pieces on the device, few enough elements that all ranks' fit beside each other."""
-        for piece in torch.split(shard.detach(), max(1, _GATHERED_ELEMENTS // self.world.num_ranks)):
+        """Contiguous fp32 pieces on the device, few enough elements that all ranks' fit beside each
+        other."""
+        for piece in torch.split(
+            shard.detach(), max(1, _GATHERED_ELEMENTS // self.world.num_ranks)
+        ):
             yield piece.to(self.device, torch.float32, non_blocking=True)
 
     def _gathered(self, piece: Tensor) -> list[Tensor]:
@@ -147,14 +177,21 @@ class ShardedState:
             row = shard.detach().view(-1)
             for each in layout[self.world.rank]:
                 source = tensors[self._names[each.parameter_number]].reshape(-1)
-                row.narrow(0, each.offset, each.length).copy_(source.narrow(0, each.start, each.length))
+                row.narrow(0, each.offset, each.length).copy_(
+                    source.narrow(0, each.start, each.length)
+                )
 
 
-def _copy_out(piece: Tensor, offset: int, segments: Sequence[Segment], rows: Sequence[Tensor]) -> None:
-    """Where a piece of a shard, which begins at `offset` in it, belongs in the flattened parameters."""
+def _copy_out(
+    piece: Tensor, offset: int, segments: Sequence[Segment], rows: Sequence[Tensor]
+) -> None:
+    """Where a piece of a shard, which begins at `offset` in it, belongs in the flattened
+    parameters."""
     for each in segments:
         low = max(each.offset, offset)
         high = min(each.offset + each.length, offset + piece.numel())
         if low < high:
-            target = rows[each.parameter_number].narrow(0, each.start + low - each.offset, high - low)
+            target = rows[each.parameter_number].narrow(
+                0, each.start + low - each.offset, high - low
+            )
             target.copy_(piece.narrow(0, low - offset, high - low), non_blocking=True)

@@ -1,7 +1,9 @@
-"""How fast training is (`Meter`), and what a device could do at best, against which the achieved FLOP/s are held (MFU).
+"""How fast training is (`Meter`), and what a device could do at best, against which the achieved
+FLOP/s are held (MFU).
 
-For GPUs whose data sheet has it, that is the dense rate of the matrix units; for others, and for CPUs, a product of two square
-matrices, measured when a run starts, on all ranks at once, so that ranks which share cores share them here, too.
+For GPUs whose data sheet has it, that is the dense rate of the matrix units; for others, and for
+CPUs, a product of two square matrices, measured when a run starts, on all ranks at once, so that
+ranks which share cores share them here, too.
 """
 
 import re
@@ -63,17 +65,27 @@ def find_peak(device: torch.device, *, precision: str, given: float | None) -> P
 
 def listed_teraflops(name: str, *, precision: str) -> float | None:
     short = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name)
-    return next((rates.get(precision) for pattern, rates in SHEETS if re.fullmatch(pattern, short)), None)
+    return next(
+        (rates.get(precision) for pattern, rates in SHEETS if re.fullmatch(pattern, short)), None
+    )
 
 
 def measured_peak(device: torch.device, *, precision: str) -> Peak:
-    """The quickest of some products, after one that warms up. On a CPU in fp32: many take seconds for such a product in bf16 or
-    fp16. A meter that sees a higher rate takes that."""
+    """The quickest of some products, after one that warms up. On a CPU in fp32: many take seconds
+    for such a product in bf16 or fp16. A meter that sees a higher rate takes that."""
     on_gpu = device.type == "cuda"
     side = 8192 if on_gpu else 1024
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32) if on_gpu else torch.float32
-    own = torch.Generator(device).manual_seed(0)  # random numbers: of equal ones some devices make products a tenth faster
-    left, right = (torch.randn(side, side, device=device, dtype=dtype, generator=own) for _ in range(2))
+    dtype = (
+        {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+        if on_gpu
+        else torch.float32
+    )
+    own = torch.Generator(device).manual_seed(
+        0
+    )  # random numbers: of equal ones some devices make products a tenth faster
+    left, right = (
+        torch.randn(side, side, device=device, dtype=dtype, generator=own) for _ in range(2)
+    )
     out = torch.empty_like(left)
     torch.mm(left, right, out=out)
     best_s, deadline_s = float("inf"), time.monotonic() + MEASURE_S
@@ -90,8 +102,8 @@ def measured_peak(device: torch.device, *, precision: str) -> Peak:
 
 @dataclass
 class Meter:
-    """Each step lasts from the end of the one before it to its own, so a speed is that of training alone: behind an evaluation or a
-    checkpoint the clock is started anew."""
+    """Each step lasts from the end of the one before it to its own, so a speed is that of training
+    alone: behind an evaluation or a checkpoint the clock is started anew."""
 
     global_batch_size: int
     flops_per_image: float
@@ -118,14 +130,21 @@ class Meter:
 
     @property
     def images_per_s(self) -> float | None:
-        return self._num_steps * self.global_batch_size / max(self._all_s, 1e-9) if self._num_steps > 0 else None
+        return (
+            self._num_steps * self.global_batch_size / max(self._all_s, 1e-9)
+            if self._num_steps > 0
+            else None
+        )
 
     def reading(self) -> dict[str, float]:
-        """Speed since the last one, and the most memory, in GB (2^30), that this rank has held; asking waits for no device."""
+        """Speed since the last one, and the most memory, in GB (2^30), that this rank has held;
+        asking waits for no device."""
         elapsed_s = max(sum(self._seconds), 1e-9)
         images_per_s = len(self._seconds) * self.global_batch_size / elapsed_s
         teraflops = self.flops_per_image * images_per_s / 1e12
-        self.peak_teraflops = max(self.peak_teraflops, teraflops)  # what was measured on a busy machine may be too low
+        self.peak_teraflops = max(
+            self.peak_teraflops, teraflops
+        )  # what was measured on a busy machine may be too low
         found = {
             "usage/images_per_s": images_per_s,
             "usage/data_wait_share": self._wait_s / elapsed_s,
@@ -134,7 +153,11 @@ class Meter:
         if self.flops_per_image:
             found |= {"usage/teraflops": teraflops, "usage/mfu": teraflops / self.peak_teraflops}
         if self.device.type == "cuda":
-            found["usage/peak_gpu_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-            found["usage/peak_gpu_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / 2**30
+            found["usage/peak_gpu_allocated_gb"] = (
+                torch.cuda.max_memory_allocated(self.device) / 2**30
+            )
+            found["usage/peak_gpu_reserved_gb"] = (
+                torch.cuda.max_memory_reserved(self.device) / 2**30
+            )
         self._seconds, self._wait_s = [], 0.0
         return found

@@ -1,7 +1,8 @@
-"""`pretrain preview`: a sheet of the pictures that the model is fed, after all augmentation, with the labels that go with them.
+"""`pretrain preview`: a sheet of the pictures that the model is fed, after all augmentation, with
+the labels that go with them.
 
-They are those of the run itself: the same order, crops and mixtures, from the beginning of any epoch. Only the normalisation is
-undone, which no eye could do.
+They are those of the run itself: the same order, crops and mixtures, from the beginning of any
+epoch. Only the normalisation is undone, which no eye could do.
 """
 
 from contextlib import closing
@@ -22,11 +23,19 @@ from pretrain.ranks.world import World
 from pretrain.tracking.pictures import fed_sheet
 
 
-def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch: int, num_threads: int) -> Image.Image:
+def preview(
+    settings: PretrainSettings, data: TrainingData, *, count: int, epoch: int, num_threads: int
+) -> Image.Image:
     """The first `count` pictures of an epoch."""
     if count < 2 or count % 2:
-        raise UserError(f"count: {count}; choose an even number, because MixUp takes pictures in pairs")
-    batch_size, seed, normalisation = settings.train.global_batch_size, settings.train.seed, Normalisation(*data.channel_statistics)
+        raise UserError(
+            f"count: {count}; choose an even number, because MixUp takes pictures in pairs"
+        )
+    batch_size, seed, normalisation = (
+        settings.train.global_batch_size,
+        settings.train.seed,
+        Normalisation(*data.channel_statistics),
+    )
     augmentation = Augmentation(
         settings.augment,
         seed=seed,
@@ -37,7 +46,9 @@ def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch
         pixels=settings.data,
     )
     start = epoch * data.epoch_size(global_batch_size=batch_size)
-    reader = open_reader(data, seed=seed, world=World(0, 0, 1), store=open_store(settings.data, data.parts))
+    reader = open_reader(
+        data, seed=seed, world=World(0, 0, 1), store=open_store(settings.data, data.parts)
+    )
     with closing(reader):
         batches: BatchSource[Prepared] = batches_of(
             reader,
@@ -58,4 +69,6 @@ def preview(settings: PretrainSettings, data: TrainingData, *, count: int, epoch
             batches.close()
     facts = f"epoch {epoch}  ·  {data.image_size} px  ·  {settings.augment.recipe}"
     title = f"{data.name}, as {Path(settings.run_dir).name} sees it"
-    return fed_sheet(fed, normalisation=normalisation, classes=data.classes, title=title, facts=facts)
+    return fed_sheet(
+        fed, normalisation=normalisation, classes=data.classes, title=title, facts=facts
+    )

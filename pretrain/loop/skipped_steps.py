@@ -1,8 +1,10 @@
-"""Steps that the engine did not take because loss or gradients were not finite: counted, named, and in the end too many.
+"""Steps that the engine did not take because loss or gradients were not finite: counted, named, and
+in the end too many.
 
-A skipped step changes nothing but the position in the data: training goes on with the next batch, and every rank skips the same
-steps. Lines go to RUN/skipped_steps/rank-R.jsonl (step, loss, sample, shard, key): from a rank whose own loss is not finite, its
-share of the batch; from all ranks where only the gradients are not. fp16 skips steps with finite losses while it looks for its
+A skipped step changes nothing but the position in the data: training goes on with the next batch,
+and every rank skips the same steps. Lines go to RUN/skipped_steps/rank-R.jsonl (step, loss, sample,
+shard, key): from a rank whose own loss is not finite, its share of the batch; from all ranks where
+only the gradients are not. fp16 skips steps with finite losses while it looks for its
 scale: these are counted, not written.
 """
 
@@ -32,7 +34,13 @@ class SkippedSteps:
     """What one rank makes of them."""
 
     def __init__(
-        self, samples_of: Callable[[int], Ids], reader: ShardReader | Stream, *, log: Path, max_in_a_row: int, scales_loss: bool
+        self,
+        samples_of: Callable[[int], Ids],
+        reader: ShardReader | Stream,
+        *,
+        log: Path,
+        max_in_a_row: int,
+        scales_loss: bool,
     ):
         self._samples_of, self._reader, self._log = samples_of, reader, log
         self._max_in_a_row, self._scales_loss = max_in_a_row, scales_loss
@@ -59,17 +67,19 @@ class SkippedSteps:
         if self.in_a_row < self._max_in_a_row:
             return
         remedy = (
-            "the gradients overflow in fp16 though the loss scale was lowered on the way, and no sample is to blame. Set "
-            "engine.precision=bf16, which has the range of fp32 (or fp32 itself), or lower optimizer.lr, in another run_dir"
+            "the gradients overflow in fp16 though the loss scale was lowered on the way, and no"
+            " sample is to blame. Set engine.precision=bf16, which has the range of fp32 (or fp32"
+            " itself), or lower optimizer.lr, in another run_dir"
         )
         if self._are_named:
             remedy = (
-                f"their samples are in {self._log.parent}. Lower optimizer.lr or set engine.gradient_clip_norm=1, in another "
-                "run_dir, or look at those samples"
+                f"their samples are in {self._log.parent}. Lower optimizer.lr or set"
+                " engine.gradient_clip_norm=1, in another run_dir, or look at those samples"
             )
         raise TooManySkippedSteps(
-            f"{self.in_a_row} steps in a row, to step {step}, had a loss or gradients that are not finite (the last loss is "
-            f"{agreed.loss}), as many as train.max_skipped_steps allows; {remedy}"
+            f"{self.in_a_row} steps in a row, to step {step}, had a loss or gradients that are not"
+            f" finite (the last loss is {agreed.loss}), as many as train.max_skipped_steps allows;"
+            f" {remedy}"
         )
 
     def _write(self, step: int, loss: float) -> None:
@@ -77,8 +87,16 @@ class SkippedSteps:
         samples = self._samples_of(step - 1)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with open(self._log, "a", encoding="utf-8") as file:
-            for sample, (shard, key) in zip(samples.tolist(), self._reader.names(samples), strict=True):
-                line = {"step": step, "loss": str(loss), "sample": sample, "shard": shard, "key": key}
+            for sample, (shard, key) in zip(
+                samples.tolist(), self._reader.names(samples), strict=True
+            ):
+                line = {
+                    "step": step,
+                    "loss": str(loss),
+                    "sample": sample,
+                    "shard": shard,
+                    "key": key,
+                }
                 file.write(json.dumps(line) + "\n")
 
 
@@ -86,6 +104,7 @@ def samples_of_rank(order: Line, plan: BatchPlan, *, step: int, rank: int) -> Id
     """The samples of a rank's share of the step's global batch."""
     consumed = step * plan.global_batch_size
     positions = [
-        plan.positions(consumed=consumed, micro_step=micro_step, rank=rank) for micro_step in range(plan.accumulation_steps)
+        plan.positions(consumed=consumed, micro_step=micro_step, rank=rank)
+        for micro_step in range(plan.accumulation_steps)
     ]
     return order.locate(np.concatenate(positions))[1]

@@ -1,9 +1,12 @@
-"""One training from validated settings to its true end. `pretrain train` and `finetune tune` are two `Task`s for it.
+"""One training from validated settings to its true end. `pretrain train` and `finetune tune` are
+two `Task`s for it.
 
-1. The first rank claims the run directory (run.py); the others wait for it while they join. 2. From here on a rank that dies,
-freezes or fails ends the others (heartbeat.py). 3. Model, micro-batch, engine, tracker, data, trainer, in this order. 4. Every rank
-reads the newest whole checkpoint itself. 5. The loop (trainer.py). 6. The status comes last: a run is FINISHED when its last
-checkpoint is on disk and result.json says so.
+1. The first rank claims the run directory (run.py); the others wait for it while they join. 2. From
+   here on a rank that dies,
+freezes or fails ends the others (heartbeat.py). 3. Model, micro-batch, engine, tracker, data,
+trainer, in this order. 4. Every rank reads the newest whole checkpoint itself. 5. The loop
+(trainer.py). 6. The status comes last: a run is FINISHED when its last checkpoint is on disk and
+result.json says so.
 """
 
 import logging
@@ -27,7 +30,14 @@ from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
 from pretrain.checkpoints.mirror import Mirror
-from pretrain.checkpoints.run import CONFIG_FILE, checkpoint_dir, claim, run_and_length, save_result, step_of
+from pretrain.checkpoints.run import (
+    CONFIG_FILE,
+    checkpoint_dir,
+    claim,
+    run_and_length,
+    save_result,
+    step_of,
+)
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.data.loader import num_cpu_threads
@@ -41,7 +51,14 @@ from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
-from pretrain.ranks.collectives import any_rank, barrier, highest, lowest_over_ranks, on_all_ranks, same_on_all_ranks
+from pretrain.ranks.collectives import (
+    any_rank,
+    barrier,
+    highest,
+    lowest_over_ranks,
+    on_all_ranks,
+    same_on_all_ranks,
+)
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag, entered
@@ -52,7 +69,8 @@ from pretrain.tracking.tracker import RunIdentity, Tracker
 
 
 class Task(ABC):
-    """What differs between pretraining and fine-tuning; `settings` and `data` have been checked. No attribute needs other ranks."""
+    """What differs between pretraining and fine-tuning; `settings` and `data` have been checked. No
+    attribute needs other ranks."""
 
     parent_key: str | None = None
     """Of the run that this one is a child of, where none is in `parent_dir`."""
@@ -84,32 +102,47 @@ class Task(ABC):
     def model(self) -> ImageModel: ...
 
     @abstractmethod
-    def engine(self, model: ImageModel, plan: BatchPlan, *, device: torch.device, world: World) -> Engine: ...
+    def engine(
+        self, model: ImageModel, plan: BatchPlan, *, device: torch.device, world: World
+    ) -> Engine: ...
 
     def record_result(self, result: Mapping[str, Any], tracker: Tracker) -> None:  # noqa: B027 (nothing, by default)
         """On the first rank, once the result is saved."""
 
 
 class Pretraining(Task):
-    def __init__(self, settings: PretrainSettings, data: TrainingData, start: Checkpoint | None = None):
+    def __init__(
+        self, settings: PretrainSettings, data: TrainingData, start: Checkpoint | None = None
+    ):
         """`start`: of settings.start_from, in a run that has no checkpoint yet."""
         # here, since it takes eight seconds, and fine-tuning does without it
         from pretrain.engine import deepspeed
 
         self._deepspeed = deepspeed
         normalisation = Normalisation(*data.channel_statistics)
-        super().__init__(settings, data, config=settings, normalisation=normalisation, tags={"task": "pretrain"})
+        super().__init__(
+            settings, data, config=settings, normalisation=normalisation, tags={"task": "pretrain"}
+        )
         self.tags |= {"start_from": str(start.directory.absolute())} if start else {}
-        self.start, self.is_branch = start, start is not None and run_and_length(settings.start_from or "")[1] != ""
+        self.start, self.is_branch = (
+            start,
+            start is not None and run_and_length(settings.start_from or "")[1] != "",
+        )
 
     def join_ranks(self, world: World) -> torch.device:
         device = self._deepspeed.start_distributed(world, timeout_s=self.settings.engine.timeout_s)
-        if not same_on_all_ranks(int(self.start.sha256[:14], 16) if self.start else 0, device=device):
+        if not same_on_all_ranks(
+            int(self.start.sha256[:14], 16) if self.start else 0, device=device
+        ):
             raise UserError(
-                f"start_from: the ranks find different weights in {self.settings.start_from}; name one of its checkpoints"
+                f"start_from: the ranks find different weights in {self.settings.start_from}; name"
+                " one of its checkpoints"
             )
         if not same_on_all_ranks(int(self.data.content_hash[:14], 16), device=device):
-            raise UserError("data.dataset: is not the same for all ranks; mend the node whose files, or WDS_* variables, differ")
+            raise UserError(
+                "data.dataset: is not the same for all ranks; mend the node whose files, or WDS_*"
+                " variables, differ"
+            )
         return device
 
     def model(self) -> ImageModel:
@@ -119,7 +152,9 @@ class Pretraining(Task):
             take_weights(model, self.start, classes=self.data.classes)
         return model
 
-    def engine(self, model: ImageModel, plan: BatchPlan, *, device: torch.device, world: World) -> Engine:
+    def engine(
+        self, model: ImageModel, plan: BatchPlan, *, device: torch.device, world: World
+    ) -> Engine:
         return self._deepspeed.DeepSpeedEngine(
             model,
             make_optimizer=lambda module: build_optimizer(module, self.settings.optimizer),
@@ -134,7 +169,12 @@ class Pretraining(Task):
 
 def summary(outcome: Outcome, run_dir: Path, *, dataset: str, data: TrainingData) -> list[str]:
     """What is worth knowing at the end of a run, and what may come next."""
-    scores, best, run, weights = outcome.scores, outcome.best, shlex.quote(str(run_dir)), checkpoint_dir(run_dir, outcome.step)
+    scores, best, run, weights = (
+        outcome.scores,
+        outcome.best,
+        shlex.quote(str(run_dir)),
+        checkpoint_dir(run_dir, outcome.step),
+    )
     rows = [("weights", str(weights))]
     if scores is not None:
         top1 = f"{accuracy(scores.top1, scores.class_top1)} ({data.baselines})"
@@ -143,25 +183,40 @@ def summary(outcome: Outcome, run_dir: Path, *, dataset: str, data: TrainingData
         rows += [("best", f"top-1 {100 * best.score:.1f} %: {checkpoint_dir(run_dir, best.step)}")]
     rows += [("speed", f"{outcome.images_per_s:,.0f} images/s")] if outcome.images_per_s else []
     rows += [("next", f"finetune predict {run} PICTURES --out predictions.csv")]
-    rows += [("", f"finetune evaluate pretrained={run} dataset={shlex.quote(dataset)}")] if scores is not None else []
+    rows += (
+        [("", f"finetune evaluate pretrained={run} dataset={shlex.quote(dataset)}")]
+        if scores is not None
+        else []
+    )
     return [f"  {name:8} {words}" for name, words in rows]
 
 
 def train(task: Task, world: World) -> Outcome:
-    """Runs, or goes on with, the run of `settings.run_dir` until it is finished or asked to stop."""
+    """Runs, or goes on with, the run of `settings.run_dir` until it is finished or asked to
+    stop."""
     run_dir, engine = Path(task.settings.run_dir), task.settings.engine
     stop = StopFlag().install()
     weights = task.start.mark if task.start else None
-    with entered(claim(run_dir, task.config, is_first=world.is_first, ranks=engine, stop=stop, weights=weights)):
+    with entered(
+        claim(
+            run_dir, task.config, is_first=world.is_first, ranks=engine, stop=stop, weights=weights
+        )
+    ):
         log_to(run_dir / "logs" / f"rank-{world.rank}.log")
         device = task.join_ranks(world)
         if engine.compile and device.type == "cpu" and world.is_first:
-            print(f"{run_dir.name}: engine.compile takes a minute and gains next to nothing on CPUs; leave it out here", flush=True)
+            print(
+                f"{run_dir.name}: engine.compile takes a minute and gains next to nothing on CPUs;"
+                " leave it out here",
+                flush=True,
+            )
         with watched(world, engine, device=device) as heartbeat:
             heartbeat.watch(run_dir / "stacks")
             if any_rank(stop.raised_by is not None, device=device):
                 return Outcome(step=0, finished=False)
-            with doing(f"{run_dir.name}: making the model, measuring the machine", enabled=world.is_first):
+            with doing(
+                f"{run_dir.name}: making the model, measuring the machine", enabled=world.is_first
+            ):
                 trainer = assemble(task, world, device=device, stop=stop)
             tracker, writer = trainer.tracker, trainer.saver.writer
             stop.is_alone = world.num_ranks == 1
@@ -175,7 +230,9 @@ def train(task: Task, world: World) -> Outcome:
                 at_end=at_end,
                 stuck_wait_s=stop.stuck_wait_s,
                 report=node_report(world, run_dir),
-                received=lambda _rank, report: tracker.system(report["values"], node=report["node"]),
+                received=lambda _rank, report: tracker.system(
+                    report["values"], node=report["node"]
+                ),
             )
             try:
                 return _run(trainer, task)
@@ -187,11 +244,16 @@ def train(task: Task, world: World) -> Outcome:
 
 
 def log_to(path: Path) -> None:
-    """From now on what these libraries and Python warn of is kept in this file: the console shows the run alone."""
+    """From now on what these libraries and Python warn of is kept in this file: the console shows
+    the run alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("DeepSpeed", "py.warnings", "torch.utils.cpp_extension"):  # the last warns when something is compiled
+    for name in (
+        "DeepSpeed",
+        "py.warnings",
+        "torch.utils.cpp_extension",
+    ):  # the last warns when something is compiled
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.WARNING)
@@ -203,17 +265,25 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     size: Any = {"num_classes": len(task.data.classes), "image_size": task.data.image_size}
     model = task.model()
     num_weights = num_parameters(model)  # before ZeRO cuts the weights up
-    local_batch_size = micro_batch_size(model, settings=task.settings, **size, device=device, world=world, remedy=task.remedy)
+    local_batch_size = micro_batch_size(
+        model, settings=task.settings, **size, device=device, world=world, remedy=task.remedy
+    )
     settings = task.settings
     if settings.train.local_batch_size == "auto":  # logged is what it came to
-        settings = settings.model_copy(update={"train": settings.train.model_copy(update={"local_batch_size": local_batch_size})})
+        settings = settings.model_copy(
+            update={
+                "train": settings.train.model_copy(update={"local_batch_size": local_batch_size})
+            }
+        )
     plan = BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks)
     engine = task.engine(model, plan, device=device, world=world)
     run_key, tracker = open_tracker(task, settings, world, num_weights=num_weights)
 
     data = staged(task.data, world=world, device=engine.device, stop=stop)
     barrier()  # all ranks measure at once
-    peak = find_peak(engine.device, precision=settings.engine.precision, given=settings.tracking.peak_teraflops)
+    peak = find_peak(
+        engine.device, precision=settings.engine.precision, given=settings.tracking.peak_teraflops
+    )
     tracker.params({"peak_teraflops": str(peak)})
     return Trainer(
         settings=settings,
@@ -254,7 +324,8 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
             result |= outcome.scores.metrics("eval")
         save_result(trainer.run_dir, result)
         task.record_result(result, tracker)
-    # together: a rank that leaves sooner would not learn of the death of one that has not closed yet
+    # together: a rank that leaves sooner would not learn of the death of one that has not closed
+    # yet
     on_all_ranks(
         lambda: tracker.close("FINISHED" if outcome.finished else "KILLED"),
         device=device,
@@ -265,43 +336,62 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
 
 
 def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> TrainerState:
-    """Every rank reads the newest whole checkpoint itself; where there is none yet, that which the run branches from."""
+    """Every rank reads the newest whole checkpoint itself; where there is none yet, that which the
+    run branches from."""
     device = trainer.engine.device
-    own = agreed_checkpoint(trainer.run_dir, trainer.world, device=device, mirror=trainer.saver.mirror)
+    own = agreed_checkpoint(
+        trainer.run_dir, trainer.world, device=device, mirror=trainer.saver.mirror
+    )
     newest = own or branch_of
     if newest is None:
         return TrainerState(step=0, samples_consumed=0)
     place = newest.directory
     engine, state = on_all_ranks(
-        lambda: load_state(place), device=device, failed=f"{place}: another rank could not read it; see its message"
+        lambda: load_state(place),
+        device=device,
+        failed=f"{place}: another rank could not read it; see its message",
     )
     if newest.card.pixels_hash != trainer.data.pixels_hash:
         raise CheckpointError(
-            f"{place}: was trained on other pictures than the dataset has now; bring them back, or name another run_dir"
+            f"{place}: was trained on other pictures than the dataset has now; bring them back, or"
+            " name another run_dir"
         )
     if state.samples_consumed != state.step * trainer.plan.global_batch_size:
-        raise CheckpointError(f"{place}: was made with another global batch size; set it back, or name another run_dir")
+        raise CheckpointError(
+            f"{place}: was made with another global batch size; set it back, or name another"
+            " run_dir"
+        )
     trainer.engine.import_state(engine)
     before, now = state.num_cpu_threads, num_cpu_threads(device)
     if trainer.world.is_first:
         anew = "; the stream begins anew, in another order" if trainer.data.settings.stream else ""
-        anew += "; data.dataset: its command has the recorded hash" if is_command(trainer.data.settings.dataset) else ""
+        anew += (
+            "; data.dataset: its command has the recorded hash"
+            if is_command(trainer.data.settings.dataset)
+            else ""
+        )
         print(f"{trainer.run_dir.name}: going on from {place.name if own else place}{anew}")
         if before is not None and now is not None and before != now:
             print(
-                f"WARNING: OMP_NUM_THREADS: was {before} and is {now} now: sums are rounded otherwise from here on; set it to "
-                f"{before} for the same bits",
+                f"WARNING: OMP_NUM_THREADS: was {before} and is {now} now: sums are rounded"
+                f" otherwise from here on; set it to {before} for the same bits",
                 file=sys.stderr,
             )
     return state if own else replace(state, best=None, lengths=())  # which are the other run's
 
 
-def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device, mirror: Mirror | None = None) -> Checkpoint | None:
-    """The newest whole one, on which all ranks agree. One rank of each node reads it all to verify it; the others of a node see the
-    same disks, and if they do not, its hashes differ. With a mirror each node has disks of its own, and is given what it lacks."""
+def agreed_checkpoint(
+    run_dir: Path, world: World, *, device: torch.device, mirror: Mirror | None = None
+) -> Checkpoint | None:
+    """The newest whole one, on which all ranks agree. One rank of each node reads it all to verify
+    it; the others of a node see the same disks, and if they do not, its hashes differ. With a
+    mirror each node has disks of its own, and is given what it lacks.
+    """
 
     def own() -> Checkpoint | None:
-        return Checkpoint.newest(run_dir) if mirror is None else mirror.newest(is_first=world.is_first)
+        return (
+            Checkpoint.newest(run_dir) if mirror is None else mirror.newest(is_first=world.is_first)
+        )
 
     found = on_all_ranks(
         lambda: own() if world.local_rank == 0 else None,
@@ -311,15 +401,28 @@ def agreed_checkpoint(run_dir: Path, world: World, *, device: torch.device, mirr
     step = highest(step_of(found.directory) if found else -1, device=device)
     if step < 0:
         return None
-    differ = f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and retry"
+    differ = (
+        f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and"
+        " retry"
+    )
     place = checkpoint_dir(run_dir, step)
     if mirror is not None:
         mark = _mark_of(found) if found and found.directory == place else -1
         holder = lowest_over_ranks(world.rank if mark >= 0 else world.num_ranks, device=device)
-        lacks = world.local_rank == 0 and mark != highest(mark if world.rank == holder else -1, device=device)
+        lacks = world.local_rank == 0 and mark != highest(
+            mark if world.rank == holder else -1, device=device
+        )
         if any_rank(lacks, device=device):  # that has not come to the mirror yet
-            on_all_ranks(lambda: mirror.give(place) if world.rank == holder else None, device=device, failed=f"{mirror}: {differ}")
-            found = on_all_ranks(lambda: mirror.receive(step) if lacks else found, device=device, failed=f"{mirror}: {differ}")
+            on_all_ranks(
+                lambda: mirror.give(place) if world.rank == holder else None,
+                device=device,
+                failed=f"{mirror}: {differ}",
+            )
+            found = on_all_ranks(
+                lambda: mirror.receive(step) if lacks else found,
+                device=device,
+                failed=f"{mirror}: {differ}",
+            )
     newest = on_all_ranks(lambda: found or Checkpoint.read(place), device=device, failed=differ)
     if not same_on_all_ranks(_mark_of(newest), device=device):
         raise CheckpointError(differ)
@@ -330,15 +433,25 @@ def _mark_of(checkpoint: Checkpoint) -> int:
     return int(hash_of_json([checkpoint.directory.name, checkpoint.hashes])[:14], 16)
 
 
-def open_tracker(task: Task, settings: PretrainSettings, world: World, *, num_weights: int) -> tuple[str, Tracker]:
+def open_tracker(
+    task: Task, settings: PretrainSettings, world: World, *, num_weights: int
+) -> tuple[str, Tracker]:
     """(run key, tracker): the first rank's tracker is real, the others' do nothing."""
     if not world.is_first:
         return "", Tracker(None, params={}, tags={})
     run_dir, tracking, data = Path(settings.run_dir), settings.tracking, task.data
     identity = RunIdentity.of(
-        run_dir, experiment=tracking.experiment, uri=tracking.uri, parent_key=task.parent_key, parent_dir=task.parent_dir
+        run_dir,
+        experiment=tracking.experiment,
+        uri=tracking.uri,
+        parent_key=task.parent_key,
+        parent_dir=task.parent_dir,
     )
-    facts = {"num_ranks": world.num_ranks, "num_weights": num_weights, "content_hash": data.content_hash}
+    facts = {
+        "num_ranks": world.num_ranks,
+        "num_weights": num_weights,
+        "content_hash": data.content_hash,
+    }
     tracker = Tracker(
         run_dir,
         params=flatten(settings.model_dump(mode="json")) | facts,

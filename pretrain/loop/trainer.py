@@ -1,13 +1,14 @@
 """The one training loop: every task that updates weights runs it, whatever its engine.
 
-Each step: 1. this rank's micro-batches of the global batch; 2. the engine's update, at the learning rate of the step; 3. one
-exchange of the mean loss, the votes on stopping and the number of bad samples; 4. the log; 5. what is due: an evaluation, a
-checkpoint; 6. the end, if a rank voted for it. State is (engine, step, samples consumed), nothing else.
+Each step: 1. this rank's micro-batches of the global batch; 2. the engine's update, at the learning
+rate of the step; 3. one exchange of the mean loss, the votes on stopping and the number of bad
+samples; 4. the log; 5. what is due: an evaluation, a checkpoint; 6. the end, if a rank voted for
+it. State is (engine, step, samples consumed), nothing else.
 
-The exchange of a step is read while the next one runs, when that costs no wait, or before anything that must not be late
-(evaluation, checkpoint, the end). What is decided from it (to stop, too many bad samples or skipped steps) is decided by all ranks
-at the same step, because all of them read the same sums. A number that is logged for a step is that step's, however late it is
-read.
+The exchange of a step is read while the next one runs, when that costs no wait, or before anything
+that must not be late (evaluation, checkpoint, the end). What is decided from it (to stop, too many
+bad samples or skipped steps) is decided by all ranks at the same step, because all of them read the
+same sums. A number that is logged for a step is that step's, however late it is read.
 """
 
 from concurrent.futures import Future
@@ -42,7 +43,14 @@ from pretrain.ranks.collectives import Exchange, Moment, any_rank
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.world import World
-from pretrain.tracking.pictures import FIRST_LAYER, draw_filters, fed_sheet, filter_side, first_of, strongest_filters
+from pretrain.tracking.pictures import (
+    FIRST_LAYER,
+    draw_filters,
+    fed_sheet,
+    filter_side,
+    first_of,
+    strongest_filters,
+)
 from pretrain.tracking.tracker import Tracker
 
 NUM_SHOWN, COLUMNS = 40, 5
@@ -68,7 +76,8 @@ class QueuedStep:
     lr: float
     asked: Moment
     given: Moment
-    """When the device came to the hand-over of its data, and when it had them: what lies between is lost, whoever was late."""
+    """When the device came to the hand-over of its data, and when it had them: what lies between is
+    lost, whoever was late."""
     exchange: Exchange
 
 
@@ -92,11 +101,15 @@ class Trainer:
         settings, data, rank, device = self.settings, self.data, self.world.rank, self.engine.device
         train, self.run_dir = settings.train, Path(settings.run_dir)
         unchecked = data.read_parts if data.settings.check == "first-read" else ()
-        self.first_read = FirstRead(unchecked, run_dir=self.run_dir, world=self.world, device=device)
+        self.first_read = FirstRead(
+            unchecked, run_dir=self.run_dir, world=self.world, device=device
+        )
         store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
         bad_log = self.run_dir / "bad_samples" / f"rank-{rank}.jsonl"
         self.reader = open_reader(data, seed=train.seed, world=self.world, store=store, log=bad_log)
-        self.eval_reader = ShardReader([eval_part], image_size=data.image_size, store=store) if eval_part else None
+        self.eval_reader = (
+            ShardReader([eval_part], image_size=data.image_size, store=store) if eval_part else None
+        )
         self.augmentation = Augmentation(
             settings.augment,
             seed=train.seed,
@@ -106,13 +119,27 @@ class Trainer:
             dtype=self.engine.input_dtype,
             pixels=self.card,
         )
-        self.saver = Saver(settings, data, engine=self.engine, world=self.world, card=self.card, log=self.tracker)
-        self.num_steps, self.eval_every = self._steps(train.duration), max(1, self._steps(train.eval_every))
+        self.saver = Saver(
+            settings, data, engine=self.engine, world=self.world, card=self.card, log=self.tracker
+        )
+        self.num_steps, self.eval_every = (
+            self._steps(train.duration),
+            max(1, self._steps(train.eval_every)),
+        )
         self.order = data.order(seed=train.seed, global_batch_size=train.global_batch_size)
-        warmup, self.schedule = self._steps(settings.schedule.warmup), self._schedule_of(self.num_steps)
+        warmup, self.schedule = (
+            self._steps(settings.schedule.warmup),
+            self._schedule_of(self.num_steps),
+        )
         if (fitted := self.schedule.warmup_steps) != warmup and self.world.is_first:
-            why = f"{settings.schedule.warmup} is {warmup:,} steps, but the run has {self.num_steps:,}"
-            print(f"{self.run_dir.name}: schedule.warmup: {why}; shortened to {fitted:,} steps", flush=True)
+            why = (
+                f"{settings.schedule.warmup} is {warmup:,} steps, but the run has"
+                f" {self.num_steps:,}"
+            )
+            print(
+                f"{self.run_dir.name}: schedule.warmup: {why}; shortened to {fitted:,} steps",
+                flush=True,
+            )
         self.bad_samples = None
         if isinstance(self.reader, ShardReader):
             self.bad_samples = BadSamples(self.reader, log=bad_log, chosen=data.parts[0].chosen)
@@ -125,7 +152,9 @@ class Trainer:
         )
         self.meter = Meter(
             global_batch_size=train.global_batch_size,
-            flops_per_image=training_flops(settings.model, num_classes=len(data.classes), image_size=data.image_size),
+            flops_per_image=training_flops(
+                settings.model, num_classes=len(data.classes), image_size=data.image_size
+            ),
             peak_teraflops=self.peak_teraflops,
             device=device,
         )
@@ -149,10 +178,17 @@ class Trainer:
         self.saver.go_on(start)
         self.first_read.start()
         title, shown = self.run_dir.name, self.world.is_first
-        with progress(title, total=self.num_steps, unit="step", start=self.step, enabled=shown) as self.line, self._feed() as feed:
+        with (
+            progress(
+                title, total=self.num_steps, unit="step", start=self.step, enabled=shown
+            ) as self.line,
+            self._feed() as feed,
+        ):
             self.line.note = f"first step{' and compilation' * self.settings.engine.compile}"
             self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
-            if self.owes_evaluation or self.step >= self.num_steps:  # it was given up, or killed before result.json
+            if (
+                self.owes_evaluation or self.step >= self.num_steps
+            ):  # it was given up, or killed before result.json
                 self._evaluate()
             self.meter.restart()
             while self.step < self.num_steps and not self.stopping:
@@ -164,7 +200,10 @@ class Trainer:
                 self._settle()  # the step before
                 self.queued = queued
                 self.step += 1
-                eval_due, save_due = self._is_due(self.step, self.eval_every), self.saver.is_due(self.step)
+                eval_due, save_due = (
+                    self._is_due(self.step, self.eval_every),
+                    self.saver.is_due(self.step),
+                )
                 if eval_due or save_due or self.stopping:
                     self._settle()
                 if eval_due:
@@ -195,7 +234,9 @@ class Trainer:
         """Return the learning rates of this run if it has `num_steps`."""
         wanted = self.settings.schedule
         warmup = fit_warmup(self._steps(wanted.warmup), num_steps=num_steps)
-        return Schedule(wanted, self.settings.optimizer.lr, num_steps, warmup, self._steps(wanted.cooldown))
+        return Schedule(
+            wanted, self.settings.optimizer.lr, num_steps, warmup, self._steps(wanted.cooldown)
+        )
 
     def _note_length(self, start: TrainerState) -> None:
         """Of a run whose length was changed: the rate follows the new one from here on."""
@@ -204,15 +245,27 @@ class Trainer:
             return
         self.lengths = (*start.lengths, self.num_steps)
         before, now = (self._schedule_of(count).lr(self.step) for count in self.lengths[-2:])
-        words = f"{' -> '.join(f'{count:,}' for count in self.lengths)} steps, at step {self.step:,}"
-        jump = "" if before == now or self.step >= self.num_steps else f"; its learning rate jumps from {before:.3g} to {now:.3g}"
-        self.tracker.params({}, tags={"extended" if self.lengths[-1] > self.lengths[-2] else "shortened": words + jump})
+        words = (
+            f"{' -> '.join(f'{count:,}' for count in self.lengths)} steps, at step {self.step:,}"
+        )
+        jump = (
+            ""
+            if before == now or self.step >= self.num_steps
+            else f"; its learning rate jumps from {before:.3g} to {now:.3g}"
+        )
+        self.tracker.params(
+            {},
+            tags={"extended" if self.lengths[-1] > self.lengths[-2] else "shortened": words + jump},
+        )
         if self.world.is_first:
             print(f"{self.run_dir.name}: another length: {words}{jump}", flush=True)
 
     def _feed(self) -> Feed:
         """Micro-batches, augmented and on the device, from where training stands."""
-        consumed, on_gpu = self.step * self.plan.global_batch_size, self.engine.device.type == "cuda"
+        consumed, on_gpu = (
+            self.step * self.plan.global_batch_size,
+            self.engine.device.type == "cuda",
+        )
         return Feed(
             lambda finish: batches_of(
                 self.reader,
@@ -225,7 +278,9 @@ class Trainer:
                 pin=on_gpu,
                 finish=finish,
                 bad_samples=self.bad_samples,
-                previous_in=self.plan.global_batch_size if self.settings.augment.mixes_previous else None,
+                previous_in=(
+                    self.plan.global_batch_size if self.settings.augment.mixes_previous else None
+                ),
                 # on a GPU a thread of the feed waits for batches, which no signal interrupts
                 waits=Future.result if on_gpu else self.stop.result,
             ),
@@ -282,7 +337,9 @@ class Trainer:
                 "train/gradient_norm": agreed.gradient_norm,
                 "train/lr": done.lr,
                 "train/samples": float(samples),
-                "train/epoch": samples / self.data.epoch_size(global_batch_size=self.plan.global_batch_size),
+                "train/epoch": (
+                    samples / self.data.epoch_size(global_batch_size=self.plan.global_batch_size)
+                ),
                 "train/bad_samples": float(self.num_bad),
                 "train/skipped_steps": float(self.skipped.total),
             } | self.meter.reading()
@@ -291,7 +348,8 @@ class Trainer:
         self.line.advance(note=None if self.reading or self.scores else "")
 
     def _evaluate(self) -> None:
-        """Not if the run is to stop: then the evaluation is owed, and the next start makes up for it."""
+        """Not if the run is to stop: then the evaluation is owed, and the next start makes up for
+        it."""
         self.owes_evaluation = self.eval_reader is not None
         if self.stopping:
             return
@@ -347,11 +405,19 @@ class Trainer:
 
     def _show_fed(self, prepared: Prepared) -> None:
         """A sheet of the first pictures of a run, of the first rank's share."""
-        sample, data, normalisation = first_of(prepared, count=NUM_SHOWN), self.data, self.augmentation.normalisation
+        sample, data, normalisation = (
+            first_of(prepared, count=NUM_SHOWN),
+            self.data,
+            self.augmentation.normalisation,
+        )
         title = f"{data.name}, as {self.run_dir.name} sees it"
         facts = f"{data.image_size} px  ·  {self.settings.augment.recipe}"
         self.tracker.picture(
-            "fed", lambda: fed_sheet(sample, normalisation=normalisation, classes=data.classes, title=title, facts=facts), step=0
+            "fed",
+            lambda: fed_sheet(
+                sample, normalisation=normalisation, classes=data.classes, title=title, facts=facts
+            ),
+            step=0,
         )
 
     def _show_filters(self) -> None:
@@ -362,12 +428,19 @@ class Trainer:
         weight_NF = self.engine.weight(FIRST_LAYER)
         if weight_NF is not None:
             filters = strongest_filters(weight_NF, side=side, count=COLUMNS**2)
-            title = f"{self.run_dir.name}, step {self.step:,}: the strongest filters of the first layer"
-            self.tracker.picture("first_layer", lambda: draw_filters(filters, columns=COLUMNS, title=title), step=self.step)
+            title = (
+                f"{self.run_dir.name}, step {self.step:,}: the strongest filters of the first layer"
+            )
+            self.tracker.picture(
+                "first_layer",
+                lambda: draw_filters(filters, columns=COLUMNS, title=title),
+                step=self.step,
+            )
 
 
 def in_words(reading: dict[str, float], scores: Scores | None, *, scored_step: int) -> str:
-    """Return the note of the progress line. `scored_step`: the step of the scores, which may be older than the step of the line."""
+    """Return the note of the progress line. `scored_step`: the step of the scores, which may be
+    older than the step of the line."""
     parts = [f"epoch {reading['train/epoch']:.1f}"] if "train/epoch" in reading else []
     if "train/loss" in reading:
         parts.append(f"training loss {reading['train/loss']:.3f}")

@@ -1,1 +1,2 @@
-"""Models: `spec` names and validates them without torch, `build` makes them, one file per family."""
+"""Models: `spec` names and validates them without torch, `build` makes them, one file per
+family."""

@@ -11,14 +11,28 @@ from pretrain.models.mixer import Mixer
 from pretrain.models.mlp import Mlp
 from pretrain.models.presets import preset, spec_of
 from pretrain.models.sparse_mlp import SparseMlp
-from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmModelSpec, TimmSpec
+from pretrain.models.spec import (
+    AnySpec,
+    MixerSpec,
+    MlpSpec,
+    SparseMlpSpec,
+    StructuredMlpSpec,
+    TimmModelSpec,
+    TimmSpec,
+)
 from pretrain.models.structured import StructuredMlp
 
 
 def build(
-    name: str, *, num_classes: int | None = None, image_size: int | None = None, seed: int | None = None, **changes: Any
+    name: str,
+    *,
+    num_classes: int | None = None,
+    image_size: int | None = None,
+    seed: int | None = None,
+    **changes: Any,
 ) -> ImageModel:
-    """A model of the papers by name, with other values for some fields; size and classes are the paper's unless given."""
+    """A model of the papers by name, with other values for some fields; size and classes are the
+    paper's unless given."""
     return build_model(
         spec_of(name, **changes),
         num_classes=preset(name).num_classes if num_classes is None else num_classes,
@@ -27,7 +41,9 @@ def build(
     )
 
 
-def build_model(spec: AnySpec, *, num_classes: int, image_size: int, seed: int | None = None) -> ImageModel:
+def build_model(
+    spec: AnySpec, *, num_classes: int, image_size: int, seed: int | None = None
+) -> ImageModel:
     """The model with its initial weights; with a seed they are the same in every process."""
     spec.check(image_size=image_size)
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
@@ -36,7 +52,11 @@ def build_model(spec: AnySpec, *, num_classes: int, image_size: int, seed: int |
         model = _with_biases(spec, num_classes=num_classes, image_size=image_size)
     if not getattr(spec, "bias", True):
         for name, module in model.named_modules():
-            if "bias" in module._parameters and name != "head" and not isinstance(module, nn.LayerNorm | _BatchNorm):
+            if (
+                "bias" in module._parameters
+                and name != "head"
+                and not isinstance(module, nn.LayerNorm | _BatchNorm)
+            ):
                 module.bias = None
     return model
 

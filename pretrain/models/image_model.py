@@ -1,7 +1,9 @@
-"""What all our models are: embed, blocks, norm, pool, head, with the methods that timm's tools ask a model for.
+"""What all our models are: embed, blocks, norm, pool, head, with the methods that timm's tools ask
+a model for.
 
-A family says how an image becomes the first block's input (`embed`), how features become one vector (`pool`) and how they are laid
-out as a picture (`as_map`). Shapes: B batch, F features of whatever shape the family has, N num_features, K classes.
+A family says how an image becomes the first block's input (`embed`), how features become one vector
+(`pool`) and how they are laid out as a picture (`as_map`). Shapes: B batch, F features of whatever
+shape the family has, N num_features, K classes.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +33,8 @@ class ImageModel(nn.Module, ABC):
     head: nn.Module
 
     def __init__(self, *, num_features: int, num_classes: int, pixels_per_place: int):
-        """`pixels_per_place`: side of the square of the image that one place of `as_map` stands for."""
+        """`pixels_per_place`: side of the square of the image that one place of `as_map` stands
+        for."""
         super().__init__()
         self.num_features = self.head_hidden_size = self.embed_dim = num_features
         self.num_classes, self.pixels_per_place = num_classes, pixels_per_place
@@ -65,27 +68,40 @@ class ImageModel(nn.Module, ABC):
             return checkpoint(block, x_BF, use_reentrant=False)
         return block(x_BF)
 
-    # ---- the classifier ----------------------------------------------------------------------------------------------
+    # ---- the classifier
+    # ----------------------------------------------------------------------------------------------
 
     def get_classifier(self) -> nn.Module:
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head whose outputs start at zero; with 0 classes none at all, and the model returns pooled features."""
+        """A new head whose outputs start at zero; with 0 classes none at all, and the model returns
+        pooled features."""
         if global_pool not in (None, "", "avg"):
-            raise ValueError(f"global_pool: {global_pool!r} will not do; these models take the mean (avg)")
+            raise ValueError(
+                f"global_pool: {global_pool!r} will not do; these models take the mean (avg)"
+            )
         self.num_classes = num_classes
-        self.head = classifier(self.num_features, num_classes).to(next(self.parameters())).train(self.training)
+        self.head = (
+            classifier(self.num_features, num_classes)
+            .to(next(self.parameters()))
+            .train(self.training)
+        )
         with torch.no_grad():
             for weight in self.head.parameters():
                 weight.zero_()
 
-    # ---- features of every block, for timm's features_only -----------------------------------------------------------
+    # ---- features of every block, for timm's features_only
+    # -----------------------------------------------------------
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
         return [
-            {"module": f"blocks.{number}", "num_chs": self.num_features, "reduction": self.pixels_per_place}
+            {
+                "module": f"blocks.{number}",
+                "num_chs": self.num_features,
+                "reduction": self.pixels_per_place,
+            }
             for number in range(len(self.blocks))
         ]
 
@@ -98,20 +114,26 @@ class ImageModel(nn.Module, ABC):
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """What the chosen blocks (the last n for a number) return, as maps or as (B, places, channels)."""
+        """What the chosen blocks (the last n for a number) return, as maps or as (B, places,
+        channels)."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
         x_BF, found = self.embed(x), []
         for number, block in enumerate(self.blocks):
             x_BF = self._run(block, x_BF)
             if number in taken:
                 map_BCHW = self.as_map(self.norm(x_BF) if norm else x_BF)
-                found.append(map_BCHW if output_fmt == "NCHW" else map_BCHW.flatten(2).transpose(1, 2))
+                found.append(
+                    map_BCHW if output_fmt == "NCHW" else map_BCHW.flatten(2).transpose(1, 2)
+                )
             if stop_early and number == max(taken):
                 break
         return found if intermediates_only else (self.norm(x_BF), found)
 
     def prune_intermediate_layers(
-        self, indices: int | Sequence[int] | None = 1, prune_norm: bool = False, prune_head: bool = True
+        self,
+        indices: int | Sequence[int] | None = 1,
+        prune_norm: bool = False,
+        prune_head: bool = True,
     ) -> list[int]:
         """Removes what the chosen features do not need."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
@@ -122,18 +144,25 @@ class ImageModel(nn.Module, ABC):
             self.reset_classifier(0)
         return taken
 
-    # ---- what timm's training and optimizers ask -----------------------------------------------------------------------
+    # ---- what timm's training and optimizers ask
+    # -----------------------------------------------------------------------
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """In training, blocks keep their input alone and are computed a second time in the backward pass."""
+        """In training, blocks keep their input alone and are computed a second time in the backward
+        pass."""
         if enable and any(isinstance(module, _BatchNorm) for module in self.blocks.modules()):
-            raise ValueError("set_grad_checkpointing: batch norm would count every batch twice; use norm: layer")
+            raise ValueError(
+                "set_grad_checkpointing: batch norm would count every batch twice; use norm: layer"
+            )
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Layers by depth, for layer-wise learning rates; the blocks are the coarse groups, too."""
         del coarse
-        return {"stem": r"^(?:stem|widen)\.", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+        return {
+            "stem": r"^(?:stem|widen)\.",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        }
 
     def no_weight_decay(self) -> set[str]:
         return set()

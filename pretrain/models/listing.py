@@ -1,4 +1,5 @@
-"""`pretrain models` and `pretrain widths`: the named models with their costs, and sizes that have a given Omega (no torch here)."""
+"""`pretrain models` and `pretrain widths`: the named models with their costs, and sizes that have a
+given Omega (no torch here)."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from data_prep.settings import UserError, nearest
-from pretrain.models.cost import Cost, cost_of, sparse_width, tokens_for, widest_side, width_and_connections
+from pretrain.models.cost import (
+    Cost,
+    cost_of,
+    sparse_width,
+    tokens_for,
+    widest_side,
+    width_and_connections,
+)
 from pretrain.models.presets import PRESETS, spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 
@@ -51,15 +59,20 @@ class Row:
         )
 
 
-def list_models(*, match: str = "*", num_classes: int | None = None, image_size: int | None = None) -> tuple[list[Row], list[str]]:
-    """The named models that `match` (a shell pattern) fits, with classes and image size as they are meant unless given; and the
-    names of those that cannot take images of the size asked for."""
+def list_models(
+    *, match: str = "*", num_classes: int | None = None, image_size: int | None = None
+) -> tuple[list[Row], list[str]]:
+    """The named models that `match` (a shell pattern) fits, with classes and image size as they are
+    meant unless given; and the names of those that cannot take images of the size asked for."""
     for field, value in (("--classes", num_classes), ("--image-size", image_size)):
         if value is not None and value < 1:
             raise UserError(f"{field}: {value} will not do; give 1 or more")
     names = [name for name in PRESETS if fnmatchcase(name, match)]
     if not names:
-        raise UserError(f"--match: no model is named like {match!r}; {nearest(match.strip('*?'), list(PRESETS))}")
+        raise UserError(
+            f"--match: no model is named like {match!r};"
+            f" {nearest(match.strip('*?'), list(PRESETS))}"
+        )
     found, unfit, reason = [], [], ""
     for name in names:
         preset, spec = PRESETS[name], spec_of(name)
@@ -70,13 +83,17 @@ def list_models(*, match: str = "*", num_classes: int | None = None, image_size:
             unfit.append(name)
             reason = str(error)
     if not found:
-        raise UserError(f"--image-size: {image_size} suits none of these models ({unfit[-1]}: {reason})")
+        raise UserError(
+            f"--image-size: {image_size} suits none of these models ({unfit[-1]}: {reason})"
+        )
     return found, unfit
 
 
 def print_models(rows: Sequence[Row], unfit: Sequence[str], console: Console) -> None:
     """One table for each family, all with the same columns."""
-    sizes = [max(map(len, column)) for column in zip(COLUMNS, *(row.cells for row in rows), strict=True)]
+    sizes = [
+        max(map(len, column)) for column in zip(COLUMNS, *(row.cells for row in rows), strict=True)
+    ]
     for family, title in FAMILIES.items():
         members = [row.cells for row in rows if row.spec.kind == family]
         if members:
@@ -84,17 +101,26 @@ def print_models(rows: Sequence[Row], unfit: Sequence[str], console: Console) ->
             console.print(_table(COLUMNS, members, sizes=sizes, style="dim"))
             console.print()
     console.print(
-        "multiply-adds: of one image's forward pass, which papers call FLOPs; by the usual count of two operations each, FLOPs are "
-        "twice as many. Omega: average connections per layer of the blocks. params: with a head of 1,000 classes, 10 for images of "
-        "32 px and less, or --classes (11230 for paper B's table of sizes).",
+        "multiply-adds: of one image's forward pass, which papers call FLOPs; by the usual count of"
+        " two operations each, FLOPs are twice as many. Omega: average connections per layer of the"
+        " blocks. params: with a head of 1,000 classes, 10 for images of 32 px and less, or"
+        " --classes (11230 for paper B's table of sizes).",
         style="dim",
     )
     if unfit:
         console.print(f"Left out, as they cannot take images of that size: {', '.join(unfit)}.")
 
 
-def print_widths(omega: float, *, gamma: float, channels: Iterable[int], densities: Iterable[float], console: Console) -> None:
-    """S and m of mixers for every C, and m of SW-MLPs for every density, all with Omega connections per layer."""
+def print_widths(
+    omega: float,
+    *,
+    gamma: float,
+    channels: Iterable[int],
+    densities: Iterable[float],
+    console: Console,
+) -> None:
+    """S and m of mixers for every C, and m of SW-MLPs for every density, all with Omega connections
+    per layer."""
     mixers = [(count, tokens_for(omega, num_channels=count, gamma=gamma)) for count in channels]
     sparse = [(density, sparse_width(omega, density=density, gamma=gamma)) for density in densities]
     side = widest_side(omega, gamma=gamma)
@@ -108,10 +134,21 @@ def print_widths(omega: float, *, gamma: float, channels: Iterable[int], densiti
         console.print(_table(("p", "1 - p", "m of a SW-MLP"), cells))
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, sizes: Sequence[int] = (), style: str = "bold") -> Table:
+def _table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    sizes: Sequence[int] = (),
+    style: str = "bold",
+) -> Table:
     table = Table(box=None, pad_edge=False, header_style=style)
     for word, size in zip_longest(columns, sizes):
-        table.add_column(word, justify="left" if word in ("name", "source") else "right", min_width=size, no_wrap=True)
+        table.add_column(
+            word,
+            justify="left" if word in ("name", "source") else "right",
+            min_width=size,
+            no_wrap=True,
+        )
     for row in rows:
         table.add_row(*row)
     return table
@@ -133,19 +170,29 @@ def parse_power(text: str) -> float:
     except (ValueError, OverflowError):
         value = 0.0
     if not 0 < value < float("inf"):
-        raise UserError(f"--omega: {text!r} is not a positive number; write it as 262144, 2.6e5 or 2^18")
+        raise UserError(
+            f"--omega: {text!r} is not a positive number; write it as 262144, 2.6e5 or 2^18"
+        )
     return value
 
 
 def parse_channels(text: str, *, field: str = "--channels") -> list[int]:
-    return [int(number) for number in _numbers(text, field=field, pattern=r"[1-9]\d*", example="16,32,48")]
+    return [
+        int(number)
+        for number in _numbers(text, field=field, pattern=r"[1-9]\d*", example="16,32,48")
+    ]
 
 
 def parse_densities(text: str) -> list[float]:
-    found = [float(number) for number in _numbers(text, field="--density", pattern=r"[01]?\.?\d+", example="0.1,0.5")]
+    found = [
+        float(number)
+        for number in _numbers(text, field="--density", pattern=r"[01]?\.?\d+", example="0.1,0.5")
+    ]
     wrong = [density for density in found if not 0 < density <= 1]
     if wrong:
-        raise UserError(f"--density: {wrong[0]:g} is not a share of connections; give numbers above 0, up to 1")
+        raise UserError(
+            f"--density: {wrong[0]:g} is not a share of connections; give numbers above 0, up to 1"
+        )
     return found
 
 
@@ -153,5 +200,8 @@ def _numbers(text: str, *, field: str, pattern: str, example: str) -> list[str]:
     words = [word.strip() for word in text.split(",")]
     wrong = [word for word in words if not re.fullmatch(pattern, word)]
     if wrong:
-        raise UserError(f"{field}: {wrong[0]!r} will not do; give numbers with commas between them, such as {example}")
+        raise UserError(
+            f"{field}: {wrong[0]!r} will not do; give numbers with commas between them, such as"
+            f" {example}"
+        )
     return words

@@ -1,4 +1,5 @@
-"""MLP-Mixer, S-Mixer and their RP variants. Shapes: B batch, S tokens (S0 patches), C channels, P patch, M = S C, K classes."""
+"""MLP-Mixer, S-Mixer and their RP variants. Shapes: B batch, S tokens (S0 patches), C channels, P
+patch, M = S C, K classes."""
 
 from math import isqrt
 
@@ -11,7 +12,8 @@ from pretrain.models.spec import MixerSpec
 
 
 class TwoLayer(nn.Module):
-    """W2 act(W1 x) on the last axis; both weights start as N(0, 1/size) where the spec says normal."""
+    """W2 act(W1 x) on the last axis; both weights start as N(0, 1/size) where the spec says
+    normal."""
 
     def __init__(self, spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int):
         super().__init__()
@@ -64,15 +66,26 @@ class TokenSkip(nn.Module):
 class MixerBlock(nn.Module):
     """U = X + mixing across tokens of LN(X), then Y = U + mixing across channels of LN(U).
 
-    An RP block permutes all M entries at random before and after each mixing; where it does not, these permutations are the
-    commutation (tokens) and the identity (channels), which are transpositions of axes.
+    An RP block permutes all M entries at random before and after each mixing; where it does not,
+    these permutations are the commutation (tokens) and the identity (channels), which are
+    transpositions of axes.
     """
 
-    def __init__(self, spec: MixerSpec, *, num_inputs: int, num_tokens: int, is_permuted: bool, has_token_skip: bool):
+    def __init__(
+        self,
+        spec: MixerSpec,
+        *,
+        num_inputs: int,
+        num_tokens: int,
+        is_permuted: bool,
+        has_token_skip: bool,
+    ):
         super().__init__()
         channels = spec.num_channels
         token_hidden, channel_hidden = spec.hidden_sizes(num_tokens=num_tokens)
-        self.skip = TokenSkip(spec, num_inputs, num_tokens=num_tokens) if has_token_skip else nn.Identity()
+        self.skip = (
+            TokenSkip(spec, num_inputs, num_tokens=num_tokens) if has_token_skip else nn.Identity()
+        )
         self.token_norm = nn.LayerNorm(channels, eps=spec.norm_eps)
         mixing = TwoLayer if spec.layers_per_mixing == 2 else OneLayer
         self.token_mixing = mixing(spec, num_inputs, hidden=token_hidden, num_outputs=num_tokens)
@@ -98,14 +111,23 @@ class MixerBlock(nn.Module):
         normed_BSC, tokens = self.channel_norm(x_BSC), x_BSC.shape[1]
         if self.is_permuted:
             places = {"before": self.before_channels, "after": self.after_channels}
-            return x_BSC + pk(normed_BSC.flatten(1), self.channel_mixing, num_copies=tokens, **places).reshape(x_BSC.shape)
+            return x_BSC + pk(
+                normed_BSC.flatten(1), self.channel_mixing, num_copies=tokens, **places
+            ).reshape(x_BSC.shape)
         return x_BSC + self.channel_mixing(normed_BSC)
 
 
 class Mixer(ImageModel):
     def __init__(self, spec: MixerSpec, *, num_classes: int, image_size: int):
-        super().__init__(num_features=spec.num_channels, num_classes=num_classes, pixels_per_place=spec.patch_size)
-        num_patches, num_tokens = spec.num_patches(image_size=image_size), spec.tokens(image_size=image_size)
+        super().__init__(
+            num_features=spec.num_channels,
+            num_classes=num_classes,
+            pixels_per_place=spec.patch_size,
+        )
+        num_patches, num_tokens = (
+            spec.num_patches(image_size=image_size),
+            spec.tokens(image_size=image_size),
+        )
         self.patch_size = spec.patch_size
         self.stem = Linear(3 * spec.patch_size**2, spec.num_channels)
         self.blocks = nn.ModuleList(
@@ -118,7 +140,9 @@ class Mixer(ImageModel):
             )
             for number in range(spec.depth)
         )
-        self.norm = nn.LayerNorm(spec.num_channels, eps=spec.norm_eps) if spec.final_norm else nn.Identity()
+        self.norm = (
+            nn.LayerNorm(spec.num_channels, eps=spec.norm_eps) if spec.final_norm else nn.Identity()
+        )
         self.head = classifier(spec.num_channels, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
@@ -131,7 +155,9 @@ class Mixer(ImageModel):
         """Tokens as the patches lie; in one column where they form no square."""
         side = isqrt(x_BF.shape[1])
         width = side if side**2 == x_BF.shape[1] else 1
-        return x_BF.transpose(1, 2).reshape(x_BF.shape[0], self.num_features, x_BF.shape[1] // width, width)
+        return x_BF.transpose(1, 2).reshape(
+            x_BF.shape[0], self.num_features, x_BF.shape[1] // width, width
+        )
 
 
 def patches(x_BCHW: Tensor, *, size: int) -> Tensor:

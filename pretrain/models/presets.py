@@ -1,4 +1,5 @@
-"""The papers' models by name (no torch here): fields of a spec, the image size they are meant for, and where they are printed."""
+"""The papers' models by name (no torch here): fields of a spec, the image size they are meant for,
+and where they are printed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ class NamedModel(Settings):
     """A model of the papers by its name, with other values for some of its fields."""
 
     model_config = ConfigDict(extra="allow")
-    preset: str = Field(examples=["mlp_b12_wi1024"], json_schema_extra=lambda schema: schema.update(enum=list(PRESETS)))
+    preset: str = Field(
+        examples=["mlp_b12_wi1024"],
+        json_schema_extra=lambda schema: schema.update(enum=list(PRESETS)),
+    )
     """A name that `pretrain models` lists. Not beside `kind`."""
 
 
@@ -37,34 +41,58 @@ def spec_of(name: str, **changes: Any) -> AnySpec:
 
 def preset(name: object) -> Preset:
     if not isinstance(name, str) or name not in PRESETS:
-        raise ValueError(f"model.preset: {name!r} is not a known model; {nearest(str(name), list(PRESETS))}")
+        raise ValueError(
+            f"model.preset: {name!r} is not a known model; {nearest(str(name), list(PRESETS))}"
+        )
     return PRESETS[name]
 
 
 def expand_preset(model: object) -> object:
-    """`preset: NAME` plus changed fields -> all fields; anything else is left for the schema to judge.
+    """`preset: NAME` plus changed fields -> all fields; anything else is left for the schema to
+    judge.
 
-    Not beside `kind`: `model.preset=NAME` on top of a config that describes a model of its own would be that model still.
+    Not beside `kind`: `model.preset=NAME` on top of a config that describes a model of its own
+    would be that model still.
     """
     if isinstance(model, str):
-        raise ValueError(f"model: {model!r} will not do; for a named model write model='{{preset: {model}}}'")
+        raise ValueError(
+            f"model: {model!r} will not do; for a named model write model='{{preset: {model}}}'"
+        )
     if not isinstance(model, dict) or "preset" not in model:
         return model
     if "kind" in model:
         raise ValueError(
-            f"model.preset: {model['preset']!r} is given beside kind {model['kind']!r}, which are two models; for the named one "
-            f"write model='{{preset: {model['preset']}}}', or remove kind and its fields"
+            f"model.preset: {model['preset']!r} is given beside kind {model['kind']!r}, which are"
+            f" two models; for the named one write model='{{preset: {model['preset']}}}', or remove"
+            " kind and its fields"
         )
-    return {**preset(model["preset"]).fields, **{key: value for key, value in model.items() if key != "preset"}}
+    return {
+        **preset(model["preset"]).fields,
+        **{key: value for key, value in model.items() if key != "preset"},
+    }
 
 
 def _mlps() -> dict[str, Preset]:
     found = {}
-    for depth, width in [(6, 256), (6, 512), (6, 1024), (12, 256), (12, 512), (12, 768), (12, 1024)]:
+    for depth, width in [
+        (6, 256),
+        (6, 512),
+        (6, 1024),
+        (12, 256),
+        (12, 512),
+        (12, 768),
+        (12, 1024),
+    ]:
         fields = {"kind": "mlp", "depth": depth, "width": width}
         found[f"mlp_b{depth}_wi{width}"] = Preset(fields, 64, "B, table of models")
     paper = {"kind": "mlp", "depth": 6, "width": 1024, "bottleneck": "none", "activation": "relu"}
-    public = {"kind": "mlp", "depth": 5, "width": 1024, "bottleneck": "none", "activation_first": True}
+    public = {
+        "kind": "mlp",
+        "depth": 5,
+        "width": 1024,
+        "bottleneck": "none",
+        "activation_first": True,
+    }
     found["mlp_l6_wi1024"] = Preset(paper, 64, "B, standard MLP: relu(W LN z)")
     found["mlp_l5_wi1024_public"] = Preset(public, 64, "B's code, standard MLP: W gelu(LN z)")
     return found
@@ -73,12 +101,19 @@ def _mlps() -> dict[str, Preset]:
 def _mixers() -> dict[str, Preset]:
     """Where the paper's own numbers disagree (docs/papers.md has them all):
 
-    Mixer-B-W: its table's Omega = 2.6e8 and width 6.2e5 are those of gamma = 3456/844, its C.3 prints 4.57 (2.90e8): two models.
-    Mixer-SS-W: it prints 255M connections; C = 487 gives 276M, and `num_channels=467` would give 255M.
-    The sweep over P: C = 3 P^2, S from Omega = 290,217,984 (that of S = 196, C = 768, gamma = 4), first block S x S0.
-    S-Mixers: of the width sweep (Omega = 2^18, gamma = 1) and of the depth sweep.
+    Mixer-B-W: its table's Omega = 2.6e8 and width 6.2e5 are those of gamma = 3456/844, its C.3
+    prints 4.57 (2.90e8): two models. Mixer-SS-W: it prints 255M connections; C = 487 gives 276M,
+    and `num_channels=467` would give 255M. The sweep over P: C = 3 P^2, S from Omega = 290,217,984
+    (that of S = 196, C = 768, gamma = 4), first block S x S0. S-Mixers: of the width sweep (Omega =
+    2^18, gamma = 1) and of the depth sweep.
     """
-    b_16 = {"kind": "mixer", "patch_size": 16, "num_channels": 768, "token_hidden": 384, "channel_hidden": 3072}
+    b_16 = {
+        "kind": "mixer",
+        "patch_size": 16,
+        "num_channels": 768,
+        "token_hidden": 384,
+        "channel_hidden": 3072,
+    }
     b_w = {"kind": "mixer", "patch_size": 14, "num_channels": 588, "depth": 8, "expansion": 4.0948}
     ss_8 = {"kind": "mixer", "patch_size": 8, "num_channels": 986, "depth": 2}
     ss_w = {"kind": "mixer", "patch_size": 4, "num_channels": 487, "depth": 2}
@@ -93,7 +128,13 @@ def _mixers() -> dict[str, Preset]:
         "rp_mixer_ss_w": Preset({**ss_w, "permuted_blocks": "all"}, 32, "A, RP variant", 10),
     }
     for patch, tokens in {7: 923, 8: 779, 14: 283, 16: 196, 28: 26, 32: 15}.items():
-        fields = {"kind": "mixer", "patch_size": patch, "num_channels": 3 * patch**2, "depth": 8, "num_tokens": tokens}
+        fields = {
+            "kind": "mixer",
+            "patch_size": patch,
+            "num_channels": 3 * patch**2,
+            "depth": 8,
+            "num_tokens": tokens,
+        }
         found[f"mixer_p{patch}"] = Preset(fields, 224, "A, sweep over P")
     for channels, tokens in ((32, 113), (128, 128)):
         fields = {
@@ -105,18 +146,33 @@ def _mixers() -> dict[str, Preset]:
             "layers_per_mixing": 1,
         }
         found[f"smixer_c{channels}"] = Preset(fields, 32, "A, Fig. 5 and 7", 10)
-        found[f"rp_smixer_c{channels}"] = Preset({**fields, "permuted_blocks": "all"}, 32, "A, Fig. 5 and 7", 10)
+        found[f"rp_smixer_c{channels}"] = Preset(
+            {**fields, "permuted_blocks": "all"}, 32, "A, Fig. 5 and 7", 10
+        )
     return found
 
 
 def _others() -> dict[str, Preset]:
     found = {}
-    for width, density in {540: 0.9, 612: 0.7, 724: 0.5, 935: 0.3, 1619: 0.1}.items():  # Omega = p m^2 = 2^18
-        found[f"sw_mlp_{width}"] = Preset({"kind": "sw_mlp", "width": width, "density": density}, 32, "A, Fig. 5", 10)
+    for width, density in {
+        540: 0.9,
+        612: 0.7,
+        724: 0.5,
+        935: 0.3,
+        1619: 0.1,
+    }.items():  # Omega = p m^2 = 2^18
+        found[f"sw_mlp_{width}"] = Preset(
+            {"kind": "sw_mlp", "width": width, "density": density}, 32, "A, Fig. 5", 10
+        )
     for form in ("monarch", "kronecker"):
         found[f"{form}_mnist"] = Preset({"kind": "structured", "form": form}, 28, "A, Fig. 2d", 10)
-    found["resnet18_32"] = Preset({"kind": "timm", "name": "resnet18_32"}, 32, "B, Table 1; its recipe is ours", 10)
-    for name in ("resnet152_64", "vit_b_4"):  # without the stem's padding, ResNet-152 has the 13.07 G that B prints (see cost.py)
+    found["resnet18_32"] = Preset(
+        {"kind": "timm", "name": "resnet18_32"}, 32, "B, Table 1; its recipe is ours", 10
+    )
+    for name in (
+        "resnet152_64",
+        "vit_b_4",
+    ):  # without the stem's padding, ResNet-152 has the 13.07 G that B prints (see cost.py)
         found[name] = Preset({"kind": "timm", "name": name}, 64, "B, efficiency")
     return found
 

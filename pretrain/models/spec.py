@@ -1,7 +1,8 @@
-"""What a model is, as plain validated numbers: no torch here, so that a config is judged before anything heavy is imported.
+"""What a model is, as plain validated numbers: no torch here, so that a config is judged before
+anything heavy is imported.
 
-Letters as in the papers: S tokens (S0 = number of patches), C channels, m = S C the effective width, gamma (`expansion`) the hidden
-width of a mixing as a multiple of its input.
+Letters as in the papers: S tokens (S0 = number of patches), C channels, m = S C the effective
+width, gamma (`expansion`) the hidden width of a mixing as a multiple of its input.
 """
 
 import json
@@ -13,7 +14,9 @@ from data_prep.settings import Settings
 
 Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
 _OfLayers = Annotated[Activation, Field(description="Between the layers.")]
-_OfMatrices = Annotated[bool, Field(description="Of every matrix but the classifier's, which always has one.")]
+_OfMatrices = Annotated[
+    bool, Field(description="Of every matrix but the classifier's, which always has one.")
+]
 Init = Literal["normal", "torch"]
 EXPANSION = 4.0
 TIMM_NORM_EPS = 1e-6
@@ -24,17 +27,22 @@ def _block_numbers(given: object) -> object:
     if isinstance(given, list | tuple) and all(type(each) is int for each in given):
         return tuple(given)
     if given != "all":
-        raise ValueError(f"model.permuted_blocks: {given!r} will not do; give block numbers such as [0, 3], or all")
+        raise ValueError(
+            f"model.permuted_blocks: {given!r} will not do; give block numbers such as [0, 3],"
+            " or all"
+        )
     return given
 
 
 Blocks = Annotated[
-    Literal["all"] | tuple[int, ...], BeforeValidator(_block_numbers, json_schema_input_type=Literal["all"] | list[int])
+    Literal["all"] | tuple[int, ...],
+    BeforeValidator(_block_numbers, json_schema_input_type=Literal["all"] | list[int]),
 ]
 
 
 class MlpSpec(Settings):
-    """Paper B: Linear(3 H W, width), `depth` layers (of two matrices where the bottleneck is inverted), Linear(width, classes)."""
+    """Paper B: Linear(3 H W, width), `depth` layers (of two matrices where the bottleneck is
+    inverted), Linear(width, classes)."""
 
     example_with: ClassVar = {"activation_first": "{}bottleneck=none"}
     kind: Literal["mlp"]
@@ -45,15 +53,18 @@ class MlpSpec(Settings):
     expansion: float = Field(EXPANSION, gt=0)
     """Hidden width of a block is expansion x width (bottleneck: inverted only)."""
     bottleneck: Literal["inverted", "none"] = "inverted"
-    """inverted: z + Wc act(We norm(z)), the B-L/Wi-m models; none: act(W norm(z)), the standard MLP."""
+    """inverted: z + Wc act(We norm(z)), the B-L/Wi-m models; none: act(W norm(z)), the standard
+    MLP."""
     activation_first: bool = False
-    """Of the standard MLP: W act(norm(z)), as the public code has it, in place of act(W norm(z)), as the paper prints it."""
+    """Of the standard MLP: W act(norm(z)), as the public code has it, in place of act(W norm(z)),
+    as the paper prints it."""
     norm: Literal["layer", "batch", "none"] = "layer"
     """Of each layer: LayerNorm, BatchNorm or nothing."""
     norm_place: Literal["before", "after"] = "before"
     """before: pre-LN, in front of the layer; after: post-LN, behind the sum with its skip path."""
     skip_every: int | None = Field(None, ge=0, examples=[2])
-    """Layers that a skip path leads around; 0: there is none. By default 1 where the bottleneck is inverted, 0 where not."""
+    """Layers that a skip path leads around; 0: there is none. By default 1 where the bottleneck is
+    inverted, 0 where not."""
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of hidden entries that are zeroed in training; 0 is off."""
@@ -64,11 +75,20 @@ class MlpSpec(Settings):
         if self.bottleneck == "none":
             check_unread(self.expansion, where="bottleneck none")
         if self.depth % max(1, self.skip):
-            raise ValueError(f"model.skip_every: {self.skip} does not divide depth {self.depth}; the layers end within a skip path")
+            raise ValueError(
+                f"model.skip_every: {self.skip} does not divide depth {self.depth}; the layers end"
+                " within a skip path"
+            )
         if self.norm_place == "after" and self.skip > 1:
-            raise ValueError(f"model.norm_place: after will not do with skip_every {self.skip}; set that to 0 or 1")
+            raise ValueError(
+                f"model.norm_place: after will not do with skip_every {self.skip}; set that to 0"
+                " or 1"
+            )
         if self.activation_first and self.bottleneck == "inverted":
-            raise ValueError("model.activation_first: true is for the standard MLP; set bottleneck to none, or remove it")
+            raise ValueError(
+                "model.activation_first: true is for the standard MLP; set bottleneck to none, or"
+                " remove it"
+            )
         return self
 
     @property
@@ -77,7 +97,11 @@ class MlpSpec(Settings):
 
     @property
     def label(self) -> str:
-        return f"B-{self.depth}/Wi-{self.width}" if self.bottleneck == "inverted" else f"MLP-{self.depth}/{self.width}"
+        return (
+            f"B-{self.depth}/Wi-{self.width}"
+            if self.bottleneck == "inverted"
+            else f"MLP-{self.depth}/{self.width}"
+        )
 
     @property
     def hidden_width(self) -> int:
@@ -88,7 +112,8 @@ class MlpSpec(Settings):
 
 
 class MixerSpec(Settings):
-    """Paper A: per-patch linear, `depth` mixing blocks on (S tokens, C channels), norm, mean over tokens, linear."""
+    """Paper A: per-patch linear, `depth` mixing blocks on (S tokens, C channels), norm, mean over
+    tokens, linear."""
 
     kind: Literal["mixer"]
     patch_size: int = Field(16, ge=1)
@@ -106,19 +131,22 @@ class MixerSpec(Settings):
     layers_per_mixing: Literal[1, 2] = 2
     """2: W2 act(W1 x), the MLP-Mixer; 1: act(W x), the S-Mixer, which has no gamma."""
     num_tokens: int | None = Field(None, ge=1, examples=[64])
-    """S; by default one token per patch. Where it is given, the skip path of the first block is LN(W~ X) with W~ of S x S0, even if
-    S = S0: every model of a sweep over S has it."""
+    """S; by default one token per patch. Where it is given, the skip path of the first block is
+    LN(W~ X) with W~ of S x S0, even if S = S0: every model of a sweep over S has it."""
     permuted_blocks: Blocks = Field((), examples=["all", [0, 3]])
-    """RP variants: blocks (from 0) whose mixings read and write randomly permuted entries, fixed at initialisation."""
+    """RP variants: blocks (from 0) whose mixings read and write randomly permuted entries, fixed at
+    initialisation."""
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of hidden entries that are zeroed in training; 0 is off."""
     norm_eps: float = Field(1e-5, gt=0)
     """Of every LayerNorm: 1e-5 in the paper, 1e-6 in timm's Mixers."""
     init: Init = "normal"
-    """Of the mixings' weights. normal: N(0, 1/S) and N(0, 1/C), the paper's; torch: uniform within 1/sqrt(inputs)."""
+    """Of the mixings' weights. normal: N(0, 1/S) and N(0, 1/C), the paper's; torch: uniform within
+    1/sqrt(inputs)."""
     final_norm: bool = True
-    """A LayerNorm between the last block and the mean over tokens; the paper's main text prints it, its appendix A.2.5 none."""
+    """A LayerNorm between the last block and the mean over tokens; the paper's main text prints it,
+    its appendix A.2.5 none."""
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
@@ -132,7 +160,10 @@ class MixerSpec(Settings):
         elif self.token_hidden and self.channel_hidden:
             check_unread(self.expansion, where="token_hidden and channel_hidden")
         if self.layers_per_mixing == 1 and (self.token_hidden or self.channel_hidden):
-            raise ValueError("model.layers_per_mixing: 1 leaves nothing hidden; remove token_hidden and channel_hidden, or set 2")
+            raise ValueError(
+                "model.layers_per_mixing: 1 leaves nothing hidden; remove token_hidden and"
+                " channel_hidden, or set 2"
+            )
         return self
 
     @property
@@ -164,11 +195,14 @@ class MixerSpec(Settings):
     def hidden_sizes(self, *, num_tokens: int) -> tuple[int, int]:
         """(token mixing, channel mixing) of a Mixer with two layers per mixing."""
         token_hidden = self.token_hidden or max(1, round(self.expansion * num_tokens))
-        return token_hidden, self.channel_hidden or max(1, round(self.expansion * self.num_channels))
+        return token_hidden, self.channel_hidden or max(
+            1, round(self.expansion * self.num_channels)
+        )
 
 
 class SparseMlpSpec(Settings):
-    """Paper A's SW-MLP: per-patch linear, vectorised, `depth` blocks x + act((M * W) LN(x)) with a fixed random mask M.
+    """Paper A's SW-MLP: per-patch linear, vectorised, `depth` blocks x + act((M * W) LN(x)) with a
+    fixed random mask M.
 
     The paper does not print how S0 C entries become m where they differ: here by one dense layer.
     """
@@ -188,23 +222,29 @@ class SparseMlpSpec(Settings):
     expansion: float | None = Field(None, gt=0, examples=[2.0])
     """gamma of a hidden layer: x + (M2 * W2) act((M1 * W1) LN(x)); by default there is none."""
     outer_activation: bool = False
-    """Of a hidden layer: x + act((M2 * W2) act((M1 * W1) LN(x))), as the paper has it in (S.17), but not in C.1."""
+    """Of a hidden layer: x + act((M2 * W2) act((M1 * W1) LN(x))), as the paper has it in (S.17),
+    but not in C.1."""
     widen: Literal["dense", "sparse"] = "dense"
-    """What makes m entries of S0 C, which the paper does not print. sparse has the blocks' density: at a fixed Omega a dense one
-    has more connections than all the blocks."""
+    """What makes m entries of S0 C, which the paper does not print. sparse has the blocks' density:
+    at a fixed Omega a dense one has more connections than all the blocks."""
     init_gain: Literal["spectral"] | None = None
-    """spectral: each initial matrix of the blocks times what makes its largest singular value that of a dense one with these
-    variances, 1 + sqrt(gamma). Sparse ones have a larger one, which grows with the width at fixed connections."""
+    """spectral: each initial matrix of the blocks times what makes its largest singular value that
+    of a dense one with these variances, 1 + sqrt(gamma). Sparse ones have a larger one, which grows
+    with the width at fixed connections."""
     storage: Literal["auto", "masked", "sparse"] = "auto"
-    """masked: a dense matrix times a mask; sparse: only the connections that exist; auto: what is smaller and faster."""
+    """masked: a dense matrix times a mask; sparse: only the connections that exist; auto: what is
+    smaller and faster."""
 
     @property
     def is_sparse(self) -> bool:
-        """How it is stored; `auto` is sparse where that is faster at every width measured, and much smaller.
+        """How it is stored; `auto` is sparse where that is faster at every width measured, and much
+        smaller.
 
-        Forward and backward on a CPU (benchmarks/sparse.py, batch 128, widths 540 to 16,384), in multiples of the masked layer's
-        speed: 0.4 to 0.8 at density 0.5, 0.9 to 1.8 at 0.2, 0.9 to 4 at 0.1, 1.5 to 6 at 0.05, there in a fourteenth of the memory.
-        One rule for all devices: on GPUs (not yet run) tensor cores favour the masked layer further down; `storage` says otherwise.
+        Forward and backward on a CPU (benchmarks/sparse.py, batch 128, widths 540 to 16,384), in
+        multiples of the masked layer's
+        speed: 0.4 to 0.8 at density 0.5, 0.9 to 1.8 at 0.2, 0.9 to 4 at 0.1, 1.5 to 6 at 0.05,
+        there in a fourteenth of the memory. One rule for all devices: on GPUs (not yet run) tensor
+        cores favour the masked layer further down; `storage` says otherwise.
         """
         return self.storage == "sparse" or (self.storage == "auto" and self.density <= 0.05)
 
@@ -216,20 +256,25 @@ class SparseMlpSpec(Settings):
     @model_validator(mode="after")
     def _parts_fit(self) -> "SparseMlpSpec":
         if self.outer_activation and self.expansion is None:
-            raise ValueError("model.outer_activation: true is for a hidden layer; set expansion, or remove it")
+            raise ValueError(
+                "model.outer_activation: true is for a hidden layer; set expansion, or remove it"
+            )
         return self
 
     @property
     def label(self) -> str:
         width = f" m{self.width}" if self.width else ""
-        return f"SW-MLP{width} p{self.density:g} L{self.depth}" + (" sparse" if self.is_sparse else "")
+        return f"SW-MLP{width} p{self.density:g} L{self.depth}" + (
+            " sparse" if self.is_sparse else ""
+        )
 
     def check(self, *, image_size: int) -> None:
         check_patch_size(self.patch_size, image_size=image_size)
         width = self.width_at(image_size=image_size)
         if self.density * width < 1:
             raise ValueError(
-                f"model.density: {self.density:g} leaves most of {width} entries without a connection; give {1 / width:.2g} or more"
+                f"model.density: {self.density:g} leaves most of {width} entries without a"
+                f" connection; give {1 / width:.2g} or more"
             )
 
     def hidden_width(self, width: int) -> int:
@@ -241,11 +286,13 @@ class SparseMlpSpec(Settings):
 
 
 class StructuredMlpSpec(Settings):
-    """Paper A's shallow Monarch and Kronecker MLPs: x -> Bc B2 relu(B1 x), x being H rows of pixels."""
+    """Paper A's shallow Monarch and Kronecker MLPs: x -> Bc B2 relu(B1 x), x being H rows of
+    pixels."""
 
     kind: Literal["structured"]
     form: Literal["monarch", "kronecker"]
-    """monarch: block-diagonal B1 and B2 with permutations between; kronecker: all blocks of one matrix are equal."""
+    """monarch: block-diagonal B1 and B2 with permutations between; kronecker: all blocks of one
+    matrix are equal."""
     num_rows: int = Field(28, ge=1)
     """Rows of the hidden vectors, seen as matrices."""
     num_columns: int = Field(28, ge=1)
@@ -267,18 +314,24 @@ class TimmSpec(Settings):
 
     kind: Literal["timm"]
     name: Literal["resnet152_64", "vit_b_4", "resnet18_32"]
-    """resnet152_64: without the stem's stride and pooling; vit_b_4: ViT-B with patches of 4; resnet18_32: with a stem of 3 x 3
-    without stride and pooling, as is usual for CIFAR (paper B prints no more than its name)."""
+    """resnet152_64: without the stem's stride and pooling; vit_b_4: ViT-B with patches of 4;
+    resnet18_32: with a stem of 3 x 3 without stride and pooling, as is usual for CIFAR (paper B
+    prints no more than its name)."""
 
     @property
     def label(self) -> str:
-        return {"resnet152_64": "ResNet-152", "vit_b_4": "ViT-B/4", "resnet18_32": "ResNet-18"}[self.name]
+        return {"resnet152_64": "ResNet-152", "vit_b_4": "ViT-B/4", "resnet18_32": "ResNet-18"}[
+            self.name
+        ]
 
     def check(self, *, image_size: int) -> None:
         if self.name == "vit_b_4":
             check_patch_size(4, image_size=image_size)
         elif self.name == "resnet152_64" and image_size < 7:
-            raise ValueError(f"data.image_size: {image_size} is less than the stem of a ResNet takes; give 7 or more")
+            raise ValueError(
+                f"data.image_size: {image_size} is less than the stem of a ResNet takes; give 7 or"
+                " more"
+            )
 
 
 class TimmModelSpec(Settings):
@@ -288,14 +341,19 @@ class TimmModelSpec(Settings):
     name: str = Field(pattern=r"^\w+$", examples=["resnet50"])
     """As timm registers it, without a tag."""
     arguments: str = Field("{}", examples=['{"img_size": 224}'])
-    """JSON: what timm builds it with. A hub's card has it, so nothing in it may name a file or an address of weights."""
+    """JSON: what timm builds it with. A hub's card has it, so nothing in it may name a file or an
+    address of weights."""
     num_features: int = Field(ge=1, examples=[2048])
     """What its classifier sees of a picture."""
 
     @field_validator("arguments")
     @classmethod
     def _builds_and_reads_nothing(cls, arguments: str) -> str:
-        read = [name for name in dict(json.loads(arguments)) if name.startswith(("pretrained", "checkpoint", "cache"))]
+        read = [
+            name
+            for name in dict(json.loads(arguments))
+            if name.startswith(("pretrained", "checkpoint", "cache"))
+        ]
         if read:
             raise ValueError(f"{', '.join(read)} would have timm read other weights; leave it out")
         return arguments
@@ -310,13 +368,19 @@ class TimmModelSpec(Settings):
 
 def check_unread(expansion: float, *, where: str) -> None:
     if expansion != EXPANSION:
-        raise ValueError(f"model.expansion: {expansion:g} changes nothing with {where}; leave it at {EXPANSION:g}")
+        raise ValueError(
+            f"model.expansion: {expansion:g} changes nothing with {where}; leave it at"
+            f" {EXPANSION:g}"
+        )
 
 
 def check_patch_size(patch_size: int, *, image_size: int) -> None:
     if image_size % patch_size:
         near = nearest_divisor(image_size, patch_size)
-        raise ValueError(f"model.patch_size: {patch_size} does not divide image size {image_size}; the nearest that does is {near}")
+        raise ValueError(
+            f"model.patch_size: {patch_size} does not divide image size {image_size}; the nearest"
+            f" that does is {near}"
+        )
 
 
 def nearest_divisor(whole: int, wanted: int) -> int:

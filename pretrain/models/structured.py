@@ -1,14 +1,16 @@
-"""Paper A's shallow Monarch and Kronecker MLPs, x -> Bc B2 relu(B1 x), on images as H rows of V pixels.
+"""Paper A's shallow Monarch and Kronecker MLPs, x -> Bc B2 relu(B1 x), on images as H rows of V
+pixels.
 
-B1 and B2 map a grid of (rows, columns) onto another. As printed they have no biases; the classifier Bc has one here, as every head.
-Each small matrix starts as N(0, 1/inputs).
+B1 and B2 map a grid of (rows, columns) onto another. As printed they have no biases; the classifier
+Bc has one here, as every head. Each small matrix starts as N(0, 1/inputs).
 
     Kronecker   X -> A X D^T                                       one matrix for all columns, one for all rows
     Monarch     X -> J^T L J R, J a transposition of the grid      a matrix per row of X, then a matrix per column of the result
 
 so that a Monarch layer whose blocks are all equal is a Kronecker layer.
 
-Shapes: B batch, H rows and V columns in (V = W, or 3 W in colour, colour by colour), S rows and C columns out, K classes.
+Shapes: B batch, H rows and V columns in (V = W, or 3 W in colour, colour by colour), S rows and C
+columns out, K classes.
 """
 
 import torch
@@ -64,10 +66,16 @@ class StructuredBlock(nn.Module):
 
 class StructuredMlp(ImageModel):
     def __init__(self, spec: StructuredMlpSpec, *, num_classes: int, image_size: int):
-        super().__init__(num_features=spec.num_rows * spec.num_columns, num_classes=num_classes, pixels_per_place=image_size)
+        super().__init__(
+            num_features=spec.num_rows * spec.num_columns,
+            num_classes=num_classes,
+            pixels_per_place=image_size,
+        )
         grid = (spec.num_rows, spec.num_columns)
         self.greyscale = spec.greyscale
-        self.stem = LAYERS[spec.form]((image_size, image_size * (1 if spec.greyscale else 3)), out=grid)
+        self.stem = LAYERS[spec.form](
+            (image_size, image_size * (1 if spec.greyscale else 3)), out=grid
+        )
         self.blocks = nn.ModuleList([StructuredBlock(spec, grid)])
         self.norm = nn.Identity()
         self.head = classifier(self.num_features, num_classes)

@@ -1,9 +1,9 @@
-"""Models of timm's behind the methods that all our models have: paper B's, and any that comes with weights of its own
-(`pretrained: timm:NAME`). Imported only where one is built.
+"""Models of timm's behind the methods that all our models have: paper B's, and any that comes with
+weights of its own (`pretrained: timm:NAME`). Imported only where one is built.
 
-timm's model makes the features and pools them; the head is ours, so it starts, is replaced and gets its own learning rate as
-everywhere. What is not timm's is the stem of paper B's ResNet-152 at 64 px: stride 1, no padding (cost.py says why), and no
-pooling after it.
+timm's model makes the features and pools them; the head is ours, so it starts, is replaced and gets
+its own learning rate as everywhere. What is not timm's is the stem of paper B's ResNet-152 at 64
+px: stride 1, no padding (cost.py says why), and no pooling after it.
 """
 
 import json
@@ -25,17 +25,26 @@ class TimmModel(ImageModel):
             body = timm.create_model(spec.name, num_classes=0, **json.loads(spec.arguments))
         elif spec.name == "resnet152_64":
             body = timm.create_model("resnet152", num_classes=0, norm_layer=BatchNorm2d)
-            body.conv1.stride, body.conv1.padding = (1, 1), (RESNET_STEM_PADDING, RESNET_STEM_PADDING)
+            body.conv1.stride, body.conv1.padding = (
+                (1, 1),
+                (RESNET_STEM_PADDING, RESNET_STEM_PADDING),
+            )
             body.maxpool = nn.Identity()
         elif spec.name == "resnet18_32":
             body = timm.create_model("resnet18", num_classes=0, norm_layer=BatchNorm2d)
             body.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-            nn.init.kaiming_normal_(body.conv1.weight, mode="fan_out", nonlinearity="relu")  # as timm does
+            nn.init.kaiming_normal_(
+                body.conv1.weight, mode="fan_out", nonlinearity="relu"
+            )  # as timm does
             body.maxpool = nn.Identity()
         else:
-            body = timm.create_model("vit_base_patch16_224", img_size=image_size, patch_size=4, num_classes=0)
+            body = timm.create_model(
+                "vit_base_patch16_224", img_size=image_size, patch_size=4, num_classes=0
+            )
         super().__init__(
-            num_features=getattr(body, "head_hidden_size", body.num_features), num_classes=num_classes, pixels_per_place=1
+            num_features=getattr(body, "head_hidden_size", body.num_features),
+            num_classes=num_classes,
+            pixels_per_place=1,
         )
         self.body = body
         self.blocks = nn.ModuleList()  # they are within the body
@@ -65,11 +74,14 @@ class TimmModel(ImageModel):
         return {group: _within_body(names) for group, names in of_body.items()}
 
     def layers(self) -> dict[str, int]:
-        """The number of each weight's layer, from the pictures on, as timm splits it; {} where it does not."""
+        """The number of each weight's layer, from the pictures on, as timm splits it; {} where it
+        does not."""
         matcher = getattr(self.body, "group_matcher", None)
         if matcher is None:
             return {}
-        found: dict[str, int] = group_with_matcher(self.body.named_parameters(), matcher(), reverse=True)
+        found: dict[str, int] = group_with_matcher(
+            self.body.named_parameters(), matcher(), reverse=True
+        )
         return {f"body.{name}": number for name, number in found.items()}
 
     def no_weight_decay(self) -> set[str]:

@@ -1,7 +1,9 @@
-"""Importing this module makes our named models answer to `timm.create_model("mlp_b12_wi1024", num_classes=..., img_size=...)`.
+"""Importing this module makes our named models answer to `timm.create_model("mlp_b12_wi1024",
+num_classes=..., img_size=...)`.
 
-Fields of a model's spec are keywords, too: `timm.create_model("mixer_b_w", depth=4, permuted_blocks="all")`. This is apart from
-`build` because importing timm costs seconds that a training process need not spend.
+Fields of a model's spec are keywords, too: `timm.create_model("mixer_b_w", depth=4,
+permuted_blocks="all")`. This is apart from `build` because importing timm costs seconds that a
+training process need not spend.
 """
 
 import json
@@ -28,13 +30,21 @@ COMMON_CFG = {
 }
 default_cfgs = generate_default_cfgs(
     {
-        name: COMMON_CFG
-        | {"num_classes": preset.num_classes, "input_size": (3, preset.image_size, preset.image_size)}
-        | {"first_conv": FIRST_LAYERS.get(name, "stem")}
+        name: (
+            COMMON_CFG
+            | {
+                "num_classes": preset.num_classes,
+                "input_size": (3, preset.image_size, preset.image_size),
+            }
+            | {"first_conv": FIRST_LAYERS.get(name, "stem")}
+        )
         for name, preset in PRESETS.items()
     }
 )
-_EVERY_BLOCK = {"out_indices": None, "feature_cls": "getter"}  # what features_only gives unless asked otherwise
+_EVERY_BLOCK = {
+    "out_indices": None,
+    "feature_cls": "getter",
+}  # what features_only gives unless asked otherwise
 
 
 def _one_side(img_size: int | tuple[int, int], in_chans: int) -> int:
@@ -43,20 +53,30 @@ def _one_side(img_size: int | tuple[int, int], in_chans: int) -> int:
     if in_chans != 3:
         raise ValueError(f"in_chans: {in_chans} will not do; these models take RGB images")
     if height != width:
-        raise ValueError(f"img_size: {height} x {width} will not do; these models take square images")
+        raise ValueError(
+            f"img_size: {height} x {width} will not do; these models take square images"
+        )
     return height
 
 
 def _entry_point(name: str) -> Callable[..., ImageModel]:
     def construct(
-        num_classes: int, img_size: int | tuple[int, int], in_chans: int = 3, drop_rate: float | None = None, **changes: Any
+        num_classes: int,
+        img_size: int | tuple[int, int],
+        in_chans: int = 3,
+        drop_rate: float | None = None,
+        **changes: Any,
     ) -> ImageModel:
         if drop_rate:
             changes["dropout"] = drop_rate
-        return build(name, num_classes=num_classes, image_size=_one_side(img_size, in_chans), **changes)
+        return build(
+            name, num_classes=num_classes, image_size=_one_side(img_size, in_chans), **changes
+        )
 
     def entry(pretrained: bool = False, **kwargs: Any) -> ImageModel:
-        return build_model_with_cfg(construct, name, pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs)
+        return build_model_with_cfg(
+            construct, name, pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs
+        )
 
     entry.__name__, entry.__module__ = name, __name__
     return entry
@@ -66,14 +86,22 @@ for _name in PRESETS:
     setattr(sys.modules[__name__], _name, register_model(_entry_point(_name)))
 
 
-def _of_spec(spec: dict[str, Any], num_classes: int = 1000, img_size: int | tuple[int, int] = 64, in_chans: int = 3) -> ImageModel:
+def _of_spec(
+    spec: dict[str, Any],
+    num_classes: int = 1000,
+    img_size: int | tuple[int, int] = 64,
+    in_chans: int = 3,
+) -> ImageModel:
     parsed: AnySpec = TypeAdapter(ModelSpec).validate_json(json.dumps(spec))
     return build_model(parsed, num_classes=num_classes, image_size=_one_side(img_size, in_chans))
 
 
 def wide_mlps(pretrained: bool = False, **kwargs: Any) -> ImageModel:
-    """Any spec: the architecture that the config.json of every checkpoint names, for `create_model("local-dir:DIRECTORY")`."""
-    return build_model_with_cfg(_of_spec, "wide_mlps", pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs)
+    """Any spec: the architecture that the config.json of every checkpoint names, for
+    `create_model("local-dir:DIRECTORY")`."""
+    return build_model_with_cfg(
+        _of_spec, "wide_mlps", pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs
+    )
 
 
 register_model(wide_mlps)

@@ -1,7 +1,7 @@
 """The optimizer of a config, over groups of parameters that it treats alike.
 
-Weight decay is decoupled in all of them, and falls on matrices (sparse ones included) unless all is asked for. The betas that a
-config leaves out are those of the optimizer's paper.
+Weight decay is decoupled in all of them, and falls on matrices (sparse ones included) unless all is
+asked for. The betas that a config leaves out are those of the optimizer's paper.
 """
 
 import re
@@ -19,7 +19,8 @@ from pretrain.optim.lion import Lion
 
 
 def counts_steps(optimizer: Any) -> bool:
-    """Whether its state has, beside tensors as large as the weights, a `step`, which a checkpoint's restorer must set."""
+    """Whether its state has, beside tensors as large as the weights, a `step`, which a checkpoint's
+    restorer must set."""
     return isinstance(optimizer, torch.optim.AdamW | Lamb)
 
 
@@ -29,22 +30,32 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
         case "lion":
             return Lion(groups, lr=settings.lr, betas=settings.betas or (0.9, 0.99))
         case "adamw":
-            return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas or (0.9, 0.999), fused=True)
+            return torch.optim.AdamW(
+                groups, lr=settings.lr, betas=settings.betas or (0.9, 0.999), fused=True
+            )
         case "lamb":
             return Lamb(groups, lr=settings.lr, betas=settings.betas or (0.9, 0.999))
         case "sgd":
-            return DecoupledSgd(groups, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov)
+            return DecoupledSgd(
+                groups, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov
+            )
 
 
 class DecoupledSgd(torch.optim.SGD):
     """Whose weight decay does not pass through the momentum.
 
-    w -= lr wd w, then torch's own step without decay: m = momentum m + g, and Nesterov's w -= lr (g + momentum m) or w -= lr m.
+    w -= lr wd w, then torch's own step without decay: m = momentum m + g, and Nesterov's w -= lr (g
+    + momentum m) or w -= lr m.
     """
 
     def __init__(self, params: Iterable[Any], *, lr: float, momentum: float, nesterov: bool):
-        groups = [group | {"decoupled_decay": group.pop("weight_decay"), "weight_decay": 0.0} for group in params]
-        super().__init__(groups, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0, fused=True)
+        groups = [
+            group | {"decoupled_decay": group.pop("weight_decay"), "weight_decay": 0.0}
+            for group in params
+        ]
+        super().__init__(
+            groups, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0, fused=True
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -64,27 +75,36 @@ class DecoupledSgd(torch.optim.SGD):
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Groups by (decayed or not) x learning rate; `lr_scale` is what `set_lr` multiplies with, `is_decayed` holds with a decay of
-    0, too."""
+    """Groups by (decayed or not) x learning rate; `lr_scale` is what `set_lr` multiplies with,
+    `is_decayed` holds with a decay of 0, too."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     known: dict[str, int] = getattr(model, "layers", dict)()
     layers = {name: known.get(name, _layer(name)) for name, _ in model.named_parameters()}
     num_layers = 1 + max(layers.values())
     if num_layers == 1 and settings.layer_decay < 1:
         raise UserError(
-            f"optimizer.layer_decay: {settings.layer_decay} will not do, the model has no blocks in a row; leave it out"
+            f"optimizer.layer_decay: {settings.layer_decay} will not do, the model has no blocks in"
+            " a row; leave it out"
         )
     for name, parameter in model.named_parameters():
         scale = _lr_scale(name, settings, layer=layers[name], num_layers=num_layers)
-        groups.setdefault((settings.decay == "all" or _is_of_matrix(model, name, parameter), scale), []).append(parameter)
+        groups.setdefault(
+            (settings.decay == "all" or _is_of_matrix(model, name, parameter), scale), []
+        ).append(parameter)
     return [
-        {"params": parameters, "weight_decay": settings.weight_decay if decayed else 0.0, "is_decayed": decayed, "lr_scale": scale}
+        {
+            "params": parameters,
+            "weight_decay": settings.weight_decay if decayed else 0.0,
+            "is_decayed": decayed,
+            "lr_scale": scale,
+        }
         for (decayed, scale), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
 
 
 def _lr_scale(name: str, settings: OptimizerSettings, *, layer: int, num_layers: int) -> float:
-    """The head has its own; below it the last block has the body's whole rate, and each layer a share of the one above it."""
+    """The head has its own; below it the last block has the body's whole rate, and each layer a
+    share of the one above it."""
     if name.startswith("head."):
         return settings.head_lr_scale
     layer = num_layers - 1 if name.startswith("norm") else layer
@@ -98,7 +118,8 @@ def _layer(name: str) -> int:
 
 
 def _is_of_matrix(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Entries of matrices, also the `values` of a `SparseLinear`; not what the model excepts (a ViT its position embeddings)."""
+    """Entries of matrices, also the `values` of a `SparseLinear`; not what the model excepts (a ViT
+    its position embeddings)."""
     is_of_matrix = parameter.ndim >= 2 or name.endswith(".values")
     return is_of_matrix and name not in getattr(model, "no_weight_decay", set)()
 

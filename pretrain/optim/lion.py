@@ -1,9 +1,11 @@
 """Lion, with sign(0) = 0 and no way for a gradient that is not a number to hide.
 
-In fp32 on a CPU a step is one compiled pass that reads weight, gradient and momentum and writes weight and momentum, elsewhere
-torch's operations on many tensors at once, which go over memory 17 to 20 times instead of 5. Milliseconds per step of 50 million
-weights on 2 cores, medians of 5 rounds in one run: the pass 58, torch's operations 320, copying as many bytes 70 to 90. Both give
-the same bits, which are those of the formula below with fused multiply-adds, as torch and timm compute them.
+In fp32 on a CPU a step is one compiled pass that reads weight, gradient and momentum and writes
+weight and momentum, elsewhere torch's operations on many tensors at once, which go over memory 17
+to 20 times instead of 5. Milliseconds per step of 50 million weights on 2 cores, medians of 5
+rounds in one run: the pass 58, torch's operations 320, copying as many bytes 70 to 90. Both give
+the same bits, which are those of the formula below with fused multiply-adds, as torch and timm
+compute them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,17 +25,29 @@ Floats = NDArray[np.float32]
 
 SMALLEST_PART = 1 << 18
 """Entries: less is not worth another thread."""
-_OPTIONS = {"nogil": True, "error_model": "numpy"}  # no fast math: its bits would depend on the compiler
+_OPTIONS = {
+    "nogil": True,
+    "error_model": "numpy",
+}  # no fast math: its bits would depend on the compiler
 
 
 class Lion(Optimizer):
-    """Evolved sign momentum (Chen et al. 2023): w -= lr (sign(b1 m + (1 - b1) g) + wd w), then m = b2 m + (1 - b2) g.
+    """Evolved sign momentum (Chen et al. 2023): w -= lr (sign(b1 m + (1 - b1) g) + wd w), then m =
+    b2 m + (1 - b2) g.
 
-    sign(0) is 0, so a weight without gradient and momentum stays where it is (fused kernels of others move it). A gradient that
-    is not finite makes its weight NaN: torch's sign(NaN) is 0, and the weight would silently never move again.
+    sign(0) is 0, so a weight without gradient and momentum stays where it is (fused kernels of
+    others move it). A gradient that is not finite makes its weight NaN: torch's sign(NaN) is 0, and
+    the weight would silently never move again.
     """
 
-    def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -48,15 +62,20 @@ class Lion(Optimizer):
                 if "exp_avg" not in self.state[weight]:
                     self.state[weight]["exp_avg"] = torch.zeros_like(weight)
             momenta: list[Tensor] = [self.state[weight]["exp_avg"] for weight in weights]
-            update = in_one_pass if suit_one_pass([*weights, *gradients, *momenta]) else by_operations
+            update = (
+                in_one_pass if suit_one_pass([*weights, *gradients, *momenta]) else by_operations
+            )
             update(weights, gradients, momenta, group)
 
     @torch.no_grad()
-    def step_shards(self, gradients: Sequence[Sequence[Tensor]], copies: Sequence[Tensor], share: Tensor) -> None:
+    def step_shards(
+        self, gradients: Sequence[Sequence[Tensor]], copies: Sequence[Tensor], share: Tensor
+    ) -> None:
         """A step of ZeRO's shards, of which each group has one, without a wait for the device.
 
-        `gradients`: the pieces of each shard's, in a row from its first element on, of any precision; `copies`: what the new
-        weights are written to, besides. Gradients count `share` times; where that is not finite, nothing changes.
+        `gradients`: the pieces of each shard's, in a row from its first element on, of any
+        precision; `copies`: what the new weights are written to, besides. Gradients count `share`
+        times; where that is not finite, nothing changes.
         """
         for group, pieces, copy in zip(self.param_groups, gradients, copies, strict=True):
             (weight,) = group["params"]
@@ -78,18 +97,27 @@ class Lion(Optimizer):
                 copy.copy_(weight)
 
 
-def guarded(weight: Tensor, gradient: Tensor, momentum: Tensor, share: Tensor, group: dict[str, Any]) -> None:
-    """A step that changes nothing where `share` is not finite, by operations whose scalars are tensors: the kernel's reference."""
+def guarded(
+    weight: Tensor, gradient: Tensor, momentum: Tensor, share: Tensor, group: dict[str, Any]
+) -> None:
+    """A step that changes nothing where `share` is not finite, by operations whose scalars are
+    tensors: the kernel's reference."""
     lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
-    weight, momentum = (each[: gradient.numel()] for each in (weight, momentum))  # behind them is padding
+    weight, momentum = (
+        each[: gradient.numel()] for each in (weight, momentum)
+    )  # behind them is padding
     is_good, gradient = share.isfinite(), gradient.float() * share
     way = torch.sign((momentum * beta1).add_(gradient, alpha=1 - beta1))
     torch.where(is_good, (momentum * beta2).add_(gradient, alpha=1 - beta2), momentum, out=momentum)
-    weight.mul_(torch.where(is_good, 1 - lr * weight_decay, 1.0)).sub_(way.mul_(torch.where(is_good, lr, 0.0)))
+    weight.mul_(torch.where(is_good, 1 - lr * weight_decay, 1.0)).sub_(
+        way.mul_(torch.where(is_good, lr, 0.0))
+    )
     weight.add_(torch.where(is_good, momentum, 0.0), alpha=0)
 
 
-def by_operations(weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
+def by_operations(
+    weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], group: dict[str, Any]
+) -> None:
     lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
     if lr * weight_decay:
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
@@ -102,11 +130,15 @@ def by_operations(weights: list[Tensor], gradients: list[Tensor], momenta: list[
     torch._foreach_add_(weights, momenta, alpha=0)  # nothing, unless the momentum is not finite
 
 
-# ---- the compiled pass --------------------------------------------------------------------------------------------------
+# ---- the compiled pass
+# --------------------------------------------------------------------------------------------------
 
 
 def suit_one_pass(tensors: list[Tensor]) -> bool:
-    return all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+    return all(
+        tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
+        for tensor in tensors
+    )
 
 
 def suits_kernel(weight: Tensor) -> bool:
@@ -126,13 +158,19 @@ def in_one_pass(
     taken = 1.0 if share is None else share.numpy()[()]
     if not np.isfinite(taken):
         return
-    numbers = np.array([1 - lr * weight_decay, lr, beta1, 1 - beta1, beta2, 1 - beta2, taken], np.float32)
+    numbers = np.array(
+        [1 - lr * weight_decay, lr, beta1, 1 - beta1, beta2, 1 - beta2, taken], np.float32
+    )
     parts = []
     for together in zip(weights, gradients, momenta, *[copies] * bool(copies), strict=True):
         rows: list[Floats] = [tensor.detach().view(-1).numpy() for tensor in together]
         size = max(SMALLEST_PART, -(-len(rows[0]) // torch.get_num_threads()))
-        parts += [[row[start : start + size] for row in rows] for start in range(0, len(rows[0]), size)]
-    num_threads = min(torch.get_num_threads(), len(parts), sum(len(part[0]) for part in parts) // SMALLEST_PART)
+        parts += [
+            [row[start : start + size] for row in rows] for start in range(0, len(rows[0]), size)
+        ]
+    num_threads = min(
+        torch.get_num_threads(), len(parts), sum(len(part[0]) for part in parts) // SMALLEST_PART
+    )
     if num_threads < 2:
         for part in parts:
             _update(numbers, *part)
@@ -156,7 +194,13 @@ def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:  # noqa: ARG001 (numba's 
 
 
 @_kept
-def _update(numbers: Floats, weights: Floats, gradients: Floats, momenta: Floats, copies: Floats | None = None) -> None:
+def _update(
+    numbers: Floats,
+    weights: Floats,
+    gradients: Floats,
+    momenta: Floats,
+    copies: Floats | None = None,
+) -> None:
     kept_share, lr, beta1, rest1, beta2, rest2, share = numbers
     zero, one = np.float32(0), np.float32(1)
     for i in range(weights.shape[0]):

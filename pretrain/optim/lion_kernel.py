@@ -1,6 +1,8 @@
-"""LION on a GPU in one pass: reads weight, gradient and momentum, writes weight, momentum and the copy that the model works with.
+"""LION on a GPU in one pass: reads weight, gradient and momentum, writes weight, momentum and the
+copy that the model works with.
 
-The same bits as `lion.guarded`, and as the pass on CPUs. Triton comes with torch for GPUs; nothing else imports this file.
+The same bits as `lion.guarded`, and as the pass on CPUs. Triton comes with torch for GPUs; nothing
+else imports this file.
 """
 
 from typing import Any
@@ -14,7 +16,19 @@ BLOCK = 4096
 
 @triton.jit  # type: ignore[untyped-decorator]
 def lion_kernel(  # type: ignore[no-untyped-def]
-    weights, gradients, momenta, copies, share_at, size, kept_share, lr, beta1, rest1, beta2, rest2, BLOCK: tl.constexpr
+    weights,
+    gradients,
+    momenta,
+    copies,
+    share_at,
+    size,
+    kept_share,
+    lr,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    BLOCK: tl.constexpr,
 ):
     share = tl.load(share_at)
     if tl.abs(share) < float("inf"):  # else the step is skipped, and nobody waits to know
@@ -32,8 +46,17 @@ def lion_kernel(  # type: ignore[no-untyped-def]
         tl.store(copies + at, weight.to(copies.dtype.element_ty), inside)
 
 
-def step_on_device(weight: Tensor, gradient: Tensor, momentum: Tensor, copy: Tensor, share: Tensor, group: dict[str, Any]) -> None:
+def step_on_device(
+    weight: Tensor,
+    gradient: Tensor,
+    momentum: Tensor,
+    copy: Tensor,
+    share: Tensor,
+    group: dict[str, Any],
+) -> None:
     lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
     size = gradient.numel()  # what is behind it is padding
     numbers = (1 - lr * decay, lr, beta1, 1 - beta1, beta2, 1 - beta2)
-    lion_kernel[(triton.cdiv(size, BLOCK),)](weight, gradient, momentum, copy, share, size, *numbers, BLOCK, num_warps=8)
+    lion_kernel[(triton.cdiv(size, BLOCK),)](
+        weight, gradient, momentum, copy, share, size, *numbers, BLOCK, num_warps=8
+    )

@@ -30,6 +30,8 @@ class Schedule:
             case "cosine":
                 return final_lr + fall * 0.5 * (1 + math.cos(math.pi * done))
             case "wsd":
-                return self.base_lr - fall * max(0.0, 1 - (self.num_steps - step) / self.cooldown_steps)
+                return self.base_lr - fall * max(
+                    0.0, 1 - (self.num_steps - step) / self.cooldown_steps
+                )
             case "linear":
                 return final_lr + fall * (1 - done)

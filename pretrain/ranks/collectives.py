@@ -66,12 +66,22 @@ class Agreed:
 
 
 class Exchange:
-    """The one exchange of a step: started behind it, and read when it suits, at the latest by the next one's reader.
+    """The one exchange of a step: started behind it, and read when it suits, at the latest by the
+    next one's reader.
 
-    Nothing waits until `read`: on a GPU the sums arrive in pinned memory behind the step's kernels, on a CPU gloo works meanwhile.
+    Nothing waits until `read`: on a GPU the sums arrive in pinned memory behind the step's kernels,
+    on a CPU gloo works meanwhile.
     """
 
-    def __init__(self, loss: Tensor, gradient_norm: Tensor | float, *, flag: bool, num_bad: int, applied: Tensor | bool = True):
+    def __init__(
+        self,
+        loss: Tensor,
+        gradient_norm: Tensor | float,
+        *,
+        flag: bool,
+        num_bad: int,
+        applied: Tensor | bool = True,
+    ):
         own = loss.detach().float()
         numbers = [
             value.detach().to(own) if torch.is_tensor(value) else own.new_full((), float(value))
@@ -84,7 +94,9 @@ class Exchange:
             if self._work is not None:
                 self._work.wait()  # of NCCL's: the stream waits, not the host
             both = torch.cat([self._sums, self._own.unsqueeze(0)])
-            self._host = torch.empty_like(both, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
+            self._host = torch.empty_like(both, device="cpu", pin_memory=True).copy_(
+                both, non_blocking=True
+            )
         self.ended = Moment(own.device)
 
     def read(self) -> Agreed:
@@ -97,7 +109,9 @@ class Exchange:
             loss, norm, votes, bad, applied = self._sums.tolist()
             own = float(self._own)
         ranks = dist.get_world_size() if is_distributed() else 1
-        return Agreed(loss / ranks, norm / ranks, round(votes), round(bad), own, round(applied) == ranks)
+        return Agreed(
+            loss / ranks, norm / ranks, round(votes), round(bad), own, round(applied) == ranks
+        )
 
 
 def any_rank(flag: bool, *, device: torch.device) -> bool:
@@ -134,8 +148,10 @@ class FailedElsewhere(UserError):  # noqa: N818
 
 
 def on_all_ranks(work: Callable[[], T], *, device: torch.device, failed: str) -> T:
-    """What `work` finds on this rank, once all ranks are done with theirs: however slow a disk is, no collective waits long for it.
-    Long work marks its progress itself. Where it fails on any rank, that rank raises its own error, and the others `failed`."""
+    """What `work` finds on this rank, once all ranks are done with theirs: however slow a disk is,
+    no collective waits long for it. Long work marks its progress itself. Where it fails on any
+    rank, that rank raises its own error, and the others `failed`.
+    """
     thread = futures.ThreadPoolExecutor(1, thread_name_prefix="on-all-ranks")
     found = thread.submit(work)
     thread.shutdown(wait=False)

@@ -1,11 +1,15 @@
-"""How a hang differs from work that takes its time: where each rank stands in its training, and since when.
+"""How a hang differs from work that takes its time: where each rank stands in its training, and
+since when.
 
-The loop marks each stage (`PROGRESS.mark`); long work within a stage reports that it progresses (`touch`). Both cost a moment, take
-no lock and do not wait for a device, so a mark says where Python is, not what a GPU has finished.
+The loop marks each stage (`PROGRESS.mark`); long work within a stage reports that it progresses
+(`touch`). Both cost a moment, take no lock and do not wait for a device, so a mark says where
+Python is, not what a GPU has finished.
 
-All ranks pass the same marks in the same order, so those with the fewest marks are behind, whatever the clocks say, and the others
-wait for them. While one of those progresses there is no hang; `touch` reports that and does not count as a mark. One process trains
-one run at a time: hence `PROGRESS`. The heartbeat carries each rank's standing to the first rank, which judges (`Standings`).
+All ranks pass the same marks in the same order, so those with the fewest marks are behind, whatever
+the clocks say, and the others wait for them. While one of those progresses there is no hang;
+`touch` reports that and does not count as a mark. One process trains one run at a time: hence
+`PROGRESS`. The heartbeat carries each rank's standing to the first rank, which judges
+(`Standings`).
 """
 
 import time
@@ -18,7 +22,8 @@ from typing import Any, Literal, NamedTuple
 from pretrain.ranks.world import Peer
 
 BEHIND_S = 20.0
-"""A rank that has stood still for less, when another failed, is not called behind: it may just have waited for that one."""
+"""A rank that has stood still for less, when another failed, is not called behind: it may just have
+waited for that one."""
 _MOST_NAMED, _CONFIRMATIONS = 3, 2
 
 
@@ -42,12 +47,14 @@ class Progress:
         self._mark = (0, 0, "starting")
         """Its number, the step and the stage."""
         self._touched_s: float | None = None
-        """When something last happened, without all pauses until then; None: nothing has begun, and nothing can stall."""
+        """When something last happened, without all pauses until then; None: nothing has begun, and
+        nothing can stall."""
         self._paused_s = 0.0
         """How long this process could not run in all; only the watching thread writes it."""
 
     def mark(self, stage: str, *, step: int | None = None) -> None:
-        """The next stage begins; `step`: the one that is worked on, from 1 on, by default still the one before."""
+        """The next stage begins; `step`: the one that is worked on, from 1 on, by default still the
+        one before."""
         number, before, _ = self._mark
         self._mark = number + 1, before if step is None else step, stage
         self.touch()
@@ -65,7 +72,8 @@ class Progress:
         self._touched_s = time.monotonic() - self._paused_s
 
     def excuse(self, pause_s: float) -> None:
-        """From the watching thread: the whole process stood still for so long, through no fault of its own."""
+        """From the watching thread: the whole process stood still for so long, through no fault of
+        its own."""
         self._paused_s += pause_s
 
     def standing(self) -> Standing:
@@ -96,12 +104,15 @@ class Verdict:
             "waits": "waits for data, and all were told to stop",
         }[self.why]
         behind = f"; {self.behind}" if self.behind else ""
-        resumes = "" if self.why == "failed" else "; the same command goes on with it"  # an error may come again
+        resumes = (
+            "" if self.why == "failed" else "; the same command goes on with it"
+        )  # an error may come again
         return f"{self.peer} {what}{behind}; the run stops{resumes}"
 
     @property
     def wants_stacks(self) -> bool:
-        """A rank that died or failed by itself has said why; the stacks of the others would add nothing."""
+        """A rank that died or failed by itself has said why; the stacks of the others would add
+        nothing."""
         return self.why in ("silent", "hangs") or bool(self.behind)
 
     def as_message(self) -> dict[str, Any]:
@@ -131,9 +142,10 @@ class Standings:
         self._known.pop(peer, None)
 
     def hang(self, timeout_s: float) -> Verdict | None:
-        """If none of the ranks that are behind, and so hold the others up, has progressed for so long. Each of them must have
-        reported that twice since they are the suspects. Otherwise ranks that have waited for another one for as long would look
-        behind, in the moment between its report that it has come and theirs that they go on."""
+        """If none of the ranks that are behind, and so hold the others up, has progressed for so
+        long. Each of them must have reported that twice since they are the suspects. Otherwise
+        ranks that have waited for another one for as long would look behind, in the moment between
+        its report that it has come and theirs that they go on."""
         behind = self._behind()
         if any(standing.stalled_s <= timeout_s for standing in behind.values()):
             behind = {}
@@ -144,16 +156,23 @@ class Standings:
             return None
         first = next(iter(behind))
         detail = _described(behind)
-        others = Counter(standing.place for standing in self._known.values() if standing.number > suspects[first])
+        others = Counter(
+            standing.place for standing in self._known.values() if standing.number > suspects[first]
+        )
         if others:
             ((place, _),) = others.most_common(1)
-            further = "the other rank is" if others.total() == 1 else f"{others.total()} others are further, such as"
+            further = (
+                "the other rank is"
+                if others.total() == 1
+                else f"{others.total()} others are further, such as"
+            )
             detail += f"; {further} {place}"
         return Verdict(first, "hangs", detail)
 
     def behind(self, peer: Peer) -> str:
-        """Which rank held the others up, when this peer failed or went, or was ended by its watchdog, and may have waited for one
-        that never came; empty if it did so itself, or nobody did."""
+        """Which rank held the others up, when this peer failed or went, or was ended by its
+        watchdog, and may have waited for one that never came; empty if it did so itself, or nobody
+        did."""
         behind = self._behind()
         if not behind or peer in behind or len(behind) == len(self._known):
             return ""
@@ -162,12 +181,18 @@ class Standings:
 
     def _behind(self) -> dict[Peer, Standing]:
         """Those with the fewest marks; the one that has stood there for longest comes first."""
-        known = sorted(self._known.items(), key=lambda each: (each[1].number, -each[1].stalled_s, each[0].rank))
+        known = sorted(
+            self._known.items(), key=lambda each: (each[1].number, -each[1].stalled_s, each[0].rank)
+        )
         return {peer: standing for peer, standing in known if standing.number == known[0][1].number}
 
 
 def _described(behind: dict[Peer, Standing]) -> str:
     standing, more = next(iter(behind.values())), [str(peer.rank) for peer in behind][1:]
-    alike = f"{len(more)} others" if len(more) > _MOST_NAMED else f"rank{'s' if len(more) > 1 else ''} {', '.join(more)}"
+    alike = (
+        f"{len(more)} others"
+        if len(more) > _MOST_NAMED
+        else f"rank{'s' if len(more) > 1 else ''} {', '.join(more)}"
+    )
     found = f"has made no progress for {standing.stalled_s:,.0f} s, {standing.place}"
     return f"{found}, like {alike}" if more else found

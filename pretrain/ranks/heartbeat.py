@@ -1,18 +1,23 @@
-"""Knows within seconds when a rank is dead or frozen, and ends all others with one clear line instead of their tracebacks.
+"""Knows within seconds when a rank is dead or frozen, and ends all others with one clear line
+instead of their tracebacks.
 
-A thread of each rank holds a TCP connection to the first rank's, whichever launcher started them; it carries JSON objects, one per
-line, never pickle. Messages without the token of this run are ignored.
-1. Each end beats. A connection that closes without a goodbye is a dead rank; one that is silent for `heartbeat_timeout_s` is a
-   frozen rank or a lost node; a rank that fails by itself reports that before it goes.
-2. The first rank sends the verdict to all, and prints the line; every rank ends with exit code 1, wherever its main thread hangs.
-   If the first rank itself is gone, all see it by themselves, and the first survivor of each node prints the line.
+A thread of each rank holds a TCP connection to the first rank's, whichever launcher started them;
+it carries JSON objects, one per line, never pickle. Messages without the token of this run are
+ignored.
+1. Each end beats. A connection that closes without a goodbye is a dead rank; one that is silent for
+   `heartbeat_timeout_s` is a frozen rank or a lost node; a rank that fails by itself reports that
+   before it goes.
+2. The first rank sends the verdict to all, and prints the line; every rank ends with exit code 1,
+   wherever its main thread hangs. If the first rank itself is gone, all see it by themselves, and
+   the first survivor of each node prints the line.
 3. A rank that was told to stop, but waits for data that does not come, ends all with exit code 0.
-4. `watch`: beats carry where a rank stands (hangs.py); if the ranks that are behind make no progress for too long, the run hangs,
-   and one of them is named. Ranks that end because of a hang leave their stacks (stacks.py). A single rank has this alone, and no
-   connection.
+4. `watch`: beats carry where a rank stands (hangs.py); if the ranks that are behind make no
+   progress for too long, the run hangs, and one of them is named. Ranks that end because of a hang
+   leave their stacks (stacks.py). A single rank has this alone, and no connection.
 
-A verdict follows from what has been read: a thread that was kept from running first reads what has come meanwhile. Ranks are
-checked once per beat, not per message. Beats may carry a small dict (`report`) to the first rank (`received`); neither may block.
+A verdict follows from what has been read: a thread that was kept from running first reads what has
+come meanwhile. Ranks are checked once per beat, not per message. Beats may carry a small dict
+(`report`) to the first rank (`received`); neither may block.
 """
 
 import hmac
@@ -41,13 +46,16 @@ from pretrain.ranks.stacks import Stacks
 from pretrain.ranks.world import Peer, World
 
 FAILED_GRACE_S = 1.0
-"""After a rank has failed: for those that meet the same error by themselves, and print their own message."""
+"""After a rank has failed: for those that meet the same error by themselves, and print their own
+message."""
 STUCK_WAIT_S = 30.0
-"""For data, by a rank that was told to stop: ranks that get theirs in time save, and what ends a job leaves it minutes for that."""
+"""For data, by a rank that was told to stop: ranks that get theirs in time save, and what ends a
+job leaves it minutes for that."""
 BLAME_S = 3.0
 """How long a failed exchange waits for news of a rank that is gone."""
 ARMED_SHARE = 0.75
-"""Of the time after which a rank counts as silent: then its stacks are dumped, if they still can be."""
+"""Of the time after which a rank counts as silent: then its stacks are dumped, if they still can
+be."""
 LONGEST_LINE = 1 << 16
 _HELLO_S, _CONNECT_S = 10.0, 20.0
 Message = dict[str, Any]
@@ -55,7 +63,8 @@ Message = dict[str, Any]
 
 @contextmanager
 def watched(world: World, ranks: RanksSettings, *, device: torch.device) -> "Iterator[Heartbeat]":
-    """Entered by all ranks when they have joined: if one of them is gone, frozen or fails, the others end and name it."""
+    """Entered by all ranks when they have joined: if one of them is gone, frozen or fails, the
+    others end and name it."""
     heartbeat = Heartbeat(world, ranks)
     heartbeat.start(lambda numbers: all_sum(torch.tensor(numbers, device=device)).tolist())
     report_joined()
@@ -68,16 +77,23 @@ def watched(world: World, ranks: RanksSettings, *, device: torch.device) -> "Ite
 
 
 class Wire:
-    """One connection, and who is at its other end. Reading never blocks; a message is small, so sending one blocks neither."""
+    """One connection, and who is at its other end. Reading never blocks; a message is small, so
+    sending one blocks neither."""
 
     def __init__(self, connection: socket.socket, peer: Peer | None = None):
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self.peer, self.heard_s, self.is_open = connection, peer, time.monotonic(), True
+        self.socket, self.peer, self.heard_s, self.is_open = (
+            connection,
+            peer,
+            time.monotonic(),
+            True,
+        )
         self._buffer = b""
 
     def send(self, line: bytes) -> None:
-        """What does not fit is left out whole: the other end is frozen or gone, as its silence will show."""
+        """What does not fit is left out whole: the other end is frozen or gone, as its silence will
+        show."""
         try:
             if self.socket.send(line) < len(line):
                 self.is_open = False
@@ -87,7 +103,8 @@ class Wire:
             self.is_open = False
 
     def receive(self) -> Iterator[Message]:
-        """All whole lines that have come; `is_open` says whether more may. ValueError: this is no line of ours."""
+        """All whole lines that have come; `is_open` says whether more may. ValueError: this is no
+        line of ours."""
         while True:
             try:
                 data = self.socket.recv(LONGEST_LINE)
@@ -113,8 +130,11 @@ def encoded(message: Message) -> bytes:
 
 
 def listen(address: str, *, is_one_node: bool) -> socket.socket:
-    """On a free port of the interface that `address` names, or of all, where the name means something else on other nodes."""
-    with suppress(OSError):  # a name that only the others can resolve, or an address that is translated on the way here
+    """On a free port of the interface that `address` names, or of all, where the name means
+    something else on other nodes."""
+    with suppress(
+        OSError
+    ):  # a name that only the others can resolve, or an address that is translated on the way here
         family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         if is_one_node or not str(place[0]).startswith(("127.", "::1")):
             return socket.create_server(place, family=family, backlog=1024)
@@ -122,12 +142,20 @@ def listen(address: str, *, is_one_node: bool) -> socket.socket:
 
 
 class Heartbeat:
-    """Call `start` on all ranks together, and `stop` when this rank's work is done. A single rank has nothing but `watch`."""
+    """Call `start` on all ranks together, and `stop` when this rank's work is done. A single rank
+    has nothing but `watch`."""
 
     def __init__(self, world: World, ranks: RanksSettings):
-        self._world, self._timeout_s, self._hang_timeout_s = world, ranks.heartbeat_timeout_s, ranks.hang_timeout_s or 0.0
+        self._world, self._timeout_s, self._hang_timeout_s = (
+            world,
+            ranks.heartbeat_timeout_s,
+            ranks.hang_timeout_s or 0.0,
+        )
         self._interval_s = min(2.0, self._timeout_s / 4)
-        self._is_alone, self._me = world.num_ranks == 1, Peer(world.rank, socket.gethostname(), os.getpid())
+        self._is_alone, self._me = (
+            world.num_ranks == 1,
+            Peer(world.rank, socket.gethostname(), os.getpid()),
+        )
         self._token = ""
         self._listener: socket.socket | None = None
         self._wires: dict[int, Wire] = {}
@@ -140,7 +168,9 @@ class Heartbeat:
         self._is_ending, self._has_verdict = False, threading.Event()
         self._thread: threading.Thread | None = None
         self._woken, self._waker = os.pipe()
-        self._files = selectors.DefaultSelector()  # epoll: it costs the same for one connection and for a thousand
+        self._files = (
+            selectors.DefaultSelector()
+        )  # epoll: it costs the same for one connection and for a thousand
         self._files.register(self._woken, selectors.EVENT_READ)
         self.attend()
 
@@ -152,9 +182,15 @@ class Heartbeat:
         report: Callable[[], dict[str, Any]] = dict,
         received: Callable[[int, dict[str, Any]], None] = lambda rank, report: None,
     ) -> None:
-        """What else it does from now on. `at_end(stopped)`: what must still be done, within bounds, when a verdict ends this
-        process; `stuck_wait_s`: for how long this rank has waited since it was told to stop."""
-        self._at_end, self._stuck_wait_s, self._report, self._received = at_end, stuck_wait_s, report, received
+        """What else it does from now on. `at_end(stopped)`: what must still be done, within bounds,
+        when a verdict ends this process; `stuck_wait_s`: for how long this rank has waited since it
+        was told to stop."""
+        self._at_end, self._stuck_wait_s, self._report, self._received = (
+            at_end,
+            stuck_wait_s,
+            report,
+            received,
+        )
 
     def start(self, announce: Callable[[list[int]], list[int]]) -> "Heartbeat":
         """`announce` gives all ranks the numbers of the first one."""
@@ -170,12 +206,15 @@ class Heartbeat:
         self._token = "-".join(map(str, token))
         if not self._world.is_first:
             self._connect(address, port)
-        os.register_at_fork(after_in_child=self._forget)  # or a child would hold the connection of a dead rank open
+        os.register_at_fork(
+            after_in_child=self._forget
+        )  # or a child would hold the connection of a dead rank open
         self._begin()
         return self
 
     def watch(self, directory: Path) -> None:
-        """From now on this rank has to progress, unless hang_timeout_s is 0 or None; stacks go to `directory`."""
+        """From now on this rank has to progress, unless hang_timeout_s is 0 or None; stacks go to
+        `directory`."""
         armed_s = self._hang_timeout_s if self._is_alone else ARMED_SHARE * self._timeout_s
         if not armed_s:
             return
@@ -194,12 +233,17 @@ class Heartbeat:
         self._leave({"bye": True})
 
     def blame(self, error: BaseException) -> None:
-        """On the way out with an error: returns if it is this rank's own, and then the others know. A collective whose partner is
-        gone raises RuntimeError, or a subclass of torch.distributed's."""
+        """On the way out with an error: returns if it is this rank's own, and then the others know.
+        A collective whose partner is gone raises RuntimeError, or a subclass of
+        torch.distributed's."""
         if self._thread is None or self._is_ending:
             return
         names = {kind.__name__ for kind in type(error).__mro__}
-        is_own = not isinstance(error, RuntimeError) or names & {"OutOfMemoryError", "NotImplementedError", "RecursionError"}
+        is_own = not isinstance(error, RuntimeError) or names & {
+            "OutOfMemoryError",
+            "NotImplementedError",
+            "RecursionError",
+        }
         if not self._is_alone and not is_own and self._has_verdict.wait(BLAME_S):
             time.sleep(600)  # the thread ends this process
         self._leave({"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"})
@@ -210,18 +254,25 @@ class Heartbeat:
                 return
             self._is_ending = True
             if self._world.is_first and "failed" in message:
-                message = self._with_cause(Verdict(self._me, "failed", message["failed"])).as_message()
+                message = self._with_cause(
+                    Verdict(self._me, "failed", message["failed"])
+                ).as_message()
             self._send_all(message)
         os.write(self._waker, b"x")
         self._thread.join(2 * self._interval_s)
 
-    # ---- the thread ----------------------------------------------------------------------------------------------------
+    # ---- the thread
+    # ----------------------------------------------------------------------------------------------------
 
     def _guarded(self) -> None:
         try:
             self._work()
         except Exception as error:  # noqa: BLE001 (of `report` or `received`: no reason to end training, nor to look dead)
-            print(f"WARNING: rank {self._me.rank}: the heartbeat has stopped ({error!r})", file=sys.stderr, flush=True)
+            print(
+                f"WARNING: rank {self._me.rank}: the heartbeat has stopped ({error!r})",
+                file=sys.stderr,
+                flush=True,
+            )
             with self._lock:
                 self._is_ending = True
                 self._send_all({"bye": True})
@@ -237,7 +288,12 @@ class Heartbeat:
             if judges:
                 beat_s = time.monotonic() + self._interval_s
                 self._beat()
-            ready = [key.fd for key, _ in self._files.select(0 if judges else max(0.0, beat_s - time.monotonic()))]
+            ready = [
+                key.fd
+                for key, _ in self._files.select(
+                    0 if judges else max(0.0, beat_s - time.monotonic())
+                )
+            ]
             with self._lock:
                 verdict = None if self._is_ending else self._look(ready, judges=judges)
             if verdict is not None:
@@ -291,7 +347,11 @@ class Heartbeat:
                     return verdict
             elif wire.peer is not None and silent_s > self._timeout_s:
                 return Verdict(wire.peer, "silent", f"{self._timeout_s:g}")
-        return self._standings.hang(self._hang_timeout_s) if self._stacks and self._hang_timeout_s else None
+        return (
+            self._standings.hang(self._hang_timeout_s)
+            if self._stacks and self._hang_timeout_s
+            else None
+        )
 
     def _read(self, file: int) -> Verdict | None:
         wire = self._wires[file]
@@ -336,7 +396,8 @@ class Heartbeat:
         return replace(verdict, behind=self._standings.behind(verdict.peer))
 
     def _excuse_a_pause(self) -> None:
-        """While a whole job is suspended nobody beats, and nobody is to blame: after a pause of our own, time begins anew."""
+        """While a whole job is suspended nobody beats, and nobody is to blame: after a pause of our
+        own, time begins anew."""
         now_s = time.monotonic()
         if now_s - self._looked_s > 2 * self._interval_s:
             PROGRESS.excuse(now_s - self._looked_s)
@@ -346,11 +407,14 @@ class Heartbeat:
 
     def _connect(self, address: str, port: int) -> None:
         try:
-            wire = Wire(socket.create_connection((address, port), timeout=_CONNECT_S), Peer(0, address, 0))
+            wire = Wire(
+                socket.create_connection((address, port), timeout=_CONNECT_S), Peer(0, address, 0)
+            )
         except OSError as error:
             print(
-                f"WARNING: rank {self._me.rank}: no heartbeat, as {address}:{port} cannot be reached ({error}); if a rank dies, "
-                "the others notice only after timeout_s of the settings",
+                f"WARNING: rank {self._me.rank}: no heartbeat, as {address}:{port} cannot be"
+                f" reached ({error}); if a rank dies, the others notice only after timeout_s of the"
+                " settings",
                 file=sys.stderr,
             )
             return
@@ -381,11 +445,19 @@ class Heartbeat:
         first_here = self._world.rank - self._world.local_rank
         is_survivor = self._world.local_rank == (1 if verdict.peer.rank == first_here else 0)
         if self._world.is_first if by_first else is_survivor:
-            line = f"{verdict}; stacks of all ranks: {stacks.directory}\n" if stacks else f"{verdict}\n"
+            line = (
+                f"{verdict}; stacks of all ranks: {stacks.directory}\n"
+                if stacks
+                else f"{verdict}\n"
+            )
             write_error("\n" + line if sys.stderr.isatty() else line)
         if stacks:
             stacks.dump(f"{PROGRESS.standing().place}; {verdict}")
-            if verdict.why == "silent" and is_survivor and (found := stacks.describe(verdict.peer)) is not None:
+            if (
+                verdict.why == "silent"
+                and is_survivor
+                and (found := stacks.describe(verdict.peer)) is not None
+            ):
                 write_error(f"{found}\n")
         self._at_end(verdict.why == "waits")
         os._exit(0 if verdict.why == "waits" else 1)

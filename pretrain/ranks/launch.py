@@ -1,8 +1,10 @@
-"""Starts N local ranks of a command and fails fast: when one dies, the others end within seconds and its last words come first.
+"""Starts N local ranks of a command and fails fast: when one dies, the others end within seconds
+and its last words come first.
 
-The same environment that torchrun sets, without its import of torch and its tracebacks. Ctrl-C and SIGTERM reach every rank, which
-finishes its step, writes a checkpoint and exits with 0. Ranks report that they have joined (`report_joined`). If one ends before
-that, the others have nothing to save and wait for it within torch, where no signal handler runs: the launcher kills them.
+The same environment that torchrun sets, without its import of torch and its tracebacks. Ctrl-C and
+SIGTERM reach every rank, which finishes its step, writes a checkpoint and exits with 0. Ranks
+report that they have joined (`report_joined`). If one ends before that, the others have nothing to
+save and wait for it within torch, where no signal handler runs: the launcher kills them.
 """
 
 import ctypes
@@ -24,16 +26,19 @@ from pretrain.ranks.world import free_port
 
 _PR_SET_PDEATHSIG = 1
 LAUNCHED_WITH = "WIDE_MLPS_LAUNCHED_WITH"
-"""The variable that gives ranks the rest of the command line: a run's page shows the whole of it."""
+"""The variable that gives ranks the rest of the command line: a run's page shows the whole of
+it."""
 _JOINED_PIPE = "WIDE_MLPS_JOINED_PIPE"
 LAST_WORDS_S = 5.0
 """How long the other ranks may go on after one has died."""
 GRACE_S = LAST_WRITE_S + 10.0
-"""How long they may take after SIGTERM: one of them may be writing a checkpoint. A rank that hangs is then killed."""
+"""How long they may take after SIGTERM: one of them may be writing a checkpoint. A rank that hangs
+is then killed."""
 
 
 def end_with_parent() -> None:
-    """In a child before its command begins: Linux sends it SIGTERM when whoever has started it has died."""
+    """In a child before its command begins: Linux sends it SIGTERM when whoever has started it has
+    died."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -46,7 +51,8 @@ def report_joined() -> None:
 def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False) -> int:
     """The exit code of the first rank that failed, or 0. Standard streams are inherited.
 
-    `heed_signals`: the command installs a StopFlag; a signal that comes sooner waits for it instead of ending the rank.
+    `heed_signals`: the command installs a StopFlag; a signal that comes sooner waits for it instead
+    of ending the rank.
     """
     joined, joined_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     shared = os.environ | {
@@ -64,12 +70,16 @@ def launch(command: Sequence[str], *, num_ranks: int, heed_signals: bool = False
         """A rank saves and ends instead of training on unnoticed."""
         end_with_parent()
         if not heed_signals:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, set(SIGNALS) - {signal.SIGINT})  # that one waits until it is heeded
+            signal.pthread_sigmask(
+                signal.SIG_UNBLOCK, set(SIGNALS) - {signal.SIGINT}
+            )  # that one waits until it is heeded
 
     keep("")  # `answer` does it
     output_is_progress()
     ranks: list[subprocess.Popen[bytes]] = []
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ranks inherit it; what comes to us meanwhile is passed on afterwards
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, SIGNALS
+    )  # ranks inherit it; what comes to us meanwhile is passed on afterwards
     try:
         for rank in range(num_ranks):
             environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -102,9 +112,14 @@ def _watch(ranks: list[subprocess.Popen[bytes]], *, joined: int) -> int:
         # a signal first: the others may have ended already because of it
         for number, code in sorted(enumerate(codes), key=lambda each: (each[1] or 0) >= 0):
             if code not in (None, 0):
-                _wait(ranks if _have_joined(joined) else ranks[:1], LAST_WORDS_S)  # a mistake of all is reported by the first
+                _wait(
+                    ranks if _have_joined(joined) else ranks[:1], LAST_WORDS_S
+                )  # a mistake of all is reported by the first
                 if code not in (INTERRUPTED, BUSY):
-                    print(f"launch: rank {number} ended with {describe(code)}; ending the others", file=sys.stderr)
+                    print(
+                        f"launch: rank {number} ended with {describe(code)}; ending the others",
+                        file=sys.stderr,
+                    )
                 return code if code and code > 0 else 128 - (code or 0)
         if all(code == 0 for code in codes):
             return 0
@@ -117,9 +132,10 @@ def describe(code: int | None) -> str:
 
 
 def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # type: ignore[no-untyped-def]
-    """Passes the other signals on. Ctrl-C reaches the ranks from the terminal itself; the first is confirmed here, and those that
-    save hear of it by SIGTERM as well, for a SIGINT may be meant for the launcher alone. A second one kills them: where they are
-    still starting, they would know of one."""
+    """Passes the other signals on. Ctrl-C reaches the ranks from the terminal itself; the first is
+    confirmed here, and those that save hear of it by SIGTERM as well, for a SIGINT may be meant for
+    the launcher alone. A second one kills them: where they are still starting, they would know of
+    one."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
@@ -128,8 +144,14 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]], *, saves: bool):  # t
 
     def answer(number: int, _frame: FrameType | None) -> None:
         signal.signal(number, end_at_once)
-        words = "stopping at the next step, with a checkpoint" if saves else "stopping; nothing more is saved"
-        write_error(f"\nlaunch: {words}; Ctrl-C again ends it at once\n")  # print may be interrupted in itself
+        words = (
+            "stopping at the next step, with a checkpoint"
+            if saves
+            else "stopping; nothing more is saved"
+        )
+        write_error(
+            f"\nlaunch: {words}; Ctrl-C again ends it at once\n"
+        )  # print may be interrupted in itself
         if saves:
             pass_on(signal.SIGTERM, None)
 

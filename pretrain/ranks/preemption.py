@@ -1,11 +1,14 @@
-"""Stopping is a flag. The handlers only raise it; the trainer reads it at a step boundary, where all ranks agree, and then saves.
+"""Stopping is a flag. The handlers only raise it; the trainer reads it at a step boundary, where
+all ranks agree, and then saves.
 
-SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGHUP from a terminal that is closed, SIGINT from Ctrl-C: what it is
-answered, and what a second one does, stands in data_prep/interrupts.py.
+SIGTERM and SIGUSR2 come from SLURM (preemption, time limit), SIGHUP from a terminal that is closed,
+SIGINT from Ctrl-C: what it is answered, and what a second one does, stands in
+data_prep/interrupts.py.
 
-A wait that may never end (for data of a server that is gone) is done within `waiting`, by `result`. A single rank gives it up at
-once, and is then still at its step boundary. With several ranks the others may be within the step, so none can give up by itself:
-`stuck_wait_s` reports how long it has waited since then, and the heartbeat ends them all.
+A wait that may never end (for data of a server that is gone) is done within `waiting`, by `result`.
+A single rank gives it up at once, and is then still at its step boundary. With several ranks the
+others may be within the step, so none can give up by itself: `stuck_wait_s` reports how long it has
+waited since then, and the heartbeat ends them all.
 """
 
 import signal
@@ -21,13 +24,18 @@ from data_prep.interrupts import keep
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 LAST_WRITE_S = 30.0
-"""How long a run that ends early, or with an error, waits for the checkpoint that is being written. Our launcher waits longer."""
+"""How long a run that ends early, or with an error, waits for the checkpoint that is being written.
+Our launcher waits longer."""
 _LOOK_S = 0.2
 
 
 def heeded_signals() -> list[signal.Signals]:
     """Return those that stop this process. Under nohup a closed terminal does not."""
-    return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
+    return [
+        each
+        for each in SIGNALS
+        if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN
+    ]
 
 
 class Interrupted(Exception):  # noqa: N818
@@ -36,8 +44,8 @@ class Interrupted(Exception):  # noqa: N818
 
 @contextmanager
 def entered(place: AbstractContextManager[T]) -> Iterator[T | None]:
-    """Within the place; or without it, where the way in was interrupted: the other ranks, which did not wait there, must learn of
-    it before anything else."""
+    """Within the place; or without it, where the way in was interrupted: the other ranks, which did
+    not wait there, must learn of it before anything else."""
     with ExitStack() as until_end:
         value = None
         with suppress(Interrupted):
@@ -54,14 +62,17 @@ class StopFlag:
         self._raised_at_s = 0.0
 
     def install(self) -> "StopFlag":
-        """The flag of this process: the one that is installed already, as what it has seen counts, or else this one."""
+        """The flag of this process: the one that is installed already, as what it has seen counts,
+        or else this one."""
         installed = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         if isinstance(installed, StopFlag):
             return installed
         keep("it ends as soon as all is loaded, nothing is to be saved yet", ends_within_s=None)
         for number in heeded_signals():
             signal.signal(number, self._raise)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # our launcher blocks them, so that none is lost before this
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, SIGNALS
+        )  # our launcher blocks them, so that none is lost before this
         return self
 
     @contextmanager
@@ -82,7 +93,8 @@ class StopFlag:
         return 0.0 if self.raised_by is None else time.monotonic() - max(since_s, self._raised_at_s)
 
     def result(self, future: "Future[T]") -> T:
-        """What it comes to. The flag is looked at between short waits: a handler that raised could leave the future's lock held."""
+        """What it comes to. The flag is looked at between short waits: a handler that raised could
+        leave the future's lock held."""
         while not future.done():
             self._heed()
             try:

@@ -1,12 +1,18 @@
-"""RUN/stacks: what every thread of every rank was doing when a run was ended because it hung, or lost a rank. One file per rank.
+"""RUN/stacks: what every thread of every rank was doing when a run was ended because it hung, or
+lost a rank. One file per rank.
 
-Each dump is appended below a line that says when, who, where and why. A stack gets there in four ways:
+Each dump is appended below a line that says when, who, where and why. A stack gets there in four
+ways:
 
-1. `dump`, by the heartbeat's thread, when a verdict ends this process: the Python frames of all threads, within C calls too. The
-   file may lie on the very storage that hangs, so the stack is taken in memory and written within bounds, or else printed.
-2. `arm`, at each beat: a thread of faulthandler's own, which needs no lock of Python's, dumps if no beat follows in time.
-3. A process that dies of a signal of its own (SIGABRT, as from NCCL's watchdog; SIGSEGV, SIGBUS) leaves its stacks while it dies.
-4. A process that can do none of that (stopped, or asleep in the kernel) is described by another rank of its node, from /proc.
+1. `dump`, by the heartbeat's thread, when a verdict ends this process: the Python frames of all
+   threads, within C calls too. The file may lie on the very storage that hangs, so the stack is
+   taken in memory and written within bounds, or else printed.
+2. `arm`, at each beat: a thread of faulthandler's own, which needs no lock of Python's, dumps if no
+   beat follows in time.
+3. A process that dies of a signal of its own (SIGABRT, as from NCCL's watchdog; SIGSEGV, SIGBUS)
+   leaves its stacks while it dies.
+4. A process that can do none of that (stopped, or asleep in the kernel) is described by another
+   rank of its node, from /proc.
 """
 
 import faulthandler
@@ -27,7 +33,8 @@ _LONGEST_SHOWN = 20_000
 
 
 class Stacks:
-    """Of one rank; `close` leaves no empty file behind. Without its directory there is no file, and a dump is shown instead."""
+    """Of one rank; `close` leaves no empty file behind. Without its directory there is no file, and
+    a dump is shown instead."""
 
     def __init__(self, directory: Path, me: Peer, *, armed_s: float):
         self.directory, self._me, self._armed_s = directory, me, armed_s
@@ -55,7 +62,8 @@ class Stacks:
         self._keep(self._me, why, found)
 
     def describe(self, peer: Peer) -> str | None:
-        """What the kernel reports of a rank of this node, in one line; the whole goes to that rank's file."""
+        """What the kernel reports of a rank of this node, in one line; the whole goes to that
+        rank's file."""
         if peer.node != self._me.node:
             return None
         threads = _threads_of(peer.pid)
@@ -81,7 +89,9 @@ class Stacks:
         return self.directory / f"rank-{peer.rank:04}.txt"
 
     def _open(self, peer: Peer) -> int:
-        return os.open(self._path(peer), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return os.open(
+            self._path(peer), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
+        )
 
     def _keep(self, peer: Peer, why: str, found: str) -> None:
         text = f"== {time.strftime('%Y-%m-%d %H:%M:%S %z')}  {peer}: {why}\n{found}\n"
@@ -96,7 +106,10 @@ class Stacks:
 
         threading.Thread(target=write, name="stacks", daemon=True).start()
         if not done.wait(WRITE_S):
-            shown = f"{self._path(peer)} could not be written in {WRITE_S:g} s; it would hold:\n{text[:_LONGEST_SHOWN]}\n"
+            shown = (
+                f"{self._path(peer)} could not be written in {WRITE_S:g} s; it would"
+                f" hold:\n{text[:_LONGEST_SHOWN]}\n"
+            )
             write_error(shown)
 
 
@@ -115,11 +128,24 @@ def _threads_of(pid: int) -> list[_Thread]:
     found = []
     with suppress(OSError):
         for place in Path(f"/proc/{pid}/task").iterdir():
-            status = dict(line.split(":\t", 1) for line in _read(place / "status").splitlines() if ":\t" in line)
-            waits_in, name, state = _read(place / "wchan"), status.get("Name", "?"), status.get("State", "?")
-            facts = f"  thread {place.name} ({name}): {state}, wchan {waits_in}, syscall {_read(place / 'syscall') or '-'}\n"
+            status = dict(
+                line.split(":\t", 1)
+                for line in _read(place / "status").splitlines()
+                if ":\t" in line
+            )
+            waits_in, name, state = (
+                _read(place / "wchan"),
+                status.get("Name", "?"),
+                status.get("State", "?"),
+            )
+            facts = (
+                f"  thread {place.name} ({name}): {state}, wchan {waits_in}, syscall"
+                f" {_read(place / 'syscall') or '-'}\n"
+            )
             facts += "".join(f"    {line}\n" for line in _read(place / "stack").splitlines())
-            found.append(_Thread(int(place.name), name, state, "" if waits_in == "0" else waits_in, facts))
+            found.append(
+                _Thread(int(place.name), name, state, "" if waits_in == "0" else waits_in, facts)
+            )
     return sorted(found, key=lambda thread: (thread.number != pid, thread.number))
 
 
@@ -131,10 +157,16 @@ def _state_of(threads: list[_Thread]) -> str:
             return f"its process is stopped, by SIGSTOP or a debugger ({thread.state})"
         if thread.state[0] == "D":
             where = f" in {thread.waits_in}" if thread.waits_in else ""
-            return f"thread {thread.number} ({thread.name}) sleeps in the kernel{where}, as for a disk ({thread.state})"
+            return (
+                f"thread {thread.number} ({thread.name}) sleeps in the kernel{where}, as for a disk"
+                f" ({thread.state})"
+            )
     if threads[0].state[0] in "ZX":
         return f"its process is dead ({threads[0].state})"
-    return f"its process is alive ({threads[0].state}), but kept its heartbeat from running; its stacks should say why"
+    return (
+        f"its process is alive ({threads[0].state}), but kept its heartbeat from running; its"
+        " stacks should say why"
+    )
 
 
 def _read(path: Path) -> str:

@@ -1,26 +1,34 @@
-"""The starts of a run, numbered: only the newest one changes anything, even if an older one wakes up again.
+"""The starts of a run, numbered: only the newest one changes anything, even if an older one wakes
+up again.
 
     RUN/starts/0003/           the workspace of start 3: what is to appear in RUN is made here, what goes is moved here (publish.py)
     RUN/starts/0003/.lock      held while that start's first rank is alive; says who that is
 
 A start begins so:
-1. If the newest workspace's lock is held, it waits for that lock (`lock_wait_s`). If the lock is still held then, its holder works
-   or is frozen. If SLURM reports that the holder's start is over (the job was requeued or has ended, or the node is down), the new
-   start goes on all the same; otherwise it ends, and names the holder.
-2. It makes a workspace under a temporary name, takes its lock, and renames it to the next number. A rename onto an existing
-   workspace fails: of two starts one gets the number, and the other begins at 1 again.
-3. The fence: it moves all older workspaces into its own and removes them. Whatever an older start publishes, it renames out of its
-   workspace; whatever it removes, it renames into it. Without the workspace these renames fail, in the file system itself: so there
-   is no moment between a check and an act in which an older start could be frozen, and no reader has to know of numbers. The
-   workspace is removed, not only moved, because a node that knows it by its NFS handle would find it anywhere.
-4. Only now it reads what there is: checkpoints, and the journal, which it continues in a copy (tracker.py).
+1. If the newest workspace's lock is held, it waits for that lock (`lock_wait_s`). If the lock is
+   still held then, its holder works or is frozen. If SLURM reports that the holder's start is over
+   (the job was requeued or has ended, or the node is down), the new start goes on all the same;
+   otherwise it ends, and names the holder.
+2. It makes a workspace under a temporary name, takes its lock, and renames it to the next number. A
+   rename onto an existing workspace fails: of two starts one gets the number, and the other begins
+   at 1 again.
+3. The fence: it moves all older workspaces into its own and removes them. Whatever an older start
+   publishes, it renames out of its workspace; whatever it removes, it renames into it. Without the
+   workspace these renames fail, in the file system itself: so there is no moment between a check
+   and an act in which an older start could be frozen, and no reader has to know of numbers. The
+   workspace is removed, not only moved, because a node that knows it by its NFS handle would find
+   it anywhere.
+4. Only now it reads what there is: checkpoints, and the journal, which it continues in a copy
+   (tracker.py).
 
-Protected in this way: checkpoints, `latest`, best.json, result.json, config.yaml, micro_batch.json, pictures and files of
-evaluations, the journal, and what the deliverer keeps and sends. The deliverer checks the fence after it has read lines, and before
-it sends a status (a request that is on its way then may arrive late; figures that arrive twice are stored once). Not protected:
-text for people, to which anybody may append (logs/, stacks/, bad_samples/, skipped_steps/, jobs/); the lines of checked/
-(first_read.py), which are appended and right for every reader, since each names the file, its size and its time; and what is named
-by its content (cached features). All that is protected is on one file system.
+Protected in this way: checkpoints, `latest`, best.json, result.json, config.yaml, micro_batch.json,
+pictures and files of evaluations, the journal, and what the deliverer keeps and sends. The
+deliverer checks the fence after it has read lines, and before it sends a status (a request that is
+on its way then may arrive late; figures that arrive twice are stored once). Not protected: text for
+people, to which anybody may append (logs/, stacks/, bad_samples/, skipped_steps/, jobs/); the lines
+of checked/ (first_read.py), which are appended and right for every reader, since each names the
+file, its size and its time; and what is named by its content (cached features). All that is
+protected is on one file system.
 """
 
 import errno
@@ -53,7 +61,15 @@ from data_prep.settings import UserError
 from pretrain.ranks.preemption import Interrupted, StopFlag
 
 _LOOK_S = 0.5
-_LIVE_STATES = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
+_LIVE_STATES = (
+    "RUNNING",
+    "COMPLETING",
+    "CONFIGURING",
+    "SUSPENDED",
+    "STOPPED",
+    "SIGNALING",
+    "STAGE_OUT",
+)
 
 
 def is_at_work(run_dir: Path) -> bool:
@@ -63,11 +79,15 @@ def is_at_work(run_dir: Path) -> bool:
 
 @contextmanager
 def started(run_dir: Path, *, lock_wait_s: float, stop: StopFlag | None = None) -> Iterator[None]:
-    """While the block runs, this process is the run's newest start, and uses its workspace. `stop` interrupts the wait."""
+    """While the block runs, this process is the run's newest start, and uses its workspace. `stop`
+    interrupts the wait."""
     make_directory(run_dir / "starts")
     while True:
         before = _workspaces(run_dir)[-1:]
-        was_frozen = any(_outwaits(workspace, run_dir, lock_wait_s=lock_wait_s, stop=stop) for workspace in before)
+        was_frozen = any(
+            _outwaits(workspace, run_dir, lock_wait_s=lock_wait_s, stop=stop)
+            for workspace in before
+        )
         made = run_dir / "starts" / f"{TEMPORARY_PREFIX}{uuid4().hex}"
         workspace = made.with_name(f"{1 + max((int(each.name) for each in before), default=0):04d}")
         with ExitStack() as until_end:
@@ -86,10 +106,14 @@ def started(run_dir: Path, *, lock_wait_s: float, stop: StopFlag | None = None) 
                 for older in _workspaces(run_dir):
                     if int(older.name) < int(workspace.name):
                         _fence_off(older, behind=workspace, run_dir=run_dir)
-                for leftover in workspace.parent.glob(f"{TEMPORARY_PREFIX}*"):  # of a start that came no further
+                for leftover in workspace.parent.glob(
+                    f"{TEMPORARY_PREFIX}*"
+                ):  # of a start that came no further
                     shutil.rmtree(leftover, ignore_errors=True)
                 _check_one_file_system(workspace, run_dir)
-            if was_frozen and (run_dir / "tracking" / LOCK).exists():  # so may be its deliverer, who holds this one
+            if (
+                was_frozen and (run_dir / "tracking" / LOCK).exists()
+            ):  # so may be its deliverer, who holds this one
                 withdraw(run_dir / "tracking" / LOCK)
             yield
             return
@@ -125,8 +149,9 @@ def _check_one_file_system(workspace: Path, run_dir: Path) -> None:
             if error.errno != errno.EXDEV:
                 raise
             raise UserError(
-                f"{place}: lies on another file system than {workspace.parent}, out of which its files are renamed; put all of "
-                f"{run_dir} on one file system, and let {run_dir} itself be the link"
+                f"{place}: lies on another file system than {workspace.parent}, out of which its"
+                f" files are renamed; put all of {run_dir} on one file system, and let {run_dir}"
+                " itself be the link"
             ) from None
         (place / probe.name).unlink()
 
@@ -135,7 +160,8 @@ def _fence_off(older: Path, *, behind: Path, run_dir: Path) -> None:
     moved = behind / f"{TEMPORARY_PREFIX}{older.name}"
     os.rename(older, moved)
     mark = TEMPORARY_PREFIX + REPLACED
-    # it died between the two renames that replace a directory; or one before it, and it before it had put that back
+    # it died between the two renames that replace a directory; or one before it, and it before it
+    # had put that back
     for replaced in [*moved.rglob(f"{mark}*")]:
         place = run_dir / unquote(replaced.name.removeprefix(mark))
         if not place.exists():
@@ -164,13 +190,18 @@ def _outwaits(workspace: Path, run_dir: Path, *, lock_wait_s: float, stop: StopF
         time.sleep(min(_LOOK_S, lock_wait_s))
     if holder is None or not _is_over(holder):
         raise Busy(f"{who}, and has not let go within {lock_wait_s:,.0f} s; end it, or wait for it")
-    print(f"{who}; SLURM reports that it is over, so this start takes over from it", file=sys.stderr, flush=True)
+    print(
+        f"{who}; SLURM reports that it is over, so this start takes over from it",
+        file=sys.stderr,
+        flush=True,
+    )
     return True
 
 
 def _is_over(holder: Holder) -> bool:
-    """Whether SLURM reports that the holder's start is over. Within the same job the number of restarts shows it; about another job
-    `scontrol` is asked, where there is one (not in a container)."""
+    """Whether SLURM reports that the holder's start is over. Within the same job the number of
+    restarts shows it; about another job `scontrol` is asked, where there is one (not in a
+    container)."""
     if not holder.job or holder.cluster != os.environ.get("SLURM_CLUSTER_NAME", ""):
         return False  # this cluster's SLURM does not know that job
     if holder.job == os.environ.get("SLURM_JOB_ID"):
@@ -181,12 +212,20 @@ def _is_over(holder: Holder) -> bool:
     state, restarts = _field("JobState", job), _field("Restarts", job)
     if state and (state not in _LIVE_STATES or int(restarts or 0) > holder.restart):
         return True
-    return re.match(r"DOWN\b", _field("State", _asked("node", holder.node))) is not None  # a suffix is a flag, as in DOWN*+DRAIN
+    return (
+        re.match(r"DOWN\b", _field("State", _asked("node", holder.node))) is not None
+    )  # a suffix is a flag, as in DOWN*+DRAIN
 
 
 def _asked(*words: str) -> str:
     try:
-        done = subprocess.run(["scontrol", "-o", "show", *words], capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            ["scontrol", "-o", "show", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout + done.stderr

@@ -23,14 +23,16 @@ class World:
     num_local_ranks: int = 1
     """Of this node."""
     num_slurm_gpus: int = 0
-    """GPUs of this node that SLURM has given to its ranks; 0 if the ranks are not tasks of SLURM."""
+    """GPUs of this node that SLURM has given to its ranks; 0 if the ranks are not tasks of
+    SLURM."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def gpu(self, num_visible: int) -> int | None:
-        """Return the number of this rank's GPU. A rank that sees one of several GPUs, as with --gpus-per-task=1, uses that one."""
+        """Return the number of this rank's GPU. A rank that sees one of several GPUs, as with
+        --gpus-per-task=1, uses that one."""
         sees_its_own = num_visible == 1 and self.num_slurm_gpus >= self.num_local_ranks
         number = 0 if sees_its_own else self.local_rank
         return number if number < num_visible else None
@@ -53,12 +55,14 @@ class Peer:
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the rank of this process, for example to print a message once. No other variable has to be set."""
+    """Return the rank of this process, for example to print a message once. No other variable has
+    to be set."""
     return int(environment.get("RANK") or environment.get("SLURM_PROCID") or 0)
 
 
 def read_alone(environment: MutableMapping[str, str] = os.environ) -> World:
-    """Return the world of a process that joins no other process, even if torchrun or SLURM started several of them."""
+    """Return the world of a process that joins no other process, even if torchrun or SLURM started
+    several of them."""
     _fill_in_torch(environment)
     environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     return World(rank=0, local_rank=0, num_ranks=1, num_cores=_cores_per_rank(environment))
@@ -66,15 +70,29 @@ def read_alone(environment: MutableMapping[str, str] = os.environ) -> World:
 
 def _fill_in_torch(environment: MutableMapping[str, str]) -> None:
     """Set defaults of torch's runtime, which reads them when it is loaded."""
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: spinning ones take cores from busy ones
-    if not environment.keys() & ALLOCATOR:  # torch reads it before a GPU's first allocation, and nobody does on a CPU
-        environment[ALLOCATOR[0]] = "expandable_segments:True"  # evaluation, gathers of stage 3, other batch sizes leave no holes
+    environment.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # waiting threads sleep: spinning ones take cores from busy ones
+    if (
+        not environment.keys() & ALLOCATOR
+    ):  # torch reads it before a GPU's first allocation, and nobody does on a CPU
+        environment[
+            ALLOCATOR[0]
+        ] = (  # evaluation, gathers of stage 3, other batch sizes leave no holes
+            "expandable_segments:True"
+        )
 
 
 def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
-    """Return the world of this process, for programs whose ranks join. Variables of DeepSpeed and torch.distributed are added."""
-    if "RANK" not in environment and int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
-        # one task per rank under srun; cluster/pretrain.slurm sets MASTER_ADDR and MASTER_PORT from the job
+    """Return the world of this process, for programs whose ranks join. Variables of DeepSpeed and
+    torch.distributed are added."""
+    if (
+        "RANK" not in environment
+        and int(environment.get("SLURM_NTASKS", "1")) > 1
+        and "SLURM_PROCID" in environment
+    ):
+        # one task per rank under srun; cluster/pretrain.slurm sets MASTER_ADDR and MASTER_PORT from
+        # the job
         environment["RANK"] = environment["SLURM_PROCID"]
         if "SLURM_LOCALID" in environment:
             environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
@@ -85,30 +103,51 @@ def read_world(environment: MutableMapping[str, str] = os.environ) -> World:
         environment.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
         environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     _fill_in_torch(environment)
-    missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    missing = [
+        name
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if name not in environment
+    ]
     if missing:
-        raise ValueError(f"{', '.join(missing)}: not set, though RANK is; start with --ranks N, torchrun or srun, or unset RANK")
-    rank, local_rank, num_ranks = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        raise ValueError(
+            f"{', '.join(missing)}: not set, though RANK is; start with --ranks N, torchrun or"
+            " srun, or unset RANK"
+        )
+    rank, local_rank, num_ranks = (
+        int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
     if "LOCAL_SIZE" in environment:  # the `deepspeed` launcher's word for it
         environment.setdefault("LOCAL_WORLD_SIZE", environment["LOCAL_SIZE"])
     local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     are_tasks = environment.get("SLURM_NTASKS") == str(num_ranks)
     gpus = environment.get("SLURM_GPUS_ON_NODE", "") if are_tasks else ""
-    return World(rank, local_rank, num_ranks, _cores_per_rank(environment), local, int(gpus) if gpus.isdigit() else 0)
+    return World(
+        rank,
+        local_rank,
+        num_ranks,
+        _cores_per_rank(environment),
+        local,
+        int(gpus) if gpus.isdigit() else 0,
+    )
 
 
 def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
-    """A rank that is a task of SLURM has the cores that it is bound to, and no more than its share of the step's; those that one
-    task, or nobody, started share what there is."""
+    """A rank that is a task of SLURM has the cores that it is bound to, and no more than its share
+    of the step's; those that one task, or nobody, started share what there is."""
     here, local = len(os.sched_getaffinity(0)), int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    of_task, of_node = (int(environment.get(name, "0")) for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"))
-    if environment.get("SLURM_NTASKS", "1") == environment.get("WORLD_SIZE") and (of_task or of_node):
+    of_task, of_node = (
+        int(environment.get(name, "0")) for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")
+    )
+    if environment.get("SLURM_NTASKS", "1") == environment.get("WORLD_SIZE") and (
+        of_task or of_node
+    ):
         return max(1, min(here, of_task or here, of_node // local if of_node else here))
     return max(1, min(here, of_task or here) // local)
 
 
 def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
-    """From what SLURM says of each node: the step's list, or the job's where it is of as many tasks; "4(x3),2" is 4, 4, 4, 2."""
+    """From what SLURM says of each node: the step's list, or the job's where it is of as many
+    tasks; "4(x3),2" is 4, 4, 4, 2."""
     num_tasks, node = int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_NODEID", "0"))
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         parts = [_TASKS.fullmatch(part) for part in environment.get(name, "").split(",")]

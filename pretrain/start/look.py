@@ -1,4 +1,5 @@
-"""What `pretrain start` looks at, and changes nothing of: pictures, a dataset, this machine. No torch here."""
+"""What `pretrain start` looks at, and changes nothing of: pictures, a dataset, this machine. No
+torch here."""
 
 import os
 import shlex
@@ -37,7 +38,10 @@ class Pictures:
             with suppress(Rejection):
                 sizes.append(size_of(each.read()))
         if not sizes:
-            index = f"index its shards first: data_prep index --train {shlex.quote(f'{folder}/*.tar')} --out data/NAME"
+            index = (
+                f"index its shards first: data_prep index --train {shlex.quote(f'{folder}/*.tar')}"
+                " --out data/NAME"
+            )
             remedy = index if any(folder.glob("*.tar")) else "give another"
             raise UserError(f"{folder}: holds no pictures that can be read; {remedy}")
         width, height = (round(statistics.median(side)) for side in zip(*sizes, strict=True))
@@ -60,7 +64,12 @@ class Data:
         train = "train" if "train" in manifest.splits else next(iter(manifest.splits))
         manifest.labelled_split(train, directory=directory)
         whole = [name for name in ("val", "test") if name != train and name in manifest.splits]
-        return cls(directory, manifest, train, next((name for name in whole if not manifest.splits[name].num_unlabelled), None))
+        return cls(
+            directory,
+            manifest,
+            train,
+            next((name for name in whole if not manifest.splits[name].num_unlabelled), None),
+        )
 
     @property
     def num_train(self) -> int:
@@ -82,11 +91,16 @@ class Machine:
         seen, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), list[str]()
         with suppress(OSError):
             query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-            gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[:-1]
+            gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split(
+                "\n"
+            )[:-1]
         if seen is not None:
             gpus = gpus[: len([word for word in seen.split(",") if word.strip()])]
         return cls(num_cores(), psutil.virtual_memory().total / 1e9, tuple(gpus))
 
     def __str__(self) -> str:
-        cores = f"{self.num_cores} CPU core{'s' * (self.num_cores > 1)}, {self.memory_gb:.0f} GB of memory"
+        cores = (
+            f"{self.num_cores} CPU core{'s' * (self.num_cores > 1)}, {self.memory_gb:.0f} GB of"
+            " memory"
+        )
         return f"{len(self.gpus)} x {self.gpus[0]}, {cores}" if self.gpus else f"{cores}, no GPU"

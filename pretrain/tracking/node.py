@@ -1,10 +1,12 @@
-"""What a node is doing while it trains: CPU, memory, disk, network, GPUs, under the names that MLflow's System metrics tab knows.
+"""What a node is doing while it trains: CPU, memory, disk, network, GPUs, under the names that
+MLflow's System metrics tab knows.
 
 sampler = NodeSampler(run_dir)
 tracker.sample_system(sampler.sample)       # on the first rank's node: a thread, every 10 s
 report=node_report(world, run_dir)          # on another node's first rank: with its heartbeat, which the first rank receives
 
-GPUs' figures are the driver's own, from libnvidia-ml, which comes with it: no further dependency, and no CUDA context.
+GPUs' figures are the driver's own, from libnvidia-ml, which comes with it: no further dependency,
+and no CUDA context.
 """
 
 import ctypes
@@ -27,7 +29,8 @@ EVERY_S = 10.0
 
 
 class NodeSampler:
-    """One per node. Network figures are totals since the first sample; the CPU's share is that since the sample before."""
+    """One per node. Network figures are totals since the first sample; the CPU's share is that
+    since the sample before."""
 
     def __init__(self, run_dir: Path):
         self._run_dir, self._nvml = run_dir, open_nvml()
@@ -50,7 +53,9 @@ class NodeSampler:
             values["disk_available_megabytes"] = disk.free / 1e6
         traffic, now_s = _network(), time.monotonic()
         elapsed_s = max(now_s - self._traffic_s, 1e-9)
-        for name, now, before, first in zip(("transmit", "receive"), traffic, self._traffic, self._first_traffic, strict=True):
+        for name, now, before, first in zip(
+            ("transmit", "receive"), traffic, self._traffic, self._first_traffic, strict=True
+        ):
             values[f"network_{name}_megabytes"] = (now - first) / 1e6
             values[f"network_{name}_megabytes_per_s"] = (now - before) / 1e6 / elapsed_s
         self._traffic, self._traffic_s = traffic, now_s
@@ -63,9 +68,11 @@ def node_name(world: World) -> str | None:
 
 
 def node_report(world: World, run_dir: Path) -> Callable[[], dict[str, Any]]:
-    """What this rank reports with its beats: now and then the figures of its node, if it is the first rank there.
+    """What this rank reports with its beats: now and then the figures of its node, if it is the
+    first rank there.
 
-    They come from a thread of its own: a file system or a driver that hangs must not make a rank look frozen.
+    They come from a thread of its own: a file system or a driver that hangs must not make a rank
+    look frozen.
     """
     if world.is_one_node or world.is_first or world.local_rank:
         return dict
@@ -88,7 +95,8 @@ def node_report(world: World, run_dir: Path) -> Callable[[], dict[str, Any]]:
 
 
 SHARED = ("nfs", "nfs4", "lustre", "beegfs", "cifs", "smb3", "9p", "fuse.sshfs")
-"""File systems of many nodes on which SQLite's locks are known to be slow or to stay on one node."""
+"""File systems of many nodes on which SQLite's locks are known to be slow or to stay on one
+node."""
 
 
 def shared_kind(path: Path, *, mounts: Callable[..., Any] = psutil.disk_partitions) -> str | None:
@@ -106,7 +114,8 @@ def _network() -> tuple[int, int]:
     return sum(each.bytes_sent for each in others), sum(each.bytes_recv for each in others)
 
 
-# ---- GPUs ---------------------------------------------------------------------------------------------------------------
+# ---- GPUs
+# ---------------------------------------------------------------------------------------------------------------
 
 LIBRARY = "libnvidia-ml.so.1"
 _TEMPERATURE_OF_THE_CHIP = 0
@@ -125,10 +134,15 @@ class Nvml:
         self._library, count = library, c_uint()
         library.nvmlDeviceGetCount_v2(byref(count))
         handles = [(c_void_p(), number) for number in range(count.value)]
-        self._handles = [handle for handle, number in handles if library.nvmlDeviceGetHandleByIndex_v2(number, byref(handle)) == 0]
+        self._handles = [
+            handle
+            for handle, number in handles
+            if library.nvmlDeviceGetHandleByIndex_v2(number, byref(handle)) == 0
+        ]
 
     def values(self) -> dict[str, float]:
-        """Without what the driver does not know: a part of a GPU, for instance, has no utilisation."""
+        """Without what the driver does not know: a part of a GPU, for instance, has no
+        utilisation."""
         library, values = self._library, dict[str, float]()
         for number, handle in enumerate(self._handles):
             use, memory, power_mw, temperature_c = _Utilization(), _Memory(), c_uint(), c_uint()
@@ -140,7 +154,12 @@ class Nvml:
                 values[prefix + "memory_usage_percentage"] = 100 * memory.used / memory.total
             if library.nvmlDeviceGetPowerUsage(handle, byref(power_mw)) == 0:
                 values[prefix + "power_usage_watts"] = power_mw.value / 1e3
-            if library.nvmlDeviceGetTemperature(handle, _TEMPERATURE_OF_THE_CHIP, byref(temperature_c)) == 0:
+            if (
+                library.nvmlDeviceGetTemperature(
+                    handle, _TEMPERATURE_OF_THE_CHIP, byref(temperature_c)
+                )
+                == 0
+            ):
                 values[prefix + "temperature_celsius"] = temperature_c.value
         return values
 

@@ -1,7 +1,8 @@
-"""The pictures of a run: what the model is fed, and what its first layer looks at. Drawn from few numbers, in milliseconds.
+"""The pictures of a run: what the model is fed, and what its first layer looks at. Drawn from few
+numbers, in milliseconds.
 
-A neuron of the first layer is a filter over the whole image in an MLP (paper B shows that they become local), and over one patch
-in a Mixer or a SW-MLP. Other models have no such layer.
+A neuron of the first layer is a filter over the whole image in an MLP (paper B shows that they
+become local), and over one patch in a Mixer or a SW-MLP. Other models have no such layer.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,9 @@ from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
 
 FIRST_LAYER = "stem.weight"
 PANEL, MARGIN, HEAD = 144, 6, 66
-_RED_TO_BLUE = np.array([(103, 0, 31), (214, 96, 77), (247, 247, 247), (67, 147, 195), (5, 48, 97)], np.float64)
+_RED_TO_BLUE = np.array(
+    [(103, 0, 31), (214, 96, 77), (247, 247, 247), (67, 147, 195), (5, 48, 97)], np.float64
+)
 """For -1, -1/2, 0, 1/2 and 1."""
 
 
@@ -32,34 +35,52 @@ def filter_side(spec: AnySpec, *, image_size: int) -> int | None:
 
 
 def filters_of(weight_NF: Tensor, *, side: int) -> NDArray[np.float32]:
-    """(N, side, side): of each pixel's colours, which the models flatten before rows and columns, the weight furthest from 0."""
+    """(N, side, side): of each pixel's colours, which the models flatten before rows and columns,
+    the weight furthest from 0."""
     colours_N3HW = weight_NF.float().cpu().view(-1, 3, side, side)
-    filters: NDArray[np.float32] = colours_N3HW.take_along_dim(colours_N3HW.abs().argmax(dim=1, keepdim=True), dim=1)[:, 0].numpy()
+    filters: NDArray[np.float32] = colours_N3HW.take_along_dim(
+        colours_N3HW.abs().argmax(dim=1, keepdim=True), dim=1
+    )[:, 0].numpy()
     return filters
 
 
 def strongest_filters(weight_NF: Tensor, *, side: int, count: int) -> NDArray[np.float32]:
-    """Of the (at most `count`) neurons with the largest weights, the largest first; only these leave the device."""
+    """Of the (at most `count`) neurons with the largest weights, the largest first; only these
+    leave the device."""
     order = weight_NF.float().norm(dim=1).argsort(descending=True, stable=True)[:count]
     return filters_of(weight_NF[order], side=side)
 
 
-def draw_filters(filters: NDArray[np.float32], *, columns: int, title: str, panel: int = PANEL) -> Image.Image:
-    """`columns` x `columns` panels, all in one scale: blue is positive, red negative, white nothing."""
-    scale = float(np.percentile(np.abs(filters), 99)) or 1.0  # a single weight would make all others pale
+def draw_filters(
+    filters: NDArray[np.float32], *, columns: int, title: str, panel: int = PANEL
+) -> Image.Image:
+    """`columns` x `columns` panels, all in one scale: blue is positive, red negative, white
+    nothing."""
+    scale = (
+        float(np.percentile(np.abs(filters), 99)) or 1.0
+    )  # a single weight would make all others pale
     sheet = Image.new("RGB", (columns * panel, HEAD + columns * panel), PAPER)
     large = Letters(18)
-    large.draw(sheet, (MARGIN, MARGIN), shortened(title, large, width=sheet.width - 2 * MARGIN), INK)
+    large.draw(
+        sheet, (MARGIN, MARGIN), shortened(title, large, width=sheet.width - 2 * MARGIN), INK
+    )
     small, bar = Letters(13), _coloured(np.tile(np.linspace(-1, 1, 120), (12, 1)))
     sheet.paste(bar, (MARGIN, MARGIN + 36))
-    facts = f"{-scale:.2g} to {scale:.2g}, of each pixel the colour furthest from 0; noise: hardly trained; one colour: flat"
+    facts = (
+        f"{-scale:.2g} to {scale:.2g}, of each pixel the colour furthest from 0; noise: hardly"
+        " trained; one colour: flat"
+    )
     small.draw(sheet, (MARGIN + bar.width + 8, MARGIN + 33), facts, QUIET)
     inside = panel - 2 * MARGIN
     for number, values in enumerate(filters[: columns * columns]):
         row, column = divmod(number, columns)
         place = column * panel + MARGIN, HEAD + row * panel + MARGIN
-        sheet.paste(QUIET, (place[0] - 1, place[1] - 1, place[0] + inside + 1, place[1] + inside + 1))  # white ones have an edge
-        sheet.paste(_coloured(values / scale).resize((inside, inside), Image.Resampling.NEAREST), place)
+        sheet.paste(
+            QUIET, (place[0] - 1, place[1] - 1, place[0] + inside + 1, place[1] + inside + 1)
+        )  # white ones have an edge
+        sheet.paste(
+            _coloured(values / scale).resize((inside, inside), Image.Resampling.NEAREST), place
+        )
     return sheet
 
 
@@ -69,12 +90,28 @@ def _coloured(shares: NDArray[np.floating[Any]]) -> Image.Image:
     return Image.fromarray(np.stack(channels, axis=-1).round().astype(np.uint8))
 
 
-def fed_sheet(prepared: Prepared, *, normalisation: Normalisation, classes: Sequence[str], title: str, facts: str) -> Image.Image:
-    """What the model is fed, with the labels that go with it; only the normalisation is undone, which no eye could do."""
+def fed_sheet(
+    prepared: Prepared,
+    *,
+    normalisation: Normalisation,
+    classes: Sequence[str],
+    title: str,
+    facts: str,
+) -> Image.Image:
+    """What the model is fed, with the labels that go with it; only the normalisation is undone,
+    which no eye could do."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalisation)
-    levels = ((prepared.images_BCHW.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
-    pictures = [Image.fromarray(np.ascontiguousarray(picture.permute(1, 2, 0).numpy())) for picture in levels]
-    cells = [LabelledPicture(picture, label) for picture, label in zip(pictures, labels_of(prepared, classes), strict=True)]
+    levels = (
+        ((prepared.images_BCHW.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+    )
+    pictures = [
+        Image.fromarray(np.ascontiguousarray(picture.permute(1, 2, 0).numpy()))
+        for picture in levels
+    ]
+    cells = [
+        LabelledPicture(picture, label)
+        for picture, label in zip(pictures, labels_of(prepared, classes), strict=True)
+    ]
     return draw_sheet(cells, title=title, facts=facts)
 
 

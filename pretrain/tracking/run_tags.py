@@ -1,4 +1,5 @@
-"""What the page of a run shows from its start: a note, tags, and the datasets as MLflow shows them."""
+"""What the page of a run shows from its start: a note, tags, and the datasets as MLflow shows
+them."""
 
 import json
 import os
@@ -23,7 +24,8 @@ from pretrain.ranks.launch import LAUNCHED_WITH
 LABEL_COLUMN = 2
 """Of a shard's index."""
 DIGEST_LENGTH = 32
-"""Of the 64 digits of a content hash: a store takes no more than 36. The whole is among the parameters."""
+"""Of the 64 digits of a content hash: a store takes no more than 36. The whole is among the
+parameters."""
 
 
 def run_tags(*, dataset: str, target: str, model: str) -> dict[str, str]:
@@ -38,25 +40,43 @@ def run_tags(*, dataset: str, target: str, model: str) -> dict[str, str]:
     } | slurm_tags()
 
 
-def with_note(tags: dict[str, str], *, title: str, lines: Sequence[str] = (), run_dir: Path) -> dict[str, str]:
+def with_note(
+    tags: dict[str, str], *, title: str, lines: Sequence[str] = (), run_dir: Path
+) -> dict[str, str]:
     """The note is Markdown, which the page shows above everything else."""
-    on_slurm = f"; on SLURM: job {tags['slurm.job_id']} on {tags['slurm.nodes']}" if "slurm.job_id" in tags else ""
+    on_slurm = (
+        f"; on SLURM: job {tags['slurm.job_id']} on {tags['slurm.nodes']}"
+        if "slurm.job_id" in tags
+        else ""
+    )
     code = f"code {tags['mlflow.source.git.commit']}{on_slurm}"
     place = f"In `{run_dir.absolute()}`, by `{tags['mlflow.source.name']}`, {code}"
     return tags | {"mlflow.note.content": "\n\n".join([title, *lines, place])}
 
 
-def training_tags(settings: PretrainSettings, data: TrainingData, *, num_weights: int) -> dict[str, str]:
+def training_tags(
+    settings: PretrainSettings, data: TrainingData, *, num_weights: int
+) -> dict[str, str]:
     engine, optimizer, train = settings.engine, settings.optimizer, settings.train
-    shards = len(data.urls) if isinstance(data, StreamData) else sum(len(part.content.shards) for part in data.parts)
+    shards = (
+        len(data.urls)
+        if isinstance(data, StreamData)
+        else sum(len(part.content.shards) for part in data.parts)
+    )
     target = "+".join(target_of(part.manifest) for part in data.parts)
     return with_note(
         run_tags(dataset=data.name, target=target, model=settings.model.label),
-        title=f"**{settings.model.label}**, {num_weights / 1e6:,.2f} M weights, on **{data.name}** "
-        f"({data.num_samples:,} pictures in {shards:,} shards, {len(data.classes):,} classes, {data.image_size} px)",
+        title=(
+            f"**{settings.model.label}**, {num_weights / 1e6:,.2f} M weights, on **{data.name}**"
+            f" ({data.num_samples:,} pictures in {shards:,} shards, {len(data.classes):,} classes,"
+            f" {data.image_size} px)"
+        ),
         lines=[
-            f"{train.duration} at a batch of {train.global_batch_size:,}; {optimizer.name} at {optimizer.lr:g}, "
-            f"{settings.schedule.name}; {engine.precision}, ZeRO {engine.zero_stage}",
+            (
+                f"{train.duration} at a batch of {train.global_batch_size:,}; {optimizer.name} at"
+                f" {optimizer.lr:g}, {settings.schedule.name}; {engine.precision}, ZeRO"
+                f" {engine.zero_stage}"
+            ),
             "The same command goes on where it stopped.",
         ],
         run_dir=Path(settings.run_dir),
@@ -67,7 +87,11 @@ def slurm_tags() -> dict[str, str]:
     """The job and the nodes of this start, where there is one."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
-    return {"slurm.job_id": job, "slurm.nodes": os.environ.get("SLURM_JOB_NODELIST", "")} if job else {}
+    return (
+        {"slurm.job_id": job, "slurm.nodes": os.environ.get("SLURM_JOB_NODELIST", "")}
+        if job
+        else {}
+    )
 
 
 KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
@@ -75,7 +99,8 @@ KNOWN = ("cifar", "stl10", "tinyimagenet", "mnist", "imagenet1k", "imagenet21k")
 
 
 def target_of(manifest: Manifest) -> str:
-    """cifar10, stl10, imagenet1k: the name that everybody knows; of a dataset of one's own its name."""
+    """cifar10, stl10, imagenet1k: the name that everybody knows; of a dataset of one's own its
+    name."""
     kind = manifest.source.get("kind")
     if kind not in KNOWN:
         return manifest.name
@@ -83,17 +108,23 @@ def target_of(manifest: Manifest) -> str:
 
 
 def datasets_of(data: TrainingData) -> tuple[dict[str, str], ...]:
-    """One for each part that is trained on (a stream has no place of its own), and one for what is evaluated on."""
+    """One for each part that is trained on (a stream has no place of its own), and one for what is
+    evaluated on."""
     used = [(part, "training") for part in data.parts if not data.settings.stream]
     evaluated = data.eval_part()
-    return tuple(dataset_of(part, context) for part, context in used + ([(evaluated, "evaluation")] if evaluated else []))
+    return tuple(
+        dataset_of(part, context)
+        for part, context in used + ([(evaluated, "evaluation")] if evaluated else [])
+    )
 
 
 def dataset_of(part: Part, context: str) -> dict[str, str]:
     manifest = part.manifest
     tensor = {"dtype": "uint8", "shape": [-1, 3, manifest.image_size, manifest.image_size]}
     features = [{"name": "images", "type": "tensor", "tensor-spec": tensor}]
-    labels = [{"name": "labels", "type": "tensor", "tensor-spec": {"dtype": "int64", "shape": [-1]}}]
+    labels = [
+        {"name": "labels", "type": "tensor", "tensor-spec": {"dtype": "int64", "shape": [-1]}}
+    ]
     spec = {"features": json.dumps(features), "targets": json.dumps(labels)}
     return {
         "name": f"{manifest.name} {part.split}"[:500],
@@ -107,12 +138,15 @@ def dataset_of(part: Part, context: str) -> dict[str, str]:
 
 
 def summary(part: Part) -> dict[str, Any]:
-    """Of the manifest, for the split in use; pictures and classes are those of the fold, where one is trained on alone."""
+    """Of the manifest, for the split in use; pictures and classes are those of the fold, where one
+    is trained on alone."""
     manifest, split = part.manifest, part.content
     counts = list(split.class_counts)
     if part.chosen is not None:
         shards = [shard for shard in split.shards if shard.num_samples]
-        labels = np.concatenate([load_index(part.directory, shard)[:, LABEL_COLUMN] for shard in shards])
+        labels = np.concatenate(
+            [load_index(part.directory, shard)[:, LABEL_COLUMN] for shard in shards]
+        )
         counts = np.bincount(labels[part.chosen]).tolist()
     counts = [count for count in counts if count]
     return {
@@ -137,15 +171,23 @@ _OPTIONS = re.compile(r"^([\w.]*storage[\w.]*|(?:data|checkpoint)(?==.*storage))
 
 
 def shown_command(words: list[str]) -> str:
-    """The command line as one would type it, without storage options and without the commands of a stream."""
+    """The command line as one would type it, without storage options and without the commands of a
+    stream."""
     program = Path(words[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
     known = [_OPTIONS.sub(r"\1=...", _given(word)) for word in words[1:]]
-    return shlex.join([name, *(without_commands(word) for word in known), *os.environ.get(LAUNCHED_WITH, "").split()])
+    return shlex.join(
+        [
+            name,
+            *(without_commands(word) for word in known),
+            *os.environ.get(LAUNCHED_WITH, "").split(),
+        ]
+    )
 
 
 def _given(word: str) -> str:
-    """A job reads the copy of a config that cluster/snapshot has kept: the file that it is a copy of."""
+    """A job reads the copy of a config that cluster/snapshot has kept: the file that it is a copy
+    of."""
     copy = re.fullmatch(r"([^=]*)/jobs/snapshots/[^/]+(/given)?/(.+)", word)
     if copy is None:
         return word
@@ -155,16 +197,23 @@ def _given(word: str) -> str:
 
 @cache
 def git_commit() -> str:
-    """The commit of the code that runs, with a mark where it was changed since. A job's code is a snapshot that says it."""
+    """The commit of the code that runs, with a mark where it was changed since. A job's code is a
+    snapshot that says it."""
     here = Path(__file__).parents[1]
     said = here.parent / "COMMIT"
     try:
         if said.exists():
             return said.read_text().strip() or "unknown"
-        if not (here.parent / "pyproject.toml").exists():  # a repository around the environment is none of ours
+        if not (
+            here.parent / "pyproject.toml"
+        ).exists():  # a repository around the environment is none of ours
             return f"wide_mlps-{version('wide-mlps')}"
         return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, capture_output=True, text=True, check=True
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -1,7 +1,9 @@
-"""A run's journal for other tools, in RUN/tracking/TOOL/: TensorBoard's event files, Weights & Biases' offline folders.
+"""A run's journal for other tools, in RUN/tracking/TOOL/: TensorBoard's event files, Weights &
+Biases' offline folders.
 
-Each is made anew from the journal whenever a sink is opened, and then takes what comes: so nothing is doubled, whatever was killed.
-Figures go to both; pictures to TensorBoard, parameters to Weights & Biases. Their times are the journal's.
+Each is made anew from the journal whenever a sink is opened, and then takes what comes: so nothing
+is doubled, whatever was killed. Figures go to both; pictures to TensorBoard, parameters to Weights
+& Biases. Their times are the journal's.
 """
 
 import os
@@ -53,26 +55,41 @@ def open_sink(name: str, run_dir: Path) -> Sink:
     folder = run_dir / "tracking" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    return TensorBoard(folder) if name == "tensorboard" else Wandb(folder, RunIdentity.known(run_dir))
+    return (
+        TensorBoard(folder) if name == "tensorboard" else Wandb(folder, RunIdentity.known(run_dir))
+    )
 
 
 class TensorBoard:
-    """Records of an event file: length, its checksum, a protocol buffer `Event`, its checksum. Written by hand, since the package
-    `tensorboard` would bring a second PIL."""
+    """Records of an event file: length, its checksum, a protocol buffer `Event`, its checksum.
+    Written by hand, since the package `tensorboard` would bring a second PIL."""
 
     def __init__(self, folder: Path):
         # a reader that is open now must not take it for the file that it knows
-        self._file: IO[bytes] = open(folder / f"events.out.tfevents.{time.time_ns()}.wide-mlps", "wb")
+        self._file: IO[bytes] = open(
+            folder / f"events.out.tfevents.{time.time_ns()}.wide-mlps", "wb"
+        )
         self._record(time.time(), 0, _field(3, b"brain.Event:2"))
 
     def write(self, event: dict[str, Any]) -> None:
         if event["event"] == "metrics":
-            values = [_field(1, name.encode()) + b"\x15" + struct.pack("<f", value) for name, value in event["values"].items()]
+            values = [
+                _field(1, name.encode()) + b"\x15" + struct.pack("<f", value)
+                for name, value in event["values"].items()
+            ]
         elif event["event"] == "image" and Path(event["path"]).exists():
             with Image.open(event["path"]) as picture:
                 width, height = picture.size
-            image = b"\x08" + _varint(height) + b"\x10" + _varint(width) + _field(4, Path(event["path"]).read_bytes())
-            values = [_field(1, image_name(event["key"]).replace(":", "/").encode()) + _field(4, image)]
+            image = (
+                b"\x08"
+                + _varint(height)
+                + b"\x10"
+                + _varint(width)
+                + _field(4, Path(event["path"]).read_bytes())
+            )
+            values = [
+                _field(1, image_name(event["key"]).replace(":", "/").encode()) + _field(4, image)
+            ]
         else:
             return
         summary = b"".join(_field(1, value) for value in values)
@@ -123,7 +140,8 @@ def _checksum(content: bytes) -> bytes:
 
 
 class Wandb:
-    """An offline run: `wandb sync RUN/tracking/wandb/wandb/offline-run-*` sends it, again under the same id."""
+    """An offline run: `wandb sync RUN/tracking/wandb/wandb/offline-run-*` sends it, again under the
+    same id."""
 
     def __init__(self, folder: Path, identity: RunIdentity | None):
         assert identity is not None
@@ -136,9 +154,13 @@ class Wandb:
             project=identity.experiment,
             name=identity.name,
             id=identity.run_key,
-            settings=wandb.Settings(console="off", x_disable_stats=True, disable_git=True, x_save_requirements=False),
+            settings=wandb.Settings(
+                console="off", x_disable_stats=True, disable_git=True, x_save_requirements=False
+            ),
         )
-        self._run.define_metric("*", step_metric="step")  # its own counter refuses to go back, as a node's figures may
+        self._run.define_metric(
+            "*", step_metric="step"
+        )  # its own counter refuses to go back, as a node's figures may
         self._code = 0
 
     def write(self, event: dict[str, Any]) -> None:
@@ -146,7 +168,9 @@ class Wandb:
             case "start" | "params":
                 self._run.config.update(event["params"], allow_val_change=True)
             case "metrics":
-                self._run.log(event["values"] | {"step": event["step"], "_timestamp": event["time_ms"] / 1000})
+                self._run.log(
+                    event["values"] | {"step": event["step"], "_timestamp": event["time_ms"] / 1000}
+                )
             case "end":
                 self._code = int(event["status"] != "FINISHED")
 

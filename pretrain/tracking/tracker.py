@@ -1,4 +1,5 @@
-"""The trainer's side of tracking: what is worth knowing goes into the run's journal, and no call waits for a disk or a network.
+"""The trainer's side of tracking: what is worth knowing goes into the run's journal, and no call
+waits for a disk or a network.
 
     RUN/tracking/identity.json      who the run is, in any store
     RUN/tracking/journal.jsonl      one event a line
@@ -6,16 +7,19 @@
     RUN/tracking/delivered.json     see delivery.py, which runs in a process of its own and carries the journal to MLflow
     RUN/tracking/delivery.log       what went wrong on the way
 
-The deliverer runs as long as the pipe to it is open. When that closes without an `end` event, the trainer has died: FAILED. A
-deliverer that dies itself (killed, its disk full for a while) is started again with the next event, at most once a minute.
+The deliverer runs as long as the pipe to it is open. When that closes without an `end` event, the
+trainer has died: FAILED. A deliverer that dies itself (killed, its disk full for a while) is
+started again with the next event, at most once a minute.
 
-The journal's lines leave in the order in which they came, from whatever thread. Where the disk will not take them (full, read-only,
-gone) they wait in memory and go out when it is back: a write that stopped in the middle of a line goes on from there, so no line is
-ever half but the last, and that one only until the disk is back. Each start goes on in a copy of the file, in its place, without
-the half line that a kill may have left: an earlier start that wakes up again appends to a file that nobody finds any more.
+The journal's lines leave in the order in which they came, from whatever thread. Where the disk will
+not take them (full, read-only, gone) they wait in memory and go out when it is back: a write that
+stopped in the middle of a line goes on from there, so no line is ever half but the last, and that
+one only until the disk is back. Each start goes on in a copy of the file, in its place, without the
+half line that a kill may have left: an earlier start that wakes up again appends to a file that
+nobody finds any more.
 
-The events: start (params, tags, datasets), params (and tags), metrics, artifact, image, version, end. Each has the time at which it
-happened, which is what makes a second delivery harmless.
+The events: start (params, tags, datasets), params (and tags), metrics, artifact, image, version,
+end. Each has the time at which it happened, which is what makes a second delivery harmless.
 """
 
 import atexit
@@ -55,7 +59,8 @@ RESTART_S = 60.0
 STUCK_S = 10.0
 """How much longer than its own time limit a deliverer may take before it is ended."""
 DRAWING_S = 10.0
-"""How long the end of a run waits for its last pictures, and for a disk that does not take its last lines."""
+"""How long the end of a run waits for its last pictures, and for a disk that does not take its last
+lines."""
 
 SYNC_S = 10.0
 """How long a checkpoint waits for lines of the journal that the disk does not take."""
@@ -74,15 +79,24 @@ class RunIdentity(Settings):
 
     @staticmethod
     def of(
-        run_dir: Path, *, experiment: str, uri: str | None, parent_key: str | None = None, parent_dir: Path | None = None
+        run_dir: Path,
+        *,
+        experiment: str,
+        uri: str | None,
+        parent_key: str | None = None,
+        parent_dir: Path | None = None,
     ) -> "RunIdentity":
-        """The parent is the run in `parent_dir`, else whoever has `parent_key`. A child that is given no store goes to that
-        of its parent, or nobody would see it there."""
+        """The parent is the run in `parent_dir`, else whoever has `parent_key`. A child that is
+        given no store goes to that of its parent, or nobody would see it there."""
         known = RunIdentity.known(run_dir)
         if known is not None:
             return known
         parent = RunIdentity.known(parent_dir) if parent_dir else None
-        named = without_secrets(os.environ.get("MLFLOW_TRACKING_URI", ""), field="MLFLOW_TRACKING_URI: ", remedy=OF_SERVER)
+        named = without_secrets(
+            os.environ.get("MLFLOW_TRACKING_URI", ""),
+            field="MLFLOW_TRACKING_URI: ",
+            remedy=OF_SERVER,
+        )
         store = uri or named or (parent.uri if parent else None)
         identity = RunIdentity(
             run_key=uuid4().hex,
@@ -94,9 +108,18 @@ class RunIdentity(Settings):
         path = run_dir / IDENTITY
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, identity.model_dump(mode="json"))
-        if identity.uri.startswith("sqlite:///") and (kind := shared_kind(Path(identity.uri.removeprefix("sqlite:///")))):
-            slow = f"{identity.uri} lies on {kind}, where its locks are slow and may not reach other nodes"
-            print(f"tracking: {slow}; of many runs at once: sbatch cluster/mlflow.slurm, or MLFLOW_TRACKING_URI", file=sys.stderr)
+        if identity.uri.startswith("sqlite:///") and (
+            kind := shared_kind(Path(identity.uri.removeprefix("sqlite:///")))
+        ):
+            slow = (
+                f"{identity.uri} lies on {kind}, where its locks are slow and may not reach other"
+                " nodes"
+            )
+            print(
+                f"tracking: {slow}; of many runs at once: sbatch cluster/mlflow.slurm, or"
+                " MLFLOW_TRACKING_URI",
+                file=sys.stderr,
+            )
         return identity
 
     @staticmethod
@@ -111,8 +134,8 @@ class RunIdentity(Settings):
 
 
 class Tracker:
-    """Without a run directory (other ranks) every call is a no-op. Any thread may call. Where tracking is not enabled the
-    journal is all: no deliverer, and no pictures."""
+    """Without a run directory (other ranks) every call is a no-op. Any thread may call. Where
+    tracking is not enabled the journal is all: no deliverer, and no pictures."""
 
     def __init__(
         self,
@@ -126,13 +149,19 @@ class Tracker:
     ):
         self._journal: Journal | None = None
         self._deliverer: subprocess.Popen[bytes] | None = None
-        self._lock, self._closing, self._threads = threading.RLock(), threading.Event(), list[threading.Thread]()
+        self._lock, self._closing, self._threads = (
+            threading.RLock(),
+            threading.Event(),
+            list[threading.Thread](),
+        )
         if run_dir is None:
             return
         self.run_dir, self._close_timeout_s, self._settings = run_dir, close_timeout_s, settings
         self._log, self._has_reported = run_dir / "tracking" / "delivery.log", False
         self._journal = Journal(run_dir / "tracking" / "journal.jsonl")
-        self._journal.append({"event": "start", "params": params, "tags": tags, "datasets": list(datasets)})
+        self._journal.append(
+            {"event": "start", "params": params, "tags": tags, "datasets": list(datasets)}
+        )
         if settings.enabled:
             self._start_deliverer()
         self._started_s = time.monotonic()
@@ -142,21 +171,27 @@ class Tracker:
         self._append({"event": "params", "params": values, "tags": dict(tags or {})})
 
     def metrics(self, values: dict[str, float], *, step: int) -> None:
-        """Values that the journal has for this step already (a resumed run walks it again) are left out."""
+        """Values that the journal has for this step already (a resumed run walks it again) are left
+        out."""
         with self._lock:
             fresh = {name: value for name, value in values.items() if self._is_new(name, step)}
             if fresh:
                 self._append({"event": "metrics", "step": step, "values": fresh})
 
     def system(self, values: dict[str, float], *, node: str | None = None) -> None:
-        """A node's figures under the names by which MLflow knows them; their step is their number."""
+        """A node's figures under the names by which MLflow knows them; their step is their
+        number."""
         prefix = f"system/{node}/" if node else "system/"
         named = {prefix + name: value for name, value in values.items()}
         with self._lock:
             if self._journal is not None and named:
-                self.metrics(named, step=1 + max(self._journal.last_steps.get(name, -1) for name in named))
+                self.metrics(
+                    named, step=1 + max(self._journal.last_steps.get(name, -1) for name in named)
+                )
 
-    def sample_system(self, sample: Callable[[], dict[str, float]], *, node: str | None = None) -> None:
+    def sample_system(
+        self, sample: Callable[[], dict[str, float]], *, node: str | None = None
+    ) -> None:
         """Logs this node's figures every few seconds, until the end."""
         if self._journal is None:
             return
@@ -171,7 +206,8 @@ class Tracker:
         self._append({"event": "artifact", "path": str(path.resolve()), "folder": folder})
 
     def picture(self, key: str, draw: Callable[[], Image.Image], *, step: int) -> None:
-        """Drawn by a thread while training goes on; a picture of this step that the journal has already is left out."""
+        """Drawn by a thread while training goes on; a picture of this step that the journal has
+        already is left out."""
         with self._lock:
             if self._deliverer is None or not self._is_new(image_name(key), step):
                 return
@@ -181,19 +217,46 @@ class Tracker:
             try:
                 save_sheet(draw(), path)
             except (OSError, Superseded) as error:
-                print(f"tracking: {path}: cannot be written ({error}). Training continues without it", file=sys.stderr)
+                print(
+                    f"tracking: {path}: cannot be written ({error}). Training continues without it",
+                    file=sys.stderr,
+                )
             else:
-                self._append({"event": "image", "path": str(path.resolve()), "key": key, "step": step})
+                self._append(
+                    {"event": "image", "path": str(path.resolve()), "key": key, "step": step}
+                )
 
         self._start(draw_and_report)
 
-    def version(self, model: str, *, checkpoint: Path, weights_sha256: str, parent_key: str, tags: dict[str, str]) -> None:
-        """What has been found out about a checkpoint: it becomes a version of the registered model of that name."""
-        event = {"model": model, "path": str((checkpoint / CONFIG).resolve()), "checkpoint": str(checkpoint.resolve())}
-        self._append({"event": "version", "weights_sha256": weights_sha256, "parent_key": parent_key, "tags": tags} | event)
+    def version(
+        self,
+        model: str,
+        *,
+        checkpoint: Path,
+        weights_sha256: str,
+        parent_key: str,
+        tags: dict[str, str],
+    ) -> None:
+        """What has been found out about a checkpoint: it becomes a version of the registered model
+        of that name."""
+        event = {
+            "model": model,
+            "path": str((checkpoint / CONFIG).resolve()),
+            "checkpoint": str(checkpoint.resolve()),
+        }
+        self._append(
+            {
+                "event": "version",
+                "weights_sha256": weights_sha256,
+                "parent_key": parent_key,
+                "tags": tags,
+            }
+            | event
+        )
 
     def sync(self) -> None:
-        """Bring the journal to disk, before a checkpoint is published: a resume logs only the steps after that checkpoint."""
+        """Bring the journal to disk, before a checkpoint is published: a resume logs only the steps
+        after that checkpoint."""
         journal = self._journal
         if journal is not None:
             journal.sync(timeout_s=SYNC_S)
@@ -209,7 +272,10 @@ class Tracker:
         if journal is None:
             return
         if not journal.close(timeout_s=DRAWING_S):
-            print(f"tracking: {journal.path} could not take its last lines; they are lost", file=sys.stderr)
+            print(
+                f"tracking: {journal.path} could not take its last lines; they are lost",
+                file=sys.stderr,
+            )
         deliverer = self._deliverer
         if deliverer is None:
             return
@@ -218,15 +284,21 @@ class Tracker:
         try:
             end = describe(deliverer.wait(self._close_timeout_s + STUCK_S))
         except subprocess.TimeoutExpired:
-            deliverer.kill()  # stuck in the store's client; what it has not confirmed stays in the journal
+            # stuck in the store's client; what it has not confirmed stays in the journal
+            deliverer.kill()
             end = "no answer of the store"
         if deliverer.wait() != 0:
             said = []
             with suppress(OSError):
-                said = self._log.read_bytes()[self._log_start :].decode(errors="replace").split("\n")[-3:-1]
+                said = (
+                    self._log.read_bytes()[self._log_start :]
+                    .decode(errors="replace")
+                    .split("\n")[-3:-1]
+                )
             reason = "; ".join([f"delivery ended with {end}", *said])
             print(
-                f"tracking: MLflow has not received everything yet ({self._log}: {reason}); later: pretrain sync {self.run_dir}",
+                f"tracking: MLflow has not received everything yet ({self._log}: {reason}); later:"
+                f" pretrain sync {self.run_dir}",
                 file=sys.stderr,
             )
 
@@ -236,24 +308,39 @@ class Tracker:
                 return
             self._journal.append(event)
             dead = self._deliverer
-            if dead is not None and time.monotonic() - self._started_s >= RESTART_S and dead.poll() is not None:
+            if (
+                dead is not None
+                and time.monotonic() - self._started_s >= RESTART_S
+                and dead.poll() is not None
+            ):
                 self._started_s = math.inf  # nobody starts a second one meanwhile
                 self._start(lambda: self._deliver_again(dead))
 
     def _start_deliverer(self) -> None:
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         workspace = [str(found)] if (found := workspace_of(self.run_dir)) else []
-        # SLURM sends a stop to every process of the step. The deliverer inherits this mask until it ignores the signals itself.
+        # SLURM sends a stop to every process of the step. The deliverer inherits this mask until it
+        # ignores the signals itself.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._deliverer = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "pretrain.tracking.delivery"),
-                    *(str(self.run_dir), str(self._close_timeout_s), ",".join(self._settings.sinks), *workspace),
+                    *(
+                        str(self.run_dir),
+                        str(self._close_timeout_s),
+                        ",".join(self._settings.sinks),
+                        *workspace,
+                    ),
                 ],
                 stdin=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is the trainer's business; it closes the pipe when it is done
-                env={name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},
+                # Ctrl-C is the trainer's business; it closes the pipe when it is done
+                start_new_session=True,
+                env={
+                    name: value
+                    for name, value in os.environ.items()
+                    if name not in ("RANK", "LOCAL_RANK")
+                },
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -262,7 +349,10 @@ class Tracker:
         """In a thread: training does not wait for the disk that a program is read from."""
         if not self._has_reported:
             self._has_reported = True
-            how = f"has ended ({describe(dead.poll())}; see {self._log}) and is started again, at most once a minute"
+            how = (
+                f"has ended ({describe(dead.poll())}; see {self._log}) and is started again, at"
+                " most once a minute"
+            )
             print(f"tracking: what delivers to MLflow {how}", file=sys.stderr)
         with suppress(OSError):  # a machine that can start nothing now may do so in a minute
             self._start_deliverer()
@@ -275,7 +365,8 @@ class Tracker:
             thread.join(DRAWING_S)
 
     def _is_new(self, name: str, step: int) -> bool:
-        """Whether the journal has no later or equal step of it; it has from now on. The caller holds the lock."""
+        """Whether the journal has no later or equal step of it; it has from now on. The caller
+        holds the lock."""
         if self._journal is None or step <= self._journal.last_steps.get(name, -1):
             return False
         self._journal.last_steps[name] = step
@@ -310,9 +401,13 @@ class Journal:
         self._changed, self._closing = threading.Condition(), False
         self._warned_s: float | None = None
         """When it was last reported that the disk takes no lines; None: it does."""
-        self._writer = threading.Thread(target=self._write_until_closed, name="journal", daemon=True)
+        self._writer = threading.Thread(
+            target=self._write_until_closed, name="journal", daemon=True
+        )
         self._writer.start()
-        atexit.register(self.close, timeout_s=2.0)  # a process that forgets to close has still said what it knew
+        atexit.register(
+            self.close, timeout_s=2.0
+        )  # a process that forgets to close has still said what it knew
 
     def append(self, event: dict[str, Any]) -> None:
         line = json.dumps(event | {"time_ms": int(time.time() * 1000)}).encode() + b"\n"
@@ -321,7 +416,8 @@ class Journal:
             self._changed.notify_all()
 
     def sync(self, *, timeout_s: float) -> None:
-        """Bring all lines to disk, unless the disk refuses them or needs longer than `timeout_s`."""
+        """Bring all lines to disk, unless the disk refuses them or needs longer than
+        `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)
         with suppress(OSError):
@@ -345,11 +441,19 @@ class Journal:
                     break
                 lines = bytes(self._waiting)
             try:
-                written = os.write(self._descriptor, lines)  # perhaps not all of it: the rest goes next
+                written = os.write(
+                    self._descriptor, lines
+                )  # perhaps not all of it: the rest goes next
             except OSError as error:
-                if self._warned_s is None or time.monotonic() - self._warned_s > JOURNAL_WARN_AGAIN_S:
+                if (
+                    self._warned_s is None
+                    or time.monotonic() - self._warned_s > JOURNAL_WARN_AGAIN_S
+                ):
                     self._warned_s = time.monotonic()
-                    how = f"cannot be written ({cause_of(error)}); training goes on, the lines wait in memory"
+                    how = (
+                        f"cannot be written ({cause_of(error)}); training goes on, the lines wait"
+                        " in memory"
+                    )
                     print(f"tracking: {self.path} {how}", file=sys.stderr)
                 time.sleep(JOURNAL_RETRY_S)
                 continue
@@ -363,13 +467,17 @@ class Journal:
 
 
 def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The events of the journal's lines; one that a crash of the machine has garbled is worth a word, not the run."""
+    """The events of the journal's lines; one that a crash of the machine has garbled is worth a
+    word, not the run."""
     events = []
     for line in lines:
         try:
             events.append(json.loads(line))
         except ValueError:
-            print(f"tracking: a damaged line of the journal is left out: {line[:60]!r}", file=sys.stderr)
+            print(
+                f"tracking: a damaged line of the journal is left out: {line[:60]!r}",
+                file=sys.stderr,
+            )
     return events
 
 

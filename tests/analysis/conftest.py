@@ -21,7 +21,9 @@ MLP = MlpSpec(kind="mlp", depth=2, width=6)
 MIXER = MixerSpec(kind="mixer", patch_size=4, num_channels=8, depth=3)
 
 
-def write_checkpoint(run: Path, spec: AnySpec, weights: dict[str, Tensor], *, image_size: int = 16) -> Path:
+def write_checkpoint(
+    run: Path, spec: AnySpec, weights: dict[str, Tensor], *, image_size: int = 16
+) -> Path:
     card = ModelCard(
         model=spec,
         image_size=image_size,
@@ -41,7 +43,8 @@ def write_checkpoint(run: Path, spec: AnySpec, weights: dict[str, Tensor], *, im
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> WriteRun:
-    """Writes `tmp_path/runs/NAME`: settings, journal (metrics as (step, values)), perhaps a checkpoint and a result."""
+    """Writes `tmp_path/runs/NAME`: settings, journal (metrics as (step, values)), perhaps a
+    checkpoint and a result."""
 
     def write(
         name: str,
@@ -57,10 +60,19 @@ def write_run(tmp_path: Path) -> WriteRun:
         run = tmp_path / "runs" / name
         (run / "tracking").mkdir(parents=True)
         (run / "config.yaml").write_text(yaml.safe_dump(settings))
-        events: list[dict[str, Any]] = [{"event": "start", "params": {}, "tags": tags or {}, "time_ms": 1}]
-        events += [{"event": "metrics", "step": step, "values": values, "time_ms": 2} for step, values in metrics or []]
-        (run / "tracking" / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-        (run / "tracking" / "identity.json").write_text(json.dumps({"run_key": key, "parent_key": parent_key or None}))
+        events: list[dict[str, Any]] = [
+            {"event": "start", "params": {}, "tags": tags or {}, "time_ms": 1}
+        ]
+        events += [
+            {"event": "metrics", "step": step, "values": values, "time_ms": 2}
+            for step, values in metrics or []
+        ]
+        (run / "tracking" / "journal.jsonl").write_text(
+            "".join(json.dumps(event) + "\n" for event in events)
+        )
+        (run / "tracking" / "identity.json").write_text(
+            json.dumps({"run_key": key, "parent_key": parent_key or None})
+        )
         if result is not None:
             (run / "result.json").write_text(json.dumps(result))
         if spec is not None:

@@ -24,7 +24,15 @@ from tests.conftest import Capture, Patch
 from tests.finetune.tiny import CPU, normalised, spoil, write_folder
 
 MIXER = MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, expansion=2)
-SPARSE = SparseMlpSpec(kind="sw_mlp", patch_size=4, num_channels=4, depth=2, density=0.5, expansion=2, outer_activation=True)
+SPARSE = SparseMlpSpec(
+    kind="sw_mlp",
+    patch_size=4,
+    num_channels=4,
+    depth=2,
+    density=0.5,
+    expansion=2,
+    outer_activation=True,
+)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -43,7 +51,8 @@ def whole(x: Tensor, y: Tensor, *, pieces: int) -> float:
 
 
 def four_at_a_time(x: Tensor, y: Tensor) -> float:
-    """The U-statistic as it is defined: the mean over all ordered choices of four different pictures."""
+    """The U-statistic as it is defined: the mean over all ordered choices of four different
+    pictures."""
     k, m = ((each @ each.T).numpy() for each in (x, y))
     chosen = itertools.permutations(range(len(x)), 4)
     return float(np.mean([k[i, j] * (m[i, j] + m[q, r] - 2 * m[i, q]) for i, j, q, r in chosen]))
@@ -64,7 +73,9 @@ def test_the_first_coordinates_of_a_gaussian_have_the_root_of_their_share() -> N
     found = WholeCka()
     for x, y in batches:
         found.add(x, y)
-    assert averaged == pytest.approx((3 / 12) ** 0.5, abs=0.01) and found.value() == pytest.approx(averaged, abs=0.01)
+    assert averaged == pytest.approx((3 / 12) ** 0.5, abs=0.01) and found.value() == pytest.approx(
+        averaged, abs=0.01
+    )
 
 
 def test_rotation_scale_and_origin_change_nothing() -> None:
@@ -72,7 +83,10 @@ def test_rotation_scale_and_origin_change_nothing() -> None:
     x[:, :2] += y[:, :2]
     turned = 7 * x @ torch.linalg.qr(random(6, 6, seed=2))[0] + 5
     one, other = (Grams.of([gram(each) for each in (a, y)]) for a in (x, turned))
-    first, second = (cka(found, found.diagonal(), found.diagonal()) for found in (hsic(one, one), hsic(other, other)))
+    first, second = (
+        cka(found, found.diagonal(), found.diagonal())
+        for found in (hsic(one, one), hsic(other, other))
+    )
     torch.testing.assert_close(first, second, rtol=1e-12, atol=0)
     assert 0.1 < first[0, 1] < 0.9
 
@@ -81,14 +95,23 @@ def test_rotation_scale_and_origin_change_nothing() -> None:
     "spec",
     [
         MIXER,
-        MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, layers_per_mixing=1, permuted_blocks=(1,)),
+        MixerSpec(
+            kind="mixer",
+            patch_size=4,
+            num_channels=6,
+            depth=2,
+            layers_per_mixing=1,
+            permuted_blocks=(1,),
+        ),
         SPARSE,
         MlpSpec(kind="mlp", depth=3, width=10),
         MlpSpec(kind="mlp", depth=4, width=10, bottleneck="none", skip_every=2),
     ],
     ids=lambda spec: spec.label,
 )
-def test_features_are_what_is_added_to_the_skip_path(spec: AnySpec, tmp_path: Path, shapes: Path) -> None:
+def test_features_are_what_is_added_to_the_skip_path(
+    spec: AnySpec, tmp_path: Path, shapes: Path
+) -> None:
     subject = opened(write_folder(tmp_path, spec=spec), shapes)
     model = subject.backbone.model
     assert model is not None
@@ -97,7 +120,9 @@ def test_features_are_what_is_added_to_the_skip_path(spec: AnySpec, tmp_path: Pa
     assert len(features) == (2 if isinstance(spec, MixerSpec) else 1) * spec.depth
     x = model.embed(images)
     for expected, feature in zip(mixed_by_hand(model, x), features, strict=True):
-        torch.testing.assert_close(feature.flatten(1) @ feature.flatten(1).T, expected.flatten(1) @ expected.flatten(1).T)
+        torch.testing.assert_close(
+            feature.flatten(1) @ feature.flatten(1).T, expected.flatten(1) @ expected.flatten(1).T
+        )
 
 
 def opened(folder: Path, dataset: Path) -> Subject:
@@ -108,13 +133,16 @@ def opened(folder: Path, dataset: Path) -> Subject:
 
 
 def mixed_by_hand(model: ImageModel, x: Tensor) -> list[Tensor]:
-    """Of each mixing, what its output differs by from its skip path; within a path of several layers, their outputs."""
+    """Of each mixing, what its output differs by from its skip path; within a path of several
+    layers, their outputs."""
     found = []
     with torch.no_grad():
         for block in model.blocks:
             if isinstance(block, MixerBlock):
                 after = block(x)
-                nothing = block.channel_mixing.register_forward_hook(lambda _module, _arguments, out: torch.zeros_like(out))
+                nothing = block.channel_mixing.register_forward_hook(
+                    lambda _module, _arguments, out: torch.zeros_like(out)
+                )
                 between = block(x)
                 nothing.remove()
                 found += [between - x, after - between]
@@ -136,12 +164,16 @@ def plain_cka(first: list[list[Tensor]], second: list[list[Tensor]]) -> np.ndarr
 
     def one(x: Tensor, y: Tensor) -> float:
         n = len(x)
-        k, m = (each.flatten(1).double().numpy() @ each.flatten(1).double().numpy().T for each in (x, y))
+        k, m = (
+            each.flatten(1).double().numpy() @ each.flatten(1).double().numpy().T for each in (x, y)
+        )
         np.fill_diagonal(k, 0)
         np.fill_diagonal(m, 0)
         ones = np.ones(n)
         middle = (ones @ k @ ones) * (ones @ m @ ones) / ((n - 1) * (n - 2))
-        return float((np.trace(k @ m) + middle - 2 / (n - 2) * (ones @ k @ m @ ones)) / (n * (n - 3)))
+        return float(
+            (np.trace(k @ m) + middle - 2 / (n - 2) * (ones @ k @ m @ ones)) / (n * (n - 3))
+        )
 
     def mean(a: list[list[Tensor]], b: list[list[Tensor]], i: int, j: int) -> float:
         return float(np.mean([one(x[i], y[j]) for x, y in zip(a, b, strict=True)]))
@@ -149,7 +181,11 @@ def plain_cka(first: list[list[Tensor]], second: list[list[Tensor]]) -> np.ndarr
     rows, columns = range(len(first[0])), range(len(second[0]))
     return np.array(
         [
-            [mean(first, second, i, j) / np.sqrt(mean(first, first, i, i) * mean(second, second, j, j)) for j in columns]
+            [
+                mean(first, second, i, j)
+                / np.sqrt(mean(first, first, i, i) * mean(second, second, j, j))
+                for j in columns
+            ]
             for i in rows
         ]
     )
@@ -159,19 +195,46 @@ def test_the_verb_averages_over_batches_before_the_ratio_and_names_what_it_found
     tmp_path: Path, shapes: Path, capsys: Capture
 ) -> None:
     sparser = SPARSE.model_copy(update={"density": 0.25})
-    for name, spec, seed in (("m0", MIXER, 0), ("m1", MIXER, 5), ("s0", SPARSE, 0), ("s1", SPARSE, 5), ("t0", sparser, 0)):
+    for name, spec, seed in (
+        ("m0", MIXER, 0),
+        ("m1", MIXER, 5),
+        ("s0", SPARSE, 0),
+        ("s1", SPARSE, 5),
+        ("t0", sparser, 0),
+    ):
         write_folder(tmp_path / name, shapes, spec=spec, step=seed)
     for name in ("m1", "s1"):
         reseed(tmp_path / name)
     places = {name: str(tmp_path / name) for name in ("m0", "m1", "s0", "s1", "t0")}
     pairs = [("m0", "s0"), ("m1", "s1"), ("m0", "t0")]
-    words = [places["m0"], places["s0"], str(shapes), *(w for one, two in pairs[1:] for w in ("--and", places[one], places[two]))]
-    assert main(["cka", *words, "--batch", "18", "--whole", "--device", "cpu", "--out", str(tmp_path / "out" / "cka")]) == 0
+    words = [
+        places["m0"],
+        places["s0"],
+        str(shapes),
+        *(w for one, two in pairs[1:] for w in ("--and", places[one], places[two])),
+    ]
+    assert (
+        main(
+            [
+                "cka",
+                *words,
+                "--batch",
+                "18",
+                "--whole",
+                "--device",
+                "cpu",
+                "--out",
+                str(tmp_path / "out" / "cka"),
+            ]
+        )
+        == 0
+    )
     facts = json.loads((tmp_path / "out" / "cka.json").read_text())
     assert (facts["num_pictures"], facts["num_batches"]) == (72, 4)
     assert facts["gram_bytes"] == (2 * 4 + 3 * 2) * 18**2 * 8  # two Mixers of 4, three SW-MLPs of 2
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        f"cka{end}" for end in (".json", ".parquet", "-heat.png", "-heat.svg", "-density.png", "-density.svg")
+        f"cka{end}"
+        for end in (".json", ".parquet", "-heat.png", "-heat.svg", "-density.png", "-density.svg")
     }
     rows = pq.read_table(tmp_path / "out" / "cka.parquet").to_pylist()
     order = np.random.default_rng(0).permutation(72)
@@ -179,30 +242,65 @@ def test_the_verb_averages_over_batches_before_the_ratio_and_names_what_it_found
     for name in places:
         images, _ = normalised(tmp_path / name, shapes)
         subject = opened(tmp_path / name, shapes)
-        features[name] = [subject.run(images[ids].double(), lambda x: x)[1] for ids in torch.from_numpy(order).split(18)]
+        features[name] = [
+            subject.run(images[ids].double(), lambda x: x)[1]
+            for ids in torch.from_numpy(order).split(18)
+        ]
     for one, other in pairs:
-        found = [row for row in rows if (row["run_a"], row["run_b"]) == (places[one], places[other])]
+        found = [
+            row for row in rows if (row["run_a"], row["run_b"]) == (places[one], places[other])
+        ]
         matrix = np.array([row["cka"] for row in found]).reshape(4, 2)
         np.testing.assert_allclose(matrix, plain_cka(features[one], features[other]), rtol=1e-3)
-        assert [row["on_diagonal"] for row in found] == [True, False, True, False, False, True, False, True]
-        all_at_once = [[torch.cat(layer) for layer in zip(*features[name], strict=True)] for name in (one, other)]
+        assert [row["on_diagonal"] for row in found] == [
+            True,
+            False,
+            True,
+            False,
+            False,
+            True,
+            False,
+            True,
+        ]
+        all_at_once = [
+            [torch.cat(layer) for layer in zip(*features[name], strict=True)]
+            for name in (one, other)
+        ]
         for row in (row for row in found if row["on_diagonal"]):
-            place = [int(row["mixing_a"].split()[0]) * 2 - 2 + ("channels" in row["mixing_a"]), int(row["mixing_b"]) - 1]
+            place = [
+                int(row["mixing_a"].split()[0]) * 2 - 2 + ("channels" in row["mixing_a"]),
+                int(row["mixing_b"]) - 1,
+            ]
             expected = plain_cka([[all_at_once[0][place[0]]]], [[all_at_once[1][place[1]]]])
             assert row["cka_whole"] == pytest.approx(float(expected[0, 0]), rel=1e-3)
     sparse, dense = facts["groups"]
     assert (sparse["density"], dense["density"]) == (0.25, 0.5)
-    means = [plain_cka(features[one], features[other])[[0, 1, 2, 3], [0, 0, 1, 1]].mean() for one, other in pairs]
+    means = [
+        plain_cka(features[one], features[other])[[0, 1, 2, 3], [0, 0, 1, 1]].mean()
+        for one, other in pairs
+    ]
     assert dense["diagonal"] == pytest.approx(np.mean(means[:2]), rel=1e-3)
     assert dense["diagonal_std_over_pairs"] == pytest.approx(np.std(means[:2], ddof=1), rel=1e-2)
-    assert dense["ceiling_a"] == pytest.approx(plain_cka(features["m1"], features["m0"]).diagonal().mean(), rel=1e-3)
+    assert dense["ceiling_a"] == pytest.approx(
+        plain_cka(features["m1"], features["m0"]).diagonal().mean(), rel=1e-3
+    )
     assert sparse["ceiling_a"] is None and sparse["diagonal_std_over_pairs"] is None
     low, high = dense["diagonal_interval_over_batches"]
     assert low <= dense["diagonal"] <= high and abs(dense["floor"]) < 0.15 < dense["diagonal"]
     assert "ceiling" in capsys.readouterr().out
-    assert main(["cka", *words[:3], "--batch", "36", "--device", "cpu", "--out", str(tmp_path / "few")]) == 0
+    assert (
+        main(
+            ["cka", *words[:3], "--batch", "36", "--device", "cpu", "--out", str(tmp_path / "few")]
+        )
+        == 0
+    )
     assert "no interval" in capsys.readouterr().out  # of two batches
-    assert json.loads((tmp_path / "few.json").read_text())["groups"][0]["diagonal_interval_over_batches"] is None
+    assert (
+        json.loads((tmp_path / "few.json").read_text())["groups"][0][
+            "diagonal_interval_over_batches"
+        ]
+        is None
+    )
 
 
 def reseed(folder: Path) -> None:
@@ -213,7 +311,11 @@ def reseed(folder: Path) -> None:
     noise = torch.Generator().manual_seed(9)
     save_file(
         {
-            name: each + torch.randn(each.shape, generator=noise) * 0.2 if each.is_floating_point() else each
+            name: (
+                each + torch.randn(each.shape, generator=noise) * 0.2
+                if each.is_floating_point()
+                else each
+            )
             for name, each in weights.items()
         },
         folder / "model.safetensors",
@@ -225,7 +327,9 @@ def reseed(folder: Path) -> None:
 def test_a_batch_of_too_few_pictures_is_left_out(shapes: Path, monkeypatch: Patch) -> None:
     def batches(count: int) -> list[int]:
         shown = Pictures(str(shapes), load_manifest(shapes), "val", batch=8, count=count)
-        return [len(batch.samples) for batch in shown.batches("", size=16, device=torch.device("cpu"))]
+        return [
+            len(batch.samples) for batch in shown.batches("", size=16, device=torch.device("cpu"))
+        ]
 
     assert (batches(4), batches(72)) == ([4], [8] * 9)
     spoil(monkeypatch, int(np.random.default_rng(0).permutation(72)[0]))
@@ -237,13 +341,20 @@ def test_a_batch_of_too_few_pictures_is_left_out(shapes: Path, monkeypatch: Patc
 def test_what_cannot_be_compared_is_one_line(tmp_path: Path, shapes: Path, capsys: Capture) -> None:
     mixer, other = write_folder(tmp_path / "mixer", shapes, spec=MIXER), tmp_path / "monarch"
     write_folder(other, shapes, spec=StructuredMlpSpec(kind="structured", form="monarch"))
-    large = write_folder(tmp_path / "large", shapes, spec=MIXER.model_copy(update={"patch_size": 1, "num_channels": 1024}))
+    large = write_folder(
+        tmp_path / "large",
+        shapes,
+        spec=MIXER.model_copy(update={"patch_size": 1, "num_channels": 1024}),
+    )
     for words, message in (
         ([str(mixer), str(other), str(shapes)], "has no mixings"),
         ([str(mixer), str(tmp_path / "none"), str(shapes)], "is not there"),
         ([str(mixer), str(mixer), str(shapes), "--split", "test"], "test"),
         ([str(mixer), str(mixer), str(shapes), "--out", "x.png"], "has an ending"),
-        ([str(mixer), str(large), str(shapes), "--whole", "--device", "cpu"], "--whole: needs 550.0 GB for mixings of"),
+        (
+            [str(mixer), str(large), str(shapes), "--whole", "--device", "cpu"],
+            "--whole: needs 550.0 GB for mixings of",
+        ),
     ):
         assert main(["cka", *words]) == 2
         error = capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Spectra, structure and masks: against dense matrices built with kron, svdvals and permutations, exact forms, and closed laws."""
+"""Spectra, structure and masks: against dense matrices built with kron, svdvals and permutations,
+exact forms, and closed laws."""
 
 import json
 import math
@@ -25,7 +26,8 @@ GENERATOR = np.random.default_rng(0)
 S, C, H, V = 4, 3, 5, 2
 
 
-# ---- singular values -------------------------------------------------------------------------------------------------
+# ---- singular values
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(300, 90), (90, 300), (128, 128), (1, 7)])
@@ -35,15 +37,22 @@ def test_singular_values_are_those_of_a_decomposition(shape: tuple[int, int], de
     left, right = (np.linalg.qr(GENERATOR.standard_normal((side, min(shape))))[0] for side in shape)
     weight = (left * np.logspace(0, -decades, min(shape))) @ right.T
     for given in (weight, weight.astype(np.float32), csr_matrix(weight)):
-        expected = np.linalg.svd(given.toarray() if not isinstance(given, np.ndarray) else given.astype(float), compute_uv=False)
+        expected = np.linalg.svd(
+            given.toarray() if not isinstance(given, np.ndarray) else given.astype(float),
+            compute_uv=False,
+        )
         found = spectra.singular_values(given)
         assert found is not None
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_empty_rows_and_columns_are_singular_values_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_rows_and_columns_are_singular_values_of_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weight = np.zeros((50, 70))
-    weight[GENERATOR.integers(50, size=30), GENERATOR.integers(70, size=30)] = GENERATOR.standard_normal(30)
+    weight[GENERATOR.integers(50, size=30), GENERATOR.integers(70, size=30)] = (
+        GENERATOR.standard_normal(30)
+    )
     for most in (0, 10**6):  # multiplied as it is, and filled up
         monkeypatch.setattr(spectra, "LARGEST_DENSE", most)
         for given in (weight, csr_matrix(weight)):
@@ -55,13 +64,23 @@ def test_empty_rows_and_columns_are_singular_values_of_zero(monkeypatch: pytest.
     largest = np.linalg.norm(weight, 2)
     for given in (weight, csr_matrix(weight), np.stack([weight / 2, weight])):
         found = spectra.spectrum(spectra.Matrix("x", 0, given, 1), initial=None)
-        assert found["sigma_max"] == pytest.approx(largest, rel=1e-8) and found["effective_rank"] is found["distance"] is None
+        assert (
+            found["sigma_max"] == pytest.approx(largest, rel=1e-8)
+            and found["effective_rank"] is found["distance"] is None
+        )
 
 
 @pytest.mark.parametrize("permuted", [(), "all"])
 def test_a_mixing_stands_for_its_effective_matrix(permuted: object) -> None:
-    """The Jacobian of a linear mixing on all S C entries: the singular values of W, each `copies` times."""
-    fields = {"patch_size": 4, "num_channels": 6, "depth": 1, "layers_per_mixing": 1, "activation": "identity"}
+    """The Jacobian of a linear mixing on all S C entries: the singular values of W, each `copies`
+    times."""
+    fields = {
+        "patch_size": 4,
+        "num_channels": 6,
+        "depth": 1,
+        "layers_per_mixing": 1,
+        "activation": "identity",
+    }
     spec = MixerSpec.model_validate({"kind": "mixer", **fields, "permuted_blocks": permuted})
     model = build_model(spec, num_classes=2, image_size=8, seed=0)
     assert isinstance(model, Mixer)
@@ -78,17 +97,28 @@ def test_a_mixing_stands_for_its_effective_matrix(permuted: object) -> None:
 
     effective = torch.autograd.functional.jacobian(tokens_mixed, x.flatten()).double()
     matrix = of_kind["token_mixing.linear"]
-    assert (matrix.copies, matrix.block, of_kind["channel_mixing.linear"].copies, of_kind["stem"].copies) == (6, 0, 4, 4)
+    assert (
+        matrix.copies,
+        matrix.block,
+        of_kind["channel_mixing.linear"].copies,
+        of_kind["stem"].copies,
+    ) == (6, 0, 4, 4)
     values = spectra.singular_values(matrix.weight)
     assert values is not None
-    np.testing.assert_allclose(np.repeat(values, 6), torch.linalg.svdvals(effective).numpy(), rtol=1e-5)
+    np.testing.assert_allclose(
+        np.repeat(values, 6), torch.linalg.svdvals(effective).numpy(), rtol=1e-5
+    )
     found = spectra.spectrum(matrix, initial=None)
     norm = float(effective.norm())
-    assert found["stable_rank"] * matrix.copies == pytest.approx(norm**2 / found["sigma_max"] ** 2, rel=1e-5)
+    assert found["stable_rank"] * matrix.copies == pytest.approx(
+        norm**2 / found["sigma_max"] ** 2, rel=1e-5
+    )
     shares = torch.linalg.svdvals(effective)
     shares = shares / shares.sum()
     assert found["effective_rank"] is not None
-    assert found["effective_rank"] * matrix.copies == pytest.approx(math.exp(-float((shares * shares.log()).sum())), rel=1e-5)
+    assert found["effective_rank"] * matrix.copies == pytest.approx(
+        math.exp(-float((shares * shares.log()).sum())), rel=1e-5
+    )
 
 
 def test_measures_of_known_spectra() -> None:
@@ -98,7 +128,11 @@ def test_measures_of_known_spectra() -> None:
     spiked = spectra.Matrix("x", 0, dense.weight + 10 * np.ones((600, 300)), 1)
     small, large = (spectra.spectrum(each, initial=dense) for each in (dense, spiked))
     assert small["distance"] is not None and small["distance"] < 0.01 and small["drift"] == 0
-    assert small["sigma_max"] == pytest.approx(small["gaussian_edge"], rel=0.03) == 5 * (600**0.5 + 300**0.5)
+    assert (
+        small["sigma_max"]
+        == pytest.approx(small["gaussian_edge"], rel=0.03)
+        == 5 * (600**0.5 + 300**0.5)
+    )
     assert large["distance"] is not None and large["distance"] > 0.5 and large["stable_rank"] < 2
     assert large["drift"] == pytest.approx(10 / 5, rel=0.01)
 
@@ -112,7 +146,8 @@ def test_the_law_has_marchenko_and_pasturs_moments(ratio: float) -> None:
     assert moments == pytest.approx([1, 1, 1 + ratio, 1 + 3 * ratio + ratio**2], rel=1e-4)
 
 
-# ---- of runs ---------------------------------------------------------------------------------------------------------
+# ---- of runs
+# ---------------------------------------------------------------------------------------------------------
 
 
 SW = SparseMlpSpec(kind="sw_mlp", patch_size=4, num_channels=8, depth=2, density=0.3)
@@ -122,9 +157,13 @@ MLP = MlpSpec(kind="mlp", depth=2, width=16, expansion=2)
 def write_trained(run: Path, spec: AnySpec, *, grown: float) -> None:
     """Its weights are `grown` times those of seed 5, which its config names."""
     model = build_model(spec, num_classes=2, image_size=8, seed=5)
-    weights = {name: x * grown if x.is_floating_point() else x for name, x in model.state_dict().items()}
+    weights = {
+        name: x * grown if x.is_floating_point() else x for name, x in model.state_dict().items()
+    }
     write_checkpoint(run, spec, weights, image_size=8)
-    (run / "config.yaml").write_text(yaml.safe_dump({"train": {"seed": 5, "duration": "1 epochs"}, "run_dir": str(run)}))
+    (run / "config.yaml").write_text(
+        yaml.safe_dump({"train": {"seed": 5, "duration": "1 epochs"}, "run_dir": str(run)})
+    )
 
 
 def test_spectra_and_structure_of_runs(tmp_path: Path, capsys: Capture) -> None:
@@ -133,26 +172,41 @@ def test_spectra_and_structure_of_runs(tmp_path: Path, capsys: Capture) -> None:
     runs = [str(tmp_path / name) for name in ("mlp", "sw")]
     assert main(["spectra", *runs, "--out", str(tmp_path / "spectra"), "--device", "cpu"]) == 0
     rows = pq.read_table(tmp_path / "spectra.parquet").to_pylist()
-    assert {(row["run"], row["step"]) for row in rows} == {("mlp", 0), ("mlp", 10), ("sw", 0), ("sw", 10)}
+    assert {(row["run"], row["step"]) for row in rows} == {
+        ("mlp", 0),
+        ("mlp", 10),
+        ("sw", 0),
+        ("sw", 10),
+    }
     for run, growth in (("mlp", 1.5), ("sw", 3.0)):
-        before, after = ([row for row in rows if (row["run"], row["step"]) == (run, step)] for step in (0, 10))
+        before, after = (
+            [row for row in rows if (row["run"], row["step"]) == (run, step)] for step in (0, 10)
+        )
         assert [row["name"] for row in before] == [row["name"] for row in after] and len(before) > 3
         for one, two in zip(before, after, strict=True):
             assert one["drift"] == 0 and two["drift"] == pytest.approx(growth - 1, rel=1e-5)
             assert two["sigma_max"] == pytest.approx(growth * one["sigma_max"], rel=1e-5)
             assert two["effective_rank"] == pytest.approx(one["effective_rank"], rel=1e-5)
             assert two["distance"] == pytest.approx(one["distance"], abs=1e-5)
-    assert (tmp_path / "spectra.png").exists() and len(json.loads((tmp_path / "spectra.json").read_text())["read"]) == 2
+    assert (tmp_path / "spectra.png").exists() and len(
+        json.loads((tmp_path / "spectra.json").read_text())["read"]
+    ) == 2
     assert main(["structure", *runs, "--quick", "--out", str(tmp_path / "structure")]) == 0
     found = pq.read_table(tmp_path / "structure.parquet").to_pylist()
-    assert {(row["form"], row["step"]) for row in found} == {(form, step) for form in structure.FORMS for step in (0, 10)}
-    assert {tuple(row["out"]) for row in found if row["run"] == "sw"} == {(4, 8)}  # tokens by channels
+    assert {(row["form"], row["step"]) for row in found} == {
+        (form, step) for form in structure.FORMS for step in (0, 10)
+    }
+    assert {tuple(row["out"]) for row in found if row["run"] == "sw"} == {
+        (4, 8)
+    }  # tokens by channels
     assert all(0.5 < row["distance"] / row["random"] < 1.5 for row in found)
     assert json.loads((tmp_path / "structure.json").read_text())["proposition 3.3"]["holds"]
     assert "left out" not in capsys.readouterr().out
 
 
-def test_a_matrix_that_has_the_form_by_its_sides_is_left_out(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+def test_a_matrix_that_has_the_form_by_its_sides_is_left_out(
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
     """Of a prime side, and one that is too large: null in the table, and said."""
     prime = MlpSpec(kind="mlp", depth=1, width=13)
     write_trained(tmp_path / "prime", prime, grown=1.0)
@@ -168,11 +222,14 @@ def test_a_matrix_that_has_the_form_by_its_sides_is_left_out(tmp_path: Path, cap
 
 def test_a_picture_of_the_training_needs_three_steps() -> None:
     matrix = spectra.Matrix("linear", 0, GENERATOR.standard_normal((8, 4)), 1)
-    rows = [{"run": "a", "step": step, **spectra.spectrum(matrix, initial=matrix)} for step in (0, 5, 9)]
+    rows = [
+        {"run": "a", "step": step, **spectra.spectrum(matrix, initial=matrix)} for step in (0, 5, 9)
+    ]
     assert set(spectra.draw(rows[:2])) == {""} and set(spectra.draw(rows)) == {"", "training"}
 
 
-# ---- structure -------------------------------------------------------------------------------------------------------
+# ---- structure
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_matrices_of_a_form_have_no_distance_to_it() -> None:
@@ -188,7 +245,9 @@ def test_matrices_of_a_form_have_no_distance_to_it() -> None:
 
 def nearest(weight: np.ndarray, form: str) -> np.ndarray:
     """Each slice by its best approximation of rank 1, put back where it was."""
-    left, values, right = np.linalg.svd(structure.slices_of(weight, form, out=(S, C), into=(H, V)).numpy(), full_matrices=False)
+    left, values, right = np.linalg.svd(
+        structure.slices_of(weight, form, out=(S, C), into=(H, V)).numpy(), full_matrices=False
+    )
     of_rank_1 = (left[..., :1] * values[:, :1, None]) @ right[:, :1]
     if form == "monarch":
         return of_rank_1.reshape(C, H, S, V).transpose(2, 0, 1, 3).reshape(weight.shape)
@@ -209,8 +268,11 @@ def test_the_distance_is_that_to_the_nearest(form: str) -> None:
 
 
 def test_the_nearest_kronecker_product_by_torch() -> None:
-    """Van Loan's: the best of A (x) B is the first pair of the decomposition of the blocks as rows."""
-    weight = torch.randn(S * C, H * V, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    """Van Loan's: the best of A (x) B is the first pair of the decomposition of the blocks as
+    rows."""
+    weight = torch.randn(
+        S * C, H * V, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     blocks = torch.stack([block.flatten() for row in weight.split(C) for block in row.split(V, 1)])
     left, values, right = torch.linalg.svd(blocks, full_matrices=False)
     expected = torch.kron(values[0] * left[:, 0].view(S, H), right[0].view(C, V))
@@ -221,11 +283,15 @@ def test_the_nearest_kronecker_product_by_torch() -> None:
 
 def test_a_random_matrix_of_equal_spectrum_is_another_one() -> None:
     weight = GENERATOR.standard_normal((12, 30)) ** 3
-    other = structure.of_equal_spectrum(np.linalg.svd(weight, compute_uv=False), weight.shape, GENERATOR).numpy()
+    other = structure.of_equal_spectrum(
+        np.linalg.svd(weight, compute_uv=False), weight.shape, GENERATOR
+    ).numpy()
     values = [np.linalg.svd(each, compute_uv=False) for each in (weight, other)]
     np.testing.assert_allclose(*values, rtol=1e-8)
     assert abs((weight * other).sum()) < 0.5 * np.linalg.norm(weight) ** 2
-    assert structure.grid_of(4096, tokens=None) == (64, 64) and structure.grid_of(48, tokens=16) == (16, 3)
+    assert structure.grid_of(4096, tokens=None) == (64, 64) and structure.grid_of(
+        48, tokens=16
+    ) == (16, 3)
     assert structure.grid_of(50, tokens=16) == (5, 10)
 
 
@@ -235,15 +301,19 @@ def test_proposition_3_3_point_by_point() -> None:
     assert left == pytest.approx((np.linalg.norm(v) ** 2 + np.linalg.norm(w) ** 2) / 2)
     assert right == pytest.approx(np.abs(np.kron(v, w)).sum() / (C * S)) and right < left
     found = structure.bound_on_random_matrices(draws=30)
-    assert max(map(max, found.values())) <= 1 + 1e-12 and min(found["signs, of equal norms"]) == pytest.approx(1)
+    assert max(map(max, found.values())) <= 1 + 1e-12 and min(
+        found["signs, of equal norms"]
+    ) == pytest.approx(1)
     assert all(0 < max(found[kind]) < 0.9 for kind in ("Gaussian", "Student's t, 2 degrees"))
 
 
-# ---- without a run ---------------------------------------------------------------------------------------------------
+# ---- without a run
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_at_fixed_omega_measured_values_grow_and_meet_the_law_with_gamma() -> None:
-    """Figure 4 right in small: q^2 = p gamma m is nearer than q^2 = p m, both are above 1 + sqrt(gamma)."""
+    """Figure 4 right in small: q^2 = p gamma m is nearer than q^2 = p m, both are above 1 +
+    sqrt(gamma)."""
     rows = initial.widths(((8, 40), (16, 24), (20, 20)), omega=2**14, gamma=4.0, seeds=3)
     by_width = [[row for row in rows if row["width"] == width] for width in (320, 384, 400)]
     assert [len(group) for group in by_width] == [3, 3, 3] and rows[0]["hidden_width"] == 1280
@@ -263,11 +333,17 @@ def test_the_sparsest_matrices() -> None:
     assert all(len(row["values"]) <= row["connections"] for row in rows)
     largest = initial.sparser((0.5, 1.5), omegas=(30, 100), seeds=1, whole=False)
     assert [set(row) for row in largest] == [set(rows[0])] * 4  # one table
-    assert [(row["a"], row["width"]) for row in largest] == [(0.5, 13), (0.5, 32), (1.5, 70), (1.5, 316)]
+    assert [(row["a"], row["width"]) for row in largest] == [
+        (0.5, 13),
+        (0.5, 32),
+        (1.5, 70),
+        (1.5, 316),
+    ]
     assert isinstance(initial.draw_sparser(rows, largest), Figure)
 
 
-# ---- masks -----------------------------------------------------------------------------------------------------------
+# ---- masks
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_masks_are_those_of_the_matrices(tmp_path: Path) -> None:
@@ -280,7 +356,13 @@ def test_masks_are_those_of_the_matrices(tmp_path: Path) -> None:
     for mask, matrix in zip(by_name, (tokens, channels, channels @ tokens), strict=False):
         np.testing.assert_array_equal(mask, matrix != 0)
     for plain, permuted in zip(by_name[:2], by_name[4:6], strict=True):
-        assert sorted(permuted.sum(0)) == sorted(plain.sum(0)) and not np.array_equal(plain, permuted)
-    assert main(["masks", "--tokens", "3", "--channels", "4", "--out", str(tmp_path / "masks")]) == 0
+        assert sorted(permuted.sum(0)) == sorted(plain.sum(0)) and not np.array_equal(
+            plain, permuted
+        )
+    assert (
+        main(["masks", "--tokens", "3", "--channels", "4", "--out", str(tmp_path / "masks")]) == 0
+    )
     rows = pq.read_table(tmp_path / "masks.parquet").to_pylist()
-    assert [row["connections"] for row in rows[:3]] == [3**2 * 4, 4**2 * 3, 12**2] and (tmp_path / "masks.svg").exists()
+    assert [row["connections"] for row in rows[:3]] == [3**2 * 4, 4**2 * 3, 12**2] and (
+        tmp_path / "masks.svg"
+    ).exists()

@@ -1,4 +1,5 @@
-"""The page of a paper: each plan stands in one experiment, and in docs/papers.md; what is not there has its command."""
+"""The page of a paper: each plan stands in one experiment, and in docs/papers.md; what is not there
+has its command."""
 
 import json
 import re
@@ -19,9 +20,18 @@ from tests.ranks import REPOSITORY
 
 
 def test_each_plan_is_of_one_experiment_and_stands_in_the_docs() -> None:
-    plans = sorted(path.stem for path in (REPOSITORY / "configs" / "plan").glob("[ab]_*.yaml") if not path.stem.endswith("_demo"))
+    plans = sorted(
+        path.stem
+        for path in (REPOSITORY / "configs" / "plan").glob("[ab]_*.yaml")
+        if not path.stem.endswith("_demo")
+    )
     assert sorted(plan for each in EXPERIMENTS for plan in each.plans) == plans and len(plans) == 27
-    table = (REPOSITORY / "docs" / "papers.md").read_text().partition("## Every experiment")[2].partition("\n## ")[0]
+    table = (
+        (REPOSITORY / "docs" / "papers.md")
+        .read_text()
+        .partition("## Every experiment")[2]
+        .partition("\n## ")[0]
+    )
     assert set(re.findall(r"`([ab]_\w+)`", table)) == set(plans)
 
 
@@ -50,13 +60,22 @@ def test_the_first_command_is_one_that_runs_here(
         Path("sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["paper", "A", "--out", "page", *["--demo"] * demo]) == 0
-    section = Path("page/index.html").read_text().partition("<h2>Fig. 7</h2>")[2].partition("</section>")[0]
+    section = (
+        Path("page/index.html")
+        .read_text()
+        .partition("<h2>Fig. 7</h2>")[2]
+        .partition("</section>")[0]
+    )
     commands = re.findall(r"<code>(.*?)</code>", section)
-    assert commands[: len(ways)] == [f"{way} configs/plan/a_fig7_depth{'_demo' * demo}.yaml" for way in ways]
+    assert commands[: len(ways)] == [
+        f"{way} configs/plan/a_fig7_depth{'_demo' * demo}.yaml" for way in ways
+    ]
     assert not any(command.endswith(".yaml") for command in commands[len(ways) :])
 
 
-def test_a_page_has_what_is_there_and_the_command_for_what_is_not(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_a_page_has_what_is_there_and_the_command_for_what_is_not(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
     place = {
@@ -70,7 +89,14 @@ def test_a_page_has_what_is_there_and_the_command_for_what_is_not(tmp_path: Path
     model = {"kind": "smixer", "permuted_blocks": 0, "width": 64, "seed": 0, "error": 0.5}
     labels = [{"model.depth": str(depth), "seed": "0"} for depth in (2, 4)]
     made = [
-        Point(**place, **model, member=number, run=f"r{number}", labels=json.dumps(each), depth=2 + 2 * number)
+        Point(
+            **place,
+            **model,
+            member=number,
+            run=f"r{number}",
+            labels=json.dumps(each),
+            depth=2 + 2 * number,
+        )
         for number, each in enumerate(labels)
     ]
     made.append(replace(made[0], run="r0-again", own_seed=1))  # a member of several runs is one
@@ -78,19 +104,27 @@ def test_a_page_has_what_is_there_and_the_command_for_what_is_not(tmp_path: Path
     assert main(["paper", "A", "--demo", "--points", "kept.parquet", "--out", "page"]) == 0
     assert capsys.readouterr().out == "page: page/index.html\n"
     text = Path("page/index.html").read_text()
-    fig7, fig2d = (text.partition(f"<h2>{name}</h2>")[2].partition("</section>")[0] for name in ("Fig. 7", "Fig. 2d"))
+    fig7, fig2d = (
+        text.partition(f"<h2>{name}</h2>")[2].partition("</section>")[0]
+        for name in ("Fig. 7", "Fig. 2d")
+    )
     assert (
         "data:image/png;base64," in fig7
         and "2 of 4 runs</span><h2>Fig. 7<" in text
         and "wide-mlps run configs/plan/a_fig7_depth_demo.yaml" in fig7
     )
-    assert "data:image" not in fig2d and "wide-mlps run configs/plan/a_fig2d_monarch_demo.yaml" in fig2d
+    assert (
+        "data:image" not in fig2d
+        and "wide-mlps run configs/plan/a_fig2d_monarch_demo.yaml" in fig2d
+    )
     assert "84.09" in text.partition("Mixer-SS/8")[2]  # 100 - 15.91, as printed
     assert Path("page/a_fig7_depth_demo.svg").is_file()
 
 
 @pytest.mark.parametrize("paper", get_args(Paper))
-def test_every_figure_is_drawn_from_the_kept_points(paper: Paper, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_every_figure_is_drawn_from_the_kept_points(
+    paper: Paper, tmp_path: Path, monkeypatch: Patch
+) -> None:
     """Of all plans but those that compare the features of runs."""
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
@@ -99,5 +133,9 @@ def test_every_figure_is_drawn_from_the_kept_points(paper: Paper, tmp_path: Path
     plans = [f"{plan}_demo" for each in EXPERIMENTS if each.paper == paper for plan in each.plans]
     kinds = {plan: load_plan(f"configs/plan/{plan}.yaml").figure for plan in plans}
     drawn = {plan for plan in plans if list(Path("page").glob(f"{plan}*.png"))}
-    assert drawn == {plan for plan, figure in kinds.items() if figure is not None and figure.kind != "cka"} and drawn
+    assert (
+        drawn
+        == {plan for plan, figure in kinds.items() if figure is not None and figure.kind != "cka"}
+        and drawn
+    )
     assert all(path.with_suffix(".svg").is_file() for path in Path("page").glob("*.png"))

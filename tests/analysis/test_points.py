@@ -46,22 +46,33 @@ finetune:
 @pytest.fixture
 def plan(shapes: Path, other_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     monkeypatch.chdir(tmp_path)
-    Path("study.yaml").write_text(PLAN.format(configs=REPOSITORY / "configs", data=shapes, other=other_shapes))
+    Path("study.yaml").write_text(
+        PLAN.format(configs=REPOSITORY / "configs", data=shapes, other=other_shapes)
+    )
     for cache in (points._run_at, points._card_in, points._loaded):
         cache.cache_clear()
     return load_plan("study.yaml")
 
 
 def write_run(
-    work: Work, result: dict[str, Any], *, steps: tuple[int, ...] = (), metrics: Mapping[int, dict[str, float]] | None = None
+    work: Work,
+    result: dict[str, Any],
+    *,
+    steps: tuple[int, ...] = (),
+    metrics: Mapping[int, dict[str, float]] | None = None,
 ) -> None:
     """What the command itself leaves, without its training."""
     run, settings = Path(work.writes), work.settings
     (run / "tracking").mkdir(parents=True)
     (run / "config.yaml").write_text(dump(settings))
-    events = [{"event": "metrics", "step": step, "values": values, "time_ms": 2} for step, values in (metrics or {}).items()]
+    events = [
+        {"event": "metrics", "step": step, "values": values, "time_ms": 2}
+        for step, values in (metrics or {}).items()
+    ]
     lines = [{"event": "start", "params": {}, "tags": {}, "time_ms": 1}, *events]
-    (run / "tracking" / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "tracking" / "journal.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     for step in steps:
         assert isinstance(settings, PretrainSettings)
         manifest = load_manifest(settings.data.dataset)
@@ -90,7 +101,12 @@ def finish_all(plan: Plan, shapes: Path) -> tuple[int, int]:
             early: {"eval/top1": 0.2, "eval/loss": 2.5, "train/loss": 3.0},
             late: {"eval/top1": 0.25, "eval/loss": 2.0, "train/loss": 1.0},
         }
-        result = {"step": late, "eval/top1": 0.25 + number / 8, "eval/loss": 2.0, "images_per_s": 1e3}
+        result = {
+            "step": late,
+            "eval/top1": 0.25 + number / 8,
+            "eval/loss": 2.0,
+            "images_per_s": 1e3,
+        }
         write_run(work, result, steps=(early, late), metrics=seen)
     for work, step in zip(probe.works, (early, late) * 2, strict=True):
         write_run(work, {"test_top1": 0.5, "weights_step": step})
@@ -100,7 +116,14 @@ def finish_all(plan: Plan, shapes: Path) -> tuple[int, int]:
         for seed in (7, 8):
             write_run(
                 Work(
-                    "tune", work.config, (*work.overrides, "seeds=null", f"train.seed={seed}", f"run_dir={work.writes}/seed-{seed}")
+                    "tune",
+                    work.config,
+                    (
+                        *work.overrides,
+                        "seeds=null",
+                        f"train.seed={seed}",
+                        f"run_dir={work.writes}/seed-{seed}",
+                    ),
                 ),
                 each,
             )
@@ -124,27 +147,61 @@ def test_points_of_a_plan(plan: Plan, shapes: Path, other_shapes: Path) -> None:
         ("runs/tune-seed-3/seed-7", late, 3, 7),
         ("runs/tune-seed-3/seed-8", late, 3, 8),
     ]
-    first, num_images, num_classes = found[0], load_manifest(shapes).splits["train"].num_samples, len(load_manifest(shapes).classes)
+    first, num_images, num_classes = (
+        found[0],
+        load_manifest(shapes).splits["train"].num_samples,
+        len(load_manifest(shapes).classes),
+    )
     adds = 3 * 32 * 32 * 32 + 2 * 2 * 32 * 128 + 32 * num_classes
-    assert (first.images, first.samples, first.epochs) == (num_images, 50 * early, 50 * early / num_images)
-    assert (first.multiply_adds, first.compute, first.flop) == (adds, 3.0 * adds * 50 * early, 6.0 * adds * 50 * early)
+    assert (first.images, first.samples, first.epochs) == (
+        num_images,
+        50 * early,
+        50 * early / num_images,
+    )
+    assert (first.multiply_adds, first.compute, first.flop) == (
+        adds,
+        3.0 * adds * 50 * early,
+        6.0 * adds * 50 * early,
+    )
     assert first.block_parameters == 2 * (2 * 32 + 32 * 128 + 128 + 128 * 32 + 32)
-    assert first.parameters == first.block_parameters + 3 * 32 * 32 * 32 + 32 + 32 * num_classes + num_classes
-    assert (first.width, first.gamma, first.hidden_width, first.depth, first.lr) == (32, 4.0, 128.0, 2, 3e-4)
+    assert (
+        first.parameters
+        == first.block_parameters + 3 * 32 * 32 * 32 + 32 + 32 * num_classes + num_classes
+    )
+    assert (first.width, first.gamma, first.hidden_width, first.depth, first.lr) == (
+        32,
+        4.0,
+        128.0,
+        2,
+        3e-4,
+    )
     assert json.loads(first.labels)["seed"] == "3"
-    assert (found[1].train_losses, found[1].test_losses, found[1].test_errors) == ([3.0, 1.0], [2.5, 2.0], [0.8, 0.75])
+    assert (found[1].train_losses, found[1].test_losses, found[1].test_errors) == (
+        [3.0, 1.0],
+        [2.5, 2.0],
+        [0.8, 0.75],
+    )
     assert found[1].test_epochs == [50 * early / num_images, 50 * late / num_images]
     target = load_manifest(other_shapes)
-    assert {(point.target, point.target_hash) for point in found[4:]} == {(target.name, target.content_hash)}
+    assert {(point.target, point.target_hash) for point in found[4:]} == {
+        (target.name, target.content_hash)
+    }
     assert {point.num_test for point in found[8:]} == {target.splits["val"].num_samples}
 
 
-def test_what_is_not_finished_is_named(plan: Plan, shapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_finished_is_named(
+    plan: Plan, shapes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     finish_all(plan, shapes)
     Path("runs/probe-seed-4-6epochs/result.json").unlink()
-    with pytest.raises(SettingsError, match="study: probe 3: not finished; run the plan to its end, or give --partial"):
+    with pytest.raises(
+        SettingsError,
+        match="study: probe 3: not finished; run the plan to its end, or give --partial",
+    ):
         collect([plan])
-    with pytest.raises(SettingsError, match="study: two of the plans are called so"):  # each of its runs would count twice
+    with pytest.raises(
+        SettingsError, match="study: two of the plans are called so"
+    ):  # each of its runs would count twice
         collect([plan, plan], partial=True)
     words = ["analysis", "points", "study.yaml", "--out", "all.parquet"]
     assert main(words[1:]) == 2

@@ -1,5 +1,7 @@
-"""The fits of S1: exact laws come back, intervals cover, nothing depends on units or the order of rows, points that are too few are
-named, and the files say how it was done. The laws are written out once more here, in plain Python."""
+"""The fits of S1: exact laws come back, intervals cover, nothing depends on units or the order of
+rows, points that are too few are named, and the files say how it was done. The laws are written out
+once more here, in plain Python.
+"""
 
 import json
 from pathlib import Path
@@ -21,7 +23,12 @@ from tests import soak
 from tests.conftest import Capture
 
 FORMS = forms_of("compute")
-GRID = [(p, n, t) for p in (1e6, 3e6, 1e7, 3e7, 1e8, 3e8) for n in (1e5, 4e5, 2e6, 1e7) for t in (0.5, 50, 100, 400)]
+GRID = [
+    (p, n, t)
+    for p in (1e6, 3e6, 1e7, 3e7, 1e8, 3e8)
+    for n in (1e5, 4e5, 2e6, 1e7)
+    for t in (0.5, 50, 100, 400)
+]
 
 
 def law(x: float, *, a: float, b: float, alpha: float, floor: float) -> float:
@@ -38,24 +45,41 @@ def law(x: float, *, a: float, b: float, alpha: float, floor: float) -> float:
         (300.0, 0.0, 0.35, 0.1, 1e12, 1e17),
     ],
 )
-def test_exact_points_give_back_their_law(a: float, b: float, alpha: float, floor: float, low: float, high: float) -> None:
+def test_exact_points_give_back_their_law(
+    a: float, b: float, alpha: float, floor: float, low: float, high: float
+) -> None:
     compute = np.geomspace(low, high, 8)
     error = np.array([law(value, a=a, b=b, alpha=alpha, floor=floor) for value in compute])
-    found = {name: value[0] for name, value in fit(FORMS[FULL], {"compute": compute}, error).parameters.items()}
-    assert found == pytest.approx({"a": a, "b": b, "alpha": alpha, "E_inf": floor}, rel=1e-5, abs=1e-8 + 1e-9 * low)
+    found = {
+        name: value[0]
+        for name, value in fit(FORMS[FULL], {"compute": compute}, error).parameters.items()
+    }
+    assert found == pytest.approx(
+        {"a": a, "b": b, "alpha": alpha, "E_inf": floor}, rel=1e-5, abs=1e-8 + 1e-9 * low
+    )
 
 
 @pytest.mark.parametrize("again", [0.0, 15.0])
 def test_exact_laws_in_size_and_data_come_back(again: float) -> None:
-    """`again`: R*; at 0 each picture counts once, and all lengths are the same. Of half an epoch half the pictures were seen."""
+    """`again`: R*; at 0 each picture counts once, and all lengths are the same. Of half an epoch
+    half the pictures were seen."""
     points = {
         name: np.array(column, float)
-        for name, column in zip(("parameters", "images", "epochs"), zip(*GRID, strict=True), strict=True)
+        for name, column in zip(
+            ("parameters", "images", "epochs"), zip(*GRID, strict=True), strict=True
+        )
     }
-    effective = [n * (t if t < 1 else 1 + again * (1 - np.exp(-(t - 1) / again))) if again else n for _, n, t in GRID]
-    error = np.array([0.1 + 3 * p**-0.25 + 20 * n**-0.4 for (p, _, _), n in zip(GRID, effective, strict=True)])
+    effective = [
+        n * (t if t < 1 else 1 + again * (1 - np.exp(-(t - 1) / again))) if again else n
+        for _, n, t in GRID
+    ]
+    error = np.array(
+        [0.1 + 3 * p**-0.25 + 20 * n**-0.4 for (p, _, _), n in zip(GRID, effective, strict=True)]
+    )
     found = fit(REPEATS_LAW if again else SUM_LAW, points, error).parameters
-    planted = {"A": 3, "alpha": 0.25, "B": 20, "beta": 0.4, "E_inf": 0.1} | ({"R*": again} if again else {})
+    planted = {"A": 3, "alpha": 0.25, "B": 20, "beta": 0.4, "E_inf": 0.1} | (
+        {"R*": again} if again else {}
+    )
     assert {name: value[0] for name, value in found.items()} == pytest.approx(planted, rel=1e-4)
 
 
@@ -70,7 +94,9 @@ def test_factors_are_those_of_non_negative_least_squares() -> None:
 def made(salt: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """24 runs with 5 checkpoints each, b = 0, 1 % noise: compute, error, runs."""
     rng = np.random.default_rng([salt, 7])
-    compute = np.concatenate([10 ** rng.uniform(14, 17) * np.array([1, 2, 4, 8, 16]) for _ in range(24)])
+    compute = np.concatenate(
+        [10 ** rng.uniform(14, 17) * np.array([1, 2, 4, 8, 16]) for _ in range(24)]
+    )
     error = np.array([law(value / 1e14, a=0.6, b=0, alpha=0.35, floor=0.1) for value in compute])
     return {"compute": compute}, error * rng.normal(1, 0.01, 120), np.repeat(np.arange(24), 5)
 
@@ -78,7 +104,9 @@ def made(salt: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
 def covers(salt: int, *, resamples: int) -> bool:
     points, error, runs = made(salt)
     weights = Sample("", points, error, runs).resamples(resamples, seed=salt)
-    low, high = np.percentile(fit(FORMS["b = 0"], points, error, weights).parameters["alpha"][1:], (2.5, 97.5))
+    low, high = np.percentile(
+        fit(FORMS["b = 0"], points, error, weights).parameters["alpha"][1:], (2.5, 97.5)
+    )
     return bool(low <= 0.35 <= high)
 
 
@@ -97,14 +125,26 @@ def test_a_resample_is_fitted_as_its_points_alone_would_be() -> None:
     for name, form in FORMS.items():
         together = fit(form, points, error, weights)
         for row, counts in enumerate(weights.astype(int)):
-            alone = fit(form, {"compute": np.repeat(points["compute"], counts)}, np.repeat(error, counts))
+            alone = fit(
+                form, {"compute": np.repeat(points["compute"], counts)}, np.repeat(error, counts)
+            )
             assert together.squares_B[row] == pytest.approx(alone.squares_B[0], rel=1e-6), name
 
 
-def sample_of(alpha: float, beta: float, *, sizes: int = 6, noise: float = 0.0, unit: float = 1.0) -> list[Point]:
-    """E = .1 + .1 (P / 3e7)^-alpha + b (N / 3e6)^-beta at T = 50, b such that 3e7 and 3e6 are the best of their compute."""
+def sample_of(
+    alpha: float, beta: float, *, sizes: int = 6, noise: float = 0.0, unit: float = 1.0
+) -> list[Point]:
+    """E = .1 + .1 (P / 3e7)^-alpha + b (N / 3e6)^-beta at T = 50, b such that 3e7 and 3e6 are the
+    best of their compute."""
     rng = np.random.default_rng(0)
-    place = {"plan": "made", "stage": "probe", "member": 0, "labels": "{}", "task": "probe", "target": "shapes"}
+    place = {
+        "plan": "made",
+        "stage": "probe",
+        "member": 0,
+        "labels": "{}",
+        "task": "probe",
+        "target": "shapes",
+    }
     rows = []
     for p in np.geomspace(1e6, 1e9, sizes):
         for n in np.geomspace(1e5, 1e8, max(sizes, 4)):
@@ -112,7 +152,11 @@ def sample_of(alpha: float, beta: float, *, sizes: int = 6, noise: float = 0.0, 
                 seen = n * (t / 50) ** 0.5
                 error = 0.1 + 0.1 * (p / 3e7) ** -alpha + 0.1 * alpha / beta * (seen / 3e6) ** -beta
                 error *= rng.normal(1, noise)
-                known = {"weights": f"{p:.3g}-{n:.3g}", "epochs": t * (1 + 1e-3 * rng.random()), "samples": round(n * t)}
+                known = {
+                    "weights": f"{p:.3g}-{n:.3g}",
+                    "epochs": t * (1 + 1e-3 * rng.random()),
+                    "samples": round(n * t),
+                }
                 cost = {"compute": unit * 6 * p * n * t, "parameters": round(p), "images": round(n)}
                 rows.append(Point(**place, run=f"{len(rows)}", error=error, **known, **cost))  # type: ignore[arg-type]
     return rows
@@ -127,9 +171,13 @@ def written(points: list[Point], place: Path) -> Path:
 def test_the_allocation_is_the_closed_form(tmp_path: Path, alpha: float, beta: float) -> None:
     """P* ~ C^(beta / (alpha + beta)): by the law exactly, by the frontier of a fine grid nearly."""
     best = 6 * 3e7 * 3e6 * 50
-    inside = [each for each in sample_of(alpha, beta, sizes=40) if each.epochs < 60 and best / 200 < each.compute < best * 200]  # type: ignore[operator]
+    inside = [
+        each
+        for each in sample_of(alpha, beta, sizes=40)
+        if each.epochs < 60 and best / 200 < each.compute < best * 200
+    ]  # type: ignore[operator]
     points = written(inside, tmp_path / "p.parquet")
-    ((sample,), _) = read_samples([points])
+    (sample,), _ = read_samples([points])
     found = by_frontier(sample, sample.resamples(5))
     assert isinstance(found, Allocation)
     closed = beta / (alpha + beta)
@@ -141,12 +189,16 @@ def test_the_allocation_is_the_closed_form(tmp_path: Path, alpha: float, beta: f
         closed, abs=0.15
     )  # a parabola is not the law
     exact = fit(SUM_LAW, sample.points, sample.errors_N).parameters
-    assert exact["beta"][0] / (exact["alpha"][0] + exact["beta"][0]) == pytest.approx(closed, rel=1e-3)
+    assert exact["beta"][0] / (exact["alpha"][0] + exact["beta"][0]) == pytest.approx(
+        closed, rel=1e-3
+    )
 
 
 def test_the_frontier_is_the_least_error_so_far() -> None:
     rng = np.random.default_rng(1)
-    sample = Sample("", {"compute": np.arange(1.0, 41.0)}, rng.random(40), np.repeat(np.arange(8), 5))
+    sample = Sample(
+        "", {"compute": np.arange(1.0, 41.0)}, rng.random(40), np.repeat(np.arange(8), 5)
+    )
     for weights, row in zip(counts := sample.resamples(20), sample.frontier(counts), strict=True):
         best, expected = 2.0, []
         for number in range(40):
@@ -160,7 +212,10 @@ def test_three_runs_have_a_line_and_no_interval() -> None:
     """Of so many more at other lengths."""
     points = {name: np.geomspace(1, 4096, 12) for name in ("compute", "parameters", "images")}
     sample = Sample("", points, np.linspace(0.9, 0.2, 12), np.arange(12))
-    few, all_of_them = (by_frontier(each, np.ones((3, len(each.errors_N)))) for each in (sample.of(np.arange(12) < 3), sample))
+    few, all_of_them = (
+        by_frontier(each, np.ones((3, len(each.errors_N))))
+        for each in (sample.of(np.arange(12) < 3), sample)
+    )
     assert isinstance(few, Allocation) and isinstance(all_of_them, Allocation)
     assert all_of_them.facts["intervals_95"] and not few.facts["intervals_95"]
 
@@ -171,51 +226,86 @@ def test_nothing_is_said_of_a_largest_size_without_errors() -> None:
     for least, is_known in ((0.05, True), (0.0, False)):
         sample = Sample("", points, np.where(compute == 1e4, least, compute**-0.2), np.arange(8))
         found = estimate(FORMS["b = 0"], sample, np.ones((3, 8)))
-        assert isinstance(found, Estimate) and np.isfinite(found.facts["largest_size_left_out"]) == is_known
+        assert (
+            isinstance(found, Estimate)
+            and np.isfinite(found.facts["largest_size_left_out"]) == is_known
+        )
 
 
 def test_rows_of_two_files_of_one_name_are_different_runs(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / "law.csv").write_text(csv([1, 10, 100], FALLING[:3]))
-    ((sample,), _) = read_samples([tmp_path / name / "law.csv" for name in "ab"])
+    (sample,), _ = read_samples([tmp_path / name / "law.csv" for name in "ab"])
     assert sample.num_runs == 6
 
 
 def test_nothing_depends_on_units_or_on_the_order_of_rows(tmp_path: Path) -> None:
     def studied(points: list[Point], name: str) -> Study:
-        ((sample,), _) = read_samples([written(points, tmp_path / f"{name}.parquet")])
+        (sample,), _ = read_samples([written(points, tmp_path / f"{name}.parquet")])
         return study(sample, epochs=50, resamples=40)
 
     plain = studied(points := sample_of(0.3, 0.25, noise=0.01), "plain")
-    mixed = studied([points[number] for number in np.random.default_rng(2).permutation(len(points))], "mixed")
+    mixed = studied(
+        [points[number] for number in np.random.default_rng(2).permutation(len(points))], "mixed"
+    )
     other = studied(sample_of(0.3, 0.25, noise=0.01, unit=1e-15), "other")
-    for (name, _, one), (_, _, same), (_, _, scaled) in zip(plain.found(), mixed.found(), other.found(), strict=True):
-        assert all(one.facts[key] == same.facts[key] for key in ("parameters", "intervals_95")), name
+    for (name, _, one), (_, _, same), (_, _, scaled) in zip(
+        plain.found(), mixed.found(), other.found(), strict=True
+    ):
+        assert all(one.facts[key] == same.facts[key] for key in ("parameters", "intervals_95")), (
+            name
+        )
         first, second = one.facts["parameters"], scaled.facts["parameters"]
         free = {key for key in first if not (name == "compute" and key in ("a", "b"))}
-        assert {key: second[key] for key in free} == pytest.approx({key: first[key] for key in free}, rel=1e-6, abs=1e-9)
+        assert {key: second[key] for key in free} == pytest.approx(
+            {key: first[key] for key in free}, rel=1e-6, abs=1e-9
+        )
     best = plain.laws["compute"][FULL], other.laws["compute"][FULL]
     assert isinstance(best[0], Estimate) and isinstance(best[1], Estimate)
-    assert best[1].facts["parameters"]["b"] == pytest.approx(best[0].facts["parameters"]["b"] * 1e-15, rel=1e-5)
+    assert best[1].facts["parameters"]["b"] == pytest.approx(
+        best[0].facts["parameters"]["b"] * 1e-15, rel=1e-5
+    )
 
 
-def test_the_command_leaves_tables_pictures_and_how_it_was_done(tmp_path: Path, capsys: Capture) -> None:
+def test_the_command_leaves_tables_pictures_and_how_it_was_done(
+    tmp_path: Path, capsys: Capture
+) -> None:
     points = written(sample_of(0.35, 0.2, noise=0.01), tmp_path / "points.parquet")
-    assert main(["scaling", str(points), "--quick", "--epochs", "30", "--out", str(tmp_path / "laws")]) == 0
+    assert (
+        main(["scaling", str(points), "--quick", "--epochs", "30", "--out", str(tmp_path / "laws")])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "shapes" in printed and "repeats" in printed and "off by" in printed
     assert "shapes: no points at T = 30; sum and allocation are of T = 50" in printed
     facts = json.loads((tmp_path / "laws.json").read_text())
-    assert facts["checklist"]["resamples"] == 200 and facts["read"] and facts["targets"]["shapes"]["runs"] == 36
+    assert (
+        facts["checklist"]["resamples"] == 200
+        and facts["read"]
+        and facts["targets"]["shapes"]["runs"] == 36
+    )
     found = facts["targets"]["shapes"]["laws"]["sum"]["law"]
     low, high = found["intervals_95"]["P* exponent"]
-    assert low <= 0.2 / 0.55 <= high and found["points"] == 36 and found["largest_size_left_out"] < 0.05
+    assert (
+        low <= 0.2 / 0.55 <= high
+        and found["points"] == 36
+        and found["largest_size_left_out"] < 0.05
+    )
     rows = pq.read_table(tmp_path / "laws.parquet").to_pylist()
-    assert {row["law"] for row in rows} >= {"compute", "size", "data", "sum", "repeats", "allocation"}
+    assert {row["law"] for row in rows} >= {
+        "compute",
+        "size",
+        "data",
+        "sum",
+        "repeats",
+        "allocation",
+    }
     assert all(row["low"] <= row["high"] for row in rows)
     for which in ("compute", "size-data", "allocation", "isoflop"):
-        assert (tmp_path / f"laws-{which}.png").stat().st_size > 5_000 and (tmp_path / f"laws-{which}.svg").exists()
+        assert (tmp_path / f"laws-{which}.png").stat().st_size > 5_000 and (
+            tmp_path / f"laws-{which}.svg"
+        ).exists()
 
 
 def csv(compute: object, error: object) -> str:
@@ -231,15 +321,23 @@ FALLING = (0.9, 0.8, 0.7, 0.6, 0.5)
     [
         (csv([], []), "no point has a compute and an error"),
         (csv([1, 10, 100, 1000, 1e4], [90, 80, 70, 60, 50]), "divide percents by 100"),
-        (csv([1, 10, 100, 1000, 1e4], [0.9, 0.8, float("nan"), 0.6, 0.5]), "every error must be a share"),
+        (
+            csv([1, 10, 100, 1000, 1e4], [0.9, 0.8, float("nan"), 0.6, 0.5]),
+            "every error must be a share",
+        ),
         (csv([0, 10, 100, 1000, 1e4], FALLING), "every compute must be a positive number"),
-        (None, "No such file or directory; give points, or a CSV with the columns compute and error"),
+        (
+            None,
+            "No such file or directory; give points, or a CSV with the columns compute and error",
+        ),
         ("a folder", "points.csv"),
         ("flops,error\n1,0.5\n", "needs the columns compute and error, all numbers"),
         ("compute,error\n1\n", "needs the columns compute and error, all numbers"),
     ],
 )
-def test_points_that_will_not_do_are_one_clear_line(tmp_path: Path, capsys: Capture, text: str | None, message: str) -> None:
+def test_points_that_will_not_do_are_one_clear_line(
+    tmp_path: Path, capsys: Capture, text: str | None, message: str
+) -> None:
     path = tmp_path / "points.csv"
     if text == "a folder":
         path.mkdir()
@@ -252,9 +350,17 @@ def test_points_that_will_not_do_are_one_clear_line(tmp_path: Path, capsys: Capt
 
 def test_points_too_few_for_a_law_are_named_and_drawn(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "points.csv").write_text(csv([1, 10, 100], FALLING[:3]))
-    assert main(["scaling", str(tmp_path / "points.csv"), "--quick", "--out", str(tmp_path / "laws")]) == 0
-    assert "points: compute: 3 amounts of compute cannot fix 3 parameters; 4 are needed" in capsys.readouterr().out
-    lacking = json.loads((tmp_path / "laws.json").read_text())["targets"]["points"]["too_few_points"]
+    assert (
+        main(["scaling", str(tmp_path / "points.csv"), "--quick", "--out", str(tmp_path / "laws")])
+        == 0
+    )
+    assert (
+        "points: compute: 3 amounts of compute cannot fix 3 parameters; 4 are needed"
+        in capsys.readouterr().out
+    )
+    lacking = json.loads((tmp_path / "laws.json").read_text())["targets"]["points"][
+        "too_few_points"
+    ]
     assert lacking["allocation"] == "no epochs are known" and set(lacking) >= {
         "compute",
         "size",

@@ -1,4 +1,5 @@
-"""Checkouts in an empty directory, whose SLURM is stand-ins; and runs that look finished, without the training."""
+"""Checkouts in an empty directory, whose SLURM is stand-ins; and runs that look finished, without
+the training."""
 
 import os
 import subprocess
@@ -26,7 +27,9 @@ def stand_in(root: Path, name: str, does: str) -> None:
 def run(root: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     outer = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = outer | {"PATH": f"{root}:{os.environ['PATH']}"} | environment
-    return subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        words, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def finish(work: Work) -> None:

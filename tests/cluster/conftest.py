@@ -1,4 +1,5 @@
-"""Plans and submissions name their files from the repository root: here an empty directory with its configs and its job scripts."""
+"""Plans and submissions name their files from the repository root: here an empty directory with its
+configs and its job scripts."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The doctor against stand-ins of SLURM's commands: what it concludes from their answers, and that it never submits."""
+"""The doctor against stand-ins of SLURM's commands: what it concludes from their answers, and that
+it never submits."""
 
 import os
 import shutil
@@ -6,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from cluster.doctor import check_job, check_locks, check_python, check_slurm, judge_time_limit, main, minutes_of
+from cluster.doctor import (
+    check_job,
+    check_locks,
+    check_python,
+    check_slurm,
+    judge_time_limit,
+    main,
+    minutes_of,
+)
 from cluster.slurm import Submission, read_submission
 from tests.cluster.checkouts import run, stand_in
 from tests.ranks import REPOSITORY
@@ -58,7 +67,8 @@ def test_file_systems_with_node_local_locks_are_reported(
     place = f"{tmp_path}/a folder{point}".replace(" ", "\\040")
     (tmp_path / "a folder/runs").mkdir(parents=True)
     (tmp_path / "mounts").write_text(
-        f"proc /proc proc rw 0 0\n/dev/a / ext4 rw,nolock 0 0\n/dev/c {tmp_path} ext4 rw 0 0\nx {place} x {options} 0 0\n"
+        f"proc /proc proc rw 0 0\n/dev/a / ext4 rw,nolock 0 0\n/dev/c {tmp_path} ext4 rw 0 0\nx"
+        f" {place} x {options} 0 0\n"
     )
     monkeypatch.setattr("cluster.doctor.MOUNTS", tmp_path / "mounts")
     monkeypatch.chdir(tmp_path / "a folder")
@@ -78,32 +88,68 @@ def test_file_systems_with_node_local_locks_are_reported(
         (["--time=8"], "time limit", "FAULT", "lasts 8 min", "5 min before"),
         (["-t6:00:00"], "time limit", "ok", "lasts 6 h, saves 5 min before", ""),
         (["--time=12h"], "time limit", "FAULT", "12h is no time", "hours:minutes:seconds"),
-        (["-p", "nowhere", "cluster/probe.slurm"], "submission", "FAULT", "Invalid partition name", "SBATCH_PARTITION"),
+        (
+            ["-p", "nowhere", "cluster/probe.slurm"],
+            "submission",
+            "FAULT",
+            "Invalid partition name",
+            "SBATCH_PARTITION",
+        ),
         (["--partition=high"], "partition", "FAULT", "high is DRAIN", "another partition"),
         (["--partition=high"], "time limit", "ok", "high has none", ""),
-        (["cluster/pretrian.slurm"], "submission", "FAULT", "no such file", "cluster/pretrain.slurm"),
+        (
+            ["cluster/pretrian.slurm"],
+            "submission",
+            "FAULT",
+            "no such file",
+            "cluster/pretrain.slurm",
+        ),
     ],
 )
 def test_what_is_concluded_from_slurms_answers(
     slurm: Path, words: list[str], check: str, verdict: str, found: str, remedy: str
 ) -> None:
-    (finding,) = [each for each in check_slurm(read_submission(words), os.environ) if each.check == check]
+    (finding,) = [
+        each for each in check_slurm(read_submission(words), os.environ) if each.check == check
+    ]
     assert finding.verdict == verdict and found in finding.found and remedy in finding.remedy
-    assert all("--test-only" in line for line in Path("calls").read_text().splitlines() if line) if Path("calls").exists() else True
+    assert (
+        all("--test-only" in line for line in Path("calls").read_text().splitlines() if line)
+        if Path("calls").exists()
+        else True
+    )
 
 
-def test_without_slurm_there_is_one_clear_line(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_there_is_one_clear_line(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in(slurm, "scontrol", "echo unable to contact >&2; exit 1")
     (down,) = check_slurm(Submission(), os.environ)
-    assert down.verdict == "FAULT" and "does not answer" in down.found and "unable to contact" in down.found
+    assert (
+        down.verdict == "FAULT"
+        and "does not answer" in down.found
+        and "unable to contact" in down.found
+    )
     monkeypatch.setenv("PATH", "/nowhere")
     (finding,) = check_slurm(Submission(), os.environ)
-    assert finding.verdict == "FAULT" and "no sbatch, srun" in finding.found and "make study" in finding.remedy
+    assert (
+        finding.verdict == "FAULT"
+        and "no sbatch, srun" in finding.found
+        and "make study" in finding.remedy
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "minutes"),
-    [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("2-0", 2880), ("1-12:30", 2190), ("UNLIMITED", float("inf")), ("12h", None)],
+    [
+        ("90", 90),
+        ("90:30", 90.5),
+        ("1:30:00", 90),
+        ("2-0", 2880),
+        ("1-12:30", 2190),
+        ("UNLIMITED", float("inf")),
+        ("12h", None),
+    ],
 )
 def test_durations_are_read_as_slurm_reads_them(text: str, minutes: float | None) -> None:
     assert minutes_of(text) == minutes
@@ -116,14 +162,24 @@ def test_durations_are_read_as_slurm_reads_them(text: str, minutes: float | None
         (("requirements.lock", ".venv/bin/python", ".venv/.installed"), {}, "ok", "whole"),
         (("requirements.lock",), {}, "FAULT", "no .venv"),
         ((".venv/bin/python", "requirements.lock"), {}, "FAULT", "half installed"),
-        ((".venv/bin/python", ".venv/.installed", "requirements.lock", "newer"), {}, "FAULT", "older than"),
+        (
+            (".venv/bin/python", ".venv/.installed", "requirements.lock", "newer"),
+            {},
+            "FAULT",
+            "older than",
+        ),
         ((), {"APPTAINER_IMAGE": "/x.sif"}, "FAULT", "/x.sif: no such readable image"),
         ((), {"APPTAINER_IMAGE": "/x.sif", "PYXIS_IMAGE": "y"}, "FAULT", "both"),
         ((), {"PYXIS_IMAGE": "python:3.11"}, "ok", "in the container python:3.11"),
     ],
 )
 def test_an_environment_that_is_not_whole_is_a_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: tuple[str, ...], environment: dict[str, str], verdict: str, found: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    made: tuple[str, ...],
+    environment: dict[str, str],
+    verdict: str,
+    found: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in made:
@@ -132,7 +188,11 @@ def test_an_environment_that_is_not_whole_is_a_fault(
     if "newer" in made:
         os.utime(".venv/.installed", (1, 1))
     (finding,) = check_python(Submission(), environment)
-    assert finding.verdict == verdict and found in finding.found and (verdict == "ok" or finding.remedy)
+    assert (
+        finding.verdict == verdict
+        and found in finding.found
+        and (verdict == "ok" or finding.remedy)
+    )
 
 
 def test_the_given_job_is_checked_as_it_will_be(slurm: Path, shapes: Path) -> None:
@@ -145,16 +205,33 @@ def test_the_given_job_is_checked_as_it_will_be(slurm: Path, shapes: Path) -> No
         (job, "FAULT", "is no finished dataset"),
     ):
         finding, *more = check_job(read_submission(words), os.environ)
-        assert (finding.check, finding.verdict) == ("config", verdict) and found in finding.found, finding
+        assert (finding.check, finding.verdict) == ("config", verdict) and found in finding.found, (
+            finding
+        )
         assert [each.verdict for each in more] == ["warning"] * ("--gpus-per-node=1" in words), more
-        assert all("2 nodes would take" in each.found and "use --nodes=1" in each.remedy for each in more)
+        assert all(
+            "2 nodes would take" in each.found and "use --nodes=1" in each.remedy for each in more
+        )
     assert not Path("jobs").exists(), "nothing is kept"
 
 
 def test_ranks_follow_from_the_words_of_the_submission() -> None:
-    words = (["-N", "4", "--gpus-per-node=h100:8"], ["--nodes=4", "--gres=gpu:2"], ["--nodes=2-4"], [])
-    assert [Submission(tuple(each)).ranks({}) for each in words] == [(4, 8), (4, 2), (None, 1), (1, 1)]
-    assert Submission(("-N2",)).ranks({"RANKS_PER_NODE": "3", "SBATCH_GPUS_PER_NODE": "8"}) == (2, 3)
+    words = (
+        ["-N", "4", "--gpus-per-node=h100:8"],
+        ["--nodes=4", "--gres=gpu:2"],
+        ["--nodes=2-4"],
+        [],
+    )
+    assert [Submission(tuple(each)).ranks({}) for each in words] == [
+        (4, 8),
+        (4, 2),
+        (None, 1),
+        (1, 1),
+    ]
+    assert Submission(("-N2",)).ranks({"RANKS_PER_NODE": "3", "SBATCH_GPUS_PER_NODE": "8"}) == (
+        2,
+        3,
+    )
 
 
 def test_a_whole_visit_submits_nothing_leaves_nothing_and_fits_the_terminal(
@@ -181,7 +258,10 @@ def test_site_env_counts_less_than_what_is_given_and_may_not_be_broken(slurm: Pa
     site.write_text("export SBATCH_TIMELIMIT=3-0 PREFLIGHT=1\n")
     done = run(slurm, "cluster/doctor")
     assert done.returncode == 1 and "a start of a job lasts 3 d" in done.stdout, done
-    show = '. cluster/environment.sh cluster/site.env; echo "$PREFLIGHT $SBATCH_TIMELIMIT,$JOB_SETTINGS_GIVEN"'
+    show = (
+        '. cluster/environment.sh cluster/site.env; echo "$PREFLIGHT'
+        ' $SBATCH_TIMELIMIT,$JOB_SETTINGS_GIVEN"'
+    )
     assert run(slurm, "bash", "-c", show, PREFLIGHT="0").stdout == "0 3-0, PREFLIGHT\n"
     site.write_text("export A='x\n")
     assert "bash cannot read it" in run(slurm, "cluster/doctor").stdout

@@ -1,4 +1,5 @@
-"""`wide-mlps init` and the wheel: what a folder has from which jobs are submitted, with no checkout anywhere."""
+"""`wide-mlps init` and the wheel: what a folder has from which jobs are submitted, with no checkout
+anywhere."""
 
 import re
 import shutil
@@ -24,10 +25,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built of a copy: setuptools leaves its work beside what it builds."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in (*FLOORS, "configs"):
-        shutil.copytree(REPOSITORY / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / name,
+            source / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(REPOSITORY / name, source)
-    words = ["-m", "uv", "build", "--quiet", "--wheel", "--no-config", "--no-build-isolation", "--offline", "--python"]
+    words = [
+        "-m",
+        "uv",
+        "build",
+        "--quiet",
+        "--wheel",
+        "--no-config",
+        "--no-build-isolation",
+        "--offline",
+        "--python",
+    ]
     subprocess.run([sys.executable, *words, sys.executable, "-o", out, source], check=True)
     (built,) = out.glob("*.whl")
     return built
@@ -41,7 +57,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([*uv, "venv", "--python", sys.executable, "--allow-existing", place], check=True)
     subprocess.run([*uv, "pip", "install", "--python", place, "--no-deps", wheel], check=True)
     (packages,) = place.glob("lib/python*/site-packages")
-    (packages / "base.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth, of this checkout, are not followed
+    (packages / "base.pth").write_text(
+        sysconfig.get_path("purelib")
+    )  # its own .pth, of this checkout, are not followed
     return place
 
 
@@ -49,7 +67,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(installed: Path, tmp_path: Path) -> Path:
     """As a new user has it, with a SLURM that is a stand-in."""
     done = run(tmp_path, f"{installed}/bin/wide-mlps", "init", ".")
-    assert done.returncode == 0 and "describe your site in cluster/site.env, then cluster/doctor" in done.stdout, done.stderr
+    assert (
+        done.returncode == 0
+        and "describe your site in cluster/site.env, then cluster/doctor" in done.stdout
+    ), done.stderr
     for name in ("squeue", "scancel", "sbatch"):
         stand_in(tmp_path, name, STAND_IN)
     return tmp_path
@@ -57,37 +78,77 @@ def folder(installed: Path, tmp_path: Path) -> Path:
 
 def test_the_wheel_requires_one_pil_and_holds_every_config_and_job_script(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if not name.endswith(".py") and "dist-info" not in name}
-        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
-    configs = {f"cluster/{path.relative_to(REPOSITORY)}" for path in REPOSITORY.glob("configs/*/*.*")}
-    files = {f"cluster/{path.name}" for path in (REPOSITORY / "cluster").iterdir() if path.is_file() and path.suffix != ".py"}
-    files |= {str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("pretrain/start/*.yaml")} | {"analysis/paper.html"}
-    of_a_checkout = {f"cluster/{name}" for name in ("apptainer.def", "Containerfile", "skypilot.yaml")}
+        names = {
+            name
+            for name in archive.namelist()
+            if not name.endswith(".py") and "dist-info" not in name
+        }
+        (metadata,) = (
+            archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA")
+        )
+    configs = {
+        f"cluster/{path.relative_to(REPOSITORY)}" for path in REPOSITORY.glob("configs/*/*.*")
+    }
+    files = {
+        f"cluster/{path.name}"
+        for path in (REPOSITORY / "cluster").iterdir()
+        if path.is_file() and path.suffix != ".py"
+    }
+    files |= {
+        str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("pretrain/start/*.yaml")
+    } | {"analysis/paper.html"}
+    of_a_checkout = {
+        f"cluster/{name}" for name in ("apptainer.def", "Containerfile", "skypilot.yaml")
+    }
     assert names == configs | files - of_a_checkout and len(configs) > 20
     assert re.findall(r"^Requires-Dist: (pillow\S*?)[><=;]", metadata, re.MULTILINE) == ["pillow"]
     assert {"onnx", "remote"} <= set(re.findall(r"^Provides-Extra: (\S+)", metadata, re.MULTILINE))
-    assert "arxiv.org/abs/2306.13575" in metadata and "arxiv.org/abs/2306.01470" in metadata and "License:" not in metadata
+    assert (
+        "arxiv.org/abs/2306.13575" in metadata
+        and "arxiv.org/abs/2306.01470" in metadata
+        and "License:" not in metadata
+    )
 
 
 def test_every_command_of_the_readme_works_there(folder: Path) -> None:
     section = (REPOSITORY / "README.md").read_text().partition("## On a cluster")[2]
-    commands = [line.partition("#")[0].split() for line in re.findall(r"^cluster/.*", section, re.MULTILINE)]
+    commands = [
+        line.partition("#")[0].split() for line in re.findall(r"^cluster/.*", section, re.MULTILINE)
+    ]
     assert [words[0] for words in commands] == ["cluster/doctor", *["cluster/submit"] * 4]
     for program, *words in commands[1:]:
         assert (folder / words[-1]).is_file()
-        if "b_scaling" in words[-1]:  # as the plan before it, with so many members that they would take seconds
+        if (
+            "b_scaling" in words[-1]
+        ):  # as the plan before it, with so many members that they would take seconds
             continue
         done = run(folder, program, "--hold", *words)  # the archives need not be there
         assert done.returncode == 0 and done.stderr == "", done.stderr
-    calls = [line.split() for line in (folder / "calls").read_text().splitlines() if line.startswith("sbatch")]
+    calls = [
+        line.split()
+        for line in (folder / "calls").read_text().splitlines()
+        if line.startswith("sbatch")
+    ]
     scripts = {word for words in calls for word in words if word.endswith(".slurm")}
-    assert {Path(script).name for script in scripts} >= {"pretrain.slurm", "data_prep.slurm", "probe.slurm"}
-    assert all(Path(script).is_relative_to(folder / "jobs/snapshots") and Path(script).is_file() for script in scripts)
+    assert {Path(script).name for script in scripts} >= {
+        "pretrain.slurm",
+        "data_prep.slurm",
+        "probe.slurm",
+    }
+    assert all(
+        Path(script).is_relative_to(folder / "jobs/snapshots") and Path(script).is_file()
+        for script in scripts
+    )
     done = run(folder, *commands[0])
-    assert re.search(r"^ok +python ", done.stdout, re.MULTILINE) and "is no finished dataset" in done.stdout, done.stdout
+    assert (
+        re.search(r"^ok +python ", done.stdout, re.MULTILINE)
+        and "is no finished dataset" in done.stdout
+    ), done.stdout
 
 
-def test_a_snapshot_has_the_code_of_the_package_and_the_site_of_the_folder(folder: Path, installed: Path) -> None:
+def test_a_snapshot_has_the_code_of_the_package_and_the_site_of_the_folder(
+    folder: Path, installed: Path
+) -> None:
     (folder / "cluster/site.env").write_text("export PREFLIGHT=0\n")
     taken = Path(run(folder, "cluster/snapshot").stdout.strip())
     (packages,) = installed.glob("lib/python*/site-packages")
@@ -95,17 +156,27 @@ def test_a_snapshot_has_the_code_of_the_package_and_the_site_of_the_folder(folde
         for path in (packages / floor).rglob("*.py"):
             kept = taken / path.relative_to(packages)
             assert not kept.is_symlink() and kept.read_bytes() == path.read_bytes()
-    assert (taken / "cluster/site.env").read_text() == "export PREFLIGHT=0\n" and not (taken / "cluster/start.sh").is_symlink()
+    assert (taken / "cluster/site.env").read_text() == "export PREFLIGHT=0\n" and not (
+        taken / "cluster/start.sh"
+    ).is_symlink()
     assert (taken / "COMMIT").read_text().startswith("wide_mlps-")
     assert (taken / "configs/plan/demo.yaml").is_file()
     (packages / "analysis/later.py").write_text("")  # as an upgrade might
     later = Path(run(folder, "cluster/snapshot").stdout.strip())
     (packages / "analysis/later.py").unlink()
-    assert later != taken and (later / "analysis/later.py").is_file() and not (taken / "analysis/later.py").exists()
+    assert (
+        later != taken
+        and (later / "analysis/later.py").is_file()
+        and not (taken / "analysis/later.py").exists()
+    )
 
 
-def test_typed_again_it_keeps_what_was_edited_and_mends_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    site, script, program = (tmp_path / "cluster" / name for name in ("site.env", "probe.slurm", "submit"))
+def test_typed_again_it_keeps_what_was_edited_and_mends_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site, script, program = (
+        tmp_path / "cluster" / name for name in ("site.env", "probe.slurm", "submit")
+    )
     assert main(["init", str(tmp_path)]) == 0
     site.write_text("export SBATCH_PARTITION=mine\n")
     script.unlink()
@@ -114,10 +185,16 @@ def test_typed_again_it_keeps_what_was_edited_and_mends_the_rest(tmp_path: Path,
     capsys.readouterr()
     assert main(["init", str(tmp_path)]) == 0
     assert f"kept, as you have edited it: {site}\n" in capsys.readouterr().out
-    assert site.read_text() == "export SBATCH_PARTITION=mine\n" and script.is_file() and program.resolve() == HERE / "submit"
+    assert (
+        site.read_text() == "export SBATCH_PARTITION=mine\n"
+        and script.is_file()
+        and program.resolve() == HERE / "submit"
+    )
 
 
-def test_where_it_cannot_be_laid_out_one_line_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_it_cannot_be_laid_out_one_line_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for folder in ("own/.venv", "half", "taken/cluster/site.env"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("file", "half/cluster"):
@@ -125,10 +202,16 @@ def test_where_it_cannot_be_laid_out_one_line_says_why(tmp_path: Path, capsys: p
     for place, words in (
         (REPOSITORY, "holds the code itself"),
         (tmp_path / "file", "cannot be made, for a file is in its place; name another directory"),
-        (tmp_path / "half", "half/cluster: cannot be made, for a file is in its place; name another directory"),
+        (
+            tmp_path / "half",
+            "half/cluster: cannot be made, for a file is in its place; name another directory",
+        ),
         (tmp_path / "own", "move it away"),
         (tmp_path / "taken", "taken/cluster/site.env'; mend that, and the same command goes on"),
-        (Path("/sys/mine"), "Operation not permitted: '/sys/mine'; mend that, and the same command goes on"),
+        (
+            Path("/sys/mine"),
+            "Operation not permitted: '/sys/mine'; mend that, and the same command goes on",
+        ),
     ):
         assert main(["init", str(place)]) == (1 if "not permitted" in words else 2)
         said = capsys.readouterr().err

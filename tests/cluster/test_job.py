@@ -1,4 +1,5 @@
-"""The supervisor of a job against stand-ins for SLURM: its code, what it asks, which nodes are left, when it gives up."""
+"""The supervisor of a job against stand-ins for SLURM: its code, what it asks, which nodes are
+left, when it gives up."""
 
 import ast
 import json
@@ -22,7 +23,8 @@ from cluster.slurm import slurm, state_of
 from cluster.starts import give_up_reason, has_trained, read_starts
 from tests.cluster.checkouts import run, stand_in
 
-# ---- the code that it runs --------------------------------------------------------------------------------------------
+# ---- the code that it runs
+# --------------------------------------------------------------------------------------------
 
 
 STUB = """
@@ -42,8 +44,8 @@ sys.exit(7 if Path(os.environ["STOPPED"]).exists() else 1)
 
 
 def test_a_job_runs_what_was_kept_and_no_signal_is_lost(tmp_path: Path) -> None:
-    """Also where the script's first start is SLURM's second (a failed prolog, a lost node), the locale knows no \u00e9, and what is
-    live is broken by then."""
+    """Also where the script's first start is SLURM's second (a failed prolog, a lost node), the
+    locale knows no \u00e9, and what is live is broken by then."""
     root = tmp_path / "a check out"
     for floor in ("data_prep", "pretrain", "finetune", "analysis", "configs", "jobs/77"):
         (root / floor).mkdir(parents=True)
@@ -55,11 +57,17 @@ def test_a_job_runs_what_was_kept_and_no_signal_is_lost(tmp_path: Path) -> None:
     for name in ("loops.py", "__pycache__/loops.nbi"):
         (root / "pretrain" / name).touch()
     said = "JobId=77 Command=x SubmitTime=2026-01-01T10:00:00"
-    stand_in(root, "scontrol", f'[ "$SLURM_TIME_FORMAT" = standard ] && echo "{said}"; echo "scontrol: warning: odd" >&2')
+    stand_in(
+        root,
+        "scontrol",
+        f'[ "$SLURM_TIME_FORMAT" = standard ] && echo "{said}"; echo "scontrol: warning: odd" >&2',
+    )
     plain = shutil.copy(root / "cluster/pretrain.slurm", tmp_path / "plain")
     kept = run(root, "cluster/snapshot").stdout.strip()
     loops, as_kept = (Path(place, "pretrain/loops.py") for place in (root, kept))
-    assert as_kept.stat().st_mtime_ns == loops.stat().st_mtime_ns  # by which numba knows whether what it has compiled will do
+    assert (
+        as_kept.stat().st_mtime_ns == loops.stat().st_mtime_ns
+    )  # by which numba knows whether what it has compiled will do
     assert (as_kept.parent / "__pycache__/loops.nbi").exists()
     submitted = shutil.copy(f"{kept}/cluster/pretrain.slurm", tmp_path / "submitted")
     for name in ("start.sh", "snapshot", "job.py", "environment.sh"):
@@ -67,15 +75,27 @@ def test_a_job_runs_what_was_kept_and_no_signal_is_lost(tmp_path: Path) -> None:
     environment = os.environ | {"PATH": f"{root}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
     environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     for restart, script in (("1", submitted), ("2", plain)):
-        words = ["bash", "-c", ': >"jobs/.stopped-77-$$"; exec bash "$@"', "a killed start's note", str(script), "mine.yaml"]
+        words = [
+            "bash",
+            "-c",
+            ': >"jobs/.stopped-77-$$"; exec bash "$@"',
+            "a killed start's note",
+            str(script),
+            "mine.yaml",
+        ]
         environment["SLURM_RESTART_COUNT"] = restart
-        with subprocess.Popen(words, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as job:
+        with subprocess.Popen(
+            words, cwd=root, env=environment, stdout=subprocess.PIPE, text=True
+        ) as job:
             while not (root / "starting").exists():
                 assert job.poll() is None
                 time.sleep(0.01)
             job.send_signal(signal.SIGUSR2)
             answer = job.communicate(timeout=120)[0]
-        assert (job.returncode, answer) == (7, f"\\xe9 ['pretrain', 'train', 'mine.yaml'] {kept}\n"), restart
+        assert (job.returncode, answer) == (
+            7,
+            f"\\xe9 ['pretrain', 'train', 'mine.yaml'] {kept}\n",
+        ), restart
         (root / "starting").unlink()
     assert sorted(path.name for path in (root / "jobs").iterdir()) == ["77", "snapshots"]
     shutil.rmtree(root / "jobs/snapshots")
@@ -94,30 +114,66 @@ def test_a_nodes_own_python_will_do_if_it_is_new_enough(root: Path) -> None:
     done = run(root, "bash", "cluster/pretrain.slurm", "x", **given)
     assert done.returncode == 2 and "has no Python 3.9 or newer" in done.stderr
     stand_in(root, "python3.10", '[ "$1" = -c ] || echo "$@"')
-    assert run(root, "bash", "cluster/pretrain.slurm", "x", **given).stdout == f"{root}/cluster/job.py pretrain train x\n"
+    assert (
+        run(root, "bash", "cluster/pretrain.slurm", "x", **given).stdout
+        == f"{root}/cluster/job.py pretrain train x\n"
+    )
 
 
 def test_code_that_could_not_be_kept_whole_is_not_run(root: Path) -> None:
     """Plain sbatch keeps it at the first start: where the disk is full, for one."""
-    stand_in(root, "scontrol", "echo 'JobId=77 Command=/x/cluster/pretrain.slurm SubmitTime=2199-01-01T10:00:00'")
-    stand_in(root, "tar", 'case $1 in -x) echo "no space left" >&2; cat >/dev/null; exit 2 ;; esac; exec /bin/tar "$@"')
-    done = run(root, "cluster/snapshot", "--of-job", "", "configs/pretrain/demo_mlp.yaml", SLURM_JOB_ID="77")
+    stand_in(
+        root,
+        "scontrol",
+        "echo 'JobId=77 Command=/x/cluster/pretrain.slurm SubmitTime=2199-01-01T10:00:00'",
+    )
+    stand_in(
+        root,
+        "tar",
+        'case $1 in -x) echo "no space left" >&2; cat >/dev/null; exit 2 ;; esac; exec /bin/tar'
+        ' "$@"',
+    )
+    done = run(
+        root,
+        "cluster/snapshot",
+        "--of-job",
+        "",
+        "configs/pretrain/demo_mlp.yaml",
+        SLURM_JOB_ID="77",
+    )
     assert done.returncode != 0 and done.stdout == "" and "no space left" in done.stderr
-    assert not (root / "jobs/77/snapshot").is_symlink() and list((root / "jobs/snapshots").iterdir()) == []
+    assert (
+        not (root / "jobs/77/snapshot").is_symlink()
+        and list((root / "jobs/snapshots").iterdir()) == []
+    )
 
 
-@pytest.mark.parametrize("name", ["cluster/job", "cluster/slurm", "cluster/starts", "data_prep/__init__", "data_prep/console"])
+@pytest.mark.parametrize(
+    "name",
+    ["cluster/job", "cluster/slurm", "cluster/starts", "data_prep/__init__", "data_prep/console"],
+)
 def test_the_supervisor_runs_on_a_nodes_own_python(name: str) -> None:
     """Where .venv does not run, it names the node; and it stays outside of containers."""
-    tree = ast.parse((Path(jobs.__file__).parents[1] / f"{name}.py").read_text(), feature_version=(3, 9))
+    tree = ast.parse(
+        (Path(jobs.__file__).parents[1] / f"{name}.py").read_text(), feature_version=(3, 9)
+    )
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert {each.partition(".")[0] for each in imported} - {"cluster", "data_prep"} <= sys.stdlib_module_names
+    imported |= {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    assert {each.partition(".")[0] for each in imported} - {
+        "cluster",
+        "data_prep",
+    } <= sys.stdlib_module_names
     ours = {each for each in imported if each.startswith(("cluster", "data_prep"))}
     assert ours <= {"cluster.slurm", "cluster.starts", "data_prep", "data_prep.console"}
 
 
-# ---- what it asks of SLURM --------------------------------------------------------------------------------------------
+# ---- what it asks of SLURM
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -126,15 +182,34 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     for name in list(os.environ):
         if name.startswith(("SLURM", "SBATCH")):
             monkeypatch.delenv(name)
-    given = {"SLURM_JOB_NAME": "pretrain", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_PARTITION": "gpu"}
-    given |= {"SLURM_JOB_CPUS_PER_NODE": "16(x2),8", "SQUEUE_STATES": "PENDING", "SLURM_GPU_BIND": "single:1"}
-    for name, value in (given | {"PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}).items():
+    given = {
+        "SLURM_JOB_NAME": "pretrain",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[0-1]",
+        "SLURM_JOB_PARTITION": "gpu",
+    }
+    given |= {
+        "SLURM_JOB_CPUS_PER_NODE": "16(x2),8",
+        "SQUEUE_STATES": "PENDING",
+        "SLURM_GPU_BIND": "single:1",
+    }
+    for name, value in (
+        given | {"PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(jobs, "PATIENCE", 1)
     monkeypatch.chdir(tmp_path)
-    stand_in(tmp_path, "sinfo", "printf '%s\\n' 'n1 h100,big' 'n2 h100' 'n3 a100,big' 'n4 a100' 'n4 a100'")
+    stand_in(
+        tmp_path,
+        "sinfo",
+        "printf '%s\\n' 'n1 h100,big' 'n2 h100' 'n3 a100,big' 'n4 a100' 'n4 a100'",
+    )
     asks = "case $* in *--jobs=7*) ;; *) exit 1 ;; esac"  # for its own job alone
-    stand_in(tmp_path, "squeue", f'{asks}; echo "RUNNING${{SQUEUE_STATES}}"; echo "squeue: error: a strange key" >&2')
+    stand_in(
+        tmp_path,
+        "squeue",
+        f'{asks}; echo "RUNNING${{SQUEUE_STATES}}"; echo "squeue: error: a strange key" >&2',
+    )
     before = dict(os.environ)  # a job changes what its ranks inherit
     made = Job()
     (made.directory / "bad-nodes").write_text("n2\tslow\n")
@@ -153,7 +228,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         ("a100&big", 1, ""),
     ],
 )
-def test_only_nodes_that_a_job_may_have_are_counted(job: Job, features: str, num_nodes: int, answer: str) -> None:
+def test_only_nodes_that_a_job_may_have_are_counted(
+    job: Job, features: str, num_nodes: int, answer: str
+) -> None:
     stand_in(Path(), "scontrol", f"echo 'JobId=7 Features={features} ReqNodeList=(null) Command=x'")
     job.num_nodes, about = num_nodes, jobs.about_job("7")
     with pytest.raises(End, match=answer) if answer else nullcontext():
@@ -180,10 +257,16 @@ except End as end:
 """
 
 
-def test_the_end_that_slurm_brings_to_a_requeued_start_spares_what_the_start_still_asks(job: Job) -> None:
-    """TERM goes to all its processes as soon as the requeue is taken: also to the scontrol that waits for the answer."""
+def test_the_end_that_slurm_brings_to_a_requeued_start_spares_what_the_start_still_asks(
+    job: Job,
+) -> None:
+    """TERM goes to all its processes as soon as the requeue is taken: also to the scontrol that
+    waits for the answer."""
     about = "JobId=7 ExcNodeList=n2,m[1-2],n9 ReqNodeList=(null) Restarts=0"
-    does = f"case $1 in requeue) kill -TERM 0; sleep 0.3 ;; -o) echo '{about}' ;; esac; echo $* >>asked"
+    does = (
+        f"case $1 in requeue) kill -TERM 0; sleep 0.3 ;; -o) echo '{about}' ;; esac; echo $*"
+        " >>asked"
+    )
     stand_in(Path(), "scontrol", does)
     environment = os.environ | {"PYTHONPATH": str(Path(jobs.__file__).parents[1])}
     words = ["setsid", "--wait", sys.executable, "-c", REQUEUED]
@@ -210,26 +293,41 @@ def test_why_a_start_was_stopped(job: Job, preempted: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("has_next", [False, True])
-def test_a_requeued_start_records_its_end_unless_the_next_has_begun(job: Job, has_next: bool) -> None:
-    """SLURM raises its count when it takes the job back, before the script has ended; a frozen node wakes up later."""
+def test_a_requeued_start_records_its_end_unless_the_next_has_begun(
+    job: Job, has_next: bool
+) -> None:
+    """SLURM raises its count when it takes the job back, before the script has ended; a frozen node
+    wakes up later."""
     stand_in(Path(), "scontrol", "echo 'JobId=7 Restarts=1 x'")
     job.begin_start()
     if has_next:
         job.restarts = 1
         job.begin_start()
         job.restarts = 0
-    with pytest.raises(End, match="SLURM has taken the job back; this was start 1, the next is start 2"):
+    with pytest.raises(
+        End, match="SLURM has taken the job back; this was start 1, the next is start 2"
+    ):
         job.end_start("stopped")
-    assert [each["how"] for each in read_starts(Path("jobs/7/starts.jsonl"))] == (["lost"] * 2 if has_next else ["stopped"])
+    assert [each["how"] for each in read_starts(Path("jobs/7/starts.jsonl"))] == (
+        ["lost"] * 2 if has_next else ["stopped"]
+    )
 
 
-NODE = "NodeName=n{} NodeAddr=127.0.0.1 CoresPerSocket=8 CPUTot=16 Sockets=1 CfgTRES=cpu=16,gres/gpu=8,gres/gpu:h100=8"
+NODE = (
+    "NodeName=n{} NodeAddr=127.0.0.1 CoresPerSocket=8 CPUTot=16 Sockets=1"
+    " CfgTRES=cpu=16,gres/gpu=8,gres/gpu:h100=8"
+)
 HAS = "Nodes=n{} CPU_IDs=0-7 Mem=0 GRES=gpu:h100:{}(IDX:0-7)"
 
 
 @pytest.mark.parametrize(
     ("gpus", "of_nodes", "answer"),
-    [("4", (4, 4), (4, 2)), ("4", (4, 8), (4, 2)), ("8", (8, 4), "its nodes have from 4 to 8 GPUs"), ("2", (4, 8), (2, 4))],
+    [
+        ("4", (4, 4), (4, 2)),
+        ("4", (4, 8), (4, 2)),
+        ("8", (8, 4), "its nodes have from 4 to 8 GPUs"),
+        ("2", (4, 8), (2, 4)),
+    ],
 )
 def test_the_shape_of_a_step_suits_the_smallest_node(
     job: Job, gpus: str, of_nodes: tuple[int, int], answer: Any, monkeypatch: pytest.MonkeyPatch
@@ -240,7 +338,8 @@ def test_the_shape_of_a_step_suits_the_smallest_node(
     stand_in(
         Path(),
         "scontrol",
-        f"case $*_ in *hostnames*) echo n0; echo n1 ;; *node*) echo '{nodes}' ;; *) echo 'JobId=7 {has}' ;; esac",
+        f"case $*_ in *hostnames*) echo n0; echo n1 ;; *node*) echo '{nodes}' ;; *) echo 'JobId=7"
+        f" {has}' ;; esac",
     )
     for name in ("SLURM_GPUS_ON_NODE", "RANKS_PER_NODE"):
         monkeypatch.setenv(name, gpus)
@@ -259,7 +358,9 @@ def test_ranks_of_a_node_have_successive_numbers(job: Job) -> None:
     stand_in(Path(), "srun", "echo $* >asked")
     job.ranks, job.cpus, job.gpus = 2, 4, 0
     assert job.run_step("rank", ["x"], wait_s=1, cache="") == 0
-    assert {"--distribution=block", "--ntasks-per-node=2", "--cpus-per-task=4"} <= set(Path("asked").read_text().split())
+    assert {"--distribution=block", "--ntasks-per-node=2", "--cpus-per-task=4"} <= set(
+        Path("asked").read_text().split()
+    )
 
 
 def test_only_ranks_that_take_gpus_are_warned_of_idle_ones(
@@ -295,14 +396,23 @@ def test_a_mistake_in_a_setting_ends_the_job(
     assert end.value.code == jobs.BAD_INPUT
 
 
-def test_the_merge_is_submitted_though_the_controller_is_away_at_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_merge_is_submitted_though_the_controller_is_away_at_first(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    stand_in(Path(), "sbatch", 'echo "$*" >>asked; [ $(wc -l <asked) -ge 3 ] && echo "8${SLURM_JOB_ID:-}"')
+    stand_in(
+        Path(),
+        "sbatch",
+        'echo "$*" >>asked; [ $(wc -l <asked) -ge 3 ] && echo "8${SLURM_JOB_ID:-}"',
+    )
     stand_in(Path(), "scontrol", f"[ -e once ] || {{ touch once; exit 1; }}; echo '{PARTS}'")
     job.array = "7"
     for _ in range(2):
         jobs.submit_merge(job, ["x.yaml"])
-    assert Path("jobs/7/merge").read_text() == "8\n" and Path("asked").read_text().count("--merge x.yaml\n") == 3
+    assert (
+        Path("jobs/7/merge").read_text() == "8\n"
+        and Path("asked").read_text().count("--merge x.yaml\n") == 3
+    )
     options = {word for word in Path("asked").read_text().split() if word.startswith("--")}
     assert options - {"--parsable", "--dependency=afterok:7", "--kill-on-invalid-dep=yes", "--array=0", "--merge"} == {
         "--partition=long", "--account=vision", "--reservation=week", "--time=1-02:00:00", "--constraint=ssd&big", "--mem=24G",
@@ -316,7 +426,11 @@ MinMemoryNode=24G Features=ssd&big DelayBoot=00:00:00 Reservation=week OverSubsc
 
 @pytest.mark.parametrize(
     ("does", "state"),
-    [("echo PENDING", "PENDING"), ("true", "gone"), ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "gone")],
+    [
+        ("echo PENDING", "PENDING"),
+        ("true", "gone"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "gone"),
+    ],
 )
 def test_the_state_of_one_job(job: Job, does: str, state: str) -> None:
     stand_in(Path(), "squeue", does)
@@ -326,7 +440,9 @@ def test_the_state_of_one_job(job: Job, does: str, state: str) -> None:
 def test_an_error_of_the_supervisor_is_a_failed_start_and_three_are_the_end(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in(Path(), "scontrol", "case $1 in -o) echo 'JobId=7 Restarts=0' ;; *) echo $* >>asked ;; esac")
+    stand_in(
+        Path(), "scontrol", "case $1 in -o) echo 'JobId=7 Restarts=0' ;; *) echo $* >>asked ;; esac"
+    )
     (job.directory / "bad-nodes").unlink()
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
@@ -340,26 +456,52 @@ def test_an_error_of_the_supervisor_is_a_failed_start_and_three_are_the_end(
         for number, handler in before.items():
             signal.signal(number, handler)
     said = capsys.readouterr()
-    assert said.out.count("KeyError in cluster/job.py itself: 'words'") == said.err.count("Traceback") == 3
-    assert Path("asked").read_text() == "requeue 7\n" * 2 and "failed 3 times without a new checkpoint" in said.out
+    assert (
+        said.out.count("KeyError in cluster/job.py itself: 'words'")
+        == said.err.count("Traceback")
+        == 3
+    )
+    assert (
+        Path("asked").read_text() == "requeue 7\n" * 2
+        and "failed 3 times without a new checkpoint" in said.out
+    )
 
 
 def test_python_in_a_container_sees_the_repository_the_mounts_and_our_variables(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(tmp_path, "apptainer", 'echo "$@" >drawn; exit 3')
-    for name, value in (("APPTAINER_IMAGE", "/x y.sif"), ("CONTAINER_MOUNTS", "/data,/a:/b"), ("NODE_SCRATCH", "/scratch")):
+    for name, value in (
+        ("APPTAINER_IMAGE", "/x y.sif"),
+        ("CONTAINER_MOUNTS", "/data,/a:/b"),
+        ("NODE_SCRATCH", "/scratch"),
+    ):
         monkeypatch.setenv(name, value)
     python, options, here = jobs.python_words()
-    assert python[:6] == ["apptainer", "exec", "--bind", f"{tmp_path},/data,/a:/b,/scratch", "--pwd", str(tmp_path)]
+    assert python[:6] == [
+        "apptainer",
+        "exec",
+        "--bind",
+        f"{tmp_path},/data,/a:/b,/scratch",
+        "--pwd",
+        str(tmp_path),
+    ]
     assert "/x y.sif" in python and options == [] and here == python
-    assert os.environ["APPTAINERENV_PYTHONPATH"] == str(tmp_path) and os.environ["APPTAINERENV_PYTHONNOUSERSITE"] == "1"
+    assert (
+        os.environ["APPTAINERENV_PYTHONPATH"] == str(tmp_path)
+        and os.environ["APPTAINERENV_PYTHONNOUSERSITE"] == "1"
+    )
     job.python_here = here
-    assert jobs.draw(job, ["analysis", "figure", "plan.yaml"]) == 3  # the figure of a plan is drawn there, too
+    assert (
+        jobs.draw(job, ["analysis", "figure", "plan.yaml"]) == 3
+    )  # the figure of a plan is drawn there, too
     assert (
         Path("drawn")
         .read_text()
-        .endswith(f"/x y.sif {' '.join(jobs.IN_CONTAINER)} -m analysis figure plan.yaml --kept={job.snapshot}\n")
+        .endswith(
+            f"/x y.sif {' '.join(jobs.IN_CONTAINER)} -m analysis figure plan.yaml"
+            f" --kept={job.snapshot}\n"
+        )
     )
     monkeypatch.delenv("APPTAINER_IMAGE")
     monkeypatch.setenv("PYXIS_IMAGE", "/x.sqsh")
@@ -368,28 +510,50 @@ def test_python_in_a_container_sees_the_repository_the_mounts_and_our_variables(
         "--container-image=/x.sqsh",
         f"--container-mounts={tmp_path}:{tmp_path},/data:/data,/a:/b,/scratch:/scratch",
     ]
-    assert here[:2] == ["srun", "--overlap"] and here[-len(python) :] == python and options[0] in here
+    assert (
+        here[:2] == ["srun", "--overlap"] and here[-len(python) :] == python and options[0] in here
+    )
     (tmp_path / ".venv/bin").mkdir(parents=True)
     stand_in(tmp_path / ".venv/bin", "python", "true")
     assert jobs.python_words()[2] == [".venv/bin/python"]
 
 
-def test_the_rank_that_failed_first_is_shown_with_its_last_words(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rank_that_failed_first_is_shown_with_its_last_words(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
     ends = job.directory / "ends"
     ends.mkdir()
-    ranks = ((0, 100.9, 1, "rank 2 is lost"), (1, 100.5, 1, ""), (2, 100.6, 137, "disk on fire"), (3, 109.0, 2, "too late"))
+    ranks = (
+        (0, 100.9, 1, "rank 2 is lost"),
+        (1, 100.5, 1, ""),
+        (2, 100.6, 137, "disk on fire"),
+        (3, 109.0, 2, "too late"),
+    )
     for rank, end_s, code, words in ranks:
-        (ends / str(rank)).write_text(json.dumps({"time": end_s, "rank": rank, "node": f"n{rank}", "code": code}))
+        (ends / str(rank)).write_text(
+            json.dumps({"time": end_s, "rank": rank, "node": f"n{rank}", "code": code})
+        )
         log = Path(f"{job.directory}/rank-{rank:04}.log")
-        log.write_text(f"--- start 1: x\nof the start before\n--- start 2: x\n{words}\n" if words else "--- start 1: x\n")
+        log.write_text(
+            f"--- start 1: x\nof the start before\n--- start 2: x\n{words}\n"
+            if words
+            else "--- start 1: x\n"
+        )
     job.show_first_failure(ends, f"{job.directory}/rank")
     said = capsys.readouterr().out
-    assert "rank 2 on n2 failed first, with exit code 137, by signal SIGKILL: out of memory?" in said
+    assert (
+        "rank 2 on n2 failed first, with exit code 137, by signal SIGKILL: out of memory?" in said
+    )
     assert said.endswith("rank-0002.log:\n    disk on fire\n")
 
 
 def test_slurm_is_asked_again_and_ignores_the_end_of_the_start(job: Job) -> None:
-    stand_in(Path(), "flaky", '[ -e once ] || { touch once; exit 1; }; kill -TERM $$; kill -USR2 $$; echo "[$SLURM_TIME_FORMAT]"')
+    stand_in(
+        Path(),
+        "flaky",
+        "[ -e once ] || { touch once; exit 1; }; kill -TERM $$; kill -USR2 $$; echo"
+        ' "[$SLURM_TIME_FORMAT]"',
+    )
     slept: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", slept.append)
@@ -397,14 +561,18 @@ def test_slurm_is_asked_again_and_ignores_the_end_of_the_start(job: Job) -> None
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-# ---- when it gives up -------------------------------------------------------------------------------------------------
+# ---- when it gives up
+# -------------------------------------------------------------------------------------------------
 
 
 def starts(text: str) -> list[dict[str, Any]]:
-    """Such as `here failed 60`, with commas between: the mark at its beginning, how it ended, and after how many seconds."""
+    """Such as `here failed 60`, with commas between: the mark at its beginning, how it ended, and
+    after how many seconds."""
     return [
         {"restart": number, "began": mark, "how": how, "seconds": int(seconds)}
-        for number, (mark, how, seconds) in enumerate(each.split() for each in text.split(",") if each)
+        for number, (mark, how, seconds) in enumerate(
+            each.split() for each in text.split(",") if each
+        )
     ]
 
 

@@ -1,4 +1,5 @@
-"""The files for other launchers: each starts a command of ours, with the addresses that it gives; images hold one list of steps."""
+"""The files for other launchers: each starts a command of ours, with the addresses that it gives;
+images hold one list of steps."""
 
 import os
 import re
@@ -18,7 +19,10 @@ CLUSTER = REPOSITORY / "cluster"
 
 
 def documents() -> dict[str, dict[str, Any]]:
-    return {each["kind"]: each for each in yaml.safe_load_all((CLUSTER / "kubernetes/trainjob.yaml").read_text())}
+    return {
+        each["kind"]: each
+        for each in yaml.safe_load_all((CLUSTER / "kubernetes/trainjob.yaml").read_text())
+    }
 
 
 def settings_of(words: list[str]) -> PretrainSettings:
@@ -27,7 +31,10 @@ def settings_of(words: list[str]) -> PretrainSettings:
 
 @pytest.mark.parametrize(
     ("kind", "model"),
-    [("TrainJob", kubeflow.TrainerV1alpha1TrainJob), ("TrainingRuntime", kubeflow.TrainerV1alpha1TrainingRuntime)],
+    [
+        ("TrainJob", kubeflow.TrainerV1alpha1TrainJob),
+        ("TrainingRuntime", kubeflow.TrainerV1alpha1TrainingRuntime),
+    ],
 )
 def test_kubernetes_knows_every_field(kind: str, model: Any) -> None:
     """A field that the model does not know is left out by it, and so would not come back."""
@@ -40,7 +47,9 @@ def test_the_job_and_its_runtime_fit_each_other() -> None:
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     (replica,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pod = replica["template"]["spec"]["template"]["spec"]
-    assert replica["name"] == pod["containers"][0]["name"] == "node"  # the names that the torch runtime fills
+    assert (
+        replica["name"] == pod["containers"][0]["name"] == "node"
+    )  # the names that the torch runtime fills
     assert "torch" in runtime["spec"]["mlPolicy"]
     trainer = job["spec"]["trainer"]
     gpus = trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
@@ -67,14 +76,26 @@ def started(run: str, environment: dict[str, str], tmp_path: Path) -> list[str]:
     (tmp_path / ".venv/bin/activate").write_text("")
     environment = {"PATH": f"{stand_in.parent}:{os.environ['PATH']}"} | environment
     done = subprocess.run(
-        ["bash", "-c", run], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=60
+        ["bash", "-c", run],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     return done.stdout.splitlines()
 
 
 def test_skypilots_addresses_become_those_of_torchrun(tmp_path: Path) -> None:
-    given = {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
-    words = started(sky()["run"], sky()["envs"] | given | {"SKYPILOT_NUM_GPUS_PER_NODE": "8"}, tmp_path)
+    given = {
+        "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_NODES": "2",
+    }
+    words = started(
+        sky()["run"], sky()["envs"] | given | {"SKYPILOT_NUM_GPUS_PER_NODE": "8"}, tmp_path
+    )
     options = dict(zip(words[:10:2], words[1:10:2], strict=True))
     assert options == {
         "--nnodes": "2",
@@ -96,15 +117,20 @@ def test_what_kubernetes_starts_is_a_command_of_ours() -> None:
 
 
 def test_images_hold_one_list_of_packages_and_steps() -> None:
-    containerfile, apptainer = ((CLUSTER / name).read_text() for name in ("Containerfile", "apptainer.def"))
+    containerfile, apptainer = (
+        (CLUSTER / name).read_text() for name in ("Containerfile", "apptainer.def")
+    )
     docs = (REPOSITORY / "docs/cluster.md").read_text()
     for text in (containerfile, apptainer, docs):
         assert "sh /opt/wide-mlps/image.sh" in text
         assert "apt-get install -y --no-install-recommends" not in text
         assert "python:3.11-slim-bookworm" in text
     needed = {"install.sh", "requirements.lock", "pyproject.toml", "README.md", "cluster/image.sh"}
-    assert set(re.findall(r"^    (\S+\.\S+) /opt/wide-mlps/\S+$", apptainer, flags=re.MULTILINE)) == needed
-    (first, *_) = re.findall(r"^COPY (.*) /opt/wide-mlps/$", containerfile, flags=re.MULTILINE)
+    assert (
+        set(re.findall(r"^    (\S+\.\S+) /opt/wide-mlps/\S+$", apptainer, flags=re.MULTILINE))
+        == needed
+    )
+    first, *_ = re.findall(r"^COPY (.*) /opt/wide-mlps/$", containerfile, flags=re.MULTILINE)
     assert set(first.split()) == needed
     copied = set(re.findall(r"^COPY (\S+) /opt/wide-mlps/\1$", containerfile, flags=re.MULTILINE))
     assert copied == {"data_prep", "pretrain", "finetune", "cluster", "analysis", "configs"}

@@ -1,5 +1,5 @@
-"""Plans: which members a file has, what waits for what, what is queued, what becomes of it when one job is not taken; and the
-same without SLURM.
+"""Plans: which members a file has, what waits for what, what is queued, what becomes of it when one
+job is not taken; and the same without SLURM.
 """
 
 import itertools
@@ -71,14 +71,21 @@ def test_a_shipped_plan_resolves_to_its_graph(checkout: Path, name: str) -> None
     for word in ("command", "hardware", "result"):
         assert sum(line.startswith(f"# {word} ") for line in lines) == 1, word
     plan = load_checked(f"configs/plan/{name}")
-    found = {each.name: (len(each.members), tuple(other.name for other in plan.after(each))) for each in plan.stages}
+    found = {
+        each.name: (len(each.members), tuple(other.name for other in plan.after(each)))
+        for each in plan.stages
+    }
     assert found == GRAPHS[name]
     places = [work.writes for stage in plan.stages for work in stage.works]
-    assert len(set(places)) == len(places) and not any(place.startswith(("runs/demo", "data/demo")) for place in places)
+    assert len(set(places)) == len(places) and not any(
+        place.startswith(("runs/demo", "data/demo")) for place in places
+    )
 
 
 def test_members_are_the_product_in_the_order_of_the_file(checkout: Path) -> None:
-    first, second = ([work.words for work in load_plan(written(SMALL)).stages[0].works] for _ in "ab")
+    first, second = (
+        [work.words for work in load_plan(written(SMALL)).stages[0].works] for _ in "ab"
+    )
     common = ["pretrain", "train", "configs/pretrain/demo_mlp.yaml", "train.duration=2 epochs"]
     assert first[0] == [
         *common, "model.width=64", "model.depth=8", "optimizer.lr=0.0001", "train.seed=7", "run_dir=runs/small/narrow-lr-0.0001-7",
@@ -88,18 +95,31 @@ def test_members_are_the_product_in_the_order_of_the_file(checkout: Path) -> Non
     ]  # fmt: skip
     assert len(first) == 8 and first == second
     settings = load_plan("small.yaml").stages[0].works[7].settings
-    assert isinstance(settings, PretrainSettings) and (settings.optimizer.lr, settings.train.seed) == (0.001, 8)
+    assert isinstance(settings, PretrainSettings) and (
+        settings.optimizer.lr,
+        settings.train.seed,
+    ) == (0.001, 8)
 
 
 def test_each_pretrained_member_is_probed_on_each_dataset(checkout: Path) -> None:
-    axis = "probe: {config: configs/probe/demo.yaml, each_pretrained: true, grid: {dataset: [data/a, data/b]}, "
-    pretrained, probed = load_plan(written(SMALL + axis + "run_dir: 'runs/{pretrained}-{dataset}'}\n")).stages
-    assert [probe.pretrained for probe in probed.works] == [work.writes for work in pretrained.works for _ in range(2)]
+    axis = (
+        "probe: {config: configs/probe/demo.yaml, each_pretrained: true, grid: {dataset: [data/a,"
+        " data/b]}, "
+    )
+    pretrained, probed = load_plan(
+        written(SMALL + axis + "run_dir: 'runs/{pretrained}-{dataset}'}\n")
+    ).stages
+    assert [probe.pretrained for probe in probed.works] == [
+        work.writes for work in pretrained.works for _ in range(2)
+    ]
     assert {probe.datasets for probe in probed.works} == {("data/a",), ("data/b",)}
 
 
 def test_a_probe_may_be_of_the_checkpoints_that_each_run_keeps(checkout: Path) -> None:
-    probe = "probe: {config: configs/probe/demo.yaml, each_pretrained: true, checkpoints: [%s], run_dir: 'runs/p-{pretrained}'}"
+    probe = (
+        "probe: {config: configs/probe/demo.yaml, each_pretrained: true, checkpoints: [%s],"
+        " run_dir: 'runs/p-{pretrained}'}"
+    )
     kept = SMALL.replace("epochs]", "epochs, 'checkpoint.keep_at=[1 epochs, 1.5 epochs]']")
     Path("kept.yaml").write_text(kept + probe % "1 epochs, 1.50 epochs, 2 epochs, 7 steps")
     pretrained, probed = load_plan("kept.yaml").stages
@@ -109,35 +129,54 @@ def test_a_probe_may_be_of_the_checkpoints_that_each_run_keeps(checkout: Path) -
     ]
     assert probed.works[1].writes == "runs/p-narrow-lr-0.0001-7-1.50epochs"
     Path("kept.yaml").write_text(kept + probe % "1 epochs, 3 epochs")
-    refused = "will keep 1 epochs, 1.5 epochs, 2 epochs, not 3epochs; add it to its checkpoint.keep_at"
+    refused = (
+        "will keep 1 epochs, 1.5 epochs, 2 epochs, not 3epochs; add it to its checkpoint.keep_at"
+    )
     with pytest.raises(SettingsError, match=refused):
         load_checked("kept.yaml")
 
 
-def test_each_tuned_run_is_evaluated_on_its_own_data_and_exported_after_that(checkout: Path) -> None:
+def test_each_tuned_run_is_evaluated_on_its_own_data_and_exported_after_that(
+    checkout: Path,
+) -> None:
     """Of one with seeds each of theirs; what the entry names itself stands."""
     data = "{a: {data.dataset: data/a, data.eval_split: test}, b: {data.dataset: data/b}}"
     Path("tuned.yaml").write_text(
-        "finetune: {config: configs/finetune/demo.yaml, overrides: ['seeds=[3, 4]'], run_dir: 'runs/t-{on}',\n"
-        f"           grid: {{on: {data}}}}}\n"
-        "knn: {config: configs/knn/demo.yaml, each_finetuned: true, run_dir: 'runs/knn-{finetuned}'}\n"
-        "evaluate:\n"
-        "- {config: configs/evaluate/demo.yaml, each_finetuned: true, seeds: [5], run_dir: 'runs/{finetuned}-views'}\n"
-        "- {config: configs/evaluate/demo.yaml, overrides: [split=train], each_finetuned: true, run_dir: 'runs/{finetuned}'}\n"
-        "export: {config: configs/export/demo.yaml, each_finetuned: true, run_dir: 'exports/{finetuned}'}\n"
+        "finetune: {config: configs/finetune/demo.yaml, overrides: ['seeds=[3, 4]'], run_dir:"
+        f" 'runs/t-{{on}}',\n           grid: {{on: {data}}}}}\nknn: {{config:"
+        " configs/knn/demo.yaml, each_finetuned: true, run_dir:"
+        " 'runs/knn-{finetuned}'}\nevaluate:\n- {config: configs/evaluate/demo.yaml,"
+        " each_finetuned: true, seeds: [5], run_dir: 'runs/{finetuned}-views'}\n- {config:"
+        " configs/evaluate/demo.yaml, overrides: [split=train], each_finetuned: true, run_dir:"
+        " 'runs/{finetuned}'}\nexport: {config: configs/export/demo.yaml, each_finetuned:"
+        " true, run_dir: 'exports/{finetuned}'}\n"
     )
     plan = load_plan("tuned.yaml")
     tuned, knn, views, train, export = plan.stages
     runs = [f"runs/t-{on}/seed-{seed}" for on in "ab" for seed in (3, 4)]
-    assert [work.pretrained for work in views.works] == [work.pretrained for work in export.works] == runs
-    assert [work.writes for work in export.works] == [run.replace("runs/", "exports/").replace("/seed", "-seed") for run in runs]
-    judged = [(settings.data.dataset, settings.data.split) for settings in (work.settings for work in (*views.works, *train.works))]
+    assert (
+        [work.pretrained for work in views.works]
+        == [work.pretrained for work in export.works]
+        == runs
+    )
+    assert [work.writes for work in export.works] == [
+        run.replace("runs/", "exports/").replace("/seed", "-seed") for run in runs
+    ]
+    judged = [
+        (settings.data.dataset, settings.data.split)
+        for settings in (work.settings for work in (*views.works, *train.works))
+    ]
     splits = [("data/a", "test")] * 2 + [("data/b", "val")] * 2
-    assert judged == [*splits, *((dataset, "train") for dataset, _ in splits)] and {work.settings.seed for work in views.works} == {
-        5
-    }
+    assert judged == [*splits, *((dataset, "train") for dataset, _ in splits)] and {
+        work.settings.seed for work in views.works
+    } == {5}
     assert {work.datasets for work in knn.works} == {("data/demo-transfer",)}
-    assert plan.after(views) == plan.after(knn) == [tuned] and plan.after(export) == [tuned, knn, views, train]
+    assert plan.after(views) == plan.after(knn) == [tuned] and plan.after(export) == [
+        tuned,
+        knn,
+        views,
+        train,
+    ]
     assert export.works[0].words == [
         "finetune",
         "export",
@@ -171,7 +210,7 @@ def test_array_ranges_parse_back_to_the_set() -> None:
         (("seeds: [7, 8]", "each_pretrained: true"), "each_pretrained: true is for probe, finetune, knn,"),
         ("evaluate: {config: configs/evaluate/demo.yaml, each_finetuned: true, run_dir: x}", "beside a section 'finetune'"),
         ("finetune: {config: configs/finetune/demo.yaml, each_finetuned: true, run_dir: x}", "true is for knn, evaluate, export"),
-        ("knn: {config: configs/knn/demo.yaml, each_finetuned: true, each_pretrained: true, run_dir: x}", "make two entries"),
+        (("knn: {config: configs/knn/demo.yaml, each_finetuned: true, each_pretrained: true, " "run_dir: x}"), "make two entries"),
         ("knn: {config: configs/knn/demo.yaml, seeds: [0, 1], run_dir: 'x-{seed}'}", "seeds: knn draws nothing; leave them out"),
         ("evaluate: {config: configs/evaluate/demo.yaml, overrides: [run_dir=null]}", "run_dir: missing; a job's place is named"),
         ("export: {config: configs/export/demo.yaml, overrides: [seed=1]}", "configs/export/demo.yaml: seed: unknown key"),
@@ -200,14 +239,25 @@ def test_mistakes_are_named_and_nothing_is_queued(
 ) -> None:
     assert isinstance(text, str) or text[0] in SMALL
     path = written(text if isinstance(text, str) else SMALL.replace(*text))
-    assert main(["run", path]) == main(["run", path, "--dry-run"]) == submit([path]) == submit(["--dry-run", path]) == 2
+    assert (
+        main(["run", path])
+        == main(["run", path, "--dry-run"])
+        == submit([path])
+        == submit(["--dry-run", path])
+        == 2
+    )
     said = capsys.readouterr()
-    assert complaint in said.err and said.err.startswith("wide-mlps: small.yaml:") and said.out == ""
+    assert (
+        complaint in said.err and said.err.startswith("wide-mlps: small.yaml:") and said.out == ""
+    )
     assert not calls(slurm, "sbatch") and not (slurm / "jobs").exists()
 
 
 def test_a_member_that_its_dataset_refuses_is_named(checkout: Path, shapes: Path) -> None:
-    text = SMALL.replace("[train.duration=2 epochs]", f"[data.eval_split=nope, data.dataset={shapes}, train.global_batch_size=24]")
+    text = SMALL.replace(
+        "[train.duration=2 epochs]",
+        f"[data.eval_split=nope, data.dataset={shapes}, train.global_batch_size=24]",
+    )
     with pytest.raises(SettingsError, match="has no split 'nope'") as error:
         load_checked(written(text))
     assert str(error.value).count("member ") == 8
@@ -217,13 +267,18 @@ def test_a_place_with_another_run_in_it_is_no_finished_member(checkout: Path) ->
     finish(load_plan(written(SMALL)).stages[0].works[0])
     longer, *_ = load_plan(written(SMALL.replace("2 epochs", "3 epochs"))).stages[0].works
     assert not longer.is_finished()  # it goes on
-    first, second, *_ = load_plan(written(SMALL.replace("2 epochs", "2 epochs, train.label_smoothing=0.2"))).stages[0].works
+    first, second, *_ = (
+        load_plan(written(SMALL.replace("2 epochs", "2 epochs, train.label_smoothing=0.2")))
+        .stages[0]
+        .works
+    )
     with pytest.raises(SettingsError, match="belongs to a run with other settings"):
         first.is_finished()
     assert (first.state(), second.state()) == ("other settings", "not begun")
 
 
-# ---- on SLURM ---------------------------------------------------------------------------------------------------------
+# ---- on SLURM
+# ---------------------------------------------------------------------------------------------------------
 
 
 def calls(checkout: Path, name: str) -> list[list[str]]:
@@ -266,10 +321,12 @@ def test_nodes_and_options_are_of_their_own_stage_and_a_grid_is_one_array(slurm:
     (slurm / "archives").mkdir()
     (slurm / "archives/winter21_whole").mkdir()
     path = written(
-        "prepare: {config: configs/data_prep/imagenet21k_64.yaml, overrides: [source.path=archives/winter21_whole]}\n"
-        "pretrain: {config: configs/pretrain/imagenet21k_b12_wi1024_paper.yaml, nodes: 4, seeds: [0, 1], run_dir: 'runs/{seed}'}\n"
-        "probe: {config: configs/probe/demo.yaml, each_pretrained: true, run_dir: 'runs/p-{pretrained}', max_concurrent: 1,\n"
-        "        overrides: [dataset=data/imagenet21k-64]}\n"
+        "prepare: {config: configs/data_prep/imagenet21k_64.yaml, overrides:"
+        " [source.path=archives/winter21_whole]}\npretrain: {config:"
+        " configs/pretrain/imagenet21k_b12_wi1024_paper.yaml, nodes: 4, seeds: [0, 1], run_dir:"
+        " 'runs/{seed}'}\nprobe: {config: configs/probe/demo.yaml, each_pretrained: true, run_dir:"
+        " 'runs/p-{pretrained}', max_concurrent: 1,\n        overrides:"
+        " [dataset=data/imagenet21k-64]}\n"
     )
     assert submit([path]) == 0
     kill = "--kill-on-invalid-dep=yes"
@@ -280,10 +337,15 @@ def test_nodes_and_options_are_of_their_own_stage_and_a_grid_is_one_array(slurm:
     assert calls(slurm, "sbatch")[3][-2:] == ["small.yaml", "probe"]
 
 
-def test_when_one_is_not_taken_the_others_are_cancelled(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_when_one_is_not_taken_the_others_are_cancelled(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (slurm / "refuse").write_text("6\n")
     assert submit([DEMO]) == 1
-    assert calls(slurm, "scancel") == [["101", "102", "103", "104", "105"]] and len(calls(slurm, "sbatch")) == 6
+    assert (
+        calls(slurm, "scancel") == [["101", "102", "103", "104", "105"]]
+        and len(calls(slurm, "sbatch")) == 6
+    )
     assert "cancelled, for probe was not taken: 101, 102" in capsys.readouterr().err
 
 
@@ -291,19 +353,31 @@ def test_a_trial_asks_slurm_about_each_job_and_queues_none(slurm: Path) -> None:
     assert submit(["--test-only", DEMO]) == 0
     scripts = [*["data_prep.slurm"] * 2, "pretrain.slurm", "probe.slurm", "finetune.slurm"]
     assert [script for script, _ in submitted(slurm)] == scripts
-    assert all("--test-only" in words for _, words in submitted(slurm)) and not (slurm / "jobs").exists()
+    assert (
+        all("--test-only" in words for _, words in submitted(slurm))
+        and not (slurm / "jobs").exists()
+    )
 
 
-def test_what_is_queued_is_not_queued_again(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_queued_is_not_queued_again(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert submit([DEMO]) == 0
     since = "2026-01-01T10:00:00"
-    (slurm / "queue").write_text(f"101 1 PENDING N/A\n101 0 RUNNING {since}\n9 N/A RUNNING {since}\n107 N/A PENDING N/A\n")
-    (slurm / "again.yaml").write_text(Path(DEMO).read_text())  # under another name it writes the same places
+    (slurm / "queue").write_text(
+        f"101 1 PENDING N/A\n101 0 RUNNING {since}\n9 N/A RUNNING {since}\n107 N/A PENDING N/A\n"
+    )
+    (slurm / "again.yaml").write_text(
+        Path(DEMO).read_text()
+    )  # under another name it writes the same places
     capsys.readouterr()
     for path in (DEMO, "again.yaml"):
         assert submit([path]) == 2
         said = capsys.readouterr().err
-        assert "prepare/1 is in the queue already: job 101_0 (RUNNING) writes data/study-pretrain" in said
+        assert (
+            "prepare/1 is in the queue already: job 101_0 (RUNNING) writes data/study-pretrain"
+            in said
+        )
         assert "squeue -j 101,107" in said and "scancel 101 107" in said
     assert len(calls(slurm, "sbatch")) == 7
     (slurm / "queue").write_text(f"9 N/A RUNNING {since}\n")
@@ -331,19 +405,54 @@ ONE_GPU = "--oversubscribe --gpus-per-node=1 --cpus-per-task=8 --mem=75000M"
         ("knn: {%s}", "", {}, ONE_GPU),
         ("knn: {%s, grid: {neighbours: [1, 2]}, run_dir: 'runs/{neighbours}'}", "", {}, ONE_GPU),
         ("knn: {%s, gpus: 2}", "", {}, TWO_GPUS),
-        ("knn: {%s, gpus: 8}", "", {}, "--oversubscribe --gpus-per-node=8 --cpus-per-task=64 --mem=600000M"),
+        (
+            "knn: {%s, gpus: 8}",
+            "",
+            {},
+            "--oversubscribe --gpus-per-node=8 --cpus-per-task=64 --mem=600000M",
+        ),
         ("knn: {%s, gpus: 0}", "", {}, "--oversubscribe --cpus-per-task=4 --mem=25806M"),
         ("knn: {%s, nodes: 1}", "", {}, "--nodes=1"),
         ("knn: {%s}", "--exclusive", {}, "--exclusive"),
         ("knn: {%s}", "--gpus=3", {}, "--gpus=3"),
-        ("knn: {%s}", "--gpus-per-node=2", {}, "--oversubscribe --cpus-per-task=16 --mem=150000M --gpus-per-node=2"),
-        ("knn: {%s}", "-c 3 --mem-per-gpu=9G", {}, "--oversubscribe --gpus-per-node=1 -c 3 --mem-per-gpu=9G"),
+        (
+            "knn: {%s}",
+            "--gpus-per-node=2",
+            {},
+            "--oversubscribe --cpus-per-task=16 --mem=150000M --gpus-per-node=2",
+        ),
+        (
+            "knn: {%s}",
+            "-c 3 --mem-per-gpu=9G",
+            {},
+            "--oversubscribe --gpus-per-node=1 -c 3 --mem-per-gpu=9G",
+        ),
         ("knn: {%s}", "-p cpu", {}, "--oversubscribe --cpus-per-task=4 --mem=8000M -p cpu"),
-        ("knn: {%s}", "", {"SBATCH_PARTITION": "cpu"}, "--oversubscribe --cpus-per-task=4 --mem=8000M"),
-        ("knn: {%s}", "-p old", {}, "--oversubscribe --gpus-per-node=1 --cpus-per-task=4 --mem=4000M -p old"),
-        ("knn: {%s}", "-p small", {}, "--oversubscribe --gpus-per-node=1 --cpus-per-task=16 -p small"),
+        (
+            "knn: {%s}",
+            "",
+            {"SBATCH_PARTITION": "cpu"},
+            "--oversubscribe --cpus-per-task=4 --mem=8000M",
+        ),
+        (
+            "knn: {%s}",
+            "-p old",
+            {},
+            "--oversubscribe --gpus-per-node=1 --cpus-per-task=4 --mem=4000M -p old",
+        ),
+        (
+            "knn: {%s}",
+            "-p small",
+            {},
+            "--oversubscribe --gpus-per-node=1 --cpus-per-task=16 -p small",
+        ),
         ("knn: {%s}", "", {"SBATCH_GPUS_PER_NODE": "h100:8"}, ONE_GPU.replace("=1", "=h100:1")),
-        ("knn: {%s}", "", {"SBATCH_GRES": "x:1,gpu:8"}, ONE_GPU.replace("--gpus-per-node=", "--gres=gpu:")),
+        (
+            "knn: {%s}",
+            "",
+            {"SBATCH_GRES": "x:1,gpu:8"},
+            ONE_GPU.replace("--gpus-per-node=", "--gres=gpu:"),
+        ),
         ("knn: {%s}", "", {"SBATCH_GPUS": "16"}, ONE_GPU.replace("--gpus-per-node=", "--gpus=")),
         ("knn: {%s}", "", {"RANKS_PER_NODE": "8"}, ""),  # SLURM does not know of the GPUs
         ("knn: {%s}", "-p nowhere", {}, "-p nowhere"),
@@ -352,7 +461,13 @@ ONE_GPU = "--oversubscribe --gpus-per-node=1 --cpus-per-task=8 --mem=75000M"
     ],
 )
 def test_a_member_books_a_part_of_a_node(
-    slurm: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch, stage: str, options: str, site: dict[str, str], booked: str
+    slurm: Path,
+    shapes: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    options: str,
+    site: dict[str, str],
+    booked: str,
 ) -> None:
     stand_in(slurm, "bin/scontrol", SITE)
     for name, value in site.items():
@@ -362,28 +477,42 @@ def test_a_member_books_a_part_of_a_node(
         if stage.startswith("knn")
         else ("pretrain/demo_mlp", "schedule.warmup=0 steps, train.global_batch_size=24")
     )
-    path = written(stage % f"config: configs/{config}.yaml, overrides: ['data.dataset={shapes}', {more}]")
+    path = written(
+        stage % f"config: configs/{config}.yaml, overrides: ['data.dataset={shapes}', {more}]"
+    )
     assert submit([*options.split(), path]) == 0
     words = [word for word in calls(slurm, "sbatch")[0][1:] if not word.startswith("--array")]
-    assert words[: words.index(next(word for word in words if word.endswith(".slurm")))] == booked.split()
+    assert (
+        words[: words.index(next(word for word in words if word.endswith(".slurm")))]
+        == booked.split()
+    )
 
 
-def test_an_array_is_as_long_as_the_cluster_takes(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_array_is_as_long_as_the_cluster_takes(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stand_in(slurm, "bin/scontrol", SITE)
     assert submit(["--begin=tomorrow", written(SMALL)]) == 2
     assert "member 7 is beyond this cluster's arrays (MaxArraySize 4)" in capsys.readouterr().err
     stand_in(slurm, "bin/scontrol", SITE.replace("= 4", "= 8"))
     assert submit(["--begin=tomorrow", "small.yaml"]) == 0
     many = written(SMALL.replace("[7, 8]", str([*range(251)])), "many.yaml")
-    assert len(load_checked(many).stages[0].members) == 1004  # which run here, or on a site with longer arrays
+    assert (
+        len(load_checked(many).stages[0].members) == 1004
+    )  # which run here, or on a site with longer arrays
 
 
-def test_what_is_finished_is_left_out_and_not_waited_for(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_finished_is_left_out_and_not_waited_for(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stages = {stage.name: stage for stage in load_plan(DEMO).stages}
     for name in ("pretrain", "probe"):
         finish(stages[name].works[0])
     assert submit([DEMO]) == 0
-    assert [script for script, _ in submitted(slurm)] == [*["data_prep.slurm"] * 4, "finetune.slurm"]
+    assert [script for script, _ in submitted(slurm)] == [
+        *["data_prep.slurm"] * 4,
+        "finetune.slurm",
+    ]
     assert "--dependency=afterok:104" in submitted(slurm)[4][1]
     assert "pretrain: finished, not submitted" in capsys.readouterr().out
     members = load_plan(written(SMALL)).stages[0].works
@@ -396,13 +525,18 @@ def test_what_is_finished_is_left_out_and_not_waited_for(slurm: Path, capsys: py
     assert main(["list", "small.yaml"]) == 0
     table = capsys.readouterr().out
     rows = [line.split() for line in table.splitlines() if line.startswith("pretrain ")]
-    assert [int(row[1]) for row in rows if row[2] == "finished"] == [0, 3, 4] and "3 of 8 finished" in table
+    assert [int(row[1]) for row in rows if row[2] == "finished"] == [
+        0,
+        3,
+        4,
+    ] and "3 of 8 finished" in table
     for work in members:
         finish(work)
     assert submit(["--begin=tomorrow", "small.yaml"]) == 0 and len(calls(slurm, "sbatch")) == 6
 
 
-# ---- without SLURM ----------------------------------------------------------------------------------------------------
+# ---- without SLURM
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_it_stops_after_a_failure_and_goes_on_from_there(
@@ -412,10 +546,11 @@ def test_it_stops_after_a_failure_and_goes_on_from_there(
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     small = "source.num_train_per_class=2, source.num_val_per_class=1, source.num_classes=4"
     path = written(
-        f"prepare: {{config: configs/data_prep/demo_pretrain.yaml, overrides: [out=data/small, {small}]}}\n"
-        "pretrain: {config: configs/pretrain/demo_mlp.yaml, overrides: [data.dataset=data/small, train.global_batch_size=8], "
-        "seeds: [0, 1, 2], run_dir: 'runs/{seed}'}\n"
-        "probe: {config: configs/probe/demo.yaml, overrides: [pretrained=runs/1, dataset=data/small]}\n"
+        "prepare: {config: configs/data_prep/demo_pretrain.yaml, overrides: [out=data/small,"
+        f" {small}]}}\npretrain: {{config: configs/pretrain/demo_mlp.yaml, overrides:"
+        " [data.dataset=data/small, train.global_batch_size=8], seeds: [0, 1, 2], run_dir:"
+        " 'runs/{seed}'}\nprobe: {config: configs/probe/demo.yaml, overrides:"
+        " [pretrained=runs/1, dataset=data/small]}\n"
     )
     asked: list[list[str]] = []
     real = Here.run
@@ -433,7 +568,9 @@ def test_it_stops_after_a_failure_and_goes_on_from_there(
 
     monkeypatch.setattr(Here, "run", run)
     assert main(["run", path, "--ranks", "3"]) == 1
-    assert (checkout / "data/small/manifest.json").exists() and not list((checkout / "jobs/unverified").iterdir())
+    assert (checkout / "data/small/manifest.json").exists() and not list(
+        (checkout / "jobs/unverified").iterdir()
+    )
     said = capsys.readouterr()
     assert "failed with exit code 9" in said.out and "left out: probe" in said.err
     works = load_plan(path).stages[1].works
@@ -443,7 +580,9 @@ def test_it_stops_after_a_failure_and_goes_on_from_there(
     assert asked[3] == [*works[1].words, "--ranks", "2"]
 
 
-def test_a_dataset_that_was_not_verified_is_not_finished(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_that_was_not_verified_is_not_finished(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def run(here: Here, words: list[str]) -> int:
@@ -461,9 +600,10 @@ def test_a_dataset_that_was_not_verified_is_not_finished(checkout: Path, monkeyp
 
 def test_a_signal_reaches_the_command_which_may_save(checkout: Path) -> None:
     (checkout / "saves.py").write_text(
-        "import pathlib, signal, time\n"
-        "def save(number, frame):\n    pathlib.Path('saved').write_text(signal.Signals(number).name)\n    raise SystemExit(0)\n"
-        "signal.signal(signal.SIGUSR2, save)\npathlib.Path('ready').touch()\ntime.sleep(60)\n"
+        "import pathlib, signal, time\ndef save(number, frame):\n   "
+        " pathlib.Path('saved').write_text(signal.Signals(number).name)\n    raise"
+        " SystemExit(0)\nsignal.signal(signal.SIGUSR2,"
+        " save)\npathlib.Path('ready').touch()\ntime.sleep(60)\n"
     )
 
     def send() -> None:
@@ -490,13 +630,28 @@ pretrain:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (TWO + FIGURE % "", "figure: members that it draws together are of data/one and data/two; set facet: target"),
+        (
+            TWO + FIGURE % "",
+            (
+                "figure: members that it draws together are of data/one and data/two; set facet:"
+                " target"
+            ),
+        ),
         (TWO + FIGURE % ", facet: data.dataset", ""),
         (TWO + FIGURE % ", facet: target", ""),
-        (TWO + FIGURE % ", task: probe", "figure: task: no member of this plan is a probe with a held-out split"),
+        (
+            TWO + FIGURE % ", task: probe",
+            "figure: task: no member of this plan is a probe with a held-out split",
+        ),
         (SMALL + FIGURE % ", facet: [shape, seed]", ""),
-        (SMALL + FIGURE % ", facet: shap", "figure: shap: no axis of this plan, and no variable; did you mean 'shape'?"),
-        (SMALL + "figure: {kind: sweep}", "figure: x: is for kind sweep, which needs it; such as width"),
+        (
+            SMALL + FIGURE % ", facet: shap",
+            "figure: shap: no axis of this plan, and no variable; did you mean 'shape'?",
+        ),
+        (
+            SMALL + "figure: {kind: sweep}",
+            "figure: x: is for kind sweep, which needs it; such as width",
+        ),
     ],
 )
 def test_a_figure_is_checked_before_anything_begins(slurm: Path, text: str, words: str) -> None:
@@ -509,18 +664,30 @@ def test_a_figure_is_checked_before_anything_begins(slurm: Path, text: str, word
 
 
 def test_the_figure_waits_for_all_others(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (slurm / "figure.yaml").write_text(Path(DEMO).read_text() + "figure: {kind: sweep, x: task, facet: target}\n")
+    (slurm / "figure.yaml").write_text(
+        Path(DEMO).read_text() + "figure: {kind: sweep, x: task, facet: target}\n"
+    )
     assert submit(["--partition=low", "figure.yaml"]) == 0
     waits = "--dependency=afterok:102:104:105:106:107"
-    assert submitted(slurm)[-1] == ("figure.slurm", ["--partition=low", waits, "--kill-on-invalid-dep=yes"])
+    assert submitted(slurm)[-1] == (
+        "figure.slurm",
+        ["--partition=low", waits, "--kill-on-invalid-dep=yes"],
+    )
     assert calls(slurm, "sbatch")[-1][-1] == "figure.yaml" and len(calls(slurm, "sbatch")) == 8
     assert "squeue -j 101,102,103,104,105,106,107,108" in capsys.readouterr().out
     assert main(["run", "--dry-run", "figure.yaml"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "$ analysis figure figure.yaml"
 
 
-def test_where_the_figure_is_not_taken_nothing_is_queued(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (slurm / "figure.yaml").write_text(Path(DEMO).read_text() + "figure: {kind: sweep, x: task, facet: target}\n")
+def test_where_the_figure_is_not_taken_nothing_is_queued(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "figure.yaml").write_text(
+        Path(DEMO).read_text() + "figure: {kind: sweep, x: task, facet: target}\n"
+    )
     (slurm / "refuse").write_text("8\n")
     assert submit(["figure.yaml"]) == 1
-    assert "cancelled, for figure was not taken: 101, 102, 103, 104, 105, 106, 107" in capsys.readouterr().err
+    assert (
+        "cancelled, for figure was not taken: 101, 102, 103, 104, 105, 106, 107"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,5 @@
-"""The pre-flight: whole ones of a few gloo ranks that stand for nodes, what each of them checks, and who is blamed for what."""
+"""The pre-flight: whole ones of a few gloo ranks that stand for nodes, what each of them checks,
+and who is blamed for what."""
 
 import errno
 import json
@@ -31,18 +32,36 @@ def rank(arguments: list[str], trouble: str) -> int:
         preflight.LINK_TIMEOUT_S, preflight.MARGIN_S = 4.0, 2.0
     if trouble == "cut off":
         preflight.LINK_TIMEOUT_S, preflight.MARGIN_S = 4.0, 2.0
-        preflight._all_reduce = lambda *words, **options: time.sleep(600) or reduce(*words, **options)
+        preflight._all_reduce = lambda *words, **options: (
+            time.sleep(600) or reduce(*words, **options)
+        )
     return preflight.main(arguments)
 
 
-def whole(place: Path, *, num_ranks: int, per_node: int = 1, troubles: Mapping[int, str], timeout_s: int = 60) -> Any:
-    """Exit codes, output and lines of preflight.jsonl; a rank whose trouble is "absent" is not started."""
+def whole(
+    place: Path,
+    *,
+    num_ranks: int,
+    per_node: int = 1,
+    troubles: Mapping[int, str],
+    timeout_s: int = 60,
+) -> Any:
+    """Exit codes, output and lines of preflight.jsonl; a rank whose trouble is "absent" is not
+    started."""
     nodes = [f"n{number + 1}" for number in range(num_ranks // per_node)]
-    shared = {"LOCAL_WORLD_SIZE": str(per_node), "NODE_SCRATCH": str(place / "scratch"), "PREFLIGHT_TIMEOUT_S": str(timeout_s)}
+    shared = {
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "NODE_SCRATCH": str(place / "scratch"),
+        "PREFLIGHT_TIMEOUT_S": str(timeout_s),
+    }
     output, processes = place / "output", []
     for number, environment in enumerate(environments(num_ranks, **shared)):
         node = {"LOCAL_RANK": str(number % per_node), "SLURMD_NODENAME": nodes[number // per_node]}
-        call = (f"{MODULE}:rank", [str(place / "job"), "--nodes", ",".join(nodes)], troubles.get(number, ""))
+        call = (
+            f"{MODULE}:rank",
+            [str(place / "job"), "--nodes", ",".join(nodes)],
+            troubles.get(number, ""),
+        )
         if call[2] != "absent":
             processes.append(begin(*call, environment=environment | node, output=output))  # type: ignore[arg-type]
     codes = wait(processes, timeout_s=150, grace_s=90)
@@ -59,13 +78,19 @@ def test_sound_nodes_are_measured_and_nobody_is_named(tmp_path: Path) -> None:
     ]  # fmt: skip
     for line in lines:
         assert line["tflops"] > 0 and line["faults"] == [] and line["device"] == "CPU", line
-        assert [*line["links"]] == [str(1 - line["rank"] // 2)] and min(line["links"].values()) > 0, line
+        assert [*line["links"]] == [str(1 - line["rank"] // 2)] and min(
+            line["links"].values()
+        ) > 0, line
     assert [line.get("free_gb") is not None for line in lines] == [True, False, True, False]
     assert "n2" in output and "is bad" not in output
 
 
-def test_a_gpu_that_errs_one_that_hangs_and_a_rank_that_never_comes_are_named(tmp_path: Path) -> None:
-    codes, output, lines, bad = whole(tmp_path, num_ranks=4, troubles={1: "wrong", 2: "hangs", 3: "absent"}, timeout_s=8)
+def test_a_gpu_that_errs_one_that_hangs_and_a_rank_that_never_comes_are_named(
+    tmp_path: Path,
+) -> None:
+    codes, output, lines, bad = whole(
+        tmp_path, num_ranks=4, troubles={1: "wrong", 2: "hangs", 3: "absent"}, timeout_s=8
+    )
     assert codes == [3] * 3, output
     assert bad.pop("n4").startswith("rank 3 sent nothing within ") and bad == {
         "n2": "cpu: 128 of 16,384 entries of a torch.float32 product are wrong",
@@ -76,11 +101,14 @@ def test_a_gpu_that_errs_one_that_hangs_and_a_rank_that_never_comes_are_named(tm
 
 
 def test_a_node_without_a_link_is_named_alone(tmp_path: Path) -> None:
-    codes, output, _, bad = whole(tmp_path, num_ranks=4, troubles=dict.fromkeys(range(4), "short") | {1: "cut off"})
+    codes, output, _, bad = whole(
+        tmp_path, num_ranks=4, troubles=dict.fromkeys(range(4), "short") | {1: "cut off"}
+    )
     assert codes == [3] * 4 and bad == {"n2": "it reaches none of its neighbours"}, output
 
 
-# ---- what a node checks -----------------------------------------------------------------------------------------------
+# ---- what a node checks
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_directory_that_cannot_be_written_is_reported_with_its_reason(tmp_path: Path) -> None:
@@ -88,10 +116,17 @@ def test_a_directory_that_cannot_be_written_is_reported_with_its_reason(tmp_path
     assert free_gb and faults == [] and list((tmp_path / "new").iterdir()) == []
     (tmp_path / "file").touch()
     assert [kind for kind, _ in check_scratch(tmp_path / "file/scratch")[1]] == ["place of scratch"]
-    with mock.patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+    with mock.patch.object(
+        os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")
+    ):
         (fault,) = check_scratch(tmp_path)[1]
-    assert fault == ["scratch", f"the scratch directory {tmp_path} cannot be used: No space left on device"]
-    with mock.patch.object(os, "statvfs", return_value=os.statvfs_result((4096, 4096, 9, 9, 9, 9, 9, 9, 0, 255))):
+    assert fault == [
+        "scratch",
+        f"the scratch directory {tmp_path} cannot be used: No space left on device",
+    ]
+    with mock.patch.object(
+        os, "statvfs", return_value=os.statvfs_result((4096, 4096, 9, 9, 9, 9, 9, 9, 0, 255))
+    ):
         assert "GB free (threshold 1 GB)" in check_scratch(tmp_path)[1][0][1]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".preflight")] == []
 
@@ -107,18 +142,31 @@ def test_a_directory_that_cannot_be_written_is_reported_with_its_reason(tmp_path
     ],
 )
 def test_as_many_gpus_are_visible_as_slurm_gave_and_what_is_read_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], visible: int, kinds: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    visible: int,
+    kinds: list[str],
 ) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE", "PREFLIGHT_GPUS"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in (environment | {"NODE_SCRATCH": str(tmp_path), "OMP_NUM_THREADS": "1"}).items():
+    for name, value in (
+        environment | {"NODE_SCRATCH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    ).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(preflight, "matmul_tflops", lambda device: 1.0)
     paths = [str(tmp_path), f"{tmp_path}/in21k/manifest.json"]
-    first, second = (check_node(World(i, i, 2, num_local_ranks=2), paths, lambda doing: None) for i in (0, 1))
-    assert [kind for kind, _ in second["faults"]] == kinds, "one rank of a node looks at directories"
-    assert first["faults"][0] == [f"not there {paths[1]}", f"{tmp_path}/in21k is not there: is its file system mounted?"]
+    first, second = (
+        check_node(World(i, i, 2, num_local_ranks=2), paths, lambda doing: None) for i in (0, 1)
+    )
+    assert [kind for kind, _ in second["faults"]] == kinds, (
+        "one rank of a node looks at directories"
+    )
+    assert first["faults"][0] == [
+        f"not there {paths[1]}",
+        f"{tmp_path}/in21k is not there: is its file system mounted?",
+    ]
 
 
 def test_what_hangs_dies_or_fails_is_an_answer() -> None:
@@ -131,40 +179,66 @@ def test_what_hangs_dies_or_fails_is_an_answer() -> None:
         doing("GPU 3")
         os.abort()
 
-    assert in_child(hang, timeout_s=1) == {"faults": [["no answer", "no answer from the disk for 1 s"]]}
-    assert in_child(die, timeout_s=20) == {"faults": [["died", "a process that used GPU 3 has died"]]}
+    assert in_child(hang, timeout_s=1) == {
+        "faults": [["no answer", "no answer from the disk for 1 s"]]
+    }
+    assert in_child(die, timeout_s=20) == {
+        "faults": [["died", "a process that used GPU 3 has died"]]
+    }
     assert in_child(lambda doing: {"a": 1 // 0}, timeout_s=20)["faults"][0][0] == "not checked"
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5, 32])
 @pytest.mark.parametrize("per_node", [1, 4])
-def test_every_node_meets_its_neighbours_once_and_one_at_a_time(num_nodes: int, per_node: int) -> None:
+def test_every_node_meets_its_neighbours_once_and_one_at_a_time(
+    num_nodes: int, per_node: int
+) -> None:
     found = rounds(num_nodes * per_node, per_node)
     for groups in found:
         members = [each for group in groups for each in group]
         assert len(members) == len(set(members)) > 0
     if per_node > 1:
-        assert found.pop(0) == [list(range(first, first + 4)) for first in range(0, num_nodes * 4, 4)]
+        assert found.pop(0) == [
+            list(range(first, first + 4)) for first in range(0, num_nodes * 4, 4)
+        ]
     pairs = [pair for groups in found for pair in groups]
     assert all(a % per_node == b % per_node for a, b in pairs), "each rank meets its like"
-    ring = [sorted({node, (node + 1) % num_nodes}) for node in range({1: 0, 2: 1}.get(num_nodes, num_nodes))]
-    assert sorted(sorted({a // per_node, b // per_node}) for a, b in pairs) == sorted(per_node * ring)
+    ring = [
+        sorted({node, (node + 1) % num_nodes})
+        for node in range({1: 0, 2: 1}.get(num_nodes, num_nodes))
+    ]
+    assert sorted(sorted({a // per_node, b // per_node}) for a, b in pairs) == sorted(
+        per_node * ring
+    )
 
 
-# ---- who is blamed ----------------------------------------------------------------------------------------------------
+# ---- who is blamed
+# ----------------------------------------------------------------------------------------------------
 
 GPU = "NVIDIA H100"
 
 
-def figures(tflops: Sequence[float | None], *, device: str = GPU, **others: Any) -> list[dict[str, Any]]:
+def figures(
+    tflops: Sequence[float | None], *, device: str = GPU, **others: Any
+) -> list[dict[str, Any]]:
     """One rank on each of n1, n2, ...; `others` by node."""
     return [
-        {"rank": i, "node": f"n{i + 1}", "device": device, "tflops": rate, "faults": [], **others.get(f"n{i + 1}", {})}
+        {
+            "rank": i,
+            "node": f"n{i + 1}",
+            "device": device,
+            "tflops": rate,
+            "faults": [],
+            **others.get(f"n{i + 1}", {}),
+        }
         for i, rate in enumerate(tflops)
     ]
 
 
-FAULT = {kind: {"faults": [[kind, f"it has {kind}"]]} for kind in ("no gpu", "scratch", "not checked", "absent", "not there /d")}
+FAULT = {
+    kind: {"faults": [[kind, f"it has {kind}"]]}
+    for kind in ("no gpu", "scratch", "not checked", "absent", "not there /d")
+}
 
 
 def linked(**rates: dict[str, float]) -> dict[str, Any]:
@@ -197,5 +271,7 @@ def linked(**rates: dict[str, float]) -> dict[str, Any]:
 )  # fmt: skip
 def test_who_is_blamed(found: list[dict[str, Any]], bad: dict[str, str], warned: str) -> None:
     named, warnings = judge(found)
-    assert named.keys() == bad.keys() and all(text in "; ".join(named[node]) for node, text in bad.items()), named
+    assert named.keys() == bad.keys() and all(
+        text in "; ".join(named[node]) for node, text in bad.items()
+    ), named
     assert warned in " ".join(warnings) and bool(warned) == bool(warnings), warnings

@@ -1,4 +1,5 @@
-"""What is read from sbatch's options and from SLURM's words about GPUs and CPUs: functions of strings and variables."""
+"""What is read from sbatch's options and from SLURM's words about GPUs and CPUs: functions of
+strings and variables."""
 
 import pytest
 
@@ -56,7 +57,9 @@ def test_gpus_of_a_gres_list(gres: str, count: int) -> None:
         ("", {"SBATCH_GRES": "gpu:h100:8"}, 8),
     ],
 )
-def test_gpus_that_a_submission_asks_for(options: str, site: dict[str, str], gpus: int | None) -> None:
+def test_gpus_that_a_submission_asks_for(
+    options: str, site: dict[str, str], gpus: int | None
+) -> None:
     asked = read_submission([*options.split(), "cluster/pretrain.slurm", "x.yaml"])
     assert asked.gpus_per_node(site) == gpus
     assert asked.ranks(site)[1] == (None if gpus is None else gpus or 1)
@@ -77,11 +80,15 @@ def test_a_complete_option_abbreviates_no_other(options: str, name: str, value: 
     assert read_submission([options, "cluster/pretrain.slurm"]).option(name) == value
 
 
-DETAILS = "JOB_GRES=gpu:6   Nodes=g1 CPU_IDs=0-3 Mem=0 GRES=gpu:h100:4(IDX:0-3)   Nodes=g2 CPU_IDs=0 Mem=0 GRES={} MinCPUsNode=1"
+DETAILS = (
+    "JOB_GRES=gpu:6   Nodes=g1 CPU_IDs=0-3 Mem=0 GRES=gpu:h100:4(IDX:0-3)   Nodes=g2 CPU_IDs=0"
+    " Mem=0 GRES={} MinCPUsNode=1"
+)
 
 
 @pytest.mark.parametrize(
-    ("other", "counts"), [("gpu:2(IDX:0,2)", [4, 2]), ("", [4, 0]), ("gpu:a:1(IDX:0),gpu:b:2(IDX:1-2)", [4, 3])]
+    ("other", "counts"),
+    [("gpu:2(IDX:0,2)", [4, 2]), ("", [4, 0]), ("gpu:a:1(IDX:0),gpu:b:2(IDX:1-2)", [4, 3])],
 )
 def test_gpus_that_a_job_has(other: str, counts: list[int]) -> None:
     assert allocated_gpus(DETAILS.format(other)) == counts
@@ -96,12 +103,29 @@ def test_gpus_that_a_job_has(other: str, counts: list[int]) -> None:
         ({"SLURM_JOB_CPUS_PER_NODE": "6"}, 2, 1, 6),
         ({"SLURM_JOB_CPUS_PER_NODE": "8"}, 2, 8, 1),
         ({"SLURM_JOB_CPUS_PER_NODE": "2"}, 2, 4, 1),
-        ({"SLURM_JOB_CPUS_PER_NODE": "4", "SLURM_HINT": "nomultithread", "SLURM_THREADS_PER_CORE": "1"}, 2, 1, 4),
-        ({"SLURM_JOB_CPUS_PER_NODE": "16", "SLURM_HINT": "nomultithread"}, 2, 2, 4),  # an older SLURM counts threads
+        (
+            {
+                "SLURM_JOB_CPUS_PER_NODE": "4",
+                "SLURM_HINT": "nomultithread",
+                "SLURM_THREADS_PER_CORE": "1",
+            },
+            2,
+            1,
+            4,
+        ),
+        (
+            {"SLURM_JOB_CPUS_PER_NODE": "16", "SLURM_HINT": "nomultithread"},
+            2,
+            2,
+            4,
+        ),  # an older SLURM counts threads
         ({"SLURM_JOB_CPUS_PER_NODE": "16", "SLURM_HINT": "multithread"}, 2, 2, 8),
     ],
 )
 def test_cpus_of_each_rank(given: dict[str, str], threads: int, ranks: int, cpus: int) -> None:
-    lines = [f"NodeName=n{number} CoresPerSocket={8 // threads} CPUEfctv=16 CPUTot=16 Sockets=2" for number in (0, 1)]
+    lines = [
+        f"NodeName=n{number} CoresPerSocket={8 // threads} CPUEfctv=16 CPUTot=16 Sockets=2"
+        for number in (0, 1)
+    ]
     assert cpus_per_rank(given, lines, ranks=ranks) == cpus
     assert cpus_per_rank({"SLURM_JOB_CPUS_PER_NODE": "16"}, [], ranks=4) == 4

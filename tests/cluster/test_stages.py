@@ -1,5 +1,5 @@
-"""A plan whose stages read each other's checkpoints, by the real commands: what was killed goes on, what is finished is known by
-its weights."""
+"""A plan whose stages read each other's checkpoints, by the real commands: what was killed goes on,
+what is finished is known by its weights."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,10 @@ evaluate: {{config: configs/evaluate/demo.yaml, each_finetuned: true, overrides:
 export: {{config: configs/export/demo.yaml, each_finetuned: true, overrides: ['formats=[timm]'], run_dir: 'exports/{{finetuned}}'}}
 """
 SILENT = "tracking.enabled=false"
-FEW = f"train.global_batch_size=8, train.eval_every=2 steps, checkpoint.every=2 steps, schedule.warmup=0 steps, {SILENT}"
+FEW = (
+    "train.global_batch_size=8, train.eval_every=2 steps, checkpoint.every=2 steps,"
+    f" schedule.warmup=0 steps, {SILENT}"
+)
 pytestmark = pytest.mark.processes
 
 
@@ -43,7 +46,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         found.append(words)
         alone = [word for word in words[1:] if word not in ("--ranks", "1")]
         output = new_output()
-        process = begin("tests.training:main", words[0], alone, *strike, environment=environments(1)[0], output=output)
+        process = begin(
+            "tests.training:main",
+            words[0],
+            alone,
+            *strike,
+            environment=environments(1)[0],
+            output=output,
+        )
         (code,) = wait([process], timeout_s=300)
         assert code == (-9 if is_first else 0), output.read_text()[-2000:]
         return code
@@ -65,20 +75,34 @@ def test_a_killed_plan_does_what_is_missing_and_new_weights_are_not_finished(
     assert [words[1] for words in asked] == ["tune", "knn", "knn", "evaluate", "evaluate"]
     assert "left out: export" in capsys.readouterr().err
     plan = load_checked("stages.yaml")
-    assert states(plan)["evaluate"] == ["begun", "finished"] and states(plan)["export"] == ["not begun"] * 2
+    assert (
+        states(plan)["evaluate"] == ["begun", "finished"]
+        and states(plan)["export"] == ["not begun"] * 2
+    )
     assert main(["run", "stages.yaml", "--ranks", "1"]) == 0
-    assert [words[1] for words in asked[5:]] == ["evaluate", "export", "export"] and asked[5] == asked[3]
+    assert [words[1] for words in asked[5:]] == ["evaluate", "export", "export"] and asked[
+        5
+    ] == asked[3]
     assert main(["run", "stages.yaml", "--ranks", "1"]) == 0 and len(asked) == 8
     assert all(set(each) == {"finished"} for each in states(plan).values())
     card = Path("exports/seed-0/README.md").read_text()
-    assert "2 views" in card and "k-NN" in card  # an export comes after those that its model card tells of
+    assert (
+        "2 views" in card and "k-NN" in card
+    )  # an export comes after those that its model card tells of
 
     (weights,) = list_checkpoints(Path("runs/tuned/seed-0"))
-    later = write_folder(weights.with_name("step-00000009"), other_shapes, step=9)  # its run was made longer
+    later = write_folder(
+        weights.with_name("step-00000009"), other_shapes, step=9
+    )  # its run was made longer
     for name in ("knn", "evaluate", "export"):
         assert states(plan)[name] == ["other settings", "finished"]
-    with pytest.raises(SettingsError, match="runs/tuned/seed-0 is at step 9 now, but runs/views-seed-0 began with its step 2"):
+    with pytest.raises(
+        SettingsError,
+        match="runs/tuned/seed-0 is at step 9 now, but runs/views-seed-0 began with its step 2",
+    ):
         load_checked("stages.yaml")
     for place in (later, weights):
         shutil.rmtree(place)  # for its room: what was found stays
-    assert all(set(each) == {"finished"} for name, each in states(plan).items() if name != "finetune")
+    assert all(
+        set(each) == {"finished"} for name, each in states(plan).items() if name != "finetune"
+    )

@@ -1,4 +1,5 @@
-"""What `cluster/submit` refuses before it asks sbatch, so that nobody waits in the queue for a typing mistake."""
+"""What `cluster/submit` refuses before it asks sbatch, so that nobody waits in the queue for a
+typing mistake."""
 
 import json
 from pathlib import Path
@@ -20,49 +21,99 @@ CIFAR, SHAPES = "configs/data_prep/cifar10.yaml", "configs/data_prep/demo_pretra
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["cluster/pretrain.slurm", MLP, "train.duratoin=3"], f"{MLP}: train.duratoin: unknown key; did you mean"),
-        (["cluster/pretrain.slurm", MLP, "--ranks", "2"], "--ranks: after CONFIG a job takes key=value alone"),
+        (
+            ["cluster/pretrain.slurm", MLP, "train.duratoin=3"],
+            f"{MLP}: train.duratoin: unknown key; did you mean",
+        ),
+        (
+            ["cluster/pretrain.slurm", MLP, "--ranks", "2"],
+            "--ranks: after CONFIG a job takes key=value alone",
+        ),
         (["-a", "0-1", "cluster/pretrain.slurm", MLP], "--array: pretrain.slurm is one run"),
         (["cluster/pretrain.slurm", MLP], "data/demo-pretrain is no finished dataset"),
-        (["cluster/pretrain.slurm", MLP, "data.dataset=SHAPES", "data.eval_split=nope"], "data.eval_split"),
-        (["--array=9%2", "cluster/grid.slurm", GRID, "pretrain"], "has no member 9; its members are 0 to 3"),
-        (["cluster/grid.slurm", GRID, "pretrain", "train.seed=1"], "overrides are written in the plan file"),
+        (
+            ["cluster/pretrain.slurm", MLP, "data.dataset=SHAPES", "data.eval_split=nope"],
+            "data.eval_split",
+        ),
+        (
+            ["--array=9%2", "cluster/grid.slurm", GRID, "pretrain"],
+            "has no member 9; its members are 0 to 3",
+        ),
+        (
+            ["cluster/grid.slurm", GRID, "pretrain", "train.seed=1"],
+            "overrides are written in the plan file",
+        ),
         (["cluster/grid.slurm", GRID, "pretrain"], "data/study-pretrain is no finished dataset"),
-        (["cluster/pretrain.slurm", "--nodes", "2", MLP], "--nodes: sbatch's options stand before the script"),
+        (
+            ["cluster/pretrain.slurm", "--nodes", "2", MLP],
+            "--nodes: sbatch's options stand before the script",
+        ),
         (["mine/pretrain.slurm", MLP], "mine/pretrain.slurm: put it into cluster/"),
         (["cluster/pretrian.slurm", MLP], "cluster/pretrian.slurm: no such file"),
         (["--wait", "cluster/pretrain.slurm", MLP], "--dependency=afterok:JOB"),
         (["cluster/data_prep.slurm", SHAPES, "imagesize=32"], "imagesize: unknown key"),
         (["cluster/data_prep.slurm", CIFAR], "source.path: cifar-10-python.tar.gz is not there"),
         (["cluster/grid.slurm", GRID, "probe"], "it has no grid 'probe'"),
-        (["cluster/evaluate.slurm", "configs/evaluate/demo.yaml", "view=3"], "view: unknown key; did you mean 'views'?"),
-        (["cluster/knn.slurm", "configs/knn/demo.yaml", "data.dataset=SHAPES"], "pretrained: runs/demo/pretrain-mlp is not there"),
         (
-            ["cluster/knn.slurm", "configs/knn/demo.yaml", "data.dataset=SHAPES", "pretrained=null", "neighbours=9999"],
+            ["cluster/evaluate.slurm", "configs/evaluate/demo.yaml", "view=3"],
+            "view: unknown key; did you mean 'views'?",
+        ),
+        (
+            ["cluster/knn.slurm", "configs/knn/demo.yaml", "data.dataset=SHAPES"],
+            "pretrained: runs/demo/pretrain-mlp is not there",
+        ),
+        (
+            [
+                "cluster/knn.slurm",
+                "configs/knn/demo.yaml",
+                "data.dataset=SHAPES",
+                "pretrained=null",
+                "neighbours=9999",
+            ],
             "neighbours: 9999 is more",
         ),
-        (["-a", "0-1", "cluster/export.slurm", "configs/export/demo.yaml"], "--array: export.slurm is one run"),
+        (
+            ["-a", "0-1", "cluster/export.slurm", "configs/export/demo.yaml"],
+            "--array: export.slurm is one run",
+        ),
         (["--array=0,2", "cluster/data_prep.slurm", SHAPES], "give all of them, without gaps"),
     ],
 )
 def test_what_cannot_run_is_refused(
-    checkout: Path, shapes: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+    checkout: Path,
+    shapes: Path,
+    words: list[str],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("mine").mkdir()
     Path("mine/pretrain.slurm").touch()
     assert main([word.replace("SHAPES", str(shapes)) for word in words]) == 2
     said = capsys.readouterr()
-    assert complaint in said.err and said.err.startswith("cluster/submit: ") and said.err.count("\n") == 1 and said.out == ""
+    assert (
+        complaint in said.err
+        and said.err.startswith("cluster/submit: ")
+        and said.err.count("\n") == 1
+        and said.out == ""
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "site", "warns"),
     [
         (["-N2"], {"SBATCH_GPUS_PER_NODE": "2"}, "2 nodes would take"),
-        (["--nodes=2", "--gres=gpu:h100:2"], {"GPU_TFLOPS": "100"}, "at 100 TFLOP/s a GPU and 200 Gbit/s a node); use --nodes=1"),
+        (
+            ["--nodes=2", "--gres=gpu:h100:2"],
+            {"GPU_TFLOPS": "100"},
+            "at 100 TFLOP/s a GPU and 200 Gbit/s a node); use --nodes=1",
+        ),
         (["--nodes=2"], {}, None),  # not known to have GPUs
         ([], {"SBATCH_GPUS_PER_NODE": "2"}, None),
-        (["--nodes=2"], {"SBATCH_GPUS_PER_NODE": "2", "GPU_TFLOPS": "1", "NODE_GBIT": "999999"}, None),
+        (
+            ["--nodes=2"],
+            {"SBATCH_GPUS_PER_NODE": "2", "GPU_TFLOPS": "1", "NODE_GBIT": "999999"},
+            None,
+        ),
     ],
 )
 def test_who_asks_for_nodes_that_make_it_slower_is_warned(
@@ -79,17 +130,33 @@ def test_who_asks_for_nodes_that_make_it_slower_is_warned(
     data = (f"data.dataset={shapes}", "schedule.warmup=0 steps", "train.global_batch_size=24")
     order(*words, "cluster/pretrain.slurm", MLP, *data)
     said = capsys.readouterr().err
-    assert (said.startswith("cluster/submit: warning: ") and said.count("\n") == 1 and warns in said) if warns else said == ""
+    assert (
+        (said.startswith("cluster/submit: warning: ") and said.count("\n") == 1 and warns in said)
+        if warns
+        else said == ""
+    )
     plan = Path("nodes.yaml")
-    plan.write_text(f"pretrain: {{config: {MLP}, overrides: {list(data)}, seeds: [0, 1], run_dir: 'runs/{{seed}}'}}")
+    plan.write_text(
+        f"pretrain: {{config: {MLP}, overrides: {list(data)}, seeds: [0, 1], run_dir:"
+        " 'runs/{seed}'}"
+    )
     order(*words, "cluster/grid.slurm", str(plan), "pretrain")
     assert capsys.readouterr().err == said, "of a grid one line, too"
 
 
-def test_speeds_of_a_site_are_numbers(checkout: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speeds_of_a_site_are_numbers(
+    checkout: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NODE_GBIT", "fast")
     with pytest.raises(SettingsError, match="NODE_GBIT: 'fast' will not do"):
-        order("-N2", "--gpus-per-node=2", "cluster/pretrain.slurm", MLP, f"data.dataset={shapes}", "train.global_batch_size=24")
+        order(
+            "-N2",
+            "--gpus-per-node=2",
+            "cluster/pretrain.slurm",
+            MLP,
+            f"data.dataset={shapes}",
+            "train.global_batch_size=24",
+        )
 
 
 def order(*words: str) -> Order:
@@ -102,14 +169,22 @@ def test_what_waits_for_another_job_may_lack_what_it_reads(checkout: Path) -> No
             assert order(option, *words)
 
 
-def test_what_is_finished_is_not_submitted(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_finished_is_not_submitted(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     finish(Work("pretrain", MLP))
     members = load_plan(GRID).stages[0].members
     for member in members:
         finish(member.work)
     for words, reason in (
-        (["cluster/pretrain.slurm", MLP], "finished before; name another run_dir to do it anew, nothing is submitted"),
-        (["cluster/grid.slurm", GRID, "pretrain"], f"all {len(members)} members of pretrain are finished"),
+        (
+            ["cluster/pretrain.slurm", MLP],
+            "finished before; name another run_dir to do it anew, nothing is submitted",
+        ),
+        (
+            ["cluster/grid.slurm", GRID, "pretrain"],
+            f"all {len(members)} members of pretrain are finished",
+        ),
     ):
         assert main(words) == 0
         said = capsys.readouterr()
@@ -127,29 +202,47 @@ def test_only_tasks_that_are_in_the_queue_keep_a_member_from_being_submitted(
     words = ["--begin=now+1hour", "cluster/grid.slurm", GRID, "pretrain"]
     places = [work.writes for work in load_plan(GRID).stages[0].works]
     first = order(*words)
-    assert first.writes == {place: str(index) for index, place in enumerate(places)} and GRID not in first.reads
+    assert (
+        first.writes == {place: str(index) for index, place in enumerate(places)}
+        and GRID not in first.reads
+    )
     note("50", lines_of(first.writes))
     since = "2026-01-01T10:00:00"
-    (slurm / "queue").write_text(f"50 2 RUNNING {since}\n50 3 PENDING N/A\n50 1 COMPLETING {since}\n60 0 RUNNING {since}\n")
+    (slurm / "queue").write_text(
+        f"50 2 RUNNING {since}\n50 3 PENDING N/A\n50 1 COMPLETING {since}\n60 0 RUNNING {since}\n"
+    )
     second = order(*words)
-    assert second.submission.options[-1] == "--array=0-1%2" and sorted(second.writes.values()) == ["0", "1"]
+    assert second.submission.options[-1] == "--array=0-1%2" and sorted(second.writes.values()) == [
+        "0",
+        "1",
+    ]
     assert "members 2-3 are in the queue already, of job 50" in capsys.readouterr().err
-    with pytest.raises(SettingsError, match="members 2 are in the queue already, of job 50; without them: --array=1%2"):
+    with pytest.raises(
+        SettingsError,
+        match="members 2 are in the queue already, of job 50; without them: --array=1%2",
+    ):
         order("--array=1-2", *words)
     for given in (["--arr=0,1"], ["--depend=afterany:50", "--array=1-2"]):
         assert order(*given, *words).submission.options == (*given, words[0])
-    (slurm / "queue").write_text("".join(f"50 {index} PENDING N/A\n" for index in range(len(places))))
+    (slurm / "queue").write_text(
+        "".join(f"50 {index} PENDING N/A\n" for index in range(len(places)))
+    )
     with pytest.raises(NothingLeft):
         order(*words)
 
 
 def test_a_dataset_that_is_being_built_is_not_built_twice(slurm: Path) -> None:
-    for words in (["cluster/data_prep.slurm", SHAPES], ["cluster/data_prep.slurm", SHAPES, "--source", "synthetic"]):
+    for words in (
+        ["cluster/data_prep.slurm", SHAPES],
+        ["cluster/data_prep.slurm", SHAPES, "--source", "synthetic"],
+    ):
         assert order(*words).writes == {"data/demo-pretrain": "-"}
     for number in ("8", "9"):  # the parts and their merge
         note(number, f"-\t{Path('data/demo-pretrain').resolve()}\n")
     (slurm / "queue").write_text("9 0 PENDING N/A\n8 1 RUNNING 2026-01-01T10:00:00\n")
-    with pytest.raises(SettingsError, match=r"job 8_1 \(RUNNING\) writes it already.*--dependency=afterany:8:9"):
+    with pytest.raises(
+        SettingsError, match=r"job 8_1 \(RUNNING\) writes it already.*--dependency=afterany:8:9"
+    ):
         order("cluster/data_prep.slurm", SHAPES)
 
 
@@ -165,7 +258,11 @@ def test_a_dataset_that_is_being_built_is_not_built_twice(slurm: Path) -> None:
     ],
 )
 def test_of_two_jobs_for_one_run_the_one_that_was_started_first_has_it(
-    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], others: str, answer: str
+    slurm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    others: str,
+    answer: str,
 ) -> None:
     note(others[:1] or "4", f"-\t{Path('runs/mine').resolve()}\n")
     (slurm / "queue").write_text(f"5 N/A RUNNING 2026-01-01T10:00:00\n{others}\n")
@@ -185,7 +282,12 @@ def test_indices_of_an_array() -> None:
 
 
 def test_a_job_takes_nothing_along_of_the_one_that_submits_it() -> None:
-    here = {"PYTHONPATH": "x", "PYTHONSAFEPATH": "1", "JOB_SETTINGS": "PREFLIGHT STAGE_DATA", "JOB_SETTINGS_GIVEN": " STAGE_DATA"}
+    here = {
+        "PYTHONPATH": "x",
+        "PYTHONSAFEPATH": "1",
+        "JOB_SETTINGS": "PREFLIGHT STAGE_DATA",
+        "JOB_SETTINGS_GIVEN": " STAGE_DATA",
+    }
     here |= {"PREFLIGHT": "0", "SLURM_JOB_ID": "7"}
     taken = {"STAGE_DATA": "1", "SLURM_CONF": "c", "HOME": "h"}
     assert new_job(here | taken) == taken
@@ -193,14 +295,25 @@ def test_a_job_takes_nothing_along_of_the_one_that_submits_it() -> None:
 
 def test_submit_asks_before_sbatch(root: Path) -> None:
     stand_in(root, "sbatch", "touch asked")
-    done = run(root, "cluster/submit", "--parsable", "cluster/pretrain.slurm", MLP, "train.duratoin=3")
-    assert (done.returncode, done.stdout) == (2, "") and "train.duratoin: unknown key" in done.stderr
+    done = run(
+        root, "cluster/submit", "--parsable", "cluster/pretrain.slurm", MLP, "train.duratoin=3"
+    )
+    assert (done.returncode, done.stdout) == (
+        2,
+        "",
+    ) and "train.duratoin: unknown key" in done.stderr
     assert not (root / "asked").exists() and not (root / "jobs").exists()
 
 
-def test_a_job_reads_what_was_kept_and_names_the_users_own_file(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_reads_what_was_kept_and_names_the_users_own_file(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also what a plan names: the configs of its members, and those of the runs that they read."""
-    snapshot, outside, mlp = checkout / "jobs/snapshots/0123abc", checkout.parent / "outside.yaml", Path(MLP).read_text()
+    snapshot, outside, mlp = (
+        checkout / "jobs/snapshots/0123abc",
+        checkout.parent / "outside.yaml",
+        Path(MLP).read_text(),
+    )
     plan = """
         pretrain: [mine.yaml, {config: mine.yaml, seeds: [3], run_dir: 'runs/{seed}'}]
         probe: {config: configs/probe/demo.yaml, each_pretrained: true, run_dir: 'runs/of-{pretrained}'}
@@ -214,29 +327,58 @@ def test_a_job_reads_what_was_kept_and_names_the_users_own_file(checkout: Path, 
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
     (snapshot / "configs").symlink_to(checkout / "configs")
-    for stage, found in (("pretrain/2", f"{snapshot}/mine.yaml"), ("probe", "pretrained=runs/kept/pretrain-mlp")):
+    for stage, found in (
+        ("pretrain/2", f"{snapshot}/mine.yaml"),
+        ("probe", "pretrained=runs/kept/pretrain-mlp"),
+    ):
         assert ask([f"--kept={snapshot}", "grid", "plan.yaml", stage, "0"]) == 0
         assert found in json.loads(capsys.readouterr().out)["words"]
-    for config, said in (("../outside.yaml", f"{outside}: modle"), ("new.yaml", "new.yaml was not kept at the submission")):
+    for config, said in (
+        ("../outside.yaml", f"{outside}: modle"),
+        ("new.yaml", "new.yaml was not kept at the submission"),
+    ):
         assert ask([f"--kept={snapshot}", "pretrain", "train", config]) == 2
         assert said in (complaint := capsys.readouterr().err) and "snapshots" not in complaint
 
 
-def test_a_job_is_told_what_it_reads_and_what_another_file_system_lacks(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_is_told_what_it_reads_and_what_another_file_system_lacks(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["pretrain", "train", MLP, "run_dir=runs/mine", "data.dataset={}"]
-    cases = (("/proc/nowhere/set", "blind", "/proc/nowhere/set/manifest.json"), ("data/set", "unfinished", ""))
+    cases = (
+        ("/proc/nowhere/set", "blind", "/proc/nowhere/set/manifest.json"),
+        ("data/set", "unfinished", ""),
+    )
     for dataset, state, about in cases:
         given = [word.format(dataset) for word in words]
         assert ask(["--starting", *given]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert (found["state"], found["about"], found["reads"]) == (state, about, [f"{dataset}/manifest.json"])
+        assert (found["state"], found["about"], found["reads"]) == (
+            state,
+            about,
+            [f"{dataset}/manifest.json"],
+        )
         assert (found["words"], found["writes"], found["can_stage"]) == (given, "runs/mine", True)
         assert (found["result"], found["needs_one_rank"]) == ("result.json", False)
     assert (
-        ask(["--starting", "finetune", "export", "configs/export/demo.yaml", "out=exports/mine", "pretrained=/proc/nowhere"]) == 0
+        ask(
+            [
+                "--starting",
+                "finetune",
+                "export",
+                "configs/export/demo.yaml",
+                "out=exports/mine",
+                "pretrained=/proc/nowhere",
+            ]
+        )
+        == 0
     )
     found = json.loads(capsys.readouterr().out)
-    assert (found["state"], found["writes"], found["result"]) == ("blind", "exports/mine", "export.json")
+    assert (found["state"], found["writes"], found["result"]) == (
+        "blind",
+        "exports/mine",
+        "export.json",
+    )
     assert found["needs_one_rank"] and not found["can_stage"]
     assert ask(words[:4]) == 0  # what is asked at the end
     assert json.loads(capsys.readouterr().out)["state"] == "unfinished"

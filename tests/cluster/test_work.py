@@ -1,4 +1,5 @@
-"""When a dataset of a plan counts as finished: only if its recorded config is the one that the plan has now."""
+"""When a dataset of a plan counts as finished: only if its recorded config is the one that the plan
+has now."""
 
 import shutil
 from collections.abc import Callable
@@ -40,8 +41,12 @@ def built(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _build() -> None:
-    write_files(Path("photos"), {f"{number}.jpg": encoded(picture(seed=number)) for number in range(8)})
-    Path("photos.csv").write_text("file,label\n" + "".join(f"{number}.jpg,{'ab'[number % 2]}\n" for number in range(8)))
+    write_files(
+        Path("photos"), {f"{number}.jpg": encoded(picture(seed=number)) for number in range(8)}
+    )
+    Path("photos.csv").write_text(
+        "file,label\n" + "".join(f"{number}.jpg,{'ab'[number % 2]}\n" for number in range(8))
+    )
     Path("duplicates.jsonl").write_text('{"path": "0.jpg"}\n')
     Path("photos.yaml").write_text(CONFIG)
     assert data_prep(["build", "photos.yaml"]) == 0

@@ -1,6 +1,8 @@
-"""The recipe of each config of the papers, as `show` resolves it, against literals that name their place in paper or public code.
+"""The recipe of each config of the papers, as `show` resolves it, against literals that name their
+place in paper or public code.
 
-Written down from our notes of papers and code (docs/papers.md, "Recipes"), not read from the configs.
+Written down from our notes of papers and code (docs/papers.md, "Recipes"), not read from the
+configs.
 """
 
 from functools import cache
@@ -12,13 +14,23 @@ from cluster.work import COMMANDS, Kind, Work
 from data_prep.settings import flatten
 from tests.ranks import REPOSITORY
 
-KINDS: dict[str, Kind] = {"pretrain": "pretrain", "finetune": "tune", "probe": "probe", "evaluate": "evaluate"}
+KINDS: dict[str, Kind] = {
+    "pretrain": "pretrain",
+    "finetune": "tune",
+    "probe": "probe",
+    "evaluate": "evaluate",
+}
 CODE = "B, public code"
 ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "pretrain/imagenet21k_b12_wi1024_paper": [
         (
             "B, table of models: B-12/Wi-1024",
-            {"model.depth": 12, "model.width": 1024, "model.expansion": 4.0, "model.bottleneck": "inverted"},
+            {
+                "model.depth": 12,
+                "model.width": 1024,
+                "model.expansion": 4.0,
+                "model.bottleneck": "inverted",
+            },
         ),
         (
             "B 3, blocks: GELU, pre-LN, a skip path each",
@@ -26,25 +38,49 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ),
         (
             "B, pretraining: LION, 400 epochs, batch 16,384",
-            {"optimizer.name": "lion", "train.duration": "400 epochs", "train.global_batch_size": 16384},
+            {
+                "optimizer.name": "lion",
+                "train.duration": "400 epochs",
+                "train.global_batch_size": 16384,
+            },
         ),
         (
             "B, pretraining: smoothing 0.3, MixUp 0.8, flips",
-            {"train.label_smoothing": 0.3, "augment.mixup_alpha": 0.8, "augment.flip_probability": 0.5},
+            {
+                "train.label_smoothing": 0.3,
+                "augment.mixup_alpha": 0.8,
+                "augment.flip_probability": 0.5,
+            },
         ),
-        ("B, scaling-law runs: 1e-5, decay 1e-3", {"optimizer.lr": 1e-5, "optimizer.weight_decay": 1e-3}),
-        (f"{CODE}, scheduler none, crop 0.08-1", {"schedule.name": "constant", "augment.crop_scale": [0.08, 1.0]}),
-        (f"{CODE}, FFCV's MixUp; all tensors decay", {"augment.mix_with": "previous", "optimizer.decay": "all"}),
+        (
+            "B, scaling-law runs: 1e-5, decay 1e-3",
+            {"optimizer.lr": 1e-5, "optimizer.weight_decay": 1e-3},
+        ),
+        (
+            f"{CODE}, scheduler none, crop 0.08-1",
+            {"schedule.name": "constant", "augment.crop_scale": [0.08, 1.0]},
+        ),
+        (
+            f"{CODE}, FFCV's MixUp; all tensors decay",
+            {"augment.mix_with": "previous", "optimizer.decay": "all"},
+        ),
     ],
     "pretrain/imagenet21k_b12_wi1024_public": [
         (
             f"{CODE}, README: batch 16,384; checkpoints of 800 epochs",
             {"train.global_batch_size": 16384, "train.duration": "800 epochs"},
         ),
-        (f"{CODE}, defaults: lr 5e-5, decay 0", {"optimizer.name": "lion", "optimizer.lr": 5e-5, "optimizer.weight_decay": 0.0}),
+        (
+            f"{CODE}, defaults: lr 5e-5, decay 0",
+            {"optimizer.name": "lion", "optimizer.lr": 5e-5, "optimizer.weight_decay": 0.0},
+        ),
         (
             f"{CODE}, defaults: smoothing 0.3, MixUp 0.8, no clip",
-            {"train.label_smoothing": 0.3, "augment.mixup_alpha": 0.8, "engine.gradient_clip_norm": 0.0},
+            {
+                "train.label_smoothing": 0.3,
+                "augment.mixup_alpha": 0.8,
+                "engine.gradient_clip_norm": 0.0,
+            },
         ),
         (
             f"{CODE}, loader: crop 0.08-1, ratio 3/4-4/3, INTER_AREA",
@@ -56,7 +92,10 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
                 "data.last_batch": "drop",
             },
         ),
-        (f"{CODE}, float32 and no scheduler", {"engine.precision": "fp32", "schedule.name": "constant"}),
+        (
+            f"{CODE}, float32 and no scheduler",
+            {"engine.precision": "fp32", "schedule.name": "constant"},
+        ),
     ],
     "pretrain/imagenet1k_b6_wi1024_scratch": [
         (
@@ -111,7 +150,12 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ),
         (
             "A, C.5: warm-up 5 epochs from 1e-6, cosine to 1e-5",
-            {"schedule.warmup": "5 epochs", "schedule.warmup_from": 1e-6, "schedule.name": "cosine", "schedule.final_lr": 1e-5},
+            {
+                "schedule.warmup": "5 epochs",
+                "schedule.warmup_from": 1e-6,
+                "schedule.name": "cosine",
+                "schedule.final_lr": 1e-5,
+            },
         ),
         (
             "A, C.5: erasing, RandAugment, MixUp, CutMix, smoothing",
@@ -172,9 +216,17 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ),
         (
             "A, Table 1: Mixer-SS-W, S = 64, C = 487, L = 2, gamma 4",
-            {"model.patch_size": 4, "model.num_channels": 487, "model.depth": 2, "model.expansion": 4.0},
+            {
+                "model.patch_size": 4,
+                "model.num_channels": 487,
+                "model.depth": 2,
+                "model.expansion": 4.0,
+            },
         ),
-        ("torch.optim.AdamW's own decay", {"optimizer.weight_decay": 1e-2, "optimizer.decay": "all"}),
+        (
+            "torch.optim.AdamW's own decay",
+            {"optimizer.weight_decay": 1e-2, "optimizer.decay": "all"},
+        ),
         ("A: 32-bit float", {"engine.precision": "fp32"}),
     ],
     "pretrain/mnist_monarch": [
@@ -188,14 +240,20 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
                 "model.form": "monarch",
             },
         ),
-        ("torch.optim.AdamW's own decay", {"optimizer.weight_decay": 1e-2, "optimizer.decay": "all"}),
+        (
+            "torch.optim.AdamW's own decay",
+            {"optimizer.weight_decay": 1e-2, "optimizer.decay": "all"},
+        ),
     ],
     "finetune/cifar10_b12_wi1024_paper": [
         (
             "B 4.3: SGD with momentum, 0.01 head, 0.001 body",
             {"optimizer.name": "sgd", "optimizer.lr": 1e-3, "optimizer.head_lr_scale": 10.0},
         ),
-        ("B 4.3: 50 epochs; Table 2: three runs", {"train.duration": "50 epochs", "seeds": [0, 1, 2]}),
+        (
+            "B 4.3: 50 epochs; Table 2: three runs",
+            {"train.duration": "50 epochs", "seeds": [0, 1, 2]},
+        ),
         (
             f"{CODE}: no scheduler, clip 1, no decay, plain momentum",
             {
@@ -206,7 +264,10 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
                 "optimizer.momentum": 0.9,
             },
         ),
-        (f"{CODE}: torch's head, the target's statistics", {"new_head": "torch", "channel_stats": "target"}),
+        (
+            f"{CODE}: torch's head, the target's statistics",
+            {"new_head": "torch", "channel_stats": "target"},
+        ),
     ],
     "finetune/cifar10_b12_wi1024_public": [
         (
@@ -222,7 +283,12 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ),
         (
             f"{CODE}: lr 0.01 for the head, a tenth for the body, no decay",
-            {"optimizer.lr": 1e-3, "optimizer.head_lr_scale": 10.0, "optimizer.weight_decay": 0.0, "optimizer.nesterov": False},
+            {
+                "optimizer.lr": 1e-3,
+                "optimizer.head_lr_scale": 10.0,
+                "optimizer.weight_decay": 0.0,
+                "optimizer.nesterov": False,
+            },
         ),
         (
             f"{CODE}: no scheduler, clip 1, torch's head, the target's statistics",
@@ -263,16 +329,26 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 
 @cache
 def resolved(name: str) -> dict[str, Any]:
-    return flatten(Work(KINDS[name.partition("/")[0]], str(REPOSITORY / f"configs/{name}.yaml")).settings.model_dump(mode="json"))
+    return flatten(
+        Work(
+            KINDS[name.partition("/")[0]], str(REPOSITORY / f"configs/{name}.yaml")
+        ).settings.model_dump(mode="json")
+    )
 
 
-@pytest.mark.parametrize(("name", "place"), [(name, place) for name, rows in ROWS.items() for place, _ in rows])
+@pytest.mark.parametrize(
+    ("name", "place"), [(name, place) for name, rows in ROWS.items() for place, _ in rows]
+)
 def test_a_recipe_has_the_value_that_is_printed(name: str, place: str) -> None:
     values = dict(ROWS[name])[place]
     assert {key: resolved(name)[key] for key in values} == values, place
 
 
 def test_every_config_but_the_demo_has_its_rows() -> None:
-    files = {f"{kind}/{path.stem}" for kind in KINDS for path in (REPOSITORY / "configs" / kind).glob("*.yaml")}
+    files = {
+        f"{kind}/{path.stem}"
+        for kind in KINDS
+        for path in (REPOSITORY / "configs" / kind).glob("*.yaml")
+    }
     assert {name for name in files if "demo" not in name} == set(ROWS)
     assert set(KINDS.values()) < set(COMMANDS)

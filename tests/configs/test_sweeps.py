@@ -1,7 +1,9 @@
-"""Every sweep of both papers and its twin: resolved as it is, and the first member of each twin trained for two steps.
+"""Every sweep of both papers and its twin: resolved as it is, and the first member of each twin
+trained for two steps.
 
-`MEMBERS` and `SETTINGS` are what the papers print (A and B: docs/papers.md), written down from our notes of them, not read from the
-configs. What a paper does not print is ours, and stands in the head of the file. Long because of these two tables.
+`MEMBERS` and `SETTINGS` are what the papers print (A and B: docs/papers.md), written down from our
+notes of them, not read from the configs. What a paper does not print is ours, and stands in the
+head of the file. Long because of these two tables.
 """
 
 import json
@@ -82,7 +84,8 @@ FIG5: dict[str, set[Any]] = {
     "train.seed": {0, 1, 2},
 }
 SETTINGS: dict[str, dict[str, set[Any]]] = {
-    # A, Fig. 2: L = 3 (and 6 sparse blocks), gamma 2, p = 2^0..2^-10, AdamW 0.01, batch 128, 600 epochs, AutoAugment, 3 seeds
+    # A, Fig. 2: L = 3 (and 6 sparse blocks), gamma 2, p = 2^0..2^-10, AdamW 0.01, batch 128, 600
+    # epochs, AutoAugment, 3 seeds
     "a_fig2_cka": {
         "model.depth": {3, 6},
         "model.expansion": {2.0},
@@ -111,11 +114,18 @@ SETTINGS: dict[str, dict[str, set[Any]]] = {
         "train.seed": {0, 1, 2, 3},
     },
     # A, Fig. 5 and C.4
-    "a_fig5_cifar10": FIG5
-    | {"data.dataset": {"data/cifar10"}, "model.density": {0.1, 0.3, 0.5, 0.7, 0.9}, "model.width": {540, 612, 724, 935, 1619}},
+    "a_fig5_cifar10": (
+        FIG5
+        | {
+            "data.dataset": {"data/cifar10"},
+            "model.density": {0.1, 0.3, 0.5, 0.7, 0.9},
+            "model.width": {540, 612, 724, 935, 1619},
+        }
+    ),
     "a_fig5_cifar100": FIG5 | {"data.dataset": {"data/cifar100"}},
     "a_fig5_stl10": FIG5 | {"data.dataset": {"data/stl10-32"}},
-    # A, Table S.2: CIFAR-10 by AdamW 0.02, batch 1024, 2000 epochs; CIFAR-100 SGD 0.1, 128, 600; STL-10 SGD 0.1, 128, 2000; L 12
+    # A, Table S.2: CIFAR-10 by AdamW 0.02, batch 1024, 2000 epochs; CIFAR-100 SGD 0.1, 128, 600;
+    # STL-10 SGD 0.1, 128, 2000; L 12
     "a_fig6_tableS2": {
         "model.depth": {12},
         "optimizer.name": {"adamw", "sgd"},
@@ -146,7 +156,11 @@ SETTINGS: dict[str, dict[str, set[Any]]] = {
         "model.num_tokens": {128},
         "data.dataset": CIFAR | {"data/stl10-32"},
     },
-    "a_figS1_left": {"optimizer.lr": {0.1}, "train.seed": FIVE, "model.width": {810, 467, 362, 306, 270}},  # Omega 2^16 = p m^2
+    "a_figS1_left": {
+        "optimizer.lr": {0.1},
+        "train.seed": FIVE,
+        "model.width": {810, 467, 362, 306, 270},
+    },  # Omega 2^16 = p m^2
     "a_figS2": {
         "optimizer.lr": {0.1},
         "model.expansion": {4.0},
@@ -154,7 +168,10 @@ SETTINGS: dict[str, dict[str, set[Any]]] = {
         "model.density": {0.1, 0.3, 0.5, 0.7, 0.9},
         "data.dataset": CIFAR,
     },
-    "a_figS3": {"optimizer.lr": {0.1}, "model.num_tokens": {256, 128, 64, 32, 16}},  # m = S C = 4096
+    "a_figS3": {
+        "optimizer.lr": {0.1},
+        "model.num_tokens": {256, 128, 64, 32, 16},
+    },  # m = S C = 4096
     "a_figS4_caption": {"model.num_channels": {128}, "model.num_tokens": {128}, "model.depth": {4}},
     "a_figS4_text": {"model.num_channels": {64}, "model.num_tokens": {64}, "model.depth": {4}},
     "a_figS5": {
@@ -199,7 +216,11 @@ SETTINGS: dict[str, dict[str, set[Any]]] = {
         "model.patch_size": {8, 4},
         "train.seed": {0, 1, 2},
     },
-    "a_table1_imagenet": {"model.expansion": {4.0948, 4.57, 4.0}, "model.num_channels": {768, 588}, "train.seed": {0, 1, 2}},
+    "a_table1_imagenet": {
+        "model.expansion": {4.0948, 4.57, 4.0},
+        "model.num_channels": {768, 588},
+        "train.seed": {0, 1, 2},
+    },
     # B, Table 1: LION 5e-5, 100, 1000 and 5000 epochs
     "b_scratch": {
         "train.duration": {"100 epochs", "1000 epochs", "5000 epochs", "200 epochs"},
@@ -215,7 +236,9 @@ SETTINGS: dict[str, dict[str, set[Any]]] = {
         "train.global_batch_size": {16384},
         "schedule.name": {"constant"},
         "train.duration": {"800 epochs"},
-        "checkpoint.keep_at": {("50 epochs", "100 epochs", "200 epochs", "400 epochs", "800 epochs")},
+        "checkpoint.keep_at": {
+            ("50 epochs", "100 epochs", "200 epochs", "400 epochs", "800 epochs")
+        },
     },
     "b_transfer": {
         "model.depth": {6, 12},
@@ -233,14 +256,16 @@ SETTINGS: dict[str, dict[str, set[Any]]] = {
         "augment.flip_probability": {0.0, 0.5},
     },
 }
-"""Of all pretraining members of a sweep: the values that a setting has, wherever it is there and not null."""
+"""Of all pretraining members of a sweep: the values that a setting has, wherever it is there and
+not null."""
 IN21K, IN1K = 11_801_680, 1_281_167
 DATASETS = {"cifar10": (50_000, 10, 32), "cifar100": (50_000, 100, 32), "mnist": (60_000, 10, 28), "stl10": (5_000, 10, 64),
             "stl10-32": (5_000, 10, 32), "stl10-90": (5_000, 10, 90), "tinyimagenet": (100_000, 200, 64), "twins": (960, 16, 32),
             "imagenet1k-64": (IN1K, 1_000, 64), "imagenet1k-256": (IN1K, 1_000, 224), "imagenet21k-64": (IN21K, 11_230, 64),
             "imagenet21k-64-n50": (IN21K // 2, 11_230, 64), "imagenet21k-64-n25": (IN21K // 4, 11_230, 64),
             "imagenet21k-64-n12": (IN21K // 8, 11_230, 64)}  # fmt: skip
-"""Pictures of an epoch, classes, and pixels that a model is fed. ImageNet-21k is fall11 as B processed it."""
+"""Pictures of an epoch, classes, and pixels that a model is fed. ImageNet-21k is fall11 as B
+processed it."""
 
 
 @pytest.fixture(scope="module")
@@ -250,13 +275,21 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
     (place / "configs").symlink_to(REPOSITORY / "configs")
     os.chdir(place)
     try:
-        return {path.stem: load_checked(f"configs/plan/{path.name}") for path in sorted(FOLDER.glob("[ab]_*.yaml"))}
+        return {
+            path.stem: load_checked(f"configs/plan/{path.name}")
+            for path in sorted(FOLDER.glob("[ab]_*.yaml"))
+        }
     finally:
         os.chdir(here)
 
 
 def trained(plan: Plan) -> list[PretrainSettings]:
-    return [work.settings for stage in plan.stages for work in stage.works if isinstance(work.settings, PretrainSettings)]
+    return [
+        work.settings
+        for stage in plan.stages
+        for work in stage.works
+        if isinstance(work.settings, PretrainSettings)
+    ]
 
 
 def of_dataset(settings: PretrainSettings) -> tuple[int, int, int]:
@@ -264,9 +297,12 @@ def of_dataset(settings: PretrainSettings) -> tuple[int, int, int]:
 
 
 def gpu_hours(settings: PretrainSettings) -> float:
-    """Of floating-point operations alone, six for each multiply-add of a forward pass: what `pretrain plan` calls a lower bound."""
+    """Of floating-point operations alone, six for each multiply-add of a forward pass: what
+    `pretrain plan` calls a lower bound."""
     num_samples, num_classes, image_size = of_dataset(settings)
-    cost = cost_of(settings.model, num_classes=num_classes, image_size=settings.data.image_size or image_size)
+    cost = cost_of(
+        settings.model, num_classes=num_classes, image_size=settings.data.image_size or image_size
+    )
     batch, (epochs, unit) = settings.train.global_batch_size, settings.train.duration.split()
     assert unit == "epochs"
     whole = {"drop": num_samples // batch * batch, "carry": num_samples}[settings.data.last_batch]
@@ -279,7 +315,11 @@ def test_the_gpu_hours_in_headers_are_those_of_all_members(plans: dict[str, Plan
     page = (REPOSITORY / "docs/papers.md").read_text()
     for name in MEMBERS:
         hours = in_hours(sum(map(gpu_hours, trained(plans[name]))))
-        alone = "" if {stage.kind for stage in plans[name].stages} == {"build", "pretrain"} else ", pretraining alone"
+        alone = (
+            ""
+            if {stage.kind for stage in plans[name].stages} == {"build", "pretrain"}
+            else ", pretraining alone"
+        )
         line = f"# gpu-hours at least {hours}{alone} (pretrain plan, 300 TFLOP/s)"
         assert line in (FOLDER / f"{name}.yaml").read_text().splitlines(), f"{name}: {line}"
         row = next(row for row in page.splitlines() if row.startswith("|") and f"`{name}`" in row)
@@ -287,8 +327,14 @@ def test_the_gpu_hours_in_headers_are_those_of_all_members(plans: dict[str, Plan
 
 
 def test_no_config_asks_for_nodes_that_make_it_slower(plans: dict[str, Plan]) -> None:
-    """Of 4 GPUs, with the links of `pretrain plan`; what its header prints of a config, what a plan says of its members."""
-    asked = [(name, each, stage.entry.nodes or 1) for name in MEMBERS for stage in plans[name].stages for each in stage.works]
+    """Of 4 GPUs, with the links of `pretrain plan`; what its header prints of a config, what a plan
+    says of its members."""
+    asked = [
+        (name, each, stage.entry.nodes or 1)
+        for name in MEMBERS
+        for stage in plans[name].stages
+        for each in stage.works
+    ]
     for path in (REPOSITORY / "configs/pretrain").glob("*.yaml"):
         for nodes in re.findall(r"^# command .*--nodes (\d+) ", path.read_text(), re.MULTILINE):
             asked.append((path.stem, Work("pretrain", str(path)), int(nodes)))
@@ -300,7 +346,9 @@ def test_no_config_asks_for_nodes_that_make_it_slower(plans: dict[str, Plan]) ->
             sizes = {"num_classes": num_classes, "image_size": settings.data.image_size or size}
             plan = plan_of(settings, name=name, num_nodes=[nodes], gpus_per_node=4, **sizes)
             assert slower_than_fewer(plan, nodes) is None, name
-            assert slower_than_fewer(replace(plan, spec=spec_of("mlp_b12_wi1024")), nodes), "another model would be"
+            assert slower_than_fewer(replace(plan, spec=spec_of("mlp_b12_wi1024")), nodes), (
+                "another model would be"
+            )
     assert more > 40, "Mixers at 224 px have operations enough"
 
 
@@ -312,7 +360,9 @@ def test_each_figure_and_table_is_a_file_with_a_twin(plans: dict[str, Plan]) -> 
             assert found == MEMBERS[name], name
             continue
         kinds = {stage.kind for stage in plans[name.removesuffix("_demo")].stages}
-        assert sum(count for stage, count in found.items() if stage.startswith("pretrain")) <= 4, name
+        assert sum(count for stage, count in found.items() if stage.startswith("pretrain")) <= 4, (
+            name
+        )
         assert {stage.kind for stage in plan.stages} <= kinds and sum(found.values()) <= 6, name
     for name, plan in plans.items():
         lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
@@ -320,28 +370,44 @@ def test_each_figure_and_table_is_a_file_with_a_twin(plans: dict[str, Plan]) -> 
         verb = "wide-mlps run" if name.endswith("_demo") else "cluster/submit"
         assert f"# command   {verb} configs/plan/{name}.yaml" in lines, name
         assert plan.figure is not None, name
-        assert [sum(line.startswith(f"# {word} ") for line in lines) for word in ("hardware", "result")] == [1, 1], name
+        assert [
+            sum(line.startswith(f"# {word} ") for line in lines) for word in ("hardware", "result")
+        ] == [1, 1], name
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_members_of_a_sweep_have_what_the_paper_prints(plans: dict[str, Plan], name: str) -> None:
+def test_the_members_of_a_sweep_have_what_the_paper_prints(
+    plans: dict[str, Plan], name: str
+) -> None:
     found = [flatten(settings.model_dump()) for settings in trained(plans[name])]
     for key, values in SETTINGS[name].items():
-        there = {tuple(row[key]) if isinstance(row[key], list) else row[key] for row in found if key in row}
-        assert there - {None} == values - {None} and (None in there or None not in values), f"{name}: {key}"
+        there = {
+            tuple(row[key]) if isinstance(row[key], list) else row[key]
+            for row in found
+            if key in row
+        }
+        assert there - {None} == values - {None} and (None in there or None not in values), (
+            f"{name}: {key}"
+        )
 
 
-def test_models_fit_their_pictures_and_have_the_omega_that_their_names_say(plans: dict[str, Plan]) -> None:
+def test_models_fit_their_pictures_and_have_the_omega_that_their_names_say(
+    plans: dict[str, Plan],
+) -> None:
     checked = 0
     for name, plan in plans.items():
         for settings in trained(plan):
             settings.model.check(image_size=settings.data.image_size or of_dataset(settings)[2])
-            wanted = OMEGA.get(name) or next((2**k for k in (18, 20, 21, 27) if f"omega{k}-" in settings.run_dir), None)
+            wanted = OMEGA.get(name) or next(
+                (2**k for k in (18, 20, 21, 27) if f"omega{k}-" in settings.run_dir), None
+            )
             if wanted is None:
                 continue
             match settings.model:
                 case MixerSpec() as model:
-                    assert (model.permuted_blocks == "all") == ("-rp-" in settings.run_dir), settings.run_dir
+                    assert (model.permuted_blocks == "all") == ("-rp-" in settings.run_dir), (
+                        settings.run_dir
+                    )
                     tokens, channels = model.num_tokens, model.num_channels
                     gamma = 1 if model.layers_per_mixing == 1 else model.expansion
                     assert tokens is not None
@@ -355,51 +421,107 @@ def test_models_fit_their_pictures_and_have_the_omega_that_their_names_say(plans
             checked += 1
     assert checked > 700
     pairs = {
-        (each.model.num_channels, each.model.num_tokens) for each in trained(plans["a_fig5_cifar10"]) if each.model.kind == "mixer"
+        (each.model.num_channels, each.model.num_tokens)
+        for each in trained(plans["a_fig5_cifar10"])
+        if each.model.kind == "mixer"
     }
-    printed = {(16, 173), (32, 113), (48, 83), (16, 504), (32, 346), (64, 226), (128, 1386), (256, 904)}
-    assert pairs == printed | {(tokens, channels) for channels, tokens in printed} | {(64, 64), (128, 128), (512, 512)}
+    printed = {
+        (16, 173),
+        (32, 113),
+        (48, 83),
+        (16, 504),
+        (32, 346),
+        (64, 226),
+        (128, 1386),
+        (256, 904),
+    }
+    assert pairs == printed | {(tokens, channels) for channels, tokens in printed} | {
+        (64, 64),
+        (128, 128),
+        (512, 512),
+    }
 
 
-OMEGA = {"a_fig4_width": 2**19, "a_figS1_left": 2**16, "a_figS3": 2**20, "a_figS6": 2**18, "a_figS7": 2**20}
+OMEGA = {
+    "a_fig4_width": 2**19,
+    "a_figS1_left": 2**16,
+    "a_figS3": 2**20,
+    "a_figS6": 2**18,
+    "a_figS7": 2**20,
+}
 
 
-def test_the_first_member_of_each_twin_trains_for_two_steps(plans: dict[str, Plan], shapes: Path, tmp_path: Path) -> None:
+def test_the_first_member_of_each_twin_trains_for_two_steps(
+    plans: dict[str, Plan], shapes: Path, tmp_path: Path
+) -> None:
     """In one process."""
     firsts = [
-        next(stage for stage in plan.stages if stage.kind == "pretrain").works[0] for name, plan in plans.items() if "_demo" in name
+        next(stage for stage in plan.stages if stage.kind == "pretrain").works[0]
+        for name, plan in plans.items()
+        if "_demo" in name
     ]
     commands = [_two_steps(work, shapes, tmp_path / "runs") for work in firsts]
     output = new_output()
     (environment,) = environments(1)
-    process = begin("tests.configs.test_sweeps:train_all", commands, str(REPOSITORY), environment=environment, output=output)
+    process = begin(
+        "tests.configs.test_sweeps:train_all",
+        commands,
+        str(REPOSITORY),
+        environment=environment,
+        output=output,
+    )
     assert wait([process], timeout_s=900) == [0], output.read_text()[-3000:]
-    assert len(firsts) == len(MEMBERS) and all((tmp_path / work.writes / "result.json").is_file() for work in firsts)
+    assert len(firsts) == len(MEMBERS) and all(
+        (tmp_path / work.writes / "result.json").is_file() for work in firsts
+    )
 
 
 def test_the_kept_points_are_of_the_members_that_the_twins_have(plans: dict[str, Plan]) -> None:
     """Else `make clean-demos demos` renews them."""
-    kept = {(each.plan, each.stage, each.member): each.label_of for each in read_points([REPOSITORY / POINTS])}
+    kept = {
+        (each.plan, each.stage, each.member): each.label_of
+        for each in read_points([REPOSITORY / POINTS])
+    }
     for name, plan in ((name, plan) for name, plan in plans.items() if name.endswith("_demo")):
         stages = [stage for stage in plan.stages if stage.kind in STAGES]
-        there = {(name, stage.name, each.index): each.labels for stage in stages for each in stage.members}
+        there = {
+            (name, stage.name, each.index): each.labels
+            for stage in stages
+            for each in stage.members
+        }
         is_run = "not yet run" not in (FOLDER / f"{name}.yaml").read_text()
-        assert {place for place in kept if place[0] == name} == (there.keys() if is_run else set()), name
+        assert {place for place in kept if place[0] == name} == (
+            there.keys() if is_run else set()
+        ), name
         for place, labels in there.items() if is_run else ():
-            assert {axis: label for axis, label in labels.items() if axis != "name"}.items() <= kept[place].items(), place
+            assert {
+                axis: label for axis, label in labels.items() if axis != "name"
+            }.items() <= kept[place].items(), place
 
 
 @pytest.mark.processes
-def test_a_twin_runs_whole_by_the_real_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From nothing to the points of its figure: two widths, at both lengths that they keep, and a probe of each."""
+def test_a_twin_runs_whole_by_the_real_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From nothing to the points of its figure: two widths, at both lengths that they keep, and a
+    probe of each."""
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
     plan = "configs/plan/b_scaling_demo.yaml"
     command = [sys.executable, "-m", "cluster", "run", plan]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert Path("runs/plans/b_scaling_demo/figure.json").is_file()
-    reached = {(each.task, each.width, each.epochs): each.error or 0.0 for each in collect([load_checked(plan)])}
+    reached = {
+        (each.task, each.width, each.epochs): each.error or 0.0
+        for each in collect([load_checked(plan)])
+    }
     for task in ("pretrain", "probe"):
         assert {(task, width, epochs) for width in (32, 128) for epochs in (2, 6)} <= reached.keys()
         assert reached[task, 128, 6] < reached[task, 32, 2] - 0.05
@@ -408,11 +530,26 @@ def test_a_twin_runs_whole_by_the_real_commands(tmp_path: Path, monkeypatch: pyt
 def _two_steps(work: Work, shapes: Path, runs: Path) -> list[str]:
     settings = work.settings
     assert isinstance(settings, PretrainSettings)
-    short = ["train.duration=2 steps", "train.eval_every=2 steps", "checkpoint.every=2 steps", "train.global_batch_size=8"]
-    short += [f"data.dataset={shapes}", f"data.image_size={settings.data.image_size or 32}", "checkpoint.keep_at=[]"]
+    short = [
+        "train.duration=2 steps",
+        "train.eval_every=2 steps",
+        "checkpoint.every=2 steps",
+        "train.global_batch_size=8",
+    ]
+    short += [
+        f"data.dataset={shapes}",
+        f"data.image_size={settings.data.image_size or 32}",
+        "checkpoint.keep_at=[]",
+    ]
     if settings.schedule.warmup != "0 steps":
         short.append("schedule.warmup=1 steps")
-    return ["train", work.config, *work.overrides, *short, f"run_dir={runs}/{settings.run_dir.removeprefix('runs/')}"]
+    return [
+        "train",
+        work.config,
+        *work.overrides,
+        *short,
+        f"run_dir={runs}/{settings.run_dir.removeprefix('runs/')}",
+    ]
 
 
 def train_all(commands: list[list[str]], place: str) -> None:
@@ -420,7 +557,9 @@ def train_all(commands: list[list[str]], place: str) -> None:
     os.chdir(place)
     for _, config, *overrides in commands:
         settings = load_settings(PretrainSettings, path=config, overrides=overrides)
-        assert train(Pretraining(settings, load_training_data(settings.data)), read_world()).finished, config
+        assert train(
+            Pretraining(settings, load_training_data(settings.data)), read_world()
+        ).finished, config
     os._exit(0)
 
 
@@ -433,27 +572,41 @@ def made_points(plan: Plan) -> list[Point]:
             source, length = run_and_length(member.work.pretrained or "")
             base = next((point for point in found if point.run == source), None)
             above = base.label_of if base is not None else {}
-            labels = {**above, **{axis: label for axis, label in member.labels.items() if axis != "name"}}
+            labels = {
+                **above,
+                **{axis: label for axis, label in member.labels.items() if axis != "name"},
+            }
             own: dict[str, Any] = {"plan": plan.path, "stage": stage.name, "member": member.index, "run": settings.run_dir,
                                    "task": stage.kind, "labels": json.dumps(labels), "error": 0.5, "num_test": 100, "step": 1,
                                    "target": settings.data.dataset, "target_hash": settings.data.dataset}  # fmt: skip
             if base is not None:
                 epochs = float(length.removesuffix("epochs")) if length else base.epochs
-                found.append(replace(base, **own, own_seed=0, epochs=epochs, test_losses=None, train_losses=None))
+                found.append(
+                    replace(
+                        base, **own, own_seed=0, epochs=epochs, test_losses=None, train_losses=None
+                    )
+                )
                 continue
             size, thirds = settings.data.image_size or of_dataset(settings)[2], (0.5, 0.5, 0.5)
             card = ModelCard(model=settings.model, image_size=size, classes=("a", "b"), channel_mean=thirds, channel_std=thirds,
                              dataset="a", content_hash="0" * 64, step=1, run_key="")  # fmt: skip
-            trained: dict[str, Any] = {"weights": settings.run_dir, "seed": settings.train.seed, "epochs": 1.0,
-                                       "augmented": settings.augment.crop_scale is not None,
-                                       "optimizer": settings.optimizer.name, "test_epochs": [1.0], "test_losses": [1.0],
-                                       "global_batch_size": settings.train.global_batch_size}  # fmt: skip
+            trained: dict[str, Any] = {
+                "weights": settings.run_dir,
+                "seed": settings.train.seed,
+                "epochs": 1.0,
+                "augmented": settings.augment.crop_scale is not None,
+                "optimizer": settings.optimizer.name,
+                "test_epochs": [1.0],
+                "test_losses": [1.0],
+                "global_batch_size": settings.train.global_batch_size,
+            }
             found.append(Point(**own, **trained, **_of_model(card)))
     return found
 
 
 def test_the_figure_of_each_plan_draws_what_its_members_reach(plans: dict[str, Plan]) -> None:
-    """No two results of one seed at one place, and no mean over two datasets; each result is drawn."""
+    """No two results of one seed at one place, and no mean over two datasets; each result is
+    drawn."""
     kinds = Counter[str]()
     for name, plan in plans.items():
         figure = plan.figure
@@ -463,7 +616,9 @@ def test_the_figure_of_each_plan_draws_what_its_members_reach(plans: dict[str, P
         if figure.kind == "sweep":
             places = places_of(points, by)
             assert len(places) > 1 and sum(len(each.points) for each in places) > 1, name
-            drawn = [point for place in places for seeds in place.points.values() for point in seeds]
+            drawn = [
+                point for place in places for seeds in place.points.values() for point in seeds
+            ]
             assert len(drawn) == sum(figure.task in (None, point.task) for point in points), name
         elif figure.kind == "curves":
             assert sum(len(band.losses) for band in bands_of(points, by)) == len(points), name

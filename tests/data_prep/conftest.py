@@ -17,10 +17,13 @@ class Refused(Protocol):
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Asserts the exit code of the command that has just ended, and that its complaint is one line with these words."""
+    """Asserts the exit code of the command that has just ended, and that its complaint is one line
+    with these words."""
 
     def check(found: int, *words: str, code: int = 2) -> None:
-        lines = [line for line in capsys.readouterr().err.splitlines() if "/s " not in line]  # progress of a slow machine
+        lines = [
+            line for line in capsys.readouterr().err.splitlines() if "/s " not in line
+        ]  # progress of a slow machine
         assert found == code, lines
         assert all(line.startswith("data_prep: ") for line in lines), lines
         assert all(each.rstrip("\n") in lines[-1] for each in words), lines
@@ -43,7 +46,9 @@ def server(shards: Path) -> Iterator[tuple[str, Web]]:
 
 
 @pytest.fixture(scope="module", params=EACH)
-def store_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+def store_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Store]:
     with pytest.MonkeyPatch.context() as patch:
         forget_credentials(patch)
         with started(request.param, tmp_path_factory.mktemp("empty")) as store:

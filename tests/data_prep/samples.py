@@ -1,4 +1,5 @@
-"""What these tests build from and compare: pictures made by hand, folders of classes, all the bytes of a directory."""
+"""What these tests build from and compare: pictures made by hand, folders of classes, all the bytes
+of a directory."""
 
 import io
 import json
@@ -50,28 +51,46 @@ def png_chunk(name: bytes, body: bytes) -> bytes:
 
 def webp(image: Image.Image) -> bytes:
     """Lossless, whatever PIL was built with."""
-    data = cv2.imencode(".webp", np.asarray(image)[..., [2, 1, 0, 3][: len(image.mode)]], [cv2.IMWRITE_WEBP_QUALITY, 101])
+    data = cv2.imencode(
+        ".webp",
+        np.asarray(image)[..., [2, 1, 0, 3][: len(image.mode)]],
+        [cv2.IMWRITE_WEBP_QUALITY, 101],
+    )
     return bytes(data[1])
 
 
-def packed_tiff(image: Image.Image, pack: Callable[[bytes], bytes], compression: int, **options: Any) -> bytes:
-    """`image` as a TIFF of three compressed strips, whatever PIL was built with; its tags are those of the plain one."""
+def packed_tiff(
+    image: Image.Image, pack: Callable[[bytes], bytes], compression: int, **options: Any
+) -> bytes:
+    """`image` as a TIFF of three compressed strips, whatever PIL was built with; its tags are those
+    of the plain one."""
     plain = Image.open(io.BytesIO(encoded(image, "TIFF", strip_size=1 << 30, **options)))
     directory, (offset,), (length,) = plain.tag_v2, plain.tag_v2[273], plain.tag_v2[279]
     rows, row = -(-image.height // 3), length // image.height
     pixels = plain.fp.getvalue()[offset : offset + length]
     packed = [pack(pixels[at : at + rows * row]) for at in range(0, length, rows * row)]
     starts = np.cumsum([0, *(len(strip) for strip in packed)])[:-1]
-    directory[259], directory[278], directory[273], directory[279] = compression, rows, tuple(starts), tuple(map(len, packed))
+    directory[259], directory[278], directory[273], directory[279] = (
+        compression,
+        rows,
+        tuple(starts),
+        tuple(map(len, packed)),
+    )
     return plain.tag_v2._get_ifh() + directory.tobytes(8) + b"".join(packed)
 
 
 def tar_of(
-    files: dict[str, bytes] | list[tuple[str, bytes]], *, kind: int = tarfile.GNU_FORMAT, folder: str = "", owner: str = ""
+    files: dict[str, bytes] | list[tuple[str, bytes]],
+    *,
+    kind: int = tarfile.GNU_FORMAT,
+    folder: str = "",
+    owner: str = "",
 ) -> bytes:
     """By tarfile, the folder first."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=kind, encoding="utf-8", errors="surrogateescape") as archive:
+    with tarfile.open(
+        fileobj=buffer, mode="w", format=kind, encoding="utf-8", errors="surrogateescape"
+    ) as archive:
         if folder:
             info = tarfile.TarInfo(folder)
             info.type = tarfile.DIRTYPE
@@ -94,13 +113,23 @@ def write_classes(root: Path, counts: dict[str, int]) -> Path:
     """`counts[class]` different pictures in each class folder."""
     numbers = ((name, number) for name, count in counts.items() for number in range(count))
     return write_files(
-        root, {f"{name}/{number:03d}.jpg": encoded(picture(seed=seed)) for seed, (name, number) in enumerate(numbers)}
+        root,
+        {
+            f"{name}/{number:03d}.jpg": encoded(picture(seed=seed))
+            for seed, (name, number) in enumerate(numbers)
+        },
     )
 
 
 def build(source: Path | str, out: Path, *overrides: str) -> int:
     """The exit code of the real command on a folder of classes."""
-    words = [f"source.path={source}", "image_size=16", "num_workers=1", "source.val_share=0", *overrides]
+    words = [
+        f"source.path={source}",
+        "image_size=16",
+        "num_workers=1",
+        "source.val_share=0",
+        *overrides,
+    ]
     return main(["build", "--source", "folder", "--out", str(out), *words])
 
 
@@ -114,12 +143,16 @@ def change_manifest(directory: Path, change: Callable[[dict[str, Any]], object])
         of_wids.unlink()
 
 
-def replace_index(directory: Path, rows: np.ndarray, *, split: str = "train", shard: int = 0) -> None:
+def replace_index(
+    directory: Path, rows: np.ndarray, *, split: str = "train", shard: int = 0
+) -> None:
     """As if the tool itself had written it so."""
     stored = load_manifest(directory).splits[split].shards[shard]
     np.save(directory / stored.index_file, rows)
     digest = sha256_of(directory / stored.index_file)
-    change_manifest(directory, lambda tree: tree["splits"][split]["shards"][shard].update(index_sha256=digest))
+    change_manifest(
+        directory, lambda tree: tree["splits"][split]["shards"][shard].update(index_sha256=digest)
+    )
 
 
 def fork() -> int:
@@ -131,7 +164,8 @@ def fork() -> int:
 
 @dataclass(frozen=True)
 class Child:
-    """`data_prep WORDS` by one worker in a process forked from this one, which need not import anything anew."""
+    """`data_prep WORDS` by one worker in a process forked from this one, which need not import
+    anything anew."""
 
     pid: int
     log: Path
@@ -150,7 +184,8 @@ class Child:
 
 @contextmanager
 def forked(log: Path, *words: str, prepare: Callable[[], object] = lambda: None) -> Iterator[Child]:
-    """The child prepares itself, runs, and writes what it reports to `log`; it ends with the block."""
+    """The child prepares itself, runs, and writes what it reports to `log`; it ends with the
+    block."""
     log.write_text("")
     pid = fork()
     if pid == 0:
@@ -173,7 +208,8 @@ def forked(log: Path, *words: str, prepare: Callable[[], object] = lambda: None)
 
 @contextmanager
 def held_at_work(mark: Path, *words: str) -> Iterator[None]:
-    """`data_prep WORDS`, held between its plan and its first shard for the length of the block; then it has to finish."""
+    """`data_prep WORDS`, held between its plan and its first shard for the length of the block;
+    then it has to finish."""
     write_shards = build_room.write_shards
 
     def held(*arguments: Any) -> Any:
@@ -194,7 +230,8 @@ def held_at_work(mark: Path, *words: str) -> Iterator[None]:
 
 @contextmanager
 def started(*words: str, strike: Strike | None = None) -> Iterator[subprocess.Popen[str]]:
-    """`data_prep WORDS` in a process group of its own; whatever is left of the group ends with the block."""
+    """`data_prep WORDS` in a process group of its own; whatever is left of the group ends with the
+    block."""
     program = ("data_prep",) if strike is None else ("tests.moments", "data_prep")
     environment = os.environ | ({} if strike is None else strike.environment)
     process = subprocess.Popen(

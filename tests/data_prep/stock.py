@@ -28,7 +28,12 @@ Members = dict[str, bytes]
 def sample(number: int, *, kind: str = "JPEG", **more: Any) -> dict[str, Any]:
     """A picture of 40 x 30 pixels, of class `number % 3`."""
     suffix = {"JPEG": "jpg", "PNG": "png"}[kind]
-    return {"__key__": f"{number:05d}", suffix: encoded(picture(seed=number), kind), "cls": number % 3, **more}
+    return {
+        "__key__": f"{number:05d}",
+        suffix: encoded(picture(seed=number), kind),
+        "cls": number % 3,
+        **more,
+    }
 
 
 def write_stock(path: Path, samples: list[dict[str, Any]]) -> Path:
@@ -49,11 +54,14 @@ def index(out: Path, train: list[Path | str] | Path | str, *words: str) -> int:
     """The exit code of the real command."""
     patterns = train if isinstance(train, list) else [train]
     flags = [word for pattern in patterns for word in ("--train", str(pattern))]
-    return main(["index", "--out", str(out), *flags, "image_size=16", "num_workers=1", "name=stock", *words])
+    return main(
+        ["index", "--out", str(out), *flags, "image_size=16", "num_workers=1", "name=stock", *words]
+    )
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was said at the end: on a slow machine lines of progress come before it, and nothing else does."""
+    """What was said at the end: on a slow machine lines of progress come before it, and nothing
+    else does."""
     *before, last = capsys.readouterr().err.splitlines()
     assert all("/s " in line for line in before), before
     return last
@@ -67,7 +75,10 @@ def rejects(out: Path) -> dict[str, str]:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    found = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*.tar"))}
+    found = {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*.tar"))
+    }
     assert found
     return found
 
@@ -81,15 +92,22 @@ def seen(data: bytes, *, size: int = 16) -> np.ndarray[Any, Any]:
     """The central square, by Pillow alone."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
     side, left = min(image.size), (image.width - min(image.size)) / 2
-    return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=(left, 0, left + side, side)))
+    return np.asarray(
+        image.resize((size, size), Image.Resampling.BICUBIC, box=(left, 0, left + side, side))
+    )
 
 
 def paths(directory: Path, split: str = "train") -> list[str]:
-    return [path for shard in load_manifest(directory).splits[split].shards for path in load_paths(directory, shard)]
+    return [
+        path
+        for shard in load_manifest(directory).splits[split].shards
+        for path in load_paths(directory, shard)
+    ]
 
 
 class Web:
-    """A folder behind http, with faults: `faults[name]` are answers to give to the first GETs of a file, before good ones."""
+    """A folder behind http, with faults: `faults[name]` are answers to give to the first GETs of a
+    file, before good ones."""
 
     def __init__(self, folder: Path):
         self.folder, self.faults, self.gets = folder, dict[str, list[Any]](), dict[str, int]()
@@ -184,7 +202,8 @@ def forget_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[str]:
-    """The storage options, as JSON, of an s3 server whose bucket `pictures` holds the tars of `folder` as some/NAME."""
+    """The storage options, as JSON, of an s3 server whose bucket `pictures` holds the tars of
+    `folder` as some/NAME."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -194,7 +213,11 @@ def s3_server(folder: Path) -> Iterator[str]:
     address = f"http://{host}:{port}"
     with urlopen(Request(f"{address}/moto-api/reset", method="POST")):
         pass  # what an earlier server of this process holds
-    keys = {"aws_access_key_id": "me", "aws_secret_access_key": "secret-word", "region_name": "us-east-1"}
+    keys = {
+        "aws_access_key_id": "me",
+        "aws_secret_access_key": "secret-word",
+        "region_name": "us-east-1",
+    }
     client = boto3.client("s3", endpoint_url=address, **keys)
     client.create_bucket(Bucket="pictures")
     for path in sorted(folder.glob("*.tar")):

@@ -1,5 +1,5 @@
-"""Properties of a build: the same bytes for any number of workers and after any kill, nothing lost silently, one owner of a
-directory, and one clear line for every mistake.
+"""Properties of a build: the same bytes for any number of workers and after any kill, nothing lost
+silently, one owner of a directory, and one clear line for every mistake.
 """
 
 import hashlib
@@ -45,12 +45,24 @@ SHAPES = [
     "image_size=16",
     "samples_per_shard=16",
 ]
-"""A build that draws 276 pictures and packs them into 18 shards: long enough to be caught at work."""
+"""A build that draws 276 pictures and packs them into 18 shards: long enough to be caught at
+work."""
 
 
-def running(out: Path, *overrides: str, strike: Strike | None = None) -> AbstractContextManager[subprocess.Popen[str]]:
+def running(
+    out: Path, *overrides: str, strike: Strike | None = None
+) -> AbstractContextManager[subprocess.Popen[str]]:
     """A build of `SHAPES`."""
-    words = ["build", "--source", "synthetic", "--out", str(out), "num_workers=2", *SHAPES, *overrides]
+    words = [
+        "build",
+        "--source",
+        "synthetic",
+        "--out",
+        str(out),
+        "num_workers=2",
+        *SHAPES,
+        *overrides,
+    ]
     return started(*words, strike=strike)
 
 
@@ -66,7 +78,9 @@ def group_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The builder's grandchildren: its children are the fork server and the resource tracker."""
-    return [worker for child in psutil.Process(process.pid).children() for worker in child.children()]
+    return [
+        worker for child in psutil.Process(process.pid).children() for worker in child.children()
+    ]
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -91,35 +105,66 @@ def interrupt_before_the_manifest(source: Path, out: Path, monkeypatch: pytest.M
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that holds dataset and pictures of a build of `SHAPES` by one worker, start to end."""
+    """The folder that holds dataset and pictures of a build of `SHAPES` by one worker, start to
+    end."""
     out = tmp_path_factory.mktemp("undisturbed") / "shapes"
-    assert main(["build", "--source", "synthetic", "--out", str(out), "num_workers=1", *SHAPES]) == 0
+    assert (
+        main(["build", "--source", "synthetic", "--out", str(out), "num_workers=1", *SHAPES]) == 0
+    )
     return out.parent
 
 
-# ---- same bytes -------------------------------------------------------------------------------------------------
+# ---- same bytes
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
     source = write_classes(tmp_path / "source", {"ant": 9, "bee": 14, "cat": 5})
-    write_files(source, {"ant/zero.jpg": b"", "bee/text.jpg": b"no picture", "cat/text.jpg": b"none"})
+    write_files(
+        source, {"ant/zero.jpg": b"", "bee/text.jpg": b"no picture", "cat/text.jpg": b"none"}
+    )
     for workers in (1, 3):
         out = tmp_path / str(workers) / "animals"
-        assert build(source, out, f"num_workers={workers}", "samples_per_shard=5", "max_reject_share=0.2") == 0
+        assert (
+            build(
+                source, out, f"num_workers={workers}", "samples_per_shard=5", "max_reject_share=0.2"
+            )
+            == 0
+        )
     one, three = files_of(tmp_path / "1"), files_of(tmp_path / "3")
-    assert len(one) == 1 + 7 * 3 + 3  # the dataset's folder; shards, indices and paths of 31 inputs; rejected, wids, manifest
+    assert (
+        len(one) == 1 + 7 * 3 + 3
+    )  # the dataset's folder; shards, indices and paths of 31 inputs; rejected, wids, manifest
     assert len(one["animals/rejected.jsonl"].splitlines()) == 3
     assert one == three
 
 
-def test_a_killed_build_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturbed_one(tmp_path: Path, undisturbed: Path) -> None:
-    """Killed while it draws (some 300 moments of both workers) and while it writes shards (600), by the worker that gets so far."""
+def test_a_killed_build_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturbed_one(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    """Killed while it draws (some 300 moments of both workers) and while it writes shards (600), by
+    the worker that gets so far."""
     strikes: list[tuple[int, Literal["group", "main"]]] = [(70, "main"), (150, "group")]
     for moment, target in strikes:
-        with running(tmp_path / "shapes", strike=Strike(tmp_path, moment, target=target)) as process:
+        with running(
+            tmp_path / "shapes", strike=Strike(tmp_path, moment, target=target)
+        ) as process:
             assert process.wait(300) == -signal.SIGKILL
             wait_until(lambda process=process: group_of(process) == [])
-    assert main(["build", "--source", "synthetic", "--out", str(tmp_path / "shapes"), "num_workers=2", *SHAPES]) == 0
+    assert (
+        main(
+            [
+                "build",
+                "--source",
+                "synthetic",
+                "--out",
+                str(tmp_path / "shapes"),
+                "num_workers=2",
+                *SHAPES,
+            ]
+        )
+        == 0
+    )
     assert files_of(tmp_path) == files_of(undisturbed)
 
 
@@ -138,7 +183,8 @@ def test_a_finished_shard_that_was_damaged_before_the_build_went_on_is_written_a
     assert (out / "train-000002.tar").stat().st_mtime_ns == untouched
 
 
-# ---- one owner --------------------------------------------------------------------------------------------------
+# ---- one owner
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source_is_refused(
@@ -150,10 +196,21 @@ def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source
     assert len(before) == 6
     assert build(source, out, "num_workers=2") == 0
     held = f"data_prep: out: {out} holds a dataset of"
-    for change in ("image_size: 24, was 16", "seed: 1, was 0", "encoding: jpeg, was raw", "samples_per_shard: 3, was 8192"):
+    for change in (
+        "image_size: 24, was 16",
+        "seed: 1, was 0",
+        "encoding: jpeg, was raw",
+        "samples_per_shard: 3, was 8192",
+    ):
         key, _, value = change.partition(",")[0].partition(": ")
-        refused(build(source, out, f"{key}={value}"), f"{held} another config ({change}); name another out")
-    refused(build(source, out, "classes=[ant]", "seed=3"), f"{held} another config (classes: ['ant'], was None; seed: 3, was 0)")
+        refused(
+            build(source, out, f"{key}={value}"),
+            f"{held} another config ({change}); name another out",
+        )
+    refused(
+        build(source, out, "classes=[ant]", "seed=3"),
+        f"{held} another config (classes: ['ant'], was None; seed: 3, was 0)",
+    )
     write_files(source, {"ant/new.jpg": encoded(picture(seed=99))})
     refused(build(source, out), f"{held} this config, but of other files; name another out")
     assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == before
@@ -165,13 +222,18 @@ def test_another_config_is_refused_an_unfinished_dataset_and_the_same_one_goes_o
     source, out = write_classes(tmp_path / "source", {"ant": 8}), tmp_path / "out"
     interrupt_before_the_manifest(source, out, monkeypatch)
     before = files_of(out)
-    refused(build(source, out, "samples_per_shard=4"), "holds a dataset of another config (samples_per_shard: 4, was 2)")
+    refused(
+        build(source, out, "samples_per_shard=4"),
+        "holds a dataset of another config (samples_per_shard: 4, was 2)",
+    )
     assert files_of(out) == before
     assert build(source, out, "samples_per_shard=2") == 0
     assert load_manifest(out).num_written == 8
 
 
-def test_a_second_builder_is_refused_while_the_first_is_at_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_builder_is_refused_while_the_first_is_at_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "shapes"
     words = ["build", "--source", "synthetic", "--out", str(out), *SHAPES]
     with held_at_work(tmp_path / "held", *words):
@@ -179,7 +241,8 @@ def test_a_second_builder_is_refused_while_the_first_is_at_work(tmp_path: Path, 
     assert "another process is writing here" in capsys.readouterr().err
 
 
-# ---- nothing lost -----------------------------------------------------------------------------------------------
+# ---- nothing lost
+# -----------------------------------------------------------------------------------------------
 
 
 def test_every_input_is_written_or_has_one_line_of_reason_and_hash(tmp_path: Path) -> None:
@@ -203,21 +266,35 @@ def test_every_input_is_written_or_has_one_line_of_reason_and_hash(tmp_path: Pat
         "half.jpg": (encoded(good)[:-200], "truncated"),
         "half.png": (encoded(good, "PNG")[:-200], "truncated"),
     }
-    source = write_files(tmp_path / "source", {f"ant/{name}": data for name, data in accepted.items()})
+    source = write_files(
+        tmp_path / "source", {f"ant/{name}": data for name, data in accepted.items()}
+    )
     write_files(source, {f"bee/{name}": data for name, (data, _) in broken.items()})
     write_files(source, {"bee/fine.jpg": encoded(good)})
-    assert build(source, tmp_path / "out", "encoding=jpeg", "samples_per_shard=5", "max_reject_share=1") == 0
+    assert (
+        build(
+            source, tmp_path / "out", "encoding=jpeg", "samples_per_shard=5", "max_reject_share=1"
+        )
+        == 0
+    )
 
     manifest = load_manifest(tmp_path / "out")
     assert (manifest.num_read, manifest.num_written, manifest.num_rejected) == (14, 9, 5)
     written = []
     for path in sorted((tmp_path / "out").glob("*.tar")):
         with tarfile.open(path) as archive:
-            written += [json.load(archive.extractfile(name))["path"] for name in archive.getnames() if "json" in name]  # type: ignore[arg-type]
+            written += [
+                json.load(archive.extractfile(name))["path"]
+                for name in archive.getnames()
+                if "json" in name
+            ]  # type: ignore[arg-type]
     assert sorted(written) == sorted([*(f"ant/{name}" for name in accepted), "bee/fine.jpg"])
-    lines = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()
+    ]
     assert {line["path"]: (line["reason"], line["sha256"]) for line in lines} == {
-        f"bee/{name}": (reason, hashlib.sha256(data).hexdigest()) for name, (data, reason) in broken.items()
+        f"bee/{name}": (reason, hashlib.sha256(data).hexdigest())
+        for name, (data, reason) in broken.items()
     }
     assert len(lines) == 5
     assert all(line["detail"] and " at 0x" not in line["detail"] for line in lines)
@@ -228,7 +305,9 @@ def test_a_picture_beyond_the_budget_is_rejected_and_the_remedy_works(tmp_path: 
     write_files(source, {"ant/large.png": encoded(picture(seed=2, width=41), "PNG")})
     words = ["max_pixels=1200", "max_reject_share=1"]
     assert build(source, tmp_path / "out", *words) == 0
-    (line,) = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    (line,) = [
+        json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()
+    ]
     assert (line["path"], line["reason"]) == ("ant/large.png", "too_many_pixels")
     assert line["detail"] == "41 x 30; make it smaller, or raise max_pixels (1200)"
     assert build(source, tmp_path / "more", "max_pixels=1230") == 0
@@ -236,7 +315,9 @@ def test_a_picture_beyond_the_budget_is_rejected_and_the_remedy_works(tmp_path: 
     assert build(source, tmp_path / "other", "max_pixels=178956971") == 2  # Pillow would refuse it
 
 
-def test_when_memory_runs_out_the_picture_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+def test_when_memory_runs_out_the_picture_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
     def run_out(data: bytes, spec: ImageSpec) -> EncodedImage:
         if data == large:
             raise MemoryError
@@ -246,7 +327,9 @@ def test_when_memory_runs_out_the_picture_is_named(tmp_path: Path, monkeypatch: 
     source = write_files(write_classes(tmp_path / "in", {"ant": 5}), {"ant/large.jpg": large})
     with monkeypatch.context() as patch:
         patch.setattr("data_prep.build.build.convert", run_out)
-        words = "ant/large.jpg: memory ran out while it was decoded; lower max_pixels or num_workers"
+        words = (
+            "ant/large.jpg: memory ran out while it was decoded; lower max_pixels or num_workers"
+        )
         refused(build(source, tmp_path / "out"), words)
     assert build(source, tmp_path / "out") == 0
     assert load_manifest(tmp_path / "out").num_written == 6
@@ -266,11 +349,18 @@ def test_too_many_rejects_fail_every_time_and_still_leave_the_dataset(
         )
     assert load_manifest(out).num_written == 7
     assert build(source, out, "max_reject_share=0.3") == 0
-    assert f"read 10 = written 7 + rejected 3; {out}/rejected.jsonl says which" in capsys.readouterr().out
+    assert (
+        f"read 10 = written 7 + rejected 3; {out}/rejected.jsonl says which"
+        in capsys.readouterr().out
+    )
 
 
-def test_splits_share_one_class_list_and_a_class_whose_pictures_are_all_rejected_keeps_its_label(tmp_path: Path) -> None:
-    source = write_classes(tmp_path / "source", {"train/ant": 4, "train/cat": 3, "val/cat": 2, "test/cat": 1})
+def test_splits_share_one_class_list_and_a_class_whose_pictures_are_all_rejected_keeps_its_label(
+    tmp_path: Path,
+) -> None:
+    source = write_classes(
+        tmp_path / "source", {"train/ant": 4, "train/cat": 3, "val/cat": 2, "test/cat": 1}
+    )
     write_files(source, {"train/bee/text.jpg": b"no"})
     assert build(source, tmp_path / "out", "max_reject_share=1") == 0
     manifest = load_manifest(tmp_path / "out")
@@ -279,10 +369,13 @@ def test_splits_share_one_class_list_and_a_class_whose_pictures_are_all_rejected
     assert counts == {"train": (4, 0, 3), "val": (0, 0, 2), "test": (0, 0, 1)}
 
 
-# ---- layout -----------------------------------------------------------------------------------------------------
+# ---- layout
+# -----------------------------------------------------------------------------------------------------
 
 
-def test_labels_are_the_sorted_class_order_and_raw_samples_stand_at_one_stride(tmp_path: Path) -> None:
+def test_labels_are_the_sorted_class_order_and_raw_samples_stand_at_one_stride(
+    tmp_path: Path,
+) -> None:
     colours = {"b": (255, 0, 0), "a": (0, 255, 0), "c10": (0, 0, 255), "c9": (255, 255, 0)}
     files = {
         f"{name}/{number}.png": encoded(Image.new("RGB", (20, 20), colour), "PNG")
@@ -299,7 +392,10 @@ def test_labels_are_the_sorted_class_order_and_raw_samples_stand_at_one_stride(t
     content = (out / "train-000000.tar").read_bytes()
     for offset, length, label in index.tolist():
         assert content[offset : offset + 13] == b"P6\n16 16\n255\n"
-        assert content[offset + 13 : offset + length] == bytes(colours[("a", "b", "c10", "c9")[label]]) * 256
+        assert (
+            content[offset + 13 : offset + length]
+            == bytes(colours[("a", "b", "c10", "c9")[label]]) * 256
+        )
     assert sorted(index[:, 2].tolist()) == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5
 
 
@@ -316,9 +412,19 @@ def test_listed_order_is_the_sorted_one_and_shuffled_order_mixes_by_seed(tmp_pat
 
 @pytest.mark.parametrize(
     ("num_samples", "most", "num_shards"),
-    [(300, 8192, 1), (512, 8192, 1), (2700, 8192, 6), (16_200, 8192, 16), (1_281_167, 8192, 157), (2700, 5000, 1), (2700, 100, 27)],
+    [
+        (300, 8192, 1),
+        (512, 8192, 1),
+        (2700, 8192, 6),
+        (16_200, 8192, 16),
+        (1_281_167, 8192, 157),
+        (2700, 5000, 1),
+        (2700, 100, 27),
+    ],
 )
-def test_small_splits_are_cut_into_enough_shards_for_several_workers(num_samples: int, most: int, num_shards: int) -> None:
+def test_small_splits_are_cut_into_enough_shards_for_several_workers(
+    num_samples: int, most: int, num_shards: int
+) -> None:
     size = shard_size(num_samples, most=most)
     assert len(range(0, num_samples, size)) == num_shards and size <= most
 
@@ -336,18 +442,23 @@ def test_a_held_out_share_is_seeded_proportional_and_disjoint(tmp_path: Path) ->
 
     train, val = held_out("zero", 0)
     assert not train & val
-    assert train | val == {hashlib.sha256(path.read_bytes()).hexdigest() for path in source.glob("*/*")}
+    assert train | val == {
+        hashlib.sha256(path.read_bytes()).hexdigest() for path in source.glob("*/*")
+    }
     assert held_out("again", 0) == (train, val)
     assert held_out("one", 1)[1] != val
 
 
 def _hashes(shard: Path) -> set[str]:
     with tarfile.open(shard) as archive:
-        pictures = [archive.extractfile(name) for name in archive.getnames() if name.endswith(".jpg")]
+        pictures = [
+            archive.extractfile(name) for name in archive.getnames() if name.endswith(".jpg")
+        ]
         return {hashlib.sha256(picture.read()).hexdigest() for picture in pictures if picture}
 
 
-# ---- nothing lies where it would not be read --------------------------------------------------------------------
+# ---- nothing lies where it would not be read
+# --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -355,18 +466,42 @@ def _hashes(shard: Path) -> set[str]:
     [
         ("", "is not a directory; give the folder that holds the classes"),
         ("./", "holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"),
-        ("ant/0.jpg bee/", "1 classes of this folder source hold no pictures (bee); remove them, or complete the archive"),
-        ("ant/0.jpg links/0.jpg->", "1 classes of this folder source hold no pictures (links); remove them"),
+        (
+            "ant/0.jpg bee/",
+            (
+                "1 classes of this folder source hold no pictures (bee); remove them, or complete"
+                " the archive"
+            ),
+        ),
+        (
+            "ant/0.jpg links/0.jpg->",
+            "1 classes of this folder source hold no pictures (links); remove them",
+        ),
         # a val without cats may be meant
-        ("train/ant/0.jpg train/bee/0.jpg train/cat/0.jpg val/ant/0.jpg val/bee/", "hold no pictures (val/bee); remove them"),
+        (
+            "train/ant/0.jpg train/bee/0.jpg train/cat/0.jpg val/ant/0.jpg val/bee/",
+            "hold no pictures (val/bee); remove them",
+        ),
         ("train/ant/", "split train of this folder source holds no pictures"),
         ("train/ant/0.jpg val/", "{source}/val holds no class folders"),
         ("cat/a.jpg val/cat/b.jpg", "also cat/, which is none of train, val, test"),
-        ("train/cat/a.jpg validation/cat/b.jpg", "also validation/, which is none of train, val, test"),
-        ("train/cat/a.jpg train/loose.png", "1 pictures lie in {source}/train itself, in no class (loose.png)"),
+        (
+            "train/cat/a.jpg validation/cat/b.jpg",
+            "also validation/, which is none of train, val, test",
+        ),
+        (
+            "train/cat/a.jpg train/loose.png",
+            "1 pictures lie in {source}/train itself, in no class (loose.png)",
+        ),
         ("cat/a.jpg loose.JPG", "1 pictures lie in {source} itself, in no class (loose.JPG)"),
-        ("cat/a.jpg a.jfif b.avif", "2 pictures lie in {source} itself, in no class (a.jfif, b.avif)"),
-        ("cat/a.jpg no-ending c.backup", "2 pictures lie in {source} itself, in no class (c.backup, no-ending)"),
+        (
+            "cat/a.jpg a.jfif b.avif",
+            "2 pictures lie in {source} itself, in no class (a.jfif, b.avif)",
+        ),
+        (
+            "cat/a.jpg no-ending c.backup",
+            "2 pictures lie in {source} itself, in no class (c.backup, no-ending)",
+        ),
     ],
 )
 def test_what_lacks_pictures_or_would_be_left_out_of_a_folder_is_refused(
@@ -381,13 +516,19 @@ def test_what_lacks_pictures_or_would_be_left_out_of_a_folder_is_refused(
             os.mkfifo(place.with_name("1.jpg"))
         elif not entry.endswith("/"):
             place.write_bytes(encoded(picture(seed=1)))
-    refused(build(source, tmp_path / "out"), "data_prep: source.path: ", message.format(source=source))
+    refused(
+        build(source, tmp_path / "out"), "data_prep: source.path: ", message.format(source=source)
+    )
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("place", ["bee", "val", "train/bee"])
-def test_a_class_or_split_that_leads_nowhere_is_refused(tmp_path: Path, refused: Refused, place: str) -> None:
-    source = write_classes(tmp_path / "source", {"ant": 1} if place == "bee" else {"train/ant": 1, "train/cat": 1})
+def test_a_class_or_split_that_leads_nowhere_is_refused(
+    tmp_path: Path, refused: Refused, place: str
+) -> None:
+    source = write_classes(
+        tmp_path / "source", {"ant": 1} if place == "bee" else {"train/ant": 1, "train/cat": 1}
+    )
     write_files(source, {f"{Path(place).parent}/notes.txt": b"no picture", "empty": b""})
     path = source / place
     kinds: list[tuple[Callable[[], object], str]] = [
@@ -400,26 +541,48 @@ def test_a_class_or_split_that_leads_nowhere_is_refused(tmp_path: Path, refused:
     ]
     for make, kind in kinds:
         make()
-        refused(build(source, tmp_path / "out"), f"1 entries that are neither folders nor files of its own ({path.name}: {kind})")
+        refused(
+            build(source, tmp_path / "out"),
+            f"1 entries that are neither folders nor files of its own ({path.name}: {kind})",
+        )
         path.unlink()
     assert build(source, tmp_path / "out") == 0
 
 
-def test_folders_of_a_class_are_walked_in_order_and_a_link_to_where_it_lies_ends_the_walk(tmp_path: Path) -> None:
-    source = write_classes(tmp_path / "source", {"ant": 2, "ant/more": 2, "ant/more/still": 1, "bee": 3})
+def test_folders_of_a_class_are_walked_in_order_and_a_link_to_where_it_lies_ends_the_walk(
+    tmp_path: Path,
+) -> None:
+    source = write_classes(
+        tmp_path / "source", {"ant": 2, "ant/more": 2, "ant/more/still": 1, "bee": 3}
+    )
     (source / "ant" / "more" / "loop").symlink_to(source / "ant", target_is_directory=True)
     (source / "ant" / "again").symlink_to(source / "ant" / "more", target_is_directory=True)
     (source / "ant" / "up").symlink_to("..")
     (source / "ant" / "self").symlink_to("self")
     assert build(source, tmp_path / "out", "order=listed", "max_reject_share=0.5") == 0
     manifest = load_manifest(tmp_path / "out")
-    assert (manifest.splits["train"].class_counts, manifest.num_read, manifest.num_rejected) == ((8, 3), 12, 1)
-    paths = [json.loads(path) for path in (tmp_path / "out" / "train-000000.paths").read_text().splitlines()]
-    below = [f"{place}/{name}" for place in ("again", "more") for name in ("000.jpg", "001.jpg", "still/000.jpg")]
-    assert paths == [f"ant/{name}" for name in ("000.jpg", "001.jpg", *below)] + [f"bee/00{number}.jpg" for number in range(3)]
+    assert (manifest.splits["train"].class_counts, manifest.num_read, manifest.num_rejected) == (
+        (8, 3),
+        12,
+        1,
+    )
+    paths = [
+        json.loads(path)
+        for path in (tmp_path / "out" / "train-000000.paths").read_text().splitlines()
+    ]
+    below = [
+        f"{place}/{name}"
+        for place in ("again", "more")
+        for name in ("000.jpg", "001.jpg", "still/000.jpg")
+    ]
+    assert paths == [f"ant/{name}" for name in ("000.jpg", "001.jpg", *below)] + [
+        f"bee/00{number}.jpg" for number in range(3)
+    ]
 
 
-def test_what_is_no_plain_file_or_too_large_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_plain_file_or_too_large_has_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, out = write_classes(tmp_path / "source", {"ant": 3}), tmp_path / "out"
     (source / "ant" / "nowhere.jpg").symlink_to(tmp_path / "nothing")
     os.mkfifo(source / "ant" / "pipe.jpg")
@@ -436,10 +599,15 @@ def test_what_is_no_plain_file_or_too_large_has_its_line(tmp_path: Path, monkeyp
     }
     assert load_manifest(out).num_left_out == {".txt files": 1}
     details = {line["path"]: line["detail"] for line in rejected}
-    assert (details["ant/nowhere.jpg"], details["ant/pipe.jpg"]) == ("a link to nowhere", "a pipe or a device")
+    assert (details["ant/nowhere.jpg"], details["ant/pipe.jpg"]) == (
+        "a link to nowhere",
+        "a pipe or a device",
+    )
 
 
-def test_shards_made_before_the_source_was_touched_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_made_before_the_source_was_touched_are_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, out = write_classes(tmp_path / "source", {"ant": 8}), tmp_path / "out"
     interrupt_before_the_manifest(source, out, monkeypatch)
     for path in sorted(source.rglob("*.jpg")):  # other pictures of the same size in bytes
@@ -450,7 +618,9 @@ def test_shards_made_before_the_source_was_touched_are_made_anew(tmp_path: Path,
     assert all(path.stat().st_mtime_ns != changed for path, changed in before.items())
 
 
-def test_a_dataset_is_named_after_its_directory_wherever_it_is_called_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_is_named_after_its_directory_wherever_it_is_called_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, out = write_classes(tmp_path / "source", {"ant": 4}), tmp_path / "ants"
     out.mkdir()
     monkeypatch.chdir(out)
@@ -458,7 +628,9 @@ def test_a_dataset_is_named_after_its_directory_wherever_it_is_called_from(tmp_p
     assert load_manifest(out).name == "ants"
 
 
-def test_selections_that_leave_nothing_or_match_nothing_are_refused(tmp_path: Path, refused: Refused) -> None:
+def test_selections_that_leave_nothing_or_match_nothing_are_refused(
+    tmp_path: Path, refused: Refused
+) -> None:
     source, out = write_classes(tmp_path / "source", {"ant": 2, "bee": 2}), tmp_path / "out"
     for name, paths in (
         ("all", ["ant/000.jpg", "ant/001.jpg", "bee/000.jpg", "bee/001.jpg"]),
@@ -480,17 +652,25 @@ def test_selections_that_leave_nothing_or_match_nothing_are_refused(tmp_path: Pa
     assert load_manifest(tmp_path / "ants").num_left_out == {"whole classes": 1}
 
 
-def test_a_rejecting_build_and_a_task_answer_a_script_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rejecting_build_and_a_task_answer_a_script_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = write_classes(tmp_path / "source", {"ant": 1})
     write_files(source, {"ant/zero.jpg": b""})
     assert build(source, tmp_path / "out", "--json") == 1
     assert json.loads(capsys.readouterr().out)["rejected"] == 1
     assert build(source, tmp_path / "parts", "--json", "--task=0/1") == 0
-    assert json.loads(capsys.readouterr().out) == {"dataset": str(tmp_path / "parts"), "task": "0/1", "shards": 1}
+    assert json.loads(capsys.readouterr().out) == {
+        "dataset": str(tmp_path / "parts"),
+        "task": "0/1",
+        "shards": 1,
+    }
     assert build(source, tmp_path / "none", "--task=") == 2  # an unset variable of a job array
 
 
-def test_a_file_in_the_place_of_the_dataset_is_one_clear_line(tmp_path: Path, refused: Refused) -> None:
+def test_a_file_in_the_place_of_the_dataset_is_one_clear_line(
+    tmp_path: Path, refused: Refused
+) -> None:
     source = write_classes(tmp_path / "source", {"ant": 1})
     (tmp_path / "out").write_text("a file")
     for out in (tmp_path / "out", tmp_path / "out" / "below"):
@@ -501,7 +681,9 @@ def test_a_file_in_the_place_of_the_dataset_is_one_clear_line(tmp_path: Path, re
 
 def test_a_file_of_a_time_that_no_clock_has_shown_is_packed(tmp_path: Path) -> None:
     source = write_classes(tmp_path / "source", {"ant": 2, "bee": 2})
-    os.utime(source / "ant/000.jpg", (2**33 * 1.1, 2**33 * 1.1))  # in 2269: more nanoseconds than 63 bits hold
+    os.utime(
+        source / "ant/000.jpg", (2**33 * 1.1, 2**33 * 1.1)
+    )  # in 2269: more nanoseconds than 63 bits hold
     if (source / "ant/000.jpg").stat().st_mtime_ns < 1 << 63:
         pytest.skip("this file system keeps no such times")
     assert build(source, tmp_path / "out") == 0

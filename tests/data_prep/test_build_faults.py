@@ -1,5 +1,6 @@
-"""A build that is cut off between any two of its steps on the file system, a disk that is full, a target that cannot be written,
-a source that vanishes: nothing half-written is taken for whole, and the same command goes on to the same bytes.
+"""A build that is cut off between any two of its steps on the file system, a disk that is full, a
+target that cannot be written, a source that vanishes: nothing half-written is taken for whole, and
+the same command goes on to the same bytes.
 """
 
 import os
@@ -33,7 +34,8 @@ def moments(salt: int) -> range:
 
 
 def cut_off_at(step: int, command: Callable[[], int]) -> int:
-    """The exit code of a command, in a process of its own, that ends without any clean-up just before its `step`th step."""
+    """The exit code of a command, in a process of its own, that ends without any clean-up just
+    before its `step`th step."""
     pid = fork()
     if pid == 0:
         left = [step]
@@ -54,7 +56,9 @@ def cut_off_at(step: int, command: Callable[[], int]) -> int:
 
 
 @partial(soaked, usual=3)
-def test_a_build_cut_off_between_two_steps_goes_on_to_the_same_bytes(tmp_path: Path, salt: int) -> None:
+def test_a_build_cut_off_between_two_steps_goes_on_to_the_same_bytes(
+    tmp_path: Path, salt: int
+) -> None:
     source = write_classes(tmp_path / "source", {"ant": 2, "bee": 2})
     write_files(source, {"ant/zero.jpg": b""})
     settings = ("samples_per_shard=3", "max_reject_share=1")
@@ -80,9 +84,15 @@ def test_a_build_cut_off_between_two_steps_goes_on_to_the_same_bytes(tmp_path: P
 
 
 @soaked
-def test_a_build_cut_off_while_it_lists_a_touched_source_again_goes_on(tmp_path: Path, salt: int) -> None:
+def test_a_build_cut_off_while_it_lists_a_touched_source_again_goes_on(
+    tmp_path: Path, salt: int
+) -> None:
     """Half an inventory is none."""
-    source, parts, out = write_classes(tmp_path / "source", {"ant": 2}), tmp_path / "parts" / "ants", tmp_path / "cut" / "ants"
+    source, parts, out = (
+        write_classes(tmp_path / "source", {"ant": 2}),
+        tmp_path / "parts" / "ants",
+        tmp_path / "cut" / "ants",
+    )
     assert build(source, parts, "--task=0/1") == 0
     os.utime(source / "ant" / "000.jpg", ns=(1, 1))
     for step in moments(salt)[:8]:  # beyond them the plan stands
@@ -96,8 +106,11 @@ def test_a_build_cut_off_while_it_lists_a_touched_source_again_goes_on(tmp_path:
 def test_a_merge_cut_off_between_two_steps_ends_well_with_the_same_command_and_every_time_with_the_same_code(
     tmp_path: Path, salt: int
 ) -> None:
-    """Past the share of rejects that is one, also when nothing is left to do: a job that depends on it must not begin."""
-    source = write_files(write_classes(tmp_path / "source", {"ant": 2, "bee": 2}), {"ant/zero.jpg": b""})
+    """Past the share of rejects that is one, also when nothing is left to do: a job that depends on
+    it must not begin."""
+    source = write_files(
+        write_classes(tmp_path / "source", {"ant": 2, "bee": 2}), {"ant/zero.jpg": b""}
+    )
     assert build(source, tmp_path / "whole" / "animals", "samples_per_shard=3") == 1
     whole = files_of(tmp_path / "whole")
     assert build(source, tmp_path / "parts" / "animals", "samples_per_shard=3", "--task=0/1") == 0
@@ -120,7 +133,9 @@ def test_a_merge_cut_off_between_two_steps_ends_well_with_the_same_command_and_e
     assert num_finished > 10 / APART  # all steps but the manifest's are of the tidying
 
 
-def test_a_limit_that_was_raised_for_a_finished_dataset_counts_for_a_merge_too(tmp_path: Path) -> None:
+def test_a_limit_that_was_raised_for_a_finished_dataset_counts_for_a_merge_too(
+    tmp_path: Path,
+) -> None:
     source = write_files(write_classes(tmp_path / "source", {"ant": 2}), {"ant/zero.jpg": b""})
     out = tmp_path / "out"
     assert build(source, out) == 1
@@ -130,18 +145,24 @@ def test_a_limit_that_was_raised_for_a_finished_dataset_counts_for_a_merge_too(t
 
 
 @pytest.mark.parametrize("damage", [b"\xff", b'{"path": "ant/zero.jpg"}'])
-def test_a_damaged_list_of_rejects_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes) -> None:
+def test_a_damaged_list_of_rejects_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes
+) -> None:
     source = write_files(write_classes(tmp_path / "source", {"ant": 2}), {"ant/zero.jpg": b""})
     out = tmp_path / "out"
     assert build(source, out) == 1
     (out / "rejected.jsonl").write_bytes(damage)
     capsys.readouterr()
     assert build(source, out, "max_reject_share=1") == 2
-    said = f"data_prep: {out / 'rejected.jsonl'}: cannot be read (it is not what the manifest says); run data_prep verify {out}\n"
+    said = (
+        f"data_prep: {out / 'rejected.jsonl'}: cannot be read (it is not what the manifest says);"
+        f" run data_prep verify {out}\n"
+    )
     assert capsys.readouterr().err == said
 
 
-# ---- whose directory --------------------------------------------------------------------------------------------
+# ---- whose directory
+# --------------------------------------------------------------------------------------------
 
 THEIRS = ("parts/thesis.txt", "rejected.jsonl", ".tmp-draft", "train-000000.tar", "notes.md")
 
@@ -150,7 +171,13 @@ def commands(tmp_path: Path, out: Path) -> dict[str, Callable[[], int]]:
     """What writes a dataset into a directory that is named."""
     source = write_classes(tmp_path / "source", {"ant": 3})
     shards = write_stock(tmp_path / "stock" / "0.tar", [sample(1)])
-    drawn = ["build", "--source=synthetic", f"--out={tmp_path / 'drawn'}", f"source.images_dir={out}", "num_workers=1"]
+    drawn = [
+        "build",
+        "--source=synthetic",
+        f"--out={tmp_path / 'drawn'}",
+        f"source.images_dir={out}",
+        "num_workers=1",
+    ]
     return {
         "build": lambda: build(source, out),
         "task": lambda: build(source, out, "--task=0/1"),
@@ -160,7 +187,9 @@ def commands(tmp_path: Path, out: Path) -> dict[str, Callable[[], int]]:
 
 
 @pytest.mark.parametrize("name", ["build", "task", "index", "drawing"])
-def test_what_somebody_keeps_in_the_directory_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_what_somebody_keeps_in_the_directory_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     out = tmp_path / "out"
     command = commands(tmp_path, out)[name]
     for theirs in THEIRS:
@@ -183,7 +212,9 @@ def test_what_somebody_keeps_in_the_directory_is_left_alone(tmp_path: Path, caps
 
 @soaked
 @pytest.mark.parametrize("name", ["task", "index"])
-def test_a_task_and_an_index_cut_off_between_two_steps_go_on(tmp_path: Path, name: str, salt: int) -> None:
+def test_a_task_and_an_index_cut_off_between_two_steps_go_on(
+    tmp_path: Path, name: str, salt: int
+) -> None:
     out, whole = tmp_path / "cut" / "out", tmp_path / "whole" / "out"
     assert commands(tmp_path, whole)[name]() == 0
     command = commands(tmp_path, out)[name]
@@ -217,7 +248,9 @@ def test_a_full_disk_is_one_line_and_the_build_goes_on_when_there_is_room(
     assert build(source, tiny_disk / "animals", *cut) == 1
     said = capfd.readouterr().err
     assert (
-        said.splitlines()[-1].endswith("No space left on device; what is finished is kept, the same command goes on from there")
+        said.splitlines()[-1].endswith(
+            "No space left on device; what is finished is kept, the same command goes on from there"
+        )
         or "No space left on device" in said.splitlines()[-1]
     )
     assert "Traceback" not in said
@@ -234,7 +267,13 @@ def test_a_target_gone_read_only_is_one_line_and_nothing_is_damaged(
     tmp_path: Path, tiny_disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = write_classes(tmp_path / "source", {"ant": 3})
-    words = ["build", "source.kind=folder", f"source.path={source}", f"out={tiny_disk / 'animals'}", "image_size=16"]
+    words = [
+        "build",
+        "source.kind=folder",
+        f"source.path={source}",
+        f"out={tiny_disk / 'animals'}",
+        "image_size=16",
+    ]
     with forked(tmp_path / "log", *words) as child:  # which lets go of the disk
         assert child.ended_well()
     before = files_of(tiny_disk)

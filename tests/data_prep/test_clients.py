@@ -1,4 +1,5 @@
-"""What the clients of stores say of a mistake is one line with its remedy; what a provider's chain renews goes on by itself."""
+"""What the clients of stores say of a mistake is one line with its remedy; what a provider's chain
+renews goes on by itself."""
 
 import json
 import threading
@@ -19,7 +20,8 @@ Answer = tuple[int, bytes]
 
 
 GCS = pytest.mark.stores
-"""gcsfs brings grpc with it, which has ended a process of many tests by a fault of the C library at its import."""
+"""gcsfs brings grpc with it, which has ended a process of many tests by a fault of the C library at
+its import."""
 
 
 class Store:
@@ -70,10 +72,30 @@ def xml(code: str) -> bytes:
 @pytest.mark.parametrize(
     ("url", "status", "body", "words"),
     [
-        ("s3://b/a", 403, xml("RequestTimeTooSkewed"), "the store finds this machine's clock wrong; set it"),
-        ("s3://b/a", 400, xml("ExpiredToken"), r"the credentials have expired; renew them \(AWS_\*"),
-        ("s3://b/a", 403, xml("AccessDenied"), "access is refused; give credentials .* requester_pays=true where the reader pays"),
-        ("s3://b/a", 404, xml("NoSuchBucket"), "there is no such bucket; mend the address, or make it"),
+        (
+            "s3://b/a",
+            403,
+            xml("RequestTimeTooSkewed"),
+            "the store finds this machine's clock wrong; set it",
+        ),
+        (
+            "s3://b/a",
+            400,
+            xml("ExpiredToken"),
+            r"the credentials have expired; renew them \(AWS_\*",
+        ),
+        (
+            "s3://b/a",
+            403,
+            xml("AccessDenied"),
+            "access is refused; give credentials .* requester_pays=true where the reader pays",
+        ),
+        (
+            "s3://b/a",
+            404,
+            xml("NoSuchBucket"),
+            "there is no such bucket; mend the address, or make it",
+        ),
         pytest.param(
             "gs://b/a",
             400,
@@ -95,15 +117,29 @@ def xml(code: str) -> bytes:
             "access is refused; give credentials .*gcloud",
             marks=GCS,
         ),
-        pytest.param("gs://b/a", 404, "The specified bucket does not exist.", "there is no such file; mend the address", marks=GCS),
+        pytest.param(
+            "gs://b/a",
+            404,
+            "The specified bucket does not exist.",
+            "there is no such file; mend the address",
+            marks=GCS,
+        ),
     ],
 )
 def test_a_refusal_is_one_line_and_asked_for_once_more_at_most(
     store: Store, url: str, status: int, body: str | bytes, words: str
 ) -> None:
-    data = body if isinstance(body, bytes) else json.dumps({"error": {"code": status, "message": body}}).encode()
+    data = (
+        body
+        if isinstance(body, bytes)
+        else json.dumps({"error": {"code": status, "message": body}}).encode()
+    )
     store.answer = lambda request: (status, data)
-    storage = {"key": "me", "secret": "word"} if url.startswith("s3") else {"token": "anon", "project": "mine"}
+    storage = (
+        {"key": "me", "secret": "word"}
+        if url.startswith("s3")
+        else {"token": "anon", "project": "mine"}
+    )
     options = storage | {"endpoint_url": store.address}
     for ask in (partial(version, num_attempts=4), read_bytes)[
         url.startswith("s3") and status != 403 :
@@ -114,7 +150,9 @@ def test_a_refusal_is_one_line_and_asked_for_once_more_at_most(
     assert store.num_requests <= 8
 
 
-def test_credentials_that_expire_in_the_middle_are_read_anew(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_that_expire_in_the_middle_are_read_anew(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
 
@@ -144,27 +182,55 @@ def test_an_address_that_says_expired_is_no_expired_credential() -> None:
     clients.refuse_hopeless("https://host/expired/a.tar", error)  # so it is tried again
 
 
-def test_a_client_that_cannot_be_made_is_one_line(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_client_that_cannot_be_made_is_one_line(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("s3://b/a", {"endpoint_url": store.address}, "access is refused; give credentials"),
-        ("s3://b/a", {"endpoint_url": "minio:9000", "anon": True}, "storage.endpoint_url: is no address; write it as https://"),
-        ("hf://datasets/me", {}, "hf://datasets/me: is no address of the hub; write it as hf://datasets/USER/NAME/FILE"),
-        ("ftp://b/a", {}, r"ftp://b/a: ftp:// is no store that can be read; use http\(s\)://, s3://"),
+        (
+            "s3://b/a",
+            {"endpoint_url": "minio:9000", "anon": True},
+            "storage.endpoint_url: is no address; write it as https://",
+        ),
+        (
+            "hf://datasets/me",
+            {},
+            "hf://datasets/me: is no address of the hub; write it as hf://datasets/USER/NAME/FILE",
+        ),
+        (
+            "ftp://b/a",
+            {},
+            r"ftp://b/a: ftp:// is no store that can be read; use http\(s\)://, s3://",
+        ),
     ]
     for url, storage, words in cases:
         with pytest.raises(UserError, match=words):
             version(url, storage=storage, num_attempts=4)
     monkeypatch.setattr(clients, "find_spec", lambda name: None)
     for scheme, extra in (("s3", "remote"), ("gs", "gcs"), ("az", "azure"), ("hf", "hf")):
-        with pytest.raises(UserError, match=rf"^{scheme}://: \w+ is not installed; pip install 'wide-mlps\[{extra}\]'"):
+        with pytest.raises(
+            UserError,
+            match=rf"^{scheme}://: \w+ is not installed; pip install 'wide-mlps\[{extra}\]'",
+        ):
             version(f"{scheme}://b/a", storage={}, num_attempts=1)
 
 
 def test_no_password_and_no_query_is_printed_and_a_place_is() -> None:
-    for url in ("abfs://box@account.dfs.core.windows.net/a", "hf://datasets/me/mine@v1/a", "s3://b/a-?.tar", "gs://b/a b"):
+    for url in (
+        "abfs://box@account.dfs.core.windows.net/a",
+        "hf://datasets/me/mine@v1/a",
+        "s3://b/a-?.tar",
+        "gs://b/a b",
+    ):
         assert shown(url) == url
-    for url in ("s3://me:word@b/a", "s3://word@b/a", "az://c:word@b/a", "https://word@b/a?key=word", "gs://b/a?key=word"):
+    for url in (
+        "s3://me:word@b/a",
+        "s3://word@b/a",
+        "az://c:word@b/a",
+        "https://word@b/a?key=word",
+        "gs://b/a?key=word",
+    ):
         assert shown(url).endswith("://b/a")
 
 

@@ -1,4 +1,5 @@
-"""`dedup` finds what is the same picture and nothing else, drops it from training alone, and leaves nothing for a second run."""
+"""`dedup` finds what is the same picture and nothing else, drops it from training alone, and leaves
+nothing for a second run."""
 
 import json
 import tracemalloc
@@ -25,7 +26,10 @@ def textured(seed: int, *, size: int = 64) -> Image.Image:
     numbers = np.random.default_rng(seed)
     frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(size), np.fft.fftfreq(size)))
     frequency[0, 0] = 1
-    fields = [np.fft.ifft2(np.fft.fft2(numbers.normal(size=(size, size))) / frequency).real for _ in range(4)]
+    fields = [
+        np.fft.ifft2(np.fft.fft2(numbers.normal(size=(size, size))) / frequency).real
+        for _ in range(4)
+    ]
     luma = fields[3] / fields[3].std()
     pixels = np.stack([luma + 0.4 * field / field.std() for field in fields[:3]], axis=-1)
     return Image.fromarray((pixels * 45 + 125).clip(0, 255).astype(np.uint8))
@@ -49,7 +53,8 @@ def dedup(directory: Path, *words: str, out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-# ---- fingerprints ------------------------------------------------------------------------------------------------
+# ---- fingerprints
+# ------------------------------------------------------------------------------------------------
 
 CHANGES: dict[str, tuple[Callable[[Image.Image], Image.Image], float]] = {
     "jpeg of quality 50": (lambda picture: reencoded(picture, 50), 0.99),
@@ -58,7 +63,10 @@ CHANGES: dict[str, tuple[Callable[[Image.Image], Image.Image], float]] = {
     "halved and doubled": (lambda picture: picture.resize((32, 32)).resize((64, 64)), 0.99),
     "a fifth brighter": (lambda picture: ImageEnhance.Brightness(picture).enhance(1.2), 0.97),
     "less contrast": (lambda picture: ImageEnhance.Contrast(picture).enhance(0.8), 0.99),
-    "a crop of 3 %": (lambda picture: picture.resize((64, 64), Image.Resampling.BICUBIC, box=(1, 1, 63, 63)), 0.85),
+    "a crop of 3 %": (
+        lambda picture: picture.resize((64, 64), Image.Resampling.BICUBIC, box=(1, 1, 63, 63)),
+        0.85,
+    ),
 }
 """What is done to a picture, and the share of pictures that must be found again within 6 bits."""
 
@@ -71,7 +79,10 @@ def photographs() -> list[Image.Image]:
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_picture_is_found_again(photographs: list[Image.Image], change: str) -> None:
     (function, share), pictures = CHANGES[change], photographs
-    before, after = picture_hashes(pictures), picture_hashes([function(picture) for picture in pictures])
+    before, after = (
+        picture_hashes(pictures),
+        picture_hashes([function(picture) for picture in pictures]),
+    )
     near = np.bitwise_count(before["bits"] ^ after["bits"]) <= 6
     rows = np.arange(200)
     same = same_colours(np.concatenate([before["colours"], after["colours"]]), rows, rows + 200)
@@ -85,7 +96,11 @@ def test_different_pictures_are_not_alike(photographs: list[Image.Image]) -> Non
 
 
 def test_the_same_drawing_in_other_colours_is_another_picture() -> None:
-    pictures = [shape(colour, background=paper) for colour in ("red", "green", "blue") for paper in ("white", "black")]
+    pictures = [
+        shape(colour, background=paper)
+        for colour in ("red", "green", "blue")
+        for paper in ("white", "black")
+    ]
     hashes = picture_hashes(pictures)
     assert len(set(hashes["bits"].tolist())) < 6  # the luma alone would confuse some
     assert (compare(hashes, near=6, first=0)[0] == -1).all()
@@ -98,22 +113,35 @@ def test_pictures_of_one_colour_are_alike_only_if_their_pixels_are() -> None:
     assert compare(hashes, near=6, first=0)[0].tolist() == [-1, -1, -1, 0]
 
 
-def test_line_art_and_digits_are_told_apart_and_photographs_are_still_judged(photographs: list[Image.Image]) -> None:
-    scanned = [Image.fromarray(digit.astype(np.uint8) * 15).convert("RGB") for digit in load_digits().images[:600]]
+def test_line_art_and_digits_are_told_apart_and_photographs_are_still_judged(
+    photographs: list[Image.Image],
+) -> None:
+    scanned = [
+        Image.fromarray(digit.astype(np.uint8) * 15).convert("RGB")
+        for digit in load_digits().images[:600]
+    ]
     written, font = [], ImageFont.load_default(18)
     for number in range(600):
         written.append(Image.new("RGB", (64, 64), "white"))
         ImageDraw.Draw(written[-1]).text((4, 20), f"{number * 7919 % 100_000:05d}", "black", font)
     for pictures in (scanned, written):
-        like, _ = compare(picture_hashes([each.resize((48, 48)) for each in pictures]), near=6, first=0)
+        like, _ = compare(
+            picture_hashes([each.resize((48, 48)) for each in pictures]), near=6, first=0
+        )
         assert (like >= 0).sum() <= 2
     photographs = photographs[:100]
-    on_white = [Image.new("RGB", (96, 96), "white") for _ in photographs]  # as shops and collections show things
+    on_white = [
+        Image.new("RGB", (96, 96), "white") for _ in photographs
+    ]  # as shops and collections show things
     for ground, photograph in zip(on_white, photographs, strict=True):
         ground.paste(photograph, (16, 16))
     for pictures in (photographs, on_white):
         assert not picture_hashes(pictures)["plain"].any()
-        like, _ = compare(picture_hashes([*pictures, *(reencoded(each, 85) for each in pictures)]), near=6, first=0)
+        like, _ = compare(
+            picture_hashes([*pictures, *(reencoded(each, 85) for each in pictures)]),
+            near=6,
+            first=0,
+        )
         assert (like[:100] < 0).all() and (like[100:] == np.arange(100)).mean() >= 0.99
 
 
@@ -124,7 +152,8 @@ def test_a_hash_does_not_hang_on_the_pictures_beside_it() -> None:
     assert (together == alone).all()
 
 
-# ---- the search --------------------------------------------------------------------------------------------------
+# ---- the search
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("near", [0, 1, 4, 6, 10])
@@ -136,7 +165,12 @@ def test_the_search_finds_the_pairs_that_comparing_all_with_all_finds(near: int)
     for column in flips.T:
         bits ^= np.uint64(1) << column.astype(np.uint64)
     apart = [[bin(int(x) ^ int(y)).count("1") for y in bits] for x in bits]
-    wanted = {(a, b, apart[a][b]) for a in range(600) for b in range(max(a + 1, 100), 600) if apart[a][b] <= near}
+    wanted = {
+        (a, b, apart[a][b])
+        for a in range(600)
+        for b in range(max(a + 1, 100), 600)
+        if apart[a][b] <= near
+    }
     assert len(wanted) > (0 if near > 1 else -1)
     a, b, distance = near_pairs(bits, near=near, first=100)
     assert set(zip(a.tolist(), b.tolist(), distance.tolist(), strict=True)) == wanted
@@ -145,7 +179,9 @@ def test_the_search_finds_the_pairs_that_comparing_all_with_all_finds(near: int)
 
 def test_memory_grows_with_the_pairs_and_not_with_the_tables() -> None:
     flips = np.random.default_rng(0).integers(0, 64, (400, 3))
-    bits = np.bitwise_or.reduce(np.uint64(1) << flips.astype(np.uint64), axis=1)  # all within 6 bits of each other
+    bits = np.bitwise_or.reduce(
+        np.uint64(1) << flips.astype(np.uint64), axis=1
+    )  # all within 6 bits of each other
     tracemalloc.start()
     a, _, _ = near_pairs(bits, near=6)
     _, peak = tracemalloc.get_traced_memory()
@@ -157,7 +193,9 @@ def test_memory_grows_with_the_pairs_and_not_with_the_tables() -> None:
 def test_no_plan_compares_all_with_all_at_the_size_of_imagenet21k() -> None:
     masks = plan(14_000_000, near=6)
     assert len(masks) < 500
-    assert min(int(mask).bit_count() for mask in masks) >= 20  # 14 million hashes: about 13 in each run of equal bits
+    assert (
+        min(int(mask).bit_count() for mask in masks) >= 20
+    )  # 14 million hashes: about 13 in each run of equal bits
 
 
 def test_a_thousand_copies_of_one_picture_are_one_group() -> None:
@@ -170,7 +208,8 @@ def test_a_thousand_copies_of_one_picture_are_one_group() -> None:
     assert distance.tolist() == [-1, *[0] * 999]
 
 
-# ---- datasets ----------------------------------------------------------------------------------------------------
+# ---- datasets
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +219,14 @@ def pictures() -> list[Image.Image]:
 
 @pytest.fixture
 def source(tmp_path: Path, pictures: list[Image.Image]) -> Path:
-    """20 pictures in train, 4 in val, and: one of train twice, one of train again as a bad JPEG, one of val in train."""
-    files = {f"train/ant/{number:02d}.png": encoded(pictures[number], "PNG") for number in range(20)}
-    files |= {f"val/ant/{number:02d}.png": encoded(pictures[number], "PNG") for number in range(20, 24)}
+    """20 pictures in train, 4 in val, and: one of train twice, one of train again as a bad JPEG,
+    one of val in train."""
+    files = {
+        f"train/ant/{number:02d}.png": encoded(pictures[number], "PNG") for number in range(20)
+    }
+    files |= {
+        f"val/ant/{number:02d}.png": encoded(pictures[number], "PNG") for number in range(20, 24)
+    }
     files["train/bee/twice.bmp"] = encoded(pictures[3], "BMP")
     files["train/bee/worse.jpg"] = encoded(pictures[7], quality=40)
     files["train/bee/leak.jpg"] = encoded(pictures[21], quality=60)
@@ -201,21 +245,33 @@ def test_doubles_are_listed_the_first_stays_and_evaluation_is_whole(
     directory = pack(source, tmp_path / "animals")
     before = files_of(directory)
     lines = dedup(directory, out=tmp_path / "list.jsonl")
-    assert "13.0% of train would be dropped, which is much: look at some pairs" in capsys.readouterr().err
-    found = [(line["path"], line["reason"], line["of"]["split"], line["of"]["path"]) for line in lines]
+    assert (
+        "13.0% of train would be dropped, which is much: look at some pairs"
+        in capsys.readouterr().err
+    )
+    found = [
+        (line["path"], line["reason"], line["of"]["split"], line["of"]["path"]) for line in lines
+    ]
     assert found == [
         ("train/bee/leak.jpg", "near", "val", "val/ant/21.png"),
         ("train/bee/twice.bmp", "exact", "train", "train/ant/03.png"),
         ("train/bee/worse.jpg", "near", "train", "train/ant/07.png"),
     ]
-    assert [line["distance"] == 0 for line in lines] == [line["reason"] == "exact" or line["distance"] == 0 for line in lines]
+    assert [line["distance"] == 0 for line in lines] == [
+        line["reason"] == "exact" or line["distance"] == 0 for line in lines
+    ]
     assert lines[1] == {
         "path": "train/bee/twice.bmp",
         "key": "train-000002-000005",
         "split": "train",
         "reason": "exact",
         "distance": 0,
-        "of": {"dataset": "animals", "split": "train", "key": "train-000000-000003", "path": "train/ant/03.png"},
+        "of": {
+            "dataset": "animals",
+            "split": "train",
+            "key": "train-000000-000003",
+            "path": "train/ant/03.png",
+        },
     }
     assert files_of(directory) == before
 
@@ -225,10 +281,25 @@ def test_after_a_build_without_the_list_nothing_is_found(tmp_path: Path, source:
     assert len(dedup(directory, out=tmp_path / "list.jsonl")) == 3
     clean = pack(source, tmp_path / "clean", f"exclude=[{tmp_path / 'list.jsonl'}]")
     manifest = load_manifest(clean)
-    assert {name: split.num_samples for name, split in manifest.splits.items()} == {"train": 20, "val": 5}
+    assert {name: split.num_samples for name, split in manifest.splits.items()} == {
+        "train": 20,
+        "val": 5,
+    }
     assert manifest.num_left_out == {"excluded": 3}
     assert dedup(clean, out=tmp_path / "none.jsonl") == []
-    assert main(["subset", str(directory), "--out", str(tmp_path / "some"), "--exclude", str(tmp_path / "list.jsonl")]) == 0
+    assert (
+        main(
+            [
+                "subset",
+                str(directory),
+                "--out",
+                str(tmp_path / "some"),
+                "--exclude",
+                str(tmp_path / "list.jsonl"),
+            ]
+        )
+        == 0
+    )
     assert dedup(tmp_path / "some", out=tmp_path / "none.jsonl") == []
 
 
@@ -238,32 +309,43 @@ def test_every_match_with_another_dataset_is_dropped_whatever_its_size_and_encod
     others = {f"test/x/{number}.png": encoded(pictures[number], "PNG") for number in (3, 5)}
     others["test/x/new.png"] = encoded(textured(99), "PNG")
     other = tmp_path / "downstream"
-    assert build(write_files(tmp_path / "other", others), other, "image_size=40", "encoding=jpeg") == 0
+    assert (
+        build(write_files(tmp_path / "other", others), other, "image_size=40", "encoding=jpeg") == 0
+    )
     directory = pack(source, tmp_path / "animals")
     lines = dedup(directory, "--against", str(other), out=tmp_path / "list.jsonl")
     dropped = {line["path"] for line in lines if line["of"]["dataset"] == "downstream"}
     assert dropped == {"train/ant/03.png", "train/ant/05.png"}
-    assert {line["path"] for line in lines} - dropped == {f"train/bee/{name}" for name in ("leak.jpg", "twice.bmp", "worse.jpg")}
+    assert {line["path"] for line in lines} - dropped == {
+        f"train/bee/{name}" for name in ("leak.jpg", "twice.bmp", "worse.jpg")
+    }
 
 
 def test_only_equal_pixels_and_other_splits_where_that_is_asked_for(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    source: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory = pack(source, tmp_path / "animals")
-    assert [line["path"] for line in dedup(directory, "--exact", out=tmp_path / "a.jsonl")] == ["train/bee/twice.bmp"]
-    lines = dedup(directory, "--split", "val", "--split", "train", out=tmp_path / "b.jsonl")
-    assert [line["path"] for line in lines] == [f"train/bee/{name}" for name in ("leak.jpg", "twice.bmp", "worse.jpg")] + [
-        "val/bee/again.png"
+    assert [line["path"] for line in dedup(directory, "--exact", out=tmp_path / "a.jsonl")] == [
+        "train/bee/twice.bmp"
     ]
+    lines = dedup(directory, "--split", "val", "--split", "train", out=tmp_path / "b.jsonl")
+    assert [line["path"] for line in lines] == [
+        f"train/bee/{name}" for name in ("leak.jpg", "twice.bmp", "worse.jpg")
+    ] + ["val/bee/again.png"]
     capsys.readouterr()
     monkeypatch.setattr("data_prep.commands.choosing.MANY", 0.15)  # 3 of 23 in train, 1 of 5 in val
     dedup(directory, "--split", "val", "--split", "train", out=tmp_path / "b.jsonl")
-    assert [line.partition(",")[0] for line in capsys.readouterr().err.splitlines() if "dropped" in line] == [
-        "data_prep: 20.0% of val would be dropped"
-    ]
+    assert [
+        line.partition(",")[0] for line in capsys.readouterr().err.splitlines() if "dropped" in line
+    ] == ["data_prep: 20.0% of val would be dropped"]
 
 
-def test_other_encodings_and_any_number_of_workers_give_the_same_list(tmp_path: Path, source: Path) -> None:
+def test_other_encodings_and_any_number_of_workers_give_the_same_list(
+    tmp_path: Path, source: Path
+) -> None:
     for encoding in ("jpeg", "keep"):
         directory = pack(source, tmp_path / encoding / "animals", f"encoding={encoding}")
         alone = dedup(directory, out=tmp_path / f"{encoding}.jsonl")
@@ -291,14 +373,22 @@ def test_kept_hashes_are_used_again_and_those_of_changed_shards_are_not(
     assert sum(hashed) == 23  # the one shard of val is the same
 
 
-def test_the_summary_counts_what_the_list_holds(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_counts_what_the_list_holds(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = pack(source, tmp_path / "animals")
     capsys.readouterr()
     assert main(["dedup", str(directory), "--json", "--workers", "1"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["samples"], said["duplicates"], said["plain"], said["out"]) == (23, 3, 0, None)
     assert sum(row["count"] for row in said["by"]) == 3
-    assert {"split": "train", "of_dataset": "animals", "of_split": "val", "reason": "near", "count": 1} in said["by"]
+    assert {
+        "split": "train",
+        "of_dataset": "animals",
+        "of_split": "val",
+        "reason": "near",
+        "count": 1,
+    } in said["by"]
     assert main(["dedup", str(directory), "--workers", "1"]) == 0
     assert "3 of 23 samples show a picture that is there already" in capsys.readouterr().out
 
@@ -309,18 +399,37 @@ def test_the_summary_counts_what_the_list_holds(tmp_path: Path, source: Path, ca
         (["--near", "11"], "near: 11 of the hash's 64 bits; choose 0 to 10"),
         (["--split", "trian"], "has no split 'trian'; did you mean 'train'?"),
         (["--against", "nowhere"], "nowhere: no such dataset directory"),
-        (["--hashes", __file__], "test_dedup.py: cannot be made, for a file is in its place; name another directory"),
-        (["--out", "some.txt"], "out: some.txt is no name for the list; name it ....jsonl, such as duplicates.jsonl"),
+        (
+            ["--hashes", __file__],
+            "test_dedup.py: cannot be made, for a file is in its place; name another directory",
+        ),
+        (
+            ["--out", "some.txt"],
+            "out: some.txt is no name for the list; name it ....jsonl, such as duplicates.jsonl",
+        ),
         (["--out", "rejected.jsonl"], "out: rejected.jsonl is no name for the list"),
         (
             ["--out", "s3://bucket/list.jsonl"],
-            "--out: s3://bucket/list.jsonl is in a store, and build and subset read lists on this disk",
+            (
+                "--out: s3://bucket/list.jsonl is in a store, and build and subset read lists on"
+                " this disk"
+            ),
         ),
-        (["--out", "not/there/list.jsonl"], "out: not/there is no directory; make it, or name another place"),
+        (
+            ["--out", "not/there/list.jsonl"],
+            "out: not/there is no directory; make it, or name another place",
+        ),
     ],
 )
-def test_a_mistake_is_one_line(shapes: Path, tmp_path: Path, refused: Refused, words: list[str], message: str) -> None:
-    refused(main(["dedup", str(shapes), "--workers", "1", "--out", str(tmp_path / "list.jsonl"), *words]), message)
+def test_a_mistake_is_one_line(
+    shapes: Path, tmp_path: Path, refused: Refused, words: list[str], message: str
+) -> None:
+    refused(
+        main(
+            ["dedup", str(shapes), "--workers", "1", "--out", str(tmp_path / "list.jsonl"), *words]
+        ),
+        message,
+    )
     assert not (tmp_path / "list.jsonl").exists()
 
 
@@ -332,8 +441,14 @@ def test_where_the_list_cannot_go_is_said_before_hashing(
     thesis = tmp_path / "thesis.jsonl"
     for content in ("years of work", '{"path": "a.jpg"}\n'):
         thesis.write_text(content)
-        for path, words in [(tmp_path / "folder.jsonl", "is a directory"), (thesis, "exists and is no list of dedup")]:
-            refused(main(["dedup", str(shapes), "--workers", "1", "--out", str(path)]), f"data_prep: out: {path} {words}; name ")
+        for path, words in [
+            (tmp_path / "folder.jsonl", "is a directory"),
+            (thesis, "exists and is no list of dedup"),
+        ]:
+            refused(
+                main(["dedup", str(shapes), "--workers", "1", "--out", str(path)]),
+                f"data_prep: out: {path} {words}; name ",
+            )
         assert thesis.read_text() == content
 
 

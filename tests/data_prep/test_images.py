@@ -1,5 +1,6 @@
-"""Properties of `images`: every usable picture becomes upright RGB of the asked-for size, as an independent computation has it;
-everything else becomes a Rejection with the right reason, whatever is wrong with the bytes.
+"""Properties of `images`: every usable picture becomes upright RGB of the asked-for size, as an
+independent computation has it; everything else becomes a Rejection with the right reason, whatever
+is wrong with the bytes.
 """
 
 import io
@@ -19,7 +20,16 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 from data_prep.cli import main
-from data_prep.images import ImageSpec, Rejection, channels, convert, decode, decode_square, ppm, resize
+from data_prep.images import (
+    ImageSpec,
+    Rejection,
+    channels,
+    convert,
+    decode,
+    decode_square,
+    ppm,
+    resize,
+)
 from data_prep.images.channels import ChannelSums
 from data_prep.images.decoding import without_warnings
 from tests.data_prep.samples import encoded, picture, png_chunk, webp, write_files
@@ -35,7 +45,8 @@ def pixels_of(data: bytes) -> Pixels:
     return np.asarray(decode(data)[0])
 
 
-# ---- orientation ------------------------------------------------------------------------------------------------
+# ---- orientation
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -52,11 +63,15 @@ def pixels_of(data: bytes) -> Pixels:
     ],
 )
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
-def test_the_exif_orientation_is_applied(kind: str, orientation: int, upright: Callable[[Pixels], Pixels]) -> None:
+def test_the_exif_orientation_is_applied(
+    kind: str, orientation: int, upright: Callable[[Pixels], Pixels]
+) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     stored = encoded(picture(seed=3), kind, exif=exif)
-    original = picture(seed=3) if kind != "JPEG" else Image.open(io.BytesIO(encoded(picture(seed=3))))
+    original = (
+        picture(seed=3) if kind != "JPEG" else Image.open(io.BytesIO(encoded(picture(seed=3))))
+    )
     as_stored = np.asarray(original)
     np.testing.assert_array_equal(pixels_of(stored), upright(as_stored))
 
@@ -69,7 +84,8 @@ def test_metadata_is_dropped_from_what_is_written() -> None:
     assert b"holiday" not in convert(stored, spec(encoding="jpeg")).data
 
 
-# ---- colour -----------------------------------------------------------------------------------------------------
+# ---- colour
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,10 +106,13 @@ def test_other_modes_become_rgb_with_transparency_over_white(
     np.testing.assert_array_equal(pixels_of(stored), np.full((3, 4, 3), expected, np.uint8))
 
 
-# ---- size -------------------------------------------------------------------------------------------------------
+# ---- size
+# -------------------------------------------------------------------------------------------------------
 
 
-def bicubic_weights(size_in: int, size_out: int, start: float, length: float) -> NDArray[np.float64]:
+def bicubic_weights(
+    size_in: int, size_out: int, start: float, length: float
+) -> NDArray[np.float64]:
     """(size_out, size_in): Keys' cubic (a = -1/2), stretched by the ratio when it shrinks."""
     ratio = length / size_out
     stretch = max(ratio, 1.0)
@@ -127,11 +146,15 @@ def test_the_central_square_is_resampled_bicubically_with_antialiasing(
     assert np.abs(found - expected).max() <= 1
 
 
-def test_a_picture_of_the_asked_for_size_is_not_touched_and_such_a_central_square_is_cut_out_exactly() -> None:
+def test_a_picture_of_the_asked_for_size_is_not_touched_and_such_a_central_square_is_cut_out_exactly() -> (
+    None
+):
     for width, height in ((16, 16), (48, 16)):
         image, left = picture(seed=7, width=width, height=height), (width - 16) // 2
         written = convert(encoded(image, "PNG"), spec())
-        assert written.data == b"P6\n16 16\n255\n" + np.asarray(image)[:, left : left + 16].tobytes()
+        assert (
+            written.data == b"P6\n16 16\n255\n" + np.asarray(image)[:, left : left + 16].tobytes()
+        )
         assert written.extension == "ppm"
 
 
@@ -139,7 +162,10 @@ def test_squash_keeps_the_whole_picture() -> None:
     image = Image.new("RGB", (60, 20))
     image.paste((255, 0, 0), (0, 0, 20, 20))
     image.paste((0, 0, 255), (40, 0, 60, 20))
-    squashed, cut = (np.asarray(resize(image, size=18, crop=crop, interpolation="bicubic")) for crop in ("squash", "center"))
+    squashed, cut = (
+        np.asarray(resize(image, size=18, crop=crop, interpolation="bicubic"))
+        for crop in ("squash", "center")
+    )
     np.testing.assert_array_equal(squashed[:, 1], np.broadcast_to((255, 0, 0), (18, 3)))
     np.testing.assert_array_equal(squashed[:, 16], np.broadcast_to((0, 0, 255), (18, 3)))
     assert cut[:, 2:-2].max() == 0
@@ -150,8 +176,11 @@ def area(pixels: Pixels, width: int, height: int) -> Pixels:
 
 
 def test_longer_side_and_area_are_what_ffcv_did_for_the_public_checkpoints() -> None:
-    """By hand: shrunk to a longer side of 64 (numbers are cut), and enlarged never; the middle, cut too; then 64 px."""
-    wide, high, small = (np.asarray(picture(seed=3, width=w, height=h)) for w, h in ((160, 100), (67, 101), (50, 31)))
+    """By hand: shrunk to a longer side of 64 (numbers are cut), and enlarged never; the middle, cut
+    too; then 64 px."""
+    wide, high, small = (
+        np.asarray(picture(seed=3, width=w, height=h)) for w, h in ((160, 100), (67, 101), (50, 31))
+    )
     expected = (
         area(area(wide, 64, 40)[:, 12:52], 64, 64),
         area(area(high, 42, 64)[11:53], 64, 64),
@@ -164,7 +193,9 @@ def test_longer_side_and_area_are_what_ffcv_did_for_the_public_checkpoints() -> 
         written = convert(encoded(Image.fromarray(pixels), "PNG"), how)
         np.testing.assert_array_equal(pixels_of(written.data), square)
         read = np.empty((64, 64, 3), np.uint8)
-        decode_square(encoded(Image.fromarray(pixels), "PNG"), read, crop="longer_side", interpolation="area")
+        decode_square(
+            encoded(Image.fromarray(pixels), "PNG"), read, crop="longer_side", interpolation="area"
+        )
         np.testing.assert_array_equal(read, square)
 
 
@@ -183,10 +214,13 @@ def test_longer_side_holds_for_the_other_filters_and_for_a_hair() -> None:
     expected = shrunk.resize((64, 64), Image.Resampling.BILINEAR, box=(12, 0, 52, 40))
     found = resize(image, size=64, crop="longer_side", interpolation="bilinear")
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
-    assert resize(picture(seed=3, width=900, height=2), size=64, crop="longer_side", interpolation="area").size == (64, 64)
+    assert resize(
+        picture(seed=3, width=900, height=2), size=64, crop="longer_side", interpolation="area"
+    ).size == (64, 64)
 
 
-# ---- encodings --------------------------------------------------------------------------------------------------
+# ---- encodings
+# --------------------------------------------------------------------------------------------------
 
 
 def test_jpeg_encoding_is_close_to_the_resized_picture_and_better_at_higher_quality() -> None:
@@ -202,25 +236,44 @@ def test_jpeg_encoding_is_close_to_the_resized_picture_and_better_at_higher_qual
 
 @pytest.mark.parametrize(
     ("kind", "extension"),
-    [("JPEG", "jpg"), ("PNG", "png"), ("GIF", "gif"), ("BMP", "bmp"), ("TIFF", "tif"), ("PPM", "ppm"), ("MPO", "jpg")],
+    [
+        ("JPEG", "jpg"),
+        ("PNG", "png"),
+        ("GIF", "gif"),
+        ("BMP", "bmp"),
+        ("TIFF", "tif"),
+        ("PPM", "ppm"),
+        ("MPO", "jpg"),
+    ],
 )
-def test_keep_returns_the_input_with_the_extension_of_its_true_format(kind: str, extension: str) -> None:
+def test_keep_returns_the_input_with_the_extension_of_its_true_format(
+    kind: str, extension: str
+) -> None:
     stored = encoded(picture(seed=9), kind)
     written = convert(stored, spec(encoding="keep"))
     assert (written.data, written.extension) == (stored, extension)
 
 
 def test_ppm_headers_of_one_size_are_of_one_length() -> None:
-    assert ppm(np.asarray(Image.new("RGB", (2, 1), (1, 2, 3)))) == b"P6\n2 1\n255\n\x01\x02\x03\x01\x02\x03"
+    assert (
+        ppm(np.asarray(Image.new("RGB", (2, 1), (1, 2, 3))))
+        == b"P6\n2 1\n255\n\x01\x02\x03\x01\x02\x03"
+    )
 
 
-# ---- rejections -------------------------------------------------------------------------------------------------
+# ---- rejections
+# -------------------------------------------------------------------------------------------------
 
 
 def png_header(width: int, height: int) -> bytes:
     """A well-formed PNG that claims any size and has no pixels."""
     size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", size) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + png_chunk(b"IHDR", size)
+        + png_chunk(b"IDAT", b"")
+        + png_chunk(b"IEND", b"")
+    )
 
 
 SMALL_JPEG = encoded(Image.new("RGB", (16, 16)))
@@ -231,15 +284,24 @@ SMALL_JPEG = encoded(Image.new("RGB", (16, 16)))
     [
         (b"", "empty"),
         (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "not_an_image: HEIC, AVIF and videos are not read"),
-        (b"<html>404 Not Found</html>", "not_an_image: no format that is read here begins with b'<html>404 Not Fo'"),
+        (
+            b"<html>404 Not Found</html>",
+            "not_an_image: no format that is read here begins with b'<html>404 Not Fo'",
+        ),
         (bytes(1000), "not_an_image"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not_an_image"),  # Pillow would start a program
+        (
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+            "not_an_image",
+        ),  # Pillow would start a program
         (encoded(picture(seed=1), "TGA"), "not_an_image"),  # a format without a signature
         (encoded(picture(seed=1))[:-200], "truncated"),
         (png_header(20_000, 20_000), "too_many_pixels"),
         (png_header(13_378, 13_378), "too_many_pixels"),  # 178,970,884
         (b"P6 65500 65500 255\n", "too_many_pixels"),
-        (SMALL_JPEG.replace(b"\x08\0\x10\0\x10", b"\x08\xff\xdc\xff\xdc", 1), "too_many_pixels: 65500 x 65500"),
+        (
+            SMALL_JPEG.replace(b"\x08\0\x10\0\x10", b"\x08\xff\xdc\xff\xdc", 1),
+            "too_many_pixels: 65500 x 65500",
+        ),
         (png_header(100, 100), "truncated"),
         (encoded(picture(seed=1), "PNG").replace(b"IDAT", b"IDAT\0\0\0\0", 1), "damaged"),
     ],
@@ -251,7 +313,9 @@ def test_what_cannot_be_used_is_rejected_with_its_reason(data: bytes, reason: st
 
 
 @pytest.mark.parametrize(("setting", "word"), [("crop", "central"), ("encoding", "white")])
-def test_explain_says_what_is_lost(setting: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_what_is_lost(
+    setting: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A wide image that is red at both ends and transparent in its middle becomes white."""
     assert main(["explain", "build", setting]) == 0
     assert word in capsys.readouterr().out
@@ -268,7 +332,9 @@ def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyP
     hundred, more = (encoded(Image.new("RGB", (width, 10)), "PNG") for width in (10, 11))
     assert decode(hundred, max_pixels=100)[0].size == (10, 10)
     monkeypatch.setattr(ImageFile.ImageFile, "load", load)
-    with pytest.raises(Rejection, match=r"too_many_pixels: 11 x 10; make it smaller, or raise max_pixels \(100\)"):
+    with pytest.raises(
+        Rejection, match=r"too_many_pixels: 11 x 10; make it smaller, or raise max_pixels \(100\)"
+    ):
         decode(more, max_pixels=100)
     monkeypatch.setattr("data_prep.images.decoding.MAX_PIXELS", 100)
     with pytest.raises(Rejection, match="too_many_pixels: 11 x 10; 100 pixels are the most"):
@@ -276,7 +342,8 @@ def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("encoding", "draft", "is_taken"), [("raw", True, True), ("jpeg", True, True), ("raw", False, False), ("keep", True, False)]
+    ("encoding", "draft", "is_taken"),
+    [("raw", True, True), ("jpeg", True, True), ("raw", False, False), ("keep", True, False)],
 )
 def test_the_budget_counts_the_pixels_of_a_draft_unless_the_picture_is_read_whole_again(
     encoding: str, draft: bool, is_taken: bool
@@ -311,47 +378,72 @@ for path in sys.argv[1:]:
 
 
 def test_running_out_of_memory_is_no_fault_of_the_picture(tmp_path: Path) -> None:
-    """Of each decoder, wherever it was: in a process that has less than a picture needs, then more."""
+    """Of each decoder, wherever it was: in a process that has less than a picture needs, then
+    more."""
     image = Image.new("RGB", (1400, 1400), (9, 200, 3))
-    files = {"jpeg": encoded(image, progressive=True), "png": encoded(image, "PNG"), "webp": webp(image)}
+    files = {
+        "jpeg": encoded(image, progressive=True),
+        "png": encoded(image, "PNG"),
+        "webp": webp(image),
+    }
     write_files(tmp_path, files)
     words = [sys.executable, "-c", WITHOUT_MEMORY, *(str(tmp_path / name) for name in files)]
     freed_at_once = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    outcomes = subprocess.run(words, capture_output=True, text=True, check=True, env=freed_at_once).stdout.splitlines()
+    outcomes = subprocess.run(
+        words, capture_output=True, text=True, check=True, env=freed_at_once
+    ).stdout.splitlines()
     assert len(outcomes) == 30
     for first in (0, 10, 20):
         assert set(outcomes[first : first + 10]) == {"MemoryError", "a picture"}, outcomes
 
 
-# ---- statistics -------------------------------------------------------------------------------------------------
+# ---- statistics
+# -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "num_pictures"), [(16, 3), (16, 40), (70, 2)])  # the latter two fill more than one strip
-def test_the_sums_are_those_of_all_pixels_in_any_order(monkeypatch: pytest.MonkeyPatch, size: int, num_pictures: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "num_pictures"), [(16, 3), (16, 40), (70, 2)]
+)  # the latter two fill more than one strip
+def test_the_sums_are_those_of_all_pixels_in_any_order(
+    monkeypatch: pytest.MonkeyPatch, size: int, num_pictures: int
+) -> None:
     monkeypatch.setattr(channels, "STRIP_PIXELS", 1 << 12)
-    pixels = np.random.default_rng(size).integers(0, 256, (num_pictures, size, size, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(size).integers(
+        0, 256, (num_pictures, size, size, 3), dtype=np.uint8
+    )
     pixels[0] = 255
     forward, backward = ChannelSums(), ChannelSums()
     for number in range(num_pictures):
         forward.add(Image.fromarray(pixels[number]))
         backward.add(Image.fromarray(pixels[-1 - number]))
-    as_integers = pixels.reshape(-1, 3).astype(object)  # Python's own integers: they cannot overflow
+    as_integers = pixels.reshape(-1, 3).astype(
+        object
+    )  # Python's own integers: they cannot overflow
     for found in (forward, backward):
-        sums, square_sums = (tuple(numbers.sum(axis=0)) for numbers in (as_integers, as_integers**2))
+        sums, square_sums = (
+            tuple(numbers.sum(axis=0)) for numbers in (as_integers, as_integers**2)
+        )
         assert found.totals == (sums, square_sums, num_pictures * size * size)
 
 
-def test_reading_the_sums_does_not_end_the_counting_and_pictures_of_another_size_may_follow() -> None:
+def test_reading_the_sums_does_not_end_the_counting_and_pictures_of_another_size_may_follow() -> (
+    None
+):
     sums = ChannelSums()
     assert sums.totals == ((0, 0, 0), (0, 0, 0), 0)
     num_pixels = 0
     for size in (8, 16, 8):
         sums.add(Image.new("RGB", (size, size), (1, 0, 255)))
         num_pixels += size * size
-        assert sums.totals == ((num_pixels, 0, 255 * num_pixels), (num_pixels, 0, 255 * 255 * num_pixels), num_pixels)
+        assert sums.totals == (
+            (num_pixels, 0, 255 * num_pixels),
+            (num_pixels, 0, 255 * 255 * num_pixels),
+            num_pixels,
+        )
 
 
-# ---- warnings ---------------------------------------------------------------------------------------------------
+# ---- warnings
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_overlapping_blocks_of_two_threads_leave_the_filters_as_they_were() -> None:

@@ -1,5 +1,6 @@
-"""One rule for JPEGs that are damaged, whatever their kind: what libjpeg-turbo warns of inside a scan is a rejection in its words,
-and what does no harm to the pixels is none. Held against libjpeg-turbo itself in strict mode, and against markers set by hand.
+"""One rule for JPEGs that are damaged, whatever their kind: what libjpeg-turbo warns of inside a
+scan is a rejection in its words, and what does no harm to the pixels is none. Held against
+libjpeg-turbo itself in strict mode, and against markers set by hand.
 """
 
 from collections.abc import Callable
@@ -74,7 +75,9 @@ def warning_of(data: bytes) -> str | None:
 
 @soaked
 @pytest.mark.parametrize(("damage", "least"), [(cut, 160), (scrambled, 96), (flipped, 24)])
-def test_damage_that_the_decoder_notices_is_rejected_in_its_words(damage: Change, least: int, salt: int) -> None:
+def test_damage_that_the_decoder_notices_is_rejected_in_its_words(
+    damage: Change, least: int, salt: int
+) -> None:
     """And in those of no other: the fallback that took it silently is gone."""
     generator, num_rejected = np.random.default_rng(1 + salt), 0
     for number in range(160):
@@ -90,9 +93,16 @@ def test_damage_that_the_decoder_notices_is_rejected_in_its_words(damage: Change
             assert (caught.value.reason, caught.value.detail) == ("damaged", warning)
         elif caught.value.reason != "truncated":
             assert caught.value.reason == "no_end_marker"
-            np.testing.assert_array_equal(np.asarray(decode(data + END)[0]), np.asarray(decode(whole)[0]))
+            np.testing.assert_array_equal(
+                np.asarray(decode(data + END)[0]), np.asarray(decode(whole)[0])
+            )
         with pytest.raises(Rejection, match=caught.value.reason):
-            decode_square(data, np.empty((90, 120, 3), np.uint8)[:, :90], crop="center", interpolation="bicubic")
+            decode_square(
+                data,
+                np.empty((90, 120, 3), np.uint8)[:, :90],
+                crop="center",
+                interpolation="bicubic",
+            )
         num_rejected += 1
     assert num_rejected >= least
 
@@ -114,7 +124,11 @@ def other_jfif(data: bytes, _: np.random.Generator) -> bytes:
 
 def other_adobe(data: bytes, _: np.random.Generator) -> bytes:
     """Of an unknown transform; libjpeg takes it for YCbCr, which CMYK is not."""
-    return data[:2] + b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0\7" + data[2:] if b"Adobe" not in data else data
+    return (
+        data[:2] + b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0\7" + data[2:]
+        if b"Adobe" not in data
+        else data
+    )
 
 
 def broken_profile(data: bytes, _: np.random.Generator) -> bytes:
@@ -141,7 +155,9 @@ HARMLESS: list[Change] = [
 
 
 @pytest.mark.parametrize("change", HARMLESS)
-def test_what_does_no_harm_is_taken_with_the_same_pixels_and_hides_no_damage(change: Change) -> None:
+def test_what_does_no_harm_is_taken_with_the_same_pixels_and_hides_no_damage(
+    change: Change,
+) -> None:
     generator, num_hidden = np.random.default_rng(2), 0
     for number in range(16):
         whole = original(number)
@@ -181,7 +197,10 @@ def test_damage_by_its_words(number: int, change: Change, words: str) -> None:
         (lambda data: data[:-2], "no_end_marker"),
         (lambda data: data[:-1], "no_end_marker"),
         (lambda data: data[:-40], "truncated"),
-        (lambda data: data[:-900] + bytes(900), "truncated"),  # a download that stopped, after its room was reserved
+        (
+            lambda data: data[:-900] + bytes(900),
+            "truncated",
+        ),  # a download that stopped, after its room was reserved
         (lambda data: data[: scan_of(data)], "truncated"),
         (lambda data: data[: data.index(b"\xff\xdb") + 9], "truncated"),
         (lambda data: data[:3], "truncated"),
@@ -191,8 +210,11 @@ def test_damage_by_its_words(number: int, change: Change, words: str) -> None:
         (lambda data: b"\xff\xd8" + b"text" * len(data), "not_an_image"),
     ],
 )
-def test_a_jpeg_that_ends_early_has_the_true_reason(number: int, change: Callable[[bytes], bytes], reason: str) -> None:
-    """Nobody knows how many scans a progressive one should have, so it may lack more than its end marker."""
+def test_a_jpeg_that_ends_early_has_the_true_reason(
+    number: int, change: Callable[[bytes], bytes], reason: str
+) -> None:
+    """Nobody knows how many scans a progressive one should have, so it may lack more than its end
+    marker."""
     if reason == "no_end_marker" and number in PROGRESSIVE:
         reason = "truncated"
     with pytest.raises(Rejection) as caught:
@@ -200,12 +222,21 @@ def test_a_jpeg_that_ends_early_has_the_true_reason(number: int, change: Callabl
     assert caught.value.reason == reason
 
 
-def test_a_subsampling_that_turbojpeg_does_not_know_is_decoded_and_its_markers_are_checked() -> None:
+def test_a_subsampling_that_turbojpeg_does_not_know_is_decoded_and_its_markers_are_checked() -> (
+    None
+):
     image = picture(seed=1, width=64, height=64).convert("CMYK")
     data = encoded(image, subsampling=2, restart_marker_blocks=1)
     assert "subsampling" in str(warning_of(data))
-    assert np.abs(np.asarray(decode(data)[0]).astype(int) - np.asarray(image.convert("RGB"))).mean() < 3
-    for damaged in (data[:-2], data.replace(b"\xff\xd1", b"\xff\xd4"), data[:-30] + b"\xff\xd0" + data[-28:]):
+    assert (
+        np.abs(np.asarray(decode(data)[0]).astype(int) - np.asarray(image.convert("RGB"))).mean()
+        < 3
+    )
+    for damaged in (
+        data[:-2],
+        data.replace(b"\xff\xd1", b"\xff\xd4"),
+        data[:-30] + b"\xff\xd0" + data[-28:],
+    ):
         with pytest.raises(Rejection, match=r"out of its turn|Premature end"):
             decode(damaged)
 

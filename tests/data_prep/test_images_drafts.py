@@ -1,5 +1,6 @@
-"""Properties of drafts and of the decoder of JPEGs: what a draft changes stays within the tolerance that `images` states,
-on photographs and on the worst content; the square it cuts is the right one; it makes what Pillow makes, pixel for pixel.
+"""Properties of drafts and of the decoder of JPEGs: what a draft changes stays within the tolerance
+that `images` states, on photographs and on the worst content; the square it cuts is the right one;
+it makes what Pillow makes, pixel for pixel.
 """
 
 import io
@@ -20,7 +21,8 @@ Pixels = NDArray[np.uint8]
 
 
 def like_a_photograph(seed: int, *, width: int, height: int) -> Pixels:
-    """Noise whose amplitude falls with frequency, a little faster in colour than in brightness, as photographs' does."""
+    """Noise whose amplitude falls with frequency, a little faster in colour than in brightness, as
+    photographs' does."""
     generator = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = 1
@@ -43,12 +45,17 @@ def worst_contents(side: int) -> Iterator[Pixels]:
     distance = np.hypot(across - side / 2, down - side / 2)
     zones = 127.5 + 127.5 * np.cos(np.pi * distance**2 / side)
     yield np.repeat(zones.astype(np.uint8)[..., None], 3, axis=2)
-    yield np.stack([across * 255 // side, 255 - down * 255 // side, (across > down) * 255], axis=-1).astype(np.uint8)
+    yield np.stack(
+        [across * 255 // side, 255 - down * 255 // side, (across > down) * 255], axis=-1
+    ).astype(np.uint8)
 
 
 def differences(data: bytes, *, size: int, crop: str) -> Pixels:
     """What a draft changes of the written picture."""
-    specs = [ImageSpec.model_validate({"image_size": size, "crop": crop, "draft": draft}) for draft in (True, False)]
+    specs = [
+        ImageSpec.model_validate({"image_size": size, "crop": crop, "draft": draft})
+        for draft in (True, False)
+    ]
     drafted, full = (np.asarray(convert(data, spec).pixels, np.int64) for spec in specs)
     return np.abs(drafted - full)
 
@@ -61,7 +68,11 @@ SIDES = [(64, 256), (64, 300), (32, 200), (32, 511), (16, 256), (16, 300), (16, 
 def test_on_photographs_a_draft_is_less_than_a_level_off(size: int, side: int) -> None:
     for seed, crop in enumerate(("center", "squash", "center")):
         photograph = like_a_photograph(seed, width=side + 37 * seed, height=side + 11 * (2 - seed))
-        options = {"quality": (75, 90, 98)[seed], "subsampling": (2, 1, 0)[seed], "progressive": seed == 1}
+        options = {
+            "quality": (75, 90, 98)[seed],
+            "subsampling": (2, 1, 0)[seed],
+            "progressive": seed == 1,
+        }
         found = differences(encoded(Image.fromarray(photograph), **options), size=size, crop=crop)
         assert 0 < found.mean() <= 1 and found.max() <= 6, (seed, found.mean(), found.max())
 
@@ -91,26 +102,46 @@ def test_a_draft_is_taken_at_its_margin_and_never_below() -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize(("width", "height"), [(257, 391), (391, 257), (301, 301)])
-def test_the_square_of_a_draft_is_that_of_the_full_picture_however_it_is_turned(width: int, height: int, orientation: int) -> None:
-    """Odd sides: the last pixel of a draft lies over the edge by half, which must not move the square."""
+def test_the_square_of_a_draft_is_that_of_the_full_picture_however_it_is_turned(
+    width: int, height: int, orientation: int
+) -> None:
+    """Odd sides: the last pixel of a draft lies over the edge by half, which must not move the
+    square."""
     exif = Image.Exif()
     exif[0x0112] = orientation
-    ramps = np.stack(np.broadcast_arrays(*np.ogrid[0 : 255 : height * 1j, 0 : 255 : width * 1j], 128.0), axis=-1)
-    data = encoded(Image.fromarray(ramps.round().astype(np.uint8)), quality=98, subsampling=0, exif=exif)
+    ramps = np.stack(
+        np.broadcast_arrays(*np.ogrid[0 : 255 : height * 1j, 0 : 255 : width * 1j], 128.0), axis=-1
+    )
+    data = encoded(
+        Image.fromarray(ramps.round().astype(np.uint8)), quality=98, subsampling=0, exif=exif
+    )
     assert read_picture(data, smallest_side=64).extent == (width / 2, height / 2)
-    assert differences(data, size=64, crop="center").max() <= 2  # a shift by half a pixel of the original is twice that
+    assert (
+        differences(data, size=64, crop="center").max() <= 2
+    )  # a shift by half a pixel of the original is twice that
     assert differences(data, size=64, crop="squash").max() <= 2
 
 
-# ---- the decoder ------------------------------------------------------------------------------------------------
+# ---- the decoder
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1, 2, 4])
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("options", [{"progressive": True}, {"subsampling": 0, "quality": 30}, {"restart_marker_rows": 1}])
-def test_jpegs_are_what_pillow_makes_of_them(mode: str, options: dict[str, int], scale: int) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"progressive": True}, {"subsampling": 0, "quality": 30}, {"restart_marker_rows": 1}],
+)
+def test_jpegs_are_what_pillow_makes_of_them(
+    mode: str, options: dict[str, int], scale: int
+) -> None:
     """Which has libjpeg-turbo, too. It drafts no CMYK."""
-    data = encoded(picture(seed=1, width=141, height=99).convert(mode), comment=b"\xff\xda", icc_profile=b"x" * 70_000, **options)
+    data = encoded(
+        picture(seed=1, width=141, height=99).convert(mode),
+        comment=b"\xff\xda",
+        icc_profile=b"x" * 70_000,
+        **options,
+    )
     assert len(data) > 70_000
     assert (plain_frame(data) is None) == (mode == "CMYK")
     found = read_picture(data, smallest_side={1: None, 2: 16, 4: 6}[scale])
@@ -121,7 +152,12 @@ def test_jpegs_are_what_pillow_makes_of_them(mode: str, options: dict[str, int],
         expected = pillow.convert("RGB")
     if mode == "CMYK" and scale > 1:
         expected = expected.reduce(scale)
-        assert np.abs(np.asarray(found.upright(found.pixels)).astype(int) - np.asarray(expected)).mean() < 1
+        assert (
+            np.abs(
+                np.asarray(found.upright(found.pixels)).astype(int) - np.asarray(expected)
+            ).mean()
+            < 1
+        )
     else:
         assert found.upright(found.pixels).tobytes() == expected.tobytes()
 

@@ -1,7 +1,8 @@
-"""Whatever the bytes: a picture of the asked-for size or a rejection, the same both times, and nothing else ever.
+"""Whatever the bytes: a picture of the asked-for size or a rejection, the same both times, and
+nothing else ever.
 
-Thousands of damaged files of every format: flipped bits, cuts, splices, headers overwritten. (Damage that claims 100 million
-pixels is a picture like another, but slow: the budget is low.)
+Thousands of damaged files of every format: flipped bits, cuts, splices, headers overwritten.
+(Damage that claims 100 million pixels is a picture like another, but slow: the budget is low.)
 """
 
 import io
@@ -40,7 +41,9 @@ def seeds() -> dict[str, bytes]:
         "mpo": encoded(frames[0], "MPO", save_all=True, append_images=frames[1:]),
         "png": encoded(image, "PNG", exif=exif),
         "png palette": encoded(palette, "PNG", transparency=bytes(range(0, 250, 5))),
-        "png 16": encoded(Image.fromarray(np.arange(600, dtype=np.uint16).reshape(20, 30) * 100), "PNG"),
+        "png 16": encoded(
+            Image.fromarray(np.arange(600, dtype=np.uint16).reshape(20, 30) * 100), "PNG"
+        ),
         "apng": encoded(frames[0], "PNG", save_all=True, append_images=frames[1:]),
         "gif": encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
         "bmp": encoded(image, "BMP"),
@@ -66,13 +69,21 @@ def cut(data: bytearray, generator: np.random.Generator) -> bytes:
 def splice(data: bytearray, generator: np.random.Generator) -> bytes:
     """A piece is taken out, or repeated elsewhere."""
     begin, end, to = sorted(generator.integers(0, len(data), 3).tolist())
-    return bytes(data[:begin] + data[end:] if generator.integers(2) else data[:end] + data[begin:to] + data[end:])
+    return bytes(
+        data[:begin] + data[end:]
+        if generator.integers(2)
+        else data[:end] + data[begin:to] + data[end:]
+    )
 
 
 def edit_header(data: bytearray, generator: np.random.Generator) -> bytes:
-    """Numbers that sizes, counts and offsets take badly, among the first bytes, or the last ones, where a TIFF has its own."""
+    """Numbers that sizes, counts and offsets take badly, among the first bytes, or the last ones,
+    where a TIFF has its own."""
     for _ in range(int(generator.integers(1, 4))):
-        at, width = int(generator.integers(0, min(len(data), 200))), int(generator.choice((1, 2, 4)))
+        at, width = (
+            int(generator.integers(0, min(len(data), 200))),
+            int(generator.choice((1, 2, 4))),
+        )
         at = max(len(data) - 4 - at, 0) if generator.integers(4) == 0 else at
         number = int(generator.choice(NUMBERS)) % 256**width
         data[at : at + width] = number.to_bytes(width, "big" if generator.integers(2) else "little")
@@ -88,7 +99,9 @@ def outcome(data: bytes) -> tuple[str, str] | bytes:
 
 @soaked
 @pytest.mark.parametrize("mutation", [flip_bits, cut, splice, edit_header])
-def test_damage_ends_in_a_picture_or_a_rejection_the_same_both_times(mutation: Mutation, salt: int) -> None:
+def test_damage_ends_in_a_picture_or_a_rejection_the_same_both_times(
+    mutation: Mutation, salt: int
+) -> None:
     generator = np.random.default_rng(salt + sum(mutation.__name__.encode()))
     outcomes: Counter[str] = Counter()
     for whole in seeds().values():

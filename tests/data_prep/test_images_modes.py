@@ -1,5 +1,6 @@
-"""Properties of every pixel mode and of every format's peculiarities, against values worked out by hand: converted rightly, or
-rejected with a reason that says what is the matter, with the same words every time.
+"""Properties of every pixel mode and of every format's peculiarities, against values worked out by
+hand: converted rightly, or rejected with a reason that says what is the matter, with the same words
+every time.
 """
 
 import io
@@ -39,32 +40,75 @@ def rejection_of(data: bytes) -> tuple[str, str]:
     return caught.value.reason, caught.value.detail
 
 
-def png(width: int, height: int, rows: bytes, *, bits: int, colour_type: int, transparent: bytes = b"") -> bytes:
+def png(
+    width: int, height: int, rows: bytes, *, bits: int, colour_type: int, transparent: bytes = b""
+) -> bytes:
     """Written by hand: Pillow writes neither 16-bit colour nor 2-bit grey."""
     header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour_type, 0, 0, 0))
     extra = png_chunk(b"tRNS", transparent) if transparent else b""
-    lines = b"".join(b"\0" + rows[at : at + len(rows) // height] for at in range(0, len(rows), len(rows) // height))
-    return b"\x89PNG\r\n\x1a\n" + header + extra + png_chunk(b"IDAT", zlib.compress(lines)) + png_chunk(b"IEND", b"")
+    lines = b"".join(
+        b"\0" + rows[at : at + len(rows) // height]
+        for at in range(0, len(rows), len(rows) // height)
+    )
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + extra
+        + png_chunk(b"IDAT", zlib.compress(lines))
+        + png_chunk(b"IEND", b"")
+    )
 
 
 def tiff(
-    pixels: bytes, *, bits: int, photometric: int, sample_format: int = 1, size: tuple[int, int] = (2, 1), compression: int = 1
+    pixels: bytes,
+    *,
+    bits: int,
+    photometric: int,
+    sample_format: int = 1,
+    size: tuple[int, int] = (2, 1),
+    compression: int = 1,
 ) -> bytes:
     """A little-endian TIFF of one grey strip."""
-    entries = [(256, 4, size[0]), (257, 4, size[1]), (258, 3, bits), (259, 3, compression), (262, 3, photometric)]
-    entries += [(273, 4, 8), (277, 3, 1), (278, 4, size[1]), (279, 4, len(pixels)), (339, 3, sample_format)]
+    entries = [
+        (256, 4, size[0]),
+        (257, 4, size[1]),
+        (258, 3, bits),
+        (259, 3, compression),
+        (262, 3, photometric),
+    ]
+    entries += [
+        (273, 4, 8),
+        (277, 3, 1),
+        (278, 4, size[1]),
+        (279, 4, len(pixels)),
+        (339, 3, sample_format),
+    ]
     body = pixels + b"\0" * (len(pixels) % 2)
     table = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in entries)
-    return b"II*\0" + struct.pack("<I", 8 + len(body)) + body + struct.pack("<H", len(entries)) + table + bytes(4)
+    return (
+        b"II*\0"
+        + struct.pack("<I", 8 + len(body))
+        + body
+        + struct.pack("<H", len(entries))
+        + table
+        + bytes(4)
+    )
 
 
-# ---- what Pillow decodes ----------------------------------------------------------------------------------------
+# ---- what Pillow decodes
+# ----------------------------------------------------------------------------------------
 
 
 def run_length_bmp() -> bytes:
     """Two pixels of a palette, packed by runs."""
     header = struct.pack("<IiiHHIIiiII", 40, 2, 1, 1, 8, 1, 4, 0, 0, 2, 0)
-    return b"BM" + struct.pack("<IHHI", 66, 0, 0, 62) + header + bytes((0, 0, 200, 0, 7, 8, 9, 0)) + b"\2\1\0\1"
+    return (
+        b"BM"
+        + struct.pack("<IHHI", 66, 0, 0, 62)
+        + header
+        + bytes((0, 0, 200, 0, 7, 8, 9, 0))
+        + b"\2\1\0\1"
+    )
 
 
 def of_a_rare_subsampling(mode: str = "CMYK", **options: object) -> bytes:
@@ -90,15 +134,25 @@ FILES = {
 }
 
 
-def test_a_file_starts_the_listed_decoders_of_pillow_only_and_no_jpeg_starts_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_starts_the_listed_decoders_of_pillow_only_and_no_jpeg_starts_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started: dict[str, set[str]] = {}
     get = Image._getdecoder
     for kind, data in FILES.items():
         names = started.setdefault(kind, set())
-        monkeypatch.setattr(Image, "_getdecoder", lambda mode, name, *rest, names=names: names.add(name) or get(mode, name, *rest))
+        monkeypatch.setattr(
+            Image,
+            "_getdecoder",
+            lambda mode, name, *rest, names=names: names.add(name) or get(mode, name, *rest),
+        )
         decode(data)
     assert set().union(*started.values()) == PILLOW_DECODERS
-    assert [kind for kind in ("jpeg", "progressive", "rare", "rare_progressive") if started[kind] - {"raw"}] == []
+    assert [
+        kind
+        for kind in ("jpeg", "progressive", "rare", "rare_progressive")
+        if started[kind] - {"raw"}
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -111,7 +165,9 @@ def test_a_file_starts_the_listed_decoders_of_pillow_only_and_no_jpeg_starts_any
         ({"extents": (1 << 30, 0, (1 << 31) + 40, 30)}, "damaged"),
     ],
 )
-def test_an_image_with_another_decoder_or_pixels_outside_of_it_is_rejected(changed: dict[str, object], reason: str) -> None:
+def test_an_image_with_another_decoder_or_pixels_outside_of_it_is_rejected(
+    changed: dict[str, object], reason: str
+) -> None:
     """The extents are checked by Pillow 12.2, not by Pillow-SIMD 12.1."""
     image = Image.open(io.BytesIO(FILES["png"]))
     check_tiles(image)
@@ -121,7 +177,9 @@ def test_an_image_with_another_decoder_or_pixels_outside_of_it_is_rejected(chang
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 1}])
-def test_a_jpeg_of_a_rare_subsampling_has_the_pixels_of_pillow_and_its_size_is_bounded(options: dict[str, object]) -> None:
+def test_a_jpeg_of_a_rare_subsampling_has_the_pixels_of_pillow_and_its_size_is_bounded(
+    options: dict[str, object],
+) -> None:
     data = of_a_rare_subsampling(**options)
     with Image.open(io.BytesIO(data)) as image:
         np.testing.assert_array_equal(pixels_of(data), np.asarray(image.convert("RGB")))
@@ -129,7 +187,8 @@ def test_a_jpeg_of_a_rare_subsampling_has_the_pixels_of_pillow_and_its_size_is_b
         decode(data, max_pixels=1199)
 
 
-# ---- JPEG -------------------------------------------------------------------------------------------------------
+# ---- JPEG
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_adobe_cmyk_is_not_taken_for_its_negative() -> None:
@@ -139,11 +198,23 @@ def test_adobe_cmyk_is_not_taken_for_its_negative() -> None:
 
 
 def test_ycck_is_turned_back_into_ink() -> None:
-    """Adobe's YCCK: Y, Cb, Cr of the inverted inks beside the inverted black. Pillow writes none, so a CMYK one is relabelled."""
-    r, g, b = CMYK_INK[:3]  # YCCK's "RGB" is the inverse of what an Adobe file stores, which is the inverse of the ink
+    """Adobe's YCCK: Y, Cb, Cr of the inverted inks beside the inverted black. Pillow writes none,
+    so a CMYK one is relabelled."""
+    r, g, b = CMYK_INK[
+        :3
+    ]  # YCCK's "RGB" is the inverse of what an Adobe file stores, which is the inverse of the ink
     y = 0.299 * r + 0.587 * g + 0.114 * b
-    stored = [round(y), round(128 + (b - y) / 1.772), round(128 + (r - y) / 1.402), 255 - CMYK_INK[3]]
-    plain = encoded(Image.new("CMYK", (16, 16), tuple(255 - value for value in stored)), quality=100, subsampling=0)
+    stored = [
+        round(y),
+        round(128 + (b - y) / 1.772),
+        round(128 + (r - y) / 1.402),
+        255 - CMYK_INK[3],
+    ]
+    plain = encoded(
+        Image.new("CMYK", (16, 16), tuple(255 - value for value in stored)),
+        quality=100,
+        subsampling=0,
+    )
     at = plain.index(b"Adobe") + 11
     assert plain[at] == 0
     found = pixels_of(plain[:at] + b"\2" + plain[at + 1 :])
@@ -151,7 +222,9 @@ def test_ycck_is_turned_back_into_ink() -> None:
 
 
 def test_of_several_pictures_the_first_is_taken() -> None:
-    first, second = (Image.new("RGB", (16, 16), colour) for colour in ((250, 10, 10), (10, 10, 250)))
+    first, second = (
+        Image.new("RGB", (16, 16), colour) for colour in ((250, 10, 10), (10, 10, 250))
+    )
     for kind in ("GIF", "PNG", "MPO"):
         data = encoded(first, kind, save_all=True, append_images=[second])
         with Image.open(io.BytesIO(data)) as opened:
@@ -166,7 +239,8 @@ def test_a_damaged_index_of_further_pictures_does_not_cost_the_first() -> None:
     np.testing.assert_array_equal(pixels_of(damaged), pixels_of(data))
 
 
-# ---- PNG --------------------------------------------------------------------------------------------------------
+# ---- PNG
+# --------------------------------------------------------------------------------------------------------
 
 GREY, COLOUR = 0, 2
 
@@ -176,8 +250,20 @@ GREY, COLOUR = 0, 2
     [
         (16, GREY, b"\x12\x34\xff\xff", b"", [(0x12,) * 3, (255,) * 3]),
         (16, GREY, b"\x12\x34\x12\x35", b"\x12\x34", [(255,) * 3, (0x12,) * 3]),
-        (16, COLOUR, b"\x12\x34\x56\x78\x9a\xbc" + b"\0\xff" * 3, b"", [(0x12, 0x56, 0x9A), (0, 0, 0)]),
-        (16, COLOUR, b"\x12\x34\x56\x78\x9a\xbc" + b"\0\xff" * 3, b"\x12\x34\x56\x78\x9a\xbc", [(255,) * 3, (0, 0, 0)]),
+        (
+            16,
+            COLOUR,
+            b"\x12\x34\x56\x78\x9a\xbc" + b"\0\xff" * 3,
+            b"",
+            [(0x12, 0x56, 0x9A), (0, 0, 0)],
+        ),
+        (
+            16,
+            COLOUR,
+            b"\x12\x34\x56\x78\x9a\xbc" + b"\0\xff" * 3,
+            b"\x12\x34\x56\x78\x9a\xbc",
+            [(255,) * 3, (0, 0, 0)],
+        ),
         (8, COLOUR, b"\x0a\x14\x1e\xc8\0\0", b"\0\x0a\0\x14\0\x1e", [(255,) * 3, (200, 0, 0)]),
         (8, GREY, b"\x07\x08", b"\0\x07", [(255,) * 3, (8,) * 3]),
         (4, GREY, b"\x3c", b"", [(51,) * 3, (204,) * 3]),
@@ -188,19 +274,29 @@ GREY, COLOUR = 0, 2
     ],
 )
 def test_pngs_of_every_depth_with_and_without_a_transparent_colour(
-    bits: int, colour_type: int, rows: bytes, transparent: bytes, expected: list[tuple[int, int, int]]
+    bits: int,
+    colour_type: int,
+    rows: bytes,
+    transparent: bytes,
+    expected: list[tuple[int, int, int]],
 ) -> None:
     data = png(2, 1, rows, bits=bits, colour_type=colour_type, transparent=transparent)
     np.testing.assert_array_equal(pixels_of(data), [expected])
 
 
-@pytest.mark.parametrize(("kind", "transparency"), [("PNG", 0), ("PNG", b"\0\xff"), ("PNG", b"\x33"), ("GIF", 0)])
-def test_a_palette_may_be_transparent_by_index_or_by_degrees(kind: str, transparency: int | bytes) -> None:
+@pytest.mark.parametrize(
+    ("kind", "transparency"), [("PNG", 0), ("PNG", b"\0\xff"), ("PNG", b"\x33"), ("GIF", 0)]
+)
+def test_a_palette_may_be_transparent_by_index_or_by_degrees(
+    kind: str, transparency: int | bytes
+) -> None:
     image = Image.new("P", (2, 1))
     image.putpalette([255, 0, 0, 0, 0, 200])
     image.putpixel((1, 0), 1)
     first = (255, 204, 204) if transparency == b"\x33" else (255, 255, 255)
-    np.testing.assert_array_equal(pixels_of(encoded(image, kind, transparency=transparency)), [[first, (0, 0, 200)]])
+    np.testing.assert_array_equal(
+        pixels_of(encoded(image, kind, transparency=transparency)), [[first, (0, 0, 200)]]
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,12 +309,16 @@ def test_a_palette_may_be_transparent_by_index_or_by_degrees(kind: str, transpar
         (b"iCCP", b"icc\0\0" + zlib.compress(bytes(3 << 20)), False),
     ],
 )
-def test_a_long_text_or_profile_does_not_cost_the_picture_nor_how_it_stands(name: bytes, body: bytes, behind: bool) -> None:
+def test_a_long_text_or_profile_does_not_cost_the_picture_nor_how_it_stands(
+    name: bytes, body: bytes, behind: bool
+) -> None:
     xmp = b'XML:com.adobe.xmp\0\0\0\0\0<rdf:Description tiff:Orientation="6"/>'
     whole = png(2, 1, b"\x07\x08", bits=8, colour_type=GREY)
     at = len(whole) - 12 if behind else 33
     extra = png_chunk(name, body) + png_chunk(b"iTXt", xmp)
-    np.testing.assert_array_equal(pixels_of(whole[:at] + extra + whole[at:]), [[(7,) * 3], [(8,) * 3]])
+    np.testing.assert_array_equal(
+        pixels_of(whole[:at] + extra + whole[at:]), [[(7,) * 3], [(8,) * 3]]
+    )
     assert size_of(whole[:at] + extra + whole[at:]) == (2, 1)
 
 
@@ -231,7 +331,8 @@ def test_a_text_that_unpacks_to_much_takes_no_memory_for_it() -> None:
     tracemalloc.stop()
 
 
-# ---- TIFF, PGM --------------------------------------------------------------------------------------------------
+# ---- TIFF, PGM
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,7 +349,9 @@ def test_a_text_that_unpacks_to_much_takes_no_memory_for_it() -> None:
         (b"P2 2 1 65535\n4660 65535\n", (0x12, 255)),
     ],
 )
-def test_grey_of_more_than_8_bits_keeps_the_high_ones(data: bytes, expected: tuple[int, int]) -> None:
+def test_grey_of_more_than_8_bits_keeps_the_high_ones(
+    data: bytes, expected: tuple[int, int]
+) -> None:
     np.testing.assert_array_equal(pixels_of(data), [[(value,) * 3 for value in expected]])
 
 
@@ -267,13 +370,17 @@ def test_numbers_of_unknown_range_are_rejected_as_such(mode: str, data: bytes) -
     assert detail.startswith(f"pixel mode {mode} ")
 
 
-# ---- WebP -------------------------------------------------------------------------------------------------------
+# ---- WebP
+# -------------------------------------------------------------------------------------------------------
 
 ONE_PIXEL = bytes.fromhex("524946461a000000574542505650384c0d0000002f00000010071011118888fe0700")
 
 
 def riff(*chunks: tuple[bytes, bytes]) -> bytes:
-    body = b"WEBP" + b"".join(name + struct.pack("<I", len(data)) + data + b"\0" * (len(data) % 2) for name, data in chunks)
+    body = b"WEBP" + b"".join(
+        name + struct.pack("<I", len(data)) + data + b"\0" * (len(data) % 2)
+        for name, data in chunks
+    )
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
@@ -295,7 +402,9 @@ def test_webps_are_read_lossless_and_lossy_over_white() -> None:
     assert decode(ONE_PIXEL)[1] == "webp"
     image = picture(seed=1, width=41, height=31)
     np.testing.assert_array_equal(pixels_of(webp(image)), np.asarray(image))
-    np.testing.assert_array_equal(pixels_of(webp(Image.new("RGBA", (4, 4), (255, 0, 0, 51)))), [[[255, 204, 204]] * 4] * 4)
+    np.testing.assert_array_equal(
+        pixels_of(webp(Image.new("RGBA", (4, 4), (255, 0, 0, 51)))), [[[255, 204, 204]] * 4] * 4
+    )
     _, lossy = cv2.imencode(".webp", np.asarray(image)[..., ::-1], [cv2.IMWRITE_WEBP_QUALITY, 90])
     assert bytes(lossy)[12:16] == b"VP8 "
     found = pixels_of(bytes(lossy))
@@ -307,11 +416,16 @@ def test_webps_are_read_lossless_and_lossy_over_white() -> None:
 @pytest.mark.usefixtures("no_webp_in_pil")
 def test_an_animated_webp_is_its_first_frame() -> None:
     animation = cv2.Animation()
-    animation.frames = [np.full((16, 12, 4), colour, np.uint8) for colour in ((10, 20, 250, 255), (250, 10, 10, 255))]
+    animation.frames = [
+        np.full((16, 12, 4), colour, np.uint8)
+        for colour in ((10, 20, 250, 255), (250, 10, 10, 255))
+    ]
     animation.durations = np.array([50, 50])
     done, data = cv2.imencodeanimation(".webp", animation, [cv2.IMWRITE_WEBP_QUALITY, 101])
     assert done and b"ANMF" in bytes(data)
-    np.testing.assert_array_equal(pixels_of(bytes(data)), np.broadcast_to((250, 20, 10), (16, 12, 3)))
+    np.testing.assert_array_equal(
+        pixels_of(bytes(data)), np.broadcast_to((250, 20, 10), (16, 12, 3))
+    )
 
 
 @pytest.mark.usefixtures("no_webp_in_pil")
@@ -319,13 +433,19 @@ def test_a_webp_stands_as_its_metadata_says() -> None:
     image, exif = picture(seed=1, width=21, height=13), Image.Exif()
     exif[0x0112] = 6
     xmp = b'<rdf:Description tiff:Orientation="3"/>'
-    for chunk, flag, turns in (((b"EXIF", exif.tobytes()[6:]), 8, -1), ((b"XMP ", xmp), 4, 2), ((b"EXIF", b"?"), 8, 0)):
+    for chunk, flag, turns in (
+        ((b"EXIF", exif.tobytes()[6:]), 8, -1),
+        ((b"XMP ", xmp), 4, 2),
+        ((b"EXIF", b"?"), 8, 0),
+    ):
         data = extended(image, chunk, flags=flag)
         np.testing.assert_array_equal(pixels_of(data), np.rot90(np.asarray(image), turns))
 
 
 @pytest.mark.usefixtures("no_webp_in_pil")
-def test_a_damaged_webp_is_rejected_and_a_large_one_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_webp_is_rejected_and_a_large_one_before_it_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     image = picture(seed=1, width=40, height=30)
     whole, canvas = webp(image), extended(image, flags=0)
     for data in (whole, canvas):
@@ -340,12 +460,17 @@ def test_a_damaged_webp_is_rejected_and_a_large_one_before_it_is_decoded(monkeyp
     assert [rejection_of(data)[0] for data in wrong] == ["damaged"] * 4
     assert rejection_of(riff((b"EXIF", b"12")))[0] == "not_an_image"
     monkeypatch.setattr(decoding, "decode_webp", None)
-    for data in (whole, canvas, riff((b"VP8 ", b"\x30\1\0\x9d\x01\x2a" + struct.pack("<HH", 40 + 0x4000, 30)))):
+    for data in (
+        whole,
+        canvas,
+        riff((b"VP8 ", b"\x30\1\0\x9d\x01\x2a" + struct.pack("<HH", 40 + 0x4000, 30))),
+    ):
         with pytest.raises(Rejection, match="too_many_pixels: 40 x 30"):
             decode(data, max_pixels=1199)
 
 
-# ---- compressed TIFF ----------------------------------------------------------------------------------------------
+# ---- compressed TIFF
+# ----------------------------------------------------------------------------------------------
 
 
 def photographs() -> dict[str, Image.Image]:
@@ -368,7 +493,9 @@ def test_a_compressed_tiff_has_the_pixels_of_the_plain_one(mode: str, codec: str
     for turned in ({}, {"tiffinfo": {0x0112: 6}}):
         packed = packed_tiff(image, lambda strip: bytes(pack(strip)), number, **turned)
         assert packed != encoded(image, "TIFF", **turned)
-        np.testing.assert_array_equal(pixels_of(packed), pixels_of(encoded(image, "TIFF", **turned)))
+        np.testing.assert_array_equal(
+            pixels_of(packed), pixels_of(encoded(image, "TIFF", **turned))
+        )
         for length in range(12, len(packed), 211):
             assert rejection_of(packed[:length])[0] in ("not_an_image", "truncated")
 
@@ -403,47 +530,87 @@ SOME_MODES = {
 }
 
 
-@pytest.mark.skipif(not features.check("libtiff"), reason="PIL is built without libtiff, which writes these")
+@pytest.mark.skipif(
+    not features.check("libtiff"), reason="PIL is built without libtiff, which writes these"
+)
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_compressed_tiff_has_the_pixels_that_pillow_finds(codec: str) -> None:
     for mode, image in photographs().items():
         if mode not in SOME_MODES.get(codec, mode):
             continue
-        for predictor in (1, 2) if mode in ("L", "RGB", "I;16") and codec in ("tiff_lzw", "tiff_adobe_deflate") else (1,):
+        for predictor in (
+            (1, 2)
+            if mode in ("L", "RGB", "I;16") and codec in ("tiff_lzw", "tiff_adobe_deflate")
+            else (1,)
+        ):
             try:
-                data = encoded(image, "TIFF", compression=codec, tiffinfo={317: predictor} if predictor > 1 else {})
+                data = encoded(
+                    image,
+                    "TIFF",
+                    compression=codec,
+                    tiffinfo={317: predictor} if predictor > 1 else {},
+                )
             except OSError:
                 pytest.skip(f"the libtiff of this PIL does not write {codec}")
-            np.testing.assert_array_equal(pixels_of(data), np.asarray(to_rgb(Image.open(io.BytesIO(data)))), f"{codec} {mode}")
+            np.testing.assert_array_equal(
+                pixels_of(data), np.asarray(to_rgb(Image.open(io.BytesIO(data)))), f"{codec} {mode}"
+            )
 
 
 def test_a_tiff_of_jpegs_is_read_whole_or_rejected() -> None:
     grey = picture(seed=1, width=48, height=48).convert("L")
-    data = packed_tiff(grey, lambda strip: encoded(Image.frombytes("L", (48, len(strip) // 48), strip), quality=95), 7)
+    data = packed_tiff(
+        grey,
+        lambda strip: encoded(Image.frombytes("L", (48, len(strip) // 48), strip), quality=95),
+        7,
+    )
     assert np.abs(pixels_of(data)[..., 0] - np.asarray(grey).astype(int)).mean() < 2
     for cut in (1, 100, 300):
         assert rejection_of(data[:-cut])[0] == "truncated"
     inks = picture(seed=1, width=48, height=48).convert("CMYK")
-    data = packed_tiff(inks, lambda strip: imagecodecs.jpeg8_encode(np.frombuffer(strip, np.uint8).reshape(-1, 48, 4), level=95), 7)
+    data = packed_tiff(
+        inks,
+        lambda strip: imagecodecs.jpeg8_encode(
+            np.frombuffer(strip, np.uint8).reshape(-1, 48, 4), level=95
+        ),
+        7,
+    )
     assert np.abs(pixels_of(data) - np.asarray(inks.convert("RGB")).astype(int)).mean() < 2
     layered = packed_tiff(grey.convert("LA"), lambda strip: strip, 7)
-    assert rejection_of(layered) == ("unsupported", "a TIFF of JPEGs with 2 channels; convert it to JPEG or PNG")
+    assert rejection_of(layered) == (
+        "unsupported",
+        "a TIFF of JPEGs with 2 channels; convert it to JPEG or PNG",
+    )
 
 
 def test_a_compressed_tiff_is_judged_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     def huge(side: int) -> bytes:
-        return tiff(zlib.compress(bytes(99)), bits=8, photometric=1, size=(side, side), compression=8)
+        return tiff(
+            zlib.compress(bytes(99)), bits=8, photometric=1, size=(side, side), compression=8
+        )
 
-    assert rejection_of(huge(20))[0] == "damaged"  # the file is whole, but unpacks to 99 of 400 bytes
     assert (
-        rejection_of(tiff(zlib.compress(bytes(4)), bits=32, photometric=1, compression=8, sample_format=3, size=(1, 1)))[0]
+        rejection_of(huge(20))[0] == "damaged"
+    )  # the file is whole, but unpacks to 99 of 400 bytes
+    assert (
+        rejection_of(
+            tiff(
+                zlib.compress(bytes(4)),
+                bits=32,
+                photometric=1,
+                compression=8,
+                sample_format=3,
+                size=(1, 1),
+            )
+        )[0]
         == "unsupported"
     )
     monkeypatch.setattr(decoding, "unpack_tiff", None)
     assert rejection_of(huge(20_000))[0] == "too_many_pixels"
 
 
-# ---- what is none, or not whole -----------------------------------------------------------------------------------
+# ---- what is none, or not whole
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM"])
@@ -454,8 +621,14 @@ def test_a_file_cut_anywhere_is_rejected_or_whole(kind: str) -> None:
         try:
             found = pixels_of(whole[:length])
         except Rejection as rejection:
-            assert rejection.reason == "empty" if not length else rejection.reason in ("not_an_image", "truncated")
+            assert (
+                rejection.reason == "empty"
+                if not length
+                else rejection.reason in ("not_an_image", "truncated")
+            )
             num_rejected += 1
         else:
-            np.testing.assert_array_equal(found, expected)  # only what comes after the pixels was missing
+            np.testing.assert_array_equal(
+                found, expected
+            )  # only what comes after the pixels was missing
     assert num_rejected >= 0.97 * len(range(0, len(whole), 10))

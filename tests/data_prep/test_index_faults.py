@@ -1,5 +1,5 @@
-"""What is bad in stock shards is said: a line for every bad sample, one line for a damaged shard; a dataset is whole or not
-there."""
+"""What is bad in stock shards is said: a line for every bad sample, one line for a damaged shard; a
+dataset is whole or not there."""
 
 import gzip
 import json
@@ -19,15 +19,35 @@ from data_prep.check.verify import verify
 from data_prep.cli import main
 from data_prep.manifest import PARTS, load_manifest
 from tests.data_prep.conftest import Refused
-from tests.data_prep.samples import build, encoded, files_of, forked, picture, started, write_classes
-from tests.data_prep.stock import hashes, index, last_line, paths, read, rejects, sample, seen, write_stock, write_tar
+from tests.data_prep.samples import (
+    build,
+    encoded,
+    files_of,
+    forked,
+    picture,
+    started,
+    write_classes,
+)
+from tests.data_prep.stock import (
+    hashes,
+    index,
+    last_line,
+    paths,
+    read,
+    rejects,
+    sample,
+    seen,
+    write_stock,
+    write_tar,
+)
 from tests.moments import Strike
 
 # stock webdataset leaves the files that it has read to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
-# ---- bad samples ------------------------------------------------------------------------------------------------
+# ---- bad samples
+# ------------------------------------------------------------------------------------------------
 
 
 class Trap:
@@ -35,7 +55,9 @@ class Trap:
         return os.mkdir, (os.environ["TRAP"],)
 
 
-def test_every_bad_sample_has_its_line_and_no_pickle_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_bad_sample_has_its_line_and_no_pickle_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
     jpg = encoded(picture(seed=1))
     huge = b"P6\n99999 99999\n255\n"
@@ -103,13 +125,26 @@ def test_json_that_holds_no_label_is_a_line(tmp_path: Path) -> None:
     members = [("good.jpg", jpg), ("good.json", b'{"label": 1}')]
     for number, data in enumerate(NO_LABELS):
         members += [(f"b{number}.jpg", jpg), (f"b{number}.json", data)]
-    assert index(tmp_path / "out", write_tar(tmp_path / "s.tar", members), "label=json:label", "max_reject_share=1") == 0
-    assert rejects(tmp_path / "out") == {f"s.tar/b{number}": reason for number, reason in enumerate(NO_LABELS.values())}
+    assert (
+        index(
+            tmp_path / "out",
+            write_tar(tmp_path / "s.tar", members),
+            "label=json:label",
+            "max_reject_share=1",
+        )
+        == 0
+    )
+    assert rejects(tmp_path / "out") == {
+        f"s.tar/b{number}": reason for number, reason in enumerate(NO_LABELS.values())
+    }
     assert read(tmp_path / "out")[1] == [1]
 
 
 FOREIGN = [
-    ({"json": b'{"width": 3, "class": "ant"}'}, "found .json with keys width, class: label=json:class"),
+    (
+        {"json": b'{"width": 3, "class": "ant"}'},
+        "found .json with keys width, class: label=json:class",
+    ),
     ({"json": b'{"n": 3, "name": "ant"}'}, "found .json with keys n, name: label=json:n"),
     ({"json": b'{"n": 3}', "txt": b"ant\n"}, "found .txt (ant): label=txt"),
     ({"json": b"[", "txt": b"ant"}, "found .txt (ant): label=txt"),
@@ -141,15 +176,22 @@ def test_shards_without_the_label_are_refused_with_where_it_may_be_and_leave_not
 
 def test_a_key_that_is_no_utf_8_and_one_of_two_pictures_that_is_chosen(tmp_path: Path) -> None:
     jpg, other = encoded(picture(seed=1)), encoded(picture(seed=2))
-    members = [("\udcff\udcfe.in.jpg", jpg), ("\udcff\udcfe.out.jpg", other), ("\udcff\udcfe.cls", b"0")]
+    members = [
+        ("\udcff\udcfe.in.jpg", jpg),
+        ("\udcff\udcfe.out.jpg", other),
+        ("\udcff\udcfe.cls", b"0"),
+    ]
     out = tmp_path / "out"
     assert index(out, write_tar(tmp_path / "s.tar", members), "image_member=.out.JPG") == 0
     np.testing.assert_array_equal(read(out)[0][0], seen(other))
     assert paths(out) == ["s.tar/\\xff\\xfe"]
 
 
-def test_a_hint_at_what_most_rejects_need_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Pictures whose endings have two parts, two pictures for each key, and keys that stand there twice."""
+def test_a_hint_at_what_most_rejects_need_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pictures whose endings have two parts, two pictures for each key, and keys that stand there
+    twice."""
     jpg, png = encoded(picture(seed=1)), encoded(picture(seed=2), "PNG")
     for members, reason, words in (
         ([("a.image.png", png), ("a.cls", b"0"), ("b.image.png", png), ("b.cls", b"1")], "no_image", "image.png"),
@@ -161,7 +203,10 @@ def test_a_hint_at_what_most_rejects_need_helps(tmp_path: Path, capsys: pytest.C
         assert index(tmp_path / reason / "out", shard, "max_reject_share=1") == 0
         assert rejects(tmp_path / reason / "out")["s.tar/a"] == reason
         said = capsys.readouterr().out
-        assert f"most often ({len(rejects(tmp_path / reason / 'out'))}): {reason}, such as s.tar/a (" in said
+        assert (
+            f"most often ({len(rejects(tmp_path / reason / 'out'))}): {reason}, such as s.tar/a ("
+            in said
+        )
         assert ("image_member" in said) == (words is not None)
         if words is not None:
             assert index(tmp_path / reason / "better", shard, f"image_member={words}") == 0
@@ -176,7 +221,10 @@ def test_a_tar_behind_a_tar_is_told_of_and_read_on_demand(
     shard.write_bytes(b"".join(path.read_bytes() for path in both))
     assert index(tmp_path / "first", shard) == 0
     assert read(tmp_path / "first")[1] == [0, 1]
-    assert f"1 of 1 shards go on behind their end mark ({shard} at byte {both[0].stat().st_size:,})" in last_line(capsys)
+    assert (
+        f"1 of 1 shards go on behind their end mark ({shard} at byte {both[0].stat().st_size:,})"
+        in last_line(capsys)
+    )
     assert index(tmp_path / "whole", shard, "ignore_zeros=true") == 0
     assert index(tmp_path / "apart", both) == 0  # as the two are by themselves
     assert read(tmp_path / "whole")[1] == [0, 1, 2, 0, 1]
@@ -186,10 +234,14 @@ def test_a_tar_behind_a_tar_is_told_of_and_read_on_demand(
     whole = shard.stat().st_size
     with shard.open("ab") as file:
         file.write(b"no tar" * 1000)
-    refused(index(tmp_path / "garbage", shard, "ignore_zeros=true"), f"ab.tar: is damaged at byte {whole:,}:")
+    refused(
+        index(tmp_path / "garbage", shard, "ignore_zeros=true"),
+        f"ab.tar: is damaged at byte {whole:,}:",
+    )
 
 
-# ---- whole or not at all ----------------------------------------------------------------------------------------
+# ---- whole or not at all
+# ----------------------------------------------------------------------------------------
 
 
 def _linked(_: bytes) -> bytes:
@@ -203,9 +255,21 @@ def _linked(_: bytes) -> bytes:
     [
         # all members are whole, but the end mark is missing
         (lambda data: data.rstrip(b"\0") + bytes(-len(data.rstrip(b"\0")) % 512), "is cut at byte"),
-        (lambda data: data[:700], "is cut at byte 1,024: no end-of-archive mark; fetch or write it again"),
-        (gzip.compress, "is compressed (gzip), so its images cannot be reached one by one; decompress it to a plain .tar"),
-        (lambda _: b"<html>sign in</html>" * 100, "is damaged at byte 0: no valid header there; fetch or write it again"),
+        (
+            lambda data: data[:700],
+            "is cut at byte 1,024: no end-of-archive mark; fetch or write it again",
+        ),
+        (
+            gzip.compress,
+            (
+                "is compressed (gzip), so its images cannot be reached one by one; decompress it to"
+                " a plain .tar"
+            ),
+        ),
+        (
+            lambda _: b"<html>sign in</html>" * 100,
+            "is damaged at byte 0: no valid header there; fetch or write it again",
+        ),
         (_linked, "holds 'a.jpg', which is a link or device"),
     ],
 )
@@ -219,37 +283,64 @@ def test_a_damaged_shard_is_one_line_and_no_dataset(
     refused(index(tmp_path / "out", tmp_path / "in" / "*.tar"), f"data_prep: {path}: {words}")
     assert not (tmp_path / "out" / "manifest.json").exists()
     path.write_bytes(whole)
-    record = tmp_path / "out" / PARTS / "train-000000.json"  # what is known of the good one is not believed unread
+    record = (
+        tmp_path / "out" / PARTS / "train-000000.json"
+    )  # what is known of the good one is not believed unread
     record.write_text(re.sub(r'"num_bytes": \d+', '"num_bytes": 7', record.read_text()))
     assert index(tmp_path / "out", tmp_path / "in" / "*.tar") == 0
     assert read(tmp_path / "out")[1] == [1, 1]
     assert verify(tmp_path / "out").faults == []
 
 
-def test_the_number_of_workers_changes_nothing_and_a_second_run_nothing_either(tmp_path: Path) -> None:
+def test_the_number_of_workers_changes_nothing_and_a_second_run_nothing_either(
+    tmp_path: Path,
+) -> None:
     for shard in range(4):
-        write_stock(tmp_path / "in" / f"{shard}.tar", [sample(10 * shard + number) for number in range(5)])
+        write_stock(
+            tmp_path / "in" / f"{shard}.tar", [sample(10 * shard + number) for number in range(5)]
+        )
     for workers in (1, 3):
-        assert index(tmp_path / f"{workers}" / "out", tmp_path / "in" / "*.tar", f"num_workers={workers}") == 0
+        assert (
+            index(
+                tmp_path / f"{workers}" / "out", tmp_path / "in" / "*.tar", f"num_workers={workers}"
+            )
+            == 0
+        )
     before = files_of(tmp_path / "1")
     assert len(before) == 1 + 2 * 4 + 3
     assert before == files_of(tmp_path / "3")
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "1" / "out").glob("[!.]*")}
     assert index(tmp_path / "1" / "out", tmp_path / "in" / "*.tar") == 0
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "1" / "out").glob("[!.]*")} == times
+    assert {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "1" / "out").glob("[!.]*")
+    } == times
 
 
-def test_an_index_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_an_index_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_one(
+    tmp_path: Path,
+) -> None:
     for shard in range(6):
-        write_stock(tmp_path / "in" / f"{shard}.tar", [sample(100 * shard + number) for number in range(5)])
+        write_stock(
+            tmp_path / "in" / f"{shard}.tar", [sample(100 * shard + number) for number in range(5)]
+        )
     write_tar(tmp_path / "in" / "6.tar", [("a.jpg", encoded(picture(seed=1)))])
-    words = ["index", "image_size=16", "name=stock", "max_reject_share=1", f"--train={tmp_path}/in/*.tar"]
+    words = [
+        "index",
+        "image_size=16",
+        "name=stock",
+        "max_reject_share=1",
+        f"--train={tmp_path}/in/*.tar",
+    ]
     assert main([*words, f"--out={tmp_path}/whole/out", "num_workers=1"]) == 0
     out = tmp_path / "killed" / "out"
-    with started(*words, f"--out={out}", "num_workers=2", strike=Strike(out, 15, target="group")) as process:
+    with started(
+        *words, f"--out={out}", "num_workers=2", strike=Strike(out, 15, target="group")
+    ) as process:
         assert process.wait(300) == -signal.SIGKILL
     for moment in (30, 35):  # of some 90, ten for each shard
-        with forked(tmp_path / "log", *words, f"--out={out}", prepare=Strike(out, moment).arm) as child:
+        with forked(
+            tmp_path / "log", *words, f"--out={out}", prepare=Strike(out, moment).arm
+        ) as child:
             assert child.wait() == -signal.SIGKILL
     names = [path.stem for path in (out / PARTS).glob("train-*.json")]
     assert len(names) >= 3 and not (out / "manifest.json").exists()
@@ -259,7 +350,9 @@ def test_an_index_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_o
     assert files_of(out) == files_of(tmp_path / "whole" / "out")
 
 
-def test_a_changed_shard_is_refused_but_a_touched_one_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_shard_is_refused_but_a_touched_one_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_stock(tmp_path / "in.tar", [sample(1), sample(2)])
     out = tmp_path / "out"
     assert index(out, path) == 0
@@ -271,13 +364,17 @@ def test_a_changed_shard_is_refused_but_a_touched_one_is_not(tmp_path: Path, cap
     before = files_of(out)
     capsys.readouterr()
     assert index(out, path) == 2
-    assert last_line(capsys) == (
-        f"data_prep: {path}: has changed since it was indexed; remove {out} and index again, or put it back"
+    assert (
+        last_line(capsys)
+        == f"data_prep: {path}: has changed since it was indexed; remove {out} and index again, or"
+        " put it back"
     )
     assert files_of(out) == before
 
 
-def test_another_config_or_other_shards_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
+def test_another_config_or_other_shards_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
     path = write_stock(tmp_path / "0.tar", [sample(1), sample(2)])
     other = write_stock(tmp_path / "1.tar", [sample(3)])
     out = tmp_path / "out"
@@ -297,4 +394,7 @@ def test_another_config_or_other_shards_are_refused(tmp_path: Path, capsys: pyte
     write_stock(path, [])
     broken = tmp_path / "broken"
     refused(index(broken, path), "splits.train: its shards hold no samples")
-    refused(index(broken, path, "crop=squash"), "holds a dataset of another config (crop: squash, was center)")
+    refused(
+        index(broken, path, "crop=squash"),
+        "holds a dataset of another config (crop: squash, was center)",
+    )

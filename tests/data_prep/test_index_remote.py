@@ -1,5 +1,5 @@
-"""Shards behind http and in s3 make the dataset that they make on disk, and what reads a dataset again reads them as `index` does;
-a server's faults are tried again or reported in one line.
+"""Shards behind http and in s3 make the dataset that they make on disk, and what reads a dataset
+again reads them as `index` does; a server's faults are tried again or reported in one line.
 """
 
 import json
@@ -24,7 +24,15 @@ from data_prep.remote import copied
 from data_prep.settings import UserError
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import files_of
-from tests.data_prep.stock import Web, forget_credentials, index, last_line, s3_server, sample, write_stock
+from tests.data_prep.stock import (
+    Web,
+    forget_credentials,
+    index,
+    last_line,
+    s3_server,
+    sample,
+    write_stock,
+)
 from tests.moments import wait_until
 
 NAMES = [f"s-{number:03d}.tar" for number in range(3)]
@@ -78,7 +86,11 @@ def same_but_for_places(one: Path, two: Path) -> None:
 
 
 def test_http_and_s3_give_the_dataset_that_local_files_give(
-    tmp_path: Path, shards: Path, server: tuple[str, Web], bucket: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    shards: Path,
+    server: tuple[str, Web],
+    bucket: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     address, state = server
     assert index(tmp_path / "local", shards / PATTERN) == 0
@@ -88,8 +100,14 @@ def test_http_and_s3_give_the_dataset_that_local_files_give(
         same_but_for_places(tmp_path / "local", tmp_path / kind)
     assert index(tmp_path / "s3b", "s3://pictures/some/s-[0]?[0-2].tar", f"storage={bucket}") == 0
     same_but_for_places(tmp_path / "local", tmp_path / "s3b")
-    files = [[shard.file for shard in load_manifest(tmp_path / kind).splits["train"].shards] for kind in ("http", "s3")]
-    assert files == [[f"{address}/{name}" for name in NAMES], [f"s3://pictures/some/{name}" for name in NAMES]]
+    files = [
+        [shard.file for shard in load_manifest(tmp_path / kind).splits["train"].shards]
+        for kind in ("http", "s3")
+    ]
+    assert files == [
+        [f"{address}/{name}" for name in NAMES],
+        [f"s3://pictures/some/{name}" for name in NAMES],
+    ]
     assert not any(b"secret-word" in data for data in files_of(tmp_path / "s3").values())
     gets = dict(state.gets)
     assert gets == dict.fromkeys(NAMES, 1)
@@ -98,20 +116,29 @@ def test_http_and_s3_give_the_dataset_that_local_files_give(
     assert state.gets == gets
 
 
-def test_a_missing_bucket_object_or_right_is_one_line(tmp_path: Path, bucket: str, refused: Refused) -> None:
+def test_a_missing_bucket_object_or_right_is_one_line(
+    tmp_path: Path, bucket: str, refused: Refused
+) -> None:
     for pattern, words in [
         ("s3://pictures/other/*.tar", "s3://pictures/other/*.tar: no object has such a name"),
-        ("s3://pictures/some/{s-000,gone}.tar", "s3://pictures/some/gone.tar: there is no such file; mend the address"),
+        (
+            "s3://pictures/some/{s-000,gone}.tar",
+            "s3://pictures/some/gone.tar: there is no such file; mend the address",
+        ),
         ("s3://nowhere/a.tar", "s3://nowhere/a.tar: there is no such bucket; mend the address"),
     ]:
         refused(index(tmp_path / "out", pattern, f"storage={bucket}"), f"data_prep: {words}")
     refused(
-        index(tmp_path / "out2", "s3://pictures/some/*.tar", "storage={wrong_option: 1, anon: true}"),
+        index(
+            tmp_path / "out2", "s3://pictures/some/*.tar", "storage={wrong_option: 1, anon: true}"
+        ),
         "data_prep: storage: s3 does not take these options",
     )
 
 
-def test_faults_that_pass_are_tried_again(tmp_path: Path, shards: Path, server: tuple[str, Web]) -> None:
+def test_faults_that_pass_are_tried_again(
+    tmp_path: Path, shards: Path, server: tuple[str, Web]
+) -> None:
     address, state = server
     state.faults = {NAMES[0]: ["cut", "cut"], NAMES[1]: [500, 503], NAMES[2]: [None, "cut"]}
     assert index(tmp_path / "local", shards / PATTERN) == 0
@@ -130,7 +157,12 @@ def test_faults_that_pass_are_tried_again(tmp_path: Path, shards: Path, server: 
     ],
 )
 def test_faults_that_stay_are_one_line_and_leave_what_is_finished(
-    tmp_path: Path, server: tuple[str, Web], fault: str | int, code: int, words: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    server: tuple[str, Web],
+    fault: str | int,
+    code: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     address, state = server
     state.faults = {NAMES[2]: [fault] * 20}
@@ -150,7 +182,10 @@ def test_a_full_disk_is_not_the_servers_fault(
     tmp_path: Path, server: tuple[str, Web], bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = tmp_path / "copy.tar"
-    for url, storage in ((f"{server[0]}/{NAMES[0]}", {}), (f"s3://pictures/some/{NAMES[0]}", json.loads(bucket))):
+    for url, storage in (
+        (f"{server[0]}/{NAMES[0]}", {}),
+        (f"s3://pictures/some/{NAMES[0]}", json.loads(bucket)),
+    ):
         place.symlink_to("/dev/full")
         with (
             pytest.raises(UserError, match=f"{place}: No space left on device; make room there"),
@@ -170,8 +205,13 @@ def test_a_changed_object_is_refused_even_where_the_server_says_nothing_of_versi
     out = tmp_path / "out"
     assert index(out, f"{address}/{PATTERN}") == 0
     write_stock(shards / NAMES[1], [sample(90 + row) for row in range(4)])
-    refused(index(out, f"{address}/{PATTERN}"), f"{address}/{NAMES[1]}: has changed since it was indexed")
-    assert state.gets == ({**dict.fromkeys(NAMES, 1), NAMES[1]: 2} if marks else dict.fromkeys(NAMES, 2))
+    refused(
+        index(out, f"{address}/{PATTERN}"),
+        f"{address}/{NAMES[1]}: has changed since it was indexed",
+    )
+    assert state.gets == (
+        {**dict.fromkeys(NAMES, 1), NAMES[1]: 2} if marks else dict.fromkeys(NAMES, 2)
+    )
 
 
 def test_a_key_of_a_web_server_goes_through_storage_and_nowhere_else(
@@ -212,12 +252,18 @@ def test_a_server_that_does_not_answer_is_told_of(
     assert last.startswith(f"data_prep: {address}: cannot be read after 2 attempts (")
 
 
-def test_all_damaged_shards_are_named_in_one_run(tmp_path: Path, shards: Path, server: tuple[str, Web], refused: Refused) -> None:
+def test_all_damaged_shards_are_named_in_one_run(
+    tmp_path: Path, shards: Path, server: tuple[str, Web], refused: Refused
+) -> None:
     for name in NAMES[1:]:
         (shards / name).write_bytes(b"<html>please sign in</html>" * 50)
     for place in (shards, server[0]):
         damaged = [f"{place}/{name}: is damaged at byte 0" for name in NAMES[1:]]
-        refused(index(tmp_path / "out", f"{place}/{PATTERN}"), f"data_prep: {damaged[0]}: no valid", f"(and 1 more: {damaged[1]}")
+        refused(
+            index(tmp_path / "out", f"{place}/{PATTERN}"),
+            f"data_prep: {damaged[0]}: no valid",
+            f"(and 1 more: {damaged[1]}",
+        )
         shutil.rmtree(tmp_path / "out")
 
 
@@ -232,10 +278,13 @@ def test_a_classes_file_of_windows_begins_with_a_mark_and_one_of_another_encodin
     assert load_manifest(tmp_path / "out").classes == ("ant", "bee", "cat")
 
 
-# ---- what reads a dataset again ----------------------------------------------------------------------------------
+# ---- what reads a dataset again
+# ----------------------------------------------------------------------------------
 
 
-def every_verb(dataset: Path | str, storage: str, out: Path, *, num_workers: int = 1) -> dict[str, int]:
+def every_verb(
+    dataset: Path | str, storage: str, out: Path, *, num_workers: int = 1
+) -> dict[str, int]:
     """The exit codes."""
     words = {
         "verify": ["--workers", str(num_workers)],
@@ -243,7 +292,10 @@ def every_verb(dataset: Path | str, storage: str, out: Path, *, num_workers: int
         "show": ["--out", str(out / "sheet.png")],
         "dedup": ["--out", str(out / "list.jsonl"), "--workers", "1"],
     }
-    return {verb: main([verb, str(dataset), "--storage", storage, *more]) for verb, more in words.items()}
+    return {
+        verb: main([verb, str(dataset), "--storage", storage, *more])
+        for verb, more in words.items()
+    }
 
 
 def test_every_verb_reads_from_s3_with_storage_options(
@@ -258,7 +310,9 @@ def test_every_verb_reads_from_s3_with_storage_options(
     theirs = stats(tmp_path / "local", recompute=True)
     assert ours | {"dataset": ""} == theirs | {"dataset": ""}
     capsys.readouterr()
-    assert main(["verify", str(tmp_path / "s3"), "--storage", '{"wrong": 1}', "--workers", "1"]) == 2
+    assert (
+        main(["verify", str(tmp_path / "s3"), "--storage", '{"wrong": 1}', "--workers", "1"]) == 2
+    )
     assert "data_prep: storage: s3 does not take these options" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         main(["verify", str(tmp_path / "s3"), "--storage", "secret-word"])
@@ -275,7 +329,9 @@ def test_every_verb_reads_from_a_web_server_that_asks_for_a_key(
     state.key = "key=secret-word"
     storage = {"params": {"key": "secret-word"}}
     assert index(tmp_path / "http", f"{address}/{PATTERN}", f"storage={json.dumps(storage)}") == 0
-    assert set(every_verb(tmp_path / "http", json.dumps(storage), tmp_path, num_workers=2).values()) == {0}
+    assert set(
+        every_verb(tmp_path / "http", json.dumps(storage), tmp_path, num_workers=2).values()
+    ) == {0}
     assert set(every_verb(tmp_path / "http", "{}", tmp_path).values()) == {2}
     said = capsys.readouterr().err
     assert f"{address}/{NAMES[0]}: access is refused; give credentials" in said
@@ -300,16 +356,25 @@ def test_verbs_try_faults_that_pass_again_and_name_others(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_verb_leaves_no_copy_of_a_shard(tmp_path: Path, server: tuple[str, Web], number: signal.Signals) -> None:
+def test_an_interrupted_verb_leaves_no_copy_of_a_shard(
+    tmp_path: Path, server: tuple[str, Web], number: signal.Signals
+) -> None:
     address, state = server
     assert index(tmp_path / "http", f"{address}/{PATTERN}") == 0
     state.faults, state.gets = {name: ["stall"] for name in NAMES}, {}
     words = [sys.executable, "-m", "data_prep", "verify", str(tmp_path / "http"), "--workers", "2"]
     with TemporaryDirectory(dir="/tmp") as folder:  # short, as the socket of the workers is in it
-        verb = subprocess.Popen(words, env={**os.environ, "TMPDIR": folder}, stderr=subprocess.DEVNULL)
+        verb = subprocess.Popen(
+            words, env={**os.environ, "TMPDIR": folder}, stderr=subprocess.DEVNULL
+        )
         wait_until(lambda: len(state.gets) >= 2, lives=lambda: verb.poll() is None)
         workers = psutil.Process(verb.pid).children(recursive=True)
         verb.send_signal(number)
         verb.wait(30)
         psutil.wait_procs(workers, timeout=30)
-        assert not [path for place in (folder, tmp_path / "http") for path in Path(place).rglob("*") if path.suffix == ".tar"]
+        assert not [
+            path
+            for place in (folder, tmp_path / "http")
+            for path in Path(place).rglob("*")
+            if path.suffix == ".tar"
+        ]

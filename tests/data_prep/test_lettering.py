@@ -1,4 +1,5 @@
-"""Names are drawn in any script: what a font has is drawn by it, and what no font has is written out, so nothing becomes a box."""
+"""Names are drawn in any script: what a font has is drawn by it, and what no font has is written
+out, so nothing becomes a box."""
 
 import numpy as np
 import pytest
@@ -8,7 +9,18 @@ from PIL import Image
 from data_prep.images.lettering import Letters, families, legible
 from finetune.looks import looks
 
-NAMES = ("ant", "Löwe", "кошка", "قطة", "ネコ いぬ", "飞机", "고양이", "😀", "แมว", "\ue000 \U0001f9ff")
+NAMES = (
+    "ant",
+    "Löwe",
+    "кошка",
+    "قطة",
+    "ネコ いぬ",
+    "飞机",
+    "고양이",
+    "😀",
+    "แมว",
+    "\ue000 \U0001f9ff",
+)
 
 
 def ink_of(text: str) -> np.ndarray:
@@ -28,9 +40,12 @@ def test_every_letter_of_a_legible_name_is_in_a_font() -> None:
         assert ink_of(name).any(), name
 
 
-@pytest.mark.parametrize(("one", "other"), [("犬", "猫"), ("ネ", "コ"), ("고", "양"), ("ö", "o"), ("к", "ш"), ("ق", "ط")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("犬", "猫"), ("ネ", "コ"), ("고", "양"), ("ö", "o"), ("к", "ш"), ("ق", "ط")]
+)
 def test_two_letters_do_not_look_alike_as_boxes_do(one: str, other: str) -> None:
-    """Whether a font of this machine has them, or they are written out; matplotlib's own font has the last three pairs."""
+    """Whether a font of this machine has them, or they are written out; matplotlib's own font has
+    the last three pairs."""
     assert (ink_of(one) != ink_of(other)).any()
     if one in "犬ネ고" and legible(one) != one:
         assert legible(one) == one.encode("unicode_escape").decode()

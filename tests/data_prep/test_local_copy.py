@@ -61,7 +61,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 def test_every_verb_and_a_training_read_a_url_as_the_directory_whatever_the_network_does(
-    shapes: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shapes: Path,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("pretrain.data.store.store.SILENCE_S", 1)
     before, url, storage = files_of(shapes), store.url("some", "deep"), json.dumps(store.storage)
@@ -75,13 +79,32 @@ def test_every_verb_and_a_training_read_a_url_as_the_directory_whatever_the_netw
     ):
         store.fail(kind, method="GET", path=name)
     assert set(every_verb(url, storage, tmp_path).values()) == {0}
-    assert main(["subset", url, "--out", str(tmp_path / "half"), "--fraction", "0.5", "--storage", storage]) == 0
+    assert (
+        main(
+            [
+                "subset",
+                url,
+                "--out",
+                str(tmp_path / "half"),
+                "--fraction",
+                "0.5",
+                "--storage",
+                storage,
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr()
     assert f"{url}: 312 samples, every one as the manifest says" in said.out
-    assert main(["subset", str(shapes), "--out", str(tmp_path / "x" / "half"), "--fraction", "0.5"]) == 0
+    assert (
+        main(["subset", str(shapes), "--out", str(tmp_path / "x" / "half"), "--fraction", "0.5"])
+        == 0
+    )
     halves = [load_manifest(tmp_path / place).content_hash for place in ("half", "x/half")]
     assert halves[0] == halves[1]
-    far = load_training_data(DataSettings(dataset=url, storage=store.storage, cache_dir=str(tmp_path / "shards")))
+    far = load_training_data(
+        DataSettings(dataset=url, storage=store.storage, cache_dir=str(tmp_path / "shards"))
+    )
     near = load_training_data(DataSettings(dataset=str(shapes)))
     assert far.content_hash == near.content_hash and far.parts[0].directory != shapes
     for number, kind in enumerate(("cut", 503, "wrong", "stall")):
@@ -105,37 +128,71 @@ def test_patterns_list_a_store_and_versions_tell_contents_apart(
     assert index(tmp_path / "near", list(tars)) == 0
     far, near = load_manifest(tmp_path / "far"), load_manifest(tmp_path / "near")
     assert far.content_hash == near.content_hash
-    assert [shard.file for shard in far.splits["train"].shards] == [store.url("some", path.name) for path in tars]
+    assert [shard.file for shard in far.splits["train"].shards] == [
+        store.url("some", path.name) for path in tars
+    ]
     store.requests.clear()
     assert index(tmp_path / "far", store.url("some", "train-*.tar"), *how) == 0
     write_bytes(tars[0].read_bytes(), store.url("some", tars[1].name), storage=store.storage)
-    refused(index(tmp_path / "far", store.url("some", "train-*.tar"), *how), f"{tars[1].name}: has changed since it was indexed")
-    refused(index(tmp_path / "new", store.url("some", "gone.tar"), *how), "/gone.tar: there is no such file; mend the address")
-    refused(index(tmp_path / "new", store.url("some"), *how), "/some: is a folder, no file; name what is in it")
+    refused(
+        index(tmp_path / "far", store.url("some", "train-*.tar"), *how),
+        f"{tars[1].name}: has changed since it was indexed",
+    )
+    refused(
+        index(tmp_path / "new", store.url("some", "gone.tar"), *how),
+        "/gone.tar: there is no such file; mend the address",
+    )
+    refused(
+        index(tmp_path / "new", store.url("some"), *how),
+        "/some: is a folder, no file; name what is in it",
+    )
 
 
 def test_the_hub_is_read_in_ranges_by_revision_and_with_a_token(
     shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setattr("data_prep.remote.RANGE_BYTES", 20_000)
-    files, url = {path.name: path.read_bytes() for path in shapes.iterdir()}, "hf://datasets/me/mine"
+    files, url = (
+        {path.name: path.read_bytes() for path in shapes.iterdir()},
+        "hf://datasets/me/mine",
+    )
     with hub.serving() as server:
         server.put("me/mine", files, private=True)
         server.put("me/mine", {"manifest.json": b"{}"}, branch="other")
         storage = {"endpoint": server.url, "token": hub.TOKEN}
-        far = load_training_data(DataSettings(dataset=url, storage=storage, cache_dir=str(tmp_path / "shards")))
-        assert (pictures(far) == pictures(load_training_data(DataSettings(dataset=str(shapes))))).all()
+        far = load_training_data(
+            DataSettings(dataset=url, storage=storage, cache_dir=str(tmp_path / "shards"))
+        )
+        assert (
+            pictures(far) == pictures(load_training_data(DataSettings(dataset=str(shapes))))
+        ).all()
         how = f"storage={json.dumps(storage)}"
         assert index(tmp_path / "far", f"{url}@main/train-*.tar", how) == 0
         assert index(tmp_path / "far", f"{url}@main/train-*.tar", how) == 0
         first = min(files.keys() & {"train-000000.tar", "train-000001.tar"})
         server.put("me/mine", {**files, first: files[first][:-512]})
-        refused(index(tmp_path / "far", f"{url}@main/train-*.tar", how), f"{first}: has changed since it was indexed")
+        refused(
+            index(tmp_path / "far", f"{url}@main/train-*.tar", how),
+            f"{first}: has changed since it was indexed",
+        )
         options = ["--storage", json.dumps(storage)]
-        refused(main(["verify", f"{url}@other", *options]), f"{url}@other/manifest.json: schema version None")
-        refused(main(["verify", f"{url}@gone", *options]), f"{url}@gone: no finished dataset is there")
-        refused(main(["verify", url, "--storage", json.dumps({"endpoint": server.url, "token": False})]), "or you may not see it")
-        refused(main(["verify", "hf://datasets/me", *options]), "hf://datasets/me/manifest.json: there is no such file, or you may")
+        refused(
+            main(["verify", f"{url}@other", *options]),
+            f"{url}@other/manifest.json: schema version None",
+        )
+        refused(
+            main(["verify", f"{url}@gone", *options]), f"{url}@gone: no finished dataset is there"
+        )
+        refused(
+            main(
+                ["verify", url, "--storage", json.dumps({"endpoint": server.url, "token": False})]
+            ),
+            "or you may not see it",
+        )
+        refused(
+            main(["verify", "hf://datasets/me", *options]),
+            "hf://datasets/me/manifest.json: there is no such file, or you may",
+        )
 
 
 def test_a_copy_is_made_once_and_mended_and_another_manifest_makes_another(
@@ -149,15 +206,22 @@ def test_a_copy_is_made_once_and_mended_and_another_manifest_makes_another(
         return local_copy.local_copy(url, storage={})
 
     first = opened()
-    assert local_copy.local_copy(url, storage=None) == first  # as it was opened before: no server is asked
+    assert (
+        local_copy.local_copy(url, storage=None) == first
+    )  # as it was opened before: no server is asked
     assert server.gets["shapes/train-000000.npy"] == 4 and server.gets["shapes/manifest.json"] == 1
     whole, seen = files_of(first), dict(server.gets)
     (first / "train-000000.npy").write_bytes(b"x")
     (first / "train-000000.paths").unlink()
     assert opened() == first and files_of(first) == whole
     fetched = {name for name, count in server.gets.items() if count > seen[name]}
-    assert fetched == {f"shapes/{name}" for name in ("manifest.json", "train-000000.npy", "train-000000.paths")}
-    assert main(["subset", str(dataset), "--out", str(dataset.parent / "new"), "--fraction", "0.5"]) == 0
+    assert fetched == {
+        f"shapes/{name}" for name in ("manifest.json", "train-000000.npy", "train-000000.paths")
+    }
+    assert (
+        main(["subset", str(dataset), "--out", str(dataset.parent / "new"), "--fraction", "0.5"])
+        == 0
+    )
     for path in (dataset.parent / "new").iterdir():
         shutil.copy(path, dataset)
     assert opened() != first and files_of(first) == whole
@@ -167,13 +231,22 @@ def test_what_is_no_dataset_or_holds_a_secret_is_one_line(
     dataset: Path, there: tuple[str, Web], tmp_path: Path, refused: Refused
 ) -> None:
     url, server = there
-    refused(main(["verify", f"{url}x"]), f"{url}x: no finished dataset is there ({url}x/manifest.json: there is no such file")
+    refused(
+        main(["verify", f"{url}x"]),
+        f"{url}x: no finished dataset is there ({url}x/manifest.json: there is no such file",
+    )
     refused(main(["verify", f"{url}?key=word"]), f"{url}: holds key, which would stand in records")
     server.faults = {"shapes/val-000000.npy": ["wrong"] * 9}
-    refused(main(["verify", url]), f"{url}/val-000000.npy: is not what the manifest there says; write that dataset again")
+    refused(
+        main(["verify", url]),
+        f"{url}/val-000000.npy: is not what the manifest there says; write that dataset again",
+    )
     (tmp_path / "cache").rename(tmp_path / "gone")
     (tmp_path / "cache").write_text("a file")
-    refused(main(["verify", url]), f"data.cache_dir: {tmp_path}/cache/wide-mlps: Not a directory; name another")
+    refused(
+        main(["verify", url]),
+        f"data.cache_dir: {tmp_path}/cache/wide-mlps: Not a directory; name another",
+    )
 
 
 def test_a_shard_stays_in_the_bucket_of_its_dataset() -> None:
@@ -181,8 +254,12 @@ def test_a_shard_stays_in_the_bucket_of_its_dataset() -> None:
     assert _address("s3://bucket", "../../a b.tar") == "s3://bucket/a b.tar"
     assert _address("http://host", "../a b.tar") == "http://host/a%20b.tar"
     assert _address("hf://datasets/me/mine@v1", "x/../y.tar") == "hf://datasets/me/mine@v1/y.tar"
-    assert _address("az://c@account.dfs.core.windows.net/d", "s3://other/y.tar") == "s3://other/y.tar"
-    with pytest.raises(DatasetError, match="its shards are on the disk where it was made, such as /etc/passwd"):
+    assert (
+        _address("az://c@account.dfs.core.windows.net/d", "s3://other/y.tar") == "s3://other/y.tar"
+    )
+    with pytest.raises(
+        DatasetError, match="its shards are on the disk where it was made, such as /etc/passwd"
+    ):
         _address("s3://bucket/a", "/etc/passwd")
     with pytest.raises(UserError, match="holds a password"):
         local_copy.local_copy("s3://me:word@bucket/a", storage={})

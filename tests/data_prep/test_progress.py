@@ -1,4 +1,5 @@
-"""A progress line says what is done and how fast: in a log file once per interval, on a terminal as a bar, nothing if disabled."""
+"""A progress line says what is done and how fast: in a log file once per interval, on a terminal as
+a bar, nothing if disabled."""
 
 import io
 import sys
@@ -12,9 +13,13 @@ from data_prep.progress import ProgressLine, in_words, progress
 class Clock:
     """Seconds that pass when a test says so, and what has been reported since it was asked last."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str] | None = None):
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str] | None = None
+    ):
         self.now_s, self.capsys = 1000.0, capsys
-        monkeypatch.setattr("data_prep.progress.time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(
+            "data_prep.progress.time", SimpleNamespace(monotonic=lambda: self.now_s)
+        )
 
     def said(self) -> str:
         assert self.capsys is not None
@@ -28,7 +33,9 @@ def clock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return Clock(monkeypatch, capsys)
 
 
-def test_a_log_file_gets_a_line_with_counts_rate_and_time_left_every_ten_seconds(clock: Clock) -> None:
+def test_a_log_file_gets_a_line_with_counts_rate_and_time_left_every_ten_seconds(
+    clock: Clock,
+) -> None:
     line = ProgressLine("packing", total=4000, unit="images")
     clock.now_s += 5
     line.advance(500)
@@ -66,7 +73,9 @@ def test_work_that_ends_before_anything_is_done_promises_no_time(clock: Clock) -
     assert clock.said() == "packing  0/8 images  0/s  in 3 s\n"
 
 
-def test_steps_say_their_speed_themselves_and_the_first_of_them_does_not_count(clock: Clock) -> None:
+def test_steps_say_their_speed_themselves_and_the_first_of_them_does_not_count(
+    clock: Clock,
+) -> None:
     with progress("demo", total=100, unit="step") as line:
         clock.now_s += 20  # what the first step warms up
         line.advance()

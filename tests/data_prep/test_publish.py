@@ -1,4 +1,5 @@
-"""Files and directories appear whole or not at all, whatever ends the writer; a directory has one writer at a time."""
+"""Files and directories appear whole or not at all, whatever ends the writer; a directory has one
+writer at a time."""
 
 import errno
 import fcntl
@@ -33,7 +34,9 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
-def test_a_file_keeps_its_old_content_when_the_block_raises(tmp_path: Path, old: bytes | None) -> None:
+def test_a_file_keeps_its_old_content_when_the_block_raises(
+    tmp_path: Path, old: bytes | None
+) -> None:
     path = tmp_path / "file"
     if old is not None:
         path.write_bytes(old)
@@ -69,11 +72,17 @@ def test_a_directory_keeps_its_old_content_when_the_block_raises(tmp_path: Path,
 
 def test_a_full_disk_says_where(tmp_path: Path) -> None:
     path = tmp_path / "folder"
-    with pytest.raises(OSError, match="No space left") as caught, atomic_directory(path) as temporary:
+    with (
+        pytest.raises(OSError, match="No space left") as caught,
+        atomic_directory(path) as temporary,
+    ):
         (temporary / "new").symlink_to("/dev/full")
         (temporary / "new").write_bytes(b"new")
     assert caught.value.filename == str(path)
-    with pytest.raises(OSError, match=r"No space left on device: '.*/shard.tar'"), atomic_file(tmp_path / "shard.tar"):
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*/shard.tar'"),
+        atomic_file(tmp_path / "shard.tar"),
+    ):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -90,7 +99,9 @@ def test_a_directory_replaces_the_old_one_whole(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_a_killed_writer_leaves_a_temporary_that_the_next_one_removes(tmp_path: Path, kind: str) -> None:
+def test_a_killed_writer_leaves_a_temporary_that_the_next_one_removes(
+    tmp_path: Path, kind: str
+) -> None:
     path = tmp_path / "thing"
 
     def publish(then: Callable[[], object] = lambda: None) -> None:
@@ -167,7 +178,9 @@ def test_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path, kind: str
             finally:
                 os._exit(1)
         children.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * num_writers
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [
+        0
+    ] * num_writers
     files = [path] if kind == "file" else [path / name for name in "ab"]
     assert len({file.read_bytes() for file in files}) == 1 and len(set(files[0].read_bytes())) == 1
     assert files[0].stat().st_size == size
@@ -177,21 +190,33 @@ def test_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path, kind: str
 def test_a_directory_has_one_writer_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there" / "yet"
     with sole_writer(folder):
-        with pytest.raises(ValueError, match=rf"another process is writing here \(process {os.getpid()} on "), sole_writer(folder):
+        with (
+            pytest.raises(
+                ValueError, match=rf"another process is writing here \(process {os.getpid()} on "
+            ),
+            sole_writer(folder),
+        ):
             pass
         with sole_writer(tmp_path / "other"):
             pass
     with open(folder / ".lock") as shared:  # held by others, who do not say who they are
         fcntl.flock(shared, fcntl.LOCK_SH)
-        with pytest.raises(ValueError, match="another process is writing here; wait"), sole_writer(folder):
+        with (
+            pytest.raises(ValueError, match="another process is writing here; wait"),
+            sole_writer(folder),
+        ):
             pass
     with sole_writer(folder):
         pass
 
 
-def test_who_waits_for_a_directory_names_once_who_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_a_directory_names_once_who_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     printed, has_printed = list[str](), threading.Event()
-    monkeypatch.setattr("builtins.print", lambda line, **_: (printed.append(line), has_printed.set()))
+    monkeypatch.setattr(
+        "builtins.print", lambda line, **_: (printed.append(line), has_printed.set())
+    )
 
     def enter() -> None:
         with sole_writer(tmp_path, wait=True):
@@ -203,7 +228,9 @@ def test_who_waits_for_a_directory_names_once_who_holds_it(tmp_path: Path, monke
         assert has_printed.wait(60)
     waiting.join()
     (line,) = printed
-    assert line.startswith(f"{tmp_path}: waiting for process {os.getpid()} on ") and line.endswith("if that hangs, end it")
+    assert line.startswith(f"{tmp_path}: waiting for process {os.getpid()} on ") and line.endswith(
+        "if that hangs, end it"
+    )
 
 
 @pytest.mark.processes
@@ -227,4 +254,7 @@ def test_one_value_has_one_spelling_to_hash(tmp_path: Path) -> None:
     assert canonical_json({"b": [1, 2.5, None], "a": "é"}) == b'{"a":"\\u00e9","b":[1,2.5,null]}'
     write_json(tmp_path / "value.json", {"b": 1, "a": 2})
     assert (tmp_path / "value.json").read_bytes() == b'{\n "a": 2,\n "b": 1\n}\n'
-    assert sha256_of(tmp_path / "value.json") == hashlib.sha256(b'{\n "a": 2,\n "b": 1\n}\n').hexdigest()
+    assert (
+        sha256_of(tmp_path / "value.json")
+        == hashlib.sha256(b'{\n "a": 2,\n "b": 1\n}\n').hexdigest()
+    )

@@ -1,4 +1,5 @@
-"""What is written to a store: whole, verified, never over somebody else's; whatever the network does."""
+"""What is written to a store: whole, verified, never over somebody else's; whatever the network
+does."""
 
 import threading
 import time
@@ -8,7 +9,16 @@ from typing import Any
 import pytest
 
 from data_prep import remote
-from data_prep.remote import MissingError, RemoteError, StoppedError, join, names_under, read_bytes, upload, write_bytes
+from data_prep.remote import (
+    MissingError,
+    RemoteError,
+    StoppedError,
+    join,
+    names_under,
+    read_bytes,
+    upload,
+    write_bytes,
+)
 from data_prep.settings import UserError
 from tests.stores import Store
 
@@ -83,7 +93,8 @@ def test_our_attempts_are_all_that_a_store_in_trouble_sees(store: Store) -> None
 
 
 def test_what_cannot_be_asked_after_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has taken the place of something whole, as a journal's last version does of the one before."""
+    """It has taken the place of something whole, as a journal's last version does of the one
+    before."""
     url, how = store.url("kept", "journal"), {"storage": store.storage}
     assert write_bytes(b"old", url, **how)
 
@@ -93,7 +104,9 @@ def test_what_cannot_be_asked_after_stays(store: Store, monkeypatch: pytest.Monk
     def half(_url: str, write: Any, **__: Any) -> None:
         write(b"n")
 
-    for number, (name, answer) in enumerate((("clients.info", silent), ("remote.fetch", silent), ("remote.fetch", half))):
+    for number, (name, answer) in enumerate(
+        (("clients.info", silent), ("remote.fetch", silent), ("remote.fetch", half))
+    ):
         new = b"new%d" % number
         with monkeypatch.context() as patch:
             patch.setattr(remote._Marks, "in_store", lambda *_: None)  # so it has to be read back
@@ -103,7 +116,9 @@ def test_what_cannot_be_asked_after_stays(store: Store, monkeypatch: pytest.Monk
         assert read_bytes(url, **how) == new
 
 
-def test_a_server_that_is_silent_is_left_when_nobody_waits_any_more(tmp_path: Path, store: Store) -> None:
+def test_a_server_that_is_silent_is_left_when_nobody_waits_any_more(
+    tmp_path: Path, store: Store
+) -> None:
     store.fail("stall", count=1000)
     stop = threading.Event()
     threading.Timer(0.5, stop.set).start()
@@ -114,9 +129,13 @@ def test_a_server_that_is_silent_is_left_when_nobody_waits_any_more(tmp_path: Pa
     store.gate.set()
 
 
-def test_a_web_server_and_a_bucket_that_is_not_there_are_one_line_each(tmp_path: Path, store: Store) -> None:
+def test_a_web_server_and_a_bucket_that_is_not_there_are_one_line_each(
+    tmp_path: Path, store: Store
+) -> None:
     place = made(tmp_path, "small")
     with pytest.raises(UserError, match="read, not written"):
         upload(place, "https://example.invalid/x", storage={})
-    with pytest.raises(MissingError, match=f"{store.scheme}://nowhere/x: there is no such bucket; "):
+    with pytest.raises(
+        MissingError, match=f"{store.scheme}://nowhere/x: there is no such bucket; "
+    ):
         upload(place, f"{store.scheme}://nowhere/x", storage=store.storage)

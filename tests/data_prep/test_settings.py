@@ -1,5 +1,6 @@
-"""Strict settings: YAML without the surprises of 1.1, overrides, and for every mistake one line that names the field as the user
-wrote it, the value and the remedy. Nothing heavy is imported on the way.
+"""Strict settings: YAML without the surprises of 1.1, overrides, and for every mistake one line
+that names the field as the user wrote it, the value and the remedy. Nothing heavy is imported on
+the way.
 """
 
 import math
@@ -11,7 +12,15 @@ from pydantic import Field
 
 from data_prep.build.config import BuildSettings
 from data_prep.cli import main
-from data_prep.settings import Settings, SettingsError, dump, in_yaml, load_settings, read_yaml, validate
+from data_prep.settings import (
+    Settings,
+    SettingsError,
+    dump,
+    in_yaml,
+    load_settings,
+    read_yaml,
+    validate,
+)
 
 
 class Inner(Settings):
@@ -37,7 +46,8 @@ def complaint(tree: dict[str, Any], schema: type[Settings] = Outer) -> str:
     return str(caught.value)
 
 
-# ---- YAML -------------------------------------------------------------------------------------------------------
+# ---- YAML
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,26 @@ def test_scalars_are_read_as_people_mean_them(tmp_path: Path, text: str, value: 
 
 
 @pytest.mark.parametrize(
-    "value", ["plain", "a: b", "1e3", "010", "1:30", "on", "true", "a #b", "x y", "", "12", "[a]", "- a", "a, b", "é", 0.1, 3e-5]
+    "value",
+    [
+        "plain",
+        "a: b",
+        "1e3",
+        "010",
+        "1:30",
+        "on",
+        "true",
+        "a #b",
+        "x y",
+        "",
+        "12",
+        "[a]",
+        "- a",
+        "a, b",
+        "é",
+        0.1,
+        3e-5,
+    ],
 )
 def test_a_value_is_written_as_it_is_read(tmp_path: Path, value: str | float) -> None:
     assert read(tmp_path, f"key: {in_yaml(value)}  # why: so\n") == {"key": value}
@@ -110,7 +139,9 @@ def test_infinity_is_read_and_refused_by_field(tmp_path: Path) -> None:
         ("!!python/object/apply:os.system [true]\n", "not valid YAML"),
     ],
 )
-def test_what_is_no_mapping_of_single_text_keys_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_what_is_no_mapping_of_single_text_keys_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
     with pytest.raises(SettingsError) as caught:
         read(tmp_path, text)
     assert message in str(caught.value)
@@ -124,7 +155,9 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
 
 def test_a_mistyped_file_name_gets_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "demo_pretrain.yaml").write_text("")
-    with pytest.raises(SettingsError, match=r"no such config file; did you mean .*demo_pretrain\.yaml\?"):
+    with pytest.raises(
+        SettingsError, match=r"no such config file; did you mean .*demo_pretrain\.yaml\?"
+    ):
         read_yaml(tmp_path / "demo_pertrain.yaml")
     with pytest.raises(SettingsError, match=r"no such config file; name a YAML file$"):
         read_yaml(tmp_path / "nowhere" / "x.yaml")
@@ -136,14 +169,24 @@ def test_a_file_that_is_not_text_is_one_clear_message(tmp_path: Path) -> None:
         read_yaml(tmp_path / "picture.yaml")
 
 
-# ---- overrides --------------------------------------------------------------------------------------------------
+# ---- overrides
+# --------------------------------------------------------------------------------------------------
 
 
 def test_overrides_are_read_as_yaml_and_the_last_one_counts(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("steps: 5\ninner: {lr: 1e-2}\n")
-    overrides = ["inner.lr=1e-3", "inner.betas=[0.9, 0.99]", "mixup=off", "name=a=b", "steps=6", "steps=7"]
+    overrides = [
+        "inner.lr=1e-3",
+        "inner.betas=[0.9, 0.99]",
+        "mixup=off",
+        "name=a=b",
+        "steps=6",
+        "steps=7",
+    ]
     settings = load_settings(Outer, path=tmp_path / "config.yaml", overrides=overrides)
-    assert settings == Outer(name="a=b", steps=7, mixup="off", inner=Inner(lr=0.001, betas=(0.9, 0.99)))
+    assert settings == Outer(
+        name="a=b", steps=7, mixup="off", inner=Inner(lr=0.001, betas=(0.9, 0.99))
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +213,8 @@ def test_dumped_settings_read_back_as_the_same_ones(tmp_path: Path) -> None:
     assert load_settings(Outer, path=tmp_path / "config.yaml", overrides=[]) == settings
 
 
-# ---- messages ---------------------------------------------------------------------------------------------------
+# ---- messages
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -188,7 +232,9 @@ def test_dumped_settings_read_back_as_the_same_ones(tmp_path: Path) -> None:
         ({"mixup": "of"}, "mixup: 'of' is not one of its values; did you mean 'off'?"),
     ],
 )
-def test_a_mistake_is_one_line_with_field_value_and_remedy(tree: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_one_line_with_field_value_and_remedy(
+    tree: dict[str, Any], message: str
+) -> None:
     assert complaint(tree) == message
 
 
@@ -214,7 +260,9 @@ def test_every_mistake_is_named_at_once() -> None:
         ({"path": "x"}, "source.kind: missing; set it"),
     ],
 )  # fmt: skip
-def test_a_mistake_inside_a_choice_of_sections_names_the_path_that_the_user_wrote(source: dict[str, Any], message: str) -> None:
+def test_a_mistake_inside_a_choice_of_sections_names_the_path_that_the_user_wrote(
+    source: dict[str, Any], message: str
+) -> None:
     assert complaint({"out": "data/x", "source": source}, BuildSettings) == message
 
 
@@ -223,12 +271,29 @@ def test_settings_cannot_be_changed_once_they_are_valid() -> None:
         Outer().steps = 3  # type: ignore[misc]
 
 
-# ---- the command line -------------------------------------------------------------------------------------------
+# ---- the command line
+# -------------------------------------------------------------------------------------------
 
 
-def test_show_prints_settings_that_build_the_same_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_settings_that_build_the_same_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = str(tmp_path / "data" / "shapes")
-    assert main(["build", "--source", "synthetic", "--out", out, "--show", "image_size=32", "num_workers=3"]) == 0
+    assert (
+        main(
+            [
+                "build",
+                "--source",
+                "synthetic",
+                "--out",
+                out,
+                "--show",
+                "image_size=32",
+                "num_workers=3",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     (tmp_path / "shown.yaml").write_text(shown)
     settings = load_settings(BuildSettings, path=tmp_path / "shown.yaml", overrides=[])
@@ -237,7 +302,9 @@ def test_show_prints_settings_that_build_the_same_again(tmp_path: Path, capsys: 
     assert not (tmp_path / "data").exists()
 
 
-def test_overrides_may_stand_without_a_config_and_after_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_may_stand_without_a_config_and_after_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_text("source: {kind: synthetic}\nout: x\nseed: 5\n")
     for words in (
         ["source.kind=synthetic", "seed=5", "--show", "out=x"],

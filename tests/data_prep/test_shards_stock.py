@@ -1,5 +1,6 @@
-"""Our shards are plain WebDataset tars: stock `webdataset` and plain `tarfile` read every one of them, and find the pictures and
-labels that an independent decode finds at the places the index names.
+"""Our shards are plain WebDataset tars: stock `webdataset` and plain `tarfile` read every one of
+them, and find the pictures and labels that an independent decode finds at the places the index
+names.
 """
 
 import io
@@ -37,7 +38,9 @@ def shards(source: Path) -> dict[str, list[Path]]:
     found = {}
     for encoding in EXTENSIONS:
         out = source.with_name(encoding)
-        assert build(source, out, f"encoding={encoding}", "image_size=24", "samples_per_shard=5") == 0
+        assert (
+            build(source, out, f"encoding={encoding}", "image_size=24", "samples_per_shard=5") == 0
+        )
         found[encoding] = sorted(out.glob("*.tar"))
         assert len(found[encoding]) == 4
     return found
@@ -49,7 +52,10 @@ def by_index(shard: Path) -> list[tuple[NDArray[np.uint8], int]]:
     rows = np.load(shard.with_suffix(".npy"))
     assert rows.dtype == np.int64
     assert len(rows) > 0
-    return [(pixels_of(content[offset : offset + length]), label) for offset, length, label in rows.tolist()]
+    return [
+        (pixels_of(content[offset : offset + length]), label)
+        for offset, length, label in rows.tolist()
+    ]
 
 
 def pixels_of(data: bytes) -> NDArray[np.uint8]:
@@ -57,7 +63,9 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("encoding", EXTENSIONS)
-def test_stock_webdataset_reads_the_pictures_and_labels_of_the_index(shards: dict[str, list[Path]], encoding: str) -> None:
+def test_stock_webdataset_reads_the_pictures_and_labels_of_the_index(
+    shards: dict[str, list[Path]], encoding: str
+) -> None:
     for shard in shards[encoding]:
         expected = by_index(shard)
         stock = list(webdataset.WebDataset(str(shard), shardshuffle=False).decode("rgb8"))
@@ -69,7 +77,9 @@ def test_stock_webdataset_reads_the_pictures_and_labels_of_the_index(shards: dic
 
 
 @pytest.mark.parametrize("encoding", EXTENSIONS)
-def test_a_plain_tar_holds_image_label_and_provenance_under_one_key(shards: dict[str, list[Path]], encoding: str) -> None:
+def test_a_plain_tar_holds_image_label_and_provenance_under_one_key(
+    shards: dict[str, list[Path]], encoding: str
+) -> None:
     others = ["cls"] if encoding == "raw" else ["cls", "json"]
     for shard in shards[encoding]:
         expected = by_index(shard)
@@ -106,7 +116,10 @@ def test_wids_finds_every_sample_by_the_index_beside_our_shards(
 def test_no_trace_of_time_or_user_is_in_a_tar(shards: dict[str, list[Path]]) -> None:
     for shard in [*shards["raw"], *shards["jpeg"], *shards["keep"]]:
         with tarfile.open(shard) as archive:
-            facts = {(member.mtime, member.uid, member.gid, member.uname, member.mode) for member in archive}
+            facts = {
+                (member.mtime, member.uid, member.gid, member.uname, member.mode)
+                for member in archive
+            }
         assert facts == {(0, 0, 0, "", 0o644)}
 
 
@@ -116,7 +129,9 @@ def test_every_picture_is_of_the_class_that_its_label_names_and_keep_writes_the_
 ) -> None:
     seen = {}
     for shard in shards[encoding]:
-        for sample in webdataset.WebDataset(str(shard), shardshuffle=False).decode(only=["json", "cls"]):
+        for sample in webdataset.WebDataset(str(shard), shardshuffle=False).decode(
+            only=["json", "cls"]
+        ):
             split, name, _ = sample["json"]["path"].split("/")
             assert shard.name.startswith(f"{split}-") and name == ("ant", "bee")[sample["cls"]]
             (extension,) = EXTENSIONS[encoding] & sample.keys()
@@ -124,11 +139,17 @@ def test_every_picture_is_of_the_class_that_its_label_names_and_keep_writes_the_
     assert len(seen) == 19
     if encoding == "keep":
         png = "train/bee/last.jpg"
-        assert seen == {path: ("png" if path == png else "jpg", (source / path).read_bytes()) for path in seen}
+        assert seen == {
+            path: ("png" if path == png else "jpg", (source / path).read_bytes()) for path in seen
+        }
 
 
-def test_shards_that_mix_formats_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write_files(write_classes(tmp_path / "in", {"ant": 2}), {"bee/a.jpg": encoded(picture(seed=9), "PNG")})
+def test_shards_that_mix_formats_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_files(
+        write_classes(tmp_path / "in", {"ant": 2}), {"bee/a.jpg": encoded(picture(seed=9), "PNG")}
+    )
     for encoding, said in (("jpeg", False), ("keep", True)):
         assert build(source, tmp_path / encoding, f"encoding={encoding}") == 0
         assert ("the shards mix .jpg, .png: this project" in capsys.readouterr().err) == said

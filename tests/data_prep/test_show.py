@@ -1,4 +1,5 @@
-"""A contact sheet shows the stored pixels, enlarged without smoothing, each with its own label; the same every time."""
+"""A contact sheet shows the stored pixels, enlarged without smoothing, each with its own label; the
+same every time."""
 
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("encoding", ["raw", "keep"])
-def test_pictures_stand_in_the_order_of_their_classes_in_whole_enlarged_pixels(flags: Path, encoding: str) -> None:
+def test_pictures_stand_in_the_order_of_their_classes_in_whole_enlarged_pixels(
+    flags: Path, encoding: str
+) -> None:
     sheet = np.asarray(contact_sheet(flags / encoding, count=12))
     assert CELL == 112  # seven times the 16 pixels of a picture
     black, white = ~sheet.any(axis=2), (sheet == 255).all(axis=2)
@@ -40,7 +43,11 @@ def test_pictures_stand_in_the_order_of_their_classes_in_whole_enlarged_pixels(f
     for top, left in 1 + np.argwhere(black[1:, 1:] & white[:-1, 1:] & white[1:, :-1]):
         cell = sheet[top : top + CELL, left : left + CELL]
         small = cell[::7, ::7]
-        if cell.shape[:2] == (CELL, CELL) and not small[:, 0].any() and (cell == small.repeat(7, axis=0).repeat(7, axis=1)).all():
+        if (
+            cell.shape[:2] == (CELL, CELL)
+            and not small[:, 0].any()
+            and (cell == small.repeat(7, axis=0).repeat(7, axis=1)).all()
+        ):
             seen.append(tuple(small[8, 14].tolist()))
     assert seen == [COLOURS["blue"]] * 4 + [COLOURS["green"]] * 4 + [COLOURS["red"]] * 4
 
@@ -77,12 +84,20 @@ def test_long_names_keep_both_ends_and_fit() -> None:
 
 def test_a_mistake_is_one_line(shapes: Path, tmp_path: Path, refused: Refused) -> None:
     out = tmp_path / "sheet.png"
-    refused(main(["show", str(shapes), "--out", str(out), "--shard", "4"]), "shard: 4, but train has the shards 0 to 3")
-    refused(main(["show", str(shapes), "--out", str(out), "--split", "vla"]), "has no split 'vla'; did you mean 'val'?")
+    refused(
+        main(["show", str(shapes), "--out", str(out), "--shard", "4"]),
+        "shard: 4, but train has the shards 0 to 3",
+    )
+    refused(
+        main(["show", str(shapes), "--out", str(out), "--split", "vla"]),
+        "has no split 'vla'; did you mean 'val'?",
+    )
     assert not out.exists()
 
 
-def test_only_a_png_is_written_and_only_over_a_png(shapes: Path, tmp_path: Path, refused: Refused) -> None:
+def test_only_a_png_is_written_and_only_over_a_png(
+    shapes: Path, tmp_path: Path, refused: Refused
+) -> None:
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "mine.png").write_bytes(b"a drawing of another kind")
     (tmp_path / "notes.txt").write_text("mine")
@@ -95,4 +110,18 @@ def test_only_a_png_is_written_and_only_over_a_png(shapes: Path, tmp_path: Path,
         refused(main(["show", str(shapes), "--out", str(tmp_path / name)]), words)
     assert files_of(tmp_path) == before
     for seed in ("0", "1"):
-        assert main(["show", str(shapes), "--count", "2", "--seed", seed, "--out", str(tmp_path / "new.png")]) == 0
+        assert (
+            main(
+                [
+                    "show",
+                    str(shapes),
+                    "--count",
+                    "2",
+                    "--seed",
+                    seed,
+                    "--out",
+                    str(tmp_path / "new.png"),
+                ]
+            )
+            == 0
+        )

@@ -21,7 +21,10 @@ from tests.data_prep.samples import build, encoded, files_of, picture, write_fil
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """9 + 4 pictures of three sizes and two files that are none."""
     files = {f"train/ant/{number}.jpg": encoded(picture(seed=number)) for number in range(6)}
-    files |= {f"train/bee/{number}.png": encoded(picture(seed=9, width=21 + number), "PNG") for number in range(2)}
+    files |= {
+        f"train/bee/{number}.png": encoded(picture(seed=9, width=21 + number), "PNG")
+        for number in range(2)
+    }
     files |= {"train/cat/0.jpg": encoded(picture(seed=11))}
     files |= {f"val/ant/{number}.jpg": encoded(picture(seed=20 + number)) for number in range(4)}
     files |= {"train/cat/none.jpg": b"", "val/bee/text.jpg": b"no picture"}
@@ -29,7 +32,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pack(source: Path, out: Path, encoding: str) -> Path:
-    assert build(source, out, f"encoding={encoding}", "max_reject_share=1", "samples_per_shard=4", "draft=false") == 0
+    assert (
+        build(
+            source,
+            out,
+            f"encoding={encoding}",
+            "max_reject_share=1",
+            "samples_per_shard=4",
+            "draft=false",
+        )
+        == 0
+    )
     return out
 
 
@@ -48,14 +61,21 @@ def by_hand(directory: Path, split: str) -> list[np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize("encoding", ["raw", "jpeg"])
-def test_numbers_are_those_of_an_independent_count(source: Path, tmp_path: Path, encoding: str) -> None:
+def test_numbers_are_those_of_an_independent_count(
+    source: Path, tmp_path: Path, encoding: str
+) -> None:
     directory = pack(source, tmp_path / "animals", encoding)
     before = files_of(directory)
     found = stats(directory, recompute=True)
     assert (found["read"], found["written"], found["num_classes"]) == (15, 13, 3)
     assert found["rejected"] == {"empty": 1, "not_an_image": 1}
     train, val = found["splits"]["train"], found["splits"]["val"]
-    assert (train["samples"], train["unlabelled"], train["shards"], train["classes"]) == (9, 0, 3, 3)
+    assert (train["samples"], train["unlabelled"], train["shards"], train["classes"]) == (
+        9,
+        0,
+        3,
+        3,
+    )
     assert train["per_class"] == {"min": 1, "5 %": 1, "median": 2, "95 %": 6, "max": 6}
     assert train["imbalance"] == 6.0
     assert train["largest"] == [["ant", 6], ["bee", 2], ["cat", 1]]
@@ -82,7 +102,9 @@ def test_sizes_of_kept_pictures_are_read_off_their_headers(source: Path, tmp_pat
     assert stats(directory) == found
 
 
-def test_the_command_prints_tables_or_json(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_tables_or_json(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = pack(source, tmp_path / "animals", "keep")
     capsys.readouterr()
     assert main(["stats", str(directory), "--json", "--workers", "1"]) == 0
@@ -92,7 +114,11 @@ def test_the_command_prints_tables_or_json(source: Path, tmp_path: Path, capsys:
     assert "read 15 = written 13 + rejected 2 (empty 1, not_an_image 1)" in said
     assert "train: largest ant 6, bee 2, cat 1; smallest cat 1, bee 2, ant 6" in said
     assert "40 x 30" in said
-    (width,) = (line.split() for line in said.splitlines() if line.startswith("width ") and " x " not in line)
+    (width,) = (
+        line.split()
+        for line in said.splitlines()
+        if line.startswith("width ") and " x " not in line
+    )
     assert width == ["width", "21", "21", "40", "40", "40"]  # of 21, 22 and eleven times 40
     assert "recomputed" in said
     assert max(len(line) for line in said.splitlines() if not line.startswith(str(directory))) <= 80
@@ -105,5 +131,7 @@ def test_a_damaged_picture_is_one_line(source: Path, tmp_path: Path, refused: Re
     content[512:600] = b"x" * 88
     tar.write_bytes(content)
     refused(
-        main(["stats", str(directory), "--workers", "1"]), "train-000000.tar: a picture does not decode", "run data_prep verify"
+        main(["stats", str(directory), "--workers", "1"]),
+        "train-000000.tar: a picture does not decode",
+        "run data_prep verify",
     )

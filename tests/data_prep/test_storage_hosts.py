@@ -49,11 +49,14 @@ def servers(dataset: Path) -> Iterator[list[tuple[str, Web]]]:
 
 
 def name_hosts(dataset: Path, *addresses: str) -> None:
-    """The manifest names the shards by these addresses in turn; "" leaves a file in the dataset's directory."""
+    """The manifest names the shards by these addresses in turn; "" leaves a file in the dataset's
+    directory."""
     manifest, splits = load_manifest(dataset), {}
     for name, split in manifest.splits.items():
         shards = [
-            shard.model_copy(update={"file": f"{address}/shapes/{shard.file}" if address else shard.file})
+            shard.model_copy(
+                update={"file": f"{address}/shapes/{shard.file}" if address else shard.file}
+            )
             for number, shard in enumerate(split.shards)
             for address in [addresses[number % len(addresses)]]
         ]
@@ -68,7 +71,9 @@ def train_on(dataset: str, storage: dict[str, Any], cache: Path) -> None:
 
 
 @pytest.mark.parametrize("storage", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("way", ["the manifest names another host", "the own host redirects to another"])
+@pytest.mark.parametrize(
+    "way", ["the manifest names another host", "the own host redirects to another"]
+)
 def test_a_host_that_nobody_chose_receives_no_option(
     dataset: Path, servers: list[tuple[str, Web]], way: str, storage: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -77,7 +82,9 @@ def test_a_host_that_nobody_chose_receives_no_option(
         own_server.moved_to = other
     else:
         name_hosts(dataset, "", other)
-    assert main(["verify", f"{own}/shapes", "--storage", json.dumps(storage), "--workers", "1"]) == 0
+    assert (
+        main(["verify", f"{own}/shapes", "--storage", json.dumps(storage), "--workers", "1"]) == 0
+    )
     train_on(f"{own}/shapes", storage, tmp_path / "shards")
     assert all(SECRET in headers for headers in own_server.headers)
     assert other_server.headers and not any(SECRET in headers for headers in other_server.headers)
@@ -89,12 +96,37 @@ def test_a_local_dataset_sends_its_options_to_the_one_host_of_its_shards(
     (own, own_server), (other, other_server) = servers
     storage = OPTIONS["a token"]
     name_hosts(dataset, own)
-    assert main(["stats", str(dataset), "--recompute", "--storage", json.dumps(storage), "--workers", "1"]) == 0
+    assert (
+        main(
+            [
+                "stats",
+                str(dataset),
+                "--recompute",
+                "--storage",
+                json.dumps(storage),
+                "--workers",
+                "1",
+            ]
+        )
+        == 0
+    )
     train_on(str(dataset), storage, tmp_path / "shards")
     assert own_server.headers and all(SECRET in headers for headers in own_server.headers)
     name_hosts(dataset, own, other)
     refused(
-        main(["stats", str(dataset), "--recompute", "--storage", json.dumps(storage), "--workers", "1"]), "storage: ", "2 hosts"
+        main(
+            [
+                "stats",
+                str(dataset),
+                "--recompute",
+                "--storage",
+                json.dumps(storage),
+                "--workers",
+                "1",
+            ]
+        ),
+        "storage: ",
+        "2 hosts",
     )
     with pytest.raises(ValueError, match="2 hosts"):
         train_on(str(dataset), storage, tmp_path / "shards")
@@ -112,7 +144,11 @@ def test_a_local_dataset_sends_its_options_to_the_one_host_of_its_shards(
         ("https://h/a", "https://h.evil/a", False),
         ("https://h/a", "s3://h/a", False),
         ("s3://mine/a", "s3://theirs/a", True),
-        ("az://box@mine.blob.core.windows.net/a", "abfs://other@mine.blob.core.windows.net/a", True),
+        (
+            "az://box@mine.blob.core.windows.net/a",
+            "abfs://other@mine.blob.core.windows.net/a",
+            True,
+        ),
         ("az://box@mine.blob.core.windows.net/a", "az://box@theirs.blob.core.windows.net/a", False),
         ("az://box/a", "az://box@theirs.blob.core.windows.net/a", False),
     ],

@@ -1,4 +1,5 @@
-"""A subset holds the parent's very samples, in the asked number and proportions, nested, without a copy; and it trains."""
+"""A subset holds the parent's very samples, in the asked number and proportions, nested, without a
+copy; and it trains."""
 
 import json
 import shutil
@@ -31,9 +32,13 @@ COUNTS = {"ant": 3, "bee": 40, "cat": 17, "dog": 1, "elk": 60, "fox": 29}
 @pytest.fixture(scope="module")
 def animals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """150 + 12 pictures of very unequal classes, in shards of 32."""
-    counts = {f"train/{name}": count for name, count in COUNTS.items()} | {f"val/{name}": 2 for name in COUNTS}
+    counts = {f"train/{name}": count for name, count in COUNTS.items()} | {
+        f"val/{name}": 2 for name in COUNTS
+    }
     root = tmp_path_factory.mktemp("animals")
-    assert build(write_classes(root / "source", counts), root / "animals", "samples_per_shard=32") == 0
+    assert (
+        build(write_classes(root / "source", counts), root / "animals", "samples_per_shard=32") == 0
+    )
     return root / "animals"
 
 
@@ -45,7 +50,8 @@ def counts_of(directory: Path) -> dict[str, int]:
     return dict(Counter(path.split("/")[1] for path in paths_of(directory)))
 
 
-# ---- the choice --------------------------------------------------------------------------------------------------
+# ---- the choice
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_class_has_its_share_and_the_total_is_exact(animals: Path, tmp_path: Path) -> None:
@@ -53,7 +59,9 @@ def test_every_class_has_its_share_and_the_total_is_exact(animals: Path, tmp_pat
         assert subset(animals, tmp_path / str(count), "--count", str(count)) == 0
         found = counts_of(tmp_path / str(count))
         assert sum(found.values()) == count
-        assert all(abs(found.get(name, 0) - size * count / 150) < 1 for name, size in COUNTS.items())
+        assert all(
+            abs(found.get(name, 0) - size * count / 150) < 1 for name, size in COUNTS.items()
+        )
 
 
 def test_the_counts_of_a_tenth_are_the_rounded_shares() -> None:
@@ -67,14 +75,18 @@ def test_the_counts_of_a_tenth_are_the_rounded_shares() -> None:
 def test_smaller_sizes_lie_within_larger_ones(animals: Path, tmp_path: Path, seed: int) -> None:
     before: set[str] = set()
     for fraction in ("0.05", "0.1", "0.2", "0.37", "0.9", "1"):
-        assert subset(animals, tmp_path / fraction, "--fraction", fraction, "--seed", str(seed)) == 0
+        assert (
+            subset(animals, tmp_path / fraction, "--fraction", fraction, "--seed", str(seed)) == 0
+        )
         paths = set(paths_of(tmp_path / fraction))
         assert before < paths
         before = paths
     assert len(before) == 150
 
 
-def test_a_ranking_holds_every_sample_once_and_one_left_out_keeps_the_order_of_the_others_of_a_class() -> None:
+def test_a_ranking_holds_every_sample_once_and_one_left_out_keeps_the_order_of_the_others_of_a_class() -> (
+    None
+):
     labels = np.random.default_rng(1).integers(0, 9, 500) ** 2 // 9
     keep = np.ones(500, np.bool_)
     whole = ranking(labels, seed=5, keep=keep)
@@ -82,10 +94,14 @@ def test_a_ranking_holds_every_sample_once_and_one_left_out_keeps_the_order_of_t
     keep[whole[::3]] = False
     rest = ranking(labels, seed=5, keep=keep)
     for label in range(9):
-        assert rest[labels[rest] == label].tolist() == [row for row in whole[labels[whole] == label].tolist() if keep[row]]
+        assert rest[labels[rest] == label].tolist() == [
+            row for row in whole[labels[whole] == label].tolist() if keep[row]
+        ]
 
 
-def test_seeds_choose_differently_and_one_seed_the_same_bytes(animals: Path, tmp_path: Path) -> None:
+def test_seeds_choose_differently_and_one_seed_the_same_bytes(
+    animals: Path, tmp_path: Path
+) -> None:
     for place, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         assert subset(animals, tmp_path / place / "half", "--fraction", "0.5", "--seed", seed) == 0
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
@@ -94,16 +110,33 @@ def test_seeds_choose_differently_and_one_seed_the_same_bytes(animals: Path, tmp
 
 def test_the_ranking_is_the_same_in_every_version() -> None:
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 2, -1, 0])
-    assert ranking(labels, seed=11, keep=np.ones(10, np.bool_)).tolist() == [9, 5, 0, 2, 4, 7, 8, 1, 6, 3]
+    assert ranking(labels, seed=11, keep=np.ones(10, np.bool_)).tolist() == [
+        9,
+        5,
+        0,
+        2,
+        4,
+        7,
+        8,
+        1,
+        6,
+        3,
+    ]
 
 
-def test_per_class_takes_as_many_of_each_and_names_a_class_that_has_fewer(animals: Path, tmp_path: Path, refused: Refused) -> None:
+def test_per_class_takes_as_many_of_each_and_names_a_class_that_has_fewer(
+    animals: Path, tmp_path: Path, refused: Refused
+) -> None:
     assert subset(animals, tmp_path / "one", "--per-class", "1") == 0
     assert counts_of(tmp_path / "one") == dict.fromkeys(COUNTS, 1)
-    refused(subset(animals, tmp_path / "two", "--per-class", "2"), "per-class: 2 asked for, dog has 1 in train")
+    refused(
+        subset(animals, tmp_path / "two", "--per-class", "2"),
+        "per-class: 2 asked for, dog has 1 in train",
+    )
 
 
-# ---- what is in it -----------------------------------------------------------------------------------------------
+# ---- what is in it
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("encoding", ["raw", "jpeg", "keep"])
@@ -122,7 +155,9 @@ def test_pictures_and_labels_are_the_parents_rows(tmp_path: Path, encoding: str)
     assert part.labels.tolist() == whole.labels[rows].tolist()
 
 
-def test_a_subset_is_whole_copies_no_tar_and_takes_other_splits_as_they_are(animals: Path, tmp_path: Path) -> None:
+def test_a_subset_is_whole_copies_no_tar_and_takes_other_splits_as_they_are(
+    animals: Path, tmp_path: Path
+) -> None:
     before = files_of(animals)
     assert subset(animals, tmp_path / "deep" / "tenth", "--fraction", "0.1") == 0
     assert not list(tmp_path.rglob("*.tar"))
@@ -149,15 +184,30 @@ def test_a_subset_of_a_subset_names_the_first_tars(animals: Path, tmp_path: Path
     assert subset(tmp_path / "half", tmp_path / "few", "--count", "10") == 0
     shutil.rmtree(tmp_path / "half")
     assert verify(tmp_path / "few").faults == []
-    tars = {(tmp_path / "few" / shard.file).resolve() for shard in load_manifest(tmp_path / "few").splits["train"].shards}
+    tars = {
+        (tmp_path / "few" / shard.file).resolve()
+        for shard in load_manifest(tmp_path / "few").splits["train"].shards
+    }
     assert tars <= {path.resolve() for path in animals.glob("*.tar")}
 
 
-def test_some_classes_are_numbered_anew_through_two_subsets_and_verify_knows(animals: Path, tmp_path: Path) -> None:
+def test_some_classes_are_numbered_anew_through_two_subsets_and_verify_knows(
+    animals: Path, tmp_path: Path
+) -> None:
     (tmp_path / "three").write_text("fox\nbee\n\nelk\n")
     (tmp_path / "two").write_text("fox\nelk\n")
     assert subset(animals, tmp_path / "a", "--classes-file", str(tmp_path / "three")) == 0
-    assert subset(tmp_path / "a", tmp_path / "b", "--classes-file", str(tmp_path / "two"), "--fraction", "0.5") == 0
+    assert (
+        subset(
+            tmp_path / "a",
+            tmp_path / "b",
+            "--classes-file",
+            str(tmp_path / "two"),
+            "--fraction",
+            "0.5",
+        )
+        == 0
+    )
     first, second = load_manifest(tmp_path / "a"), load_manifest(tmp_path / "b")
     assert first.classes == ("bee", "elk", "fox")
     assert first.splits["train"].class_counts == (40, 60, 29)
@@ -165,14 +215,18 @@ def test_some_classes_are_numbered_anew_through_two_subsets_and_verify_knows(ani
     assert second.classes == ("elk", "fox")
     assert second.source["labels"] == [4, 5]
     labels = open_split(tmp_path / "b", second, "train").labels.tolist()
-    assert [second.classes[label] for label in labels] == [path.split("/")[1] for path in paths_of(tmp_path / "b")]
+    assert [second.classes[label] for label in labels] == [
+        path.split("/")[1] for path in paths_of(tmp_path / "b")
+    ]
     for directory in ("a", "b"):
         assert verify(tmp_path / directory).faults == []
     change_manifest(tmp_path / "b", lambda manifest: manifest["source"].update(labels=[5, 4]))
     assert verify(tmp_path / "b").num_faults == second.num_written
 
 
-def test_excluded_paths_are_left_out_of_every_split(animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_excluded_paths_are_left_out_of_every_split(
+    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = [*paths_of(animals)[::5], paths_of(animals, "val")[3]]
     lines = [json.dumps({"path": path}) for path in [*out, "of/another/dataset.jpg"]]
     (tmp_path / "list").write_text("\n".join(lines))
@@ -185,7 +239,9 @@ def test_excluded_paths_are_left_out_of_every_split(animals: Path, tmp_path: Pat
         capsys.readouterr()
         assert subset(animals, tmp_path / "rest", "--exclude", str(tmp_path / "list")) == 0
         assert f"of 32 paths to exclude, 31 are in {animals}" in capsys.readouterr().out
-        assert subset(animals, tmp_path / "rest", "--exclude", str(tmp_path / "list"), "--json") == 0
+        assert (
+            subset(animals, tmp_path / "rest", "--exclude", str(tmp_path / "list"), "--json") == 0
+        )
         assert json.loads(capsys.readouterr().out)["exclude_paths"] == {"listed": 32, "found": 31}
         shutil.rmtree(tmp_path / "rest")
 
@@ -195,8 +251,14 @@ def test_a_list_of_another_dataset_or_of_a_whole_split_is_refused_and_an_empty_o
 ) -> None:
     listed = tmp_path / "list"
     for paths, message in (
-        (["of/another.jpg", "of/yet/another.jpg"], f"list: none of 2 paths is in {animals}; name a list"),
-        (paths_of(animals, "val"), f"data_prep: {animals}: no sample of val is left; ask for more, or leave out less"),
+        (
+            ["of/another.jpg", "of/yet/another.jpg"],
+            f"list: none of 2 paths is in {animals}; name a list",
+        ),
+        (
+            paths_of(animals, "val"),
+            f"data_prep: {animals}: no sample of val is left; ask for more, or leave out less",
+        ),
     ):
         listed.write_text("\n".join(json.dumps({"path": path}) for path in paths))
         refused(subset(animals, tmp_path / "out", "--exclude", str(listed)), message)
@@ -210,7 +272,10 @@ def test_annotations_follow_their_samples(animals: Path, tmp_path: Path) -> None
     bits = np.random.default_rng(0).random((150, 10)) < 0.5
     for key, columns in {"folds": bits, "real": bits[:, :6]}.items():
         fact = write_annotation(parent, f"train-{key}", columns).model_dump()
-        change_manifest(parent, lambda m, key=key, fact=fact: m["splits"]["train"]["annotations"].update({key: fact}))
+        change_manifest(
+            parent,
+            lambda m, key=key, fact=fact: m["splits"]["train"]["annotations"].update({key: fact}),
+        )
     (tmp_path / "two").write_text("fox\nelk\n")
     assert subset(parent, tmp_path / "few", "--count", "20") == 0
     assert subset(parent, tmp_path / "foxes", "--classes-file", str(tmp_path / "two")) == 0
@@ -222,10 +287,13 @@ def test_annotations_follow_their_samples(animals: Path, tmp_path: Path) -> None
     assert list(load_manifest(tmp_path / "foxes").splits["train"].annotations) == ["folds"]
 
 
-# ---- verify of a subset ------------------------------------------------------------------------------------------
+# ---- verify of a subset
+# ------------------------------------------------------------------------------------------
 
 
-def test_only_the_rows_of_the_subset_are_looked_at_and_each_must_point_at_a_picture(animals: Path, tmp_path: Path) -> None:
+def test_only_the_rows_of_the_subset_are_looked_at_and_each_must_point_at_a_picture(
+    animals: Path, tmp_path: Path
+) -> None:
     assert subset(animals, tmp_path / "half", "--fraction", "0.5") == 0
     shard = load_manifest(tmp_path / "half").splits["train"].shards[1]
     rows = np.load(tmp_path / "half" / shard.index_file)
@@ -235,7 +303,8 @@ def test_only_the_rows_of_the_subset_are_looked_at_and_each_must_point_at_a_pict
     assert faults == [f"{shard.file}: row 3 of {shard.index_file} points at no picture"]
 
 
-# ---- mistakes and repetition -------------------------------------------------------------------------------------
+# ---- mistakes and repetition
+# -------------------------------------------------------------------------------------
 
 
 def test_the_same_call_again_changes_nothing_and_another_is_refused(
@@ -245,12 +314,20 @@ def test_the_same_call_again_changes_nothing_and_another_is_refused(
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()}
     assert subset(animals, tmp_path / "half", "--fraction", "0.5", "--json") == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()} == before
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["splits"] == {"train": 75, "val": 12}
-    refused(subset(animals, tmp_path / "half", "--fraction", "0.4"), "half: holds another dataset (half); name another directory")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["splits"] == {
+        "train": 75,
+        "val": 12,
+    }
+    refused(
+        subset(animals, tmp_path / "half", "--fraction", "0.4"),
+        "half: holds another dataset (half); name another directory",
+    )
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "half").iterdir()} == before
 
 
-def test_what_is_no_picture_of_the_parent_makes_no_other_subset(animals: Path, tmp_path: Path) -> None:
+def test_what_is_no_picture_of_the_parent_makes_no_other_subset(
+    animals: Path, tmp_path: Path
+) -> None:
     parent, half = shutil.copytree(animals, tmp_path / "parent"), tmp_path / "half"
     again = (parent, half, "--fraction", "0.5")
     assert subset(*again) == 0
@@ -258,7 +335,10 @@ def test_what_is_no_picture_of_the_parent_makes_no_other_subset(animals: Path, t
     change_manifest(parent, lambda tree: tree.update(max_reject_share=0.5, tool_version="99"))
     assert subset(*again) == 0
     assert files_of(half) == before
-    for place in ("http://a", "s3://b"):  # where its shards are read from now; the tars that are gone are named anew
+    for place in (
+        "http://a",
+        "s3://b",
+    ):  # where its shards are read from now; the tars that are gone are named anew
         moved = json.loads((parent / "manifest.json").read_bytes())["splits"]
         for shard in [shard for split in moved.values() for shard in split["shards"]]:
             shard["file"] = f"{place}/{shard['name']}.tar"
@@ -277,18 +357,38 @@ def test_nothing_is_put_next_to_a_subset_and_two_commands_make_one(
     animals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = [sys.executable, "-m", "data_prep", "subset", str(animals), "--fraction", "0.5", "--out"]
+    words = [
+        sys.executable,
+        "-m",
+        "data_prep",
+        "subset",
+        str(animals),
+        "--fraction",
+        "0.5",
+        "--out",
+    ]
     with sole_maker(tmp_path / "x"):  # so that both wait
-        both = [subprocess.Popen([*words, str(tmp_path / "x")], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+        both = [
+            subprocess.Popen([*words, str(tmp_path / "x")], stderr=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
         said = [str(each.stderr.readline()) for each in both if each.stderr]
-        assert subset(animals, tmp_path / "y", "--fraction", "0.5") == 0  # another one does not wait
-    assert not [said for each in both for said in each.communicate(timeout=60) if "Error" in (said or "")]
-    assert [each.returncode for each in both] == [0, 0] and all("waiting for process" in line for line in said)
+        assert (
+            subset(animals, tmp_path / "y", "--fraction", "0.5") == 0
+        )  # another one does not wait
+    assert not [
+        said for each in both for said in each.communicate(timeout=60) if "Error" in (said or "")
+    ]
+    assert [each.returncode for each in both] == [0, 0] and all(
+        "waiting for process" in line for line in said
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "y"]
     assert verify(tmp_path / "x").faults == []
 
 
-def test_tars_that_moved_are_named_anew_by_the_same_call(animals: Path, tmp_path: Path, refused: Refused) -> None:
+def test_tars_that_moved_are_named_anew_by_the_same_call(
+    animals: Path, tmp_path: Path, refused: Refused
+) -> None:
     shutil.copytree(animals, tmp_path / "here")
     assert subset(tmp_path / "here", tmp_path / "half", "--fraction", "0.5") == 0
     (tmp_path / "here").rename(tmp_path / "there")
@@ -296,7 +396,8 @@ def test_tars_that_moved_are_named_anew_by_the_same_call(animals: Path, tmp_path
     (tmp_path / "half" / "notes.md").write_text("mine")
     (tmp_path / "half" / ".tmp-of-a-killed-run").write_text("")
     refused(
-        subset(tmp_path / "there", tmp_path / "half", "--fraction", "0.5"), "but notes.md is no part of it; move that elsewhere"
+        subset(tmp_path / "there", tmp_path / "half", "--fraction", "0.5"),
+        "but notes.md is no part of it; move that elsewhere",
     )
     (tmp_path / "half" / "notes.md").rename(tmp_path / "notes.md")
     assert subset(tmp_path / "there", tmp_path / "half", "--fraction", "0.5") == 0
@@ -340,13 +441,21 @@ def test_the_parents_classes_are_not_walked_anew_for_every_name(tmp_path: Path) 
     assert parent.classes.walks <= 2
 
 
-def test_an_unknown_class_and_a_directory_of_something_else_are_refused(animals: Path, tmp_path: Path, refused: Refused) -> None:
+def test_an_unknown_class_and_a_directory_of_something_else_are_refused(
+    animals: Path, tmp_path: Path, refused: Refused
+) -> None:
     (tmp_path / "classes").write_text("fix\n")
     words = ("--classes-file", str(tmp_path / "classes"))
-    refused(subset(animals, tmp_path / "out", *words), "names 'fix', which the dataset lacks; did you mean 'fox'?")
+    refused(
+        subset(animals, tmp_path / "out", *words),
+        "names 'fix', which the dataset lacks; did you mean 'fox'?",
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years")
-    refused(subset(animals, tmp_path / "mine", "--count", "3"), "mine: exists and is no dataset; choose another directory")
+    refused(
+        subset(animals, tmp_path / "mine", "--count", "3"),
+        "mine: exists and is no dataset; choose another directory",
+    )
     (tmp_path / "link").symlink_to(animals)
     message = "link is the dataset that the samples are chosen from; name another"
     refused(subset(animals, tmp_path / "link", "--count", "3"), message)

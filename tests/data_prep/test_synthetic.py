@@ -1,5 +1,6 @@
-"""The synthetic archive: every picture is a function of (seed, class, split, number) alone, the two class sets share no class but
-every attribute, and drawing goes on after an interruption to the same files.
+"""The synthetic archive: every picture is a function of (seed, class, split, number) alone, the two
+class sets share no class but every attribute, and drawing goes on after an interruption to the same
+files.
 """
 
 import io
@@ -44,7 +45,9 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, drawn:
     assert draw(tmp_path / "images", num_workers=2) == pictures(drawn)
 
 
-def test_more_pictures_and_more_classes_begin_with_the_same_ones(tmp_path: Path, drawn: Path) -> None:
+def test_more_pictures_and_more_classes_begin_with_the_same_ones(
+    tmp_path: Path, drawn: Path
+) -> None:
     more = draw(tmp_path / "images", num_classes=6, num_train_per_class=7, num_val_per_class=3)
     assert len(more) == 6 * (7 + 3)
     assert more.items() > pictures(drawn).items()
@@ -60,7 +63,11 @@ def test_the_class_sets_are_disjoint_and_each_has_every_attribute() -> None:
     a, b = (class_set(name, num_classes=48) for name in ("a", "b"))
     assert len({look.name for look in a + b}) == 96
     for looks in (a, b):
-        assert [sorted(Counter(attribute).values()) for attribute in zip(*looks, strict=True)] == [[8] * 6, [12] * 4, [12] * 4]
+        assert [sorted(Counter(attribute).values()) for attribute in zip(*looks, strict=True)] == [
+            [8] * 6,
+            [12] * 4,
+            [12] * 4,
+        ]
 
 
 def test_every_picture_is_another_jpeg_file_of_the_asked_for_size(drawn: Path) -> None:
@@ -71,10 +78,19 @@ def test_every_picture_is_another_jpeg_file_of_the_asked_for_size(drawn: Path) -
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (16, 16))
 
 
-@pytest.mark.parametrize(("quadrant", "place"), [("nw", (0, 0)), ("ne", (0, 1)), ("sw", (1, 0)), ("se", (1, 1))])
-def test_the_object_stands_in_the_quadrant_that_its_class_names(quadrant: str, place: tuple[int, int]) -> None:
-    """Over many pictures only the main object stays put, so that its quadrant has the most saturated colours."""
-    look = next(look for look in class_set("a", num_classes=48) if (look.shape, look.quadrant) == ("square", quadrant))
+@pytest.mark.parametrize(
+    ("quadrant", "place"), [("nw", (0, 0)), ("ne", (0, 1)), ("sw", (1, 0)), ("se", (1, 1))]
+)
+def test_the_object_stands_in_the_quadrant_that_its_class_names(
+    quadrant: str, place: tuple[int, int]
+) -> None:
+    """Over many pictures only the main object stays put, so that its quadrant has the most
+    saturated colours."""
+    look = next(
+        look
+        for look in class_set("a", num_classes=48)
+        if (look.shape, look.quadrant) == ("square", quadrant)
+    )
     saturation = np.zeros((2, 2))
     for number in range(30):
         data = picture_bytes(look, split="train", number=number, size=32, seed=0)
@@ -103,9 +119,16 @@ def test_other_settings_are_refused_the_same_folder(tmp_path: Path) -> None:
     root = tmp_path / "images"
     draw(root)
     before = files_of(root)
-    changes: list[dict[str, Any]] = [{"seed": 1}, {"num_train_per_class": 6}, {"image_size": 24}, {"class_set": "b"}]
+    changes: list[dict[str, Any]] = [
+        {"seed": 1},
+        {"num_train_per_class": 6},
+        {"image_size": 24},
+        {"class_set": "b"},
+    ]
     for change in changes:
-        with pytest.raises(SourceError, match="holds pictures of other settings; remove it or name another"):
+        with pytest.raises(
+            SourceError, match="holds pictures of other settings; remove it or name another"
+        ):
             draw(root, **change)
         assert files_of(root) == before
 

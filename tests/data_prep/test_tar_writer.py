@@ -1,4 +1,5 @@
-"""Properties of `TarWriter`: the bytes are those of tarfile's USTAR, the offsets and the hash are true, limits are named."""
+"""Properties of `TarWriter`: the bytes are those of tarfile's USTAR, the offsets and the hash are
+true, limits are named."""
 
 import hashlib
 import io
@@ -32,7 +33,12 @@ NAMES = [
     "é" * 50,  # 100 bytes
     "dir/" + "n" * 97,  # 101 bytes
     "d" * 155 + "/" + "n" * 100,  # the longest there is
-    "a/b/c/" + "d" * 40 + "/" + "e" * 60 + "/" + "f" * 30,  # several places to split: the earliest is taken
+    "a/b/c/"
+    + "d" * 40
+    + "/"
+    + "e" * 60
+    + "/"
+    + "f" * 30,  # several places to split: the earliest is taken
     "d" * 60 + "/" + "日" * 33,  # split by bytes, not by characters
 ]
 
@@ -44,7 +50,9 @@ def test_one_member_is_as_tarfile_writes_it(name: str) -> None:
         assert by_us(members)[0] == tar_of(members, kind=tarfile.USTAR_FORMAT)
 
 
-def test_random_archives_are_as_tarfile_writes_them_with_true_offsets_and_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_archives_are_as_tarfile_writes_them_with_true_offsets_and_hash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = np.random.default_rng(0)
     num_members = 0
     for held_bytes in (1, 5_000, 1 << 20):
@@ -53,15 +61,18 @@ def test_random_archives_are_as_tarfile_writes_them_with_true_offsets_and_hash(m
             members = []
             for number in range(count):
                 depth = int(generator.integers(1, 5))
-                name = "/".join("x" * int(generator.integers(1, 45)) for _ in range(depth)) + f"-{number}"
+                name = (
+                    "/".join("x" * int(generator.integers(1, 45)) for _ in range(depth))
+                    + f"-{number}"
+                )
                 members.append((name, generator.bytes(int(generator.integers(0, 3000)))))
             written, writer, offsets = by_us(members)
             assert written == tar_of(members, kind=tarfile.USTAR_FORMAT)
             assert writer.sha256 == hashlib.sha256(written).hexdigest()
             assert writer.num_bytes == len(written)
-            assert [written[at : at + len(data)] for at, (_, data) in zip(offsets, members, strict=True)] == [
-                data for _, data in members
-            ]
+            assert [
+                written[at : at + len(data)] for at, (_, data) in zip(offsets, members, strict=True)
+            ] == [data for _, data in members]
             num_members += count
     assert num_members == 3 * 76
 

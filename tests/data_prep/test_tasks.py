@@ -1,5 +1,5 @@
-"""Array tasks and merge: any number of tasks, at once or in turn, killed or not, make the bytes of one undisturbed build; and a
-merge publishes nothing that is not whole and of this very build.
+"""Array tasks and merge: any number of tasks, at once or in turn, killed or not, make the bytes of
+one undisturbed build; and a merge publishes nothing that is not whole and of this very build.
 """
 
 import contextlib
@@ -75,13 +75,26 @@ def merge(out: Path) -> int:
 
 
 def words_of(source: Path, out: Path, which: str) -> list[str]:
-    words = ["build", "--source", "folder", "--out", str(out), "--task", which, f"source.path={source}"]
+    words = [
+        "build",
+        "--source",
+        "folder",
+        "--out",
+        str(out),
+        "--task",
+        which,
+        f"source.path={source}",
+    ]
     return [*words, "image_size=16", "source.val_share=0", *CUT]
 
 
-def running(source: Path, out: Path, which: str, *, strike: Strike | None = None) -> AbstractContextManager[Child]:
+def running(
+    source: Path, out: Path, which: str, *, strike: Strike | None = None
+) -> AbstractContextManager[Child]:
     log = out.with_name(f"{which.replace('/', '-')}.log")
-    return forked(log, *words_of(source, out, which), prepare=strike.arm if strike else lambda: None)
+    return forked(
+        log, *words_of(source, out, which), prepare=strike.arm if strike else lambda: None
+    )
 
 
 @pytest.mark.parametrize("total", [1, 3, 9])
@@ -98,11 +111,16 @@ def test_any_number_of_tasks_in_any_order_makes_the_bytes_of_one_build(
     assert files_of(out) == whole
 
 
-def test_tasks_at_once_killed_again_and_again_make_the_same_bytes(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+def test_tasks_at_once_killed_again_and_again_make_the_same_bytes(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
     out = tmp_path / "animals"
     for moments in ((8, 30), (50, 60), (40, 20)):  # of some 130 of each task
         one, two = (Strike(out, moment) for moment in moments)
-        with running(source, out, "0/2", strike=one) as first, running(source, out, "1/2", strike=two) as second:
+        with (
+            running(source, out, "0/2", strike=one) as first,
+            running(source, out, "1/2", strike=two) as second,
+        ):
             assert [child.wait() for child in (first, second)] == [-signal.SIGKILL] * 2
     with running(source, out, "0/2") as first, running(source, out, "1/2") as second:
         assert first.ended_well() and second.ended_well()
@@ -110,7 +128,9 @@ def test_tasks_at_once_killed_again_and_again_make_the_same_bytes(tmp_path: Path
     assert files_of(out) == whole
 
 
-def test_tasks_continue_what_a_build_began_and_the_other_way_round(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+def test_tasks_continue_what_a_build_began_and_the_other_way_round(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
     out = tmp_path / "animals"
     assert task(source, out, "1/3") == 0
     written = {path: path.stat().st_mtime_ns for path in out.glob("*.tar")}
@@ -121,7 +141,8 @@ def test_tasks_continue_what_a_build_began_and_the_other_way_round(tmp_path: Pat
     assert {path: path.stat().st_mtime_ns for path in written} == written
 
 
-# ---- what a merge refuses ---------------------------------------------------------------------------------------
+# ---- what a merge refuses
+# ---------------------------------------------------------------------------------------
 
 
 FOURTH = "train-000004"
@@ -150,19 +171,33 @@ HARM: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         f"1 of 7 shards cannot be merged ({FOURTH} is not written)",
     ),
     "killed task": (
-        lambda out, _: [(out / PARTS / f"{FOURTH}.json").unlink(), (out / f"{FOURTH}.tar").rename(out / f".tmp-{FOURTH}.tar")],
+        lambda out, _: [
+            (out / PARTS / f"{FOURTH}.json").unlink(),
+            (out / f"{FOURTH}.tar").rename(out / f".tmp-{FOURTH}.tar"),
+        ],
         f"1 of 7 shards cannot be merged ({FOURTH} is not written)",
     ),
-    "lost tar": (lambda out, _: (out / f"{FOURTH}.tar").unlink(), f"({FOURTH}.tar is not as it was written)"),
-    "cut tar": (lambda out, _: os.truncate(out / f"{FOURTH}.tar", 1024), f"({FOURTH}.tar is not as it was written)"),
+    "lost tar": (
+        lambda out, _: (out / f"{FOURTH}.tar").unlink(),
+        f"({FOURTH}.tar is not as it was written)",
+    ),
+    "cut tar": (
+        lambda out, _: os.truncate(out / f"{FOURTH}.tar", 1024),
+        f"({FOURTH}.tar is not as it was written)",
+    ),
     "changed index": (_changed_index, f"({FOURTH}.npy is not as it was written)"),
-    "lost paths": (lambda out, _: (out / f"{FOURTH}.paths").unlink(), f"({FOURTH}.paths is not as it was written)"),
+    "lost paths": (
+        lambda out, _: (out / f"{FOURTH}.paths").unlink(),
+        f"({FOURTH}.paths is not as it was written)",
+    ),
     "damaged record": (
         lambda out, _: (out / PARTS / f"{FOURTH}.json").write_text('{"plan_hash": '),
         f"(the record of {FOURTH} is damaged, or of another)",
     ),
     "copied record": (
-        lambda out, _: shutil.copy(out / PARTS / "train-000001.json", out / PARTS / f"{FOURTH}.json"),
+        lambda out, _: shutil.copy(
+            out / PARTS / "train-000001.json", out / PARTS / f"{FOURTH}.json"
+        ),
         f"(the record of {FOURTH} is damaged, or of another)",
     ),
     "edited record": (_edited_record, f"(the record of {FOURTH} is damaged, or of another)"),
@@ -171,7 +206,11 @@ HARM: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 
 
 def test_a_merge_compares_the_source_with_its_listing_where_it_can_be_reached(
-    tmp_path: Path, whole: dict[str, bytes], source: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+    tmp_path: Path,
+    whole: dict[str, bytes],
+    source: Path,
+    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
 ) -> None:
     mine, out = tmp_path / "source", tmp_path / "animals"
     shutil.copytree(source, mine)
@@ -183,7 +222,10 @@ def test_a_merge_compares_the_source_with_its_listing_where_it_can_be_reached(
     assert not (out / "manifest.json").exists()
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     shutil.copytree(mine / "bee", mine / "wasp")  # a class that nobody has listed
-    refused(merge(out), "1 folders, archives or lists of labels have changed since they were listed (wasp)")
+    refused(
+        merge(out),
+        "1 folders, archives or lists of labels have changed since they were listed (wasp)",
+    )
     shutil.rmtree(mine / "wasp")
     shutil.copytree(out, tmp_path / "twin" / "animals")
     assert merge(out) == 0
@@ -191,14 +233,22 @@ def test_a_merge_compares_the_source_with_its_listing_where_it_can_be_reached(
     shutil.rmtree(mine)
     mine.mkdir()  # where its disk is not mounted
     assert merge(tmp_path / "twin" / "animals") == 0
-    said = f"data_prep: {mine} is not here, so nothing can tell whether the source has changed since the tasks listed it\n"
+    said = (
+        f"data_prep: {mine} is not here, so nothing can tell whether the source has changed since"
+        " the tasks listed it\n"
+    )
     assert said in capsys.readouterr().err
     assert files_of(out) == files_of(tmp_path / "twin" / "animals") == whole
 
 
 @pytest.mark.parametrize("name", HARM)
 def test_a_missing_damaged_or_foreign_part_is_one_clear_line_and_the_named_task_mends_it(
-    tmp_path: Path, source: Path, parts: tuple[Path, Path], whole: dict[str, bytes], refused: Refused, name: str
+    tmp_path: Path,
+    source: Path,
+    parts: tuple[Path, Path],
+    whole: dict[str, bytes],
+    refused: Refused,
+    name: str,
 ) -> None:
     (harm, message), out = HARM[name], Path(shutil.copytree(parts[0], tmp_path / "animals"))
     harm(out, parts[1])
@@ -235,7 +285,10 @@ def test_what_the_tasks_agreed_on_is_published_only_as_it_was_written(
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "lost"])
-@pytest.mark.parametrize("name", ["inventory/containers.json", "inventory/label.bin", "inventory/names.bin", "order-train.npy"])
+@pytest.mark.parametrize(
+    "name",
+    ["inventory/containers.json", "inventory/label.bin", "inventory/names.bin", "order-train.npy"],
+)
 def test_a_damaged_plan_is_named_and_a_task_that_runs_alone_makes_it_again(
     tmp_path: Path,
     source: Path,
@@ -253,7 +306,11 @@ def test_a_damaged_plan_is_named_and_a_task_that_runs_alone_makes_it_again(
     if harm == "lost":
         path.unlink()
     else:
-        path.write_bytes(data[: len(data) // 2] if harm == "cut" else data[:-40] + bytes([data[-40] ^ 1]) + data[-39:])
+        path.write_bytes(
+            data[: len(data) // 2]
+            if harm == "cut"
+            else data[:-40] + bytes([data[-40] ^ 1]) + data[-39:]
+        )
     refused(merge(out), f"{path}: is damaged", "run task 0/2 again")
     with sole_writer(out / PARTS / "task-0" / "at-work"):
         refused(task(source, out, "1/2"), f"{path}: is damaged", "run task 0/2 again")
@@ -273,14 +330,19 @@ def test_a_merge_that_trusts_reads_no_shard_but_goes_by_records_and_sizes(
     out = tmp_path / "animals"
     assert task(source, out, "0/1") == 0
     trusting = ["merge", str(out), "--workers", "1", "--trust"]
-    kept = {name: (out / name).read_bytes() for name in (f"{PARTS}/train-000004.json", "train-000004.tar")}
+    kept = {
+        name: (out / name).read_bytes()
+        for name in (f"{PARTS}/train-000004.json", "train-000004.tar")
+    }
     for name in ("copied record", "edited record", "cut tar", "lost tar"):
         HARM[name][0](out, out)
         assert main(trusting) == 2
         write_files(out, kept)
     _changed_index(out, out)
     assert main(trusting) == 0
-    assert {name for name, data in files_of(out).items() if data != whole[name]} == {"train-000004.npy"}
+    assert {name for name, data in files_of(out).items() if data != whole[name]} == {
+        "train-000004.npy"
+    }
 
 
 def test_a_merge_needs_no_list_of_classes_and_a_task_after_it_has_nothing_to_do(
@@ -302,11 +364,16 @@ def test_a_merge_needs_no_list_of_classes_and_a_task_after_it_has_nothing_to_do(
 def test_what_is_not_a_build_cannot_be_merged(tmp_path: Path, refused: Refused) -> None:
     refused(merge(tmp_path / "nowhere"), "no such directory")
     (tmp_path / "empty").mkdir()
-    refused(merge(tmp_path / "empty"), "holds no parts of a build; run data_prep build CONFIG --task i/n first")
+    refused(
+        merge(tmp_path / "empty"),
+        "holds no parts of a build; run data_prep build CONFIG --task i/n first",
+    )
     assert [path.name for path in (tmp_path / "empty").iterdir()] in ([], [LOCK])
 
 
-def test_a_stranger_among_the_shards_is_named(tmp_path: Path, source: Path, whole: dict[str, bytes], refused: Refused) -> None:
+def test_a_stranger_among_the_shards_is_named(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], refused: Refused
+) -> None:
     out = tmp_path / "animals"
     assert task(source, out, "0/1") == 0
     write_files(out, {"train-000099.tar": b"of another dataset"})
@@ -316,7 +383,8 @@ def test_a_stranger_among_the_shards_is_named(tmp_path: Path, source: Path, whol
     assert files_of(out) == whole
 
 
-# ---- several at once --------------------------------------------------------------------------------------------
+# ---- several at once
+# --------------------------------------------------------------------------------------------
 
 
 def at_work(source: Path, out: Path, which: str) -> AbstractContextManager[None]:
@@ -328,10 +396,15 @@ def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
     tmp_path: Path, source: Path, whole: dict[str, bytes], refused: Refused
 ) -> None:
     out = tmp_path / "animals"
-    write_files(out, {LOCK: json.dumps(asdict(Holder())).encode()})  # of a build that was killed: it is not named
+    write_files(
+        out, {LOCK: json.dumps(asdict(Holder())).encode()}
+    )  # of a build that was killed: it is not named
     with at_work(source, out, "0/2"):
         refused(task(source, out, "1/3"), "2 tasks are at work in")
-        refused(task(source, out, "1/2", "image_size=20"), f"tasks of another config are at work in {out} (image_size: 20, was 16)")
+        refused(
+            task(source, out, "1/2", "image_size=20"),
+            f"tasks of another config are at work in {out} (image_size: 20, was 16)",
+        )
         refused(merge(out), "array tasks are at work here; wait", code=BUSY)
         refused(build(source, out, *CUT), "array tasks are at work here; wait", code=BUSY)
         assert task(source, out, "1/2") == 0
@@ -339,7 +412,9 @@ def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
     assert files_of(out) == whole
 
 
-def test_a_source_that_changes_between_tasks_is_refused(tmp_path: Path, source: Path, refused: Refused) -> None:
+def test_a_source_that_changes_between_tasks_is_refused(
+    tmp_path: Path, source: Path, refused: Refused
+) -> None:
     mine = Path(shutil.copytree(source, tmp_path / "source"))
     out = tmp_path / "animals"
     assert task(mine, out, "0/2") == 0
@@ -350,7 +425,9 @@ def test_a_source_that_changes_between_tasks_is_refused(tmp_path: Path, source: 
     assert files_of(out) == before | {f"{PARTS}/task-1": b"a directory"}
 
 
-def test_a_file_that_changes_while_tasks_are_at_work_is_refused(tmp_path: Path, source: Path, refused: Refused) -> None:
+def test_a_file_that_changes_while_tasks_are_at_work_is_refused(
+    tmp_path: Path, source: Path, refused: Refused
+) -> None:
     mine, out = Path(shutil.copytree(source, tmp_path / "source")), tmp_path / "animals"
     with at_work(mine, out, "0/2"):
         times = {path: path.stat().st_mtime_ns for path in mine.rglob("*.jpg")}
@@ -363,15 +440,28 @@ def test_a_file_that_changes_while_tasks_are_at_work_is_refused(tmp_path: Path, 
         assert task(mine, out, "1/2") == 0
 
 
-def test_a_wrong_task_number_is_one_clear_line(tmp_path: Path, source: Path, refused: Refused) -> None:
+def test_a_wrong_task_number_is_one_clear_line(
+    tmp_path: Path, source: Path, refused: Refused
+) -> None:
     for which in ("1", "2/2", "a/b", "-1/2", "1/0", "1/2/3", "/"):
-        words = ["build", "--source", "folder", "--out", str(tmp_path / "out"), f"source.path={source}", f"--task={which}"]
+        words = [
+            "build",
+            "--source",
+            "folder",
+            "--out",
+            str(tmp_path / "out"),
+            f"source.path={source}",
+            f"--task={which}",
+        ]
         refused(main(words), "write i/n with 0 <= i < n, such as 0/8")
     assert not (tmp_path / "out").exists()
 
 
 def test_more_tasks_than_shards_leave_some_with_nothing_to_do(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    source: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert task(source, tmp_path / "animals", "8/9") == 0
     said = capsys.readouterr().out
@@ -382,14 +472,19 @@ def test_more_tasks_than_shards_leave_some_with_nothing_to_do(
     assert "task 0/9 has its 1 shard; when all tasks are done the merge publishes" in said
 
 
-def test_a_task_waits_for_an_earlier_start_of_its_own_and_for_no_other(tmp_path: Path, source: Path) -> None:
-    """A node that SLURM has lost may work on for a while: the next start must not fail because of it."""
+def test_a_task_waits_for_an_earlier_start_of_its_own_and_for_no_other(
+    tmp_path: Path, source: Path
+) -> None:
+    """A node that SLURM has lost may work on for a while: the next start must not fail because of
+    it."""
     out = tmp_path / "animals"
     assert task(source, out, "0/2") == 0
     with contextlib.ExitStack() as stack:
         with sole_writer(out / PARTS / "task-0"):
             again = stack.enter_context(running(source, out, "0/2"))
-            wait_until(lambda: "task 0/2 is at work elsewhere, from an earlier start" in again.said())
+            wait_until(
+                lambda: "task 0/2 is at work elsewhere, from an earlier start" in again.said()
+            )
             assert task(source, out, "1/2") == 0
         assert again.ended_well()
 
@@ -398,10 +493,14 @@ def test_a_task_waits_for_an_earlier_start_of_its_own_and_for_no_other(tmp_path:
 def planners(source: Path, out: Path, *fates: str) -> Iterator[list[Child]]:
     """Task after task, each with its fate: the first is at its plan, and the others wait for it.
 
-    A fate is `lives`, `dies` or `fails`, then perhaps ` on NODE` and an override: it makes its plan, or never ends it, or finds
-    the source wrong once `goes-on` stands.
+    A fate is `lives`, `dies` or `fails`, then perhaps ` on NODE` and an override: it makes its
+    plan, or never ends it, or finds the source wrong once `goes-on` stands.
     """
-    log, goes_on, prepare_plan = out.with_name("log"), out.with_name("goes-on"), tasks_of_build.prepare
+    log, goes_on, prepare_plan = (
+        out.with_name("log"),
+        out.with_name("goes-on"),
+        tasks_of_build.prepare,
+    )
     for left in (log, goes_on):
         left.unlink(missing_ok=True)
 
@@ -424,15 +523,24 @@ def planners(source: Path, out: Path, *fates: str) -> Iterator[list[Child]]:
     with contextlib.ExitStack() as stack:
         children = []
         for number, fate in enumerate(fates):
-            words = [*words_of(source, out, f"{number}/{len(fates)}"), *(word for word in fate.split() if "=" in word)]
-            children.append(stack.enter_context(forked(out.with_name(f"{number}.log"), *words, prepare=met(fate))))
+            words = [
+                *words_of(source, out, f"{number}/{len(fates)}"),
+                *(word for word in fate.split() if "=" in word),
+            ]
+            children.append(
+                stack.enter_context(
+                    forked(out.with_name(f"{number}.log"), *words, prepare=met(fate))
+                )
+            )
             wait_until(lambda: log.exists() and log.read_text() == "planning\n")
         for child in children[1:]:
             wait_until(lambda child=child: "waiting for the plan" in child.said())
         yield children
 
 
-def test_one_of_those_that_wait_takes_over_the_plan_of_a_killed_task(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+def test_one_of_those_that_wait_takes_over_the_plan_of_a_killed_task(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
     out = tmp_path / "animals"
     with planners(source, out, "dies", "lives", "lives") as (first, *others):
         os.kill(first.pid, signal.SIGKILL)
@@ -449,14 +557,23 @@ def ended(source: Path, out: Path, *fates: str) -> tuple[list[int], int]:
         out.with_name("goes-on").touch()
         codes = [each.wait() for each in children]
     said = [each.said() for each in children]
-    assert all("data_prep: source: is not what it seems" in words for words, code in zip(said, codes, strict=True) if code), said
+    assert all(
+        "data_prep: source: is not what it seems" in words
+        for words, code in zip(said, codes, strict=True)
+        if code
+    ), said
     return codes, out.with_name("log").read_text().count("planning\n")
 
 
-def test_what_a_user_must_mend_is_found_once_for_all_that_wait(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+def test_what_a_user_must_mend_is_found_once_for_all_that_wait(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
     out = tmp_path / "animals"
     assert ended(source, out, "fails", "lives") == ([2, 2], 1)
-    assert ended(source, out, "fails", "lives seed=1") == ([2, 0], 2)  # another config finds out for itself
+    assert ended(source, out, "fails", "lives seed=1") == (
+        [2, 0],
+        2,
+    )  # another config finds out for itself
     shutil.rmtree(out)
     for number in range(3):  # mended; what was wrong before is forgotten
         assert task(source, out, f"{number}/3") == 0
@@ -464,13 +581,18 @@ def test_what_a_user_must_mend_is_found_once_for_all_that_wait(tmp_path: Path, s
     assert files_of(out) == whole
 
 
-def test_one_node_that_finds_the_source_wrong_is_not_believed_before_another_says_so(tmp_path: Path, source: Path) -> None:
+def test_one_node_that_finds_the_source_wrong_is_not_believed_before_another_says_so(
+    tmp_path: Path, source: Path
+) -> None:
     out = tmp_path / "animals"
     assert ended(source, out, "fails on n1", "fails on n2") == ([2, 2], 2)
     (out / PARTS / "failed.json").unlink()
     assert ended(source, out, "fails on n1", "lives on n4") == ([2, 0], 2)  # n1 alone is wrong
     shutil.rmtree(out)
-    assert ended(source, out, "fails on n1", "fails on n2", "fails on n3") == ([2, 2, 2], 2)  # the third believes the other two
+    assert ended(source, out, "fails on n1", "fails on n2", "fails on n3") == (
+        [2, 2, 2],
+        2,
+    )  # the third believes the other two
 
 
 def test_parts_made_by_another_pillow_are_not_mixed(

@@ -1,4 +1,5 @@
-"""`verify` finds every kind of damage and names the file; a dataset that is what its manifest says has no faults."""
+"""`verify` finds every kind of damage and names the file; a dataset that is what its manifest says
+has no faults."""
 
 import json
 import shutil
@@ -15,7 +16,16 @@ from data_prep.cli import main
 from data_prep.manifest import PARTS, DatasetError, load_manifest, load_rejected
 from pretrain.data.reader import open_split
 from tests.data_prep.conftest import Refused
-from tests.data_prep.samples import build, change_manifest, encoded, files_of, picture, replace_index, write_classes, write_files
+from tests.data_prep.samples import (
+    build,
+    change_manifest,
+    encoded,
+    files_of,
+    picture,
+    replace_index,
+    write_classes,
+    write_files,
+)
 from tests.soak import soaked
 
 
@@ -30,30 +40,44 @@ def flip_byte(directory: Path, *, name: str, place: int) -> None:
 
 
 @pytest.mark.parametrize("fixture", ["shapes", "other_shapes"])
-def test_a_good_dataset_has_no_faults(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], fixture: str) -> None:
+def test_a_good_dataset_has_no_faults(
+    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], fixture: str
+) -> None:
     directory: Path = request.getfixturevalue(fixture)
     num_samples = {"shapes": 8 * 39, "other_shapes": 5 * 19}[fixture]
     capsys.readouterr()
     assert verify_command(directory) == 0
-    assert capsys.readouterr().out == f"{directory}: {num_samples} samples, every one as the manifest says\n"
+    assert (
+        capsys.readouterr().out
+        == f"{directory}: {num_samples} samples, every one as the manifest says\n"
+    )
     assert verify_command(directory, "--json") == 0
     nothing = {"num_faults": 0, "faults": [], "notes": []}
-    assert json.loads(capsys.readouterr().out) == {"dataset": str(directory), "samples": num_samples, **nothing}
+    assert json.loads(capsys.readouterr().out) == {
+        "dataset": str(directory),
+        "samples": num_samples,
+        **nothing,
+    }
 
 
 @pytest.mark.parametrize("encoding", ["jpeg", "keep"])
 def test_a_good_dataset_of_files_with_rejects_has_no_faults(tmp_path: Path, encoding: str) -> None:
     source = write_classes(tmp_path / "source", {"ant": 4})
-    write_files(source, {"ant/text.jpg": b"no", "ant/wide.png": encoded(picture(seed=9, width=90), "PNG")})
+    write_files(
+        source, {"ant/text.jpg": b"no", "ant/wide.png": encoded(picture(seed=9, width=90), "PNG")}
+    )
     assert build(source, tmp_path / "out", f"encoding={encoding}", "max_reject_share=1") == 0
     found = verify(tmp_path / "out")
     assert found.manifest.num_written == 5
     assert (found.faults, found.notes) == ([], [])
 
 
-# 512 of header, 13 of P6 header: a pixel, then the label of the first sample, then the middle of the shard
+# 512 of header, 13 of P6 header: a pixel, then the label of the first sample, then the middle of
+# the shard
 @pytest.mark.parametrize("place", [512 + 13 + 7, 512 + 1024 + 512, 64 * 2560 // 2])
-def test_one_flipped_byte_of_a_shard_is_found_and_not_blamed_on_another(dataset: Path, place: int) -> None:
+def test_one_flipped_byte_of_a_shard_is_found_and_not_blamed_on_another(
+    dataset: Path, place: int
+) -> None:
     flip_byte(dataset, name="train-000001.tar", place=place)
     faults = verify(dataset).faults
     assert all(fault.startswith("train-000001.tar") for fault in faults)
@@ -61,12 +85,17 @@ def test_one_flipped_byte_of_a_shard_is_found_and_not_blamed_on_another(dataset:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 600, 2560 * 10, 2560 * 10 + 700])
-def test_a_truncated_shard_is_found_and_the_others_are_still_read(dataset: Path, num_bytes: int) -> None:
+def test_a_truncated_shard_is_found_and_the_others_are_still_read(
+    dataset: Path, num_bytes: int
+) -> None:
     path = dataset / "train-000000.tar"
     path.write_bytes(path.read_bytes()[:num_bytes])
     (dataset / "val-000000.tar").unlink()
     faults = verify(dataset).faults
-    assert any(fault.startswith("train-000000.tar: sha256 differs") and f"({num_bytes:,} bytes" in fault for fault in faults)
+    assert any(
+        fault.startswith("train-000000.tar: sha256 differs") and f"({num_bytes:,} bytes" in fault
+        for fault in faults
+    )
     assert any("samples, 64 expected" in fault for fault in faults)
     assert "val-000000.tar: missing" in faults
 
@@ -78,10 +107,15 @@ def test_a_changed_or_missing_index_or_list_of_rejects_is_found(dataset: Path) -
         (dataset / name).unlink()
     faults = verify(dataset).faults
     assert "train-000002.npy: cannot be read (it is not what the manifest says)" in faults
-    assert all(any(fault.startswith(f"{name}: cannot be read (No such file") for fault in faults) for name in gone), faults
+    assert all(
+        any(fault.startswith(f"{name}: cannot be read (No such file") for fault in faults)
+        for name in gone
+    ), faults
 
 
-def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes_agree(dataset: Path) -> None:
+def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes_agree(
+    dataset: Path,
+) -> None:
     index = np.load(dataset / "train-000002.npy")
     index[3, 2] = (index[3, 2] + 1) % 8
     replace_index(dataset, index, shard=2)
@@ -95,14 +129,29 @@ def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"splits.train.shards.1.num_samples": 1}, "train-000001.npy: index of shape (64, 3), (65, 3) expected"),
-        ({"splits.train.shards.1.num_bytes": 1}, "train-000001.tar: size differs from the manifest"),
-        ({"splits.val.class_counts.0": 1}, "split val: the class counts of the shards are not those of the manifest"),
+        (
+            {"splits.train.shards.1.num_samples": 1},
+            "train-000001.npy: index of shape (64, 3), (65, 3) expected",
+        ),
+        (
+            {"splits.train.shards.1.num_bytes": 1},
+            "train-000001.tar: size differs from the manifest",
+        ),
+        (
+            {"splits.val.class_counts.0": 1},
+            "split val: the class counts of the shards are not those of the manifest",
+        ),
         ({"num_read": 1}, "manifest: 313 read, but 312 written + 0 rejected"),
-        ({"num_read": 1, "num_written": 1}, "manifest: 313 written, but its splits have 312 samples"),
+        (
+            {"num_read": 1, "num_written": 1},
+            "manifest: 313 written, but its splits have 312 samples",
+        ),
         ({"num_read": 1, "num_rejected": 1}, "rejected.jsonl: 0 lines, 1 expected"),
         ({"image_size": 1}, "(16, 16) pixels, (17, 17) expected"),
-        ({"splits.train.shards.1.name": "train-000000"}, "manifest: 2 shards are called train-000000"),
+        (
+            {"splits.train.shards.1.name": "train-000000"},
+            "manifest: 2 shards are called train-000000",
+        ),
         ({"classes": None}, "label 7 of 7 classes"),
     ],
 )
@@ -117,7 +166,13 @@ def test_a_manifest_that_says_otherwise_is_found(
             *above, last = (int(key) if key.isdigit() else key for key in path.split("."))
             for key in above:
                 node = node[key]
-            node[last] = node[last][:-1] if value is None else value if isinstance(value, str) else node[last] + value
+            node[last] = (
+                node[last][:-1]
+                if value is None
+                else value
+                if isinstance(value, str)
+                else node[last] + value
+            )
 
     change_manifest(dataset, change)
     assert verify_command(dataset) == 1
@@ -126,8 +181,8 @@ def test_a_manifest_that_says_otherwise_is_found(
 
 @soaked
 def test_every_flipped_byte_is_found_by_verify_and_by_readers(tmp_path: Path, salt: int) -> None:
-    """Of 2,000 trials 182 of manifests and rejects were not found, and 101 ended in a traceback. Of the tars, training reads pixels
-    as they are; whether it may is for its own check."""
+    """Of 2,000 trials 182 of manifests and rejects were not found, and 101 ended in a traceback. Of
+    the tars, training reads pixels as they are; whether it may is for its own check."""
     source = write_classes(tmp_path / "source", {"ant": 3, "bee": 2})
     write_files(source, {"ant/text.jpg": b"no", "bee/empty.png": b""})
     out = tmp_path / "out"
@@ -152,7 +207,9 @@ def test_every_flipped_byte_is_found_by_verify_and_by_readers(tmp_path: Path, sa
     files, missed = files_of(out), []
     assert len(files) == 6  # manifest, rejects, tar, index, paths, and what wids reads
     for name, content in files.items():
-        for place in random.integers(len(content), size=400 if name == "manifest.json" else 60).tolist():
+        for place in random.integers(
+            len(content), size=400 if name == "manifest.json" else 60
+        ).tolist():
             flipped = bytearray(content)
             flipped[place] ^= 1 << int(random.integers(8))
             (out / name).write_bytes(flipped)
@@ -164,20 +221,32 @@ def test_every_flipped_byte_is_found_by_verify_and_by_readers(tmp_path: Path, sa
     read()
 
 
-# ---- the command -------------------------------------------------------------------------------------------------
+# ---- the command
+# -------------------------------------------------------------------------------------------------
 
 
-def test_what_lies_about_is_a_note_and_no_fault(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_files(dataset, {"old.tar": b"", ".tmp-train-000009.tar": b"", f"{PARTS}/x.json": b"", "mine.txt": b""})
+def test_what_lies_about_is_a_note_and_no_fault(
+    dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(
+        dataset,
+        {"old.tar": b"", ".tmp-train-000009.tar": b"", f"{PARTS}/x.json": b"", "mine.txt": b""},
+    )
     found = verify(dataset)
     assert found.faults == []
-    assert [note.split(":")[0] for note in found.notes] == [".tmp-train-000009.tar", "old.tar", PARTS]
+    assert [note.split(":")[0] for note in found.notes] == [
+        ".tmp-train-000009.tar",
+        "old.tar",
+        PARTS,
+    ]
     capsys.readouterr()
     assert verify_command(dataset) == 0
     assert "note: old.tar: not in the manifest" in capsys.readouterr().out
 
 
-def test_twenty_faults_are_printed_and_the_others_counted(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_twenty_faults_are_printed_and_the_others_counted(
+    dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     change_manifest(dataset, lambda manifest: manifest.update(image_size=17))
     capsys.readouterr()
     assert verify_command(dataset) == 1
@@ -211,7 +280,13 @@ def test_a_dataset_that_cannot_be_written_to_can_be_verified(dataset: Path) -> N
     ("content", "message"),
     [
         ("nowhere", "no such dataset directory; make it with data_prep build"),
-        (None, "has no manifest.json, so it is unfinished; run its data_prep build again, it goes on from there"),
+        (
+            None,
+            (
+                "has no manifest.json, so it is unfinished; run its data_prep build again, it goes"
+                " on from there"
+            ),
+        ),
         (b"{", "no manifest"),
         (b"[]", "no manifest"),
         (b"\xff{}", "no manifest"),

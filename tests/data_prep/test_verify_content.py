@@ -1,4 +1,5 @@
-"""`verify` where every hash agrees: order, labels, numbers and annotations are held against each other; and shards far away."""
+"""`verify` where every hash agrees: order, labels, numbers and annotations are held against each
+other; and shards far away."""
 
 import hashlib
 import io
@@ -11,7 +12,15 @@ import pytest
 from data_prep.build.merge import write_annotation
 from data_prep.check.verify import verify
 from data_prep.manifest import load_manifest
-from tests.data_prep.samples import build, change_manifest, encoded, files_of, picture, replace_index, write_classes
+from tests.data_prep.samples import (
+    build,
+    change_manifest,
+    encoded,
+    files_of,
+    picture,
+    replace_index,
+    write_classes,
+)
 from tests.data_prep.stock import index, sample, web, write_stock, write_tar
 from tests.data_prep.test_verify import flip_byte
 
@@ -25,8 +34,12 @@ def forge(directory: Path, number: int, *, tar: bytes | None = None, **files: by
         forged = {"sha256": hashlib.sha256(tar).hexdigest(), "num_bytes": len(tar)}
     for kind, data in files.items():
         (directory / f"{name}.{kind}").write_bytes(data)
-        forged[{"npy": "index_sha256", "paths": "paths_sha256"}[kind]] = hashlib.sha256(data).hexdigest()
-    change_manifest(directory, lambda manifest: manifest["splits"]["train"]["shards"][number].update(forged))
+        forged[{"npy": "index_sha256", "paths": "paths_sha256"}[kind]] = hashlib.sha256(
+            data
+        ).hexdigest()
+    change_manifest(
+        directory, lambda manifest: manifest["splits"]["train"]["shards"][number].update(forged)
+    )
 
 
 def sample_blocks(content: bytes) -> list[bytes]:
@@ -40,7 +53,10 @@ def test_samples_in_another_order_are_found(dataset: Path) -> None:
     swapped = content[:2560] + blocks[2] + blocks[1] + content[3 * 2560 :]
     forge(dataset, 1, tar=swapped)
     faults = verify(dataset).faults
-    assert "train-000001.tar train-000001-000001: does not come after train-000001-000002; keys ascend strictly" in faults
+    assert (
+        "train-000001.tar train-000001-000001: does not come after train-000001-000002; keys ascend"
+        " strictly" in faults
+    )
 
 
 def test_a_sample_too_many_is_found(dataset: Path) -> None:
@@ -51,7 +67,11 @@ def test_a_sample_too_many_is_found(dataset: Path) -> None:
     for header in headers:
         header[148:156] = b" " * 8
         header[148:156] = b"%06o\0 " % sum(header)
-    forge(dataset, 1, tar=content[:end] + headers[0] + more[512:1536] + headers[1] + more[2048:] + content[end:])
+    forge(
+        dataset,
+        1,
+        tar=content[:end] + headers[0] + more[512:1536] + headers[1] + more[2048:] + content[end:],
+    )
     faults = verify(dataset).faults
     assert faults == [
         "train-000001.tar train-000001-000099: the index points elsewhere",
@@ -77,7 +97,10 @@ def test_index_rows_that_go_backwards_or_point_elsewhere_are_found(dataset: Path
     ("data", "fault"),
     [
         (b'"one"\n', "train-000001.paths: 1 lines, 64 expected"),
-        (b'"one"\n' * 63 + b"two\n", "train-000001.paths: cannot be read (Expecting value: line 1 column 1 (char 0))"),
+        (
+            b'"one"\n' * 63 + b"two\n",
+            "train-000001.paths: cannot be read (Expecting value: line 1 column 1 (char 0))",
+        ),
     ],
 )
 def test_damaged_paths_are_found(dataset: Path, data: bytes, fault: str) -> None:
@@ -90,13 +113,15 @@ def test_an_annotation_that_is_missing_changed_or_of_other_samples_is_found(data
         annotation = write_annotation(dataset, f"train-{name}", np.ones((rows, 5), np.bool_))
         change_manifest(
             dataset,
-            lambda manifest, name=name, annotation=annotation: manifest["splits"]["train"]["annotations"].update(
-                {name: annotation.model_dump()}
-            ),
+            lambda manifest, name=name, annotation=annotation: manifest["splits"]["train"][
+                "annotations"
+            ].update({name: annotation.model_dump()}),
         )
     flip_byte(dataset, name="train-changed.npy", place=140)
     gone = {"file": "gone.npy", "sha256": "0", "num_columns": 5}
-    change_manifest(dataset, lambda manifest: manifest["splits"]["val"]["annotations"].update(gone=gone))
+    change_manifest(
+        dataset, lambda manifest: manifest["splits"]["val"]["annotations"].update(gone=gone)
+    )
     faults = verify(dataset).faults
     assert len(faults) == 3
     assert "train-changed.npy: cannot be read (it is not what the manifest says)" in faults
@@ -105,20 +130,28 @@ def test_an_annotation_that_is_missing_changed_or_of_other_samples_is_found(data
 
 
 @pytest.mark.parametrize(("num_without", "num_faults"), [(64, 0), (63, 1)])
-def test_a_split_is_labelled_throughout_or_not_at_all(tmp_path: Path, num_without: int, num_faults: int) -> None:
+def test_a_split_is_labelled_throughout_or_not_at_all(
+    tmp_path: Path, num_without: int, num_faults: int
+) -> None:
     assert build(write_classes(tmp_path / "source", {"ant": 64}), tmp_path / "out") == 0
     out = tmp_path / "out"
     content, rows = (out / "train-000000.tar").read_bytes(), np.load(out / "train-000000.npy")
     blocks = [content[start : start + 2560] for start in range(0, 64 * 2560, 2560)]
-    blocks = [unlabelled(block) if number < num_without else block for number, block in enumerate(blocks)]
+    blocks = [
+        unlabelled(block) if number < num_without else block for number, block in enumerate(blocks)
+    ]
     rows[:num_without, 2] = -1
     buffer = io.BytesIO()
     np.save(buffer, rows)
     forge(out, 0, tar=b"".join(blocks) + content[64 * 2560 :], npy=buffer.getvalue())
-    change_manifest(out, lambda manifest: manifest["splits"]["train"].update(class_counts=[64 - num_without]))
+    change_manifest(
+        out, lambda manifest: manifest["splits"]["train"].update(class_counts=[64 - num_without])
+    )
     found = verify(out)
     assert (found.num_faults > 0) == (num_faults > 0)
-    assert any("63 samples have no label, others have" in fault for fault in found.faults) == (num_faults > 0)
+    assert any("63 samples have no label, others have" in fault for fault in found.faults) == (
+        num_faults > 0
+    )
 
 
 def unlabelled(block: bytes) -> bytes:
@@ -160,17 +193,32 @@ def test_labels_of_indexed_shards_are_held_against_their_cls(tmp_path: Path, wor
     members = []
     for number in range(6):
         jpeg = encoded(picture(seed=number))
-        members += [(f"{number}.jpg", jpeg), (f"README{number}", b""), (f"{number}.cls", b"%d" % (number % 3))]
+        members += [
+            (f"{number}.jpg", jpeg),
+            (f"README{number}", b""),
+            (f"{number}.cls", b"%d" % (number % 3)),
+        ]
     members[2:3] = []
     members.insert(1, ("0.CLS", b" 0\n"))
     write_tar(tmp_path / "in" / "a.tar", members)
-    assert index(tmp_path / "out", tmp_path / "in" / "a.tar", word.replace("NAMES", str(tmp_path / "names"))) == 0
+    assert (
+        index(
+            tmp_path / "out",
+            tmp_path / "in" / "a.tar",
+            word.replace("NAMES", str(tmp_path / "names")),
+        )
+        == 0
+    )
     assert verify(tmp_path / "out").faults == []
     rows = np.load(tmp_path / "out" / "train-000000.npy")
     rows[0, 2] = 2  # with all hashes and counts as if that were right
     replace_index(tmp_path / "out", rows)
-    counts = np.bincount(rows[:, 2], minlength=len(load_manifest(tmp_path / "out").classes)).tolist()
-    change_manifest(tmp_path / "out", lambda manifest: manifest["splits"]["train"].update(class_counts=counts))
+    counts = np.bincount(
+        rows[:, 2], minlength=len(load_manifest(tmp_path / "out").classes)
+    ).tolist()
+    change_manifest(
+        tmp_path / "out", lambda manifest: manifest["splits"]["train"].update(class_counts=counts)
+    )
     assert verify(tmp_path / "out").faults == ["../in/a.tar 0: the index points elsewhere"]
 
 

@@ -1,4 +1,5 @@
-"""Workers that die at their work, wherever they are in it: what they did is done again, or the command ends with one line."""
+"""Workers that die at their work, wherever they are in it: what they did is done again, or the
+command ends with one line."""
 
 import os
 import signal
@@ -24,7 +25,8 @@ CUT = ("samples_per_shard=4", "num_workers=2")
 
 
 class Deadly:
-    """Slots whose second writer dies in the middle of it, as when a worker is killed inside `Tally.add`."""
+    """Slots whose second writer dies in the middle of it, as when a worker is killed inside
+    `Tally.add`."""
 
     def __init__(self, death: int):
         self.death, self.counted = death, 0
@@ -58,19 +60,31 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_classes(tmp_path_factory.mktemp("workers") / "source", {"ant": 7, "bee": 5})
 
 
-@pytest.mark.parametrize(("death", "words"), [(9, "was killed (signal 9), most likely for want of memory"), (11, "signal 11")])
+@pytest.mark.parametrize(
+    ("death", "words"),
+    [(9, "was killed (signal 9), most likely for want of memory"), (11, "signal 11")],
+)
 def test_workers_killed_while_they_count_are_named_and_their_work_is_done_again(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], death: int, words: str
+    tmp_path: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    death: int,
+    words: str,
 ) -> None:
     assert build(source, tmp_path / "whole" / "animals", *CUT) == 0
     (tmp_path / "deaths").mkdir()
-    monkeypatch.setattr("data_prep.build.build.write_planned", partial(dying, tmp_path / "deaths", 1, death))
+    monkeypatch.setattr(
+        "data_prep.build.build.write_planned", partial(dying, tmp_path / "deaths", 1, death)
+    )
     assert build(source, tmp_path / "killed" / "animals", *CUT) == 0
     assert {path.name: path.read_bytes() for path in (tmp_path / "deaths").iterdir()} == {
         f"train-00000{number}": b".." for number in range(3)
     }
     said = deaths_in(capfd.readouterr().err)
-    assert len(said) == 3 and all(words in line and line.endswith("its work is done again") for line in said)
+    assert len(said) == 3 and all(
+        words in line and line.endswith("its work is done again") for line in said
+    )
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
@@ -80,20 +94,25 @@ def test_workers_that_die_twice_at_the_same_work_end_the_build_with_one_line(
     out = tmp_path / "killed" / "animals"
     (tmp_path / "deaths").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.build.build.write_planned", partial(dying, tmp_path / "deaths", 2, signal.SIGKILL))
+        patch.setattr(
+            "data_prep.build.build.write_planned",
+            partial(dying, tmp_path / "deaths", 2, signal.SIGKILL),
+        )
         assert build(source, out, *CUT) == 1
     *before, line = deaths_in(capfd.readouterr().err)
     assert before and all(each.endswith("its work is done again") for each in before)
     assert line.startswith("data_prep: worker ") and line.endswith(
-        "was killed (signal 9), most likely for want of memory, like the one before it at the same work; give more memory, "
-        "or take fewer workers; what is finished is kept, the same command goes on from there"
+        "was killed (signal 9), most likely for want of memory, like the one before it at the same"
+        " work; give more memory, or take fewer workers; what is finished is kept, the same command"
+        " goes on from there"
     )
     assert build(source, out, *CUT) == 0
     assert build(source, tmp_path / "whole" / "animals", *CUT) == 0
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
-# ---- the pool -----------------------------------------------------------------------------------------------------
+# ---- the pool
+# -----------------------------------------------------------------------------------------------------
 
 
 def answer(mark: Path, number: int) -> bytes:
@@ -110,7 +129,9 @@ def answer(mark: Path, number: int) -> bytes:
     return bytes([number]) * 100_000
 
 
-def test_a_worker_killed_in_the_middle_of_its_answer_holds_up_nobody_and_counts_once(tmp_path: Path) -> None:
+def test_a_worker_killed_in_the_middle_of_its_answer_holds_up_nobody_and_counts_once(
+    tmp_path: Path,
+) -> None:
     """The pool of the standard library waits for ever for the other half."""
     with worker_pool(2) as pool:
         found = list(pool.map(answer, [tmp_path / str(number) for number in range(5)], range(5)))
@@ -121,7 +142,9 @@ def test_a_worker_killed_in_the_middle_of_its_answer_holds_up_nobody_and_counts_
 
 def test_workers_hear_ctrl_c_where_the_builder_does() -> None:
     """`data_prep build ... &` leaves it to those in the foreground."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests themselves may run in the background
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # the tests themselves may run in the background
     try:
         with worker_pool(2) as pool, pytest.raises(KeyboardInterrupt):
             pool.submit(signal.raise_signal, signal.SIGINT).result()
@@ -149,7 +172,9 @@ def fail(path: Path) -> None:
     path.read_bytes()
 
 
-def test_what_goes_wrong_in_a_worker_is_raised_with_its_traceback_and_the_worker_goes_on(tmp_path: Path) -> None:
+def test_what_goes_wrong_in_a_worker_is_raised_with_its_traceback_and_the_worker_goes_on(
+    tmp_path: Path,
+) -> None:
     with worker_pool(2) as pool:
         for _ in range(3):
             with pytest.raises(FileNotFoundError, match="nowhere") as found:
@@ -160,7 +185,8 @@ def test_what_goes_wrong_in_a_worker_is_raised_with_its_traceback_and_the_worker
             pool.submit(os._exit, 3).result()
 
 
-# ---- sweeps --------------------------------------------------------------------------------------------------------
+# ---- sweeps
+# --------------------------------------------------------------------------------------------------------
 
 
 def counted_here(number: int) -> bool:
@@ -174,7 +200,16 @@ def test_a_single_worker_is_this_thread_where_ctrl_c_ends_its_job(
 ) -> None:
     line = MagicMock(done=0)
     monkeypatch.setattr("data_prep.workers.progress", lambda *_, **__: nullcontext(line))
-    assert all(sweep(counted_here, range(num_jobs), title="", unit="images", total=num_jobs, num_workers=num_workers))
+    assert all(
+        sweep(
+            counted_here,
+            range(num_jobs),
+            title="",
+            unit="images",
+            total=num_jobs,
+            num_workers=num_workers,
+        )
+    )
     line.advance.assert_called_with(num_jobs, note=f"{num_jobs}/{num_jobs} shards")
 
 

@@ -1,4 +1,5 @@
-"""One start of 2 ranks computes all that the tests of this folder judge: importing DeepSpeed is what costs."""
+"""One start of 2 ranks computes all that the tests of this folder judge: importing DeepSpeed is
+what costs."""
 
 import gc
 from typing import Any
@@ -21,7 +22,8 @@ def everything(world: World, folder: str) -> dict[str, Any]:
 
     traffic = count_traffic()  # before DeepSpeed takes hold of the functions
     start_distributed(world, timeout_s=60)
-    gc.freeze()  # DeepSpeed collects garbage for every engine, and would look through all that was imported
+    # DeepSpeed collects garbage for every engine, and would look through all that was imported
+    gc.freeze()
     cost = [cost_cell(world, traffic, *each) for each in COST_CELLS]
     found = {identity: cell(world, identity, folder) for identity in CELLS}
     for identity in CELLS:

@@ -1,4 +1,5 @@
-"""One cell of the matrix stage x precision: everything that is computed for it on 2 ranks, as numbers that tests judge."""
+"""One cell of the matrix stage x precision: everything that is computed for it on 2 ranks, as
+numbers that tests judge."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,11 @@ def raw(state: EngineState) -> dict[str, Tensor]:
 
 
 def of_kind(state: EngineState, kind: str) -> dict[str, Tensor]:
-    return {key.partition(".")[2]: value for key, value in state.optimizer.items() if key.startswith(f"{kind}.")}
+    return {
+        key.partition(".")[2]: value
+        for key, value in state.optimizer.items()
+        if key.startswith(f"{kind}.")
+    }
 
 
 def gradient_errors(engine: Any, world: World, optimizer: str) -> dict[str, float]:
@@ -62,9 +67,15 @@ def gradient_errors(engine: Any, world: World, optimizer: str) -> dict[str, floa
 
 
 def tiling(world: World, segments: dict[Any, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
-    """How often each element of each parameter is named by all ranks' segments, and whether the shards hold it there."""
-    named = [(segment, flat.detach().view(-1)) for flat, mine in segments.items() for segment in mine]
-    pieces = [(each.parameter_number, each.start, row[each.offset : each.offset + each.length]) for each, row in named]
+    """How often each element of each parameter is named by all ranks' segments, and whether the
+    shards hold it there."""
+    named = [
+        (segment, flat.detach().view(-1)) for flat, mine in segments.items() for segment in mine
+    ]
+    pieces = [
+        (each.parameter_number, each.start, row[each.offset : each.offset + each.length])
+        for each, row in named
+    ]
     tensors = list(weights.values())
     counts = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
     right = True
@@ -76,7 +87,8 @@ def tiling(world: World, segments: dict[Any, Any], weights: dict[str, Tensor]) -
 
 
 def averaged_logits(engine: Any, world: World, state: EngineState) -> dict[str, float]:
-    """Under `averaged`, against a plain model of the published weights; and what it leaves behind."""
+    """Under `averaged`, against a plain model of the published weights; and what it leaves
+    behind."""
     images = global_batch(7)[0].to(engine.input_dtype)
     before = engine.logits(images)
     with engine.averaged():
@@ -85,7 +97,9 @@ def averaged_logits(engine: Any, world: World, state: EngineState) -> dict[str, 
     plain = make_model().eval()
     plain.load_state_dict(state.weights)
     with torch.no_grad():
-        expected = plain.to(DTYPES[engine.settings.precision])(images.to(DTYPES[engine.settings.precision])).float()
+        expected = plain.to(DTYPES[engine.settings.precision])(
+            images.to(DTYPES[engine.settings.precision])
+        ).float()
     return {
         "from_published": float((inside - expected).norm() / expected.norm()),
         "moved": float((inside - before).norm() / before.norm()),
@@ -100,7 +114,9 @@ def cell(world: World, identity: str, folder: str) -> dict[str, Any]:
     first = shared(engine.export_state())
     found: dict[str, Any] = {"twice": gradient_errors(engine, world, optimizer)}
     middle = shared(engine.export_state())
-    skipped = [train_step(engine, world, 1, poison=poison) for poison in (float("nan"), float("inf"))]
+    skipped = [
+        train_step(engine, world, 1, poison=poison) for poison in (float("nan"), float("inf"))
+    ]
     untouched = shared(engine.export_state())
     losses = advance(engine, world, range(1, 2))
     later = shared(engine.export_state())
@@ -115,7 +131,9 @@ def cell(world: World, identity: str, folder: str) -> dict[str, Any]:
     states = [first, middle, later, end]
     average = raw(first)
     for state in states[1:]:
-        average = {name: DECAY * average[name] + (1 - DECAY) * value for name, value in raw(state).items()}
+        average = {
+            name: DECAY * average[name] + (1 - DECAY) * value for name, value in raw(state).items()
+        }
     low = DTYPES[precision] if stage else torch.float32
     plain = plain_training(optimizer, steps=range(3), low_precision=low)
     if world.is_first:
@@ -141,7 +159,8 @@ def cell(world: World, identity: str, folder: str) -> dict[str, Any]:
 
 
 def elsewhere(world: World, identity: str, folder: str) -> dict[str, Any]:
-    """This stage without accumulation; and then, in the same engine, going on from what the stage before it had left."""
+    """This stage without accumulation; and then, in the same engine, going on from what the stage
+    before it had left."""
     stage, precision, _ = CELLS[identity]
     before = f"stage{(stage - 1) % 4}-{precision}"
     other = make_engine(world, stage, precision, CELLS[before][2], accumulation=1, ema_decay=DECAY)
@@ -165,6 +184,8 @@ def going_on_alone(world: World, folder: str) -> dict[str, list[float]]:
     for identity in MOVED:
         stage, precision, optimizer = CELLS[identity]
         engine = make_engine(world, stage, precision, optimizer, accumulation=1, ema_decay=DECAY)
-        engine.import_state(EngineState(*torch.load(Path(folder) / f"{identity}.pt", weights_only=True)))
+        engine.import_state(
+            EngineState(*torch.load(Path(folder) / f"{identity}.pt", weights_only=True))
+        )
         losses[identity] = advance(engine, world, range(1, 3))
     return losses

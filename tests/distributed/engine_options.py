@@ -1,4 +1,5 @@
-"""What an engine may be asked for beside its stage and precision, and models that keep more than weights: computed on 2 ranks."""
+"""What an engine may be asked for beside its stage and precision, and models that keep more than
+weights: computed on 2 ranks."""
 
 import contextlib
 import logging
@@ -58,7 +59,10 @@ OFFLOADED = {
 
 def offloaded(world: World, identity: str) -> dict[str, Any]:
     stage, offload, precision, optimizer = OFFLOADED[identity]
-    there, here = (make_engine(world, stage, precision, optimizer, ema_decay=DECAY, offload=where) for where in (offload, "none"))
+    there, here = (
+        make_engine(world, stage, precision, optimizer, ema_decay=DECAY, offload=where)
+        for where in (offload, "none")
+    )
     found: dict[str, Any] = gradient_errors(there, world, optimizer)
     state = shared(there.export_state())
     applied = bool(train_step(there, world, 1, poison=float("nan")).applied)
@@ -92,24 +96,37 @@ UPDATED = {
 class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside it nobody reads a number of a tensor, for which the host would wait for a GPU."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("a wait for the device")
         return function(*args, **(kwargs or {}))
 
 
 def updated(world: World, identity: str) -> dict[str, Any]:
-    """How far the update on the device is from DeepSpeed's, from a first step on that is skipped; and which of them waits."""
+    """How far the update on the device is from DeepSpeed's, from a first step on that is skipped;
+    and which of them waits."""
     stage, precision, optimizer, clip = UPDATED[identity]
     kind: dict[str, Any] = {"gradient_clip_norm": clip, "ema_decay": DECAY}
     if world.num_ranks == 1 and (stage, precision) == (1, "bf16"):
-        kind["accumulation"] = 1  # DeepSpeed rounds the fp32 sum to bf16 even when there is nothing to reduce
-    ours, theirs = (make_engine(world, stage, precision, optimizer, on_device=where, **kind) for where in (True, False))
-    overlapped = make_engine(world, stage, precision, optimizer, overlap=world.num_ranks > 1, **kind)
+        kind["accumulation"] = (
+            1  # DeepSpeed rounds the fp32 sum to bf16 even when there is nothing to reduce
+        )
+    ours, theirs = (
+        make_engine(world, stage, precision, optimizer, on_device=where, **kind)
+        for where in (True, False)
+    )
+    overlapped = make_engine(
+        world, stage, precision, optimizer, overlap=world.num_ranks > 1, **kind
+    )
     start, steps = shared(ours.export_state()), [0.0, 0.0]
     for engine in (ours, theirs, overlapped):
         skipped = train_step(engine, world, 1, poison=float("nan"))
-    found = {"applied": bool(skipped.applied), "skipped": distance(start.weights, shared(ours.export_state()).weights)}
+    found = {
+        "applied": bool(skipped.applied),
+        "skipped": distance(start.weights, shared(ours.export_state()).weights),
+    }
     for step in range(2):
         with NoWaits():
             steps = [train_step(engine, world, step).gradient_norm for engine in (ours, overlapped)]
@@ -122,7 +139,8 @@ def updated(world: World, identity: str) -> dict[str, Any]:
         waits = True
     one, other, last = (shared(engine.export_state()) for engine in (ours, overlapped, theirs))
     one_optimizer, last_optimizer = (
-        {k: v for k, v in each.optimizer.items() if not k.startswith("weight")} for each in (one, last)
+        {k: v for k, v in each.optimizer.items() if not k.startswith("weight")}
+        for each in (one, last)
     )
     return found | {
         "norms": [float(each) for each in steps],
@@ -135,16 +153,21 @@ def updated(world: World, identity: str) -> dict[str, Any]:
 
 
 def accumulated(world: World, stage: int) -> float:
-    """How far the gradient of a step of single images is from the fp32 sum of their bf16 gradients."""
+    """How far the gradient of a step of single images is from the fp32 sum of their bf16
+    gradients."""
     model, (images, labels) = make_model().to(torch.bfloat16), global_batch(0)
     expected = {name: torch.zeros(weight.shape) for name, weight in model.named_parameters()}
     for row in range(GLOBAL):
         model.zero_grad()
         one = Prepared(images[row : row + 1].to(torch.bfloat16), labels[row : row + 1])
-        (loss_of(model(one.images_BCHW), one, label_smoothing=0.1) / (GLOBAL // world.num_ranks)).backward()
+        (
+            loss_of(model(one.images_BCHW), one, label_smoothing=0.1) / (GLOBAL // world.num_ranks)
+        ).backward()
         for name, weight in model.named_parameters():
             expected[name] += weight.grad.float() / world.num_ranks
-    engine = make_engine(world, stage, "bf16", "sgd", accumulation=GLOBAL // world.num_ranks, gradient_clip_norm=0.0)
+    engine = make_engine(
+        world, stage, "bf16", "sgd", accumulation=GLOBAL // world.num_ranks, gradient_clip_norm=0.0
+    )
     train_step(engine, world, 0)
     return relative(of_kind(shared(engine.export_state()), "momentum_buffer"), expected)
 
@@ -154,7 +177,9 @@ def checkpointed(world: World, stage: int) -> float:
     spec = SPEC.model_copy(update={"dropout": 0.3})
     states = []
     for setting in (False, True):
-        engine = make_engine(world, stage, "fp32", "adamw", spec=spec, activation_checkpointing=setting)
+        engine = make_engine(
+            world, stage, "fp32", "adamw", spec=spec, activation_checkpointing=setting
+        )
         assert engine._engine.module.grad_checkpointing is setting
         advance(engine, world, range(2))
         states.append(shared(engine.export_state()))
@@ -162,16 +187,23 @@ def checkpointed(world: World, stage: int) -> float:
 
 
 def permutations_are_restored(world: World, stage: int) -> bool:
-    """Whether, on every rank, a model made from another seed takes the saved one's permutations and computes the same."""
-    spec = MixerSpec(kind="mixer", patch_size=2, num_channels=5, depth=2, permuted_blocks="all", num_tokens=7)
+    """Whether, on every rank, a model made from another seed takes the saved one's permutations and
+    computes the same."""
+    spec = MixerSpec(
+        kind="mixer", patch_size=2, num_channels=5, depth=2, permuted_blocks="all", num_tokens=7
+    )
     images = global_batch(0)[0]
-    mine, other = (make_engine(world, stage, "fp32", "lion", spec=spec, seed=seed) for seed in (1, 2))
+    mine, other = (
+        make_engine(world, stage, "fp32", "lion", spec=spec, seed=seed) for seed in (1, 2)
+    )
     differed = not torch.equal(mine.logits(images), other.logits(images))
     state = shared(mine.export_state())
     other.import_state(state)
     kept = kept_buffers(other._engine.module)
     same = len(kept) == 8 and all(torch.equal(kept[name], state.weights[name]) for name in kept)
-    return all(from_all_ranks(differed and same and torch.equal(mine.logits(images), other.logits(images))))
+    return all(
+        from_all_ranks(differed and same and torch.equal(mine.logits(images), other.logits(images)))
+    )
 
 
 def grown(world: World, stage: int) -> dict[str, Any]:
@@ -194,7 +226,8 @@ def grown(world: World, stage: int) -> dict[str, Any]:
 
 
 def left_early(world: World, stage: int) -> dict[str, Any]:
-    """An evaluation that an error ends, of which the others may know nothing, and one that all ranks give up."""
+    """An evaluation that an error ends, of which the others may know nothing, and one that all
+    ranks give up."""
     engine = make_engine(world, stage, "bf16", "adamw", ema_decay=DECAY)
     advance(engine, world, range(2))
     images = global_batch(7)[0].to(engine.input_dtype)
@@ -204,7 +237,9 @@ def left_early(world: World, stage: int) -> dict[str, Any]:
     for error in (OSError, Interrupted):
         times.clear()
         with (
-            patch.object(engine._state, "refresh_working_weights", lambda: (times.append(1), refresh())),
+            patch.object(
+                engine._state, "refresh_working_weights", lambda: (times.append(1), refresh())
+            ),
             contextlib.suppress(error),
             engine.averaged(),
         ):
@@ -216,8 +251,11 @@ def left_early(world: World, stage: int) -> dict[str, Any]:
 
 
 def averages_agree(world: World, stage: int) -> dict[str, Any]:
-    """A model with batch norm: how far ranks' logits differ, and the saved averages from the ranks' mean."""
-    engine = make_engine(world, stage, "fp32", "lion", spec=SPEC.model_copy(update={"norm": "batch"}))
+    """A model with batch norm: how far ranks' logits differ, and the saved averages from the ranks'
+    mean."""
+    engine = make_engine(
+        world, stage, "fp32", "lion", spec=SPEC.model_copy(update={"norm": "batch"})
+    )
     advance(engine, world, range(2))
     gathered = from_all_ranks(kept_buffers(engine._engine.module))
     logits = from_all_ranks(engine.logits(global_batch(0)[0]))
@@ -231,8 +269,11 @@ def averages_agree(world: World, stage: int) -> dict[str, Any]:
 
 
 def sparse_weights_go_on(world: World, stage: int) -> bool:
-    """Whether a resumed SW-MLP, whose weights are the values of a pattern, ends at the same bits."""
-    spec = SparseMlpSpec(kind="sw_mlp", patch_size=2, num_channels=5, depth=2, density=0.3, storage="sparse")
+    """Whether a resumed SW-MLP, whose weights are the values of a pattern, ends at the same
+    bits."""
+    spec = SparseMlpSpec(
+        kind="sw_mlp", patch_size=2, num_channels=5, depth=2, density=0.3, storage="sparse"
+    )
     engine, again = (make_engine(world, stage, "fp32", "adamw", spec=spec) for _ in range(2))
     advance(engine, world, range(1))
     again.import_state(shared(engine.export_state()))
@@ -242,7 +283,9 @@ def sparse_weights_go_on(world: World, stage: int) -> bool:
     return apart(one, other) == 0
 
 
-def tuning_engine(world: World, optimizer: str, *, spec: AnySpec = SPEC, recompute: bool = False) -> Any:
+def tuning_engine(
+    world: World, optimizer: str, *, spec: AnySpec = SPEC, recompute: bool = False
+) -> Any:
     from finetune.session import start_accelerator
     from finetune.tune.config import TuneEngineSettings
     from finetune.tune.tune import AccelerateEngine
@@ -258,10 +301,14 @@ def tuning_engine(world: World, optimizer: str, *, spec: AnySpec = SPEC, recompu
 
 
 def tuning_goes_on(world: World, optimizer: str) -> float:
-    """How far tuning that goes on from its state ends from tuning that was never stopped; the latter recomputes activations."""
+    """How far tuning that goes on from its state ends from tuning that was never stopped; the
+    latter recomputes activations."""
     plan = BatchPlan(GLOBAL, GLOBAL // world.num_ranks // 2, world.num_ranks)
     spec = SPEC.model_copy(update={"dropout": 0.3})
-    straight, again = (tuning_engine(world, optimizer, spec=spec, recompute=recompute) for recompute in (True, False))
+    straight, again = (
+        tuning_engine(world, optimizer, spec=spec, recompute=recompute)
+        for recompute in (True, False)
+    )
     assert straight.module.grad_checkpointing and not again.module.grad_checkpointing
     for step in range(2):
         train_step(straight, world, step, plan=plan)
@@ -274,7 +321,8 @@ def tuning_goes_on(world: World, optimizer: str) -> float:
 
 
 def tuned(world: World) -> dict[str, Any]:
-    """accelerate's engine: a step that one rank spoils, and the next against an engine that never saw it."""
+    """accelerate's engine: a step that one rank spoils, and the next against an engine that never
+    saw it."""
     spoiled, clean = (tuning_engine(world, "adamw") for _ in range(2))
     plan = BatchPlan(GLOBAL, GLOBAL // world.num_ranks // 2, world.num_ranks)
     for engine in (spoiled, clean):
@@ -283,11 +331,16 @@ def tuned(world: World) -> dict[str, Any]:
     for engine in (spoiled, clean):
         train_step(engine, world, 1, plan=plan)
     one, other = (shared(engine.export_state()) for engine in (spoiled, clean))
-    return {"applied": from_all_ranks(skipped.applied), "apart": apart(one, other), "updates": [one.num_updates, other.num_updates]}
+    return {
+        "applied": from_all_ranks(skipped.applied),
+        "apart": apart(one, other),
+        "updates": [one.num_updates, other.num_updates],
+    }
 
 
 def pages_taken_again() -> int:
-    """Pages that the kernel clears when as many activations are made anew as were freed, five times."""
+    """Pages that the kernel clears when as many activations are made anew as were freed, five
+    times."""
     faults = []
     for _ in range(6):
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
@@ -297,7 +350,8 @@ def pages_taken_again() -> int:
 
 
 def noise(world: World, folder: str) -> dict[str, str]:
-    """What an engine says while it is made and trained: on the console, and in the file that it was told to use."""
+    """What an engine says while it is made and trained: on the console, and in the file that it was
+    told to use."""
     from pretrain.loop.train import log_to
 
     log, console = (Path(folder) / f"{name}-{world.rank}" / "said" for name in ("log", "console"))

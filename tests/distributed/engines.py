@@ -17,7 +17,9 @@ from pretrain.optim import build_optimizer, set_lr
 from pretrain.ranks.collectives import Exchange
 from pretrain.ranks.world import World
 
-SPEC = MlpSpec(kind="mlp", depth=2, width=17, expansion=2)  # 17: nothing divides by the number of ranks
+SPEC = MlpSpec(
+    kind="mlp", depth=2, width=17, expansion=2
+)  # 17: nothing divides by the number of ranks
 SIZE, CLASSES, GLOBAL, CLIP, LR, DECAY = 6, 5, 16, 0.5, 0.01, 0.8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,9 +62,13 @@ def make_engine(
     plain_config = pretrain.engine.deepspeed.deepspeed_config
 
     def config(*arguments: Any, **options: Any) -> dict[str, Any]:
-        """Stage 3 as it is for large models: few weights stay gathered, and several sub-groups are stepped one after the other."""
+        """Stage 3 as it is for large models: few weights stay gathered, and several sub-groups are
+        stepped one after the other."""
         made = plain_config(*arguments, **options)
-        made["zero_optimization"] |= {"stage3_param_persistence_threshold": 100, "sub_group_size": 300}
+        made["zero_optimization"] |= {
+            "stage3_param_persistence_threshold": 100,
+            "sub_group_size": 300,
+        }
         made["zero_optimization"]["reduce_bucket_size"] = 2_000  # the largest weight has 1,836
         if overlap:
             made["zero_optimization"]["overlap_comm"] = True
@@ -74,7 +80,9 @@ def make_engine(
             made.bind = bind
         return made
 
-    chosen = pretrain.engine.deepspeed.updates_on_device if on_device is None else lambda _: on_device
+    chosen = (
+        pretrain.engine.deepspeed.updates_on_device if on_device is None else lambda _: on_device
+    )
     with (
         patch.object(pretrain.engine.deepspeed, "deepspeed_config", config),
         patch.object(pretrain.engine.deepspeed, "updates_on_device", chosen),
@@ -82,7 +90,9 @@ def make_engine(
         engine = pretrain.engine.deepspeed.DeepSpeedEngine(
             make_model(spec, seed=seed),
             make_optimizer=optimizer_of,
-            settings=EngineSettings(zero_stage=stage, precision=precision, **({"gradient_clip_norm": CLIP} | settings)),
+            settings=EngineSettings(
+                zero_stage=stage, precision=precision, **({"gradient_clip_norm": CLIP} | settings)
+            ),
             plan=BatchPlan(GLOBAL, GLOBAL // world.num_ranks // accumulation, world.num_ranks),
             label_smoothing=0.1,
             device=torch.device("cpu"),
@@ -90,12 +100,22 @@ def make_engine(
             ema_decay=ema_decay,
         )
     if precision == "fp16":
-        engine._scaler.cur_scale = 1024.0  # it starts where the first steps may be skipped, which would shift all others
+        engine._scaler.cur_scale = (
+            1024.0  # it starts where the first steps may be skipped, which would shift all others
+        )
     return engine
 
 
-def train_step(engine: Any, world: World, step: int, *, poison: float | None = None, plan: BatchPlan | None = None) -> Any:
-    """One step; with `poison` that number stands in one picture of the last rank's first micro-batch."""
+def train_step(
+    engine: Any,
+    world: World,
+    step: int,
+    *,
+    poison: float | None = None,
+    plan: BatchPlan | None = None,
+) -> Any:
+    """One step; with `poison` that number stands in one picture of the last rank's first
+    micro-batch."""
     images, labels = global_batch(step)
     micro_batches, plan = [], plan or engine.plan
     for micro_step in range(plan.accumulation_steps):
@@ -110,7 +130,10 @@ def train_step(engine: Any, world: World, step: int, *, poison: float | None = N
 
 def advance(engine: Any, world: World, steps: range) -> list[float]:
     """The mean loss of each step."""
-    return [Exchange(train_step(engine, world, step).loss, 0.0, flag=False, num_bad=0).read().loss for step in steps]
+    return [
+        Exchange(train_step(engine, world, step).loss, 0.0, flag=False, num_bad=0).read().loss
+        for step in steps
+    ]
 
 
 def plain_start(*, low_precision: torch.dtype = torch.float32) -> Any:
@@ -118,7 +141,9 @@ def plain_start(*, low_precision: torch.dtype = torch.float32) -> Any:
     return model.to(low_precision).to(torch.float32)
 
 
-def plain_gradients(*, low_precision: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], float]:
+def plain_gradients(
+    *, low_precision: torch.dtype = torch.float32
+) -> tuple[dict[str, Tensor], float]:
     """(by name, clipped by hand; norm before), of step 0's whole batch at once, in fp32."""
     model = plain_start(low_precision=low_precision)
     images, labels = global_batch(0)
@@ -128,8 +153,11 @@ def plain_gradients(*, low_precision: torch.dtype = torch.float32) -> tuple[dict
     return {name: weight.grad * (CLIP / norm) for name, weight in model.named_parameters()}, norm
 
 
-def plain_training(optimizer_name: str, *, steps: range, low_precision: torch.dtype, clip: float = CLIP) -> dict[str, Tensor]:
-    """The weights after the steps: one process, the whole batch at once, torch's own clipping, fp32."""
+def plain_training(
+    optimizer_name: str, *, steps: range, low_precision: torch.dtype, clip: float = CLIP
+) -> dict[str, Tensor]:
+    """The weights after the steps: one process, the whole batch at once, torch's own clipping,
+    fp32."""
     model = plain_start(low_precision=low_precision)
     optimizer = build_optimizer(model, optimizer_settings(optimizer_name))
     for step in steps:
@@ -167,7 +195,11 @@ def apart(one: EngineState, other: EngineState) -> float:
 
 
 def relative(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest error of one tensor against its own size, or against a hundredth of the whole where it is smaller than that."""
+    """The largest error of one tensor against its own size, or against a hundredth of the whole
+    where it is smaller than that."""
     assert one.keys() == other.keys() and one
     whole = sum(float(tensor.square().sum()) for tensor in other.values()) ** 0.5
-    return max(float((one[name] - other[name]).norm() / max(float(other[name].norm()), whole / 100)) for name in one)
+    return max(
+        float((one[name] - other[name]).norm() / max(float(other[name].norm()), whole / 100))
+        for name in one
+    )

@@ -30,10 +30,17 @@ def agreements(world: World, run_dir: str) -> dict[str, Any]:
     from tests.pretrain.engine.test_micro_batch import SIZE, model, settings_of
 
     flats = [nn.Parameter(shard(vectors(seed), world.rank)) for seed in (1, 2, 3)]
-    groups = [{"params": flats[:2], "weight_decay": 0.1}, {"params": flats[2:], "is_decayed": False}]
+    groups = [
+        {"params": flats[:2], "weight_decay": 0.1},
+        {"params": flats[2:], "is_decayed": False},
+    ]
     optimizer = Lamb(groups, lr=0.1)
     numbered = [
-        [Segment(3 * flat + each.parameter_number, each.offset, each.length) for each in MINE[world.rank]] for flat in range(3)
+        [
+            Segment(3 * flat + each.parameter_number, each.offset, each.length)
+            for each in MINE[world.rank]
+        ]
+        for flat in range(3)
     ]
     optimizer.bind(dict(zip(flats, numbered, strict=True)))
     for step in range(STEPS):
@@ -58,7 +65,10 @@ def said(results: dict[str, Any]) -> list[Any]:
 
 def test_lamb_on_the_shards_of_two_ranks_is_lamb_on_parameters(said: list[Any]) -> None:
     whole = [[nn.Parameter(each) for each in vectors(seed)] for seed in (1, 2, 3)]
-    groups = [{"params": whole[0] + whole[1], "weight_decay": 0.1}, {"params": whole[2], "is_decayed": False}]
+    groups = [
+        {"params": whole[0] + whole[1], "weight_decay": 0.1},
+        {"params": whole[2], "is_decayed": False},
+    ]
     optimizer = Lamb(groups, lr=0.1)
     for step in range(STEPS):
         for number, weights in enumerate(whole):

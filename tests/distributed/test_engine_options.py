@@ -32,19 +32,24 @@ def judge_update(found: dict[str, Any], identity: str) -> None:
     assert found["norms"] == pytest.approx([found["norms"][0]] * 3, rel=1e-6)
     assert found["overlapped"] == 0
     assert found["updates"] == [2, 2]
-    assert found["theirs_waits"] is True  # or nothing was seen to wait because nothing was looked at
+    assert (
+        found["theirs_waits"] is True
+    )  # or nothing was seen to wait because nothing was looked at
 
 
 @pytest.mark.parametrize("identity", UPDATED)
 def test_the_update_on_the_device_is_deepspeeds_and_waits_for_nothing(
     results: dict[str, Any], alone: dict[str, Any], identity: str
 ) -> None:
-    """On two ranks; and on one, which at stage 1 updates from the gradients of the parameters themselves."""
+    """On two ranks; and on one, which at stage 1 updates from the gradients of the parameters
+    themselves."""
     judge_update(results["options"]["updated"][identity], identity)
     judge_update(alone["updated"][identity], identity)
 
 
-def test_gradients_of_micro_batches_are_added_up_in_fp32(results: dict[str, Any], alone: dict[str, Any]) -> None:
+def test_gradients_of_micro_batches_are_added_up_in_fp32(
+    results: dict[str, Any], alone: dict[str, Any]
+) -> None:
     """Ranks exchange bf16. Sums in bf16 would be off by 6e-3, on one rank as well."""
     assert alone["accumulated"] == 0
     assert max(results["options"]["accumulated"].values()) < 4e-3
@@ -52,7 +57,10 @@ def test_gradients_of_micro_batches_are_added_up_in_fp32(results: dict[str, Any]
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "optimizer"), (0, "all"), (2, "all")])
 def test_a_stage_that_has_nothing_to_offload_says_so(stage: int, offload: str) -> None:
-    with pytest.raises(ValueError, match=rf"engine\.offload: '{offload}' needs engine\.zero_stage \d or more, not {stage}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"engine\.offload: '{offload}' needs engine\.zero_stage \d or more, not {stage}",
+    ):
         EngineSettings(zero_stage=stage, offload=offload)
 
 
@@ -80,20 +88,31 @@ def test_tuning_skips_a_step_that_one_rank_spoils(results: dict[str, Any]) -> No
 
 
 def test_tuning_that_goes_on_ends_at_the_same_bits(results: dict[str, Any]) -> None:
-    """With an optimizer that counts its steps and one that does not; and so does tuning that recomputes activations."""
+    """With an optimizer that counts its steps and one that does not; and so does tuning that
+    recomputes activations."""
     assert results["options"]["tuning_goes_on"] == {"lion": 0, "lamb": 0, "sgd": 0}
 
 
-def test_a_step_in_which_the_loss_scale_grows_is_the_step_that_it_would_be(results: dict[str, Any]) -> None:
+def test_a_step_in_which_the_loss_scale_grows_is_the_step_that_it_would_be(
+    results: dict[str, Any],
+) -> None:
     every = results["options"]["grown"]
     for found in every:
-        assert found["scale"] == {"cur_scale": 4096, "cur_iter": 3, "last_overflow_iter": -1, "cur_hysteresis": 2}
+        assert found["scale"] == {
+            "cur_scale": 4096,
+            "cur_iter": 3,
+            "last_overflow_iter": -1,
+            "cur_hysteresis": 2,
+        }
         assert found["norms"] == pytest.approx(every[0]["norms"], rel=0.02)
         assert found["from_plain"] < MOVE_LIMIT["sgd"]
 
 
-def test_an_error_while_weights_are_averaged_waits_for_no_other_rank(results: dict[str, Any]) -> None:
-    """Refreshing is a collective at stages 1 to 3: an interruption is on all ranks, another error perhaps on one alone."""
+def test_an_error_while_weights_are_averaged_waits_for_no_other_rank(
+    results: dict[str, Any],
+) -> None:
+    """Refreshing is a collective at stages 1 to 3: an interruption is on all ranks, another error
+    perhaps on one alone."""
     for found in results["options"]["left_early"]:
         assert found == {"OSError": 1, "Interrupted": 2, "left": 0, "logits": 0}
 
@@ -111,6 +130,8 @@ def test_nothing_of_deepspeeds_talk_reaches_the_console(results: dict[str, Any])
     assert "a word of the compiler's" in found["log"]
 
 
-def test_the_word_that_the_deepspeed_launcher_adds_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_word_that_the_deepspeed_launcher_adds_is_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert pretrain(["--local_rank=1", "models", "--match", "mlp_b6_wi256"]) == 0
     assert "mlp_b6_wi256" in capsys.readouterr().out

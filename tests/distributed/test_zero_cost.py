@@ -1,4 +1,5 @@
-"""The formulas of ZeRO's memory and traffic against the tensors that two ranks hold and what they hand to torch.distributed."""
+"""The formulas of ZeRO's memory and traffic against the tensors that two ranks hold and what they
+hand to torch.distributed."""
 
 import gc
 import inspect
@@ -18,14 +19,19 @@ from pretrain.optim import build_optimizer
 from pretrain.ranks.world import World
 
 SPEC, SIZE, CLASSES = MlpSpec(kind="mlp", depth=3, width=256), 32, 100
-CELLS = [(stage, precision, steps) for stage in range(4) for precision, steps in (("fp32", 1), ("bf16", 2))] + [(1, "fp16", 1)]
+CELLS = [
+    (stage, precision, steps)
+    for stage in range(4)
+    for precision, steps in (("fp32", 1), ("bf16", 2))
+] + [(1, "fp16", 1)]
 RING = {
     "all_reduce": (2, "tensor"),
     "reduce_scatter_tensor": (1, "input"),
     "all_gather_into_tensor": (1, "output_tensor"),
     "all_gather": (1, "tensor_list"),
 }
-"""What a ring sends as a multiple of (N - 1) / N of the whole tensor, and which argument that is."""
+"""What a ring sends as a multiple of (N - 1) / N of the whole tensor, and which argument that
+is."""
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
@@ -63,7 +69,9 @@ def count_traffic() -> dict[str, float]:
     return total
 
 
-def cell(world: World, traffic: dict[str, float], stage: int, precision: str, accumulation_steps: int) -> dict[str, float]:
+def cell(
+    world: World, traffic: dict[str, float], stage: int, precision: str, accumulation_steps: int
+) -> dict[str, float]:
     """Bytes per parameter after backward, and sent in a step."""
     from pretrain.engine.deepspeed import DeepSpeedEngine
 
@@ -85,7 +93,9 @@ def cell(world: World, traffic: dict[str, float], stage: int, precision: str, ac
 
     def observed_update() -> None:
         now = storages()
-        most[0] = max(most[0], sum(storage.nbytes() for place, storage in now.items() if place not in before))
+        most[0] = max(
+            most[0], sum(storage.nbytes() for place, storage in now.items() if place not in before)
+        )
         update()
 
     engine.train_step(batches, lr=1e-3)
@@ -101,9 +111,13 @@ def cell(world: World, traffic: dict[str, float], stage: int, precision: str, ac
         accumulation_steps=accumulation_steps,
     )
     formula = held(training)
-    bucket = formula.bucket if stage < 3 else 0.0  # only stage 3 keeps it after backward; elsewhere gloo may still hold it
+    bucket = (
+        formula.bucket if stage < 3 else 0.0
+    )  # only stage 3 keeps it after backward; elsewhere gloo may still hold it
     return {
-        "bucket": (4.0 * bucket_elements(num_parameters) if stage == 0 else bucket) / num_parameters,
+        "bucket": (
+            (4.0 * bucket_elements(num_parameters) if stage == 0 else bucket) / num_parameters
+        ),
         "held": most[0] / num_parameters,
         "held_formula": (formula.on_device - bucket) / num_parameters,
         "sent": traffic["bytes"] / num_parameters,
@@ -111,19 +125,26 @@ def cell(world: World, traffic: dict[str, float], stage: int, precision: str, ac
     }
 
 
-@pytest.mark.parametrize("number", range(len(CELLS)), ids=[f"stage{a}-{b}-{c}" for a, b, c in CELLS])
+@pytest.mark.parametrize(
+    "number", range(len(CELLS)), ids=[f"stage{a}-{b}-{c}" for a, b, c in CELLS]
+)
 def test_ranks_hold_and_send_what_the_formulas_say(results: dict[str, Any], number: int) -> None:
     found = results["costs"][number]
     assert any(
-        found["held"] == pytest.approx(found["held_formula"] + more, rel=0.04) for more in (0, found["bucket"] / 2, found["bucket"])
+        found["held"] == pytest.approx(found["held_formula"] + more, rel=0.04)
+        for more in (0, found["bucket"] / 2, found["bucket"])
     )
     assert found["sent"] <= found["sent_formula"] * 1.02
-    kept = 2 / 3 if CELLS[number][0] == 3 else 1  # stage 3 need not gather again what backward begins with: here half the model
+    kept = (
+        2 / 3 if CELLS[number][0] == 3 else 1
+    )  # stage 3 need not gather again what backward begins with: here half the model
     assert found["sent"] >= found["sent_formula"] * kept * 0.98
 
 
 def test_literals() -> None:
     """B-12/Wi-1024 of paper B on paper A's 32 nodes x 4 GPUs, by hand."""
     training = Training(124_840_158, 1, "bf16", 128)
-    assert held(training).on_device == pytest.approx(2 * 124_840_158 + (8 + 2) * 124_840_158 / 128 + 2 * 50_000_000)
+    assert held(training).on_device == pytest.approx(
+        2 * 124_840_158 + (8 + 2) * 124_840_158 / 128 + 2 * 50_000_000
+    )
     assert bytes_sent(training) == pytest.approx(3 * 127 / 128 * 2 * 124_840_158)

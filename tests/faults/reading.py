@@ -1,11 +1,13 @@
-"""A reader of several ranks that is killed again and again: started by test_killed_readers.py, in a process of its own.
+"""A reader of several ranks that is killed again and again: started by test_killed_readers.py, in a
+process of its own.
 
     python -m tests.faults.reading DATASET OUT KILLS STEPS SHUFFLE SEED     STEPS: at least LONGEST_LIFE for each kill
 
-Ranks are forked by one driver (which spares as many imports of torch), read their slices of a global batch of 24, write what they
-read to OUT/log, wait for each other, and let the first one publish the number of consumed samples: the trainer's checkpoint. One of
-them kills itself with -9 at a random point of one of its first steps, wherever the others are; the driver kills those, and starts
-again with another number of ranks where that checkpoint says.
+Ranks are forked by one driver (which spares as many imports of torch), read their slices of a
+global batch of 24, write what they read to OUT/log, wait for each other, and let the first one
+publish the number of consumed samples: the trainer's checkpoint. One of them kills itself with -9
+at a random point of one of its first steps, wherever the others are; the driver kills those, and
+starts again with another number of ranks where that checkpoint says.
 """
 
 import json
@@ -35,7 +37,14 @@ def consumed_of(out: Path) -> int:
 
 
 def read(
-    rank: int, num_ranks: int, barrier: Barrier, dataset: Path, out: Path, num_steps: int, shuffle: Shuffle, dies: tuple[int, str]
+    rank: int,
+    num_ranks: int,
+    barrier: Barrier,
+    dataset: Path,
+    out: Path,
+    num_steps: int,
+    shuffle: Shuffle,
+    dies: tuple[int, str],
 ) -> None:
     """`dies`: in which of its steps, and where in it."""
     reader = open_split(dataset, load_manifest(dataset), "train")
@@ -49,7 +58,15 @@ def read(
 
     log = os.open(out / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with training_batches(
-        reader, order, plan, rank=rank, consumed=consumed, num_threads=2, prefetch=3, pin=False, finish=as_stored
+        reader,
+        order,
+        plan,
+        rank=rank,
+        consumed=consumed,
+        num_threads=2,
+        prefetch=3,
+        pin=False,
+        finish=as_stored,
     ) as batches:
         while consumed < num_steps * GLOBAL_BATCH:
             pass_by("reading")
@@ -72,7 +89,12 @@ def read(
 
 def main() -> None:
     dataset, out = Path(sys.argv[1]), Path(sys.argv[2])
-    num_kills, num_steps, shuffle, seed = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], int(sys.argv[6])
+    num_kills, num_steps, shuffle, seed = (
+        int(sys.argv[3]),
+        int(sys.argv[4]),
+        sys.argv[5],
+        int(sys.argv[6]),
+    )
     generator, context = random.Random(seed), multiprocessing.get_context("fork")
     assert num_steps > num_kills * LONGEST_LIFE
     for life in range(num_kills + 1):
@@ -82,7 +104,8 @@ def main() -> None:
         dies = (generator.randrange(LONGEST_LIFE), generator.choice(["reading", "waiting"]))
         facts = (num_ranks, barrier, dataset, out, num_steps, shuffle)
         ranks = [
-            context.Process(target=read, args=(rank, *facts, dies if rank == victim else (-1, ""))) for rank in range(num_ranks)
+            context.Process(target=read, args=(rank, *facts, dies if rank == victim else (-1, "")))
+            for rank in range(num_ranks)
         ]
         for process in ranks:
             process.start()

@@ -1,4 +1,5 @@
-"""Ctrl-C reaches a whole process group: it is answered once, with what is kept, and nobody shows a traceback."""
+"""Ctrl-C reaches a whole process group: it is answered once, with what is kept, and nobody shows a
+traceback."""
 
 import os
 import re
@@ -23,7 +24,9 @@ BUSY = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
 @pytest.fixture(scope="module")
 def folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(
-        tmp_path_factory.mktemp("weights") / "folder", shapes, spec=MlpSpec(kind="mlp", depth=1, width=24, expansion=2)
+        tmp_path_factory.mktemp("weights") / "folder",
+        shapes,
+        spec=MlpSpec(kind="mlp", depth=1, width=24, expansion=2),
     )
 
 
@@ -32,29 +35,50 @@ def answered(program: str, kept: str) -> str:
 
 
 VERBS = {
-    "evaluate": ("finetune evaluate pretrained={folder} dataset={shapes}", BUSY, "nothing is saved; the same command begins anew"),
+    "evaluate": (
+        "finetune evaluate pretrained={folder} dataset={shapes}",
+        BUSY,
+        "nothing is saved; the same command begins anew",
+    ),
     "probe": (
-        "finetune probe --ranks 2 {knn} pretrained={folder} dataset={shapes} run_dir={here}/run weight_decays=[0.1]",
+        (
+            "finetune probe --ranks 2 {knn} pretrained={folder} dataset={shapes} run_dir={here}/run"
+            " weight_decays=[0.1]"
+        ),
         SLEEPING,
         "",
     ),
-    "import": ("pretrain import {folder}/model.safetensors --out {here}/out", SLEEPING, "nothing is saved"),
+    "import": (
+        "pretrain import {folder}/model.safetensors --out {here}/out",
+        SLEEPING,
+        "nothing is saved",
+    ),
     "filters": ("analysis filters {folder} --out {here}/filters", SLEEPING, "nothing is saved"),
 }
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_while_torch_is_loading_which_is_said(name: str, folder: Path, shapes: Path, tmp_path: Path) -> None:
+def test_while_torch_is_loading_which_is_said(
+    name: str, folder: Path, shapes: Path, tmp_path: Path
+) -> None:
     line, torch, kept = VERBS[name]
     (tmp_path / "torch.py").write_text(torch)
     (tmp_path / "knn.yaml").write_text("{}")
-    words = line.format(folder=folder, shapes=shapes, here=tmp_path, knn=tmp_path / "knn.yaml").split()
+    words = line.format(
+        folder=folder, shapes=shapes, here=tmp_path, knn=tmp_path / "knn.yaml"
+    ).split()
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     with open(tmp_path / "said", "w") as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", *words], stderr=said, start_new_session=True, env=os.environ | {"PYTHONPATH": path}
+            [sys.executable, "-m", *words],
+            stderr=said,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": path},
         )
-    wait_until(lambda: "loading torch\n" in (tmp_path / "said").read_text(), lives=lambda: process.poll() is None)
+    wait_until(
+        lambda: "loading torch\n" in (tmp_path / "said").read_text(),
+        lives=lambda: process.poll() is None,
+    )
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=120) == 130
     answer = answered(words[0], kept) if kept else answered("launch", "nothing more is saved")
@@ -68,39 +92,78 @@ try:
 finally:
     os.abort()  # as C++ does where it imports, and has an exception
 """
-PROGRAMS = {f"cluster {name}": f"cluster/{name}" for name in ("submit", "doctor")} | {"cluster": "wide-mlps"}
+PROGRAMS = {f"cluster {name}": f"cluster/{name}" for name in ("submit", "doctor")} | {
+    "cluster": "wide-mlps"
+}
 
 
 @pytest.mark.parametrize("words", ["data_prep", "pretrain", "finetune", "analysis", *PROGRAMS])
 def test_while_a_program_is_loading(words: str, tmp_path: Path) -> None:
-    """Until it can answer it ends without a word. The moments: an import of interrupts.py, and one of what comes after it."""
+    """Until it can answer it ends without a word. The moments: an import of interrupts.py, and one
+    of what comes after it."""
     answer = answered(PROGRAMS.get(words, words), "nothing is saved")
     for module, expected in (("select", (-signal.SIGINT, "")), ("textwrap", (130, answer))):
         (tmp_path / f"{module}.py").write_text(STRUCK)
         environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
         line = [sys.executable, "-m", *words.split(), "x"]
-        done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run(
+            line, env=environment, capture_output=True, text=True, check=False, timeout=300
+        )
         assert (done.returncode, done.stderr) == expected
         (tmp_path / f"{module}.py").unlink()
 
 
 @pytest.mark.parametrize("verb", ["verify", "stats --recompute", "dedup"])
 def test_a_look_at_a_dataset_by_workers(verb: str, shapes: Path, tmp_path: Path) -> None:
-    """Struck by whoever opens the fourth file of it, which may be a worker, or this program while it starts them."""
+    """Struck by whoever opens the fourth file of it, which may be a worker, or this program while
+    it starts them."""
     strike = Strike(shapes, 4, signal=signal.SIGINT, target="group")
-    words = [sys.executable, "-m", "tests.moments", "data_prep", *verb.split(), str(shapes), "--workers", "2"]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.moments",
+        "data_prep",
+        *verb.split(),
+        str(shapes),
+        "--workers",
+        "2",
+    ]
     environment = os.environ | strike.environment
-    done = subprocess.run(words, env=environment, start_new_session=True, capture_output=True, text=True, check=False, timeout=300)
-    kept = "no list was written; with --hashes the next run goes on from here" if verb == "dedup" else "the dataset was not changed"
-    assert done.returncode == 130 and done.stderr.count(answered("data_prep", kept)) == 1, done.stderr
+    done = subprocess.run(
+        words,
+        env=environment,
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    kept = (
+        "no list was written; with --hashes the next run goes on from here"
+        if verb == "dedup"
+        else "the dataset was not changed"
+    )
+    assert done.returncode == 130 and done.stderr.count(answered("data_prep", kept)) == 1, (
+        done.stderr
+    )
     assert re.sub(r"data_prep: .*\n|\w.*  \d+/.*\n|\n", "", done.stderr) == ""
 
 
 def test_ranks_within_an_evaluation(folder: Path, shapes: Path, tmp_path: Path) -> None:
-    words = ["evaluate", f"pretrained={folder}", f"dataset={shapes}", f"run_dir={tmp_path / 'run'}", "tracking.enabled=false"]
-    strikes = {rank: Strike(tmp_path, 1, stage="answering val", signal=signal.SIGINT) for rank in range(2)}
+    words = [
+        "evaluate",
+        f"pretrained={folder}",
+        f"dataset={shapes}",
+        f"run_dir={tmp_path / 'run'}",
+        "tracking.enabled=false",
+    ]
+    strikes = {
+        rank: Strike(tmp_path, 1, stage="answering val", signal=signal.SIGINT) for rank in range(2)
+    }
     run = Run(words, ranks=2, program="finetune", strikes=strikes)
     said, _ = run.communicate()
     assert [rank.exitcode for rank in run.ranks] == [130, 130]
-    assert said.replace("loading torch\n", "") == answered("finetune", "nothing is saved; the same command begins anew")
+    assert said.replace("loading torch\n", "") == answered(
+        "finetune", "nothing is saved; the same command begins anew"
+    )
     assert not (tmp_path / "run" / "result.json").exists()

@@ -1,4 +1,5 @@
-"""A training that is made longer, before its end or after it, goes on in the same run as if it had been so from the start."""
+"""A training that is made longer, before its end or after it, goes on in the same run as if it had
+been so from the start."""
 
 import json
 import math
@@ -29,7 +30,11 @@ from tests.finetune.tiny import write_folder
 from tests.moments import Strike
 from tests.training import final_state, finish, start, write_config
 
-CONSTANT = ("schedule={name: constant, warmup: 3 steps}", "train.ema_decay=0.9", "train.eval_every=5 steps")
+CONSTANT = (
+    "schedule={name: constant, warmup: 3 steps}",
+    "train.ema_decay=0.9",
+    "train.eval_every=5 steps",
+)
 STEP_S = 0.1
 
 
@@ -51,14 +56,19 @@ def slowly(program: str, words: list[str], strike: Strike | None) -> int:
 
 
 def events_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()
+    ]
 
 
 def check_summary(said: str, run_dir: Path) -> None:
-    """It names what is there: the last score and the best, the checkpoints, commands that go on from here."""
+    """It names what is there: the last score and the best, the checkpoints, commands that go on
+    from here."""
     best = json.loads((run_dir / "checkpoints" / "best.json").read_text())
     found = re.search(
-        r": finished\n  last     top-1 ([\d.]+) % \(chance 12\.5 %\), validation loss [\d.]+: (\S+)\n"
+        r": finished\n  last     top-1 ([\d.]+) % \(chance 12\.5 %\), validation loss [\d.]+:"
+        r" (\S+)\n"
         r"  best     top-1 ([\d.]+) %: (\S+)\n"
         r"  speed    [\d,]+ images/s\n"
         r"  next     finetune predict (\S+) PICTURES --out predictions.csv\n"
@@ -72,24 +82,37 @@ def check_summary(said: str, run_dir: Path) -> None:
     assert found[5] == found[6] == str(run_dir) and (Path(found[7]) / "manifest.json").is_file()
 
 
-def test_with_a_constant_rate_it_ends_at_the_bits_of_a_run_begun_longer(config: Path, tmp_path: Path) -> None:
-    """Raised at its end, which lies within an epoch (240 pictures, batches of 16), and lowered where it was stopped."""
+def test_with_a_constant_rate_it_ends_at_the_bits_of_a_run_begun_longer(
+    config: Path, tmp_path: Path
+) -> None:
+    """Raised at its end, which lies within an epoch (240 pictures, batches of 16), and lowered
+    where it was stopped."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    check_summary(finish(start(config, whole, *CONSTANT, "train.duration=2 epochs", ranks=1)), whole)
+    check_summary(
+        finish(start(config, whole, *CONSTANT, "train.duration=2 epochs", ranks=1)), whole
+    )
     finish(start(config, run_dir, *CONSTANT, "train.duration=11 steps", ranks=1))
     assert (finished_result(run_dir) or {})["step"] == 11
     strike = Strike(run_dir, 1, step=17, signal=15)
-    said = finish(start(config, run_dir, *CONSTANT, "train.duration=40 steps", ranks=1, strikes={0: strike}))
+    said = finish(
+        start(config, run_dir, *CONSTANT, "train.duration=40 steps", ranks=1, strikes={0: strike})
+    )
     assert "run: another length: 11 -> 40 steps, at step 11\n" in said and "jumps" not in said
     assert finished_result(run_dir) is None
     words = (*CONSTANT, "tracking={enabled: true}", "train.duration=2 epochs")
     said = finish(start(config, run_dir, *words, ranks=1, journal_only=True))
     assert "another length: 11 -> 40 -> 30 steps, at step 1" in said
-    tags = [event["tags"] for event in events_of(run_dir) if event["event"] == "params" and event.get("tags")]
+    tags = [
+        event["tags"]
+        for event in events_of(run_dir)
+        if event["event"] == "params" and event.get("tags")
+    ]
     assert [list(each) for each in tags] == [["extended"], ["shortened"]]
     assert tags[1]["shortened"].startswith("11 -> 40 -> 30 steps, at step 1")
     mine, theirs = final_state(run_dir), final_state(whole)
-    assert mine.keys() == theirs.keys() and any(name.startswith("weight.") for name in mine)  # with those that are averaged
+    assert mine.keys() == theirs.keys() and any(
+        name.startswith("weight.") for name in mine
+    )  # with those that are averaged
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
     assert finished_result(run_dir) == (finished_result(whole) or {}) | {
         "lengths": [11, 40, 30],
@@ -100,12 +123,19 @@ def test_with_a_constant_rate_it_ends_at_the_bits_of_a_run_begun_longer(config: 
 def test_the_jump_starts_at_the_rate_of_the_shortened_warmup(config: Path, tmp_path: Path) -> None:
     """A warm-up of 6 steps is shortened to none in 6 steps, and fits into 8 steps."""
     words = ("schedule.warmup=6 steps", "data.eval_split=null")
-    assert "shortened to 0 steps" in finish(start(config, tmp_path / "run", *words, "train.duration=6 steps", ranks=1))
+    assert "shortened to 0 steps" in finish(
+        start(config, tmp_path / "run", *words, "train.duration=6 steps", ranks=1)
+    )
     said = finish(start(config, tmp_path / "run", *words, "train.duration=8 steps", ranks=1))
-    assert "6 -> 8 steps, at step 6; its learning rate jumps from 0 to 0.001\n" in said and "shortened" not in said
+    assert (
+        "6 -> 8 steps, at step 6; its learning rate jumps from 0 to 0.001\n" in said
+        and "shortened" not in said
+    )
 
 
-def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(config: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(
+    config: Path, tmp_path: Path, capsys: Capture
+) -> None:
     run_dir = tmp_path / "run"
     words = (
         f"tracking={{enabled: true, uri: sqlite:///{tmp_path}/mlflow.db}}",
@@ -116,30 +146,60 @@ def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(config: Pa
     before = contents(run_dir)
     assert main(["train", str(config), f"run_dir={run_dir}", *words, "train.duration=5 steps"]) == 2
     refused = (
-        f"train.duration: 5 steps is 5 steps, but {run_dir} is at step 6 already; give at least that, or name another run_dir\n"
+        f"train.duration: 5 steps is 5 steps, but {run_dir} is at step 6 already; give at least"
+        " that, or name another run_dir\n"
     )
     assert capsys.readouterr().err == f"pretrain: {refused}"
     assert contents(run_dir) == before
-    said = finish(start(config, run_dir, *words, "train.duration=8 steps", ranks=1, target="tests.faults.test_going_on:slowly"))
+    said = finish(
+        start(
+            config,
+            run_dir,
+            *words,
+            "train.duration=8 steps",
+            ranks=1,
+            target="tests.faults.test_going_on:slowly",
+        )
+    )
     note = "6 -> 8 steps, at step 6; its learning rate jumps from 0 to 0.000146"
     assert f"run: another length: {note}\n" in said
     events = events_of(run_dir)
-    rates = {event["step"]: event["values"]["train/lr"] for event in events if "train/lr" in event.get("values", {})}
+    rates = {
+        event["step"]: event["values"]["train/lr"]
+        for event in events
+        if "train/lr" in event.get("values", {})
+    }
     expected = [
-        1e-3 * (1 + math.cos(math.pi * step / length)) / 2 for length, steps in ((6, range(6)), (8, (6, 7))) for step in steps
+        1e-3 * (1 + math.cos(math.pi * step / length)) / 2
+        for length, steps in ((6, range(6)), (8, (6, 7)))
+        for step in steps
     ]
-    assert list(rates) == [1, 2, 3, 4, 5, 6, 7, 8] and list(rates.values()) == pytest.approx(expected)
-    assert [event["tags"]["duration"] for event in events if event["event"] == "start"] == ["6 steps", "8 steps"]
-    assert [event["tags"] for event in events if event["event"] == "params" and event.get("tags")] == [{"extended": note}]
+    assert list(rates) == [1, 2, 3, 4, 5, 6, 7, 8] and list(rates.values()) == pytest.approx(
+        expected
+    )
+    assert [event["tags"]["duration"] for event in events if event["event"] == "start"] == [
+        "6 steps",
+        "8 steps",
+    ]
+    assert [
+        event["tags"] for event in events if event["event"] == "params" and event.get("tags")
+    ] == [{"extended": note}]
     speeds = [
-        event["values"]["usage/images_per_s"] for event in events if event.get("values", {}).get("train/lr") and event["step"] > 6
+        event["values"]["usage/images_per_s"]
+        for event in events
+        if event.get("values", {}).get("train/lr") and event["step"] > 6
     ]
     speeds.append((finished_result(run_dir) or {})["images_per_s"])
-    assert len(speeds) == 3 and max(speeds) <= 16 / STEP_S  # also that of the last step, behind which there is none
+    assert (
+        len(speeds) == 3 and max(speeds) <= 16 / STEP_S
+    )  # also that of the last step, behind which there is none
     assert f"speed    {speeds[-1]:,.0f} images/s\n" in said
     before = contents(run_dir)
     for same in ("8 steps", "8  steps", "0.53 epochs"):
-        assert main(["train", str(config), f"run_dir={run_dir}", *words, f"train.duration={same}"]) == 0
+        assert (
+            main(["train", str(config), f"run_dir={run_dir}", *words, f"train.duration={same}"])
+            == 0
+        )
         assert "finished before, at step 8" in capsys.readouterr().out
     assert contents(run_dir) == before
 
@@ -154,9 +214,15 @@ def test_weights_alone_are_taken_and_nobody_needs_their_source_again(
         model = build_model(spec, num_classes=len(classes), image_size=16, seed=3)
         fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         take_weights(model, Checkpoint.open(folder), classes=classes)
-        expected = source if same_head else source | {name: fresh[name] for name in fresh if name.startswith("head.")}
+        expected = (
+            source
+            if same_head
+            else source | {name: fresh[name] for name in fresh if name.startswith("head.")}
+        )
         taken = model.state_dict()
-        assert taken.keys() == expected.keys() and all(torch.equal(taken[name], expected[name]) for name in taken)
+        assert taken.keys() == expected.keys() and all(
+            torch.equal(taken[name], expected[name]) for name in taken
+        )
     words = (
         f"start_from={folder}",
         "optimizer={name: sgd, lr: 1e-9, momentum: 0}",
@@ -168,15 +234,22 @@ def test_weights_alone_are_taken_and_nobody_needs_their_source_again(
     statistics = load_manifest(shapes).channel_mean, load_manifest(shapes).channel_std
     own = " / ".join(" ".join(f"{value:.3f}" for value in row) for row in statistics)
     learned = "0.450 0.500 0.550 / 0.200 0.250 0.300"
-    assert f"run: channels are normalised by this data's mean / std, {own}; the weights learned with {learned}\n" in said
+    assert (
+        f"run: channels are normalised by this data's mean / std, {own}; the weights learned with"
+        f" {learned}\n" in said
+    )
     shutil.rmtree(folder)
     finish(start(config, tmp_path / "run", *words, "train.duration=3 steps", ranks=1))
     learned = load_file(list_checkpoints(tmp_path / "run")[-1] / "model.safetensors")
-    assert learned.keys() == source.keys() and all(torch.allclose(learned[name], source[name], atol=1e-6) for name in source)
+    assert learned.keys() == source.keys() and all(
+        torch.allclose(learned[name], source[name], atol=1e-6) for name in source
+    )
     folder = write_folder(tmp_path / "other", shapes, spec=spec.model_copy(update={"width": 48}))
     capsys.readouterr()
     assert main(["train", str(config), f"run_dir={tmp_path / 'new'}", f"start_from={folder}"]) == 2
-    differ = "holds another model (model.width: 32, was 48 there); set model as there, or name another"
+    differ = (
+        "holds another model (model.width: 32, was 48 there); set model as there, or name another"
+    )
     assert capsys.readouterr().err == f"pretrain: start_from: {folder} {differ}\n"
 
 
@@ -190,23 +263,64 @@ def test_a_kept_checkpoint_is_the_end_of_a_shorter_run_and_a_branch_goes_on_from
         "checkpoint={every: 40 steps, keep_last: 1, keep_best: false}",
     )
     run, short, whole, branch = (tmp_path / name for name in ("run", "short", "whole", "branch"))
-    finish(start(config, run, *words, "train.duration=3 epochs", "checkpoint.keep_at=[1 epochs, 2 epochs]", ranks=1))
-    assert [path.name for path in list_checkpoints(run)] == ["step-00000018", "step-00000035", "step-00000052"]
+    finish(
+        start(
+            config,
+            run,
+            *words,
+            "train.duration=3 epochs",
+            "checkpoint.keep_at=[1 epochs, 2 epochs]",
+            ranks=1,
+        )
+    )
+    assert [path.name for path in list_checkpoints(run)] == [
+        "step-00000018",
+        "step-00000035",
+        "step-00000052",
+    ]
     finish(start(config, short, *words, "train.duration=1 epochs", ranks=1))
     for name in ("model.safetensors", "optimizer.safetensors"):
-        assert sha256_of(Checkpoint.open(f"{run}@1epochs").directory / name) == sha256_of(list_checkpoints(short)[-1] / name)
-    cooling = (*words[1:], "schedule={name: wsd, warmup: 3 steps, cooldown: 15 steps}", "train.duration=2 epochs")
+        assert sha256_of(Checkpoint.open(f"{run}@1epochs").directory / name) == sha256_of(
+            list_checkpoints(short)[-1] / name
+        )
+    cooling = (
+        *words[1:],
+        "schedule={name: wsd, warmup: 3 steps, cooldown: 15 steps}",
+        "train.duration=2 epochs",
+    )
     finish(start(config, whole, *cooling, ranks=1))
     said = finish(start(config, branch, *cooling, f"start_from={run}@1epochs", ranks=1))
     place = run / "checkpoints" / "step-00000018"
-    assert f"takes the weights of {place}, the optimizer and the place in the data" in said and "another length" not in said
+    assert (
+        f"takes the weights of {place}, the optimizer and the place in the data" in said
+        and "another length" not in said
+    )
     mine, theirs = final_state(branch), final_state(whole)
-    assert mine.keys() == theirs.keys() and [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    assert (
+        mine.keys() == theirs.keys()
+        and [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    )
     capsys.readouterr()
     for source, more, expected in (
         (f"{run}@1.5epochs", (), f"{run} has no checkpoint of step 26 (it has: 18, 35, 52)"),
-        (f"{run}@1epochs", ("train.seed=1",), "goes on as its run does, with other settings (train.seed: 1, was 0)"),
+        (
+            f"{run}@1epochs",
+            ("train.seed=1",),
+            "goes on as its run does, with other settings (train.seed: 1, was 0)",
+        ),
         (f"{run}@2epochs", (), f"2 epochs is 35 steps, but {run}@2epochs is at step 35"),
     ):
-        assert main(["train", str(config), f"run_dir={tmp_path}/new", *cooling, f"start_from={source}", *more]) == 2
+        assert (
+            main(
+                [
+                    "train",
+                    str(config),
+                    f"run_dir={tmp_path}/new",
+                    *cooling,
+                    f"start_from={source}",
+                    *more,
+                ]
+            )
+            == 2
+        )
         assert expected in capsys.readouterr().err

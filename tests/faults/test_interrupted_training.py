@@ -1,4 +1,5 @@
-"""A run that is killed, stopped or moved to another number of ranks ends where an undisturbed run ends."""
+"""A run that is killed, stopped or moved to another number of ranks ends where an undisturbed run
+ends."""
 
 import contextlib
 import json
@@ -71,9 +72,15 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def test_killed_at_any_moment_it_ends_at_the_same_bits(
     config: Path, undisturbed: Path, tmp_path: Path, precision: str, salt: int
 ) -> None:
-    """Every second kill may come while it starts, each of the others sixteen steps further; one rank is killed, or both.
-    Checkpoints are so frequent that a kill may come while one is written. At last the newest is damaged, and passed over."""
-    run_dir, generator, words = tmp_path / "run", random.Random(salt or 8), ["checkpoint.every=2 steps", *JOURNAL]
+    """Every second kill may come while it starts, each of the others sixteen steps further; one
+    rank is killed, or both. Checkpoints are so frequent that a kill may come while one is written.
+    At last the newest is damaged, and passed over.
+    """
+    run_dir, generator, words = (
+        tmp_path / "run",
+        random.Random(salt or 8),
+        ["checkpoint.every=2 steps", *JOURNAL],
+    )
     num_kills = {"fp32": 4, "bf16": 2}[precision]
     if precision == "bf16":
         words += [*BF16, "train.duration=24 steps"]
@@ -81,7 +88,8 @@ def test_killed_at_any_moment_it_ends_at_the_same_bits(
         finish(start(config, undisturbed, *words, journal_only=True))
     for life in range(num_kills):
         victim, starts = generator.randrange(2), life % 2 == 1
-        # of every two steps the first rank, which writes the checkpoint, has some forty moments, and the other one seven
+        # of every two steps the first rank, which writes the checkpoint, has some forty moments,
+        # and the other one seven
         moment = generator.randint(1, (60, 12)[victim])
         strike = Strike(run_dir, moment, step=0 if starts else 9 + 8 * life)
         process = start(config, run_dir, *words, strikes={victim: strike}, journal_only=True)
@@ -103,7 +111,9 @@ def test_killed_at_any_moment_it_ends_at_the_same_bits(
     last = {"fp32": NUM_STEPS, "bf16": 24}[precision]
     assert json.loads((run_dir / "result.json").read_text())["step"] == last
     found, wanted = logged_losses(run_dir), logged_losses(undisturbed)
-    assert found.items() <= wanted.items() and last in found  # a kill may come before the line of its step
+    assert (
+        found.items() <= wanted.items() and last in found
+    )  # a kill may come before the line of its step
     assert not list((run_dir / "checkpoints").glob(".tmp-*"))
 
 
@@ -111,16 +121,31 @@ def test_a_start_that_froze_is_taken_over_and_changes_nothing_when_it_wakes_up(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    words = ("engine.lock_wait_s=0.2", "tracking.enabled=true", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
+    words = (
+        "engine.lock_wait_s=0.2",
+        "tracking.enabled=true",
+        f"tracking.uri=sqlite:///{tmp_path}/mlflow.db",
+    )
     finish(start(config, undisturbed, *words, ranks=1, journal_only=True))
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    frozen = start(config, run_dir, *words, ranks=1, strikes={0: Strike(run_dir, 1, step=22, signal=signal.SIGSTOP)})
+    frozen = start(
+        config,
+        run_dir,
+        *words,
+        ranks=1,
+        strikes={0: Strike(run_dir, 1, step=22, signal=signal.SIGSTOP)},
+    )
     wait_until(lambda: is_stopped(frozen), lives=lambda: frozen.poll() is None)
     try:
         twin = start(config, run_dir, *words, ranks=1)  # SLURM knows of no other start of that job
         said, _ = twin.communicate()
-        holder = f"start 1 of this run holds it (process {frozen.ranks[0].pid} on {socket.gethostname()}, job 17, start 1, since 2"
-        assert twin.returncode == 75 and holder in said and "has not let go within 0 s" in said, said
+        holder = (
+            f"start 1 of this run holds it (process {frozen.ranks[0].pid} on"
+            f" {socket.gethostname()}, job 17, start 1, since 2"
+        )
+        assert twin.returncode == 75 and holder in said and "has not let go within 0 s" in said, (
+            said
+        )
         stop_while_it_waits(start(config, run_dir, *words[1:], ranks=2))
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         assert "SLURM reports that it is over" in finish(start(config, run_dir, *words, ranks=1))
@@ -134,7 +159,9 @@ def test_a_start_that_froze_is_taken_over_and_changes_nothing_when_it_wakes_up(
     assert logged_losses(run_dir) == logged_losses(undisturbed)
     assert list(logged_losses(run_dir)) == [10, 20, 30, 40]
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
-        assert store.execute("select name, status from runs where name not like '% pictures'").fetchall() == [("run", "FINISHED")]
+        assert store.execute(
+            "select name, status from runs where name not like '% pictures'"
+        ).fetchall() == [("run", "FINISHED")]
 
 
 def is_stopped(process: Run) -> bool:
@@ -143,14 +170,18 @@ def is_stopped(process: Run) -> bool:
 
 def contents(run_dir: Path) -> dict[Path, bytes]:
     """Of all but the words for people."""
-    files = [path for path in sorted(run_dir.rglob("*")) if path.is_file() and path.parent.name != "logs"]
+    files = [
+        path for path in sorted(run_dir.rglob("*")) if path.is_file() and path.parent.name != "logs"
+    ]
     return {path: path.read_bytes() for path in files if path.suffix != ".log"}
 
 
 def logged_losses(run_dir: Path) -> dict[int, float]:
     """By their steps, each of which the journal has once."""
     events = map(json.loads, (run_dir / "tracking" / "journal.jsonl").read_text().splitlines())
-    told = [each for each in events if each["event"] == "metrics" and "train/loss" in each["values"]]
+    told = [
+        each for each in events if each["event"] == "metrics" and "train/loss" in each["values"]
+    ]
     losses = {each["step"]: each["values"]["train/loss"] for each in told}
     assert len(losses) == len(told)
     return losses
@@ -158,7 +189,10 @@ def logged_losses(run_dir: Path) -> dict[int, float]:
 
 def test_permutations_and_dropout_go_on_as_they_were(config: Path, tmp_path: Path) -> None:
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
-    model = "model={kind: mixer, patch_size: 8, num_channels: 6, depth: 2, permuted_blocks: [1], dropout: 0.2}"
+    model = (
+        "model={kind: mixer, patch_size: 8, num_channels: 6, depth: 2, permuted_blocks: [1],"
+        " dropout: 0.2}"
+    )
     words = [model, "train.duration=8 steps", "checkpoint={every: 4 steps, keep_last: 9}"]
     words += ["data.pixel_permutation=3", "data.permute=before"]
     finish(start(config, run_dir, *words))
@@ -178,12 +212,24 @@ def test_a_stop_of_any_rank_makes_a_checkpoint_and_a_clean_exit_with_staged_data
     config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     run_dir, scratch = tmp_path / "run", tmp_path / "scratch"
-    for step, rank, number in ((6, 1, signal.SIGUSR2), (13, 1, signal.SIGHUP), (20, 0, signal.SIGINT)):
+    for step, rank, number in (
+        (6, 1, signal.SIGUSR2),
+        (13, 1, signal.SIGHUP),
+        (20, 0, signal.SIGINT),
+    ):
         strikes = {rank: Strike(run_dir, 1, step=step, signal=number)}
-        output = finish(start(config, run_dir, f"data.stage_dir={scratch / str(step)}", strikes=strikes))
-        assert output.count("\nstaged ") == 1 and f" MB to {scratch / str(step)} ({socket.gethostname()}) in " in output
+        output = finish(
+            start(config, run_dir, f"data.stage_dir={scratch / str(step)}", strikes=strikes)
+        )
+        assert (
+            output.count("\nstaged ") == 1
+            and f" MB to {scratch / str(step)} ({socket.gethostname()}) in " in output
+        )
         assert "stopped with a checkpoint" in output and "WARNING" not in output
-        answer = "\npretrain: stopping; the checkpoint of the next step is saved first; Ctrl-C again ends it at once\n"
+        answer = (
+            "\npretrain: stopping; the checkpoint of the next step is saved first; Ctrl-C again"
+            " ends it at once\n"
+        )
         assert output.count(answer) == (number == signal.SIGINT)
         assert not (run_dir / "result.json").exists()
         assert step <= step_of(list_checkpoints(run_dir)[-1]) <= step + 2
@@ -192,28 +238,45 @@ def test_a_stop_of_any_rank_makes_a_checkpoint_and_a_clean_exit_with_staged_data
 
 
 def test_one_killed_rank_ends_the_others_and_is_named(config: Path, tmp_path: Path) -> None:
-    """By the real command: the launcher names it, and so does the first survivor, and no traceback hides it."""
+    """By the real command: the launcher names it, and so does the first survivor, and no traceback
+    hides it."""
     run_dir = tmp_path / "run"
-    process = start_command(config, run_dir, "train.duration=100000 steps", "checkpoint.every=7 steps")
+    process = start_command(
+        config, run_dir, "train.duration=100000 steps", "checkpoint.every=7 steps"
+    )
     wait_for_checkpoint(run_dir, process)
     victim = ranks_of(process)[1]
     victim.kill()
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGKILL
     assert "launch: rank 1 ended with SIGKILL" in output and "Traceback" not in output
-    assert output.count(f"rank 1 (node {socket.gethostname()}, pid {victim.pid}) is gone; the run stops") == 1
+    assert (
+        output.count(
+            f"rank 1 (node {socket.gethostname()}, pid {victim.pid}) is gone; the run stops"
+        )
+        == 1
+    )
     with contextlib.suppress(psutil.NoSuchProcess):
         assert victim.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_while_the_journal_closes_is_named(config: Path, tmp_path: Path, victim: int) -> None:
-    """The first rank behind its result.json, which takes three moments, or the other one as soon as it has nothing left to do."""
+def test_a_rank_that_is_killed_while_the_journal_closes_is_named(
+    config: Path, tmp_path: Path, victim: int
+) -> None:
+    """The first rank behind its result.json, which takes three moments, or the other one as soon as
+    it has nothing left to do."""
     strike = Strike(tmp_path / "run", (4, 1)[victim], stage="closing its journal")
     process = start(config, tmp_path / "run", "train.duration=4 steps", strikes={victim: strike})
     output, _ = process.communicate()
-    assert [rank.exitcode for rank in process.ranks] == [[-signal.SIGKILL, 1], [1, -signal.SIGKILL]][victim], output
-    named = f"rank {victim} (node {socket.gethostname()}, pid {process.ranks[victim].pid}) is gone; the run stops"
+    assert [rank.exitcode for rank in process.ranks] == [
+        [-signal.SIGKILL, 1],
+        [1, -signal.SIGKILL],
+    ][victim], output
+    named = (
+        f"rank {victim} (node {socket.gethostname()}, pid {process.ranks[victim].pid}) is gone; the"
+        " run stops"
+    )
     assert output.count(named) == 1 and "Traceback" not in output, output
 
 
@@ -229,26 +292,36 @@ def path_with(folder: Path) -> str:
 
 
 def test_a_stop_before_anything_has_begun(config: Path, tmp_path: Path) -> None:
-    """By the real command, whose rank does not import anything yet: it is held until the signal was sent."""
+    """By the real command, whose rank does not import anything yet: it is held until the signal was
+    sent."""
     (tmp_path / "sitecustomize.py").write_text(HELD)
     process = start_command(config, tmp_path / "run", ranks=1, PYTHONPATH=path_with(tmp_path))
     wait_until(lambda: len(ranks_of(process)) == 1, lives=lambda: process.poll() is None)
     os.killpg(process.pid, signal.SIGINT)
     (tmp_path / "go").touch()
     output = finish(process)
-    assert "stopped before its first checkpoint; the same command begins anew" in output and "Traceback" not in output
+    assert (
+        "stopped before its first checkpoint; the same command begins anew" in output
+        and "Traceback" not in output
+    )
     assert list_checkpoints(tmp_path / "run") == []
 
 
-def test_other_numbers_of_ranks_continue_the_same_training(config: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """2 ranks, then 1 at another stage with other threads: the same batches, and weights that differ by rounding alone."""
+def test_other_numbers_of_ranks_continue_the_same_training(
+    config: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """2 ranks, then 1 at another stage with other threads: the same batches, and weights that
+    differ by rounding alone."""
     run_dir = tmp_path / "run"
     strike = Strike(run_dir, 1, step=8, signal=signal.SIGTERM)
     finish(start(config, run_dir, strikes={0: strike, 1: strike}))
     assert step_of(list_checkpoints(run_dir)[-1]) <= 10
     output = finish(start(config, run_dir, "engine.zero_stage=1", ranks=1, threads=2))
     assert output.count("WARNING: OMP_NUM_THREADS: was 1 and is 2 now: ") == 1
-    assert json.loads((list_checkpoints(run_dir)[-1] / "trainer.json").read_text())["num_cpu_threads"] == 2
+    assert (
+        json.loads((list_checkpoints(run_dir)[-1] / "trainer.json").read_text())["num_cpu_threads"]
+        == 2
+    )
     mine, theirs = final_state(run_dir), final_state(undisturbed)
     for name, tensor in theirs.items():
         torch.testing.assert_close(mine[name], tensor, rtol=1e-3, atol=2e-5)
@@ -270,7 +343,11 @@ def test_a_finished_run_changes_nothing_and_another_config_may_not_go_on_there(
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)],
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode != 0:
         pytest.skip("mounting a small disk needs root, and is forbidden here")
     yield place
@@ -278,7 +355,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_training_outlives_a_full_and_a_read_only_disk(config: Path, small_disk: Path) -> None:
-    """Two things go wrong with the place of the checkpoints while it trains; each is said, and mended it is as if nothing was."""
+    """Two things go wrong with the place of the checkpoints while it trains; each is said, and
+    mended it is as if nothing was."""
     run_dir = small_disk / "run"
     process = start(config, run_dir, "train.duration=100000 steps", ranks=1)
     step = wait_for_checkpoint(run_dir, process)
@@ -286,14 +364,20 @@ def test_training_outlives_a_full_and_a_read_only_disk(config: Path, small_disk:
     with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-    wait_for_word(process, "No space left on device); free some space there. The next checkpoint replaces it")
+    wait_for_word(
+        process, "No space left on device); free some space there. The next checkpoint replaces it"
+    )
     filler.unlink()
-    step = wait_for_checkpoint(run_dir, process, beyond_step=max(step, *map(step_of, list_checkpoints(run_dir))))
+    step = wait_for_checkpoint(
+        run_dir, process, beyond_step=max(step, *map(step_of, list_checkpoints(run_dir)))
+    )
     where = str(run_dir)
     subprocess.run(["mount", "--bind", where, where], check=True)
     read_only = ["mount", "-o", "remount,ro,bind", where]  # busy while the trainer writes there
     wait_until(lambda: subprocess.run(read_only, capture_output=True, check=False).returncode == 0)
-    wait_for_word(process, "Read-only file system); make it writable again. The next checkpoint replaces it")
+    wait_for_word(
+        process, "Read-only file system); make it writable again. The next checkpoint replaces it"
+    )
     subprocess.run(["umount", "--lazy", where], check=True)
     wait_for_checkpoint(run_dir, process, beyond_step=step)
     process.send_signal(signal.SIGTERM)
@@ -306,17 +390,35 @@ def wait_for_word(process: Run, word: str) -> None:
     wait_until(lambda: word in process.said(), lives=lambda: process.poll() is None)
 
 
-def test_the_best_checkpoint_is_known_after_an_evaluation_that_was_given_up(config: Path, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_known_after_an_evaluation_that_was_given_up(
+    config: Path, tmp_path: Path
+) -> None:
     """Stopped again and again, wherever it is, it judges and keeps what an undisturbed run does."""
-    words = ["checkpoint={every: 20 steps, keep_best: true, keep_last: 1}", "train.eval_every=2 steps", "train.duration=24 steps"]
+    words = [
+        "checkpoint={every: 20 steps, keep_best: true, keep_last: 1}",
+        "train.eval_every=2 steps",
+        "train.duration=24 steps",
+    ]
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     finish(start(config, whole, *words, ranks=1))
-    for step, moment, owes in ((2, 8, True), (9, 1, False)):  # while it evaluates its third batch; in a step
+    for step, moment, owes in (
+        (2, 8, True),
+        (9, 1, False),
+    ):  # while it evaluates its third batch; in a step
         strike = Strike(run_dir, moment, step=step, signal=signal.SIGTERM)
         finish(start(config, run_dir, *words, ranks=1, strikes={0: strike}))
-        assert json.loads((list_checkpoints(run_dir)[-1] / "trainer.json").read_text())["owes_evaluation"] == owes
+        assert (
+            json.loads((list_checkpoints(run_dir)[-1] / "trainer.json").read_text())[
+                "owes_evaluation"
+            ]
+            == owes
+        )
     finish(start(config, run_dir, *words, ranks=1))
-    best = [json.loads((place / "checkpoints" / "best.json").read_text()) for place in (whole, run_dir)]
+    best = [
+        json.loads((place / "checkpoints" / "best.json").read_text()) for place in (whole, run_dir)
+    ]
     assert best[0] == best[1]
-    assert [path.name for path in list_checkpoints(run_dir)] == [path.name for path in list_checkpoints(whole)]
+    assert [path.name for path in list_checkpoints(run_dir)] == [
+        path.name for path in list_checkpoints(whole)
+    ]
     assert_same_bits(run_dir, whole)

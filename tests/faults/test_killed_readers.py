@@ -1,4 +1,5 @@
-"""Eight kills at random points, each followed by another number of ranks: every sample of every epoch exactly once."""
+"""Eight kills at random points, each followed by another number of ranks: every sample of every
+epoch exactly once."""
 
 import json
 import subprocess
@@ -28,7 +29,9 @@ def test_every_sample_of_every_epoch_exactly_once(shapes: Path, tmp_path: Path, 
     )
     assert done.returncode == 0, done.stderr
     reader = open_split(shapes, load_manifest(shapes), "train")
-    batches: dict[int, dict[int, dict[int, dict[str, list[int]]]]] = defaultdict(lambda: defaultdict(dict))
+    batches: dict[int, dict[int, dict[int, dict[str, list[int]]]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     worlds = set()
     for line in (tmp_path / "log").read_text().splitlines():
         entry = json.loads(line)
@@ -40,7 +43,8 @@ def test_every_sample_of_every_epoch_exactly_once(shapes: Path, tmp_path: Path, 
 
     line_of_samples: list[int] = []
     for start in sorted(batches):
-        # what a killed world began is read again by the next one: the same global batch, whoever reads it
+        # what a killed world began is read again by the next one: the same global batch, whoever
+        # reads it
         whole = [
             sorted(sample for entry in of_rank.values() for sample in entry["samples"])
             for ranks, of_rank in batches[start].items()

@@ -1,4 +1,5 @@
-"""A run whose machines are lost, each with its disk, ends where an undisturbed run ends: a store has all that it needs."""
+"""A run whose machines are lost, each with its disk, ends where an undisturbed run ends: a store
+has all that it needs."""
 
 import json
 import os
@@ -36,8 +37,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def on_its_own_disk(program: str, words: list[str], strike: Strike | None) -> int:
-    """Each rank is a node, with a directory of its own; no checkpoint is ahead of the store, so a strike's moment says what is
-    there."""
+    """Each rank is a node, with a directory of its own; no checkpoint is ahead of the store, so a
+    strike's moment says what is there."""
     rank, really = os.environ["RANK"], Saver.save
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     words = [f"{word}/disk-{rank}/run" if word.startswith("run_dir=") else word for word in words]
@@ -51,15 +52,25 @@ def on_its_own_disk(program: str, words: list[str], strike: Strike | None) -> in
     return trainings.main(program, words, strike)
 
 
-def test_every_disk_is_lost_twice_and_the_bits_are_those_of_an_undisturbed_run(shapes: Path, tmp_path: Path, store: str) -> None:
-    """Killed without a word, all disks gone; stopped, where one disk stays, which is behind by then; finished elsewhere."""
+def test_every_disk_is_lost_twice_and_the_bits_are_those_of_an_undisturbed_run(
+    shapes: Path, tmp_path: Path, store: str
+) -> None:
+    """Killed without a word, all disks gone; stopped, where one disk stays, which is behind by
+    then; finished elsewhere."""
     config, undisturbed = write_config(tmp_path, dataset=shapes), tmp_path / "undisturbed"
     words = [str(config), *WORDS]
     finish(Run(["train", *words, f"run_dir={undisturbed}"], ranks=2, journal_only=True))
-    mirrored = [*words, "checkpoint.mirror=s3://pictures/runs/mine", f"checkpoint.mirror_storage={store}"]
+    mirrored = [
+        *words,
+        "checkpoint.mirror=s3://pictures/runs/mine",
+        f"checkpoint.mirror_storage={store}",
+    ]
 
     def life(place: str, strike: Strike | None = None) -> Run:
-        target, strikes = "tests.faults.test_lost_disks:on_its_own_disk", {0: strike} if strike else {}
+        target, strikes = (
+            "tests.faults.test_lost_disks:on_its_own_disk",
+            {0: strike} if strike else {},
+        )
         given = ["train", *mirrored, f"run_dir={tmp_path / place}"]
         return Run(given, ranks=2, journal_only=True, target=target, strikes=strikes)
 
@@ -75,12 +86,21 @@ def test_every_disk_is_lost_twice_and_the_bits_are_those_of_an_undisturbed_run(s
     assert "run: going on from step-00000014" in said or "run: going on from step-00000015" in said
     run_dir = tmp_path / "second" / "disk-0" / "run"
     assert_same_bits(run_dir, undisturbed)
-    assert logged_losses(run_dir) == logged_losses(undisturbed) and len(logged_losses(run_dir)) == 10
-    assert (run_dir / "tracking/identity.json").read_text() == identity.replace("/first/", "/second/")
+    assert (
+        logged_losses(run_dir) == logged_losses(undisturbed) and len(logged_losses(run_dir)) == 10
+    )
+    assert (run_dir / "tracking/identity.json").read_text() == identity.replace(
+        "/first/", "/second/"
+    )
     whole = fetched(store, tmp_path / "copy")
     assert_same_bits(whole, undisturbed)
     assert json.loads((whole / "result.json").read_text())["step"] == 20
-    written = [path.read_bytes() for place in (tmp_path / "second", whole) for path in place.rglob("*") if path.is_file()]
+    written = [
+        path.read_bytes()
+        for place in (tmp_path / "second", whole)
+        for path in place.rglob("*")
+        if path.is_file()
+    ]
     assert len(written) > 20 and not [content for content in written if b"secret-word" in content]
     assert "secret-word" not in said
 
@@ -90,7 +110,11 @@ def fetched(store: str, place: Path) -> Path:
     import boto3
 
     options = json.loads(store)
-    keys = {"aws_access_key_id": options["key"], "aws_secret_access_key": options["secret"], "region_name": "us-east-1"}
+    keys = {
+        "aws_access_key_id": options["key"],
+        "aws_secret_access_key": options["secret"],
+        "region_name": "us-east-1",
+    }
     bucket = boto3.resource("s3", endpoint_url=options["endpoint_url"], **keys).Bucket("pictures")
     for found in bucket.objects.filter(Prefix="runs/mine/"):
         path = place / found.key.removeprefix("runs/mine/")

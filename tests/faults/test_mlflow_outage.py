@@ -1,6 +1,7 @@
 """An MLflow server that is frozen, killed and started again while a run logs its steps.
 
-Nothing is lost, nothing stands twice, there is one run, its status is true, and no step waits for the server.
+Nothing is lost, nothing stands twice, there is one run, its status is true, and no step waits for
+the server.
 """
 
 import json
@@ -30,7 +31,8 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Server:
-    """`mlflow server --workers 1` on loopback, from where it has imported its application: a fork saves those seconds."""
+    """`mlflow server --workers 1` on loopback, from where it has imported its application: a fork
+    saves those seconds."""
 
     def __init__(self, folder: Path, name: str = "server.db"):
         with warnings.catch_warnings():
@@ -39,7 +41,9 @@ class Server:
 
         self.store, self.port = f"sqlite:///{folder}/{name}", free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
-        make_database(folder / name, files=folder / "artifacts")  # or its first answer would take too long
+        make_database(
+            folder / name, files=folder / "artifacts"
+        )  # or its first answer would take too long
         self._settings = {
             "_MLFLOW_SERVER_FILE_STORE": self.store,
             "_MLFLOW_SERVER_ARTIFACT_ROOT": "mlflow-artifacts:/",
@@ -56,11 +60,24 @@ class Server:
     def _serve(self) -> None:
         from mlflow.server import _UVICORN_LOG_CONFIG
 
-        os.closerange(3, 1 << 10)  # or it would hold the deliverer's pipe open, which was made before the second start
+        os.closerange(
+            3, 1 << 10
+        )  # or it would hold the deliverer's pipe open, which was made before the second start
         warnings.simplefilter("ignore")
         os.environ.update(self._settings)
-        words = ["--log-config", str(_UVICORN_LOG_CONFIG), "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
-        uvicorn.main([*words, "mlflow.server.fastapi_app:app"])  # as mlflow.server._build_uvicorn_command has it
+        words = [
+            "--log-config",
+            str(_UVICORN_LOG_CONFIG),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--workers",
+            "1",
+        ]
+        uvicorn.main(
+            [*words, "mlflow.server.fastapi_app:app"]
+        )  # as mlflow.server._build_uvicorn_command has it
 
     def answers(self) -> bool:
         try:
@@ -94,10 +111,17 @@ class Training:
                 self.tracker.picture("first", lambda: Image.new("RGB", (8, 8)), step=self.step)
 
 
-@pytest.mark.usefixtures("capsys")  # the server's fork closes all files, that of pytest's other capture with them
-def test_a_served_store_is_written_by_its_server_alone_and_by_the_runs_when_that_has_gone(tmp_path: Path) -> None:
+@pytest.mark.usefixtures(
+    "capsys"
+)  # the server's fork closes all files, that of pytest's other capture with them
+def test_a_served_store_is_written_by_its_server_alone_and_by_the_runs_when_that_has_gone(
+    tmp_path: Path,
+) -> None:
     """As `pretrain serve` does it: it holds the lease, and leaves its address."""
-    address, run_dirs = tmp_path / "mlflow.db.server", [tmp_path / name for name in ("first", "second")]
+    address, run_dirs = (
+        tmp_path / "mlflow.db.server",
+        [tmp_path / name for name in ("first", "second")],
+    )
     for run_dir in run_dirs:
         RunIdentity.of(run_dir, experiment="served", uri=None)
         journal = Journal(run_dir / "tracking" / "journal.jsonl")
@@ -121,20 +145,27 @@ def test_a_served_store_is_written_by_its_server_alone_and_by_the_runs_when_that
     runs = client.search_runs([experiment.experiment_id])
     assert sorted(str(run.info.run_name) for run in runs) == ["first", "second"]
     for run in runs:
-        assert [point.value for point in client.get_metric_history(run.info.run_id, "loss")] == [0.5]
+        assert [point.value for point in client.get_metric_history(run.info.run_id, "loss")] == [
+            0.5
+        ]
 
 
 def test_an_outage_costs_no_metric_no_step_and_no_truth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the deliverer is killed while the server is frozen: with the next event it is started again."""
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")  # of the deliverer, or each failed try would last 10 s
+    """And the deliverer is killed while the server is frozen: with the next event it is started
+    again."""
+    monkeypatch.setenv(
+        "MLFLOW_HTTP_REQUEST_TIMEOUT", "2"
+    )  # of the deliverer, or each failed try would last 10 s
     monkeypatch.setattr("pretrain.tracking.tracker.RESTART_S", 0.0)
     server, run_dir = Server(tmp_path).start(), tmp_path / "run"
     capsys.readouterr()
     try:
         RunIdentity.of(run_dir, experiment="outage", uri=server.uri)
-        training = Training(Tracker(run_dir, params={"lr": 0.1}, tags={"task": "test"}, close_timeout_s=60))
+        training = Training(
+            Tracker(run_dir, params={"lr": 0.1}, tags={"task": "test"}, close_timeout_s=60)
+        )
         position = run_dir / "tracking" / "delivered.json"
 
         def delivered() -> int:
@@ -162,7 +193,10 @@ def test_an_outage_costs_no_metric_no_step_and_no_truth(
         training.tracker.close("FINISHED")
     finally:
         server.signal(signal.SIGKILL)
-    how = f"(SIGKILL; see {run_dir}/tracking/delivery.log) and is started again, at most once a minute"
+    how = (
+        f"(SIGKILL; see {run_dir}/tracking/delivery.log) and is started again, at most once a"
+        " minute"
+    )
     assert capsys.readouterr().err == f"tracking: what delivers to MLflow has ended {how}\n"
 
     client = MlflowClient(tracking_uri=server.store)
@@ -172,7 +206,9 @@ def test_an_outage_costs_no_metric_no_step_and_no_truth(
     assert run.info.status == "FINISHED" and run.data.params == {"lr": "0.1"}
     steps = list(range(1, training.step + 1))
     losses = client.get_metric_history(run.info.run_id, "train/loss")
-    assert sorted((point.step, point.value) for point in losses) == [(step, 1 / step) for step in steps]
+    assert sorted((point.step, point.value) for point in losses) == [
+        (step, 1 / step) for step in steps
+    ]
     rates = client.get_metric_history(run.info.run_id, "train/lr")
     assert sorted(point.step for point in rates) == steps
     pictures = sorted(path.name for path in (tmp_path / "artifacts").rglob("*.png"))

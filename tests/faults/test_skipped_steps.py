@@ -1,4 +1,5 @@
-"""A run that diverges leaves its weights as they were, stops after so many steps, and says on which samples."""
+"""A run that diverges leaves its weights as they were, stops after so many steps, and says on which
+samples."""
 
 import json
 from dataclasses import replace
@@ -21,7 +22,11 @@ BAD = replace(SKIPPED, loss=float("nan"))
 
 def test_a_diverged_run_stops_and_names_its_samples(shapes: Path, tmp_path: Path) -> None:
     """The first step is taken and throws the weights so far that no later loss is finite."""
-    words = ["optimizer={name: sgd, lr: 1e30}", "schedule={name: constant}", "train.max_skipped_steps=3"]
+    words = [
+        "optimizer={name: sgd, lr: 1e30}",
+        "schedule={name: constant}",
+        "train.max_skipped_steps=3",
+    ]
     words += ["engine.gradient_clip_norm=0", "checkpoint.every=2 steps", "train.log_every_steps=1"]
     process = start(write_config(tmp_path, dataset=shapes), tmp_path / "run", *words)
     output, _ = process.communicate(timeout=120)
@@ -29,10 +34,21 @@ def test_a_diverged_run_stops_and_names_its_samples(shapes: Path, tmp_path: Path
     assert "3 steps in a row, to step 4, had a loss or gradients that are not finite" in output
     assert "Traceback" not in output
     lines = [
-        json.loads(line) for log in sorted((tmp_path / "run" / "skipped_steps").iterdir()) for line in log.read_text().splitlines()
+        json.loads(line)
+        for log in sorted((tmp_path / "run" / "skipped_steps").iterdir())
+        for line in log.read_text().splitlines()
     ]
-    assert [sum(line["step"] == step for line in lines) for step in range(1, 6)] == [0, 16, 16, 16, 0]
-    keys = {shard.name: load_paths(shapes, shard) for shard in load_manifest(shapes).split("train").shards}
+    assert [sum(line["step"] == step for line in lines) for step in range(1, 6)] == [
+        0,
+        16,
+        16,
+        16,
+        0,
+    ]
+    keys = {
+        shard.name: load_paths(shapes, shard)
+        for shard in load_manifest(shapes).split("train").shards
+    }
     assert all(line["key"] in keys[line["shard"]] for line in lines)
     assert all(torch.isfinite(tensor).all() for tensor in final_state(tmp_path / "run").values())
 
@@ -41,7 +57,11 @@ def of_rank(rank: int, shapes: Path, log: Path, *, scales_loss: bool = False) ->
     reader = open_split(shapes, load_manifest(shapes), "train")
     plan, order = BatchPlan(8, 2, 2), Order(reader.num_samples, 3)
     return SkippedSteps(
-        lambda step: samples_of_rank(order, plan, step=step, rank=rank), reader, log=log, max_in_a_row=3, scales_loss=scales_loss
+        lambda step: samples_of_rank(order, plan, step=step, rank=rank),
+        reader,
+        log=log,
+        max_in_a_row=3,
+        scales_loss=scales_loss,
     )
 
 
@@ -51,7 +71,9 @@ def test_the_ranks_shares_are_the_global_batch(shapes: Path) -> None:
     assert sorted(np.concatenate(shares)) == sorted(order.locate(np.arange(40, 48))[1])
 
 
-def test_a_rank_writes_its_share_where_its_own_loss_is_at_fault(shapes: Path, tmp_path: Path) -> None:
+def test_a_rank_writes_its_share_where_its_own_loss_is_at_fault(
+    shapes: Path, tmp_path: Path
+) -> None:
     mine = of_rank(0, shapes, tmp_path / "rank-0.jsonl")
     mine.note(1, BAD)  # the other rank's
     assert mine.total == 1 and not (tmp_path / "rank-0.jsonl").exists()
@@ -65,11 +87,15 @@ def test_a_rank_writes_its_share_where_its_own_loss_is_at_fault(shapes: Path, tm
         mine.note(6, SKIPPED)
 
 
-def test_overflows_of_fp16_are_blamed_on_no_sample_and_counted_across_a_restart(shapes: Path, tmp_path: Path) -> None:
+def test_overflows_of_fp16_are_blamed_on_no_sample_and_counted_across_a_restart(
+    shapes: Path, tmp_path: Path
+) -> None:
     mine = of_rank(0, shapes, tmp_path / "rank-0.jsonl", scales_loss=True)
     mine.go_on(total=7, in_a_row=1)
     mine.note(11, SKIPPED)
     assert (mine.total, mine.in_a_row) == (8, 2)
-    with pytest.raises(TooManySkippedSteps, match=r"to step 12, .* overflow in fp16 .* engine\.precision=bf16") as found:
+    with pytest.raises(
+        TooManySkippedSteps, match=r"to step 12, .* overflow in fp16 .* engine\.precision=bf16"
+    ) as found:
         mine.note(12, SKIPPED)
     assert str(tmp_path) not in str(found.value) and not (tmp_path / "rank-0.jsonl").exists()

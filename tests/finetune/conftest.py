@@ -17,5 +17,6 @@ def folder(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, where every evaluation would draw for a second; the commands and ranks of the tests do draw."""
+    """In this process, where every evaluation would draw for a second; the commands and ranks of
+    the tests do draw."""
     monkeypatch.setattr("finetune.evaluate.report.draw", lambda *words, **also: [])

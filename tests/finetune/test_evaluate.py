@@ -1,4 +1,5 @@
-"""`finetune evaluate`: exact on any number of ranks, equal to plain computations one picture at a time, and never overwritten."""
+"""`finetune evaluate`: exact on any number of ranks, equal to plain computations one picture at a
+time, and never overwritten."""
 
 import json
 import shutil
@@ -51,30 +52,69 @@ def mixed(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFac
     """A run trained on both datasets."""
     place = tmp_path_factory.mktemp("mixed")
     config, also = write_config(place, dataset=other_shapes), f"data.also=[{{dataset: {shapes}}}]"
-    finish(start(config, place / "run", "train.duration=6 steps", "train.eval_every=6 steps", also, ranks=1))
+    finish(
+        start(
+            config,
+            place / "run",
+            "train.duration=6 steps",
+            "train.eval_every=6 steps",
+            also,
+            ranks=1,
+        )
+    )
     return place / "run"
 
 
-def test_scores_and_rows_are_those_of_a_plain_computation_and_of_training(folder: Path, shapes: Path, tmp_path: Path) -> None:
+def test_scores_and_rows_are_those_of_a_plain_computation_and_of_training(
+    folder: Path, shapes: Path, tmp_path: Path
+) -> None:
     logits, labels = plain_logits(folder, shapes)
     chances = logits.double().softmax(dim=1).numpy()
     result = judge(folder, shapes, tmp_path / "run", local_batch_size=7)
     assert result["num_samples"] == 72 and result["num_unreadable"] == 0
-    assert result["eval/top1"] == pytest.approx(sk.accuracy_score(labels, chances.argmax(1)), abs=1e-9)
-    assert result["eval/top5"] == pytest.approx(sk.top_k_accuracy_score(labels, chances, k=5), abs=1e-9)
+    assert result["eval/top1"] == pytest.approx(
+        sk.accuracy_score(labels, chances.argmax(1)), abs=1e-9
+    )
+    assert result["eval/top5"] == pytest.approx(
+        sk.top_k_accuracy_score(labels, chances, k=5), abs=1e-9
+    )
     assert result["eval/loss"] == pytest.approx(sk.log_loss(labels, chances), rel=1e-5)
-    assert result["eval/class_top1"] == pytest.approx(sk.balanced_accuracy_score(labels, chances.argmax(1)))
+    assert result["eval/class_top1"] == pytest.approx(
+        sk.balanced_accuracy_score(labels, chances.argmax(1))
+    )
 
-    reader, augmentation = open_split(shapes, load_manifest(shapes), "val"), views_of(AugmentSettings(), seed=0)
+    reader, augmentation = (
+        open_split(shapes, load_manifest(shapes), "val"),
+        views_of(AugmentSettings(), seed=0),
+    )
     with torch.no_grad():
-        trained = evaluate(model_of(folder), reader, augmentation, local_batch_size=20, world=ALONE, stop=StopFlag())
+        trained = evaluate(
+            model_of(folder),
+            reader,
+            augmentation,
+            local_batch_size=20,
+            world=ALONE,
+            stop=StopFlag(),
+        )
     assert (result["eval/top1"], result["eval/top5"]) == (trained.top1, trained.top5)
     assert result["eval/loss"] == pytest.approx(trained.loss, rel=1e-6)
 
     file = pq.ParquetFile(tmp_path / "run" / "predictions.parquet")
-    names = ["sample", "shard", "key", "label", "label_name", "answers", "answer_names", "probabilities", "loss"]
+    names = [
+        "sample",
+        "shard",
+        "key",
+        "label",
+        "label_name",
+        "answers",
+        "answer_names",
+        "probabilities",
+        "loss",
+    ]
     assert file.schema_arrow.names == [*names, "entropy", "right"]
-    assert file.schema_arrow.metadata[b"content_hash"].decode() == load_manifest(shapes).content_hash
+    assert (
+        file.schema_arrow.metadata[b"content_hash"].decode() == load_manifest(shapes).content_hash
+    )
     assert len(file.schema_arrow.metadata[b"weights_sha256"]) == 64
     rows, classes = predictions(tmp_path / "run"), load_manifest(shapes).classes
     assert rows["sample"] == list(range(72)) and rows["label"] == labels.tolist()
@@ -84,25 +124,42 @@ def test_scores_and_rows_are_those_of_a_plain_computation_and_of_training(folder
     np.testing.assert_allclose(rows["probabilities"], top.values, rtol=1e-4)
     assert rows["label_name"] == [classes[label] for label in labels]
     assert rows["answer_names"] == [[classes[number] for number in row] for row in rows["answers"]]
-    assert rows["right"] == [row[0] == label for row, label in zip(rows["answers"], labels, strict=True)]
+    assert rows["right"] == [
+        row[0] == label for row, label in zip(rows["answers"], labels, strict=True)
+    ]
 
 
 def views_of(settings: AugmentSettings, *, seed: int) -> Augmentation:
     normalisation, cpu = Normalisation(MEAN, STD), torch.device("cpu")
-    return Augmentation(settings, seed=seed, image_size=16, normalisation=normalisation, device=cpu, dtype=torch.float32)
+    return Augmentation(
+        settings,
+        seed=seed,
+        image_size=16,
+        normalisation=normalisation,
+        device=cpu,
+        dtype=torch.float32,
+    )
 
 
 @torch.no_grad()
 def mean_over_views(folder: Path, dataset: Path, *, views: int, seed: int) -> list[Tensor]:
-    """Softmax of the plain picture and of so many views, one picture and one view at a time; (N, K) after each."""
-    model, augmentation = model_of(folder), views_of(AugmentSettings(crop_scale=(0.4, 1.0), crop_ratio=(1.0, 1.0)), seed=seed)
+    """Softmax of the plain picture and of so many views, one picture and one view at a time; (N, K)
+    after each."""
+    model, augmentation = (
+        model_of(folder),
+        views_of(AugmentSettings(crop_scale=(0.4, 1.0), crop_ratio=(1.0, 1.0)), seed=seed),
+    )
     reader = open_split(dataset, load_manifest(dataset), "val")
     sums, means = torch.zeros(reader.num_samples, 8, dtype=torch.float64), []
     for view in range(-1, views):
         for sample in range(reader.num_samples):
             ids = np.array([sample])
-            batch = Batch(reader.images(ids), torch.zeros(1, dtype=torch.long), np.array([view]), ids, ids)
-            pictures = (augmentation.plain(batch) if view < 0 else augmentation.prepare(batch)).images_BCHW
+            batch = Batch(
+                reader.images(ids), torch.zeros(1, dtype=torch.long), np.array([view]), ids, ids
+            )
+            pictures = (
+                augmentation.plain(batch) if view < 0 else augmentation.prepare(batch)
+            ).images_BCHW
             sums[sample] += model(pictures)[0].double().softmax(dim=0)
         means.append(sums / (view + 2))
     return means
@@ -123,31 +180,51 @@ def test_views_are_averaged_as_by_hand_and_pictures_read_once(
     monkeypatch.setattr(ShardReader, "read", counting)
     for size in (7, 24):
         seen.clear()
-        result = judge(folder, shapes, tmp_path / str(size), views=5, include_plain=True, seed=3, local_batch_size=size)
-        assert size == 7 or sorted(seen) == list(range(72))  # a last batch that is not full is filled up
+        result = judge(
+            folder,
+            shapes,
+            tmp_path / str(size),
+            views=5,
+            include_plain=True,
+            seed=3,
+            local_batch_size=size,
+        )
+        assert size == 7 or sorted(seen) == list(
+            range(72)
+        )  # a last batch that is not full is filled up
         top, rows = means[-1].topk(5, dim=1), predictions(tmp_path / str(size))
         assert rows["answers"] == top.indices.tolist()
         np.testing.assert_allclose(rows["probabilities"], top.values, rtol=1e-3)
         chosen = means[-1].gather(1, labels.unsqueeze(1)).squeeze(1)
         np.testing.assert_allclose(rows["loss"], -chosen.log(), rtol=1e-3)
         curve = {moment["num_views"]: moment["top1"] for moment in result["curve"]}
-        right = {count: float((means[count - 1].argmax(1) == labels).double().mean()) for count in (1, 2, 5, 6)}
+        right = {
+            count: float((means[count - 1].argmax(1) == labels).double().mean())
+            for count in (1, 2, 5, 6)
+        }
         assert curve == pytest.approx(right) and len(set(curve.values())) > 1
         assert result["eval/top1"] == curve[6]
 
 
 def on_ranks(world: World, pretrained: str, dataset: str, run_dir: str) -> float | None:
-    settings = evaluation_settings(Path(pretrained), Path(dataset), Path(run_dir), views=2, local_batch_size=5)
+    settings = evaluation_settings(
+        Path(pretrained), Path(dataset), Path(run_dir), views=2, local_batch_size=5
+    )
     result = evaluate_checkpoint(Evaluation.of(settings), world)
     return None if result is None else result["eval/top1"]
 
 
 def test_three_ranks_give_the_table_of_one(folder: Path, shapes: Path, tmp_path: Path) -> None:
-    """72 pictures in batches of 5 on 3 ranks: the last round has one picture for the second rank, and none for the third."""
+    """72 pictures in batches of 5 on 3 ranks: the last round has one picture for the second rank,
+    and none for the third."""
     one = judge(folder, shapes, tmp_path / "one", views=2)
     found = run_ranks(on_ranks, str(folder), str(shapes), str(tmp_path / "three"), num_ranks=3)
     assert found == [one["eval/top1"], None, None]
-    assert {path.stem for path in (tmp_path / "three").glob("*.png")} == {"calibration", "confusion", "views"}
+    assert {path.stem for path in (tmp_path / "three").glob("*.png")} == {
+        "calibration",
+        "confusion",
+        "views",
+    }
     alone, together = predictions(tmp_path / "one"), predictions(tmp_path / "three")
     assert together["sample"] == list(range(72))
     for name, column in alone.items():
@@ -165,10 +242,16 @@ def test_the_command_prints_its_result_and_then_the_stored_one(
     first = command("finetune", *words, "local_batch_size=7", "--json", "--ranks", "2")
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
-    expected = float((plain_logits(folder, shapes)[0].argmax(1).numpy() == plain_logits(folder, shapes)[1]).mean())
+    expected = float(
+        (
+            plain_logits(folder, shapes)[0].argmax(1).numpy() == plain_logits(folder, shapes)[1]
+        ).mean()
+    )
     assert result["num_samples"] == 72 and result["eval/top1"] == pytest.approx(expected, abs=1e-9)
     run_dir = Path(result["run_dir"])
-    assert run_dir.parent == place.parent / "copy-evaluations" and run_dir.name.startswith("shapes-a-val-")
+    assert run_dir.parent == place.parent / "copy-evaluations" and run_dir.name.startswith(
+        "shapes-a-val-"
+    )
     before = sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*"))
     assert main(words) == 0  # another batch size is the same evaluation
     said = capsys.readouterr().out
@@ -182,13 +265,21 @@ def test_real_labels_are_counted_by_hand(folder: Path, shapes: Path, tmp_path: P
     bits = np.zeros((72, 8), np.bool_)
     bits[0, tops[0]] = bits[1, (tops[1] + 1) % 8] = bits[71, tops[71]] = True
     bits[2, :] = True
-    bits[3, (tops[3] + 1) % 8] = bits[3, (tops[3] + 2) % 8] = True  # right are 0, 2 and 71; wrong 1 and 3; 67 have no label
+    bits[3, (tops[3] + 1) % 8] = bits[3, (tops[3] + 2) % 8] = (
+        True  # right are 0, 2 and 71; wrong 1 and 3; 67 have no label
+    )
     fact = write_annotation(directory, "val-real", bits).model_dump()
-    change_manifest(directory, lambda manifest: manifest["splits"]["val"]["annotations"].update(real=fact))
-    assert judge(folder, directory, tmp_path / "run", local_batch_size=50)["eval/real"] == pytest.approx(3 / 5)
+    change_manifest(
+        directory, lambda manifest: manifest["splits"]["val"]["annotations"].update(real=fact)
+    )
+    assert judge(folder, directory, tmp_path / "run", local_batch_size=50)[
+        "eval/real"
+    ] == pytest.approx(3 / 5)
 
 
-def test_what_does_not_decode_is_left_out_and_named(folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_what_does_not_decode_is_left_out_and_named(
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
     with monkeypatch.context() as patches:
         spoil(patches, 11)
         result = judge(folder, shapes, tmp_path / "run", local_batch_size=7)
@@ -202,7 +293,9 @@ def test_what_does_not_decode_is_left_out_and_named(folder: Path, shapes: Path, 
     assert predictions(tmp_path / "run")["sample"] == np.arange(72)[kept].tolist()
 
 
-def test_a_mixture_is_judged_on_each_of_its_datasets(mixed: Path, shapes: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_a_mixture_is_judged_on_each_of_its_datasets(
+    mixed: Path, shapes: Path, other_shapes: Path, tmp_path: Path
+) -> None:
     card = Checkpoint.open(mixed).card
     assert len(card.classes) == 13 and card.classes[5:] == load_manifest(shapes).classes
     trained = json.loads((mixed / "result.json").read_text())
@@ -230,15 +323,35 @@ def test_a_mixture_is_judged_on_each_of_its_datasets(mixed: Path, shapes: Path, 
     draw(runs[1:], tmp_path / "evaluations.png")
 
 
-def test_pixels_are_fed_as_the_card_says_and_other_squares_reported(shapes: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_pixels_are_fed_as_the_card_says_and_other_squares_reported(
+    shapes: Path, tmp_path: Path, capsys: Capture
+) -> None:
     """At half the model's size, INTER_AREA doubles each pixel."""
-    source = {"stored_crop": "longer_side", "stored_interpolation": "area", "fed_interpolation": "area"}
-    area, plain = (write_folder(tmp_path / name, shapes, **facts) for name, facts in (("a", source), ("b", {})))
+    source = {
+        "stored_crop": "longer_side",
+        "stored_interpolation": "area",
+        "fed_interpolation": "area",
+    }
+    area, plain = (
+        write_folder(tmp_path / name, shapes, **facts) for name, facts in (("a", source), ("b", {}))
+    )
     small = tmp_path / "small"
-    words = ["build", "--source", "folder", "--out", str(small), f"source.path={shapes}-images", "image_size=8"]
+    words = [
+        "build",
+        "--source",
+        "folder",
+        "--out",
+        str(small),
+        f"source.path={shapes}-images",
+        "image_size=8",
+    ]
     assert data_prep([*words, "num_workers=1"]) == 0
     reader = open_split(small, load_manifest(small), "val")
-    doubled = reader.images(np.arange(reader.num_samples)).repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
+    doubled = (
+        reader.images(np.arange(reader.num_samples))
+        .repeat_interleave(2, dim=1)
+        .repeat_interleave(2, dim=2)
+    )
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
     with torch.no_grad():
         logits = model_of(area)((doubled.permute(0, 3, 1, 2).float() / 255 - mean) / std)
@@ -249,20 +362,39 @@ def test_pixels_are_fed_as_the_card_says_and_other_squares_reported(shapes: Path
     viewed = judge(area, small, None, views=1)
     assert viewed["augment"]["crop_interpolation"] == "area"
     for folder_, told in ((area, True), (plain, False)):
-        assert main(["evaluate", f"pretrained={folder_}", f"dataset={small}", "tracking.enabled=false"]) == 0
+        assert (
+            main(
+                ["evaluate", f"pretrained={folder_}", f"dataset={small}", "tracking.enabled=false"]
+            )
+            == 0
+        )
         said = capsys.readouterr().err
-        assert ("became squares by center and bicubic, those of the weights' source by longer_side and area" in said) == told
+        assert (
+            "became squares by center and bicubic, those of the weights' source by longer_side and"
+            " area" in said
+        ) == told
 
 
-def test_training_pictures_are_warned_of(mixed: Path, folder: Path, shapes: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_training_pictures_are_warned_of(
+    mixed: Path, folder: Path, shapes: Path, tmp_path: Path, capsys: Capture
+) -> None:
     judge(mixed, shapes, tmp_path / "run", split="train")
-    words = ["evaluate", f"pretrained={mixed}", f"dataset={shapes}", f"run_dir={tmp_path}/run", "tracking.enabled=false"]
+    words = [
+        "evaluate",
+        f"pretrained={mixed}",
+        f"dataset={shapes}",
+        f"run_dir={tmp_path}/run",
+        "tracking.enabled=false",
+    ]
     assert main([*words, "split=train"]) == 0
     assert "the model was trained on these very pictures" in capsys.readouterr().err
     before = (tmp_path / "run" / "result.json").read_bytes()
     assert main(words) == 2
     said = capsys.readouterr().err
-    refused = f"finetune: run_dir: {tmp_path}/run belongs to an evaluation with other settings (split: val, was train)"
+    refused = (
+        f"finetune: run_dir: {tmp_path}/run belongs to an evaluation with other settings (split:"
+        " val, was train)"
+    )
     assert said.startswith(refused)
     assert "trained on" not in said and (tmp_path / "run" / "result.json").read_bytes() == before
     assert Evaluation.of(evaluation_settings(folder, shapes, None, split="train")).warning() is None

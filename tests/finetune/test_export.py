@@ -1,5 +1,5 @@
-"""Exports: the same answers from every format, nothing half-way; record, metadata and card have true facts, and nothing that is
-not known.
+"""Exports: the same answers from every format, nothing half-way; record, metadata and card have
+true facts, and nothing that is not known.
 """
 
 import copy
@@ -42,13 +42,32 @@ from tests.moments import Strike
 from tests.training import finish, start, write_config
 
 FAMILIES: dict[str, AnySpec] = {
-    "standard mlp, batch norm": MlpSpec(kind="mlp", depth=1, width=12, bottleneck="none", norm="batch"),
+    "standard mlp, batch norm": MlpSpec(
+        kind="mlp", depth=1, width=12, bottleneck="none", norm="batch"
+    ),
     "mixer": MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=1),
-    "permuted s-mixer": MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=1, layers_per_mixing=1, permuted_blocks="all"),
+    "permuted s-mixer": MixerSpec(
+        kind="mixer",
+        patch_size=4,
+        num_channels=6,
+        depth=1,
+        layers_per_mixing=1,
+        permuted_blocks="all",
+    ),
     "masked": SparseMlpSpec(kind="sw_mlp", num_channels=2, depth=1, density=0.3, storage="masked"),
-    "sparse": SparseMlpSpec(kind="sw_mlp", num_channels=2, width=24, depth=1, density=0.3, storage="sparse", expansion=2.0),
+    "sparse": SparseMlpSpec(
+        kind="sw_mlp",
+        num_channels=2,
+        width=24,
+        depth=1,
+        density=0.3,
+        storage="sparse",
+        expansion=2.0,
+    ),
     "monarch": StructuredMlpSpec(kind="structured", form="monarch", num_rows=3, num_columns=4),
-    "kronecker": StructuredMlpSpec(kind="structured", form="kronecker", num_rows=3, num_columns=4, greyscale=False),
+    "kronecker": StructuredMlpSpec(
+        kind="structured", form="kronecker", num_rows=3, num_columns=4, greyscale=False
+    ),
 }
 BY_ONNX = ("permuted s-mixer", "sparse")
 """The slow one; tests/pretrain/models/test_every_model.py has the others."""
@@ -62,8 +81,18 @@ def run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = ["train.duration=6 steps", "train.eval_every=6 steps", "checkpoint.every=3 steps"]
     finish(start(config, folder / "run", "engine.zero_stage=3", *short))
     for name, source, settings, result in (
-        ("judged", "run", {"data": {"split": "val"}}, {"eval/top1": 0.25, "eval/loss": 2.0, "weights_step": 6}),
-        ("probed", "run", {"lrs": [0.1], "data": {"train_split": "train", "test_split": "test"}}, {"test_top1": 0.5}),
+        (
+            "judged",
+            "run",
+            {"data": {"split": "val"}},
+            {"eval/top1": 0.25, "eval/loss": 2.0, "weights_step": 6},
+        ),
+        (
+            "probed",
+            "run",
+            {"lrs": [0.1], "data": {"train_split": "train", "test_split": "test"}},
+            {"test_top1": 0.5},
+        ),
         ("strange", "other", {"data": {"split": "val"}}, {"eval/top1": 0.99}),
         ("unfinished", "run", {"data": {"split": "val"}}, None),
     ):
@@ -92,7 +121,9 @@ def near(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
-def test_every_format_of_a_zero_3_checkpoint_gives_the_models_answers(run: Path, exported: Path) -> None:
+def test_every_format_of_a_zero_3_checkpoint_gives_the_models_answers(
+    run: Path, exported: Path
+) -> None:
     model = model_of(list_checkpoints(run)[-1])
     theirs = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
     program = torch.export.load(exported / "model.pt2").module()
@@ -107,13 +138,18 @@ def test_every_format_of_a_zero_3_checkpoint_gives_the_models_answers(run: Path,
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_exported_with_its_own_answers(name: str, tmp_path: Path) -> None:
-    model, formats = model_of(write_folder(tmp_path / "folder", spec=FAMILIES[name])), ("torch", "onnx")[: 1 + (name in BY_ONNX)]
+    model, formats = (
+        model_of(write_folder(tmp_path / "folder", spec=FAMILIES[name])),
+        ("torch", "onnx")[: 1 + (name in BY_ONNX)],
+    )
     out = export_of(tmp_path / "folder", tmp_path / "out", formats=formats)
     x = torch.randn(3, 3, 16, 16)
     with torch.no_grad():
         wanted = model(x)
     program = torch.export.load(out / "model.pt2")
-    assert not any("wide_mlps" in str(node.target) for node in program.graph.nodes)  # needs nothing of ours
+    assert not any(
+        "wide_mlps" in str(node.target) for node in program.graph.nodes
+    )  # needs nothing of ours
     near(program.module()(x), wanted)
     if "onnx" in formats:
         near(onnx_answers(out, x), wanted)
@@ -137,34 +173,58 @@ def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path) -> None:
         spec = MixerSpec(kind="mixer", patch_size=16, norm_eps=eps, **SMALL)
         models[place] = model = model_of(write_folder(place / "folder", spec=spec))
         with torch.no_grad():
-            for name, weight in model.named_parameters():  # small features: there it matters what eps is, in every norm
+            for (
+                name,
+                weight,
+            ) in (
+                model.named_parameters()
+            ):  # small features: there it matters what eps is, in every norm
                 if "stem" in name or "outer" in name:
                     weight.mul_(3e-3)
-        save_folder(place / "folder", card=Checkpoint.open(place / "folder").card, weights=model.state_dict())
-        text = (export_of(place / "folder", place / "out", formats=("timm",)) / "README.md").read_text()
+        save_folder(
+            place / "folder",
+            card=Checkpoint.open(place / "folder").card,
+            weights=model.state_dict(),
+        )
+        text = (
+            export_of(place / "folder", place / "out", formats=("timm",)) / "README.md"
+        ).read_text()
         assert "library_name: timm\n" in text and "timm_names" not in text
         assert ("the residual stream scaled by 0.3162" in text) == (eps != 1e-6)
         again = export_of(place / "out", place / "again", formats=("timm",))
-        assert (again / "model.safetensors").read_bytes() == (place / "out" / "model.safetensors").read_bytes()
+        assert (again / "model.safetensors").read_bytes() == (
+            place / "out" / "model.safetensors"
+        ).read_bytes()
         torch.save(torch.randn(3, 3, 16, 16), place / "x")
-    done = subprocess.run([sys.executable, "-c", PLAIN, *models], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, *models], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, 2 * "MlpMixer\n"), done.stderr
     for place, model in models.items():
         x, theirs = torch.load(place / "x"), torch.load(place / "y")
         with torch.no_grad():
             torch.testing.assert_close(theirs, model(x), rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(model_of(place / "out")(x), model(x), rtol=1e-4, atol=1e-5)  # here, too
+            torch.testing.assert_close(
+                model_of(place / "out")(x), model(x), rtol=1e-4, atol=1e-5
+            )  # here, too
 
 
 def test_a_model_that_timm_lacks_says_that_it_needs_this_package(tmp_path: Path) -> None:
     for name, spec in (
-        ("a size that timm has not", MixerSpec(kind="mixer", patch_size=8, num_channels=4, depth=1)),
+        (
+            "a size that timm has not",
+            MixerSpec(kind="mixer", patch_size=8, num_channels=4, depth=1),
+        ),
         ("timm's have GELU", MixerSpec(kind="mixer", patch_size=16, activation="relu", **SMALL)),
         ("permuted", MixerSpec(kind="mixer", patch_size=16, permuted_blocks="all", **SMALL)),
     ):
         folder = write_folder(tmp_path / name, spec=spec)
-        text = (export_of(folder, tmp_path / f"out, {name}", formats=("timm",)) / "README.md").read_text()
-        assert "library_name: wide-mlps\n" in text and "import pretrain.models.timm_names" in text, name
+        text = (
+            export_of(folder, tmp_path / f"out, {name}", formats=("timm",)) / "README.md"
+        ).read_text()
+        assert (
+            "library_name: wide-mlps\n" in text and "import pretrain.models.timm_names" in text
+        ), name
 
 
 def test_pictures_are_normalised_inside_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -178,7 +238,9 @@ def test_pictures_are_normalised_inside_where_it_is_asked_for(tmp_path: Path) ->
     near(torch.export.load(out / "model.pt2").module()(torch.from_numpy(pictures)), wanted)
 
 
-def test_a_graph_that_answers_otherwise_is_not_published(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_graph_that_answers_otherwise_is_not_published(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
     write_folder(tmp_path / "folder")
 
     def off(model: ImageModel, **_: object) -> nn.Module:
@@ -187,28 +249,48 @@ def test_a_graph_that_answers_otherwise_is_not_published(tmp_path: Path, monkeyp
         return other
 
     monkeypatch.setattr(graphs, "dense", off)
-    with pytest.raises(UserError, match=r"torch: its answers are off by 0.001, .* nothing is published"):
+    with pytest.raises(
+        UserError, match=r"torch: its answers are off by 0.001, .* nothing is published"
+    ):
         export_of(tmp_path / "folder", tmp_path / "out", formats=("torch",))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
     wanted = [torch.tensor([[1.0, 2.0, 4.0]])]
-    found = graphs.agreement(wanted, lambda x: x, [torch.tensor([[1.0, 2.0001, 4.0]])], graph="onnx")
-    assert found.max_abs == pytest.approx(1e-4, rel=0.01) and found.max_rel == pytest.approx(2.5e-5, rel=0.01)
-    for wrong in (torch.tensor([[1.0, 2.0, 4.001]]), torch.tensor([[1.0, 2.0, math.nan]]), torch.ones(1, 2)):
+    found = graphs.agreement(
+        wanted, lambda x: x, [torch.tensor([[1.0, 2.0001, 4.0]])], graph="onnx"
+    )
+    assert found.max_abs == pytest.approx(1e-4, rel=0.01) and found.max_rel == pytest.approx(
+        2.5e-5, rel=0.01
+    )
+    for wrong in (
+        torch.tensor([[1.0, 2.0, 4.001]]),
+        torch.tensor([[1.0, 2.0, math.nan]]),
+        torch.ones(1, 2),
+    ):
         with pytest.raises(UserError, match="onnx: "):
             graphs.agreement(wanted, lambda x: x, [wrong], graph="onnx")
 
 
-def test_nothing_is_overwritten_and_the_same_export_is_done_once(tmp_path: Path, capsys: Capture) -> None:
+def test_nothing_is_overwritten_and_the_same_export_is_done_once(
+    tmp_path: Path, capsys: Capture
+) -> None:
     write_folder(tmp_path / "folder")
     words = ["export", str(tmp_path / "folder"), str(tmp_path / "out"), "--formats", "timm"]
     assert finetune(words) == 0
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    assert set(before) == {"README.md", "config.json", "export.json", "model.safetensors", "sha256.json"}
+    assert set(before) == {
+        "README.md",
+        "config.json",
+        "export.json",
+        "model.safetensors",
+        "sha256.json",
+    }
     assert finetune(words) == 0
     assert "exported before, and whole" in capsys.readouterr().out
     assert finetune([*words, "license=mit"]) == 2
     assert "belongs to an export with other settings (license: " in capsys.readouterr().err
-    write_folder(tmp_path / "other", spec=MixerSpec(kind="mixer", patch_size=8, num_channels=4, depth=1))
+    write_folder(
+        tmp_path / "other", spec=MixerSpec(kind="mixer", patch_size=8, num_channels=4, depth=1)
+    )
     assert finetune(["export", str(tmp_path / "other"), *words[2:]]) == 2
     assert "belongs to an export with other settings (weights_sha256: " in capsys.readouterr().err
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
@@ -229,12 +311,21 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: Capture, monkeypa
         return error
 
     here = (str(tmp_path / "folder"), str(tmp_path / "out"))
-    assert "formats.1: 'onxx' is not one of its values; did you mean 'onnx'" in said(*here, "--formats", "timm,onxx")
-    assert "with_preprocessing: true changes nothing" in said(*here, "--formats", "timm", "--with-preprocessing")
+    assert "formats.1: 'onxx' is not one of its values; did you mean 'onnx'" in said(
+        *here, "--formats", "timm,onxx"
+    )
+    assert "with_preprocessing: true changes nothing" in said(
+        *here, "--formats", "timm", "--with-preprocessing"
+    )
     assert "holds no checkpoint; give a run directory" in said(str(tmp_path), here[1])
     with monkeypatch.context() as patched:
-        patched.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name)
-        assert "formats: onnx needs onnxruntime; pip install 'wide-mlps[onnx]', or take --formats timm,torch" in said(*here)
+        patched.setattr(
+            "importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name
+        )
+        assert (
+            "formats: onnx needs onnxruntime; pip install 'wide-mlps[onnx]', or take --formats"
+            " timm,torch" in said(*here)
+        )
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda _: Mock(free=10))
         assert "0.00 GB are free; free some" in said(*here)
@@ -242,10 +333,15 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: Capture, monkeypa
         full = OSError(errno.ENOSPC, "No space left on device")
         patched.setitem(TOOLS, "torch", (Mock(side_effect=full), Mock()))
         assert finetune(["export", *here, "--formats", "torch"]) == 1
-        assert "out cannot be written, for the disk is full; free some space" in capsys.readouterr().err
+        assert (
+            "out cannot be written, for the disk is full; free some space"
+            in capsys.readouterr().err
+        )
     weights = tmp_path / "folder" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert "no checkpoint there is whole (model.safetensors has changed); copy it again" in said(*here)
+    assert "no checkpoint there is whole (model.safetensors has changed); copy it again" in said(
+        *here
+    )
     (tmp_path / "folder" / "sha256.json").unlink()
     assert finetune(["export", *here]) == 2
     assert "model.safetensors: cannot be read" in capsys.readouterr().err
@@ -253,22 +349,35 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: Capture, monkeypa
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_an_export_that_is_ended_leaves_nothing_there(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_export_that_is_ended_leaves_nothing_there(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     write_folder(tmp_path / "folder")
     out, output = tmp_path / "out", new_output()
     words = ["export", str(tmp_path / "folder"), str(out), "--formats", "torch"]
     strike = Strike(tmp_path / ".tmp-out", 7, signal=number)  # where it opens model.pt2
-    process = begin("tests.training:main", "finetune", words, strike, environment=environments(1)[0], output=output)
+    process = begin(
+        "tests.training:main",
+        "finetune",
+        words,
+        strike,
+        environment=environments(1)[0],
+        output=output,
+    )
     assert wait([process], timeout_s=300) == [130 if number == signal.SIGTERM else -9]
     left = [".tmp-lock-out", ".tmp-out"] if number == signal.SIGKILL else []
     assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "folder"]
-    export_of(tmp_path / "folder", out, formats=("timm",))  # the next one clears away what this one left
+    export_of(
+        tmp_path / "folder", out, formats=("timm",)
+    )  # the next one clears away what this one left
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out"]
 
 
 def test_the_record_and_the_metadata_say_what_was_made_of_what(run: Path, exported: Path) -> None:
     newest = list_checkpoints(run)[-1]
-    assert (exported / "model.safetensors").read_bytes() == (newest / "model.safetensors").read_bytes()
+    assert (exported / "model.safetensors").read_bytes() == (
+        newest / "model.safetensors"
+    ).read_bytes()
     hashes = json.loads((exported / "sha256.json").read_text())
     assert set(hashes) == {path.name for path in exported.iterdir()} - {"sha256.json"}
     assert all(sha256_of(exported / name) == value for name, value in hashes.items())
@@ -282,18 +391,33 @@ def test_the_record_and_the_metadata_say_what_was_made_of_what(run: Path, export
     onnx.checker.check_model(loaded)
     metadata = {entry.key: entry.value for entry in loaded.metadata_props}
     card = Checkpoint.open(newest).card
-    assert json.loads(metadata["mean"]) == list(card.channel_mean) and len(json.loads(metadata["classes"])) == 8
+    assert (
+        json.loads(metadata["mean"]) == list(card.channel_mean)
+        and len(json.loads(metadata["classes"])) == 8
+    )
     assert metadata["image_size"] == "16" and metadata["input"] == "images"
 
 
 def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
     text = (exported / "README.md").read_text()
     front = yaml.safe_load(text.split("---\n")[1])
-    assert front["library_name"] == "wide-mlps" and front["license"] == "unknown" and front["datasets"] == ["shapes-a"]
-    metrics = {(each["metrics"][0]["name"], each["metrics"][0]["value"]) for each in front["model-index"][0]["results"]}
+    assert (
+        front["library_name"] == "wide-mlps"
+        and front["license"] == "unknown"
+        and front["datasets"] == ["shapes-a"]
+    )
+    metrics = {
+        (each["metrics"][0]["name"], each["metrics"][0]["value"])
+        for each in front["model-index"][0]["results"]
+    }
     trained = json.loads((exported.parent / "run" / "result.json").read_text())
-    # the probe's head is not among these weights, `strange` is of others, `unfinished` has no result
-    assert metrics == {("top-1", 0.25), ("top-1", round(trained["eval/top1"], 6)), ("top-5", round(trained["eval/top5"], 6))}
+    # the probe's head is not among these weights, `strange` is of others, `unfinished` has no
+    # result
+    assert metrics == {
+        ("top-1", 0.25),
+        ("top-1", round(trained["eval/top1"], 6)),
+        ("top-5", round(trained["eval/top5"], 6)),
+    }
     # by hand: 768 x 32 + 32, two blocks of 2 x 32 + 32 x 64 + 64 + 64 x 32 + 32, 32 x 8 + 8
     for fact in (
         "| Parameters | 33,384 |",
@@ -310,7 +434,9 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
         "what the pictures show: not stated",
     ):
         assert fact in text, fact
-    assert str(exported.parent) not in text + (exported / "export.json").read_text()  # no path of this machine
+    assert (
+        str(exported.parent) not in text + (exported / "export.json").read_text()
+    )  # no path of this machine
 
 
 def test_an_older_checkpoint_does_not_take_the_results_of_the_newest(run: Path) -> None:
@@ -318,7 +444,9 @@ def test_an_older_checkpoint_does_not_take_the_results_of_the_newest(run: Path) 
     for checkpoint, expected in ((older, False), (newest, True)):
         step = Checkpoint.open(checkpoint).card.step
         results = results_of(checkpoint, run_of(checkpoint), step=step, places=[run.parent])
-        assert {each.is_of_these_weights for each in results if each.task in ("pretrain", "evaluate")} == {expected}
+        assert {
+            each.is_of_these_weights for each in results if each.task in ("pretrain", "evaluate")
+        } == {expected}
 
 
 def test_what_is_not_known_is_not_stated(tmp_path: Path) -> None:
@@ -326,10 +454,17 @@ def test_what_is_not_known_is_not_stated(tmp_path: Path) -> None:
     card = Checkpoint.open(tmp_path / "imported").card
     assert run_of(tmp_path / "imported") is None
     assert results_of(tmp_path / "imported", None, step=0, places=[tmp_path]) == []
-    settings = ExportSettings(pretrained="imported", out="out", formats=("timm",), license="apache-2.0")
+    settings = ExportSettings(
+        pretrained="imported", out="out", formats=("timm",), license="apache-2.0"
+    )
     text = readme(Facts(card, None, [], 1, "0", settings))
     assert yaml.safe_load(text.split("---\n")[1]).keys().isdisjoint({"metrics", "model-index"})
     assert "Imported from a public file (scaling_mlps: B_weights" in text
-    for unknown in ("number of images not stated", "| Step | not stated |", "Recipe: not stated", "Not stated: no finished"):
+    for unknown in (
+        "number of images not stated",
+        "| Step | not stated |",
+        "Recipe: not stated",
+        "Not stated: no finished",
+    ):
         assert unknown in text
     assert "apache-2.0, as stated by whoever" in text and "model.onnx" not in text

@@ -1,4 +1,5 @@
-"""Features on disk: what a forward pass gives, made once (on three ranks: test_probe.py), found again only under the same key."""
+"""Features on disk: what a forward pass gives, made once (on three ranks: test_probe.py), found
+again only under the same key."""
 
 import json
 import shutil
@@ -22,7 +23,17 @@ from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
 from pretrain.models.presets import preset, spec_of
 from tests.conftest import Capture, Patch
-from tests.finetune.tiny import CPU, CROPS, feature_settings, maker_of, model_of, normalised, opened, spoil, whole
+from tests.finetune.tiny import (
+    CPU,
+    CROPS,
+    feature_settings,
+    maker_of,
+    model_of,
+    normalised,
+    opened,
+    spoil,
+    whole,
+)
 
 
 @torch.no_grad()
@@ -39,36 +50,59 @@ def test_a_table_is_a_forward_pass_and_the_second_time_is_found(
     assert len(first) == 35 and first.num_features == 24
     torch.testing.assert_close(whole(first), independent_features(folder, other_shapes))
     assert np.bincount(first.labels_N).tolist() == [7] * 5
-    assert first.labels_N.tolist() == open_split(other_shapes, load_manifest(other_shapes), "val").labels.tolist()
+    assert (
+        first.labels_N.tolist()
+        == open_split(other_shapes, load_manifest(other_shapes), "val").labels.tolist()
+    )
     sizes = [len(call.args[0]) for call in counted.call_args_list]
     assert sizes == [1, 8, 8, 8, 8, 8]  # one to learn the width; of five batches the last is padded
     again = maker_of(settings, extract=counted).tables("val", [None])[0]
     assert counted.call_count == len(sizes) and torch.equal(whole(first), whole(again))
     assert "val: features found in" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "features").iterdir() if path.name.startswith(".tmp")] == []
+    assert [
+        path.name for path in (tmp_path / "features").iterdir() if path.name.startswith(".tmp")
+    ] == []
 
 
-def test_features_in_bf16_are_those_in_fp32_to_its_digits(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_features_in_bf16_are_those_in_fp32_to_its_digits(
+    folder: Path, other_shapes: Path, tmp_path: Path
+) -> None:
     exact, rounded = (
-        whole(maker_of(feature_settings(other_shapes, tmp_path, folder, feature_precision=precision)).tables("val", [None])[0])
+        whole(
+            maker_of(
+                feature_settings(other_shapes, tmp_path, folder, feature_precision=precision)
+            ).tables("val", [None])[0]
+        )
         for precision in ("auto", "bf16")
     )
     assert rounded.dtype == torch.float32
     assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.01
 
 
-@pytest.mark.parametrize(("name", "size"), [("mlp_b12_wi1024", 4096), ("mlp_b6_wi256", 8192), ("mixer_b_16", 512)])
-def test_a_gpu_gets_more_pictures_of_a_small_model(folder: Path, other_shapes: Path, tmp_path: Path, name: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "size"), [("mlp_b12_wi1024", 4096), ("mlp_b6_wi256", 8192), ("mixer_b_16", 512)]
+)
+def test_a_gpu_gets_more_pictures_of_a_small_model(
+    folder: Path, other_shapes: Path, tmp_path: Path, name: str, size: int
+) -> None:
     maker = maker_of(feature_settings(other_shapes, tmp_path, folder, feature_batch_size=None))
     checkpoint = maker.backbone.checkpoint
     assert checkpoint is not None and maker.batch_size == 512
     card = checkpoint.card.model_copy(update={"model": spec_of(name)})
-    backbone = replace(maker.backbone, checkpoint=replace(checkpoint, card=card), image_size=preset(name).image_size)
+    backbone = replace(
+        maker.backbone,
+        checkpoint=replace(checkpoint, card=card),
+        image_size=preset(name).image_size,
+    )
     assert replace(maker, backbone=backbone, device=torch.device("cuda")).batch_size == size
 
 
-def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
-    settings = feature_settings(other_shapes, tmp_path, folder, optimizer="lion", views=2, augment=CROPS)
+def test_a_key_changes_with_what_the_numbers_depend_on_alone(
+    folder: Path, other_shapes: Path, tmp_path: Path
+) -> None:
+    settings = feature_settings(
+        other_shapes, tmp_path, folder, optimizer="lion", views=2, augment=CROPS
+    )
 
     def path(split: str = "val", view: int | None = None, **changes: Any) -> Path:
         names = ("checkpoint", "image_size", "normalisation", "interpolation")
@@ -79,7 +113,13 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other
     assert checkpoint is not None
     other = replace(checkpoint, hashes={"model.safetensors": "other"})
     plain, viewed = path(), path(view=0)
-    same = {"run_dir": "elsewhere", "feature_batch_size": 3, "weight_decays": (1.0,), "batch_size": 7, "standardise": False}
+    same = {
+        "run_dir": "elsewhere",
+        "feature_batch_size": 3,
+        "weight_decays": (1.0,),
+        "batch_size": 7,
+        "standardise": False,
+    }
     assert path(**same) == plain and path(seed=5) == plain and path(view=0, **same) == viewed
     others = [
         path("train"),
@@ -96,7 +136,11 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other
         path(view=0, augment=CROPS.model_copy(update={"flip_probability": 0.0})),
         path(augment=CROPS.model_copy(update={"crop_interpolation": "bicubic"})),
     ]
-    for change in ({"channel_mean": (0.5,) * 3}, {"crop": "squash"}, {"seed": 99, "tool_version": "later"}):
+    for change in (
+        {"channel_mean": (0.5,) * 3},
+        {"crop": "squash"},
+        {"seed": 99, "tool_version": "later"},
+    ):
         rebuilt = Path(shutil.copytree(other_shapes, tmp_path / "-".join(change)))
         save_manifest(rebuilt, load_manifest(rebuilt).model_copy(update=change))
         others.append(path(data=settings.data.model_copy(update={"dataset": str(rebuilt)})))
@@ -104,7 +148,9 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(folder: Path, other
     assert len({plain, *others}) == 1 + len(others)
 
 
-def test_damaged_features_are_computed_again(folder: Path, other_shapes: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_damaged_features_are_computed_again(
+    folder: Path, other_shapes: Path, tmp_path: Path, capsys: Capture
+) -> None:
     maker = maker_of(feature_settings(other_shapes, tmp_path, folder))
     good = whole(maker.tables("val", [None])[0]).clone()
     (place,) = (tmp_path / "features").iterdir()
@@ -116,7 +162,10 @@ def test_damaged_features_are_computed_again(folder: Path, other_shapes: Path, t
         (lambda: file.write_bytes(content[:-4] + b"\0\0\0\1"), "rank-0000.npy has changed"),
         (file.unlink, "No such file"),
         ((place / FACTS).unlink, "No such file"),
-        *((lambda text=text: (place / FACTS).write_text(text), f"{FACTS} is damaged") for text in ("null", "[]", '{"sha256": {}}')),
+        *(
+            (lambda text=text: (place / FACTS).write_text(text), f"{FACTS} is damaged")
+            for text in ("null", "[]", '{"sha256": {}}')
+        ),
     ):
         harm()
         assert torch.equal(whole(maker.tables("val", [None])[0]), good)
@@ -153,7 +202,10 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
     folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(features.shutil, "disk_usage", lambda place: Mock(free=35 * 24 * 4 - 1))
-    with pytest.raises(UserError, match=r"features_dir: .* has no room for .* GB of features .No space left on device.; make"):
+    with pytest.raises(
+        UserError,
+        match=r"features_dir: .* has no room for .* GB of features .No space left on device.; make",
+    ):
         maker_of(feature_settings(other_shapes, tmp_path, folder)).tables("val", [None])
     assert list((tmp_path / "features").iterdir()) == []
 
@@ -162,7 +214,14 @@ def test_what_a_cache_would_take_is_what_it_takes_and_what_does_not_fit_is_refus
     folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     settings = feature_settings(
-        other_shapes, tmp_path, folder, optimizer="lion", views=2, augment=CROPS, features="cache", feature_dtype="float16"
+        other_shapes,
+        tmp_path,
+        folder,
+        optimizer="lion",
+        views=2,
+        augment=CROPS,
+        features="cache",
+        feature_dtype="float16",
     )
     tables, row_gb = [("val", None), ("train", 0), ("train", 1), ("train", None)], 24 * 2 / 1e9
     sizes = {"train": 60, "val": 35}
@@ -172,15 +231,29 @@ def test_what_a_cache_would_take_is_what_it_takes_and_what_does_not_fit_is_refus
         assert maker_of(settings).cache.missing_gb == pytest.approx(left_gb, rel=1e-9)
         manifest, checkpoint = maker.manifest, opened(settings)
         check_room(settings.model_copy(update={"cache_gb": left_gb * 1.001}), manifest, checkpoint)
-        check_room(settings.model_copy(update={"cache_gb": 0.0, "features": "auto"}), manifest, checkpoint)  # it streams
+        check_room(
+            settings.model_copy(update={"cache_gb": 0.0, "features": "auto"}), manifest, checkpoint
+        )  # it streams
         small = settings.model_copy(update={"cache_gb": left_gb * 0.999})
-        with pytest.raises(UserError, match=r"cache_gb allows .*; set features=stream, which keeps none, or raise cache_gb"):
+        with pytest.raises(
+            UserError,
+            match=r"cache_gb allows .*; set features=stream, which keeps none, or raise cache_gb",
+        ):
             check_room(small, manifest, checkpoint)
-        with pytest.raises(UserError, match=r"cache_gb allows [0-9.e-]+; set features=stream optimizer=lion"):
-            check_room(small.model_copy(update={"features": "auto", "optimizer": "lbfgs"}), manifest, checkpoint)
+        with pytest.raises(
+            UserError, match=r"cache_gb allows [0-9.e-]+; set features=stream optimizer=lion"
+        ):
+            check_room(
+                small.model_copy(update={"features": "auto", "optimizer": "lbfgs"}),
+                manifest,
+                checkpoint,
+            )
         with monkeypatch.context() as patch:
             patch.setattr("shutil.disk_usage", Mock(return_value=Mock(free=left_gb * 0.999e9)))
-            with pytest.raises(UserError, match=r"has room for .*; set features=stream.* or name another features_dir"):
+            with pytest.raises(
+                UserError,
+                match=r"has room for .*; set features=stream.* or name another features_dir",
+            ):
                 check_room(settings, manifest, checkpoint)
             left = maker.cache.temporary_of(maker.cache.place_of(split, view))
             left.mkdir(parents=True)
@@ -191,23 +264,36 @@ def test_what_a_cache_would_take_is_what_it_takes_and_what_does_not_fit_is_refus
     assert maker_of(settings).cache.missing_gb == 0
 
 
-def test_a_picture_that_does_not_decode_is_named(folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    ((shard, key),) = open_split(other_shapes, load_manifest(other_shapes), "val").names(np.array([34]))
+def test_a_picture_that_does_not_decode_is_named(
+    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    ((shard, key),) = open_split(other_shapes, load_manifest(other_shapes), "val").names(
+        np.array([34])
+    )
     spoil(monkeypatch, 34)  # of the last batch, which is padded with it
     with pytest.raises(DatasetError, match=f"{shard}: {key} does not decode.*data_prep subset"):
         maker_of(feature_settings(other_shapes, tmp_path, folder)).tables("val", [None])
     assert list((tmp_path / "features").iterdir()) == []
 
 
-def test_a_view_is_what_training_shows_in_that_epoch(folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    settings = feature_settings(other_shapes, tmp_path, folder, optimizer="lion", views=2, augment=CROPS, seed=3)
+def test_a_view_is_what_training_shows_in_that_epoch(
+    folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    settings = feature_settings(
+        other_shapes, tmp_path, folder, optimizer="lion", views=2, augment=CROPS, seed=3
+    )
     maker = maker_of(settings)
     tables = maker.tables("train", [0, 1])
-    reader, ids = open_split(other_shapes, load_manifest(other_shapes), "train"), np.array([7, 20, 59])
+    reader, ids = (
+        open_split(other_shapes, load_manifest(other_shapes), "train"),
+        np.array([7, 20, 59]),
+    )
     augmentation: Augmentation = maker.backbone.augmentation(CROPS, seed=3, device=CPU)
     for view, table in enumerate(tables):
         labels = torch.from_numpy(reader.labels[ids])
-        batch = Batch(reader.images(ids), labels, epochs=np.full(3, view), samples=ids, mix_keys=ids // 2)
+        batch = Batch(
+            reader.images(ids), labels, epochs=np.full(3, view), samples=ids, mix_keys=ids // 2
+        )
         with torch.no_grad():
             expected = maker.backbone.extract(augmentation.prepare(batch).images_BCHW)
         torch.testing.assert_close(table.gather(torch.from_numpy(ids)), expected)
@@ -216,15 +302,27 @@ def test_a_view_is_what_training_shows_in_that_epoch(folder: Path, other_shapes:
     monkeypatch.setattr(features, "view_of", made)
     maker.tables("train", [0, 1, 2])
     assert {call.args[1] for call in made.call_args_list} == {2}
-    facts = [json.loads((path / FACTS).read_text())["key"]["view"] for path in (tmp_path / "features").iterdir()]
+    facts = [
+        json.loads((path / FACTS).read_text())["key"]["view"]
+        for path in (tmp_path / "features").iterdir()
+    ]
     assert sorted(facts) == [0, 1, 2]
 
 
 def test_half_precision_and_pixels(other_shapes: Path, tmp_path: Path) -> None:
     settings = feature_settings(other_shapes, tmp_path, None, feature_dtype="float16")
     table = maker_of(settings).tables("val", [None])[0]
-    half, full = whole(table), whole(maker_of(settings.model_copy(update={"feature_dtype": "float32"})).tables("val", [None])[0])
+    half, full = (
+        whole(table),
+        whole(
+            maker_of(settings.model_copy(update={"feature_dtype": "float32"})).tables(
+                "val", [None]
+            )[0]
+        ),
+    )
     assert half.dtype == torch.float16 and half.shape == (35, 3 * 16 * 16)
     torch.testing.assert_close(half.float(), full, rtol=1e-3, atol=1e-3)
     with pytest.raises(UserError, match="beyond what float16 holds; set feature_dtype=float32"):
-        maker_of(settings, extract=lambda images: images.flatten(1) * 1e6, image_size=20).tables("val", [None])
+        maker_of(settings, extract=lambda images: images.flatten(1) * 1e6, image_size=20).tables(
+            "val", [None]
+        )

@@ -1,4 +1,5 @@
-"""Weights on the hub (one that `tests.hub` serves): pushed and taken again, timm's, and what a hub may refuse."""
+"""Weights on the hub (one that `tests.hub` serves): pushed and taken again, timm's, and what a hub
+may refuse."""
 
 import json
 import os
@@ -32,7 +33,9 @@ from pretrain.optim import parameter_groups
 from tests.finetune.tiny import judge, plain_logits
 from tests.hub import TOKEN, Hub, serving
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of httpx2, in huggingface_hub's uploads
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Use 'content=:DeprecationWarning"
+)  # of httpx2, in huggingface_hub's uploads
 FILES = ("model.safetensors", "config.json", "sha256.json")
 
 
@@ -42,7 +45,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     with serving() as found:
         for name, value in {
             "ENDPOINT": found.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, found.url),
+            "HUGGINGFACE_CO_URL_TEMPLATE": constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(
+                constants.ENDPOINT, found.url
+            ),
             "HF_HUB_CACHE": str(tmp_path / "cache"),
             "HF_TOKEN_PATH": str(tmp_path / "token"),
             "HF_HUB_DISABLE_XET": True,
@@ -66,7 +71,8 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return text
 
 
-# ---- ours --------------------------------------------------------------------------------------------------------------
+# ---- ours
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -92,7 +98,10 @@ def test_what_is_pushed_is_taken_again(
     logits, labels = plain_logits(folder, shapes)
     assert result["eval/top1"] == pytest.approx(float((logits.argmax(1).numpy() == labels).mean()))
 
-    hub.put("user/mine", files_of(tmp_path / "out") | {"model.onnx": b"of an export before", "theirs.txt": b"kept"})
+    hub.put(
+        "user/mine",
+        files_of(tmp_path / "out") | {"model.onnx": b"of an export before", "theirs.txt": b"kept"},
+    )
     assert main(["export", str(folder), "again", *words[3:], "license=mit"]) == 0
     newest = repository.files[repository.branches["main"][-1]]
     assert len(repository.branches["main"]) == 3
@@ -102,12 +111,17 @@ def test_what_is_pushed_is_taken_again(
     assert main([*words, "--revision", "v2"]) == 0
     assert "notes.txt" not in repository.files[repository.branches["v2"][-1]]
     assert len(repository.branches["main"]) == 3
-    assert repository.files[repository.branches["v2"][-1]]["README.md"] == (tmp_path / "out/README.md").read_bytes()
+    assert (
+        repository.files[repository.branches["v2"][-1]]["README.md"]
+        == (tmp_path / "out/README.md").read_bytes()
+    )
     assert fetch("hf-hub:user/mine@v2", files=FILES)[1].endswith(repository.branches["v2"][-1])
     assert Checkpoint.open(f"hf-hub:user/mine@{first}").origin.endswith(first)
 
 
-def test_an_export_is_private_unless_asked(hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_is_private_unless_asked(
+    hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["export", str(folder), "out", "--formats", "timm", "--push-to", "user/open"]
     hub.put("user/open", {"README.md": b"for all"})
     assert "user/open is public; add private=false" in said(capsys, *words)
@@ -116,7 +130,9 @@ def test_an_export_is_private_unless_asked(hub: Hub, folder: Path, capsys: pytes
     assert len(hub.repositories["user/open"].branches["main"]) == 2
 
 
-def test_a_branch_that_moves_on_is_other_weights(hub: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_branch_that_moves_on_is_other_weights(
+    hub: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The commit that a run began with is in its record; offline, the cache answers."""
     hub.put("user/mine", files_of(folder))
     begun = Checkpoint.open("hf-hub:user/mine")
@@ -131,18 +147,29 @@ def test_a_branch_that_moves_on_is_other_weights(hub: Hub, folder: Path, tmp_pat
     assert len(hub.asked) == asked
 
     card = read_card(folder)
-    save_folder(tmp_path / "other", card=card, weights={n: t + 1 for n, t in load_model(begun).state_dict().items()})
+    save_folder(
+        tmp_path / "other",
+        card=card,
+        weights={n: t + 1 for n, t in load_model(begun).state_dict().items()},
+    )
     hub.put("user/mine", files_of(tmp_path / "other"))
-    with pytest.raises(ValueError, match="pretrained: hf-hub:user/mine holds other weights now than those"):
+    with pytest.raises(
+        ValueError, match="pretrained: hf-hub:user/mine holds other weights now than those"
+    ):
         check_source(tmp_path, "hf-hub:user/mine")
     check_source(tmp_path, begun.origin)
 
 
-# ---- what a hub may refuse ---------------------------------------------------------------------------------------------
+# ---- what a hub may refuse
+# ---------------------------------------------------------------------------------------------
 
 
 def test_each_refusal_is_one_line(
-    hub: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: Hub,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     hub.put("user/gated", files_of(folder), gated=True)
     hub.put("user/private", files_of(folder), private=True)
@@ -152,14 +179,20 @@ def test_each_refusal_is_one_line(
     def asked(name: str) -> str:
         return said(capsys, "predict", name, str(tmp_path), "--out", "p.csv")
 
-    assert f"is gated; ask for it at {hub.url}/user/gated, then hf auth login" in asked("hf-hub:user/gated")
+    assert f"is gated; ask for it at {hub.url}/user/gated, then hf auth login" in asked(
+        "hf-hub:user/gated"
+    )
     assert "is not there, or not for you; check its name" in asked("hf-hub:user/missing")
     assert "there is no revision 'v9'; name a branch" in asked("hf-hub:user/gated@v9")
     assert "has no model.safetensors with a config.json" in asked("hf-hub:user/pickle")
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.bin")), "a pickle was fetched"
-    assert "model.safetensors has changed); remove it, and it is fetched again" in asked("hf-hub:user/damaged")
+    assert "model.safetensors has changed); remove it, and it is fetched again" in asked(
+        "hf-hub:user/damaged"
+    )
     assert "hf-hub:mine: mine is no name on the hub; write USER/NAME" in asked("hf-hub:mine")
-    assert "timm has no weights of this name on the hub; near are resnet50" in asked("timm:resnet50x")
+    assert "timm has no weights of this name on the hub; near are resnet50" in asked(
+        "timm:resnet50x"
+    )
 
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     push = ["export", str(folder), "out", "--push-to", "user/mine"]
@@ -171,19 +204,31 @@ def test_each_refusal_is_one_line(
     assert "is not there, or not for you" in asked("hf-hub:user/private")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "and HF_HUB_OFFLINE is set; unset it once, or run hf download user/private" in asked("hf-hub:user/private")
+    assert "and HF_HUB_OFFLINE is set; unset it once, or run hf download user/private" in asked(
+        "hf-hub:user/private"
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "and the hub cannot be reached" in asked("hf-hub:user/private")
 
 
 def test_a_transfer_that_is_cut_goes_on(
-    hub: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: Hub,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None, time=file_download.time.time))
+    monkeypatch.setattr(
+        file_download,
+        "time",
+        SimpleNamespace(sleep=lambda seconds: None, time=file_download.time.time),
+    )
     hub.put("user/mine", files_of(folder))
     hub.cut_after, hub.num_cuts = 0, 100
-    assert "the transfer broke off (" in said(capsys, "predict", "hf-hub:user/mine", str(tmp_path), "--out", "p.csv")
+    assert "the transfer broke off (" in said(
+        capsys, "predict", "hf-hub:user/mine", str(tmp_path), "--out", "p.csv"
+    )
     hub.cut_after, hub.num_cuts = 30_000, 2
     assert Checkpoint.open("hf-hub:user/mine").sha256 == Checkpoint.open(folder).sha256
     assert hub.num_cuts == 0
@@ -200,7 +245,9 @@ print(Checkpoint.open("hf-hub:user/mine").origin, [name for name in ("torch", "t
 """
     places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     command, here = [sys.executable, "-c", code], Path(__file__).parents[2]
-    done = subprocess.run(command, check=False, cwd=here, env=os.environ | places, capture_output=True, text=True)
+    done = subprocess.run(
+        command, check=False, cwd=here, env=os.environ | places, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     commit = hub.repositories["user/mine"].branches["main"][0]
     assert done.stdout.split() == [f"hf-hub:user/mine@{commit}", "[]"]
@@ -208,7 +255,8 @@ print(Checkpoint.open("hf-hub:user/mine").origin, [name for name in ("torch", "t
     assert list((tmp_path / "home").rglob("model.safetensors"))
 
 
-# ---- timm's ------------------------------------------------------------------------------------------------------------
+# ---- timm's
+# ------------------------------------------------------------------------------------------------------------
 
 TIMMS = {
     "test_vit.r160_in1k": {"img_size": 32},
@@ -217,8 +265,8 @@ TIMMS = {
     "mobilenetv3_small_050.lamb_in1k": {},
     "mixer_s32_224.untagged": {"img_size": 32, "mlp_ratio": (0.1, 0.25)},
 }
-"""Names and what they are built with here: a transformer, convolutions with batch norm, one whose classifier lies deeper, one whose
-head has a hidden layer, and what this project has itself."""
+"""Names and what they are built with here: a transformer, convolutions with batch norm, one whose
+classifier lies deeper, one whose head has a hidden layer, and what this project has itself."""
 
 
 def timms(hub: Hub, name: str, classes: tuple[str, ...]) -> torch.nn.Module:
@@ -226,20 +274,32 @@ def timms(hub: Hub, name: str, classes: tuple[str, ...]) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = timm.create_model(name.partition(".")[0], num_classes=len(classes), **TIMMS[name])
-        for tensor in model.state_dict().values():  # running statistics of something, and a classifier that is not zero
+        for tensor in (
+            model.state_dict().values()
+        ):  # running statistics of something, and a classifier that is not zero
             if tensor.is_floating_point():
                 tensor.add_(0.05 * torch.rand_like(tensor))
     size = {"input_size": (3, 32, 32), "label_names": classes, "interpolation": "bicubic"}
     place = Path("saved") / name
-    save_for_hf(model, place, model_config={"pretrained_cfg": size, "label_names": list(classes)}, safe_serialization=True)
+    save_for_hf(
+        model,
+        place,
+        model_config={"pretrained_cfg": size, "label_names": list(classes)},
+        safe_serialization=True,
+    )
     hub.put(f"timm/{name}", files_of(place))
     return model.eval()
 
 
 @pytest.mark.parametrize("name", TIMMS)
-def test_a_model_of_timm_answers_as_there(hub: Hub, name: str, shapes: Path, tmp_path: Path) -> None:
+def test_a_model_of_timm_answers_as_there(
+    hub: Hub, name: str, shapes: Path, tmp_path: Path
+) -> None:
     classes = load_manifest(shapes).classes
-    theirs, x = timms(hub, name, classes), torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    theirs, x = (
+        timms(hub, name, classes),
+        torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1)),
+    )
     checkpoint = Checkpoint.open(f"timm:{name}")
     card = checkpoint.card
     assert (card.classes, card.image_size, card.fed_interpolation) == (classes, 32, "bicubic")
@@ -252,40 +312,65 @@ def test_a_model_of_timm_answers_as_there(hub: Hub, name: str, shapes: Path, tmp
         torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(pooled_features(ours, x), features, rtol=1e-4, atol=1e-5)
     assert num_features_of(card.model, image_size=32) == features.shape[1]
-    save_folder(tmp_path / "again", card=card, weights=ours.state_dict())  # as a probe or a tuning saves it
+    save_folder(
+        tmp_path / "again", card=card, weights=ours.state_dict()
+    )  # as a probe or a tuning saves it
     again = load_model(Checkpoint.open(tmp_path / "again")).eval()
     with torch.no_grad():
         torch.testing.assert_close(again(x), ours(x), rtol=0, atol=0)
 
 
-def test_timm_says_where_the_layers_are(hub: Hub, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates fall by the layer from the head on; where timm splits a model into none, tune refuses it by its name."""
+def test_timm_says_where_the_layers_are(
+    hub: Hub, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rates fall by the layer from the head on; where timm splits a model into none, tune refuses
+    it by its name."""
     timms(hub, "test_resnet.r160_in1k", load_manifest(shapes).classes)
-    words = {"run_dir": "runs/tuned", "pretrained": "timm:test_resnet.r160_in1k", "data": {"dataset": str(shapes)}}
-    tree = words | {"train": {"duration": "1 epochs", "global_batch_size": 8}, "optimizer": {"layer_decay": 0.5, "lr": 1e-3}}
+    words = {
+        "run_dir": "runs/tuned",
+        "pretrained": "timm:test_resnet.r160_in1k",
+        "data": {"dataset": str(shapes)},
+    }
+    tree = words | {
+        "train": {"duration": "1 epochs", "global_batch_size": 8},
+        "optimizer": {"layer_decay": 0.5, "lr": 1e-3},
+    }
     settings = TuneSettings.model_validate(tree, strict=False)
     checkpoint = Checkpoint.open(settings.pretrained)
-    tuning = Tuning(settings, load_training_data(settings.as_training(checkpoint.card).data), checkpoint)
+    tuning = Tuning(
+        settings, load_training_data(settings.as_training(checkpoint.card).data), checkpoint
+    )
     model = tuning.model()
     names = {id(weight): name for name, weight in model.named_parameters()}
-    rates = {names[id(w)]: group["lr_scale"] for group in parameter_groups(model, settings.optimizer) for w in group["params"]}
-    assert [rates[f"body.{name}"] for name in ("conv1.0.weight", "layer1.0.conv1.weight", "layer4.0.conv1.weight")] == [
-        1 / 16,
-        1 / 8,
-        1,
-    ]
+    rates = {
+        names[id(w)]: group["lr_scale"]
+        for group in parameter_groups(model, settings.optimizer)
+        for w in group["params"]
+    }
+    assert [
+        rates[f"body.{name}"]
+        for name in ("conv1.0.weight", "layer1.0.conv1.weight", "layer4.0.conv1.weight")
+    ] == [1 / 16, 1 / 8, 1]
     assert rates["head.weight"] == settings.optimizer.head_lr_scale
 
     monkeypatch.delattr(type(model.body), "group_matcher")
-    with pytest.raises(UserError, match=r"timm:test_resnet.r160_in1k: timm does not split its weights into layers"):
+    with pytest.raises(
+        UserError, match=r"timm:test_resnet.r160_in1k: timm does not split its weights into layers"
+    ):
         tuning.model()
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"input_size": [1, 28, 28]}, "takes pictures of 28 x 28 in 1 colours; here they are square and RGB"),
-        ({"classifier": ["head", "head_dist"]}, "has no classifier, or several; here a model has one"),
+        (
+            {"input_size": [1, 28, 28]},
+            "takes pictures of 28 x 28 in 1 colours; here they are square and RGB",
+        ),
+        (
+            {"classifier": ["head", "head_dist"]},
+            "has no classifier, or several; here a model has one",
+        ),
         ({"mean": "red"}, "cannot be read"),
         (None, "cannot be read"),
         ([], "cannot be read"),
@@ -303,17 +388,28 @@ def test_a_config_of_timm_that_will_not_do(
         Checkpoint.open(place)
 
 
-@pytest.mark.parametrize("arguments", [{"checkpoint_path": "x.bin"}, {"pretrained": True}, {"pretrained_cfg": {"url": "http://x"}}])
-def test_no_config_has_timm_read_other_weights(hub: Hub, shapes: Path, arguments: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [{"checkpoint_path": "x.bin"}, {"pretrained": True}, {"pretrained_cfg": {"url": "http://x"}}],
+)
+def test_no_config_has_timm_read_other_weights(
+    hub: Hub, shapes: Path, arguments: dict[str, object]
+) -> None:
     """Which could be pickle, from anywhere; in timm's words, and in ours."""
     timms(hub, "test_vit.r160_in1k", load_manifest(shapes).classes)
     place = Path("saved/test_vit.r160_in1k")
     tree = json.loads((place / "config.json").read_text())
     card = read_card(place).model_dump(mode="json")
     ours = card | {"model": card["model"] | {"arguments": json.dumps(arguments)}}
-    for each in (tree | {"model_args": arguments}, ours, card | {"model": card["model"] | {"name": "hf-hub:user/other"}}):
+    for each in (
+        tree | {"model_args": arguments},
+        ours,
+        card | {"model": card["model"] | {"name": "hf-hub:user/other"}},
+    ):
         (place / "config.json").write_text(json.dumps(each))
-        with pytest.raises(CheckpointError, match=r"would have timm read other weights|should match pattern"):
+        with pytest.raises(
+            CheckpointError, match=r"would have timm read other weights|should match pattern"
+        ):
             Checkpoint.open(place)
 
 
@@ -332,14 +428,22 @@ def test_a_classifier_of_imagenet_has_wordnets_names(hub: Hub, shapes: Path) -> 
     tree = json.loads((place / "config.json").read_text())
     for each in (tree, tree["pretrained_cfg"]):
         each.pop("label_names", None)
-    for count, names in ((1000, timm.data.ImageNetInfo().label_names()), (3, ["class_00000", "class_00001", "class_00002"])):
+    for count, names in (
+        (1000, timm.data.ImageNetInfo().label_names()),
+        (3, ["class_00000", "class_00001", "class_00002"]),
+    ):
         (place / "config.json").write_text(json.dumps(tree | {"num_classes": count}))
         assert read_card(place).classes == tuple(names)
 
 
-def test_a_model_that_would_answer_otherwise_is_refused(hub: Hub, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_would_answer_otherwise_is_refused(
+    hub: Hub, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     timms(hub, "test_vit.r160_in1k", load_manifest(shapes).classes)
     pool = TimmModel.pool
     monkeypatch.setattr(TimmModel, "pool", lambda model, x: 2 * pool(model, x))
-    with pytest.raises(UserError, match=r"test_vit: cannot be taken apart .* \(its answers are .* of the largest apart\)"):
+    with pytest.raises(
+        UserError,
+        match=r"test_vit: cannot be taken apart .* \(its answers are .* of the largest apart\)",
+    ):
         load_model(Checkpoint.open("timm:test_vit.r160_in1k"))

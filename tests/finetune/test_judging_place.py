@@ -37,15 +37,25 @@ def test_other_settings_have_another_directory(folder: Path, shapes: Path, tmp_p
         {"split": "train"},
         {"precision": "bf16"},
     ]
-    places = {Evaluation.of(evaluation_settings(folder, shapes, None, **changes)).run_dir for changes in variants}
+    places = {
+        Evaluation.of(evaluation_settings(folder, shapes, None, **changes)).run_dir
+        for changes in variants
+    }
     assert len(places) == len(variants)
-    same = Evaluation.of(evaluation_settings(folder, shapes, None, local_batch_size=3, seed=5)).run_dir
+    same = Evaluation.of(
+        evaluation_settings(folder, shapes, None, local_batch_size=3, seed=5)
+    ).run_dir
     plain = Evaluation.of(evaluation_settings(folder, shapes, None))
     assert same == plain.run_dir
     moved = Path(shutil.copytree(shapes, tmp_path / "moved"))
-    for changes, is_same in (({"tool_version": "later", "source": {"kind": "index"}}, True), ({"crop": "squash"}, False)):
+    for changes, is_same in (
+        ({"tool_version": "later", "source": {"kind": "index"}}, True),
+        ({"crop": "squash"}, False),
+    ):
         change_manifest(moved, lambda manifest, changes=changes: manifest.update(changes))
-        assert (Evaluation.of(evaluation_settings(folder, moved, None)).identity == plain.identity) is is_same
+        assert (
+            Evaluation.of(evaluation_settings(folder, moved, None)).identity == plain.identity
+        ) is is_same
 
 
 @pytest.mark.parametrize("where", ["register", "save_result"])
@@ -56,7 +66,9 @@ def test_an_evaluation_that_is_killed_can_be_done_anew(
     ends: list[str] = []
     with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
         patches.setattr(Tracker, "close", lambda self, status: ends.append(status))
-        patches.setattr(f"finetune.evaluate.report.{where}", Mock(side_effect=KeyboardInterrupt("SIGTERM")))
+        patches.setattr(
+            f"finetune.evaluate.report.{where}", Mock(side_effect=KeyboardInterrupt("SIGTERM"))
+        )
         judge(folder, shapes, tmp_path / "run")
     assert ends == ["KILLED"] and not (tmp_path / "run" / "result.json").exists()
     assert judge(folder, shapes, tmp_path / "run")["num_samples"] == 72
@@ -68,14 +80,24 @@ def test_mlflow_gets_what_was_written_and_no_file_of_the_users(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(Tracker, "artifact", lambda self, path, folder="": told.append(path.name))
-    monkeypatch.setattr("finetune.evaluate.report.draw", lambda place, *words, **also: [place / "confusion.png"])
+    monkeypatch.setattr(
+        "finetune.evaluate.report.draw", lambda place, *words, **also: [place / "confusion.png"]
+    )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.csv").write_text("salaries")
     judge(folder, shapes, tmp_path / "run")
-    assert told == ["config.yaml", "predictions.parquet", "per_class.csv", "confusion.parquet", "confusion.png"]
+    assert told == [
+        "config.yaml",
+        "predictions.parquet",
+        "per_class.csv",
+        "confusion.parquet",
+        "confusion.png",
+    ]
 
 
-def run_of(folder: Path, place: Path, config: dict[str, Any], result: dict[str, Any] | None = None) -> Path:
+def run_of(
+    folder: Path, place: Path, config: dict[str, Any], result: dict[str, Any] | None = None
+) -> Path:
     """A run directory with these weights at step 6."""
     (place / "checkpoints").mkdir(parents=True)
     shutil.copytree(folder, place / "checkpoints" / "step-00000006")
@@ -85,7 +107,9 @@ def run_of(folder: Path, place: Path, config: dict[str, Any], result: dict[str, 
     return place
 
 
-def test_other_words_that_mean_the_same_begin_it_anew(folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_other_words_that_mean_the_same_begin_it_anew(
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
     run, place = run_of(folder, tmp_path / "x", {"augment": {"crop_scale": None}}), None
     monkeypatch.chdir(tmp_path)
     words: list[tuple[Path, Path, dict[str, Any]]] = [
@@ -95,28 +119,50 @@ def test_other_words_that_mean_the_same_begin_it_anew(folder: Path, shapes: Path
     ]
     for pretrained, dataset, changes in words:
         with monkeypatch.context() as patches:
-            patches.setattr("finetune.evaluate.evaluate.answer", Mock(side_effect=KeyboardInterrupt))
+            patches.setattr(
+                "finetune.evaluate.evaluate.answer", Mock(side_effect=KeyboardInterrupt)
+            )
             with pytest.raises(KeyboardInterrupt):
                 judge(pretrained, dataset, None, **changes)
         evaluation = Evaluation.of(evaluation_settings(pretrained, dataset, None, **changes))
         assert evaluation.stored_result() is None and place in (None, evaluation.run_dir.resolve())
         place = evaluation.run_dir.resolve()
-        assert yaml.safe_load((place / "config.yaml").read_text())["pretrained"] == "x"  # the first words, as in MLflow
+        assert (
+            yaml.safe_load((place / "config.yaml").read_text())["pretrained"] == "x"
+        )  # the first words, as in MLflow
     assert place is not None and place.parent == run / "evaluations"
-    refusal = r"belongs to an evaluation with other settings \(views: 3, was 2\); name another run_dir"
+    refusal = (
+        r"belongs to an evaluation with other settings \(views: 3, was 2\); name another run_dir"
+    )
     result = judge(run, shapes, None, views=2)
-    with pytest.raises(SettingsError, match=refusal):  # also where it was begun after this one had looked
+    with pytest.raises(
+        SettingsError, match=refusal
+    ):  # also where it was begun after this one had looked
         judge(run, shapes, place, views=3)
-    assert Evaluation.of(evaluation_settings(Path("x"), shapes, None, views=2)).stored_result() == json.loads(json.dumps(result))
+    assert Evaluation.of(
+        evaluation_settings(Path("x"), shapes, None, views=2)
+    ).stored_result() == json.loads(json.dumps(result))
 
 
 def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes: Path) -> None:
-    """Crops and flips alone, without which come those of the public command; what is named stands."""
-    trained = {"crop_scale": [0.75, 1.0], "flip_probability": 0.0, "mixup_alpha": 0.8, "auto_augment": "rand-m9"}
+    """Crops and flips alone, without which come those of the public command; what is named
+    stands."""
+    trained = {
+        "crop_scale": [0.75, 1.0],
+        "flip_probability": 0.0,
+        "mixup_alpha": 0.8,
+        "auto_augment": "rand-m9",
+    }
     runs = {
         "tuned": run_of(folder, tmp_path / "tuned", {"augment": trained}),
-        "padded": run_of(folder, tmp_path / "padded", {"augment": {"crop_padding": 4, "padding_mode": "reflect"}}),
-        "bare": run_of(folder, tmp_path / "bare", {"augment": {"flip_probability": 0.0, "erase_probability": 0.5}}),
+        "padded": run_of(
+            folder, tmp_path / "padded", {"augment": {"crop_padding": 4, "padding_mode": "reflect"}}
+        ),
+        "bare": run_of(
+            folder,
+            tmp_path / "bare",
+            {"augment": {"flip_probability": 0.0, "erase_probability": 0.5}},
+        ),
         "probe": run_of(folder, tmp_path / "probe", {"augment": None}),
         "imported": folder,
     }
@@ -131,50 +177,98 @@ def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes
         ("bare", {}, public, "the public command's, for bare was trained without crops and flips"),
         ("probe", {}, public, "the public command's, for the training's is not known"),
         ("imported", {}, public, "the public command's, for the training's is not known"),
-        ("tuned", {"flip_probability": 0.5}, flipped, "flip_probability as asked; the rest as tuned was trained"),
-        ("padded", {"crop_scale": (0.5, 1.0)}, cropped, "crop_scale as asked; the rest as padded was trained"),
+        (
+            "tuned",
+            {"flip_probability": 0.5},
+            flipped,
+            "flip_probability as asked; the rest as tuned was trained",
+        ),
+        (
+            "padded",
+            {"crop_scale": (0.5, 1.0)},
+            cropped,
+            "crop_scale as asked; the rest as padded was trained",
+        ),
     ]
     for name, asked, expected, source in cases:
-        evaluation = Evaluation.of(evaluation_settings(runs[name], shapes, None, views=2, augment=asked))
-        assert evaluation.settings.augment.model_dump() == expected.fed_as("bilinear").model_dump(), name
+        evaluation = Evaluation.of(
+            evaluation_settings(runs[name], shapes, None, views=2, augment=asked)
+        )
+        assert (
+            evaluation.settings.augment.model_dump() == expected.fed_as("bilinear").model_dump()
+        ), name
         assert evaluation.augment_from == source
     told = judge(runs["tuned"], shapes, None, views=2)
-    assert told["augment"]["flip_probability"] == 0.0 and told["augment_from"] == "as tuned was trained"
-    whole = Evaluation.of(evaluation_settings(runs["tuned"], shapes, None, views=2, augment=own.model_dump()))
+    assert (
+        told["augment"]["flip_probability"] == 0.0
+        and told["augment_from"] == "as tuned was trained"
+    )
+    whole = Evaluation.of(
+        evaluation_settings(runs["tuned"], shapes, None, views=2, augment=own.model_dump())
+    )
     assert str(whole.run_dir) == told["run_dir"]  # the same by name
 
 
 def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path: Path) -> None:
     data = {"dataset": str(shapes), "eval_split": "val"}
-    known = write_folder(tmp_path / "known", shapes, pixels_hash=load_manifest(shapes).pixels_hash, step=6)
+    known = write_folder(
+        tmp_path / "known", shapes, pixels_hash=load_manifest(shapes).pixels_hash, step=6
+    )
     run = run_of(known, tmp_path / "run", {"data": data}, {"eval/top1": 0.9, "step": 6})
     for changes, expected in (({}, 0.9), ({"split": "train"}, None)):
-        assert Evaluation.of(evaluation_settings(run, shapes, None, views=2, **changes)).plain_top1() == expected
+        assert (
+            Evaluation.of(evaluation_settings(run, shapes, None, views=2, **changes)).plain_top1()
+            == expected
+        )
     result = judge(run, shapes, None, views=2)
     for plain, top1, hinted in ((0.9, 0.87, True), (0.9, 0.89, False), (None, 0.1, False)):
         console = Console(width=120, file=io.StringIO())
         print_result(result | {"plain_top1": plain, "eval/top1": top1}, console)
         said = console.file.getvalue()
-        assert ("the plain pictures reach 90.00%: these views may not suit the classes" in said) is hinted
-        assert "crop_scale [0.4, 1.0], crop_ratio [1.0, 1.0], flip_probability 0.5: the public command's" in said
+        assert (
+            "the plain pictures reach 90.00%: these views may not suit the classes" in said
+        ) is hinted
+        assert (
+            "crop_scale [0.4, 1.0], crop_ratio [1.0, 1.0], flip_probability 0.5: the public"
+            " command's" in said
+        )
 
 
 @pytest.mark.parametrize(("split", "is_warned"), [("val", True), ("train", False)])
-def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(shapes: Path, tmp_path: Path, split: str, is_warned: bool) -> None:
-    known = write_folder(tmp_path / "known", shapes, content_hash=load_manifest(shapes).content_hash)
-    probe = run_of(known, tmp_path / "probe", {"data": {"dataset": str(shapes), "train_split": "val", "test_split": "train"}})
-    assert (Evaluation.of(evaluation_settings(probe, shapes, None, split=split)).warning() is not None) is is_warned
+def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(
+    shapes: Path, tmp_path: Path, split: str, is_warned: bool
+) -> None:
+    known = write_folder(
+        tmp_path / "known", shapes, content_hash=load_manifest(shapes).content_hash
+    )
+    probe = run_of(
+        known,
+        tmp_path / "probe",
+        {"data": {"dataset": str(shapes), "train_split": "val", "test_split": "train"}},
+    )
+    assert (
+        Evaluation.of(evaluation_settings(probe, shapes, None, split=split)).warning() is not None
+    ) is is_warned
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["split=test"], "has no split 'test'; "),
-        (["views=2", "augment.mixup_alpha=0.8"], "augment.mixup_alpha: 0.8 will not do (MixUp mixes two pictures"),
+        (
+            ["views=2", "augment.mixup_alpha=0.8"],
+            "augment.mixup_alpha: 0.8 will not do (MixUp mixes two pictures",
+        ),
         (["include_plain=true"], "include_plain: true, but views is 0"),
         (["augment.flip_probability=0"], "augment: is set, but views is 0"),
         (["run_dir=/proc/evaluation"], "/proc cannot be written to; name another run_dir"),
-        (["dataset=OTHER"], "has other classes than the checkpoint (8 classes against 5); probe or tune on it first"),
+        (
+            ["dataset=OTHER"],
+            (
+                "has other classes than the checkpoint (8 classes against 5); probe or tune on it"
+                " first"
+            ),
+        ),
         (["pretrained=/nowhere"], "/nowhere: is not there; give a run directory"),
         (["pretrained=CUT"], "no checkpoint there is whole (model.safetensors has changed)"),
         (["viewss=3"], "did you mean"),
@@ -193,7 +287,27 @@ def test_a_mistake_is_one_line(
     assert not (folder.parent / "folder-evaluations").exists()
 
 
-def test_the_settings_that_are_shown_can_be_read_again(folder: Path, shapes: Path, capsys: Capture) -> None:
-    assert main(["evaluate", f"pretrained={folder}", f"dataset={shapes}", "views=7", "augment.crop_scale=[0.5, 1]", "--show"]) == 0
-    shown = EvaluateSettings.model_validate_json(json.dumps(yaml.safe_load(capsys.readouterr().out)))
-    assert shown.views == 7 and shown.augment.crop_scale == (0.5, 1.0) and shown.augment.crop_ratio == (1.0, 1.0)
+def test_the_settings_that_are_shown_can_be_read_again(
+    folder: Path, shapes: Path, capsys: Capture
+) -> None:
+    assert (
+        main(
+            [
+                "evaluate",
+                f"pretrained={folder}",
+                f"dataset={shapes}",
+                "views=7",
+                "augment.crop_scale=[0.5, 1]",
+                "--show",
+            ]
+        )
+        == 0
+    )
+    shown = EvaluateSettings.model_validate_json(
+        json.dumps(yaml.safe_load(capsys.readouterr().out))
+    )
+    assert (
+        shown.views == 7
+        and shown.augment.crop_scale == (0.5, 1.0)
+        and shown.augment.crop_ratio == (1.0, 1.0)
+    )

@@ -9,7 +9,13 @@ import pytest
 import sklearn.metrics as sk
 
 from finetune.evaluate.evaluate import moments_up_to
-from finetune.evaluate.report import draw_calibration, draw_confusion, draw_views, write_confusion, write_per_class
+from finetune.evaluate.report import (
+    draw_calibration,
+    draw_confusion,
+    draw_views,
+    write_confusion,
+    write_per_class,
+)
 from finetune.evaluate.scoring import Answers, Confusion, Moment, PerClass, calibration, scores_of
 
 NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
@@ -46,7 +52,9 @@ def random_case(size: int = 400) -> tuple[np.ndarray, np.ndarray]:
 def test_scores_are_those_of_scikit_learn() -> None:
     probabilities, labels = random_case()
     found = scores_of(table(probabilities, labels))
-    assert found["top5"] == pytest.approx(sk.top_k_accuracy_score(labels, probabilities, k=5, labels=list(range(9))))
+    assert found["top5"] == pytest.approx(
+        sk.top_k_accuracy_score(labels, probabilities, k=5, labels=list(range(9)))
+    )
     assert found["loss"] == pytest.approx(sk.log_loss(labels, probabilities, labels=list(range(9))))
     truth = np.eye(9)[labels]
     by_confidence = calibration(probabilities.max(axis=1), probabilities.argmax(axis=1) == labels)
@@ -63,30 +71,41 @@ def test_the_confusion_matrix_and_the_classes_are_those_of_scikit_learn(tmp_path
     expected = np.concatenate([theirs[:6, :6], theirs[:6, 6:].sum(axis=1, keepdims=True)], axis=1)
     assert expected[:, 6].sum() > 10 and (confusion.matrix() == expected).all()
     blocks = confusion.matrix(num_blocks=3)
-    assert blocks.shape == (3, 4) and blocks[0, 1] == expected[:2, 2:4].sum() and blocks[2, 3] == expected[4:, 6].sum()
+    assert (
+        blocks.shape == (3, 4)
+        and blocks[0, 1] == expected[:2, 2:4].sum()
+        and blocks[2, 3] == expected[4:, 6].sum()
+    )
 
     found = PerClass.of(answers, confusion, numbers=NUMBERS)
     assert found.counts_K.tolist()[5] == 0 and np.isnan(found.top1_K[5])
     recall = sk.recall_score(labels, tops, labels=NUMBERS[:5], average=None)
     precision = sk.precision_score(labels, tops, labels=NUMBERS, average=None, zero_division=np.nan)
-    assert found.top1_K[:5] == pytest.approx(recall) and found.precision_K == pytest.approx(precision, nan_ok=True)
+    assert found.top1_K[:5] == pytest.approx(recall) and found.precision_K == pytest.approx(
+        precision, nan_ok=True
+    )
     assert found.order().tolist() == np.argsort(recall).tolist()
     wrong = expected.copy()
     wrong[range(6), range(6)] = 0
     assert found.taken_for_K.tolist() == [*wrong[:5].argmax(axis=1).tolist(), -1]
     pairs = confusion.most_confused(3)
     assert [count for _, _, count in pairs] == sorted(wrong.ravel().tolist(), reverse=True)[:3]
-    assert all(wrong[NAMES.index(a), [*NAMES, "(other)"].index(b)] == count for a, b, count in pairs)
+    assert all(
+        wrong[NAMES.index(a), [*NAMES, "(other)"].index(b)] == count for a, b, count in pairs
+    )
 
     write_per_class(tmp_path / "classes.csv", found, confusion, numbers=NUMBERS)
     rows = list(csv.DictReader((tmp_path / "classes.csv").read_text().splitlines()))
     assert [row["name"] for row in rows] == [*(NAMES[i] for i in np.argsort(recall)), "fox"]
-    assert rows[-1]["top1"] == "" and float(rows[0]["top1"]) == pytest.approx(recall.min(), abs=1e-6)
+    assert rows[-1]["top1"] == "" and float(rows[0]["top1"]) == pytest.approx(
+        recall.min(), abs=1e-6
+    )
     write_confusion(tmp_path / "confusion.parquet", confusion)
 
 
 def test_calibration_is_counted_by_hand() -> None:
-    """Of 15 bins: 0.05 is in the first, 0.5 in the eighth, 0.95 and 1.0 in the last; 1/3 ends the fifth."""
+    """Of 15 bins: 0.05 is in the first, 0.5 in the eighth, 0.95 and 1.0 in the last; 1/3 ends the
+    fifth."""
     confidences = np.array([0.05, 1 / 3, 0.5, 0.5, 0.95, 1.0])
     right = np.array([False, True, True, False, True, False])
     found = calibration(confidences, right)
@@ -111,23 +130,41 @@ def test_a_sample_that_is_lost_or_comes_twice_is_an_error_of_ours() -> None:
 
 
 def test_the_moments_of_a_curve() -> None:
-    assert [moments_up_to(views) for views in (1, 4, 100)] == [(1,), (1, 2, 4), (1, 2, 5, 10, 20, 50, 100)]
+    assert [moments_up_to(views) for views in (1, 4, 100)] == [
+        (1,),
+        (1, 2, 4),
+        (1, 2, 5, 10, 20, 50, 100),
+    ]
 
 
 @pytest.mark.parametrize("size", [6, 60, 1000])
 def test_pictures_are_drawn_of_few_and_of_many_classes(tmp_path: Path, size: int) -> None:
     generator = np.random.default_rng(1)
     labels = np.arange(size).repeat(3)
-    answers = np.where(generator.random(len(labels)) < 0.5, labels, generator.integers(0, size + 1, len(labels)))
+    answers = np.where(
+        generator.random(len(labels)) < 0.5, labels, generator.integers(0, size + 1, len(labels))
+    )
     names = tuple(f"class number {number:04d}" for number in range(size))
     confusion = Confusion(names, labels, answers, np.ones(len(labels), np.int64))
     bins = calibration(generator.random(300), generator.random(300) < 0.5)
-    figures = [draw_confusion(confusion, title=f"{size} classes"), draw_calibration(bins, title="calibration")]
+    figures = [
+        draw_confusion(confusion, title=f"{size} classes"),
+        draw_calibration(bins, title="calibration"),
+    ]
     figures.append(draw_views([Moment(1, 0.5, 1.0), Moment(2, 0.6, 0.9)], title="views"))
     cells = [text.get_text() for text in figures[0].axes[0].texts]
-    assert sum(map(int, cells)) == (len(labels) if size <= 40 else 0)  # of three pictures no share is shown
-    few = draw_calibration(calibration(np.array([0.05] * 9 + [0.95] * 10), np.ones(19, np.bool_)), title="few").axes[0]
-    assert [bar.get_alpha() for bar in few.patches] == [1, 1, 0.3, 0.3]  # accuracy and gap: of ten pictures, then of nine
+    assert sum(map(int, cells)) == (
+        len(labels) if size <= 40 else 0
+    )  # of three pictures no share is shown
+    few = draw_calibration(
+        calibration(np.array([0.05] * 9 + [0.95] * 10), np.ones(19, np.bool_)), title="few"
+    ).axes[0]
+    assert [bar.get_alpha() for bar in few.patches] == [
+        1,
+        1,
+        0.3,
+        0.3,
+    ]  # accuracy and gap: of ten pictures, then of nine
     for number, figure in enumerate(figures):
         figure.savefig(tmp_path / f"{number}.png")
         assert (tmp_path / f"{number}.png").stat().st_size > 5000

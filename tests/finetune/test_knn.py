@@ -1,4 +1,5 @@
-"""Nearest neighbours equal scikit-learn's, whatever the chunks; the command judges all of a test split on any number of ranks."""
+"""Nearest neighbours equal scikit-learn's, whatever the chunks; the command judges all of a test
+split on any number of ranks."""
 
 import json
 from pathlib import Path
@@ -32,7 +33,9 @@ def table(count: int, *, seed: int) -> Table:
 
 
 def settings_of(**changes: Any) -> KnnSettings:
-    return KnnSettings.model_validate({"run_dir": "r", "data": {"dataset": "d"}, "neighbours": COUNTS} | changes, strict=False)
+    return KnnSettings.model_validate(
+        {"run_dir": "r", "data": {"dataset": "d"}, "neighbours": COUNTS} | changes, strict=False
+    )
 
 
 @pytest.mark.parametrize("weights", KINDS)
@@ -42,7 +45,12 @@ def test_answers_are_scikit_learns(weights: Any, chunk: int) -> None:
     (queries,) = unit_rows(torch.split(test.files[0], 1000), device=CPU)
     parts = unit_rows(torch.split(train.files[0], chunk), device=CPU)
     similarities, places = neighbours_of(queries, parts, count=max(COUNTS))
-    found = answers(similarities, train.labels_N[places], settings_of(weights=weights, temperature=0.2), num_classes=CLASSES)
+    found = answers(
+        similarities,
+        train.labels_N[places],
+        settings_of(weights=weights, temperature=0.2),
+        num_classes=CLASSES,
+    )
     by_hand = {
         "softmax": lambda distances: np.exp((1 - distances) / 0.2),
         "uniform": "uniform",
@@ -58,14 +66,18 @@ def test_answers_are_scikit_learns(weights: Any, chunk: int) -> None:
 
 def test_small_temperatures_do_not_overflow() -> None:
     similarities, labels = torch.tensor([[0.9, 0.8, -1.0]]), torch.tensor([[1, 0, 2]])
-    assert answers(similarities, labels, settings_of(temperature=1e-3, neighbours=[3]), num_classes=3)[3].tolist() == [1]
+    assert answers(
+        similarities, labels, settings_of(temperature=1e-3, neighbours=[3]), num_classes=3
+    )[3].tolist() == [1]
 
 
 def test_ranks_and_chunks_change_nothing(monkeypatch: Patch) -> None:
     train, test = table(150, seed=1), table(83, seed=2)
     shared = {"settings": settings_of(), "num_classes": CLASSES, "device": CPU}
     whole = accuracies(train, test, world=ALONE, **shared)  # type: ignore[arg-type]
-    peer = KNeighborsClassifier(20, metric="cosine", weights=lambda distances: np.exp((1 - distances) / 0.07))
+    peer = KNeighborsClassifier(
+        20, metric="cosine", weights=lambda distances: np.exp((1 - distances) / 0.07)
+    )
     peer.fit(train.files[0].numpy(), train.labels_N.numpy())
     assert whole[20] == pytest.approx(peer.score(test.files[0].numpy(), test.labels_N.numpy()))
     monkeypatch.setattr(knn_room, "block_sizes", Mock(return_value=(10, 7)))
@@ -75,7 +87,8 @@ def test_ranks_and_chunks_change_nothing(monkeypatch: Patch) -> None:
 
 
 def test_of_rows_that_are_equally_near_the_first_ones_count_whatever_the_blocks() -> None:
-    """Every training row is there four times, with labels at random: nearly every place that counts is a tie."""
+    """Every training row is there four times, with labels at random: nearly every place that counts
+    is a tie."""
     train, test = table(40, seed=1), table(90, seed=2)
     places = torch.from_numpy(np.random.default_rng(0).permutation(np.tile(np.arange(40), 4)))
     (queries,) = unit_rows(torch.split(test.files[0], 1000), device=CPU)
@@ -86,12 +99,17 @@ def test_of_rows_that_are_equally_near_the_first_ones_count_whatever_the_blocks(
         parts = unit_rows(torch.split(train.files[0][places], size), device=CPU)
         similarities, rows = neighbours_of(queries, parts, count=30)
         np.testing.assert_array_equal(rows.numpy(), expected)
-        np.testing.assert_allclose(similarities.numpy(), np.take_along_axis(cosines, expected, axis=1), atol=2e-7)
+        np.testing.assert_allclose(
+            similarities.numpy(), np.take_along_axis(cosines, expected, axis=1), atol=2e-7
+        )
 
 
 @pytest.mark.parametrize(("num_train", "num_test"), [(4000, 4), (300, 3000)])
 def test_no_table_and_no_product_is_larger_than_asked(num_train: int, num_test: int) -> None:
-    train, test = (Table((torch.randn(count, 512),), torch.zeros(count, dtype=torch.int64)) for count in (num_train, num_test))
+    train, test = (
+        Table((torch.randn(count, 512),), torch.zeros(count, dtype=torch.int64))
+        for count in (num_train, num_test)
+    )
     settings = settings_of(chunk_mb=1)
     with Largest() as largest:
         accuracies(train, test, settings=settings, num_classes=CLASSES, world=ALONE, device=CPU)
@@ -103,12 +121,26 @@ def test_the_command_judges_and_refuses(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("knn.yaml").write_text(
-        f"pretrained: {folder}\ndata: {{dataset: {other_shapes}}}\nrun_dir: runs/k\ntracking: {{enabled: false}}\n"
+        f"pretrained: {folder}\ndata: {{dataset: {other_shapes}}}\nrun_dir: runs/k\ntracking:"
+        " {enabled: false}\n"
     )
     assert main(["knn", "knn.yaml"]) == 2
-    assert "neighbours: 200 is more than the 60 samples of 'train'; leave it out" in capsys.readouterr().err
-    output = finish(Run(["knn", "knn.yaml", "neighbours=[5, 60]", "weights=uniform"], ranks=1, program="finetune"))
+    assert (
+        "neighbours: 200 is more than the 60 samples of 'train'; leave it out"
+        in capsys.readouterr().err
+    )
+    output = finish(
+        Run(
+            ["knn", "knn.yaml", "neighbours=[5, 60]", "weights=uniform"],
+            ranks=1,
+            program="finetune",
+        )
+    )
     result = json.loads(Path("runs/k/result.json").read_text())
-    assert result["top1_k60"] == pytest.approx(0.2)  # everybody votes: twelve for each of five classes, of seven each
-    assert result["test_top1"] == result["top1_k5"] and result["k"] == 5  # the first named, not the best on test
+    assert result["top1_k60"] == pytest.approx(
+        0.2
+    )  # everybody votes: twelve for each of five classes, of seven each
+    assert (
+        result["test_top1"] == result["top1_k5"] and result["k"] == 5
+    )  # the first named, not the best on test
     assert f"{result['top1_k5']:.1%} (k=5)" in output

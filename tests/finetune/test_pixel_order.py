@@ -1,5 +1,6 @@
-"""Weights that were trained on pixels in an order of their own are used with it, wherever they are used. To an MLP pictures in that
-order are the same, if the columns of its first layer stand in it, too."""
+"""Weights that were trained on pixels in an order of their own are used with it, wherever they are
+used. To an MLP pictures in that order are the same, if the columns of its first layer stand in it,
+too."""
 
 from pathlib import Path
 
@@ -44,38 +45,68 @@ def test_an_evaluation_a_prediction_and_features_are_those_of_the_weights_in_the
     for views in ({}, {"views": 3, "augment": {"crop_scale": (0.5, 1.0)}}):
         for name, place in (("usual", folder), ("ordered", ordered)):
             judge(place, shapes, tmp_path / f"{name}-{len(views)}", **views)
-        usual, own = (predictions(tmp_path / f"{name}-{len(views)}") for name in ("usual", "ordered"))
+        usual, own = (
+            predictions(tmp_path / f"{name}-{len(views)}") for name in ("usual", "ordered")
+        )
         np.testing.assert_allclose(own["probabilities"], usual["probabilities"], rtol=1e-4)
     reader = open_split(shapes, load_manifest(shapes), "val")
     ids = np.arange(20)
     batch = Batch(reader.images(ids), torch.zeros(20, dtype=torch.long), ids, ids, ids)
-    makers = [maker_of(feature_settings(shapes, tmp_path / place.name, place)) for place in (folder, ordered)]
+    makers = [
+        maker_of(feature_settings(shapes, tmp_path / place.name, place))
+        for place in (folder, ordered)
+    ]
     found = []
-    for place, backbone in zip((folder, ordered), (maker.backbone for maker in makers), strict=True):
+    for place, backbone in zip(
+        (folder, ordered), (maker.backbone for maker in makers), strict=True
+    ):
         images = backbone.augmentation(device=CPU).plain(batch).images_BCHW
         found.append([*Predictor.open(place).answer(batch), backbone.extract(images).detach()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     keys = [maker.cache.key("val", None) for maker in makers]
-    assert keys[1] == keys[0] | {"weights_sha256": keys[1]["weights_sha256"], "pixel_permutation": 7}
+    assert keys[1] == keys[0] | {
+        "weights_sha256": keys[1]["weights_sha256"],
+        "pixel_permutation": 7,
+    }
 
 
-def test_tuning_goes_on_in_that_order_and_an_export_is_refused(ordered: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_tuning_goes_on_in_that_order_and_an_export_is_refused(
+    ordered: Path, tmp_path: Path, capsys: Capture
+) -> None:
     card = Checkpoint.open(ordered).card
-    words = [f"pretrained={ordered}", "run_dir=x", "data.dataset=y", "train={duration: 1 step, global_batch_size: 2}"]
+    words = [
+        f"pretrained={ordered}",
+        "run_dir=x",
+        "data.dataset=y",
+        "train={duration: 1 step, global_batch_size: 2}",
+    ]
     for more in ([], ["data.pixel_permutation=7"]):
-        assert load_settings(TuneSettings, path=None, overrides=[*words, *more]).as_training(card).data.pixel_permutation == 7
-    with pytest.raises(ValueError, match=r"data.pixel_permutation: 8, but .* was trained with 7; leave it out"):
-        load_settings(TuneSettings, path=None, overrides=[*words, "data.pixel_permutation=8"]).as_training(card)
+        assert (
+            load_settings(TuneSettings, path=None, overrides=[*words, *more])
+            .as_training(card)
+            .data.pixel_permutation
+            == 7
+        )
+    with pytest.raises(
+        ValueError, match=r"data.pixel_permutation: 8, but .* was trained with 7; leave it out"
+    ):
+        load_settings(
+            TuneSettings, path=None, overrides=[*words, "data.pixel_permutation=8"]
+        ).as_training(card)
     assert main(["export", str(ordered), str(tmp_path / "out")]) == 2
-    assert "sees pixels in an order of its own (data.pixel_permutation 7)" in capsys.readouterr().err
+    assert (
+        "sees pixels in an order of its own (data.pixel_permutation 7)" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_an_mlp_whose_first_columns_are_in_the_order_of_the_pixels_has_the_same_logits(
     dtype: torch.dtype, tolerance: float
 ) -> None:
-    model = build_model(spec_of("mlp_b6_wi1024", width=32), num_classes=5, image_size=16, seed=0).to(dtype)
+    model = build_model(
+        spec_of("mlp_b6_wi1024", width=32), num_classes=5, image_size=16, seed=0
+    ).to(dtype)
     model.head.reset_parameters()  # type: ignore[operator]
     images, order = torch.randn(8, 3, 16, 16, dtype=dtype), pixel_order(3, size=16)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""`finetune predict`: on pictures what evaluation finds on the shards made of them, a row for each, and a whole file or none."""
+"""`finetune predict`: on pictures what evaluation finds on the shards made of them, a row for each,
+and a whole file or none."""
 
 import csv
 import os
@@ -40,17 +41,29 @@ def predict(out: Path, *words: Path | str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_dataset_gets_the_answers_of_its_evaluation(folder: Path, shapes: Path, tmp_path: Path) -> None:
+def test_a_dataset_gets_the_answers_of_its_evaluation(
+    folder: Path, shapes: Path, tmp_path: Path
+) -> None:
     judge(folder, shapes, tmp_path / "run")
     judged, dataset = predictions(tmp_path / "run"), tmp_path / "link"
     dataset.symlink_to(shapes)
     rows = predict(tmp_path / "out.csv", folder, dataset, "--split", "val")
-    assert [row["picture"] for row in rows] == [f"{dataset}/{key}" for key in judged["key"]] and len(rows) == 72
+    assert [row["picture"] for row in rows] == [
+        f"{dataset}/{key}" for key in judged["key"]
+    ] and len(rows) == 72
     for place, ending in enumerate(("", "_2", "_3", "_4", "_5")):
-        assert [row[f"class{ending}"] for row in rows] == [names[place] for names in judged["answer_names"]]
+        assert [row[f"class{ending}"] for row in rows] == [
+            names[place] for names in judged["answer_names"]
+        ]
         chances = [float(row[f"probability{ending}"]) for row in rows]
-        np.testing.assert_allclose(chances, [values[place] for values in judged["probabilities"]], atol=2e-6)
-    assert list(rows[0])[:3] == ["picture", "class", "probability"] and list(rows[0])[-1] == "error" and len(rows[0]) == 12
+        np.testing.assert_allclose(
+            chances, [values[place] for values in judged["probabilities"]], atol=2e-6
+        )
+    assert (
+        list(rows[0])[:3] == ["picture", "class", "probability"]
+        and list(rows[0])[-1] == "error"
+        and len(rows[0]) == 12
+    )
     export = export_of(folder, tmp_path / "export", formats=("timm",))
     assert predict(tmp_path / "again.csv", export, dataset, "--split", "val") == rows
     whole = predict(tmp_path / "all.csv", folder, dataset, "--top", "1")
@@ -59,52 +72,113 @@ def test_a_dataset_gets_the_answers_of_its_evaluation(folder: Path, shapes: Path
 
 
 @pytest.mark.parametrize(
-    ("size", "facts"), [(16, BUILT), (8, BUILT | {"stored_size": 8, "fed_interpolation": "area"}), (16, {"stored_crop": "squash"})]
+    ("size", "facts"),
+    [
+        (16, BUILT),
+        (8, BUILT | {"stored_size": 8, "fed_interpolation": "area"}),
+        (16, {"stored_crop": "squash"}),
+    ],
 )
 def test_pictures_get_the_answers_of_the_shards_built_from_them(
     size: int, facts: dict[str, Any], shapes: Path, tmp_path: Path
 ) -> None:
-    """Files, a folder and a plain tar without labels: all as evaluation sees the raw shards that are built of them."""
+    """Files, a folder and a plain tar without labels: all as evaluation sees the raw shards that
+    are built of them."""
     weights = write_folder(tmp_path / "weights", shapes, **facts)
-    pictures = {f"{name}.jpg": encoded(picture(seed=seed, width=90, height=70)) for seed, name in enumerate("abcdefgh" * 3)}
-    pictures = {f"{label}/{name}": data for label in load_manifest(shapes).classes[:2] for name, data in pictures.items()}
+    pictures = {
+        f"{name}.jpg": encoded(picture(seed=seed, width=90, height=70))
+        for seed, name in enumerate("abcdefgh" * 3)
+    }
+    pictures = {
+        f"{label}/{name}": data
+        for label in load_manifest(shapes).classes[:2]
+        for name, data in pictures.items()
+    }
     source, built = write_files(tmp_path / "source", pictures), tmp_path / "built"
     how = ["image_size=16" if size == 16 else "image_size=8", f"crop={facts['stored_crop']}"]
     how.append(f"interpolation={facts.get('stored_interpolation', 'bilinear')}")
-    assert data_prep(["build", "--source", "folder", "--out", str(built), f"source.path={source}", "num_workers=1", *how]) == 0
+    assert (
+        data_prep(
+            [
+                "build",
+                "--source",
+                "folder",
+                "--out",
+                str(built),
+                f"source.path={source}",
+                "num_workers=1",
+                *how,
+            ]
+        )
+        == 0
+    )
     rows = {row["picture"]: row for row in predict(tmp_path / "built.csv", weights, built)}
     assert len(rows) == len(pictures) == 16
-    (tmp_path / "stock.tar").write_bytes(tar_of([*pictures.items(), ("a/._x.jpg", b""), ("a/a.json", b"{}")]))
+    (tmp_path / "stock.tar").write_bytes(
+        tar_of([*pictures.items(), ("a/._x.jpg", b""), ("a/a.json", b"{}")])
+    )
     first, *files = sorted(source.rglob("*.jpg"))
     for words in ([source], [first, *files], [tmp_path / "stock.tar"]):
         found = predict(tmp_path / "out.csv", weights, *words)
-        assert [Path(row.pop("picture")).name for row in found] == [each.name for each in (first, *files)]
+        assert [Path(row.pop("picture")).name for row in found] == [
+            each.name for each in (first, *files)
+        ]
         names = sorted(pictures)
-        assert found == [{key: value for key, value in rows[f"{built}/{name}"].items() if key != "picture"} for name in names]
+        assert found == [
+            {key: value for key, value in rows[f"{built}/{name}"].items() if key != "picture"}
+            for name in names
+        ]
 
 
 def odd_pictures() -> dict[str, bytes]:
-    image, alpha = picture(seed=1, width=40, height=30), picture(seed=2, width=40, height=30).convert("L")
+    image, alpha = (
+        picture(seed=1, width=40, height=30),
+        picture(seed=2, width=40, height=30).convert("L"),
+    )
     modes = {mode: image.convert(mode) for mode in ("RGBA", "LA", "P", "CMYK", "RGB")}
     for mode in ("RGBA", "LA"):
         modes[mode].putalpha(alpha)
     modes["I;16"] = Image.fromarray(np.asarray(alpha).astype(np.uint16) * 257 + 3)
     turned = Image.Exif()
     turned[0x0112] = 6
-    more: dict[str, dict[str, Any]] = {"P": {"transparency": bytes(range(256))}, "RGB": {"exif": turned}}
+    more: dict[str, dict[str, Any]] = {
+        "P": {"transparency": bytes(range(256))},
+        "RGB": {"exif": turned},
+    }
     kinds = {mode: "TIFF" if mode == "CMYK" else "PNG" for mode in modes}
-    return {f"{mode}.{kind.lower()}": encoded(modes[mode], kind, **more.get(mode, {})) for mode, kind in kinds.items()}
+    return {
+        f"{mode}.{kind.lower()}": encoded(modes[mode], kind, **more.get(mode, {}))
+        for mode, kind in kinds.items()
+    }
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "area"])
-def test_a_pil_picture_a_file_and_a_shard_are_one_tensor(interpolation: str, shapes: Path, tmp_path: Path) -> None:
+def test_a_pil_picture_a_file_and_a_shard_are_one_tensor(
+    interpolation: str, shapes: Path, tmp_path: Path
+) -> None:
     files = odd_pictures()
     source = write_files(tmp_path / "source", {f"all/{name}": data for name, data in files.items()})
-    how = [f"source.path={source}", "image_size=16", f"interpolation={interpolation}", "source.val_share=0", "order=listed"]
-    assert data_prep(["build", "--source", "folder", "--out", str(tmp_path / "built"), "num_workers=1", *how]) == 0
+    how = [
+        f"source.path={source}",
+        "image_size=16",
+        f"interpolation={interpolation}",
+        "source.val_share=0",
+        "order=listed",
+    ]
+    assert (
+        data_prep(
+            ["build", "--source", "folder", "--out", str(tmp_path / "built"), "num_workers=1", *how]
+        )
+        == 0
+    )
     stored = [picture for picture, _ in Shards(tmp_path / "built", "train")]
-    weights = write_folder(tmp_path / "weights", shapes, **BUILT | {"stored_interpolation": interpolation})
-    predictor, paths = room.Predictor.open(weights), [source / "all" / name for name in sorted(files)]
+    weights = write_folder(
+        tmp_path / "weights", shapes, **BUILT | {"stored_interpolation": interpolation}
+    )
+    predictor, paths = (
+        room.Predictor.open(weights),
+        [source / "all" / name for name in sorted(files)],
+    )
     reader = room.PictureReader([*in_folder(source)], predictor.squares)
     read = torch.zeros(len(paths), 16, 16, 3, dtype=torch.uint8)
     assert not reader.read(reader.locate(np.arange(len(paths))), read)
@@ -133,10 +207,21 @@ def test_rows_stand_in_the_order_given_with_reasons_and_features(
     }
     write_files(Path("photos"), files)
     Path("photos/lost.png").symlink_to("nowhere")
-    Path("one.tar").write_bytes(tar_of({"k1.jpg": good, "k1.txt": b"no label", "d/k2.png": b"\x89PNG broken"}))
+    Path("one.tar").write_bytes(
+        tar_of({"k1.jpg": good, "k1.txt": b"no label", "d/k2.png": b"\x89PNG broken"})
+    )
     Path("any.dat").write_bytes(good)
     rows = predict(
-        Path("out.csv"), folder, "one.tar", "photos", "any.dat", shapes, "--split", "val", "--features", "features.parquet"
+        Path("out.csv"),
+        folder,
+        "one.tar",
+        "photos",
+        "any.dat",
+        shapes,
+        "--split",
+        "val",
+        "--features",
+        "features.parquet",
     )
     places = ["a/deep/1.webp", "b/10.png", "b/2.png", "lost.png", "no ending", 'odd, "name".jpg']
     assert [row["picture"] for row in rows[:9]] == [
@@ -147,19 +232,45 @@ def test_rows_stand_in_the_order_given_with_reasons_and_features(
     ]
     bad = {row["picture"]: row["error"].partition(":")[0] for row in rows if row["error"]}
     reasons = ("not_an_image", "empty", "not_a_file", "truncated")
-    assert bad == dict(zip(("one.tar/d/k2.png", *(f"photos/{places[place]}" for place in (1, 3, 5))), reasons, strict=True))
-    assert all((row["class"] == row["probability_5"] == "") == (row["picture"] in bad) for row in rows)
-    assert len({row["class"] + row["probability"] for row in rows if row["picture"] not in bad and rows.index(row) < 9}) == 1
+    assert bad == dict(
+        zip(
+            ("one.tar/d/k2.png", *(f"photos/{places[place]}" for place in (1, 3, 5))),
+            reasons,
+            strict=True,
+        )
+    )
+    assert all(
+        (row["class"] == row["probability_5"] == "") == (row["picture"] in bad) for row in rows
+    )
+    assert (
+        len(
+            {
+                row["class"] + row["probability"]
+                for row in rows
+                if row["picture"] not in bad and rows.index(row) < 9
+            }
+        )
+        == 1
+    )
     assert len(rows) == 9 + 72 and "81 pictures; 4 of them do not decode" in capsys.readouterr().out
 
     table = pq.read_table("features.parquet")
-    assert table["picture"].to_pylist() == [row["picture"] for row in rows] and len(table.schema.names) == 3
-    assert [each is None for each in table["features"].to_pylist()] == [row["picture"] in bad for row in rows]
+    assert (
+        table["picture"].to_pylist() == [row["picture"] for row in rows]
+        and len(table.schema.names) == 3
+    )
+    assert [each is None for each in table["features"].to_pylist()] == [
+        row["picture"] in bad for row in rows
+    ]
     with torch.no_grad():
         expected = pooled_features(model_of(folder), normalised(folder, shapes)[0])
-    np.testing.assert_allclose(np.array(table["features"].to_pylist()[9:]), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        np.array(table["features"].to_pylist()[9:]), expected, rtol=1e-4, atol=1e-5
+    )
 
-    assert main(["predict", str(folder), "one.tar", "photos", "any.dat", "--out", "out.parquet"]) == 0
+    assert (
+        main(["predict", str(folder), "one.tar", "photos", "any.dat", "--out", "out.parquet"]) == 0
+    )
     same = [
         {name: "" if value is None else str(value) for name, value in row.items()}
         for row in pq.read_table("out.parquet").to_pylist()
@@ -167,7 +278,9 @@ def test_rows_stand_in_the_order_given_with_reasons_and_features(
     assert same == rows[:9]
 
 
-def test_an_error_on_the_way_and_ctrl_c_leave_what_was_there(folder: Path, shapes: Path, tmp_path: Path) -> None:
+def test_an_error_on_the_way_and_ctrl_c_leave_what_was_there(
+    folder: Path, shapes: Path, tmp_path: Path
+) -> None:
     out, spoilt = tmp_path / "out.csv", Path(shutil.copytree(shapes, tmp_path / "spoilt"))
     out.write_text("of before")
     shard = load_manifest(shapes).splits["val"].shards[-1]
@@ -179,8 +292,16 @@ def test_an_error_on_the_way_and_ctrl_c_leave_what_was_there(folder: Path, shape
     many.mkdir()
     for number in range(300):
         (many / f"{number}.png").symlink_to(large)
-    began = threading.Thread(target=lambda: (wait_until((tmp_path / ".tmp-out.csv").exists), os.kill(os.getpid(), signal.SIGINT)))
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
+    began = threading.Thread(
+        target=lambda: (
+            wait_until((tmp_path / ".tmp-out.csv").exists),
+            os.kill(os.getpid(), signal.SIGINT),
+        )
+    )
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+    }
     began.start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -196,23 +317,39 @@ MISTAKES = {
     "photos": r"--out: missing; name the file to write, such as --out predictions\.csv",
     "photos --out p.txt": r"--out: p\.txt will not do; name a file that ends in \.csv or \.parquet",
     "photos --out p.csv --features p.csv": r"--features: p\.csv is --out, too; name two files",
-    "photos --out p.csv --features f.csv": r"--features: f\.csv will not do; name a file that ends in \.parquet",
+    "photos --out p.csv --features f.csv": (
+        r"--features: f\.csv will not do; name a file that ends in \.parquet"
+    ),
     "photos --out /proc/p.csv": r"--out: /proc cannot be made, .*; name another --out",
     "gone --out p.csv": "PICTURES: there is no gone; name picture files, folders, tars or datasets",
-    "s3://bucket/a.tar --out p.csv": "PICTURES: s3:/bucket/a.tar is not on this disk; fetch it, or index it first: .*",
+    "s3://bucket/a.tar --out p.csv": (
+        "PICTURES: s3:/bucket/a.tar is not on this disk; fetch it, or index it first: .*"
+    ),
     "empty --out p.csv": "PICTURES: empty holds no pictures; name another, or leave it out",
     "shards --out p.csv": r"PICTURES: shards holds no pictures; for its tars name shards/\*\.tar",
     "cut.tar --out p.csv": r"cut\.tar: is cut: .*; copy it again, or leave it out",
-    "a.tar.gz --out p.csv": r"a\.tar\.gz: is compressed, .*; unpack it, or make a plain \.tar of it",
-    "photos --out p.csv --split val": "--split: val will not do, for PICTURES are no datasets of data_prep; leave it out",
+    "a.tar.gz --out p.csv": (
+        r"a\.tar\.gz: is compressed, .*; unpack it, or make a plain \.tar of it"
+    ),
+    "photos --out p.csv --split val": (
+        "--split: val will not do, for PICTURES are no datasets of data_prep; leave it out"
+    ),
     "photos --out p.csv --top 9": "--top: 9 will not do, for .* has 8 classes; leave it out",
     "DATASET --out p.csv --split vla": r"DATASET: has no split 'vla'; did you mean 'val'\?",
 }
 
 
-def test_mistakes_are_one_line_with_a_remedy_before_torch(folder: Path, shapes: Path, tmp_path: Path) -> None:
+def test_mistakes_are_one_line_with_a_remedy_before_torch(
+    folder: Path, shapes: Path, tmp_path: Path
+) -> None:
     write_files(
-        tmp_path, {"photos/a.png": encoded(picture(seed=1), "PNG"), "empty/x.txt": b"", "shards/a.tar": b"", "a.tar.gz": b""}
+        tmp_path,
+        {
+            "photos/a.png": encoded(picture(seed=1), "PNG"),
+            "empty/x.txt": b"",
+            "shards/a.tar": b"",
+            "a.tar.gz": b"",
+        },
     )
     (tmp_path / "cut.tar").write_bytes(tar_of({"a.png": bytes(600)})[:1100])
     (tmp_path / "DATASET").symlink_to(shapes)
@@ -225,31 +362,51 @@ def test_mistakes_are_one_line_with_a_remedy_before_torch(folder: Path, shapes: 
             "assert 'torch' not in sys.modules",
         ]
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    said = [line.removeprefix("finetune: ") for line in done.stderr.splitlines() if "finding the pictures" not in line]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    said = [
+        line.removeprefix("finetune: ")
+        for line in done.stderr.splitlines()
+        if "finding the pictures" not in line
+    ]
     assert done.returncode == 0, done.stderr
     assert said.pop().startswith("photos: holds no checkpoint; give a run directory")
     for line, wanted in zip(said, MISTAKES.values(), strict=True):
         assert re.fullmatch(wanted, line), line
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # stock webdataset leaves its files to the garbage collector
-def test_the_blocks_of_the_python_page_run(folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning"
+)  # stock webdataset leaves its files to the garbage collector
+def test_the_blocks_of_the_python_page_run(
+    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
     for name, place in (("data/mine", shapes), ("runs/mine", folder)):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).symlink_to(place)
     (tmp_path / "photo.jpg").write_bytes(encoded(picture(seed=3)))
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "python.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (REPOSITORY / "docs" / "python.md").read_text(), re.DOTALL
+    )
     assert len(blocks) == 7 and all(len(block.splitlines()) <= 10 for block in blocks)
     printed = []
     for block in blocks:
         exec(block, {})
         printed.append(capsys.readouterr().out)
-    assert all(printed) and printed[0].startswith("240 (3, 16, 16) ") and "(64, 3, 16, 16)" in printed[0]
+    assert (
+        all(printed)
+        and printed[0].startswith("240 (3, 16, 16) ")
+        and "(64, 3, 16, 16)" in printed[0]
+    )
     assert printed[2].startswith("(16, 16, 3) uint8 ") and printed[6].startswith("(2, 24) ")
     row = predict(tmp_path / "out.csv", "runs/mine", "photo.jpg")[0]
-    assert [line.split()[0] for line in printed[5].splitlines()] == [row["class"], row["class_2"], row["class_3"]]
+    assert [line.split()[0] for line in printed[5].splitlines()] == [
+        row["class"],
+        row["class_2"],
+        row["class_3"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -258,14 +415,20 @@ def test_the_blocks_of_the_python_page_run(folder: Path, shapes: Path, tmp_path:
         {"RANK": "0"},
         {"RANK": "1"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
-        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "1"},
+        {
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NTASKS": "8",
+            "SLURM_CPUS_PER_TASK": "1",
+        },
     ],
     ids=str,
 )
 def test_weights_are_read_without_other_ranks_whatever_a_launcher_has_set(
     variables: dict[str, str], folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """A notebook or a batch script of a job with several tasks: only some variables of a launcher are set, and no MASTER_ADDR."""
+    """A notebook or a batch script of a job with several tasks: only some variables of a launcher
+    are set, and no MASTER_ADDR."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -1,4 +1,5 @@
-"""What is chosen on held-out samples is what is judged and saved; what makes no sense is refused."""
+"""What is chosen on held-out samples is what is judged and saved; what makes no sense is
+refused."""
 
 import json
 import math
@@ -24,19 +25,40 @@ from finetune.probe import probe as probe_room
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import Table
 from finetune.probe.heads import Candidate, Score
-from finetune.probe.probe import Judged, best_of, candidates_of, choose_and_test, draw_grid, edges, held_out, probe
+from finetune.probe.probe import (
+    Judged,
+    best_of,
+    candidates_of,
+    choose_and_test,
+    draw_grid,
+    edges,
+    held_out,
+    probe,
+)
 from finetune.probe.source import Cached
 from finetune.split import check_apart
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.data.reader import open_split
 from tests.conftest import Capture, Patch
 from tests.finetune import tiny
-from tests.finetune.tiny import ALONE, CLASSES, CPU, PROBE, blobs, feature_settings, judge, maker_of, opened, probe_settings
+from tests.finetune.tiny import (
+    ALONE,
+    CLASSES,
+    CPU,
+    PROBE,
+    blobs,
+    feature_settings,
+    judge,
+    maker_of,
+    opened,
+    probe_settings,
+)
 from tests.training import Run, finish
 
 
 def noise(count: int, *, seed: int) -> Table:
-    """So many features that a head learns their labels by heart: it answers right what it was trained on, all else by chance."""
+    """So many features that a head learns their labels by heart: it answers right what it was
+    trained on, all else by chance."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
     return Table((torch.randn(count, 300, generator=generator),), labels)
@@ -44,28 +66,37 @@ def noise(count: int, *, seed: int) -> Table:
 
 def verdict_of(train: Table, test: Table, **changes: Any) -> dict[str, Any]:
     source = Cached({"train": [train], "plain": [train], "test": [test]}, device=CPU)
-    verdict = choose_and_test(source, settings=probe_settings(**changes), num_classes=CLASSES, world=ALONE)
+    verdict = choose_and_test(
+        source, settings=probe_settings(**changes), num_classes=CLASSES, world=ALONE
+    )
     assert verdict is not None
     return verdict.result
 
 
 def of_unequal_scales(count: int, *, seed: int) -> Table:
-    """Twelve classes that overlap; one feature has 10,000 times the scale of another, and few samples decide."""
+    """Twelve classes that overlap; one feature has 10,000 times the scale of another, and few
+    samples decide."""
     means = torch.randn(12, 48, generator=torch.Generator().manual_seed(7))
     generator, scale_D = torch.Generator().manual_seed(seed), torch.logspace(-2, 2, 48)
     labels = torch.randint(0, 12, (count,), generator=generator)
-    return Table(((means[labels] + 2.5 * torch.randn(count, 48, generator=generator) + 1) * scale_D,), labels)
+    return Table(
+        ((means[labels] + 2.5 * torch.randn(count, 48, generator=generator) + 1) * scale_D,), labels
+    )
 
 
 def test_the_default_probe_is_as_good_as_scikit_learns_logistic_regression() -> None:
-    """Its reference: standardized features, and the inverse decay C chosen by cross-validation. Means of three training sets."""
+    """Its reference: standardized features, and the inverse decay C chosen by cross-validation.
+    Means of three training sets."""
     test, accuracies = of_unequal_scales(4000, seed=100), list[tuple[float, float]]()
     for seed in (1, 2, 3):
         train = of_unequal_scales(240, seed=seed)
         source = Cached({"train": [train], "plain": [train], "test": [test]}, device=CPU)
         default = validate(ProbeSettings, {"run_dir": "r", "data": {"dataset": "d"}, "seed": seed})
         outcome = choose_and_test(source, settings=default, num_classes=12, world=ALONE)
-        model, grid = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000)), np.logspace(-4, 2, 7)
+        model, grid = (
+            make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000)),
+            np.logspace(-4, 2, 7),
+        )
         peer = GridSearchCV(model, {"logisticregression__C": grid}, cv=4, scoring="neg_log_loss")
         peer.fit(train.files[0].numpy(), train.labels_N.numpy())
         assert outcome is not None
@@ -105,14 +136,21 @@ def test_the_choice_is_the_best_with_the_smallest_rate_and_never_a_diverged_cell
     lower = judged(0.3, 0.5, 0.8, 0.9)  # of equals the one that is surer of what is right
     assert best_of([*grid, lower], num_held=10**6).candidate == lower.candidate
     surer = judged(0.01, 0.1, 0.79, 0.5)
-    assert best_of([*grid, surer], num_held=100).candidate == surer.candidate  # a standard error is 4 points
-    assert best_of([*grid, surer], num_held=10_000).candidate == Candidate(0.1, 0.5, 5)  # 0.4 points
+    assert (
+        best_of([*grid, surer], num_held=100).candidate == surer.candidate
+    )  # a standard error is 4 points
+    assert best_of([*grid, surer], num_held=10_000).candidate == Candidate(
+        0.1, 0.5, 5
+    )  # 0.4 points
     row = [judged(0.1, 0.0, 0.7), judged(0.2, 0.0, 0.8), judged(0.3, 0.0, 0.9)]
     assert edges(row[2], row) == ["lrs: the best, 0.3, is the largest; try larger ones, too"]
     assert edges(row[1], row[:2] + [judged(0.3, 0.0, 0.8)]) == []  # as good within as on the edge
     picture = draw_grid([*grid[1:3], *grid[-1:]][:2], grid[2], title="title")
     assert picture.width > 200 and len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 3
-    near = [judged(lr, 0.0, top1) for lr, top1 in ((0.1, 0.05), (0.2, 0.8), (0.3, 0.81), (0.4, 0.82), (0.5, 0.83))]
+    near = [
+        judged(lr, 0.0, top1)
+        for lr, top1 in ((0.1, 0.05), (0.2, 0.8), (0.3, 0.81), (0.4, 0.82), (0.5, 0.83))
+    ]
     pixels = np.asarray(draw_grid(near, near[-1], title="title")).astype(int)
     row, width = pixels[pixels.shape[0] // 3], pixels.shape[1]
     second, last = row[int(width * 0.35)], row[int(width * 0.93)]
@@ -137,9 +175,13 @@ def test_splits_that_share_samples_are_refused(shapes: Path) -> None:
     both = train.model_copy(update={"shards": (*train.shards[:1], *val.shards)})
     mixed = manifest.model_copy(update={"splits": {**manifest.splits, "both": both}})
     check_apart(shapes, mixed, train="train", test="val", holdout=None)
-    with pytest.raises(DatasetError, match=r"data\.test_split: 72 of the 72 samples of 'val' are in 'both' as well"):
+    with pytest.raises(
+        DatasetError, match=r"data\.test_split: 72 of the 72 samples of 'val' are in 'both' as well"
+    ):
         check_apart(shapes, mixed, train="both", test="val", holdout=None)
-    with pytest.raises(DatasetError, match="holdout_split: 72 of the 136 samples of 'both' are in 'val' as well"):
+    with pytest.raises(
+        DatasetError, match="holdout_split: 72 of the 136 samples of 'both' are in 'val' as well"
+    ):
         check_apart(shapes, mixed, train="train", test="val", holdout="both")
 
 
@@ -148,15 +190,24 @@ def test_splits_that_share_samples_are_refused(shapes: Path) -> None:
     [
         ({"views": 3}, "views: 3 will not do without augment"),
         ({"augment": {}}, "augment: has no effect without views"),
-        ({"views": 2, "augment": {"mixup_alpha": 0.8}}, "augment.mixup_alpha: MixUp will not do here"),
-        ({"views": 2, "augment": {"cutmix_alpha": 1.0}}, "augment.cutmix_alpha: CutMix will not do here"),
+        (
+            {"views": 2, "augment": {"mixup_alpha": 0.8}},
+            "augment.mixup_alpha: MixUp will not do here",
+        ),
+        (
+            {"views": 2, "augment": {"cutmix_alpha": 1.0}},
+            "augment.cutmix_alpha: CutMix will not do here",
+        ),
         ({"lrs": [0.1]}, "lrs: lbfgs does not use it. Set optimizer=lion"),
         ({"label_smoothing": 0.1}, "label_smoothing: lbfgs does not use it. Set optimizer=lion"),
         ({"epochs": [5, 6]}, "epochs: lbfgs takes one limit of passes"),
         ({"views": 2, "augment": {}}, "views: 2 is not valid with lbfgs"),
         ({"features": "stream"}, "features: stream is not valid with lbfgs"),
         ({"optimizer": "lamb"}, "optimizer: 'lamb' is not one of its values"),
-        ({"weight_decays": [-1.0]}, "weight_decays: [-1.0] will not do; every decay must be 0 or above"),
+        (
+            {"weight_decays": [-1.0]},
+            "weight_decays: [-1.0] will not do; every decay must be 0 or above",
+        ),
         ({"epochs": [5, 5]}, "epochs: [5, 5] will not do; name each value once"),
         ({"holdout_split": "val"}, "holdout_split: 'val' is data.test_split too"),
     ],
@@ -188,8 +239,14 @@ def test_evaluation_of_a_probe_is_the_probes_own_number(
 
     monkeypatch.setattr(probe_room, "register", told)
     result = probe(settings, ALONE, opened(settings))
-    assert were_finished == [False]  # a kill in between must not leave a run that is finished and of which nothing was told
-    assert result is not None and len(result["grid"]) == 4 and "held-out top-1" in capsys.readouterr().out
+    assert were_finished == [
+        False
+    ]  # a kill in between must not leave a run that is finished and of which nothing was told
+    assert (
+        result is not None
+        and len(result["grid"]) == 4
+        and "held-out top-1" in capsys.readouterr().out
+    )
     scores = judge(Path(settings.run_dir), other_shapes, None)
     assert scores["num_samples"] == 35
     assert scores["eval/top1"] == pytest.approx(result["test_top1"], abs=1e-9)
@@ -197,10 +254,25 @@ def test_evaluation_of_a_probe_is_the_probes_own_number(
     card = Checkpoint.open(settings.run_dir).card
     assert card.classes == load_manifest(other_shapes).classes and card.dataset == "shapes-b"
     assert card.step == result["steps"] == 6 * 4 and card.run_key and card.stored_size == 16
-    assert main(["predict", settings.run_dir, str(other_shapes), "--split", "val", "--out", f"{tmp_path}/p.parquet"]) == 0
+    assert (
+        main(
+            [
+                "predict",
+                settings.run_dir,
+                str(other_shapes),
+                "--split",
+                "val",
+                "--out",
+                f"{tmp_path}/p.parquet",
+            ]
+        )
+        == 0
+    )
     answered = pq.read_table(tmp_path / "p.parquet").to_pydict()["class"]
     labels = open_split(other_shapes, load_manifest(other_shapes), "val").labels.tolist()
-    right = np.mean([card.classes[label] == answer for label, answer in zip(labels, answered, strict=True)])
+    right = np.mean(
+        [card.classes[label] == answer for label, answer in zip(labels, answered, strict=True)]
+    )
     assert right == pytest.approx(result["test_top1"], abs=1e-9)
 
 
@@ -208,20 +280,36 @@ def test_the_command_finds_the_features_of_a_killed_probe(
     folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["probe", "probe.yaml", "tracking.enabled=false", "run_dir=runs/p", "optimizer=lbfgs", f"dataset={other_shapes}"]
+    words = [
+        "probe",
+        "probe.yaml",
+        "tracking.enabled=false",
+        "run_dir=runs/p",
+        "optimizer=lbfgs",
+        f"dataset={other_shapes}",
+    ]
     first, later = (Path(f"runs/mine/checkpoints/step-000000{step}") for step in (11, 20))
     weights = tiny.write_folder(first, step=11)
     Path("probe.yaml").write_text("pretrained: runs/mine\n")
-    maker_of(feature_settings(other_shapes, tmp_path / "runs", weights)).tables("train", [None])  # as if killed then
+    maker_of(feature_settings(other_shapes, tmp_path / "runs", weights)).tables(
+        "train", [None]
+    )  # as if killed then
     output = finish(Run(words, ranks=1, program="finetune"))
-    assert "train: features found in runs/features" in output and "val: features found" not in output
+    assert (
+        "train: features found in runs/features" in output and "val: features found" not in output
+    )
     result = json.loads(Path("runs/p/result.json").read_text())
     assert len(result["grid"]) == 13 and 1e-6 <= result["chosen_weight_decay"] <= 1
-    assert result["weights_step"] == 11 and result["weights_sha256"] == sha256_of(first / "model.safetensors")
+    assert result["weights_step"] == 11 and result["weights_sha256"] == sha256_of(
+        first / "model.safetensors"
+    )
     assert main(words) == 0 and "finished before" in capsys.readouterr().out
     tiny.write_folder(later, other_shapes, step=20)  # its run was made longer
     assert main(words) == 2
-    refused = "pretrained: runs/mine is at step 20 now, but runs/p began with its step 11; name another run_dir"
+    refused = (
+        "pretrained: runs/mine is at step 20 now, but runs/p began with its step 11; name another"
+        " run_dir"
+    )
     assert capsys.readouterr().err == f"finetune: {refused}\n"
     with pytest.raises(SettingsError, match=refused):
         Work("probe", "probe.yaml", tuple(words[2:])).is_finished()

@@ -19,22 +19,41 @@ from finetune.probe.rows import OnDevice
 from pretrain.config import ScheduleSettings
 from pretrain.optim.lion import Lion
 from tests.conftest import Capture, Patch
-from tests.finetune.tiny import CLASSES, CPU, CROPS, FEATURES, Largest, blobs, probe_settings, rows_of, standard_of
+from tests.finetune.tiny import (
+    CLASSES,
+    CPU,
+    CROPS,
+    FEATURES,
+    Largest,
+    blobs,
+    probe_settings,
+    rows_of,
+    standard_of,
+)
 
 
 def standardised(table: Table) -> Tensor:
     return (table.files[0] - table.files[0].mean(dim=0)) / table.files[0].std(dim=0)
 
 
-def plain_head(tables: list[Table], candidate: Candidate, settings: ProbeSettings, make: Any) -> Tensor:
-    """One nn.Linear, autograd and torch's own cosine; `make` takes parameter groups with their decays."""
+def plain_head(
+    tables: list[Table], candidate: Candidate, settings: ProbeSettings, make: Any
+) -> Tensor:
+    """One nn.Linear, autograd and torch's own cosine; `make` takes parameter groups with their
+    decays."""
     head = torch.nn.Linear(FEATURES, CLASSES)
     for parameter in head.parameters():
         torch.nn.init.zeros_(parameter)
     count = len(tables[0].labels_N)
-    values = [(table.files[0] - tables[0].files[0].mean(0)) / tables[0].files[0].std(0) for table in tables]
+    values = [
+        (table.files[0] - tables[0].files[0].mean(0)) / tables[0].files[0].std(0)
+        for table in tables
+    ]
     optimizer = make(
-        [{"params": [head.weight], "weight_decay": candidate.weight_decay}, {"params": [head.bias], "weight_decay": 0.0}]
+        [
+            {"params": [head.weight], "weight_decay": candidate.weight_decay},
+            {"params": [head.bias], "weight_decay": 0.0},
+        ]
     )
     steps = candidate.epochs * math.ceil(count / settings.batch_size)
     if settings.schedule.name == "cosine":
@@ -48,7 +67,9 @@ def plain_head(tables: list[Table], candidate: Candidate, settings: ProbeSetting
             logits = head(values[epoch % len(tables)][chosen])
             optimizer.zero_grad()
             smoothing = {"label_smoothing": settings.label_smoothing}
-            torch.autograd.backward(torch.nn.functional.cross_entropy(logits, tables[0].labels_N[chosen], **smoothing))
+            torch.autograd.backward(
+                torch.nn.functional.cross_entropy(logits, tables[0].labels_N[chosen], **smoothing)
+            )
             if settings.gradient_clip_norm:
                 torch.nn.utils.clip_grad_norm_(head.parameters(), settings.gradient_clip_norm)
             optimizer.step()
@@ -56,16 +77,28 @@ def plain_head(tables: list[Table], candidate: Candidate, settings: ProbeSetting
     return torch.cat([head.weight.detach().T, head.bias.detach()[None]])
 
 
-PUBLIC = {"label_smoothing": 0.3, "schedule": ScheduleSettings(name="constant"), "gradient_clip_norm": 0.2}
+PUBLIC = {
+    "label_smoothing": 0.3,
+    "schedule": ScheduleSettings(name="constant"),
+    "gradient_clip_norm": 0.2,
+}
 
 
 @pytest.mark.parametrize("recipe", [{}, PUBLIC], ids=["ours", "public"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(nesterov: bool, recipe: dict[str, Any]) -> None:
+def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(
+    nesterov: bool, recipe: dict[str, Any]
+) -> None:
     tables = [blobs(70, seed=1)]
     tables.append(Table((tables[0].files[0] * 1.5 + 1,), tables[0].labels_N))
     settings = probe_settings(
-        lrs=(0.01, 0.3), weight_decays=(0.0, 0.1), epochs=(3, 2), views=2, augment=CROPS, nesterov=nesterov, **recipe
+        lrs=(0.01, 0.3),
+        weight_decays=(0.0, 0.1),
+        epochs=(3, 2),
+        views=2,
+        augment=CROPS,
+        nesterov=nesterov,
+        **recipe,
     )
     candidates = candidates_of(settings)
     assert len(candidates) == 8
@@ -75,17 +108,24 @@ def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(
             tables,
             candidate,
             settings,
-            lambda groups, lr=candidate.lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=nesterov),
+            lambda groups, lr=candidate.lr: torch.optim.SGD(
+                groups, lr=lr, momentum=0.9, nesterov=nesterov
+            ),
         )
         torch.testing.assert_close(head[: FEATURES + 1], expected, rtol=1e-4, atol=1e-6)
         assert (head[FEATURES + 1 :] == 0).all()
-        alone = train_heads(rows_of(*tables), [candidate], settings=settings, num_classes=CLASSES)[0]
+        alone = train_heads(rows_of(*tables), [candidate], settings=settings, num_classes=CLASSES)[
+            0
+        ]
         torch.testing.assert_close(head, alone, rtol=1e-4, atol=1e-6)
 
 
 def test_rates_take_no_more_memory_than_the_table() -> None:
     """250 steps of four candidates with 50 classes: their rates by column would be 200 kB."""
-    rows, settings = rows_of(blobs(500, seed=1)), probe_settings(lrs=(0.1, 0.2, 0.3, 0.4), epochs=(1,), batch_size=2)
+    rows, settings = (
+        rows_of(blobs(500, seed=1)),
+        probe_settings(lrs=(0.1, 0.2, 0.3, 0.4), epochs=(1,), batch_size=2),
+    )
     with Largest() as largest:
         train_heads(rows, candidates_of(settings)[:4], settings=settings, num_classes=50)
     assert 5_000 < largest.num_bytes < 100_000
@@ -106,7 +146,10 @@ def test_an_update_is_the_plain_optimizer_step_for_step(name: str, peer: Any) ->
     start[FEATURES + 1 :] = 0
     update = Update(start.clone(), probe_settings(optimizer=name), num_features=FEATURES)
     lrs, decays = (0.01, 0.2), (0.5, 0.0)
-    pieces = [[start[:FEATURES, c].clone().requires_grad_(), start[FEATURES, c].clone().requires_grad_()] for c in range(2)]
+    pieces = [
+        [start[:FEATURES, c].clone().requires_grad_(), start[FEATURES, c].clone().requires_grad_()]
+        for c in range(2)
+    ]
     peers = [
         peer([{"params": [w], "weight_decay": decay}, {"params": [b], "weight_decay": 0.0}], lr)
         for (w, b), lr, decay in zip(pieces, lrs, decays, strict=True)
@@ -116,12 +159,17 @@ def test_an_update_is_the_plain_optimizer_step_for_step(name: str, peer: Any) ->
         gradient[2] = 0
         gradient[FEATURES + 1 :] = 0
         for column, (weight, bias) in enumerate(pieces):
-            weight.grad, bias.grad = gradient[:FEATURES, column].clone(), gradient[FEATURES, column].clone()
+            weight.grad, bias.grad = (
+                gradient[:FEATURES, column].clone(),
+                gradient[FEATURES, column].clone(),
+            )
             peers[column].step()
         update.step(gradient, lr_C=torch.tensor(lrs), decay_C=torch.tensor(decays))
         for column, (weight, bias) in enumerate(pieces):
             found = update.weights_EC[: FEATURES + 1, column]
-            torch.testing.assert_close(found, torch.cat([weight, bias[None]]).detach(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                found, torch.cat([weight, bias[None]]).detach(), rtol=1e-5, atol=1e-6
+            )
         assert number > 0 or name != "lion" or update.weights_EC[2, 1] == start[2, 1]
 
 
@@ -133,25 +181,38 @@ def test_lbfgs_is_scikit_learns_logistic_regression() -> None:
     assert all(end.has_converged and end.num_passes < 500 for end in ends)
     values = standardised(table).double().numpy()
     for head, decay in zip(heads, decays, strict=True):
-        peer = LogisticRegression(C=1 / (decay * 300), tol=1e-9, max_iter=5000).fit(values, table.labels_N.numpy())
-        torch.testing.assert_close(head[:FEATURES].T.double(), torch.from_numpy(peer.coef_), rtol=2e-3, atol=2e-4)
+        peer = LogisticRegression(C=1 / (decay * 300), tol=1e-9, max_iter=5000).fit(
+            values, table.labels_N.numpy()
+        )
+        torch.testing.assert_close(
+            head[:FEATURES].T.double(), torch.from_numpy(peer.coef_), rtol=2e-3, atol=2e-4
+        )
         logits = values @ head[:FEATURES].double().numpy() + head[FEATURES].double().numpy()
         found = torch.softmax(torch.from_numpy(logits), dim=1).numpy()
         np.testing.assert_allclose(found, peer.predict_proba(values), atol=2e-4)
 
 
-def test_lbfgs_says_why_it_ended_and_how_many_passes_it_took(capsys: Capture, monkeypatch: Patch) -> None:
-    rows, settings = (rows_of(blobs(300, seed=1, spread=0.6)), probe_settings(optimizer="lbfgs", tolerance=1e-6, lrs=(1.0,)))
+def test_lbfgs_says_why_it_ended_and_how_many_passes_it_took(
+    capsys: Capture, monkeypatch: Patch
+) -> None:
+    rows, settings = (
+        rows_of(blobs(300, seed=1, spread=0.6)),
+        probe_settings(optimizer="lbfgs", tolerance=1e-6, lrs=(1.0,)),
+    )
 
     def told(epochs: int) -> tuple[int, str]:
-        (head,) = heads_of(rows, [Candidate(1.0, 0.1, epochs)], settings=settings, num_classes=CLASSES)
+        (head,) = heads_of(
+            rows, [Candidate(1.0, 0.1, epochs)], settings=settings, num_classes=CLASSES
+        )
         return head.num_steps, capsys.readouterr().out
 
     assert told(5)[0] == 5 and 5 < told(500)[0] < 500 and told(500)[1] == ""
     assert "after 5 passes, not yet 1e-06; more epochs, or a larger tolerance" in told(5)[1]
     ups = itertools.count()
     monkeypatch.setattr(
-        heads_room, "objective", lambda rows, heads, decays: ([float(next(ups))], torch.full_like(heads, 1e-4))
+        heads_room,
+        "objective",
+        lambda rows, heads, decays: ([float(next(ups))], torch.full_like(heads, 1e-4)),
     )  # uphill wherever it goes
     passes, words = told(500)
     assert 2 < passes < 50 and f"the gradient is 1.0e-04 after {passes} passes" in words
@@ -172,12 +233,21 @@ def test_a_head_is_judged_as_by_hand() -> None:
     scores = judge(rows_of(table), heads)
     for head, score in zip(heads, scores, strict=True):
         logits = standardised(table) @ head[:FEATURES] + head[FEATURES]
-        assert score.top1 == pytest.approx(float((logits.argmax(1) == table.labels_N).double().mean()))
-        assert score.loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, table.labels_N)), rel=1e-5)
+        assert score.top1 == pytest.approx(
+            float((logits.argmax(1) == table.labels_N).double().mean())
+        )
+        assert score.loss == pytest.approx(
+            float(torch.nn.functional.cross_entropy(logits, table.labels_N)), rel=1e-5
+        )
 
 
 def test_a_folded_head_says_of_plain_features_what_it_said_of_standardised_ones() -> None:
-    table, head = blobs(40, seed=2), torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(1))
+    table, head = (
+        blobs(40, seed=2),
+        torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(1)),
+    )
     weight_KD, bias_K = folded(head, standard_of(table))
     expected = standardised(table) @ head[:FEATURES] + head[FEATURES]
-    torch.testing.assert_close(table.files[0] @ weight_KD.T + bias_K, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        table.files[0] @ weight_KD.T + bias_K, expected, rtol=1e-3, atol=1e-4
+    )

@@ -1,5 +1,6 @@
-"""Ranks that probe together: each row and candidate once, waits as long as the work, and every fault an end that all agree on; a
-rank that lives but makes no progress is named, ranks that are done hold nobody up.
+"""Ranks that probe together: each row and candidate once, waits as long as the work, and every
+fault an end that all agree on; a rank that lives but makes no progress is named, ranks that are
+done hold nobody up.
 """
 
 import errno
@@ -27,13 +28,26 @@ from pretrain.ranks.hangs import PROGRESS, Standing
 from pretrain.ranks.heartbeat import Heartbeat, Message, encoded
 from pretrain.ranks.world import World
 from tests import training
-from tests.finetune.tiny import ALONE, CLASSES, CROPS, PROBE, blobs, feature_settings, maker_of, probe_settings, rows_of, whole
+from tests.finetune.tiny import (
+    ALONE,
+    CLASSES,
+    CROPS,
+    PROBE,
+    blobs,
+    feature_settings,
+    maker_of,
+    probe_settings,
+    rows_of,
+    whole,
+)
 from tests.forked import begin, environments, wait
 from tests.ranks import run_ranks
 
 
 def test_the_longest_cells_are_dealt_first_and_evenly() -> None:
-    candidates = candidates_of(probe_settings(lrs=tuple(range(1, 6)), weight_decays=tuple(range(5)), epochs=(10, 100)))
+    candidates = candidates_of(
+        probe_settings(lrs=tuple(range(1, 6)), weight_decays=tuple(range(5)), epochs=(10, 100))
+    )
     for num_ranks in (1, 2, 3, 8, 60):
         dealt = shares(candidates, num_ranks)
         assert sorted(number for numbers in dealt for number in numbers) == list(range(50))
@@ -55,7 +69,10 @@ def patient_case(world: World) -> float:
         return plain(*words, **also)
 
     probe.heads_of = slow  # type: ignore[assignment]
-    rows, settings = rows_of(blobs(40, seed=1)), probe_settings(lrs=(0.1,), weight_decays=(0.0,), epochs=(2,))
+    rows, settings = (
+        rows_of(blobs(40, seed=1)),
+        probe_settings(lrs=(0.1,), weight_decays=(0.0,), epochs=(2,)),
+    )
     judged, _ = judged_candidates(rows, rows, settings=settings, num_classes=CLASSES, world=world)
     return judged[0].score.top1
 
@@ -66,22 +83,30 @@ def test_a_rank_without_a_cell_waits_as_long_as_it_takes() -> None:
 
 
 def quarrel_case(world: World, folder: str, other: str, dataset: str, place: str) -> list[str]:
-    """What each rank reports of weights that differ, of evaluations that differ, of a disk that one finds full when it syncs, of an
-    error of one alone."""
+    """What each rank reports of weights that differ, of evaluations that differ, of a disk that one
+    finds full when it syncs, of an error of one alone."""
     start_accelerator(world, timeout_s=20)
     settings = feature_settings(Path(dataset), Path(place), Path(folder))
     about: dict[str, Any] = {"run_dir": Path(place), "used": [], "task": "probe"}
     said = []
-    for weights, identity in ((folder, other)[world.rank], None), (folder, f"{world.rank}{'0' * 63}"):
+    for weights, identity in (
+        ((folder, other)[world.rank], None),
+        (folder, f"{world.rank}{'0' * 63}"),
+    ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as quarrel:
             patch.setattr(session_room, "watched", lambda *_words, **_also: nullcontext())
-            with session(settings, world, checkpoint=Checkpoint.open(weights), identity=identity, **about):
+            with session(
+                settings, world, checkpoint=Checkpoint.open(weights), identity=identity, **about
+            ):
                 pass
         said.append(str(quarrel.value))
     maker = maker_of(settings, world=world)
     full, out_of_memory = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), MemoryError("none left")
     for place_of, name, error in ((os, "fdatasync", full), (features, "view_of", out_of_memory)):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises((UserError, MemoryError)) as fault:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises((UserError, MemoryError)) as fault,
+        ):
             if world.rank == 1:
                 patch.setattr(place_of, name, Mock(side_effect=error))
             maker.tables("val", [None])
@@ -89,26 +114,36 @@ def quarrel_case(world: World, folder: str, other: str, dataset: str, place: str
     return said
 
 
-def test_a_fault_of_one_rank_is_the_end_of_all(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_a_fault_of_one_rank_is_the_end_of_all(
+    folder: Path, other_shapes: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     checkpoint = Checkpoint.open(folder)
     card, model = checkpoint.card, load_model(checkpoint)
-    save_folder(other, card=card, weights={name: tensor + 1 for name, tensor in model.state_dict().items()})
+    save_folder(
+        other, card=card, weights={name: tensor + 1 for name, tensor in model.state_dict().items()}
+    )
     words = (str(folder), str(other), str(other_shapes), str(tmp_path / "place"))
     one, two = run_ranks(quarrel_case, *words, num_ranks=2)
-    assert all("the ranks found different weights there, or other data" in words for words in (*one[:2], *two[:2]))
+    assert all(
+        "the ranks found different weights there, or other data" in words
+        for words in (*one[:2], *two[:2])
+    )
     assert one[2:] == ["features: another rank could not go on; see its message"] * 2
     assert "has no room for" in two[2] and two[3] == "none left"
     assert list((tmp_path / "place" / "features").iterdir()) == []
 
 
 def rank_case(world: World, folder: str, dataset: str, place: str) -> list[Any]:
-    """The samples of the test split that this rank computes, the table, and the candidates as all ranks know them."""
+    """The samples of the test split that this rank computes, the table, and the candidates as all
+    ranks know them."""
     start_accelerator(world)
     computed: list[int] = []
     start = features.FeatureMaker._start
 
-    def counted(self: Any, batch: Any, view: Any, augmentation: Any, file: Any, *, count: int) -> Any:
+    def counted(
+        self: Any, batch: Any, view: Any, augmentation: Any, file: Any, *, count: int
+    ) -> Any:
         if "-val-" in file.directory.name:
             computed.extend(batch.samples[:count].tolist())
         return start(self, batch, view, augmentation, file, count=count)
@@ -126,7 +161,9 @@ def rank_case(world: World, folder: str, dataset: str, place: str) -> list[Any]:
     return [computed, table.tolist(), [[each.score.top1, each.score.loss] for each in judged]]
 
 
-def test_three_ranks_make_each_row_once_and_share_the_candidates(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_three_ranks_make_each_row_once_and_share_the_candidates(
+    folder: Path, other_shapes: Path, tmp_path: Path
+) -> None:
     words = (str(folder), str(other_shapes))
     _, one_table, one_scores = rank_case(ALONE, *words, str(tmp_path / "one"))
     said = run_ranks(rank_case, *words, str(tmp_path / "three"), num_ranks=3)
@@ -150,9 +187,13 @@ GRID = {
 }
 
 
-def streamed_case(world: World, folder: str, dataset: str, place: str, features: str) -> list[Any] | None:
+def streamed_case(
+    world: World, folder: str, dataset: str, place: str, features: str
+) -> list[Any] | None:
     start_accelerator(world)
-    settings = feature_settings(Path(dataset), Path(place), Path(folder), optimizer="sgd", features=features, **GRID)
+    settings = feature_settings(
+        Path(dataset), Path(place), Path(folder), optimizer="sgd", features=features, **GRID
+    )
     with source_of(settings, maker_of(settings, world=world)) as source:
         outcome = choose_and_test(source, settings=settings, num_classes=5, world=world)
     return outcome and [*(each.tolist() for each in outcome.classifier), outcome.result]
@@ -214,29 +255,52 @@ def with_long_work_of_the_first_rank(words: list[str]) -> int:
     return training.main("finetune", words)
 
 
-def run_probe(case: str, folder: Path, place: Path, dataset: Path, **settings: object) -> tuple[list[int | None], str]:
+def run_probe(
+    case: str, folder: Path, place: Path, dataset: Path, **settings: object
+) -> tuple[list[int | None], str]:
     config = place / "probe.yaml"
     config.write_text(
-        "tracking: {enabled: false}\noptimizer: lion\nlrs: [0.1]\nfeature_batch_size: 8\nweight_decays: [0]\nepochs: [2]\n"
+        "tracking: {enabled: false}\noptimizer: lion\nlrs: [0.1]\nfeature_batch_size:"
+        " 8\nweight_decays: [0]\nepochs: [2]\n"
     )
-    given = {"run_dir": place / "run", "data.dataset": dataset, "pretrained": folder, "features_dir": place / "features"}
-    words = ["probe", str(config), *(f"{name}={value}" for name, value in (given | settings).items())]
-    ranks = [begin(TARGET + case, words, environment=each, output=place / "output") for each in environments(2)]
+    given = {
+        "run_dir": place / "run",
+        "data.dataset": dataset,
+        "pretrained": folder,
+        "features_dir": place / "features",
+    }
+    words = [
+        "probe",
+        str(config),
+        *(f"{name}={value}" for name, value in (given | settings).items()),
+    ]
+    ranks = [
+        begin(TARGET + case, words, environment=each, output=place / "output")
+        for each in environments(2)
+    ]
     return wait(ranks, timeout_s=300), (place / "output").read_text()
 
 
-def test_a_stuck_rank_is_named_and_all_show_where_they_are(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_a_stuck_rank_is_named_and_all_show_where_they_are(
+    folder: Path, other_shapes: Path, tmp_path: Path
+) -> None:
     case = with_one_stuck_rank.__name__
     codes, output = run_probe(case, folder, tmp_path, other_shapes, **{"ranks.hang_timeout_s": 500})
     assert codes == [1, 1], output
     (line,) = re.findall("^rank 1 .* has made no progress for 1,0.*$", output, re.MULTILINE)
     assert "; the other rank is waiting for the other ranks; the run stops" in line
-    waiting, stuck = ((tmp_path / "run" / "stacks" / f"rank-{rank:04}.txt").read_text() for rank in (0, 1))
+    waiting, stuck = (
+        (tmp_path / "run" / "stacks" / f"rank-{rank:04}.txt").read_text() for rank in (0, 1)
+    )
     assert " in is_stuck\n" in stuck and " in all_sum\n" in waiting
 
 
-def test_ranks_that_have_left_hold_nobody_up(folder: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_ranks_that_have_left_hold_nobody_up(
+    folder: Path, other_shapes: Path, tmp_path: Path
+) -> None:
     case = with_long_work_of_the_first_rank.__name__
     codes, output = run_probe(case, folder, tmp_path, other_shapes, **{"ranks.hang_timeout_s": 500})
     assert codes == [0, 0], output
-    assert (tmp_path / "run" / "result.json").exists() and not (tmp_path / "run" / "stacks").exists()
+    assert (tmp_path / "run" / "result.json").exists() and not (
+        tmp_path / "run" / "stacks"
+    ).exists()

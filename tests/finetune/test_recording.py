@@ -20,15 +20,31 @@ from tests.conftest import Patch
 from tests.finetune.tiny import write_folder
 
 
-@pytest.mark.parametrize(("ending", "status"), [(None, "FINISHED"), (OSError("disk"), "FAILED"), (signal.SIGTERM, "KILLED")])
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [(None, "FINISHED"), (OSError("disk"), "FAILED"), (signal.SIGTERM, "KILLED")],
+)
 def test_the_status_is_how_it_ended(
-    shapes: Path, tmp_path: Path, ending: OSError | signal.Signals | None, status: str, monkeypatch: Patch
+    shapes: Path,
+    tmp_path: Path,
+    ending: OSError | signal.Signals | None,
+    status: str,
+    monkeypatch: Patch,
 ) -> None:
-    monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", "/bin/true")  # nothing is delivered
-    weights = Checkpoint.open(write_folder(tmp_path / "a:folder", dataset=None, run_key="the maker's"))
-    run_dir, before = tmp_path / "run", {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    monkeypatch.setattr(
+        "pretrain.tracking.tracker.sys.executable", "/bin/true"
+    )  # nothing is delivered
+    weights = Checkpoint.open(
+        write_folder(tmp_path / "a:folder", dataset=None, run_key="the maker's")
+    )
+    run_dir, before = (
+        tmp_path / "run",
+        {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)},
+    )
     settings = ProbeSettings(
-        run_dir=str(run_dir), data=FeatureDataSettings(dataset=str(shapes)), tracking=TrackingSettings(uri="sqlite:///x.db")
+        run_dir=str(run_dir),
+        data=FeatureDataSettings(dataset=str(shapes)),
+        tracking=TrackingSettings(uri="sqlite:///x.db"),
     )
     end_on_signals("nothing is saved")
     try:
@@ -53,10 +69,25 @@ def test_the_status_is_how_it_ended(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    events = [json.loads(line) for line in (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()]
-    assert (events[0]["event"], events[-1]["event"], events[-1]["status"]) == ("start", "end", status)
+    events = [
+        json.loads(line)
+        for line in (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()
+    ]
+    assert (events[0]["event"], events[-1]["event"], events[-1]["status"]) == (
+        "start",
+        "end",
+        status,
+    )
     (told,) = (event for event in events if event["event"] == "version")
-    assert told["model"] == "a-folder" and told["parent_key"] == "the maker's" and told["weights_sha256"]
-    assert told["tags"] == {"model": "B-1/Wi-12", "trained_on": "none", "probe/top1/my- data-set": "0.5000"}
+    assert (
+        told["model"] == "a-folder"
+        and told["parent_key"] == "the maker's"
+        and told["weights_sha256"]
+    )
+    assert told["tags"] == {
+        "model": "B-1/Wi-12",
+        "trained_on": "none",
+        "probe/top1/my- data-set": "0.5000",
+    }
     identity = json.loads((run_dir / "tracking" / "identity.json").read_text())
     assert identity["parent_key"] == "the maker's" and identity["uri"] == "sqlite:///x.db"

@@ -1,5 +1,6 @@
-"""Fine-tuning from a real checkpoint: exact on any number of ranks, resumed = uninterrupted; over seeds and folds runs of their
-own, the samples of a fold alone, mean and spread, their place in MLflow.
+"""Fine-tuning from a real checkpoint: exact on any number of ranks, resumed = uninterrupted; over
+seeds and folds runs of their own, the samples of a fold alone, mean and spread, their place in
+MLflow.
 """
 
 import json
@@ -36,7 +37,14 @@ from pretrain.tracking.run_tags import summary
 from tests.conftest import Capture
 from tests.data_prep.samples import change_manifest
 from tests.finetune.tiny import write_folder, write_tuning
-from tests.training import final_state, finish, start, start_tuning, stop_while_it_waits, write_config
+from tests.training import (
+    final_state,
+    finish,
+    start,
+    start_tuning,
+    stop_while_it_waits,
+    write_config,
+)
 
 UNTRACKED = "tracking.enabled=false"
 
@@ -45,17 +53,28 @@ UNTRACKED = "tracking.enabled=false"
 def pretrained(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pretrained")
     overrides = ["train.duration=6 steps", "schedule.warmup=0 steps", "tracking.enabled=true"]
-    finish(start(write_config(folder, dataset=shapes), folder / "maker", *overrides, ranks=1, journal_only=True))
+    finish(
+        start(
+            write_config(folder, dataset=shapes),
+            folder / "maker",
+            *overrides,
+            ranks=1,
+            journal_only=True,
+        )
+    )
     return folder / "maker"
 
 
 @pytest.fixture(scope="module")
 def folded(other_shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
-    """A dataset whose 60 training pictures lie in three folds, which overlap as STL-10's do; some in none."""
+    """A dataset whose 60 training pictures lie in three folds, which overlap as STL-10's do; some
+    in none."""
     directory = shutil.copytree(other_shapes, tmp_path_factory.mktemp("folds") / "shapes")
     bits = np.random.default_rng(0).random((60, 3)) < 0.4
     fact = write_annotation(directory, "train-folds", bits).model_dump()
-    change_manifest(directory, lambda manifest: manifest["splits"]["train"]["annotations"].update(folds=fact))
+    change_manifest(
+        directory, lambda manifest: manifest["splits"]["train"]["annotations"].update(folds=fact)
+    )
     return directory, bits
 
 
@@ -63,9 +82,17 @@ def result_of(run_dir: Path) -> dict[str, float]:
     return dict(json.loads((run_dir / "result.json").read_text()))
 
 
-def test_two_ranks_tune_as_one_and_resumed_is_uninterrupted(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_two_ranks_tune_as_one_and_resumed_is_uninterrupted(
+    pretrained: Path, other_shapes: Path, tmp_path: Path
+) -> None:
     config, alone = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "alone"
-    words = [UNTRACKED, "train.duration=24 steps", "train.local_batch_size=4", "train.eval_every=12 steps", "optimizer.name=adamw"]
+    words = [
+        UNTRACKED,
+        "train.duration=24 steps",
+        "train.local_batch_size=4",
+        "train.eval_every=12 steps",
+        "optimizer.name=adamw",
+    ]
     finish(start_tuning(config, alone, *words))
     finish(start_tuning(config, tmp_path / "two", *words, ranks=2))
     one, two = final_state(alone), final_state(tmp_path / "two")
@@ -80,9 +107,14 @@ def test_two_ranks_tune_as_one_and_resumed_is_uninterrupted(pretrained: Path, ot
         assert torch.equal(resumed[name], tensor), name
 
 
-def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(
+    pretrained: Path, other_shapes: Path, tmp_path: Path
+) -> None:
     """One step at a vanishing learning rate leaves the body where it started."""
-    config, body = write_tuning(tmp_path, pretrained, other_shapes), load_weights(Checkpoint.open(pretrained))["stem.weight"]
+    config, body = (
+        write_tuning(tmp_path, pretrained, other_shapes),
+        load_weights(Checkpoint.open(pretrained))["stem.weight"],
+    )
     words = [UNTRACKED, "optimizer.lr=1e-12", "train.duration=1 steps", "train.seed=9"]
     for init in ("pretrained", "scratch"):
         finish(start_tuning(config, tmp_path / init, f"init={init}", *words))
@@ -95,17 +127,43 @@ def test_a_dataset_of_another_size_is_fed_at_the_checkpoints_and_as_asked_with_i
     pretrained: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
     public = ["channel_stats=target", "new_head=torch", "optimizer.lr=1e-12"]
-    for name, encoding, recipe in (("raw", ["encoding=raw", "image_size=24"], []), ("keep", ["encoding=keep"], public)):
-        words = ["--out", str(tmp_path / name), f"source.path={other_shapes}-images", "num_workers=1", *encoding]
+    for name, encoding, recipe in (
+        ("raw", ["encoding=raw", "image_size=24"], []),
+        ("keep", ["encoding=keep"], public),
+    ):
+        words = [
+            "--out",
+            str(tmp_path / name),
+            f"source.path={other_shapes}-images",
+            "num_workers=1",
+            *encoding,
+        ]
         assert data_prep(["build", "--source", "folder", *words]) == 0
-        config, run_dir = write_tuning(tmp_path, pretrained, tmp_path / name), tmp_path / f"{name}-run"
+        config, run_dir = (
+            write_tuning(tmp_path, pretrained, tmp_path / name),
+            tmp_path / f"{name}-run",
+        )
         finish(start_tuning(config, run_dir, UNTRACKED, "train.duration=2 steps", *recipe))
-        card, begun, target = Checkpoint.open(run_dir).card, Checkpoint.open(pretrained).card, load_manifest(tmp_path / name)
+        card, begun, target = (
+            Checkpoint.open(run_dir).card,
+            Checkpoint.open(pretrained).card,
+            load_manifest(tmp_path / name),
+        )
         stats, head = (card.channel_mean, card.channel_std), final_state(run_dir)["head.weight"]
-        assert stats == ((target.channel_mean, target.channel_std) if recipe else (begun.channel_mean, begun.channel_std))
+        assert stats == (
+            (target.channel_mean, target.channel_std)
+            if recipe
+            else (begun.channel_mean, begun.channel_std)
+        )
         if recipe:  # uniform within 1 / sqrt(inputs), of which there are 32
-            assert head.abs().max() <= 32**-0.5 and head.std() == pytest.approx((3 * 32) ** -0.5, rel=0.15)
-        assert (card.image_size, card.stored_crop, card.stored_interpolation) == (16, "center", "bicubic")
+            assert head.abs().max() <= 32**-0.5 and head.std() == pytest.approx(
+                (3 * 32) ** -0.5, rel=0.15
+            )
+        assert (card.image_size, card.stored_crop, card.stored_interpolation) == (
+            16,
+            "center",
+            "bicubic",
+        )
         assert card.stored_size == (24 if name == "raw" else 16)
 
 
@@ -118,16 +176,23 @@ def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(
         sync(run_dir)
     alone = tmp_path / "alone"
     finish(start_tuning(config, alone, "train.seed=5", UNTRACKED))
-    one, two, by_itself = (final_state(path) for path in (group / "seed-0", group / "seed-5", alone))
+    one, two, by_itself = (
+        final_state(path) for path in (group / "seed-0", group / "seed-5", alone)
+    )
     assert all(torch.equal(two[name], by_itself[name]) for name in by_itself)
     assert not torch.equal(one["head.weight"], two["head.weight"])
     # a third seed is added and one is lost: two ranks do these, and nothing that is finished
-    times = {path: path.stat().st_mtime_ns for path in group.glob("seed-*/checkpoints/*/model.safetensors")}
+    times = {
+        path: path.stat().st_mtime_ns
+        for path in group.glob("seed-*/checkpoints/*/model.safetensors")
+    }
     assert len(times) == 2
     check_books(pretrained, other_shapes, group)
     shutil.rmtree(group / "seed-5")
     finish(start_tuning(config, group, "seeds=[0,5,6]", UNTRACKED, ranks=2))
-    assert {path.parts[-4] for path in times if path.stat().st_mtime_ns == times[path]} == {"seed-0"}
+    assert {path.parts[-4] for path in times if path.stat().st_mtime_ns == times[path]} == {
+        "seed-0"
+    }
     again = final_state(group / "seed-5")
     for name, tensor in by_itself.items():
         torch.testing.assert_close(again[name], tensor, rtol=1e-3, atol=1e-5)
@@ -136,40 +201,69 @@ def test_seeds_are_runs_of_their_own_and_the_summary_is_theirs(
     assert result["num_runs"] == 3 and result["eval/top1"] == pytest.approx(statistics.fmean(top1))
     assert result["eval/top1_std"] == pytest.approx(float(np.std(top1, ddof=1)))
     assert "over 2 runs" in output
-    made_of = {"weights_sha256": sha256_of(list_checkpoints(pretrained)[-1] / "model.safetensors"), "weights_step": 6}
+    made_of = {
+        "weights_sha256": sha256_of(list_checkpoints(pretrained)[-1] / "model.safetensors"),
+        "weights_step": 6,
+    }
     assert all(each.items() >= made_of.items() for each in (result, *result["runs"].values()))
-    # the source is trained on: neither a further seed nor one that was lost begins from other weights than the first
+    # the source is trained on: neither a further seed nor one that was lost begins from other
+    # weights than the first
     later = write_folder(pretrained / "checkpoints" / "step-00000009", step=9)
     capsys.readouterr()
     for seeds in ("seeds=[0,5,6]", "seeds=[0,5,6,7]"):
         assert finetune(["tune", str(config), f"run_dir={group}", seeds, UNTRACKED]) == 2
-        refused = f"pretrained: {pretrained} is at step 9 now, but {group} began with its step 6; name another run_dir"
+        refused = (
+            f"pretrained: {pretrained} is at step 9 now, but {group} began with its step 6; name"
+            " another run_dir"
+        )
         assert capsys.readouterr().err == f"finetune: {refused}\n"
     shutil.rmtree(later)
 
 
 def check_books(pretrained: Path, dataset: Path, group: Path) -> None:
-    """In the store of the run that made the weights: it, the group below it, the seeds below the group, and the model's version."""
+    """In the store of the run that made the weights: it, the group below it, the seeds below the
+    group, and the model's version."""
     client = MlflowClient(tracking_uri=f"sqlite:///{pretrained.parent}/mlflow.db")
-    runs = {run.info.run_name: run for run in client.search_runs([client.search_experiments()[0].experiment_id])}
+    runs = {
+        run.info.run_name: run
+        for run in client.search_runs([client.search_experiments()[0].experiment_id])
+    }
     runs = {name: run for name, run in runs.items() if not name.endswith(" pictures")}
     assert sorted(runs) == ["group", "maker", "seed-0", "seed-5"]
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
     parents = {name: run.data.tags.get("mlflow.parentRunId") for name, run in runs.items()}
     maker, group_id = runs["maker"].info.run_id, runs["group"].info.run_id
-    assert parents == {"maker": None, "group": maker} | dict.fromkeys(("seed-0", "seed-5"), group_id)
+    assert parents == {"maker": None, "group": maker} | dict.fromkeys(
+        ("seed-0", "seed-5"), group_id
+    )
     (version,) = client.search_model_versions("name = 'maker'")
-    assert float(version.tags["tune/top1/shapes-b"]) == pytest.approx(result_of(group)["eval/top1"], abs=1e-4)
-    assert runs["group"].data.tags["task"] == "tune_seeds" and runs["seed-0"].data.tags["target"] == "shapes-b"
+    assert float(version.tags["tune/top1/shapes-b"]) == pytest.approx(
+        result_of(group)["eval/top1"], abs=1e-4
+    )
+    assert (
+        runs["group"].data.tags["task"] == "tune_seeds"
+        and runs["seed-0"].data.tags["target"] == "shapes-b"
+    )
     assert runs["seed-0"].data.tags["dataset"] == load_manifest(dataset).name
 
 
-def test_folds_are_trained_on_alone(pretrained: Path, folded: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+def test_folds_are_trained_on_alone(
+    pretrained: Path, folded: tuple[Path, np.ndarray], tmp_path: Path
+) -> None:
     dataset, bits = folded
     config, store = write_tuning(tmp_path, pretrained, dataset), tmp_path / "store"
-    words = ["folds=true", UNTRACKED, "train.duration=1 steps", "seeds=[1]", f"checkpoint.mirror=file://{store}"]
+    words = [
+        "folds=true",
+        UNTRACKED,
+        "train.duration=1 steps",
+        "seeds=[1]",
+        f"checkpoint.mirror=file://{store}",
+    ]
     finish(start_tuning(config, tmp_path / "run", *words))
-    with pytest.raises(CheckpointError, match=r"its repetitions do; name one of them: \S+/fold-0-seed-1, .*fold-2-seed-1$"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"its repetitions do; name one of them: \S+/fold-0-seed-1, .*fold-2-seed-1$",
+    ):
         Checkpoint.open(tmp_path / "run")
     names = sorted(path.parent.name for path in (tmp_path / "run").glob("*/result.json"))
     assert names == [f"fold-{fold}-seed-1" for fold in range(3)]
@@ -177,12 +271,20 @@ def test_folds_are_trained_on_alone(pretrained: Path, folded: tuple[Path, np.nda
         data = load_training_data(DataSettings(dataset=str(dataset), fold=fold))
         members = np.flatnonzero(bits[:, fold])
         assert data.num_samples == len(members) > 9
-        profile, labels = summary(data.parts[0]), open_split(dataset, data.parts[0].manifest, "train").labels[members]
+        profile, labels = (
+            summary(data.parts[0]),
+            open_split(dataset, data.parts[0].manifest, "train").labels[members],
+        )
         counts = [(labels == label).sum() for label in set(labels.tolist())]
         assert profile["num_samples"] == len(members)
-        assert (profile["fewest_per_class"], profile["most_per_class"]) == (min(counts), max(counts))
+        assert (profile["fewest_per_class"], profile["most_per_class"]) == (
+            min(counts),
+            max(counts),
+        )
         assert read_run(tmp_path / "run" / f"fold-{fold}-seed-1").num_images == len(members)
-        epochs, samples = data.order(seed=0, global_batch_size=8).locate(np.arange(2 * len(members)))
+        epochs, samples = data.order(seed=0, global_batch_size=8).locate(
+            np.arange(2 * len(members))
+        )
         for epoch in range(2):
             np.testing.assert_array_equal(np.sort(samples[epochs == epoch]), members)
     # on another disk, where the mirror has all of them but one
@@ -194,31 +296,48 @@ def test_folds_are_trained_on_alone(pretrained: Path, folded: tuple[Path, np.nda
         one, two = (final_state(tmp_path / place / name) for place in ("run", "other"))
         assert one and all(torch.equal(two[each], one[each]) for each in one)
         is_new = (store / name / "starts" / "0001.json").read_text().count(f"{tmp_path}/other/")
-        assert is_new == (name == "fold-1-seed-1") and not (store / name / "starts" / "0002.json").exists()
+        assert (
+            is_new == (name == "fold-1-seed-1")
+            and not (store / name / "starts" / "0002.json").exists()
+        )
 
 
 def test_folds_and_seeds_that_will_not_do(
-    pretrained: Path, other_shapes: Path, folded: tuple[Path, np.ndarray], tmp_path: Path, capsys: Capture
+    pretrained: Path,
+    other_shapes: Path,
+    folded: tuple[Path, np.ndarray],
+    tmp_path: Path,
+    capsys: Capture,
 ) -> None:
     for dataset, words, complaint in (
         (other_shapes, ["folds=true"], "folds: split 'train' of"),
         (folded[0], ["data.fold=3"], "has 3 folds, numbered from 0"),
         (folded[0], ["data.fold=1", "folds=true"], "leave one of them out"),
         (other_shapes, ["seeds=[1,1]"], "seeds: [1, 1] will not do"),
-        (other_shapes, ["data.eval_split=train"], "data.eval_split: 60 of the 60 samples of 'train' are in 'train' as well"),
+        (
+            other_shapes,
+            ["data.eval_split=train"],
+            "data.eval_split: 60 of the 60 samples of 'train' are in 'train' as well",
+        ),
     ):
         config = write_tuning(tmp_path, pretrained, dataset)
-        assert finetune(["tune", str(config), f"run_dir={tmp_path}/run", "--ranks", "2", *words]) == 2
+        assert (
+            finetune(["tune", str(config), f"run_dir={tmp_path}/run", "--ranks", "2", *words]) == 2
+        )
         said = capsys.readouterr().err
         assert complaint in said and len(said.splitlines()) == 1, said
 
 
-def test_a_run_and_a_group_keep_their_places(pretrained: Path, other_shapes: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_and_a_group_keep_their_places(
+    pretrained: Path, other_shapes: Path, tmp_path: Path, capsys: Capture
+) -> None:
     config = write_tuning(tmp_path, pretrained, other_shapes)
     for begun, asked in (([], ["seeds=[0,1]"]), (["seeds=[0,1]"], [])):
         run_dir = tmp_path / f"run-{len(begun)}"
         run_dir.mkdir()
-        settings = load_settings(TuneSettings, path=config, overrides=[f"run_dir={run_dir}", *begun])
+        settings = load_settings(
+            TuneSettings, path=config, overrides=[f"run_dir={run_dir}", *begun]
+        )
         (run_dir / "config.yaml").write_text(dump(settings))
         (run_dir / "result.json").write_text('{"eval/top1": 0.5, "step": 6}')
         assert finetune(["tune", str(config), f"run_dir={run_dir}", *asked]) == 2
@@ -235,13 +354,19 @@ def test_ranks_that_wait_for_another_start_end_well(
     assert not (run_dir / "checkpoints").exists() and not (run_dir / "tracking").exists()
 
 
-def test_a_group_goes_on_wherever_it_was_interrupted(pretrained: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_a_group_goes_on_wherever_it_was_interrupted(
+    pretrained: Path, other_shapes: Path, tmp_path: Path
+) -> None:
     """Seed 0 is finished, seed 1 has a checkpoint, seed 2 has nothing."""
     config, group = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "group"
     (group / "seed-0").mkdir(parents=True)
 
     def asked(resume: str) -> TuneSettings:
-        return load_settings(TuneSettings, path=config, overrides=[f"run_dir={group}", "seeds=[0,1,2]", f"resume={resume}"])
+        return load_settings(
+            TuneSettings,
+            path=config,
+            overrides=[f"run_dir={group}", "seeds=[0,1,2]", f"resume={resume}"],
+        )
 
     with pytest.raises(SettingsError, match=r"resume: 'must', but .* has no checkpoint"):
         check_resume_of(asked("must"), repeats_of(asked("must")))
@@ -255,11 +380,20 @@ def test_a_group_goes_on_wherever_it_was_interrupted(pretrained: Path, other_sha
         check_resume_of(asked("never"), repeats_of(asked("never")))
 
 
-def test_pictures_are_fed_as_to_the_checkpoint_unless_another_filter_is_asked_for(pretrained: Path) -> None:
+def test_pictures_are_fed_as_to_the_checkpoint_unless_another_filter_is_asked_for(
+    pretrained: Path,
+) -> None:
     card = Checkpoint.open(pretrained).card.model_copy(update={"fed_interpolation": "area"})
-    words = [f"pretrained={pretrained}", "run_dir=x", "data.dataset=y", "train={duration: 1 step, global_batch_size: 2}"]
+    words = [
+        f"pretrained={pretrained}",
+        "run_dir=x",
+        "data.dataset=y",
+        "train={duration: 1 step, global_batch_size: 2}",
+    ]
     for more, expected in (([], "area"), (["augment.crop_interpolation=bicubic"], "bicubic")):
-        training = load_settings(TuneSettings, path=None, overrides=[*words, *more]).as_training(card)
+        training = load_settings(TuneSettings, path=None, overrides=[*words, *more]).as_training(
+            card
+        )
         assert training.augment.crop_interpolation == training.augment.plain_filter == expected
 
 
@@ -268,8 +402,12 @@ def test_layers_further_from_the_head_learn_slower() -> None:
     settings = OptimizerSettings(lr=1.0, layer_decay=0.5, head_lr_scale=10.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = parameter_groups(model, settings)
-    scales = {names[id(parameter)]: group["lr_scale"] for group in groups for parameter in group["params"]}
+    scales = {
+        names[id(parameter)]: group["lr_scale"] for group in groups for parameter in group["params"]
+    }
     assert scales.keys() == set(names.values()) and {"stem.weight", "head.weight"} <= scales.keys()
     expected = {"stem": 0.125, "blocks.0": 0.25, "blocks.1": 0.5, "blocks.2": 1.0, "head": 10.0}
     for name, scale in scales.items():
-        assert scale == next(value for prefix, value in expected.items() if name.startswith(prefix)), name
+        assert scale == next(
+            value for prefix, value in expected.items() if name.startswith(prefix)
+        ), name

@@ -1,4 +1,5 @@
-"""If classes are unequal, every accuracy that is printed has its mean over classes and the fraction of the largest class.
+"""If classes are unequal, every accuracy that is printed has its mean over classes and the fraction
+of the largest class.
 
 9 of 23 images are of the first of 8 classes. The class mean is checked against scikit-learn.
 """
@@ -37,12 +38,17 @@ def expected(folder: Path, unequal: Path) -> tuple[float, float]:
     """(top-1, class mean), which differ."""
     logits, labels = plain_logits(folder, unequal)
     answers = logits.argmax(dim=1).numpy()
-    top1, class_mean = float((answers == labels).mean()), float(balanced_accuracy_score(labels, answers))
+    top1, class_mean = (
+        float((answers == labels).mean()),
+        float(balanced_accuracy_score(labels, answers)),
+    )
     assert abs(top1 - class_mean) > 0.01
     return top1, class_mean
 
 
-def test_evaluate(folder: Path, unequal: Path, tmp_path: Path, expected: tuple[float, float]) -> None:
+def test_evaluate(
+    folder: Path, unequal: Path, tmp_path: Path, expected: tuple[float, float]
+) -> None:
     console = Console(file=io.StringIO(), width=120)
     print_result(judge(folder, unequal, tmp_path / "run"), console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
@@ -50,17 +56,32 @@ def test_evaluate(folder: Path, unequal: Path, tmp_path: Path, expected: tuple[f
 
 
 @pytest.mark.parametrize("what", ["dataset", "folder", "tar"])
-def test_predict(what: str, folder: Path, unequal: Path, tmp_path: Path, expected: tuple[float, float], capsys: Capture) -> None:
+def test_predict(
+    what: str,
+    folder: Path,
+    unequal: Path,
+    tmp_path: Path,
+    expected: tuple[float, float],
+    capsys: Capture,
+) -> None:
     images = unequal.parent / "images" / "val"
-    words = {"dataset": [str(unequal), "--split", "val"], "folder": [str(images)], "tar": [str(tmp_path / "images.tar")]}[what]
+    words = {
+        "dataset": [str(unequal), "--split", "val"],
+        "folder": [str(images)],
+        "tar": [str(tmp_path / "images.tar")],
+    }[what]
     with tarfile.open(tmp_path / "images.tar", "w") as tar:
         tar.add(images, "")
     assert main(["predict", str(folder), *words, "--out", str(tmp_path / "out.csv")]) == 0
-    assert f"top-1 {100 * expected[0]:.1f} %, class mean {100 * expected[1]:.1f} %" in (said := capsys.readouterr().out)
+    assert f"top-1 {100 * expected[0]:.1f} %, class mean {100 * expected[1]:.1f} %" in (
+        said := capsys.readouterr().out
+    )
     assert f"23 labeled images ({BASELINES})" in said and "more have no class" not in said
 
 
-def test_predict_without_labels_prints_no_accuracy(folder: Path, unequal: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_predict_without_labels_prints_no_accuracy(
+    folder: Path, unequal: Path, tmp_path: Path, capsys: Capture
+) -> None:
     for number, path in enumerate((unequal.parent / "images" / "val").rglob("*.png")):
         (tmp_path / f"{number}.png").symlink_to(path)
     assert main(["predict", str(folder), str(tmp_path), "--out", str(tmp_path / "out.csv")]) == 0
@@ -73,19 +94,32 @@ def test_training(folder: Path, unequal: Path, expected: tuple[float, float]) ->
     data = load_training_data(DataSettings(dataset=str(unequal)))
     reader = ShardReader([Part(unequal, load_manifest(unequal), "val")])
     scores = evaluate(
-        model_of(folder), reader, views_of(AugmentSettings(), seed=0), local_batch_size=7, world=ALONE, stop=StopFlag()
+        model_of(folder),
+        reader,
+        views_of(AugmentSettings(), seed=0),
+        local_batch_size=7,
+        world=ALONE,
+        stop=StopFlag(),
     )
     assert (scores.top1, scores.class_top1) == pytest.approx(expected)
     assert "eval/class_top1" in scores.metrics("eval")
     top1 = f"top-1 {100 * expected[0]:.1f} %, class mean {100 * expected[1]:.1f} % ({BASELINES})"
     assert top1 in summary(Outcome(1, True, scores), Path("r"), dataset="d", data=data)[0]
     mean = {"eval/top1": 0.5, "eval/class_top1": 0.25, "num_runs": 2}
-    assert in_words(mean, baselines=data.baselines) == f"top-1 50.00 %, class mean 25.00 % over 2 runs ({BASELINES})"
+    assert (
+        in_words(mean, baselines=data.baselines)
+        == f"top-1 50.00 %, class mean 25.00 % over 2 runs ({BASELINES})"
+    )
 
 
 @pytest.mark.parametrize(("verb", "setting"), [("probe", "epochs=[2]"), ("knn", "neighbours=[3]")])
 def test_features(verb: str, setting: str, folder: Path, unequal: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(f"pretrained: {folder}\ndata: {{dataset: {unequal}, test_split: val}}\nrun_dir: {tmp_path}/run\n")
-    said = finish(Run([verb, str(path), setting, "tracking.enabled=false"], ranks=1, program="finetune"))
+    path.write_text(
+        f"pretrained: {folder}\ndata: {{dataset: {unequal}, test_split: val}}\nrun_dir:"
+        f" {tmp_path}/run\n"
+    )
+    said = finish(
+        Run([verb, str(path), setting, "tracking.enabled=false"], ranks=1, program="finetune")
+    )
     assert BASELINES in said and ("class mean" in said) == (verb == "probe")

@@ -1,4 +1,5 @@
-"""What the tests of finetune share: tiny weights, a run to export, made-up features, one evaluation in this process."""
+"""What the tests of finetune share: tiny weights, a run to export, made-up features, one evaluation
+in this process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,13 @@ MLP = MlpSpec(kind="mlp", depth=1, width=12)
 MEAN, STD = (0.45, 0.5, 0.55), (0.2, 0.25, 0.3)
 FEATURES, CLASSES = 6, 3
 SILENT = {"enabled": False}
-PROBE: dict[str, Any] = {"optimizer": "sgd", "lrs": (1e-3, 1e-1), "weight_decays": (0.0, 1e-2), "epochs": (6,), "batch_size": 16}
+PROBE: dict[str, Any] = {
+    "optimizer": "sgd",
+    "lrs": (1e-3, 1e-1),
+    "weight_decays": (0.0, 1e-2),
+    "epochs": (6,),
+    "batch_size": 16,
+}
 """Of a few seconds' work."""
 TUNE = """
 augment: {crop_scale: [0.7, 1.0]}
@@ -47,16 +54,30 @@ checkpoint: {every: 6 steps}
 """
 
 
-def write_folder(path: Path, dataset: Path | None = None, *, spec: AnySpec = MLP, **facts: Any) -> Path:
-    """Weights that know nothing, yet have opinions, of the classes of `dataset` or of three. `facts`: of their card."""
+def write_folder(
+    path: Path, dataset: Path | None = None, *, spec: AnySpec = MLP, **facts: Any
+) -> Path:
+    """Weights that know nothing, yet have opinions, of the classes of `dataset` or of three.
+    `facts`: of their card."""
     classes = load_manifest(dataset).classes if dataset else ("ant", "bee", "cat")
-    model, noise = build_model(spec, num_classes=len(classes), image_size=16, seed=1), torch.Generator().manual_seed(0)
+    model, noise = (
+        build_model(spec, num_classes=len(classes), image_size=16, seed=1),
+        torch.Generator().manual_seed(0),
+    )
     weights = model.state_dict()
-    for tensor in weights.values():  # of a masked matrix also where the mask is 0: nothing may come of it
+    for (
+        tensor
+    ) in weights.values():  # of a masked matrix also where the mask is 0: nothing may come of it
         if tensor.is_floating_point():
             tensor.add_(0.1 * torch.randn(tensor.shape, generator=noise))
     card = ModelCard(
-        model=spec, image_size=16, classes=classes, channel_mean=MEAN, channel_std=STD, dataset="none", content_hash="0"
+        model=spec,
+        image_size=16,
+        classes=classes,
+        channel_mean=MEAN,
+        channel_std=STD,
+        dataset="none",
+        content_hash="0",
     )
     save_folder(path, card=card.model_copy(update=facts), weights=weights)
     return path
@@ -68,9 +89,14 @@ def model_of(folder: Path) -> ImageModel:
 
 def normalised(checkpoint: Path, dataset: Path) -> tuple[Tensor, np.ndarray]:
     """(pictures, labels) of the whole validation split, normalised by hand."""
-    card, reader = Checkpoint.open(checkpoint).card, open_split(dataset, load_manifest(dataset), "val")
+    card, reader = (
+        Checkpoint.open(checkpoint).card,
+        open_split(dataset, load_manifest(dataset), "val"),
+    )
     images = reader.images(np.arange(reader.num_samples)).permute(0, 3, 1, 2).float() / 255
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std))
+    mean, std = (
+        torch.tensor(values).view(1, 3, 1, 1) for values in (card.channel_mean, card.channel_std)
+    )
     return (images - mean) / std, reader.labels
 
 
@@ -86,7 +112,9 @@ def spoil(patch: Patch, sample: int) -> None:
 
     def failing(self: ShardReader, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
         rows = np.flatnonzero(places.ids == sample).tolist()
-        return read(self, places, batch_BHWC) + [Unreadable(row, sample, "shard", "key", "cut") for row in rows]
+        return read(self, places, batch_BHWC) + [
+            Unreadable(row, sample, "shard", "key", "cut") for row in rows
+        ]
 
     patch.setattr(ShardReader, "read", failing)
 
@@ -94,15 +122,23 @@ def spoil(patch: Patch, sample: int) -> None:
 def with_data(dataset: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """The changes, of which those to the section `data` stand in it."""
     names = ("split", "train_split", "test_split", "image_size")
-    data = {"dataset": str(dataset), **changes.get("data", {})} | {name: changes[name] for name in names if name in changes}
+    data = {"dataset": str(dataset), **changes.get("data", {})} | {
+        name: changes[name] for name in names if name in changes
+    }
     return {name: value for name, value in changes.items() if name not in names} | {"data": data}
 
 
 # evaluations
 
 
-def evaluation_settings(pretrained: Path, dataset: Path, run_dir: Path | None, **changes: Any) -> EvaluateSettings:
-    base = {"pretrained": str(pretrained), "run_dir": str(run_dir) if run_dir else None, "tracking": SILENT}
+def evaluation_settings(
+    pretrained: Path, dataset: Path, run_dir: Path | None, **changes: Any
+) -> EvaluateSettings:
+    base = {
+        "pretrained": str(pretrained),
+        "run_dir": str(run_dir) if run_dir else None,
+        "tracking": SILENT,
+    }
     return EvaluateSettings.model_validate(base | with_data(dataset, changes), strict=False)
 
 
@@ -122,11 +158,19 @@ def predictions(run_dir: Path) -> dict[str, list[Any]]:
 
 
 def probe_settings(**changes: Any) -> ProbeSettings:
-    tree = {"run_dir": "r", "data": {"dataset": "d"}, "optimizer": "sgd", "batch_size": 32, "epochs": (3,)}
+    tree = {
+        "run_dir": "r",
+        "data": {"dataset": "d"},
+        "optimizer": "sgd",
+        "batch_size": 32,
+        "epochs": (3,),
+    }
     return ProbeSettings.model_validate(tree | changes, strict=False)
 
 
-def feature_settings(dataset: Path, place: Path, pretrained: Path | None, **changes: Any) -> ProbeSettings:
+def feature_settings(
+    dataset: Path, place: Path, pretrained: Path | None, **changes: Any
+) -> ProbeSettings:
     tree = {
         "run_dir": str(place / "run"),
         "pretrained": str(pretrained) if pretrained else None,
@@ -144,7 +188,10 @@ def opened(settings: FeatureSettings) -> Checkpoint | None:
 def maker_of(settings: ProbeSettings, *, world: World = ALONE, **changes: Any) -> FeatureMaker:
     """`changes`: other fields of the backbone."""
     manifest = load_manifest(settings.data.directory)
-    opening: dict[str, Any] = {"channel_stats": settings.channel_stats, "precision": settings.feature_precision}
+    opening: dict[str, Any] = {
+        "channel_stats": settings.channel_stats,
+        "precision": settings.feature_precision,
+    }
     backbone = replace(open_backbone(opened(settings), manifest, device=CPU, **opening), **changes)
     return FeatureMaker(settings, manifest, backbone, world, CPU)
 
@@ -154,7 +201,9 @@ def blobs(count: int, *, seed: int, spread: float = 3.0) -> Table:
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0)) * spread
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
-    values = (centres[labels] + torch.randn(count, FEATURES, generator=generator)) * torch.arange(1.0, 1 + FEATURES)
+    values = (centres[labels] + torch.randn(count, FEATURES, generator=generator)) * torch.arange(
+        1.0, 1 + FEATURES
+    )
     return Table((values + 5,), labels)
 
 
@@ -175,7 +224,9 @@ class Largest(TorchDispatchMode):
 
     num_bytes = 0
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = operation(*args, **(kwargs or {}))
         if isinstance(made, torch.Tensor):
             self.num_bytes = max(self.num_bytes, made.nbytes)

@@ -1,4 +1,5 @@
-"""Processes of their own that walk through shards, for the tests of the store that several share."""
+"""Processes of their own that walk through shards, for the tests of the store that several
+share."""
 
 import hashlib
 import json
@@ -15,12 +16,15 @@ from tests.forked import begin, wait
 
 
 class Walkers:
-    """Each holds one file of its list after the other, while the next so many of them are fetched. They begin together."""
+    """Each holds one file of its list after the other, while the next so many of them are fetched.
+    They begin together."""
 
     def __init__(self, place: Path, *, room_bytes: int, lists: list[tuple[list[File], int]]):
         self._found = [place.parent / f"walker-{number}.json" for number in range(len(lists))]
         self._output = place.parent / "walkers"
-        self._ready = multiprocessing.get_context("forkserver").Barrier(len(lists))  # which goes when nobody refers to it here
+        self._ready = multiprocessing.get_context("forkserver").Barrier(
+            len(lists)
+        )  # which goes when nobody refers to it here
         how = {"environment": dict(os.environ), "output": self._output}
         self.processes: list[ForkServerProcess] = [
             begin(f"{__name__}:walk", place, room_bytes, files, ahead, self._ready, found, **how)  # type: ignore[arg-type]
@@ -34,9 +38,14 @@ class Walkers:
         return [json.loads(found.read_text()) for found in self._found]
 
 
-def walk(place: Path, room_bytes: int, files: list[File], ahead: int, ready: Barrier, found: Path) -> None:
+def walk(
+    place: Path, room_bytes: int, files: list[File], ahead: int, ready: Barrier, found: Path
+) -> None:
     store.NUM_ATTEMPTS, remote.FIRST_PAUSE_S = 3, 0.01
-    ours, hashes = store.ShardStore(place, setting="data.cache_dir", max_bytes=room_bytes, storage={}), []
+    ours, hashes = (
+        store.ShardStore(place, setting="data.cache_dir", max_bytes=room_bytes, storage={}),
+        [],
+    )
     ready.wait()
     for number, file in enumerate(files):
         if ahead:

@@ -1,4 +1,5 @@
-"""timm's names give timm's policies, and what is drawn has the distributions that timm documents."""
+"""timm's names give timm's policies, and what is drawn has the distributions that timm
+documents."""
 
 import random
 
@@ -10,7 +11,14 @@ from pretrain.augment.plan import Operation, draw_plan
 from pretrain.auto_augment import Policy, Step, parse_policy
 from tests.pretrain.augment.pictures import draws_of
 
-RAND = ["rand-m9-mstd0.5-inc1", "rand", "rand-m7-n3-p0.3", "rand-m9-mstd101-inc1", "rand-m20-mmax30-inc0", "rand-n4-tweights-mstd1"]
+RAND = [
+    "rand-m9-mstd0.5-inc1",
+    "rand",
+    "rand-m7-n3-p0.3",
+    "rand-m9-mstd101-inc1",
+    "rand-m20-mmax30-inc0",
+    "rand-n4-tweights-mstd1",
+]
 SEARCHED = ["original", "originalr", "v0", "v0r", "original-mstd0.5"]
 
 
@@ -26,7 +34,9 @@ def test_a_rand_name_means_what_timm_means(name: str) -> None:
         assert ours.weights is None
     else:
         assert ours.weights is not None
-        np.testing.assert_allclose(np.array(ours.weights) / sum(ours.weights), theirs.choice_weights)
+        np.testing.assert_allclose(
+            np.array(ours.weights) / sum(ours.weights), theirs.choice_weights
+        )
 
 
 @pytest.mark.parametrize("name", SEARCHED)
@@ -34,7 +44,9 @@ def test_a_searched_policy_is_timms(name: str) -> None:
     theirs = timm_policies.auto_augment_transform(name, {"img_mean": (1, 2, 3)})
     ours = parse_policy(name)
     assert ours.chained and ours.num_layers == 2 and len(theirs.policy) == 25
-    assert ours.steps == tuple(Step(op.name, op.prob, op.magnitude) for chain in theirs.policy for op in chain)
+    assert ours.steps == tuple(
+        Step(op.name, op.prob, op.magnitude) for chain in theirs.policy for op in chain
+    )
     assert {op.magnitude_std for chain in theirs.policy for op in chain} == {ours.magnitude_std}
 
 
@@ -42,10 +54,14 @@ ALL_NAMES = sorted({step.name for name in RAND + SEARCHED for step in parse_poli
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
-def test_a_strength_is_timms_function_of_the_magnitude(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strength_is_timms_function_of_the_magnitude(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     level_to_argument = timm_policies.LEVEL_TO_ARG[name]
     for magnitude in (0.0, 0.3, 2.5, 4.99, 5.0, 7.49, 9.0, 9.7, 10.0, 17.0):
-        plan = draw_plan(Policy((Step(name, 1.0, magnitude),), num_layers=1, magnitude_max=30.0), draws_of(32))
+        plan = draw_plan(
+            Policy((Step(name, 1.0, magnitude),), num_layers=1, magnitude_max=30.0), draws_of(32)
+        )
         assert (plan.operations_LB != Operation.NONE).all()
         if level_to_argument is None:
             assert (plan.strengths_LB == 0).all()
@@ -54,11 +70,14 @@ def test_a_strength_is_timms_function_of_the_magnitude(name: str, monkeypatch: p
         for sign in (0.1, 0.9):
             monkeypatch.setattr(random, "random", lambda value=sign: value)
             expected.add(float(level_to_argument(magnitude, {})[0]))
-        assert {round(value, 12) for value in plan.strengths_LB[0]} == {round(value, 12) for value in expected}
+        assert {round(value, 12) for value in plan.strengths_LB[0]} == {
+            round(value, 12) for value in expected
+        }
 
 
 def test_the_distributions_of_rand_m9_mstd05_inc1() -> None:
-    """15 operations alike, each applied with probability 1/2; the magnitude is normal (9, 0.5), cut off at 10."""
+    """15 operations alike, each applied with probability 1/2; the magnitude is normal (9, 0.5), cut
+    off at 10."""
     count = 40_000
     plan = draw_plan(parse_policy("rand-m9-mstd0.5-inc1"), draws_of(count))
     assert plan.operations_LB.shape == (2, count)
@@ -82,7 +101,9 @@ def test_uniform_magnitudes_and_no_spread() -> None:
     magnitude = np.abs(wide.strengths_LB[wide.operations_LB == Operation.ROTATE]) / 3
     assert abs(magnitude.mean() - 4) < 0.15 and magnitude.min() < 0.1 and 7.9 < magnitude.max() < 8
     still = draw_plan(parse_policy("rand-m8-n1-p1-inc1"), draws_of(3000))
-    assert set(np.abs(still.strengths_LB[still.operations_LB == Operation.ROTATE]).round(9)) == {24.0}
+    assert set(np.abs(still.strengths_LB[still.operations_LB == Operation.ROTATE]).round(9)) == {
+        24.0
+    }
 
 
 def test_weighted_choice_is_without_repetition_and_by_weight() -> None:
@@ -94,7 +115,11 @@ def test_weighted_choice_is_without_repetition_and_by_weight() -> None:
     expected = np.array([np.random.choice(15, 2, replace=False, p=weights) for _ in range(6000)])
     names = [step.name for step in parse_policy("rand-m9-p1-tweights").steps]
     for layer in range(2):
-        for name, operation in (("Rotate", Operation.ROTATE), ("ShearX", Operation.SHEAR_X), ("Equalize", Operation.EQUALIZE)):
+        for name, operation in (
+            ("Rotate", Operation.ROTATE),
+            ("ShearX", Operation.SHEAR_X),
+            ("Equalize", Operation.EQUALIZE),
+        ):
             share = (plan.operations_LB[layer] == operation).mean()
             assert abs(share - (expected[:, layer] == names.index(name)).mean()) < 0.02
 

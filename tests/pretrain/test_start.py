@@ -1,4 +1,5 @@
-"""`pretrain start`: whatever the data and the machine, its configs are good; what a user has edited stays; a mistake is a line."""
+"""`pretrain start`: whatever the data and the machine, its configs are good; what a user has edited
+stays; a mistake is a line."""
 
 import re
 import shlex
@@ -31,33 +32,55 @@ def of_size(shapes: Path, count: int, *, judged: str | None = "val") -> Data:
     manifest = load_manifest(shapes)
     train = manifest.splits["train"]
     shard = train.shards[0].model_copy(update={"num_samples": count})
-    splits = {"train": Split(shards=(shard,), class_counts=(count,)), judged or "val": manifest.splits["val"]}
+    splits = {
+        "train": Split(shards=(shard,), class_counts=(count,)),
+        judged or "val": manifest.splits["val"],
+    }
     return Data(shapes, manifest.model_copy(update={"splits": splits}), "train", judged)
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 3, 8])
 @pytest.mark.parametrize("count", [2, 9, 60, 600, 5_000, 60_000, 500_000, 14_000_000])
-def test_choices_are_a_good_config_whatever_the_data_and_the_machine(shapes: Path, count: int, num_gpus: int) -> None:
+def test_choices_are_a_good_config_whatever_the_data_and_the_machine(
+    shapes: Path, count: int, num_gpus: int
+) -> None:
     machine = Machine(4, 16.0, ("GPU",) * num_gpus)
     for judged in ("val", None):
         values = recipe.pretraining(of_size(shapes, count, judged=judged), machine, name="x")
         settings = validate(PretrainSettings, parse_yaml(reasoned("train", values), Path("x.yaml")))
-        local = check_against_ranks(settings.train, settings.augment, num_ranks=recipe.num_ranks(machine, batch=values["batch"]))
+        local = check_against_ranks(
+            settings.train,
+            settings.augment,
+            num_ranks=recipe.num_ranks(machine, batch=values["batch"]),
+        )
         assert local >= 2 and settings.train.global_batch_size <= count
         assert recipe.num_ranks(machine, batch=values["batch"]) <= max(1, num_gpus)
         data = load_training_data(settings.data)
         larger = replace(data.parts[0], manifest=of_size(shapes, count).manifest)
         steps = check_against_data(
-            replace(data, parts=(larger,)), model=settings.model, train=settings.train, schedule=settings.schedule
+            replace(data, parts=(larger,)),
+            model=settings.model,
+            train=settings.train,
+            schedule=settings.schedule,
         )
         assert steps >= 10
-    values = recipe.tuning(of_size(shapes, count, judged="test"), name="x", pretrained="w: #1", card=card_of(MLP))
+    values = recipe.tuning(
+        of_size(shapes, count, judged="test"), name="x", pretrained="w: #1", card=card_of(MLP)
+    )
     tuned = validate(TuneSettings, parse_yaml(reasoned("tune", values), Path("x.yaml")))
     probed = validate(ProbeSettings, parse_yaml(reasoned("probe", values), Path("x.yaml")))
-    assert (tuned.data.dataset, probed.data.test_split, probed.pretrained) == (str(shapes), "test", "w: #1")
+    assert (tuned.data.dataset, probed.data.test_split, probed.pretrained) == (
+        str(shapes),
+        "test",
+        "w: #1",
+    )
     pretraining = recipe.pretraining(of_size(shapes, count, judged="test"), machine, name="x")
-    settings = validate(PretrainSettings, parse_yaml(reasoned("train", pretraining), Path("x.yaml")))
-    assert tuned.checkpoint.keep_best is settings.checkpoint.keep_best is False  # no checkpoint is chosen on a test split
+    settings = validate(
+        PretrainSettings, parse_yaml(reasoned("train", pretraining), Path("x.yaml"))
+    )
+    assert (
+        tuned.checkpoint.keep_best is settings.checkpoint.keep_best is False
+    )  # no checkpoint is chosen on a test split
 
 
 def reasoned(template: str, values: dict[str, object]) -> str:
@@ -71,19 +94,24 @@ def reasoned(template: str, values: dict[str, object]) -> str:
 
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """JPEG, PNG and WebP of several sizes, nested, with one broken and one that is no picture; no splits."""
+    """JPEG, PNG and WebP of several sizes, nested, with one broken and one that is no picture; no
+    splits."""
     files = {"cat/broken.jpg": encoded(picture(seed=99))[:200], "dog/notes.txt": b"mine"}
     for number in range(60):
         image = picture(seed=number, width=40 + 3 * number, height=70)
         name = f"{('cat', 'dog')[number % 2]}/{'trip/' * (number % 5 == 0)}{number}"
         kind = ("jpg", "png", "webp")[number % 3]
-        files[f"{name}.{kind}"] = webp(image) if kind == "webp" else encoded(image, {"jpg": "JPEG", "png": "PNG"}[kind])
+        files[f"{name}.{kind}"] = (
+            webp(image) if kind == "webp" else encoded(image, {"jpg": "JPEG", "png": "PNG"}[kind])
+        )
     write_files(tmp_path / "my photos", files)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "my photos"
 
 
-def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(photos: Path, capfd: Capture) -> None:
+def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(
+    photos: Path, capfd: Capture
+) -> None:
     words = ["start", "my photos", "--untimed"]
     assert main(words) == 0
     said = capfd.readouterr().out
@@ -94,30 +122,49 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(photo
         and "left out, not read: .txt files 1" in said
         and "held out as val: 6 " in said
         and "58.1 %" in said
-        and all(source in said for source in ("your runs", "hf-hub:", "timm:", "pretrain import", "scaling_mlps"))
+        and all(
+            source in said
+            for source in ("your runs", "hf-hub:", "timm:", "pretrain import", "scaling_mlps")
+        )
     )
     assert said.splitlines()[-1] == "next: pretrain train runs/my-photos.yaml"
     config = Path("runs/my-photos.yaml")
     settings = load_settings(PretrainSettings, path=config, overrides=[])
     data = load_training_data(settings.data)
-    assert (data.num_samples, settings.data.dataset, settings.run_dir) == (54, "data/my-photos", "runs/my-photos")
+    assert (data.num_samples, settings.data.dataset, settings.run_dir) == (
+        54,
+        "data/my-photos",
+        "runs/my-photos",
+    )
     check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
-    one = load_settings(PretrainSettings, path=config, overrides=["epochs=1"])  # shorter than its warm-up
+    one = load_settings(
+        PretrainSettings, path=config, overrides=["epochs=1"]
+    )  # shorter than its warm-up
     assert check_against_data(data, model=one.model, train=one.train, schedule=one.schedule) > 0
 
     before = config.read_bytes()
     assert main(words) == 0  # typed twice
-    assert "runs/my-photos.yaml: kept as it is\nnext: pretrain train runs/my-photos.yaml\n" in capfd.readouterr().out
+    assert (
+        "runs/my-photos.yaml: kept as it is\nnext: pretrain train runs/my-photos.yaml\n"
+        in capfd.readouterr().out
+    )
     config.write_text(config.read_text().replace("100 epochs", "7 epochs"))
     edited = config.read_bytes()
-    assert main(["start", "data/my-photos", "--untimed"]) == 0  # the dataset is as good as the pictures
-    assert "kept as it is (train.duration: 7 epochs, was 100 epochs); --new writes another" in capfd.readouterr().out
+    assert (
+        main(["start", "data/my-photos", "--untimed"]) == 0
+    )  # the dataset is as good as the pictures
+    assert (
+        "kept as it is (train.duration: 7 epochs, was 100 epochs); --new writes another"
+        in capfd.readouterr().out
+    )
     assert config.read_bytes() == edited != before
     assert main(["start", "data/my-photos", "--untimed", "--new"]) == 0
     assert config.read_bytes() == before
 
 
-def test_a_dataset_behind_a_url_is_taken_as_train_takes_it(shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_dataset_behind_a_url_is_taken_as_train_takes_it(
+    shapes: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with web(shapes.parent) as (address, _):
@@ -135,7 +182,10 @@ def test_weights_are_tuned_or_probed_in_the_place_of_a_pretraining(
 
     monkeypatch.chdir(tmp_path)
     write_folder(Path("weights"))
-    write_files(Path("pics"), {f"{number % 2}/{number}.png": encoded(picture(seed=number), "PNG") for number in range(8)})
+    write_files(
+        Path("pics"),
+        {f"{number % 2}/{number}.png": encoded(picture(seed=number), "PNG") for number in range(8)},
+    )
     names = (
         (str(shapes), ["--untimed"], "tune", f"{shapes.name}-tuned"),
         ("pics", ["--untimed"], "tune", "pics-tuned"),
@@ -145,9 +195,17 @@ def test_weights_are_tuned_or_probed_in_the_place_of_a_pretraining(
     for place, flags, verb, name in names:
         assert main(["start", place, "--from", "weights", *flags]) == 0
         said = capsys.readouterr().out
-        assert said.splitlines()[-1] == f"next: finetune {verb} runs/{name}.yaml" and "58.1" not in said
-        how = r"# expected  [\d,]+ images/s and [\d.]+ GB in \d+ steps of a tuning timed here.*: about \d+ s for the features"
-        assert (re.search(how, Path(f"runs/{name}.yaml").read_text()) is not None) == (verb == "probe")
+        assert (
+            said.splitlines()[-1] == f"next: finetune {verb} runs/{name}.yaml"
+            and "58.1" not in said
+        )
+        how = (
+            r"# expected  [\d,]+ images/s and [\d.]+ GB in \d+ steps of a tuning timed here.*:"
+            r" about \d+ s for the features"
+        )
+        assert (re.search(how, Path(f"runs/{name}.yaml").read_text()) is not None) == (
+            verb == "probe"
+        )
         schema = TuneSettings if verb == "tune" else ProbeSettings
         settings = load_settings(schema, path=f"runs/{name}.yaml", overrides=[])
         assert (settings.pretrained, settings.run_dir) == ("weights", f"runs/{name}")
@@ -160,15 +218,22 @@ def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
     tmp_path: Path, monkeypatch: Patch, capfd: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_files(tmp_path / "flat", {f"{number}.jpg": encoded(picture(seed=number)) for number in range(8)})
-    Path("flat/t.csv").write_text("id,class\n" + "".join(f"{number},{'ab'[number % 2]}\n" for number in range(8)))
+    write_files(
+        tmp_path / "flat", {f"{number}.jpg": encoded(picture(seed=number)) for number in range(8)}
+    )
+    Path("flat/t.csv").write_text(
+        "id,class\n" + "".join(f"{number},{'ab'[number % 2]}\n" for number in range(8))
+    )
     assert main(["start", "flat", "--untimed"]) == 2
     loose = "8 pictures lie in it, in no folder of a class; make one for each class"
     line = f"flat: {loose}, or name a table with file and label: --labels flat/t.csv"
     assert capfd.readouterr().err == f"pretrain: {line}\n"
     assert main(["start", "flat", "--labels", "none.csv", "--untimed"]) == 2
     said = capfd.readouterr().err
-    assert "source.labels: none.csv is not there" in said and "pretrain: flat is no dataset yet" in said
+    assert (
+        "source.labels: none.csv is not there" in said
+        and "pretrain: flat is no dataset yet" in said
+    )
     assert main(["start", "flat", "--labels", "flat/t.csv", "--image-size", "16", "--untimed"]) == 0
     manifest = load_manifest("data/flat")
     assert (manifest.classes, manifest.image_size) == (("a", "b"), 16)
@@ -177,20 +242,39 @@ def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["emty"], "emty: is not there; give a folder of pictures, or a dataset of data_prep; did you mean empty?"),
-        (["nowhere"], "nowhere: is not there; give a folder of pictures, or a dataset of data_prep"),
+        (
+            ["emty"],
+            (
+                "emty: is not there; give a folder of pictures, or a dataset of data_prep; did you"
+                " mean empty?"
+            ),
+        ),
+        (
+            ["nowhere"],
+            "nowhere: is not there; give a folder of pictures, or a dataset of data_prep",
+        ),
         (["a.csv"], "a.csv: is a file; give the folder that it lies in, or a dataset"),
         (["empty"], "empty: holds no pictures that can be read; give another"),
         (["tars"], "index its shards first: data_prep index --train 'tars/*.tar' --out data/NAME"),
-        (["empty", "--probe"], "--probe: needs weights; name a run, or a folder of pretrain import, as --from RUN"),
-        (["empty", "--name", "a/b"], "--name: 'a/b' will not do; write it with letters, digits, - and _"),
+        (
+            ["empty", "--probe"],
+            "--probe: needs weights; name a run, or a folder of pretrain import, as --from RUN",
+        ),
+        (
+            ["empty", "--name", "a/b"],
+            "--name: 'a/b' will not do; write it with letters, digits, - and _",
+        ),
         (["empty", "--from", "nowhere"], "nowhere"),
         (["."], ".: the dataset would be among the pictures, in data/"),
         (["empty", "--name", "taken"], "dataset: data/taken cannot be made, for"),
     ],
 )
-def test_a_mistake_is_one_line(words: list[str], line: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    write_files(tmp_path, {"a.csv": b"a", "empty/readme": b"a", "tars/a.tar": b"a", "data/taken": b"a"})
+def test_a_mistake_is_one_line(
+    words: list[str], line: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    write_files(
+        tmp_path, {"a.csv": b"a", "empty/readme": b"a", "tars/a.tar": b"a", "data/taken": b"a"}
+    )
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     assert main(["start", *words]) == 2
@@ -199,10 +283,18 @@ def test_a_mistake_is_one_line(words: list[str], line: str, tmp_path: Path, monk
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(("warmup", "num_steps", "fitted"), [(0, 9, 0), (8, 9, 8), (9, 9, 0), (40, 20, 2), (10**9, 2000, 200)])
-def test_a_warmup_that_is_no_shorter_than_the_run_becomes_a_tenth_of_it(warmup: int, num_steps: int, fitted: int) -> None:
+@pytest.mark.parametrize(
+    ("warmup", "num_steps", "fitted"),
+    [(0, 9, 0), (8, 9, 8), (9, 9, 0), (40, 20, 2), (10**9, 2000, 200)],
+)
+def test_a_warmup_that_is_no_shorter_than_the_run_becomes_a_tenth_of_it(
+    warmup: int, num_steps: int, fitted: int
+) -> None:
     assert fit_warmup(warmup, num_steps=num_steps) == fitted
 
 
 def test_small_pictures_are_stored_small() -> None:
-    assert recipe.image_size(Pictures(9, 0, 28, 28))[0] == 32 and recipe.image_size(Pictures(9, 0, 48, 500))[0] == 64
+    assert (
+        recipe.image_size(Pictures(9, 0, 28, 28))[0] == 32
+        and recipe.image_size(Pictures(9, 0, 48, 500))[0] == 64
+    )

@@ -1,4 +1,5 @@
-"""A real SLURM cluster for tests, private to this test session: lab.sh on loopback. Skips where it cannot be had."""
+"""A real SLURM cluster for tests, private to this test session: lab.sh on loopback. Skips where it
+cannot be had."""
 
 import contextlib
 import os
@@ -44,7 +45,10 @@ def why_not() -> str | None:
     """What a private SLURM lacks on this machine, or None."""
     missing = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
     if missing:
-        return f"SLURM is not installed: no {', '.join(missing)} (Debian: apt-get install slurm-wlm munge)"
+        return (
+            f"SLURM is not installed: no {', '.join(missing)} (Debian: apt-get install slurm-wlm"
+            " munge)"
+        )
     if os.geteuid() != 0:
         return "a private SLURM needs root"
     tried = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "true"]
@@ -54,7 +58,8 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """A running lab: n1, n2, ... with CPUs, g1 with pretended GPUs. Jobs start in `root`, a checkout with that `python`."""
+    """A running lab: n1, n2, ... with CPUs, g1 with pretended GPUs. Jobs start in `root`, a
+    checkout with that `python`."""
 
     RUNNING: ClassVar[list["Cluster"]] = []
 
@@ -64,10 +69,19 @@ class Cluster:
         self.directory.chmod(0o755)
         self.root = self.directory / "checkout"
         self.root.mkdir()
-        if python is None:  # numba's files are copied, too: ranks that compile, on a busy machine, look as if they hung
-            assert wait([begin("time:sleep", 0, environment=os.environ, output=Path(os.devnull))], timeout_s=600) == [0]
+        if (
+            python is None
+            # numba's files are copied, too: ranks that compile, on a busy machine, look as if they
+            # hung
+        ):
+            assert wait(
+                [begin("time:sleep", 0, environment=os.environ, output=Path(os.devnull))],
+                timeout_s=600,
+            ) == [0]
         for floor in ("data_prep", "pretrain", "finetune", "analysis", "cluster", "configs"):
-            shutil.copytree(REPOSITORY / floor, self.root / floor, ignore=shutil.ignore_patterns("*.pyc"))
+            shutil.copytree(
+                REPOSITORY / floor, self.root / floor, ignore=shutil.ignore_patterns("*.pyc")
+            )
         # a scratch that only jobs know, as sites have it
         scratch = f"{self.directory}/node/$SLURM_CLUSTER_NAME"
         (self.root / "cluster/site.env").write_text(f"export NODE_SCRATCH={scratch} PREFLIGHT=0\n")
@@ -76,10 +90,21 @@ class Cluster:
         else:
             (self.root / ".venv/bin").mkdir(parents=True)
             (self.root / ".venv/bin/python").symlink_to(python)
-        outer = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
+        outer = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "SBATCH", "SRUN"))
+        }
         # one thread, as in the local runs that the tests compare with
-        self.environment = outer | {"PATH": PATH, "SLURM_CONF": str(self.directory / "slurm.conf"), "OMP_NUM_THREADS": "1"}
-        self._num_nodes, self._lab_environment = num_nodes, lab_environment | {"LAB_NODES": str(num_nodes)}
+        self.environment = outer | {
+            "PATH": PATH,
+            "SLURM_CONF": str(self.directory / "slurm.conf"),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._num_nodes, self._lab_environment = (
+            num_nodes,
+            lab_environment | {"LAB_NODES": str(num_nodes)},
+        )
 
     def __enter__(self) -> Self:
         self._errors = open(self.directory / "lab.log", "w+")
@@ -112,9 +137,14 @@ class Cluster:
         shutil.rmtree(self.directory)
 
     def settle(self, *, timeout_s: float = 90) -> None:
-        """Until no node is still occupied by a job that has ended, or just coming back: the next jobs get the first nodes."""
+        """Until no node is still occupied by a job that has ended, or just coming back: the next
+        jobs get the first nodes."""
         deadline_s = time.monotonic() + timeout_s
-        while busy := [each for each in self("sinfo", "-h", "-N", "-o", "%N %T").splitlines() if each.split()[1] not in USABLE]:
+        while busy := [
+            each
+            for each in self("sinfo", "-h", "-N", "-o", "%N %T").splitlines()
+            if each.split()[1] not in USABLE
+        ]:
             assert time.monotonic() < deadline_s, busy
             time.sleep(0.1)
 
@@ -125,7 +155,8 @@ class Cluster:
         self._expect(b"done\n", timeout_s=30)
 
     def __call__(self, *words: object) -> str:
-        """The output of a SLURM command; a question is asked again where the machine was too busy for an answer."""
+        """The output of a SLURM command; a question is asked again where the machine was too busy
+        for an answer."""
         is_question = words[0] in ("squeue", "sinfo") or "show" in words
         for _ in range(10 if is_question else 1):
             done = subprocess.run(
@@ -158,16 +189,21 @@ class Cluster:
 
     def mlflow(self, query: str, *, runs: str) -> list[tuple[str, ...]]:
         """The answer of the tracking store beside the runs in that directory."""
-        store = f"file:{self.root / runs}/mlflow.db?mode=ro"  # a wrong place is an error, not a new store
+        store = (  # a wrong place is an error, not a new store
+            f"file:{self.root / runs}/mlflow.db?mode=ro"
+        )
         with contextlib.closing(sqlite3.connect(store, uri=True)) as opened:
             return opened.execute(query).fetchall()
 
     def wait(self, number: str, *states: str, timeout_s: float = 200) -> dict[str, str]:
-        """The job once it is in one of `states`. (`sbatch --wait` looks only after 2, 10, 42 and 106 s.)"""
+        """The job once it is in one of `states`. (`sbatch --wait` looks only after 2, 10, 42 and
+        106 s.)"""
         deadline_s = time.monotonic() + timeout_s
         while (job := self.job(number))["JobState"] not in states:
             late = time.monotonic() > deadline_s
-            assert not late and job["JobState"] not in ENDED, f"{job}, wanted {states}\n{self.log(number)}"
+            assert not late and job["JobState"] not in ENDED, (
+                f"{job}, wanted {states}\n{self.log(number)}"
+            )
             time.sleep(0.1)
         return job
 
@@ -176,9 +212,13 @@ class Cluster:
         return "".join(path.read_text() for path in sorted(self.root.glob(f"*-{number}.log")))
 
     def rank_logs(self, number: str) -> list[str]:
-        return [path.read_text() for path in sorted((self.root / "jobs" / number).glob("rank-*.log"))]
+        return [
+            path.read_text() for path in sorted((self.root / "jobs" / number).glob("rank-*.log"))
+        ]
 
-    def wait_for(self, number: str, text: str, *, timeout_s: float = 150, even_cancelled: bool = False) -> None:
+    def wait_for(
+        self, number: str, text: str, *, timeout_s: float = 150, even_cancelled: bool = False
+    ) -> None:
         """Until the job, or a rank of it, has written `text`."""
         deadline_s = time.monotonic() + timeout_s
         while text not in (said := self.log(number) + "".join(self.rank_logs(number))):
@@ -189,12 +229,18 @@ class Cluster:
 
     def rank_process(self, number: str, *, rank: int, program: str = "pretrain") -> int:
         """The process of a running rank; its node's pid namespace is within this one."""
-        wanted = {f"SLURM_CONF={self.environment['SLURM_CONF']}", f"SLURM_JOB_ID={number}", f"SLURM_PROCID={rank}"}
+        wanted = {
+            f"SLURM_CONF={self.environment['SLURM_CONF']}",
+            f"SLURM_JOB_ID={number}",
+            f"SLURM_PROCID={rank}",
+        }
         found = []
         for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # gone meanwhile
                 words = (place / "cmdline").read_text().split("\0")
-                if words[1:3] == ["-m", program] and wanted <= set((place / "environ").read_text().split("\0")):
+                if words[1:3] == ["-m", program] and wanted <= set(
+                    (place / "environ").read_text().split("\0")
+                ):
                     found.append(int(place.name))
         assert len(found) == 1, found
         return found[0]
@@ -205,11 +251,14 @@ class Cluster:
         said = self._lab.stdout.readline() if ready else b""
         if said != line:
             self._errors.seek(0)
-            raise AssertionError(f"the lab said {said!r}, not {line!r}:\n{self._errors.read()[-5000:]}")
+            raise AssertionError(
+                f"the lab said {said!r}, not {line!r}:\n{self._errors.read()[-5000:]}"
+            )
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` neighbouring ports below the ephemeral range and the jobs' own; two sessions begin apart."""
+    """The first of `count` neighbouring ports below the ephemeral range and the jobs' own; two
+    sessions begin apart."""
     for base in range(5000 + os.getpid() % 400 * 10, 10000, count):
         probes = [socket.socket() for _ in range(count)]
         try:

@@ -1,4 +1,5 @@
-"""The pre-flight and the heartbeat on a real SLURM: a bad node is named and avoided, a frozen rank ends the start, not the job."""
+"""The pre-flight and the heartbeat on a real SLURM: a bad node is named and avoided, a frozen rank
+ends the start, not the job."""
 
 import json
 import os
@@ -43,14 +44,23 @@ def read_only_on_n2(slurm: Cluster) -> Iterator[Path]:
 def await_checkpoint(slurm: Cluster, job: str, run_dir: Path) -> None:
     deadline_s = time.monotonic() + 240
     while not (run_dir / "checkpoints/latest").exists():
-        assert time.monotonic() < deadline_s and slurm.job(job)["JobState"] != "FAILED", slurm.log(job)
+        assert time.monotonic() < deadline_s and slurm.job(job)["JobState"] != "FAILED", slurm.log(
+            job
+        )
         time.sleep(0.1)
 
 
-def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(slurm: Cluster, shapes: Path, read_only_on_n2: Path) -> None:
+def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(
+    slurm: Cluster, shapes: Path, read_only_on_n2: Path
+) -> None:
     run_dir, config = slurm.root / "runs/hurt/run", slurm.root / "hurt.yaml"
     config.write_text(CONFIG.format(dataset=shapes))
-    job = slurm.sbatch("--nodes=2", f"--export=ALL,{OPTIONS},NODE_SCRATCH={read_only_on_n2}", "cluster/pretrain.slurm", config.name)
+    job = slurm.sbatch(
+        "--nodes=2",
+        f"--export=ALL,{OPTIONS},NODE_SCRATCH={read_only_on_n2}",
+        "cluster/pretrain.slurm",
+        config.name,
+    )
     slurm.wait_for(job, "start 1: 2 x 2 ranks on n[1-2]")
     slurm.wait_for(job, "start 2: 2 x 2 ranks on n[1,3]", timeout_s=200)
     reason = f"n2\tthe scratch directory {read_only_on_n2} cannot be used: Read-only file system\n"
@@ -61,16 +71,25 @@ def test_a_bad_node_is_avoided_and_a_frozen_rank_is_found(slurm: Cluster, shapes
     os.kill(slurm.rank_process(job, rank=3), signal.SIGSTOP)
     slurm.wait(job, "COMPLETED", timeout_s=400)
     log = slurm.log(job)
-    verdict = r"rank 3 \(node n3, pid \d+\) sent nothing for 10 s .*; stacks of all ranks: runs/hurt/run/stacks"
+    verdict = (
+        r"rank 3 \(node n3, pid \d+\) sent nothing for 10 s .*; stacks of all ranks:"
+        r" runs/hurt/run/stacks"
+    )
     assert re.search(verdict, log) and "going on from step-" in log, log
     stacks = [(run_dir / "stacks" / f"rank-{rank:04}.txt").read_text() for rank in range(4)]
     for rank, text in enumerate(stacks[:3]):
         assert f"rank {rank} (node n" in text and "pretrain/loop/trainer.py" in text, text
     said = "its process is stopped, by SIGSTOP"
-    assert said in stacks[3] and said in slurm.rank_logs(job)[2] and "    rank 3 (node n3, pid" in log, stacks[3]
+    assert (
+        said in stacks[3] and said in slurm.rank_logs(job)[2] and "    rank 3 (node n3, pid" in log
+    ), stacks[3]
 
     path = slurm.root / "jobs" / job / "starts.jsonl"
-    nodes = [each["nodes"] for each in map(json.loads, path.read_text().splitlines()) if each["event"] == "begin"]
+    nodes = [
+        each["nodes"]
+        for each in map(json.loads, path.read_text().splitlines())
+        if each["event"] == "begin"
+    ]
     ends = [each["how"] for each in read_starts(path)]
     assert nodes[0] == "n[1-2]" and {*nodes[1:]} == {"n[1,3]"}, nodes
     # on a machine that is too busy a rank may fall silent by itself

@@ -1,4 +1,5 @@
-"""A grid of a plan on a real SLURM: one member fails, and only that one is left to be submitted again."""
+"""A grid of a plan on a real SLURM: one member fails, and only that one is left to be submitted
+again."""
 
 import shutil
 from pathlib import Path
@@ -24,9 +25,12 @@ pytestmark = pytest.mark.timeout(900)  # they wait for SLURM, and for three star
 
 
 def most_at_once(tasks: list[dict[str, str]]) -> int:
-    """How many ran at the same time; SLURM tells it to the second, so one that starts when another ends comes after it."""
+    """How many ran at the same time; SLURM tells it to the second, so one that starts when another
+    ends comes after it."""
     starts = [task["StartTime"] for task in tasks]
-    return max(sum(task["StartTime"] <= start < task["EndTime"] for task in tasks) for start in starts)
+    return max(
+        sum(task["StartTime"] <= start < task["EndTime"] for task in tasks) for start in starts
+    )
 
 
 def test_a_grid_with_one_failing_member(slurm: Cluster, shapes: Path, other_shapes: Path) -> None:

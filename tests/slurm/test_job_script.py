@@ -1,7 +1,9 @@
-"""What cluster/pretrain.slurm does with its ranks, seen with ranks that only pretend: no import of torch.
+"""What cluster/pretrain.slurm does with its ranks, seen with ranks that only pretend: no import of
+torch.
 
-Each scenario is a job or two. They mostly wait for SLURM, so all of them run at once, each in a thread, on nodes of one lab; which
-nodes a job gets is left to SLURM, and what is bad of a node is so at its job's first start.
+Each scenario is a job or two. They mostly wait for SLURM, so all of them run at once, each in a
+thread, on nodes of one lab; which nodes a job gets is left to SLURM, and what is bad of a node is
+so at its job's first start.
 """
 
 import os
@@ -96,7 +98,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     python = tmp_path_factory.mktemp("bin") / "python"
     python.write_text(PYTHON.replace("REAL", sys.executable))
     python.chmod(0o755)
-    with Cluster(python=python, num_nodes=9, LAB_CONF="PartitionName=pair Nodes=n[8-9] MaxTime=INFINITE") as cluster:
+    with Cluster(
+        python=python, num_nodes=9, LAB_CONF="PartitionName=pair Nodes=n[8-9] MaxTime=INFINITE"
+    ) as cluster:
         yield cluster
 
 
@@ -107,7 +111,10 @@ def running(lab: Cluster) -> Iterator[dict[Scenario, Future[None]]]:
 
 
 def bad_nodes(lab: Cluster, job: str) -> list[str]:
-    return [line.partition("\t")[0] for line in (lab.root / "jobs" / job / "bad-nodes").read_text().splitlines()]
+    return [
+        line.partition("\t")[0]
+        for line in (lab.root / "jobs" / job / "bad-nodes").read_text().splitlines()
+    ]
 
 
 def await_ranks(lab: Cluster, job: str, *, start: int = 1) -> None:
@@ -121,7 +128,9 @@ def await_ranks(lab: Cluster, job: str, *, start: int = 1) -> None:
 
 @scenario
 def one_rank_per_gpu_and_every_rank_sees_all(lab: Cluster) -> None:
-    mine = lab.directory / f"node/lab/wide-mlps-{os.getuid()}"  # NODE_SCRATCH comes from cluster/site.env
+    mine = (
+        lab.directory / f"node/lab/wide-mlps-{os.getuid()}"
+    )  # NODE_SCRATCH comes from cluster/site.env
     cases = (
         ([], "0,1,2,3"),
         (["--oversubscribe", "--gpus-per-node=2", "--cpus-per-task=2"], "0,1"),
@@ -129,22 +138,37 @@ def one_rank_per_gpu_and_every_rank_sees_all(lab: Cluster) -> None:
         (["--gpu-bind=single:1"], "0,1,2,3"),
         (["--oversubscribe", "--gpus=3", "--cpus-per-task=3"], "0,1,2"),
     )
-    jobs = [lab.sbatch("--partition=gpu", *options, SCRIPT, "quick" + "".join(options)) for options, _ in cases]
+    jobs = [
+        lab.sbatch("--partition=gpu", *options, SCRIPT, "quick" + "".join(options))
+        for options, _ in cases
+    ]
     for job, (_, gpus) in zip(jobs, cases, strict=True):
         lab.wait(job, "COMPLETED")
         ranks = [line for log in lab.rank_logs(job) for line in log.splitlines()[1:]]
         count = len(gpus.split(","))
         where = f"gpus {gpus}, master g1, on g1, caches {mine}/triton {mine}/extensions"
-        assert ranks == [f"rank {rank} of {count}, local {rank} of {count}, {where}" for rank in range(count)]
+        assert ranks == [
+            f"rank {rank} of {count}, local {rank} of {count}, {where}" for rank in range(count)
+        ]
     assert mine.stat().st_mode & 0o777 == 0o700
 
 
 @scenario
 def a_run_that_needs_one_gpu_leaves_the_rest_of_its_node(lab: Cluster) -> None:
-    words = ("--hold", "--parsable", "--partition=gpu", "cluster/knn.slurm", "configs/knn/demo.yaml")
+    words = (
+        "--hold",
+        "--parsable",
+        "--partition=gpu",
+        "cluster/knn.slurm",
+        "configs/knn/demo.yaml",
+    )
     job = lab("cluster/submit", *words)
     asked = lab.job(job)
-    assert (asked["NumCPUs"], asked["MinMemoryNode"], asked["OverSubscribe"]) == ("1", "25000M", "YES")
+    assert (asked["NumCPUs"], asked["MinMemoryNode"], asked["OverSubscribe"]) == (
+        "1",
+        "25000M",
+        "YES",
+    )
     lab("scontrol", "release", job)
     lab.wait(job, "COMPLETED")
     (log,) = lab.rank_logs(job)
@@ -153,16 +177,31 @@ def a_run_that_needs_one_gpu_leaves_the_rest_of_its_node(lab: Cluster) -> None:
 
 @scenario
 def ranks_of_a_node_have_successive_numbers(lab: Cluster) -> None:
-    job = lab.sbatch("--nodes=2", "--export=ALL,RANKS_PER_NODE=2,SLURM_DISTRIBUTION=cyclic", SCRIPT, "quick-block")
+    job = lab.sbatch(
+        "--nodes=2",
+        "--export=ALL,RANKS_PER_NODE=2,SLURM_DISTRIBUTION=cyclic",
+        SCRIPT,
+        "quick-block",
+    )
     lab.wait(job, "COMPLETED")
-    places = [re.findall(r"(rank \d) of 4, local (\d) of .* on (\w+),", log)[0] for log in lab.rank_logs(job)]
-    assert [place[:2] for place in places] == [("rank 0", "0"), ("rank 1", "1"), ("rank 2", "0"), ("rank 3", "1")]
+    places = [
+        re.findall(r"(rank \d) of 4, local (\d) of .* on (\w+),", log)[0]
+        for log in lab.rank_logs(job)
+    ]
+    assert [place[:2] for place in places] == [
+        ("rank 0", "0"),
+        ("rank 1", "1"),
+        ("rank 2", "0"),
+        ("rank 3", "1"),
+    ]
     assert places[0][2] == places[1][2] != places[2][2] == places[3][2]
 
 
 @scenario
 def node_names_that_do_not_resolve_are_replaced_by_addresses(lab: Cluster) -> None:
-    with Cluster(python=(lab.root / ".venv/bin/python").readlink(), num_nodes=2, LAB_HOSTS="none") as other:
+    with Cluster(
+        python=(lab.root / ".venv/bin/python").readlink(), num_nodes=2, LAB_HOSTS="none"
+    ) as other:
         job = other.sbatch("--nodes=2", SCRIPT, "quick")
         other.wait(job, "COMPLETED")
         assert ["master 127.0.0.11, on n" in log for log in other.rank_logs(job)] == [True, True]
@@ -172,7 +211,13 @@ def node_names_that_do_not_resolve_are_replaced_by_addresses(lab: Cluster) -> No
 def a_preempted_job_comes_back_though_only_its_ranks_received_the_signal(lab: Cluster) -> None:
     job = lab.sbatch("--nodes=2", SCRIPT, "second-time")
     await_ranks(lab, job)
-    urgent = lab.sbatch("--partition=high", f"--nodelist={lab.job(job)['NodeList']}", "--exclusive", "--wrap", "true")
+    urgent = lab.sbatch(
+        "--partition=high",
+        f"--nodelist={lab.job(job)['NodeList']}",
+        "--exclusive",
+        "--wrap",
+        "true",
+    )
     lab.wait(urgent, "COMPLETED")
     assert lab.wait(job, "COMPLETED")["Restarts"] == "1"
     assert ["got TERM" in log for log in lab.rank_logs(job)] == [True, True]
@@ -183,7 +228,9 @@ def a_preempted_job_comes_back_though_only_its_ranks_received_the_signal(lab: Cl
 def the_signal_before_the_time_limit_puts_it_back(lab: Cluster) -> None:
     job = lab.sbatch("--nodes=2", SCRIPT, "second-time-limit")
     await_ranks(lab, job)
-    lab("scontrol", "update", f"JobId={job}", "TimeLimit=5")  # USR2@300 is due at once; SLURM looks every 30 s
+    lab(
+        "scontrol", "update", f"JobId={job}", "TimeLimit=5"
+    )  # USR2@300 is due at once; SLURM looks every 30 s
     lab.wait_for(job, "requeueing")
     with suppress(AssertionError):  # it may have ended by now
         lab("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
@@ -207,8 +254,13 @@ def what_fails_three_times_from_one_checkpoint_is_given_up(lab: Cluster) -> None
     assert lab.wait(job, "FAILED")["Restarts"] == "2"
     log = lab.log(job)
     assert "failed 3 times without a new checkpoint" in log
-    assert len(re.findall(r"rank 1 on n\d failed first, with exit code 7; the last lines of", log)) == 3, log
-    assert "    disk on fire" in log, log  # what rank 1 said, though the job's log shows the first rank
+    assert (
+        len(re.findall(r"rank 1 on n\d failed first, with exit code 7; the last lines of", log))
+        == 3
+    ), log
+    assert "    disk on fire" in log, (
+        log
+    )  # what rank 1 said, though the job's log shows the first rank
 
 
 @scenario
@@ -216,8 +268,15 @@ def a_start_that_waits_for_anothers_lock_has_not_failed(lab: Cluster) -> None:
     job = lab.sbatch("--nodes=2", "--export=ALL,MAX_IDLE_STARTS=1,SLURM_WAIT=5", SCRIPT, "busy")
     assert lab.wait(job, "COMPLETED")["Restarts"] == "2"
     log = lab.log(job)
-    assert log.count("runs/busy is held by another start (see above)") == 2 and "process 5 on n9 holds it" in log, log
-    assert [each["how"] for each in read_starts(lab.root / "jobs" / job / "starts.jsonl")] == ["busy", "busy", "finished"]
+    assert (
+        log.count("runs/busy is held by another start (see above)") == 2
+        and "process 5 on n9 holds it" in log
+    ), log
+    assert [each["how"] for each in read_starts(lab.root / "jobs" / job / "starts.jsonl")] == [
+        "busy",
+        "busy",
+        "finished",
+    ]
 
 
 @scenario
@@ -235,15 +294,22 @@ def a_bad_node_is_avoided(lab: Cluster) -> None:
     job = lab.sbatch("--nodes=2", "--export=ALL,PREFLIGHT=1", SCRIPT, "quick-elsewhere")
     ended, (bad,) = lab.wait(job, "COMPLETED"), bad_nodes(lab, job)
     assert (ended["Restarts"], ended["ExcNodeList"]) == ("1", bad), lab.log(job)
-    assert bad not in lab("scontrol", "show", "hostnames", ended["NodeList"]) and f"the next start avoids {bad}" in lab.log(job)
+    assert bad not in lab(
+        "scontrol", "show", "hostnames", ended["NodeList"]
+    ) and f"the next start avoids {bad}" in lab.log(job)
 
 
 @scenario
 def a_job_that_needs_a_bad_node_ends(lab: Cluster) -> None:
-    job = lab.sbatch("--partition=pair", "--nodes=2", "--export=ALL,PREFLIGHT=1", SCRIPT, "quick-nowhere")
+    job = lab.sbatch(
+        "--partition=pair", "--nodes=2", "--export=ALL,PREFLIGHT=1", SCRIPT, "quick-nowhere"
+    )
     assert lab.wait(job, "FAILED")["Restarts"] == "0"
     (bad,) = bad_nodes(lab, job)
-    assert f"without {bad} partition pair has 1 nodes; submit it again with fewer --nodes" in lab.log(job)
+    assert (
+        f"without {bad} partition pair has 1 nodes; submit it again with fewer --nodes"
+        in lab.log(job)
+    )
 
 
 @scenario
@@ -255,7 +321,9 @@ def a_task_of_an_array_starts_again_as_itself(lab: Cluster) -> None:
         lab("scancel", "--batch", "--signal=USR2", f"{array}_{task}")
     for task in (3, 5):
         assert lab.wait(f"{array}_{task}", "COMPLETED")["Restarts"] == "1"
-        assert lab.log(f"{array}_{task}").count(f"member {task} of crash-plan pretrain") == 2  # appended, by the same member
+        assert (
+            lab.log(f"{array}_{task}").count(f"member {task} of crash-plan pretrain") == 2
+        )  # appended, by the same member
         assert (lab.root / f"runs/second-time-{task}/result.json").exists()
 
 
@@ -269,19 +337,31 @@ def what_is_edited_after_the_submission_changes_nothing(lab: Cluster) -> None:
     # as if from within a task of another array, at its third start
     within = ("env", "SLURM_RESTART_COUNT=2", "SLURM_ARRAY_JOB_ID=77", "SLURM_ARRAY_TASK_ID=5")
     kept = [
-        lab(*within, "cluster/submit", "--hold", "--parsable", SCRIPT, name, f"run_dir=runs/of-{number}")
+        lab(
+            *within,
+            "cluster/submit",
+            "--hold",
+            "--parsable",
+            SCRIPT,
+            name,
+            f"run_dir=runs/of-{number}",
+        )
         for number, name in enumerate(names)
     ]
     plain = [lab.sbatch("--hold", SCRIPT, name) for name in ("configs/mine.yaml", "quick-plain")]
     for place in (config, lab.root / "outside.yaml"):
         place.write_text(f"# edited\n{settings}")
-        os.utime(place, (time.time() + 7, time.time() + 7))  # SLURM's times are whole seconds, and clocks differ a little
+        os.utime(
+            place, (time.time() + 7, time.time() + 7)
+        )  # SLURM's times are whole seconds, and clocks differ a little
     for job in [*kept, *plain]:
         lab("scontrol", "release", job)
     for job in kept:
         lab.wait(job, "COMPLETED")
         (log,) = lab.rank_logs(job)
-        assert "config: # as submitted" in log and f"caches {lab.directory}/node/lab/wide-mlps-" in log
+        assert (
+            "config: # as submitted" in log and f"caches {lab.directory}/node/lab/wide-mlps-" in log
+        )
     lab.wait(plain[0], "FAILED")
     assert "configs/mine.yaml; submit it again" in lab.log(plain[0])
     lab.wait(plain[1], "COMPLETED")  # another config's edit is none of its business
@@ -308,7 +388,10 @@ def a_check_that_goes_wrong_everywhere_is_the_configs_fault(lab: Cluster) -> Non
     job = lab.sbatch(SCRIPT, "odd")
     ended = lab.wait(job, "FAILED")
     assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "1"), lab.log(job)
-    said = f"the check of the config failed there (exit code 1, see above); on {bad_nodes(lab, job)[0]} as well"
+    said = (
+        "the check of the config failed there (exit code 1, see above); on"
+        f" {bad_nodes(lab, job)[0]} as well"
+    )
     assert said in lab.log(job), lab.log(job)
 
 
@@ -316,7 +399,9 @@ def a_check_that_goes_wrong_everywhere_is_the_configs_fault(lab: Cluster) -> Non
 def a_preemption_during_the_pre_flight_is_heeded(lab: Cluster) -> None:
     job = lab.sbatch("--export=ALL,PREFLIGHT=1,SLOW=1", SCRIPT, "quick-measured")
     await_file(lab, "measuring", job)
-    lab("scancel", "--signal=TERM", job)  # to its steps alone, as some sites do; which number they have is SLURM's affair
+    lab(
+        "scancel", "--signal=TERM", job
+    )  # to its steps alone, as some sites do; which number they have is SLURM's affair
     assert lab.wait(job, "COMPLETED")["Restarts"] == "1"
     (log,) = lab.rank_logs(job)
     assert log.count("rank 0 of 1") == 1, lab.log(job)
@@ -326,14 +411,20 @@ def a_preemption_during_the_pre_flight_is_heeded(lab: Cluster) -> None:
 def a_node_without_python_is_avoided(lab: Cluster) -> None:
     job = lab.sbatch("--export=ALL,NO_PYTHON=1", SCRIPT, "no-python-quick")
     ended = lab.wait(job, "FAILED", "COMPLETED")
-    assert (ended["JobState"], [ended["ExcNodeList"]]) == ("COMPLETED", bad_nodes(lab, job)), lab.log(job)
+    assert (ended["JobState"], [ended["ExcNodeList"]]) == ("COMPLETED", bad_nodes(lab, job)), (
+        lab.log(job)
+    )
 
 
 @scenario
-def a_node_that_does_not_see_the_data_is_avoided_and_two_mean_that_it_is_not_there(lab: Cluster) -> None:
+def a_node_that_does_not_see_the_data_is_avoided_and_two_mean_that_it_is_not_there(
+    lab: Cluster,
+) -> None:
     once, everywhere = (lab.sbatch(SCRIPT, name) for name in ("blind-quick", "blind-everywhere"))
     ended = lab.wait(once, "FAILED", "COMPLETED")
-    assert (ended["JobState"], [ended["ExcNodeList"]]) == ("COMPLETED", bad_nodes(lab, once)), lab.log(once)
+    assert (ended["JobState"], [ended["ExcNodeList"]]) == ("COMPLETED", bad_nodes(lab, once)), (
+        lab.log(once)
+    )
     assert (lab.root / "jobs" / once / "bad-nodes").read_text().endswith("\t/data/x is not there\n")
     ended = lab.wait(everywhere, "FAILED")
     assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "1"), lab.log(everywhere)
@@ -355,6 +446,9 @@ def test_edited_code_is_refused_where_nothing_was_kept(lab: Cluster) -> None:
         os.utime(code, (later, later))
         lab("scontrol", "release", job)
         lab.wait(job, "FAILED")
-        assert "changed after the job was submitted: pretrain/edited.py; submit it again" in lab.log(job)
+        assert (
+            "changed after the job was submitted: pretrain/edited.py; submit it again"
+            in lab.log(job)
+        )
     finally:
         code.unlink()

@@ -1,4 +1,5 @@
-"""cluster/pretrain.slurm on a real SLURM: two nodes with a rank each, the real command, a tiny run, and all that befalls it."""
+"""cluster/pretrain.slurm on a real SLURM: two nodes with a rank each, the real command, a tiny run,
+and all that befalls it."""
 
 from pathlib import Path
 
@@ -49,10 +50,15 @@ def test_a_wrong_config_fails_at_once(slurm: Cluster, config: Path) -> None:
         # found before anything is started
         "optimizer.lrr=1e-4": "optimizer.lrr: unknown key; did you mean 'lr'?",
         # found by the ranks
-        "train.global_batch_size=17": "pretrain: train.global_batch_size: 17 does not split over 2 ranks",
+        "train.global_batch_size=17": (
+            "pretrain: train.global_batch_size: 17 does not split over 2 ranks"
+        ),
     }
     words = (SCRIPT, config, "augment.mixup_alpha=0")
-    jobs = {case: slurm.sbatch("--nodes=2", *words, f"run_dir=runs/wrong-{number}", case) for number, case in enumerate(cases)}
+    jobs = {
+        case: slurm.sbatch("--nodes=2", *words, f"run_dir=runs/wrong-{number}", case)
+        for number, case in enumerate(cases)
+    }
     for case, job in jobs.items():
         ended = slurm.wait(job, "FAILED")
         assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0")

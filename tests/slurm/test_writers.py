@@ -1,4 +1,5 @@
-"""Two jobs for one run, on a real SLURM: the second is not taken by cluster/submit, and gives way if plain sbatch took it."""
+"""Two jobs for one run, on a real SLURM: the second is not taken by cluster/submit, and gives way
+if plain sbatch took it."""
 
 import subprocess
 import time
@@ -9,7 +10,15 @@ from tests.slurm.conftest import SCRIPT, Cluster
 
 def submit(slurm: Cluster, *words: object) -> subprocess.CompletedProcess[str]:
     command = ["cluster/submit", "--parsable", *map(str, words)]
-    return subprocess.run(command, cwd=slurm.root, env=slurm.environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command,
+        cwd=slurm.root,
+        env=slurm.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_a_run_that_is_in_the_queue_is_not_submitted_again(slurm: Cluster, config: Path) -> None:
@@ -22,7 +31,9 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_again(slurm: Cluster, confi
     assert f"--dependency=afterany:{job}" in again.stderr
     others = [
         submit(slurm, "--hold", SCRIPT, config, "run_dir=runs/other"),
-        submit(slurm, f"--dependency=afterany:{job}", "--hold", SCRIPT, config, "run_dir=runs/twice"),
+        submit(
+            slurm, f"--dependency=afterany:{job}", "--hold", SCRIPT, config, "run_dir=runs/twice"
+        ),
     ]
     assert [other.returncode for other in others] == [0, 0], others
     slurm("scancel", job, *(other.stdout.strip() for other in others))

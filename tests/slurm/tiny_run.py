@@ -25,7 +25,9 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == [], file
 
 
-def await_progress(slurm: Cluster, job: str, run_dir: Path, *, start: int, ranks: str = "2 x 1") -> None:
+def await_progress(
+    slurm: Cluster, job: str, run_dir: Path, *, start: int, ranks: str = "2 x 1"
+) -> None:
     """Until start number `start` has gone on, and has made a checkpoint of its own."""
     slurm.wait_for(job, f"start {start}: {ranks} ranks", timeout_s=240)
     pointer = run_dir / "checkpoints/latest"
@@ -39,6 +41,7 @@ def tracked(slurm: Cluster, run_dir: Path) -> list[str]:
     """The status of each MLflow run of this run directory."""
     with sqlite3.connect(slurm.root / "runs/mlflow.db") as store:
         rows = store.execute(
-            "select status from runs where lifecycle_stage = 'active' and name like ?", (f"%{run_dir.name}%",)
+            "select status from runs where lifecycle_stage = 'active' and name like ?",
+            (f"%{run_dir.name}%",),
         ).fetchall()
     return [status for (status,) in rows]

@@ -1,7 +1,9 @@
-"""The directory of the store: whole files, files on their way, what processes do with them, and room for more.
+"""The directory of the store: whole files, files on their way, what processes do with them, and
+room for more.
 
-The protocol stands in __init__.py. No network here, and no waiting but for the room, which is never kept for longer than it takes
-to list and remove files. All methods but `room` itself are called within it.
+The protocol stands in __init__.py. No network here, and no waiting but for the room, which is never
+kept for longer than it takes to list and remove files. All methods but `room` itself are called
+within it.
 """
 
 import enum
@@ -28,8 +30,8 @@ from data_prep.remote import shown
 from data_prep.settings import UserError
 
 SPARED_SHARE, SPARED_BYTES, MOST_SPARED_SHARE = 0.01, 5e9, 0.1
-"""Of a disk, which is never filled: the first or the second, whichever is more, but of a small disk no more than the third. Others
-write there, too, and a node with a full disk counts as bad."""
+"""Of a disk, which is never filled: the first or the second, whichever is more, but of a small disk
+no more than the third. Others write there, too, and a node with a full disk counts as bad."""
 NOW = -1
 """The place in the order of needs that comes before all that is read ahead."""
 _NAME = re.compile(r"[0-9a-f]{64}\.(tar|npy)(\.part)?")
@@ -49,7 +51,8 @@ class File(NamedTuple):
     source: str
     """URL or path."""
     name: str
-    """By content: several shards of a subset may lie in one tar, and datasets of one content may name their shards otherwise."""
+    """By content: several shards of a subset may lie in one tar, and datasets of one content may
+    name their shards otherwise."""
     num_bytes: int
     sha256: str
 
@@ -94,7 +97,8 @@ class StoreDirectory:
         self.changed = threading.Condition()
         """Held by who is in the room; notified when there may be more of it."""
         self.reading, self.fetching = Counter[str](), set[str]()
-        """By this process. A file that has just been published may still stand among those that are fetched: it serves as well."""
+        """By this process. A file that has just been published may still stand among those that are
+        fetched: it serves as well."""
         self.wanted: list[File] = []
         self.waiting: list[int] = []
         """The bytes for which threads of this process wait."""
@@ -116,10 +120,16 @@ class StoreDirectory:
     def check(self, file: File) -> None:
         """A manifest of others must not lead out of the directory."""
         if not _NAME.fullmatch(file.name):
-            raise DatasetError(f"{shown(file.source)}: sha256 {file.sha256!r} in the manifest is none; index it again")
+            raise DatasetError(
+                f"{shown(file.source)}: sha256 {file.sha256!r} in the manifest is none; index it"
+                " again"
+            )
         if self.max_bytes is not None and file.num_bytes > self.max_bytes:
             most = f"the whole cache of {self.max_bytes / 1e9:,.3f} GB in {self.path}"
-            raise StoreError(f"{shown(file.source)}: has {file.num_bytes / 1e9:,.3f} GB, more than {most}; raise data.cache_gb")
+            raise StoreError(
+                f"{shown(file.source)}: has {file.num_bytes / 1e9:,.3f} GB, more than {most}; raise"
+                " data.cache_gb"
+            )
 
     @contextmanager
     def room(self) -> Iterator[None]:
@@ -139,7 +149,9 @@ class StoreDirectory:
             try:
                 yield
             finally:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # closing alone does not, while a fork of this process has the file, too
+                fcntl.flock(
+                    lock, fcntl.LOCK_UN
+                )  # closing alone does not, while a fork of this process has the file, too
                 lock.close()
 
     def is_there(self, file: File) -> bool:
@@ -147,7 +159,8 @@ class StoreDirectory:
         return path.is_file() and not path.is_symlink()
 
     def claim(self, file: File, *, place: int, keep: bool) -> Claim:
-        """`place`: how many files are needed before it. `keep`: it is read from now on if it is there."""
+        """`place`: how many files are needed before it. `keep`: it is read from now on if it is
+        there."""
         users = self._users()
         if self.is_there(file):
             if keep:
@@ -168,17 +181,26 @@ class StoreDirectory:
             raise
         return Claim.IS_OURS
 
-    def make_room(self, files: Sequence[File], *, place: int = NOW, users: Users | None = None) -> int:
+    def make_room(
+        self, files: Sequence[File], *, place: int = NOW, users: Users | None = None
+    ) -> int:
         """How many bytes are missing for what is not there; then nothing has been removed."""
         needed = sum(file.num_bytes for file in files if not self.is_there(file))
         missing = needed - self._free_bytes() if self.max_bytes is None else needed
         if missing <= 0:
             return 0
-        users, entries, parts = users or self._users(), self._entries(), {self.part(file).name for file in files}
+        users, entries, parts = (
+            users or self._users(),
+            self._entries(),
+            {self.part(file).name for file in files},
+        )
         asked = parts | {file.name for file in files}
         missing += 0 if place == NOW else users.waiting_bytes
         if self.max_bytes is not None:
-            missing += sum(entry.st_size for name, entry in entries.items() if name not in parts) - self.max_bytes
+            missing += (
+                sum(entry.st_size for name, entry in entries.items() if name not in parts)
+                - self.max_bytes
+            )
         ranked = []
         for name, entry in entries.items():
             whole = name.removesuffix(".part")
@@ -220,7 +242,8 @@ class StoreDirectory:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """The block says what this process does more. Where that cannot be published, nothing has changed."""
+        """The block says what this process does more. Where that cannot be published, nothing has
+        changed."""
         before = self.reading.copy(), self.fetching.copy(), self.wanted.copy(), self.waiting.copy()
         try:
             yield
@@ -233,7 +256,9 @@ class StoreDirectory:
         """What this process does; no record where it does nothing."""
         wanted = [file.name for file in self.wanted]
         is_needed = bool(self.reading or self.fetching or self.waiting or wanted)
-        if self._record is not None and not (is_needed and _stands(self._record, self._record_path)):
+        if self._record is not None and not (
+            is_needed and _stands(self._record, self._record_path)
+        ):
             self._record_path.unlink(missing_ok=True)
             self._record.close()
             self._record = None
@@ -243,9 +268,15 @@ class StoreDirectory:
             self._record = open_file(self._record_path, os.O_RDWR | os.O_CREAT)
             weakref.finalize(self, self._record.close)
             fcntl.flock(self._record, fcntl.LOCK_EX)  # the name is ours alone
-        found = {"reading": sorted(self.reading), "fetching": sorted(self.fetching), "wanted": wanted}
+        found = {
+            "reading": sorted(self.reading),
+            "fetching": sorted(self.fetching),
+            "wanted": wanted,
+        }
         data = json.dumps(found | {"waiting_bytes": sum(self.waiting)}).encode()
-        _take_up(self._record, len(data))  # a full disk refuses here, and what stands there is still what was published last
+        _take_up(
+            self._record, len(data)
+        )  # a full disk refuses here, and what stands there is still what was published last
         os.pwrite(self._record.fileno(), data, 0)
         os.ftruncate(self._record.fileno(), len(data))
 
@@ -277,7 +308,8 @@ class StoreDirectory:
         return found
 
     def _make(self) -> None:
-        """Makes the directory, or refuses one in which others could have put, or could change, what we are about to trust."""
+        """Makes the directory, or refuses one in which others could have put, or could change, what
+        we are about to trust."""
         path, setting = self.path, self.setting
         with self.plain_errors():
             try:
@@ -286,13 +318,18 @@ class StoreDirectory:
                 raise StoreError(f"{path}: is no directory; name another as {setting}") from None
             status = path.lstat()
         if stat.S_ISLNK(status.st_mode):
-            raise StoreError(f"{path}: is a link, which others may turn; name the directory itself as {setting}")
+            raise StoreError(
+                f"{path}: is a link, which others may turn; name the directory itself as {setting}"
+            )
         doubt, user = "so what it holds cannot be trusted", os.geteuid()
         if status.st_uid != user:
             owner = f"belongs to user {status.st_uid}, not to you ({user})"
             raise StoreError(f"{path}: {owner}, {doubt}; name a directory of your own as {setting}")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise StoreError(f"{path}: others may write there, {doubt}; empty it and chmod 700 it, or name another as {setting}")
+            raise StoreError(
+                f"{path}: others may write there, {doubt}; empty it and chmod 700 it, or name"
+                f" another as {setting}"
+            )
 
     @contextmanager
     def plain_errors(self) -> Iterator[None]:
@@ -308,7 +345,9 @@ class StoreDirectory:
                 remedy = f"cannot be written to; name another directory as {self.setting}"
             else:
                 raise
-            raise (NoRoomError if is_full else StoreError)(f"{self.path}: {remedy} ({error.strerror})") from None
+            raise (NoRoomError if is_full else StoreError)(
+                f"{self.path}: {remedy} ({error.strerror})"
+            ) from None
 
 
 def open_file(path: Path, flags: int) -> FileIO:
@@ -342,7 +381,8 @@ def _living_record(path: Path) -> dict[str, Any]:
 
 
 def _stands(file: FileIO, path: Path) -> bool:
-    """Whether the open file is still what the path names: it may have been removed before we had its lock."""
+    """Whether the open file is still what the path names: it may have been removed before we had
+    its lock."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except FileNotFoundError:

@@ -1,7 +1,9 @@
-"""The data of a run brought to its nodes' own disks before training reads it: one rank of each node copies, all others wait.
+"""The data of a run brought to its nodes' own disks before training reads it: one rank of each node
+copies, all others wait.
 
-What is trained on is the same: manifest and order stay those of the dataset, and only the place of shards and indices changes
-(__init__.py). Whatever goes wrong with the disk, training goes on with the dataset where it is, and the log says so.
+What is trained on is the same: manifest and order stay those of the dataset, and only the place of
+shards and indices changes (__init__.py). Whatever goes wrong with the disk, training goes on with
+the dataset where it is, and the log says so.
 """
 
 import os
@@ -32,8 +34,11 @@ Files = dict[Path, list[File]]
 """Directory of a dataset -> what training reads of it."""
 
 
-def staged(data: TrainingData, *, world: World, device: torch.device, stop: StopFlag) -> TrainingData:
-    """Called by all ranks; returns when every node has what it can have. The copies stay as long as the result lives."""
+def staged(
+    data: TrainingData, *, world: World, device: torch.device, stop: StopFlag
+) -> TrainingData:
+    """Called by all ranks; returns when every node has what it can have. The copies stay as long as
+    the result lives."""
     if data.settings.stage_dir is None:
         return data
     directory, files = Path(data.settings.stage_dir), files_of(data)
@@ -43,15 +48,24 @@ def staged(data: TrainingData, *, world: World, device: torch.device, stop: Stop
         return _filled(directory, files, stop=stop) if world.local_rank == 0 else None
 
     store = on_all_ranks(
-        work, device=device, failed="data.stage_dir: the data could not be staged for another rank; see its message"
+        work,
+        device=device,
+        failed="data.stage_dir: the data could not be staged for another rank; see its message",
     )
     PROGRESS.mark("starting")
     held = set[Path]()
     with suppress(StoreError, OSError):  # the first rank of the node has reported it
         store = store or _open(directory)
-        held = {dataset for dataset, of_dataset in files.items() if store.hold_all_there(of_dataset)}
+        held = {
+            dataset for dataset, of_dataset in files.items() if store.hold_all_there(of_dataset)
+        }
     place = store.directory if store else None
-    return replace(data, parts=tuple(replace(part, staged=place if part.directory in held else None) for part in data.parts))
+    return replace(
+        data,
+        parts=tuple(
+            replace(part, staged=place if part.directory in held else None) for part in data.parts
+        ),
+    )
 
 
 def files_of(data: TrainingData) -> Files:
@@ -61,7 +75,14 @@ def files_of(data: TrainingData) -> Files:
         for shard in part.content.shards:
             if shard.num_samples:
                 index = part.directory / shard.index_file
-                files = [File(str(index), f"{shard.index_sha256}.npy", index.stat().st_size, shard.index_sha256)]
+                files = [
+                    File(
+                        str(index),
+                        f"{shard.index_sha256}.npy",
+                        index.stat().st_size,
+                        shard.index_sha256,
+                    )
+                ]
                 files += [] if shard.is_remote else [tar_of(shard, part.directory)]
                 found[part.directory] |= {file.name: file for file in files}
     return {directory: list(files.values()) for directory, files in found.items()}
@@ -69,11 +90,14 @@ def files_of(data: TrainingData) -> Files:
 
 def _open(directory: Path) -> ShardStore:
     """Below `data.stage_dir`, which may be everybody's."""
-    return ShardStore(directory / f"shards-{os.getuid()}", setting="data.stage_dir", max_bytes=None, storage={})
+    return ShardStore(
+        directory / f"shards-{os.getuid()}", setting="data.stage_dir", max_bytes=None, storage={}
+    )
 
 
 def _filled(directory: Path, files: Files, *, stop: StopFlag) -> ShardStore | None:
-    """The store of this node, which holds the datasets that it has room for; None: there can be none."""
+    """The store of this node, which holds the datasets that it has room for; None: there can be
+    none."""
     store = None
     for dataset, of_dataset in files.items():
         try:
@@ -82,21 +106,28 @@ def _filled(directory: Path, files: Files, *, stop: StopFlag) -> ShardStore | No
         except StoppedError:
             break
         except (StoreError, OSError) as error:
-            warning = f"WARNING: data.stage_dir on {platform.node()}: {error}; training reads {dataset} where it is"
+            warning = (
+                f"WARNING: data.stage_dir on {platform.node()}: {error}; training reads {dataset}"
+                " where it is"
+            )
             print(warning, file=sys.stderr, flush=True)
     return store
 
 
 def _hold(store: ShardStore, files: Sequence[File], *, stop: StopFlag) -> None:
-    """All files, or StoreError. Without room for all there stays no copy that nobody reads: a disk that we leave full would fail
-    others. After any other fault the next start goes on with what is whole."""
+    """All files, or StoreError. Without room for all there stays no copy that nobody reads: a disk
+    that we leave full would fail others. After any other fault the next start goes on with what is
+    whole."""
     directory = store.directory
     with directory.room():
         needed = sum(file.num_bytes for file in files if not directory.is_there(file))
         missing = directory.make_room(files)
     try:
         if missing:
-            fits = f"{needed / 1e9:,.3g} GB will not fit, {(needed - missing) / 1e9:,.3g} GB are free or can be freed"
+            fits = (
+                f"{needed / 1e9:,.3g} GB will not fit, {(needed - missing) / 1e9:,.3g} GB are free"
+                " or can be freed"
+            )
             raise NoRoomError(f"{directory.path}: {fits}")
         _copy(store, files, num_bytes=needed, stop=stop)
     except StoreError as error:
@@ -108,7 +139,8 @@ def _hold(store: ShardStore, files: Sequence[File], *, stop: StopFlag) -> None:
 
 
 def _copy(store: ShardStore, files: Sequence[File], *, num_bytes: int, stop: StopFlag) -> None:
-    """Several at once: hashing, reading and writing let go of Python's lock. The first error ends them all, and so does `stop`."""
+    """Several at once: hashing, reading and writing let go of Python's lock. The first error ends
+    them all, and so does `stop`."""
     where, began_s = f"{store.directory.path.parent} ({platform.node()})", time.monotonic()
     copied, counting, has_failed = 0, threading.Lock(), threading.Event()
 
@@ -125,7 +157,12 @@ def _copy(store: ShardStore, files: Sequence[File], *, num_bytes: int, stop: Sto
     threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="staging")
     with progress(title, total=total, unit="MB", enabled=total > 0) as line:
         try:
-            for held in as_completed([threads.submit(store.hold, file, waits_for_room=False, moves=moves) for file in files]):
+            for held in as_completed(
+                [
+                    threads.submit(store.hold, file, waits_for_room=False, moves=moves)
+                    for file in files
+                ]
+            ):
                 held.result()
         except BaseException:
             has_failed.set()

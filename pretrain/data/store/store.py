@@ -1,4 +1,5 @@
-"""Copies of files for the threads of a process: fetched when they are needed, or ahead. The protocol stands in __init__.py."""
+"""Copies of files for the threads of a process: fetched when they are needed, or ahead. The
+protocol stands in __init__.py."""
 
 import hashlib
 import os
@@ -15,20 +16,31 @@ from typing import Any
 from data_prep.clients import options_for
 from data_prep.publish import sync
 from data_prep.remote import ContentError, RemoteError, StoppedError, fetch, shown, tried
-from pretrain.data.store.directory import NOW, Claim, File, NoRoomError, StoreDirectory, StoreError, open_file
+from pretrain.data.store.directory import (
+    NOW,
+    Claim,
+    File,
+    NoRoomError,
+    StoreDirectory,
+    StoreError,
+    open_file,
+)
 
 NUM_ATTEMPTS, SILENCE_S = 8, 30.0
 """To fetch a shard from a server; one that sends nothing for so long has failed."""
 WAIT_S = 300.0
-"""For others to let go of room, or to progress with a file that we need. Below engine.timeout_s, whose message is vaguer."""
+"""For others to let go of room, or to progress with a file that we need. Below engine.timeout_s,
+whose message is vaguer."""
 FIRST_LOOK_S, LONGEST_LOOK_S, LOOK_AGAIN_S = 0.01, 0.25, 0.5
 """Between looks at what other processes do; the last is that of read-ahead."""
 WARN_AGAIN_S = 30.0
 NUM_THREADS, PIECE_BYTES = 4, 4 << 20
 VERIFIED_NS = 946_684_800 * 10**9
-"""1 January 2000 as the mtime of a file says that it has not been written to since its hash was found right."""
+"""1 January 2000 as the mtime of a file says that it has not been written to since its hash was
+found right."""
 Moves = Callable[[int], None]
-"""Receives how many bytes more have been copied; 0 at each look at others who copy. What it raises ends the copy, or the wait."""
+"""Receives how many bytes more have been copied; 0 at each look at others who copy. What it raises
+ends the copy, or the wait."""
 
 
 class ShardStore:
@@ -54,8 +66,11 @@ class ShardStore:
         self._full_until_s = 0.0
         self._when_full: list[weakref.WeakMethod[Callable[[], None]]] = []
 
-    def hold(self, file: File, *, waits_for_room: bool = True, moves: Moves = lambda num_bytes: None) -> Path:
-        """Waits until the file stands on disk, verified; no process evicts it until `release`. It counts as used now."""
+    def hold(
+        self, file: File, *, waits_for_room: bool = True, moves: Moves = lambda num_bytes: None
+    ) -> Path:
+        """Waits until the file stands on disk, verified; no process evicts it until `release`. It
+        counts as used now."""
         directory = self.directory
         directory.check(file)
         began_s, seen, look_s, is_waiting = time.monotonic(), None, FIRST_LOOK_S, False
@@ -87,7 +102,10 @@ class ShardStore:
                 look_s = min(2 * look_s, LONGEST_LOOK_S)
         finally:
             if is_waiting:
-                with suppress(OSError, StoreError), directory.room():  # what the caller must see is why we wait no more
+                with (
+                    suppress(OSError, StoreError),
+                    directory.room(),
+                ):  # what the caller must see is why we wait no more
                     directory.waiting.remove(file.num_bytes)
                     directory.publish_record()
 
@@ -108,29 +126,39 @@ class ShardStore:
         with self.directory.room():
             for file in files:
                 path = self.directory.whole(file)
-                with suppress(FileNotFoundError):  # it is not marked as right: somebody may have written to it
+                with suppress(
+                    FileNotFoundError
+                ):  # it is not marked as right: somebody may have written to it
                     os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
             self._full_until_s = 0.0
             self.directory.let_go(files)
 
     def fetch_ahead(self, files: Sequence[File]) -> None:
-        """In this order, in the background, while there is room. What was asked for before and has not begun is forgotten."""
+        """In this order, in the background, while there is room. What was asked for before and has
+        not begun is forgotten."""
         directory, most = self.directory, self.directory.max_bytes
         with directory.room():
             if self._stop.is_set():
                 raise StoppedError
             with directory.recorded():
-                directory.wanted = [file for file in dict.fromkeys(files) if most is None or file.num_bytes <= most]
+                directory.wanted = [
+                    file for file in dict.fromkeys(files) if most is None or file.num_bytes <= most
+                ]
             self._full_until_s = 0.0
             directory.changed.notify_all()
             while len(self._threads) < min(self._num_threads, len(directory.wanted)):
-                self._threads.append(threading.Thread(target=self._work, name="shard-store", daemon=True))
+                self._threads.append(
+                    threading.Thread(target=self._work, name="shard-store", daemon=True)
+                )
                 self._threads[-1].start()
 
     def when_full(self, let_go: Callable[[], None]) -> None:
-        """A method that is called when a `hold` finds no room: it releases what is held, but not in use at that moment.
+        """A method that is called when a `hold` finds no room: it releases what is held, but not in
+        use at that moment.
 
-        Training and evaluation share the store, and each keeps what it needs next: neither must lock the other out."""
+        Training and evaluation share the store, and each keeps what it needs next: neither must
+        lock the other out.
+        """
         self._when_full.append(weakref.WeakMethod(let_go))
 
     def close(self) -> None:
@@ -164,11 +192,17 @@ class ShardStore:
         except BaseException as error:
             with directory.changed:  # which `recorded` holds as well
                 directory.fetching.discard(file.name)
-            with suppress(OSError, StoreError), directory.room():  # what the caller must see is the error that led here
+            with (
+                suppress(OSError, StoreError),
+                directory.room(),
+            ):  # what the caller must see is the error that led here
                 part.unlink(missing_ok=True)
                 directory.publish_record()
             if isinstance(error, FileNotFoundError):
-                raise StoreError(f"{directory.path}: somebody removes files there; name another {directory.setting}") from None
+                raise StoreError(
+                    f"{directory.path}: somebody removes files there; name another"
+                    f" {directory.setting}"
+                ) from None
             if isinstance(error, RemoteError | ContentError):
                 raise StoreError(str(error)) from None
             raise
@@ -190,7 +224,14 @@ class ShardStore:
             os.utime(part.fileno())  # those who wait see that something is done
             if file.is_remote:
                 own = options_for(file.source, self._storage, hosts=self._hosts)
-                fetch(file.source, write, num_bytes=file.num_bytes, storage=own, silence_s=SILENCE_S, stop=self._stop)
+                fetch(
+                    file.source,
+                    write,
+                    num_bytes=file.num_bytes,
+                    storage=own,
+                    silence_s=SILENCE_S,
+                    stop=self._stop,
+                )
             else:
                 self._copy(Path(file.source), write)
             if part.tell() != file.num_bytes:
@@ -201,7 +242,9 @@ class ShardStore:
                 raise _wrong(file, f"sha256 {found} instead of {file.sha256}")
 
         if file.is_remote:
-            tried(file.source, attempt, num_attempts=NUM_ATTEMPTS, stop=self._stop, report=self._warn)
+            tried(
+                file.source, attempt, num_attempts=NUM_ATTEMPTS, stop=self._stop, report=self._warn
+            )
         else:
             attempt()
 
@@ -220,7 +263,8 @@ class ShardStore:
         with suppress(FileNotFoundError), open_file(path, os.O_RDONLY) as copy:
             status = os.fstat(copy.fileno())
             if status.st_size == file.num_bytes and (
-                status.st_mtime_ns == VERIFIED_NS or hashlib.file_digest(copy, "sha256").hexdigest() == file.sha256
+                status.st_mtime_ns == VERIFIED_NS
+                or hashlib.file_digest(copy, "sha256").hexdigest() == file.sha256
             ):
                 os.utime(path, ns=(time.time_ns(), VERIFIED_NS))
                 return True
@@ -240,12 +284,18 @@ class ShardStore:
     def _gave_up(self, file: File, claim: Claim) -> str:
         path, most = self.directory.path, self.directory.max_bytes
         if claim is Claim.IS_FETCHED:
-            stalled = f"another process fetches {shown(file.source)}, and has made no progress in {WAIT_S:,.0f} s"
+            stalled = (
+                f"another process fetches {shown(file.source)}, and has made no progress in"
+                f" {WAIT_S:,.0f} s"
+            )
             return f"{path}: {stalled}; end that process, or name another {self.directory.setting}"
         room = f"{path}: no room for {shown(file.source)} ({file.num_bytes / 1e9:,.3f} GB)"
         if most is None:
             return room
-        return f"{room} in {WAIT_S:,.0f} s, as all of its {most / 1e9:,.3f} GB are being read; raise data.cache_gb"
+        return (
+            f"{room} in {WAIT_S:,.0f} s, as all of its {most / 1e9:,.3f} GB are being read; raise"
+            " data.cache_gb"
+        )
 
     def _warn(self, what: str) -> None:
         """Of a server that does not deliver; many threads may learn the same."""
@@ -254,12 +304,23 @@ class ShardStore:
             print(f"waiting for {what}", file=sys.stderr, flush=True)
 
     def _work(self) -> None:
-        """Read-ahead. A file is begun by one thread at a time, and never before one that is needed sooner and could be begun; what
-        failed is left to the one who needs it, who will learn why; what is evicted too early is fetched again in its turn."""
+        """Read-ahead. A file is begun by one thread at a time, and never before one that is needed
+        sooner and could be begun; what failed is left to the one who needs it, who will learn why;
+        what is evicted too early is fetched again in its turn.
+        """
         changed = self.directory.changed
         while not self._stop.is_set():
-            with changed:  # from the choice to the claim, else a thread that needs its file later could take that room
-                file = next((file for place, file in enumerate(self.directory.wanted) if self._claims(file, place=place)), None)
+            # from the choice to the claim, else a thread that needs its file later could take that
+            # room
+            with changed:
+                file = next(
+                    (
+                        file
+                        for place, file in enumerate(self.directory.wanted)
+                        if self._claims(file, place=place)
+                    ),
+                    None,
+                )
                 if file is None:
                     changed.wait(0 if self._stop.is_set() else LOOK_AGAIN_S)
                     continue
@@ -272,7 +333,11 @@ class ShardStore:
 
     def _claims(self, file: File, *, place: int) -> bool:
         directory, now_s = self.directory, time.monotonic()
-        if self._stop.is_set() or now_s < max(self._full_until_s, self._not_before_s.get(file.name, 0)) or directory.is_there(file):
+        if (
+            self._stop.is_set()
+            or now_s < max(self._full_until_s, self._not_before_s.get(file.name, 0))
+            or directory.is_there(file)
+        ):
             return False
         try:
             directory.check(file)
@@ -290,6 +355,10 @@ class ShardStore:
 
 def _wrong(file: File, what: str) -> Exception:
     if not file.is_remote:
-        return StoreError(f"{file.source}: is not what its manifest says; run data_prep verify on the dataset")
+        return StoreError(
+            f"{file.source}: is not what its manifest says; run data_prep verify on the dataset"
+        )
     remedy = "it was changed or is damaged: put the right file back, or run data_prep index again"
-    return ContentError(f"{shown(file.source)}: delivers {what} that the manifest promises, each time; {remedy}")
+    return ContentError(
+        f"{shown(file.source)}: delivers {what} that the manifest promises, each time; {remedy}"
+    )

@@ -1,4 +1,5 @@
-"""Batch norm in the precision of its running statistics: DeepSpeed makes weights bf16, not buffers; torch takes no mixture."""
+"""Batch norm in the precision of its running statistics: DeepSpeed makes weights bf16, not buffers;
+torch takes no mixture."""
 
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
@@ -7,12 +8,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 class _Exact(_BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
-        assert self.running_mean is not None and self.num_batches_tracked is not None and self.momentum is not None
+        assert (
+            self.running_mean is not None
+            and self.num_batches_tracked is not None
+            and self.momentum is not None
+        )
         if self.training:
             self.num_batches_tracked.add_(1)
         exact = self.running_mean.dtype
-        statistics, scale, shift = (self.running_mean, self.running_var), self.weight.to(exact), self.bias.to(exact)
-        y = batch_norm(x.to(exact), *statistics, scale, shift, training=self.training, momentum=self.momentum, eps=self.eps)
+        statistics, scale, shift = (
+            (self.running_mean, self.running_var),
+            self.weight.to(exact),
+            self.bias.to(exact),
+        )
+        y = batch_norm(
+            x.to(exact),
+            *statistics,
+            scale,
+            shift,
+            training=self.training,
+            momentum=self.momentum,
+            eps=self.eps,
+        )
         return y.to(x.dtype)
 
 

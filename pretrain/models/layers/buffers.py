@@ -1,4 +1,5 @@
-"""What a model keeps beside its weights: permutations, masks, running averages. They are saved and restored with the weights."""
+"""What a model keeps beside its weights: permutations, masks, running averages. They are saved and
+restored with the weights."""
 
 from collections.abc import Mapping
 
@@ -17,16 +18,24 @@ def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Copies on the CPU by name; averages in fp32, whatever the model computes in."""
     return {
-        name: (value.float() if value.is_floating_point() else value).detach().cpu().clone().contiguous()
+        name: (
+            (value.float() if value.is_floating_point() else value)
+            .detach()
+            .cpu()
+            .clone()
+            .contiguous()
+        )
         for name, value in _buffers_of(model).items()
     }
 
 
 @torch.no_grad()
 def average_over_ranks(model: nn.Module) -> None:
-    """Every rank gathers running averages of its own samples: before they are used or saved, all take the mean.
+    """Every rank gathers running averages of its own samples: before they are used or saved, all
+    take the mean.
 
-    Averages are linear in what they gathered, so it makes no difference how often that is done on the way.
+    Averages are linear in what they gathered, so it makes no difference how often that is done on
+    the way.
     """
     for value in _buffers_of(model).values():
         if value.is_floating_point():
@@ -35,7 +44,8 @@ def average_over_ranks(model: nn.Module) -> None:
 
 @torch.no_grad()
 def restore_buffers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Takes them out of a whole state; through `load_state_dict`, so that what is derived from them is derived anew."""
+    """Takes them out of a whole state; through `load_state_dict`, so that what is derived from them
+    is derived anew."""
     names = list(_buffers_of(model))
     missing = [name for name in names if name not in weights]
     assert not missing, f"the state lacks {missing}"

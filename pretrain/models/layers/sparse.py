@@ -1,25 +1,29 @@
-"""Linear layers of which each connection exists with probability p, fixed at the start: `masked` (a dense matrix times a mask) and
-`sparse` (the values of the connections that exist, and where they are).
+"""Linear layers of which each connection exists with probability p, fixed at the start: `masked` (a
+dense matrix times a mask) and `sparse` (the values of the connections that exist, and where they
+are).
 
-One seed gives both the same connections and weights, and both load a state dict of either. The pattern is in the state dict
-(`mask`; `row_starts` and `columns`), so a checkpoint is right whatever was drawn before it was loaded. The number of connections is
-random, hence loading may resize `values`: make the optimizer afterwards. On the meta device nothing is drawn, and a sparse layer
-has the expected number of connections, round(p x size).
+One seed gives both the same connections and weights, and both load a state dict of either. The
+pattern is in the state dict (`mask`; `row_starts` and `columns`), so a checkpoint is right whatever
+was drawn before it was loaded. The number of connections is random, hence loading may resize
+`values`: make the optimizer afterwards. On the meta device nothing is drawn, and a sparse layer has
+the expected number of connections, round(p x size).
 
-A pattern has M rows (outputs) and N columns (inputs) in compressed rows: `starts` (M + 1) and `columns` (one per connection) are
-int32, the values follow them. The cost of everything but `dense` is that of the connections that exist, so a layer of
-150,528 x 150,528 with one connection in 10,000 takes a second.
+A pattern has M rows (outputs) and N columns (inputs) in compressed rows: `starts` (M + 1) and
+`columns` (one per connection) are int32, the values follow them. The cost of everything but `dense`
+is that of the connections that exist, so a layer of 150,528 x 150,528 with one connection in 10,000
+takes a second.
 
-y = W x are two operators known to torch's compiler and counters. Vectors are columns (N, B), B batch: the kernels then run along
-the batch. The transposed pattern (its starts, its columns, the place of each of its values among those of W) makes the gradient of
-x such a product, too, instead of a scatter.
+y = W x are two operators known to torch's compiler and counters. Vectors are columns (N, B), B
+batch: the kernels then run along the batch. The transposed pattern (its starts, its columns, the
+place of each of its values among those of W) makes the gradient of x such a product, too, instead
+of a scatter.
 
     forward             y_MB = W x_NB                                       2 B floating-point operations per connection
     gradient of x       W^T dy_MB                                           2 B
     gradient of values  row i of dy times row j of x, at connections alone  2 B
 
-The kernels are torch's (MKL on a CPU, cuSPARSE on CUDA, not yet run there). Half precision is computed in fp32 inside. There are no
-second derivatives.
+The kernels are torch's (MKL on a CPU, cuSPARSE on CUDA, not yet run there). Half precision is
+computed in fp32 inside. There are no second derivatives.
 """
 
 import warnings
@@ -53,7 +57,8 @@ class Connections:
 
     @property
     def rows(self) -> Tensor:
-        """The output of every connection (int64), by steps that do not depend on the data and that ONNX knows."""
+        """The output of every connection (int64), by steps that do not depend on the data and that
+        ONNX knows."""
         starts = self.row_starts[1:-1].long()
         steps = torch.zeros(self.columns.shape[0] + 1, dtype=torch.int64, device=starts.device)
         return steps.scatter_add(0, starts, torch.ones_like(starts)).cumsum(0)[:-1]
@@ -71,11 +76,16 @@ class Connections:
         """SciPy's, in float64."""
         from scipy.sparse import csr_matrix
 
-        parts = (values.detach().double().cpu().numpy(), self.columns.cpu().numpy(), self.row_starts.cpu().numpy())
+        parts = (
+            values.detach().double().cpu().numpy(),
+            self.columns.cpu().numpy(),
+            self.row_starts.cpu().numpy(),
+        )
         return csr_matrix(parts, shape=(len(self.row_starts) - 1, self.num_inputs))
 
     def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(row starts, columns, order) of the transposed pattern, whose values are values[order]."""
+        """(row starts, columns, order) of the transposed pattern, whose values are
+        values[order]."""
         order = torch.sort(self.columns, stable=True).indices
         counts = torch.bincount(self.columns, minlength=self.num_inputs)
         return _starts(counts), self.rows[order].int(), order.int()
@@ -88,7 +98,9 @@ class Connections:
         elif count and not 0 <= self.columns.min() <= self.columns.max() < self.num_inputs:
             fault = f"columns name inputs outside 0 ... {self.num_inputs - 1}"
         if fault is not None:
-            raise ValueError(f"{prefix[:-1]}: {fault}; the weights are damaged, copy them again or use others")
+            raise ValueError(
+                f"{prefix[:-1]}: {fault}; the weights are damaged, copy them again or use others"
+            )
 
 
 def connections_of(mask_MN: Tensor) -> Connections:
@@ -108,13 +120,18 @@ def draw_connections(num_inputs: int, *, num_outputs: int, density: float) -> Co
 
 
 def _draw_places(size: int, *, density: float) -> Tensor:
-    """Ascending places among `size`, by the gaps between them, which are geometric; from torch's generator of the CPU."""
+    """Ascending places among `size`, by the gaps between them, which are geometric; from torch's
+    generator of the CPU."""
     if density == 1:
         return torch.arange(size, device="cpu")
     num_gaps = int(size * density + 6 * (size * density) ** 0.5 + 16)
     places = torch.zeros(1, dtype=torch.int64, device="cpu")
     while places[-1] <= size:
-        gaps = torch.empty(num_gaps, dtype=torch.int64, device="cpu").geometric_(density).clamp_(max=size + 1)
+        gaps = (
+            torch.empty(num_gaps, dtype=torch.int64, device="cpu")
+            .geometric_(density)
+            .clamp_(max=size + 1)
+        )
         places = torch.cat([places, places[-1] + gaps.cumsum(0)])
     places = places[1:] - 1  # the first gap is at least 1
     return places[: int(torch.searchsorted(places, size))]
@@ -124,29 +141,35 @@ def _starts(counts: Tensor) -> Tensor:
     starts = pad(counts.cumsum(0), (1, 0))
     if starts[-1] > MOST_CONNECTIONS:
         raise ValueError(
-            f"model.density: leaves {int(starts[-1])} connections in one layer, more than {MOST_CONNECTIONS}; "
-            "take a smaller density or width"
+            f"model.density: leaves {int(starts[-1])} connections in one layer, more than"
+            f" {MOST_CONNECTIONS}; take a smaller density or width"
         )
     return starts.int()
 
 
 def largest_singular_value(matrix: "csr_matrix") -> float:
-    """By Lanczos' steps from one and the same start: nothing dense is made, and two calls give one number."""
+    """By Lanczos' steps from one and the same start: nothing dense is made, and two calls give one
+    number."""
     from scipy.sparse.linalg import svds
 
     rows, columns = np.unique(matrix.nonzero()[0]), np.unique(matrix.indices)
     kept = matrix[rows][:, columns]
     if min(kept.shape) <= SMALL:
         return float(np.linalg.norm(kept.toarray(), 2)) if kept.nnz else 0.0
-    return float(svds(kept, k=1, tol=1e-9, v0=np.ones(min(kept.shape)), return_singular_vectors=False)[0])
+    return float(
+        svds(kept, k=1, tol=1e-9, v0=np.ones(min(kept.shape)), return_singular_vectors=False)[0]
+    )
 
 
-# ---- the product ------------------------------------------------------------------------------------------------------
+# ---- the product
+# ------------------------------------------------------------------------------------------------------
 
 
 with warnings.catch_warnings():  # once per process torch warns that compressed rows are in beta
     warnings.simplefilter("ignore")
-    torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.empty(0, dtype=torch.int64), torch.empty(0), size=(1, 1))
+    torch.sparse_csr_tensor(
+        torch.tensor([0, 0]), torch.empty(0, dtype=torch.int64), torch.empty(0), size=(1, 1)
+    )
 
 
 @torch.library.custom_op("wide_mlps::sparse_product", mutates_args=())
@@ -164,12 +187,16 @@ def sparse_product(
 
 
 @sparse_product.register_fake
-def _(_values: Tensor, starts: Tensor, _columns: Tensor, _transposed: Sequence[Tensor], x_NB: Tensor) -> Tensor:
+def _(
+    _values: Tensor, starts: Tensor, _columns: Tensor, _transposed: Sequence[Tensor], x_NB: Tensor
+) -> Tensor:
     return x_NB.new_empty(starts.shape[0] - 1, x_NB.shape[1])
 
 
 @torch.library.custom_op("wide_mlps::sampled_product", mutates_args=())
-def sampled_product(left_MB: Tensor, right_NB: Tensor, starts: Tensor, columns: Tensor, like: Tensor) -> Tensor:
+def sampled_product(
+    left_MB: Tensor, right_NB: Tensor, starts: Tensor, columns: Tensor, like: Tensor
+) -> Tensor:
     """left right^T at the connections alone, as values `like` these."""
     pattern = _compressed_rows(like, starts, columns, num_columns=len(right_NB))
     left, right = _computed(left_MB).to(pattern.dtype), _computed(right_NB).to(pattern.dtype)
@@ -178,11 +205,16 @@ def sampled_product(left_MB: Tensor, right_NB: Tensor, starts: Tensor, columns: 
 
 
 @sampled_product.register_fake
-def _(_left_MB: Tensor, _right_NB: Tensor, _starts: Tensor, _columns: Tensor, like: Tensor) -> Tensor:
+def _(
+    _left_MB: Tensor, _right_NB: Tensor, _starts: Tensor, _columns: Tensor, like: Tensor
+) -> Tensor:
     return torch.empty_like(like)
 
 
-for _device in ("cpu", "cuda"):  # or autocast reaches the products inside, for which there is no bf16
+for _device in (
+    "cpu",
+    "cuda",
+):  # or autocast reaches the products inside, for which there is no bf16
     sparse_product.register_autocast(_device, torch.float32)
     sampled_product.register_autocast(_device, torch.float32)
 
@@ -193,9 +225,13 @@ def _computed(tensor: Tensor) -> Tensor:
     return wide.contiguous()
 
 
-def _compressed_rows(values: Tensor, starts: Tensor, columns: Tensor, *, num_columns: int) -> Tensor:
+def _compressed_rows(
+    values: Tensor, starts: Tensor, columns: Tensor, *, num_columns: int
+) -> Tensor:
     size = (len(starts) - 1, num_columns)
-    return torch.sparse_csr_tensor(starts, columns, _computed(values), size=size, check_invariants=False)
+    return torch.sparse_csr_tensor(
+        starts, columns, _computed(values), size=size, check_invariants=False
+    )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], **_output: Any) -> None:
@@ -203,13 +239,17 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], **_output: Any) -> None:
     ctx.save_for_backward(values, starts, columns, *transposed, x_NB)
 
 
-def _backward(ctx: Any, gradient_MB: Tensor) -> tuple[Tensor | None, None, None, list[None], Tensor | None]:
+def _backward(
+    ctx: Any, gradient_MB: Tensor
+) -> tuple[Tensor | None, None, None, list[None], Tensor | None]:
     values, starts, columns, transposed_starts, transposed_columns, order, x_NB = ctx.saved_tensors
     of_values, of_x, gradient_MB = None, None, gradient_MB.contiguous()
     if ctx.needs_input_grad[0]:
         of_values = sampled_product(gradient_MB, x_NB, starts, columns, values)
     if ctx.needs_input_grad[-1]:
-        of_x = sparse_product(values.index_select(0, order), transposed_starts, transposed_columns, [], gradient_MB)
+        of_x = sparse_product(
+            values.index_select(0, order), transposed_starts, transposed_columns, [], gradient_MB
+        )
     return of_values, None, None, [None, None, None], of_x
 
 
@@ -217,24 +257,31 @@ sparse_product.register_autograd(_backward, setup_context=_keep)
 
 
 @register_flop_formula([torch.ops.wide_mlps.sparse_product])
-def _product_flops(values: Any, _starts: Any, _columns: Any, _transposed: Any, x_NB: Any, **_: Any) -> int:
+def _product_flops(
+    values: Any, _starts: Any, _columns: Any, _transposed: Any, x_NB: Any, **_: Any
+) -> int:
     return int(2 * values[0] * x_NB[1])
 
 
 @register_flop_formula([torch.ops.wide_mlps.sampled_product])
-def _sampled_flops(left_MB: Any, _right: Any, _starts: Any, _columns: Any, like: Any, **_: Any) -> int:
+def _sampled_flops(
+    left_MB: Any, _right: Any, _starts: Any, _columns: Any, like: Any, **_: Any
+) -> int:
     return int(2 * like[0] * left_MB[1])
 
 
-# ---- the layers -------------------------------------------------------------------------------------------------------
+# ---- the layers
+# -------------------------------------------------------------------------------------------------------
 
 
 IN_MASKED, IN_SPARSE = ("weight", "mask"), ("values", "row_starts", "columns")
-"""Entries of a state dict; the pattern may also come without the weights, which an engine may hold elsewhere."""
+"""Entries of a state dict; the pattern may also come without the weights, which an engine may hold
+elsewhere."""
 
 
 class MaskedLinear(nn.Module):
-    """(M * W) x + b. Where M is 0, W starts at 0 and gets no gradient, so that no optimizer moves it."""
+    """(M * W) x + b. Where M is 0, W starts at 0 and gets no gradient, so that no optimizer moves
+    it."""
 
     mask: Tensor
 
@@ -260,12 +307,16 @@ class MaskedLinear(nn.Module):
             values, starts, columns = (state_dict.pop(f"{prefix}{name}") for name in IN_SPARSE)
             connections = Connections(starts, columns, self.in_features)
             connections.check(prefix)
-            state_dict |= {f"{prefix}weight": connections.dense(values), f"{prefix}mask": connections.mask()}
+            state_dict |= {
+                f"{prefix}weight": connections.dense(values),
+                f"{prefix}mask": connections.mask(),
+            }
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class SparseLinear(nn.Module):
-    """W x + b with a sparse W. `values` are entries of a matrix, and decayed like them (optim/build.py)."""
+    """W x + b with a sparse W. `values` are entries of a matrix, and decayed like them
+    (optim/build.py)."""
 
     row_starts: Tensor
     columns: Tensor
@@ -280,7 +331,9 @@ class SparseLinear(nn.Module):
         device = self.bias.device
         if self.bias.is_meta:
             values = torch.empty(round(density * num_inputs * num_outputs))
-            connections = Connections(torch.empty(num_outputs + 1, dtype=torch.int32), values.int(), num_inputs)
+            connections = Connections(
+                torch.empty(num_outputs + 1, dtype=torch.int32), values.int(), num_inputs
+            )
         else:
             connections = draw_connections(num_inputs, num_outputs=num_outputs, density=density)
             values = _draw_values(connections, variance=variance)
@@ -305,7 +358,9 @@ class SparseLinear(nn.Module):
         if torch.onnx.is_in_onnx_export():  # ONNX has no sparse product
             return linear(x_BN, self.dense_weight(), self.bias)
         transposed = [self.column_starts, self.rows, self.order]
-        y_MB = sparse_product(self.values, self.row_starts, self.columns, transposed, x_BN.T.contiguous())
+        y_MB = sparse_product(
+            self.values, self.row_starts, self.columns, transposed, x_BN.T.contiguous()
+        )
         y_BM = y_MB.T.contiguous()
         return y_BM if self.bias is None else y_BM + self.bias
 
@@ -321,13 +376,18 @@ class SparseLinear(nn.Module):
             weight, mask = (state_dict.pop(f"{prefix}{name}") for name in IN_MASKED)
             found = connections_of(mask)
             of_sparse = (weight[mask], found.row_starts, found.columns)
-            state_dict.update({f"{prefix}{name}": value for name, value in zip(IN_SPARSE, of_sparse, strict=True)})
+            state_dict.update(
+                {f"{prefix}{name}": value for name, value in zip(IN_SPARSE, of_sparse, strict=True)}
+            )
         values, starts, columns = (state_dict.get(f"{prefix}{name}") for name in IN_SPARSE)
         if starts is not None and columns is not None:
             Connections(starts, columns, self.in_features).check(prefix)
             if len(columns) != len(self.columns):
                 assert values is not None, f"{prefix[:-1]}: another pattern, and no values for it"
-                self.columns, self.values.data = (self.columns.new_empty(len(columns)), self.values.new_empty(len(values)))
+                self.columns, self.values.data = (
+                    self.columns.new_empty(len(columns)),
+                    self.values.new_empty(len(values)),
+                )
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._transpose()
 

@@ -1,6 +1,8 @@
-"""Writes archives byte for byte in their published layouts, and reads back what `data_prep build` made of them.
+"""Writes archives byte for byte in their published layouts, and reads back what `data_prep build`
+made of them.
 
-Nothing here uses the package's own readers: records and idx headers are put together from their specifications.
+Nothing here uses the package's own readers: records and idx headers are put together from their
+specifications.
 """
 
 import gzip
@@ -50,7 +52,9 @@ class _Python2(pickle._Pickler):
 
     def save_text(self, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else value
-        self.write(b"U" + bytes([len(data)]) if len(data) < 256 else b"T" + struct.pack("<i", len(data)))
+        self.write(
+            b"U" + bytes([len(data)]) if len(data) < 256 else b"T" + struct.pack("<i", len(data))
+        )
         self.write(data)
         self.memoize(value)
 
@@ -58,7 +62,8 @@ class _Python2(pickle._Pickler):
 
 
 def python2_pickle(value: Any) -> bytes:
-    """What `cPickle.dump(value, file, 2)` of Python 2.7 wrote: strings are `str`, arrays go through numpy's old module."""
+    """What `cPickle.dump(value, file, 2)` of Python 2.7 wrote: strings are `str`, arrays go through
+    numpy's old module."""
     file = io.BytesIO()
     pickler = _Python2(file, 2)
     pickler.memo[-1] = (0, None)  # its numbers begin with 1 there
@@ -90,7 +95,11 @@ def written(out: Path, split: str) -> dict[str, Written]:
 
 def opened(kind: str, path: Path, **fields: object) -> Source:
     """Without its published sums, unless asked for."""
-    words = {"kind": kind, "path": str(path)} | ({} if kind in ("tinyimagenet", "imagenet21k") else {"md5": "off"}) | fields
+    words = (
+        {"kind": kind, "path": str(path)}
+        | ({} if kind in ("tinyimagenet", "imagenet21k") else {"md5": "off"})
+        | fields
+    )
     settings: TypeAdapter[SourceSettings] = TypeAdapter(SourceSettings)
     return open_source(settings.validate_python(words), num_workers=1)
 
@@ -107,13 +116,19 @@ def listed(source: Source) -> list[Entry]:
     found = []
     for container in sorted(outline.containers):
         entries: Entries = source.entries(container)
-        columns = (entries.names, entries.offsets.tolist(), entries.sizes.tolist(), entries.labels.tolist())
+        columns = (
+            entries.names,
+            entries.offsets.tolist(),
+            entries.sizes.tolist(),
+            entries.labels.tolist(),
+        )
         found += [Entry(container, *row) for row in sorted(zip(*columns, strict=True))]
     return found
 
 
 def mutants(data: bytes, *, count: int, seed: int) -> Iterable[bytes]:
-    """Copies of `data` with flipped, doubled, removed or overwritten bytes, or cut short; more of them under `make soak`."""
+    """Copies of `data` with flipped, doubled, removed or overwritten bytes, or cut short; more of
+    them under `make soak`."""
     numbers = random.Random(seed + FIRST)
     for _ in range(count * FACTOR):
         mutant = bytearray(data)
@@ -130,14 +145,17 @@ def mutants(data: bytes, *, count: int, seed: int) -> Iterable[bytes]:
                 case 3:
                     mutant[place:place] = mutant[place : place + length]
                 case _:
-                    mutant[place : place + length] = numbers.choice([b"\xff", b"\0", b"\x7f"]) * length
+                    mutant[place : place + length] = (
+                        numbers.choice([b"\xff", b"\0", b"\x7f"]) * length
+                    )
         if numbers.random() < 0.1:
             del mutant[numbers.randrange(len(mutant) + 1) :]
         yield bytes(mutant)
 
 
 def survey(open_source: Callable[[], Source]) -> tuple[int, str]:
-    """How many inputs a possibly damaged archive still gives, or what it is refused for; anything else is a failure."""
+    """How many inputs a possibly damaged archive still gives, or what it is refused for; anything
+    else is a failure."""
     try:
         source = open_source()
         entries = listed(source)
@@ -153,7 +171,8 @@ def survey(open_source: Callable[[], Source]) -> tuple[int, str]:
     return len(entries), ""
 
 
-# ---- ImageNet ------------------------------------------------------------------------------------------------------
+# ---- ImageNet
+# ------------------------------------------------------------------------------------------------------
 
 SYNSETS = ("n01440764", "n01443537", "n02119789")
 """Synsets of these tests; the first two are real classes of ImageNet-1k, too."""
@@ -165,7 +184,9 @@ def jpeg(seed: int) -> bytes:
 
 def synset_files(wnid: str, count: int) -> dict[str, bytes]:
     """The files of a synset as ImageNet names them; numbers are not consecutive there, either."""
-    return {f"{wnid}_{7 * number + 3}.JPEG": jpeg(int(wnid[1:]) + number) for number in range(count)}
+    return {
+        f"{wnid}_{7 * number + 3}.JPEG": jpeg(int(wnid[1:]) + number) for number in range(count)
+    }
 
 
 def synset_folders(root: Path, counts: dict[str, int]) -> Path:
@@ -175,38 +196,73 @@ def synset_folders(root: Path, counts: dict[str, int]) -> Path:
 
 
 def synset_tars(root: Path, counts: dict[str, int]) -> Path:
-    return write_files(root, {f"{wnid}.tar": tar_of(synset_files(wnid, count)) for wnid, count in counts.items()})
+    return write_files(
+        root, {f"{wnid}.tar": tar_of(synset_files(wnid, count)) for wnid, count in counts.items()}
+    )
 
 
-def whole_tar(path: Path, counts: dict[str, int], *, prefix: str = "", ending: str = ".tar") -> Path:
+def whole_tar(
+    path: Path, counts: dict[str, int], *, prefix: str = "", ending: str = ".tar"
+) -> Path:
     """A tar of synset tars, in no particular order."""
-    inner = {f"{prefix}{wnid}{ending}": tar_of(synset_files(wnid, counts[wnid])) for wnid in reversed(list(counts))}
+    inner = {
+        f"{prefix}{wnid}{ending}": tar_of(synset_files(wnid, counts[wnid]))
+        for wnid in reversed(list(counts))
+    }
     write_files(path.parent, {path.name: tar_of(inner, folder=prefix.rstrip("/"))})
     return path
 
 
-def devkit_files(numbers: dict[int, str], truth: list[int], *, parents: int = 2) -> dict[str, bytes]:
-    """meta.mat with the classes in any order and their ancestors, as in the real one, and the ground truth."""
-    fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height", "num_train_images")
+def devkit_files(
+    numbers: dict[int, str], truth: list[int], *, parents: int = 2
+) -> dict[str, bytes]:
+    """meta.mat with the classes in any order and their ancestors, as in the real one, and the
+    ground truth."""
+    fields = (
+        "ILSVRC2012_ID",
+        "WNID",
+        "words",
+        "gloss",
+        "num_children",
+        "children",
+        "wordnet_height",
+        "num_train_images",
+    )
     synsets = np.zeros((len(numbers) + parents, 1), dtype=[(name, object) for name in fields])
     for row, (number, wnid) in enumerate(numbers.items()):
         synsets[row, 0] = (number, wnid, f"words of {wnid}", "a gloss", 0, np.zeros(0), 0, 1300)
     for row in range(len(numbers), len(synsets)):
         children = np.array(list(numbers)[:2], np.float64)
-        synsets[row, 0] = (row + 1, f"n9999999{row % 10}", "an ancestor", "a gloss", 2, children, 1, 0)
+        synsets[row, 0] = (
+            row + 1,
+            f"n9999999{row % 10}",
+            "an ancestor",
+            "a gloss",
+            2,
+            children,
+            1,
+            0,
+        )
     buffer = io.BytesIO()
     savemat(buffer, {"synsets": synsets})
     folder = "ILSVRC2012_devkit_t12"
     return {
         f"{folder}/COPYING": b"as it is",
-        f"{folder}/data/ILSVRC2012_validation_ground_truth.txt": "".join(f"{number}\n" for number in truth).encode(),
+        f"{folder}/data/ILSVRC2012_validation_ground_truth.txt": (
+            "".join(f"{number}\n" for number in truth).encode()
+        ),
         f"{folder}/data/meta.mat": buffer.getvalue(),
     }
 
 
 def devkit(root: Path, files: dict[str, bytes]) -> Path:
-    return write_files(root, {"ILSVRC2012_devkit_t12.tar.gz": tar_gz_of(files)}) / "ILSVRC2012_devkit_t12.tar.gz"
+    return (
+        write_files(root, {"ILSVRC2012_devkit_t12.tar.gz": tar_gz_of(files)})
+        / "ILSVRC2012_devkit_t12.tar.gz"
+    )
 
 
 def val_files(count: int) -> dict[str, bytes]:
-    return {f"ILSVRC2012_val_{number:08d}.JPEG": jpeg(900 + number) for number in range(1, count + 1)}
+    return {
+        f"ILSVRC2012_val_{number:08d}.JPEG": jpeg(900 + number) for number in range(1, count + 1)
+    }

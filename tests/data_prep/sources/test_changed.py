@@ -1,5 +1,5 @@
-"""A file of any source that changes before the last shard is written ends the build, even if it has been read: what was written may
-be a mixture.
+"""A file of any source that changes before the last shard is written ends the build, even if it has
+been read: what was written may be a mixture.
 """
 
 import os
@@ -17,26 +17,84 @@ from data_prep.manifest import load_manifest
 from data_prep.sources import SourceError
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import write_classes, write_files
-from tests.data_prep.sources import test_cifar, test_imagenet1k, test_mnist, test_stl10, test_tinyimagenet
-from tests.data_prep.sources.layouts import SYNSETS, build, listed, opened, synset_folders, synset_tars, whole_tar
+from tests.data_prep.sources import (
+    test_cifar,
+    test_imagenet1k,
+    test_mnist,
+    test_stl10,
+    test_tinyimagenet,
+)
+from tests.data_prep.sources.layouts import (
+    SYNSETS,
+    build,
+    listed,
+    opened,
+    synset_folders,
+    synset_tars,
+    whole_tar,
+)
 
 COUNTS = dict.fromkeys(SYNSETS, 2)
 Case = tuple[str, Callable[[Path], Path], str]
 CASES: dict[str, Case] = {
-    "folder": ("folder", lambda root: write_classes(root, {"ant": 2, "ant/more": 1, "bee": 1}), "ant/more/000.jpg"),
-    "many files": ("folder", lambda root: write_classes(root, {f"class-{number}": 5 for number in range(5)}), "class-0/000.jpg"),
-    "synset folders": ("imagenet21k", lambda root: synset_folders(root, COUNTS), f"{SYNSETS[1]}/{SYNSETS[1]}_3.JPEG"),
+    "folder": (
+        "folder",
+        lambda root: write_classes(root, {"ant": 2, "ant/more": 1, "bee": 1}),
+        "ant/more/000.jpg",
+    ),
+    "many files": (
+        "folder",
+        lambda root: write_classes(root, {f"class-{number}": 5 for number in range(5)}),
+        "class-0/000.jpg",
+    ),
+    "synset folders": (
+        "imagenet21k",
+        lambda root: synset_folders(root, COUNTS),
+        f"{SYNSETS[1]}/{SYNSETS[1]}_3.JPEG",
+    ),
     "synset tars": ("imagenet21k", lambda root: synset_tars(root, COUNTS), f"{SYNSETS[1]}.tar"),
     "whole tar": ("imagenet21k", lambda root: whole_tar(root / "whole.tar", COUNTS), ""),
     "imagenet1k": ("imagenet1k", test_imagenet1k.downloaded, "ILSVRC2012_img_val.tar"),
-    "imagenet1k, flat val": ("imagenet1k", test_imagenet1k.unpacked, "val/ILSVRC2012_val_00000002.JPEG"),
-    "tiny zip": ("tinyimagenet", lambda root: test_tinyimagenet.place(root, test_tinyimagenet.WHOLE, unpacked=False), ""),
-    "tiny folder": ("tinyimagenet", lambda root: test_tinyimagenet.place(root, test_tinyimagenet.WHOLE), "val/images/val_3.JPEG"),
-    "mnist": ("mnist", lambda root: write_files(root, test_mnist.files()), "t10k-labels-idx1-ubyte.gz"),
-    "cifar": ("cifar", lambda root: test_cifar.archive(root, "cifar-10-python", unpacked=True), "data_batch_3"),
-    "stl10.tar.gz": ("stl10", lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=False), ""),
-    "cifar.tar.gz": ("cifar", lambda root: test_cifar.archive(write_files(root, {"beside": b""}), "cifar-10-binary"), ""),
-    "stl10": ("stl10", lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=True), "fold_indices.txt"),
+    "imagenet1k, flat val": (
+        "imagenet1k",
+        test_imagenet1k.unpacked,
+        "val/ILSVRC2012_val_00000002.JPEG",
+    ),
+    "tiny zip": (
+        "tinyimagenet",
+        lambda root: test_tinyimagenet.place(root, test_tinyimagenet.WHOLE, unpacked=False),
+        "",
+    ),
+    "tiny folder": (
+        "tinyimagenet",
+        lambda root: test_tinyimagenet.place(root, test_tinyimagenet.WHOLE),
+        "val/images/val_3.JPEG",
+    ),
+    "mnist": (
+        "mnist",
+        lambda root: write_files(root, test_mnist.files()),
+        "t10k-labels-idx1-ubyte.gz",
+    ),
+    "cifar": (
+        "cifar",
+        lambda root: test_cifar.archive(root, "cifar-10-python", unpacked=True),
+        "data_batch_3",
+    ),
+    "stl10.tar.gz": (
+        "stl10",
+        lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=False),
+        "",
+    ),
+    "cifar.tar.gz": (
+        "cifar",
+        lambda root: test_cifar.archive(write_files(root, {"beside": b""}), "cifar-10-binary"),
+        "",
+    ),
+    "stl10": (
+        "stl10",
+        lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=True),
+        "fold_indices.txt",
+    ),
 }
 WORDS = {"imagenet21k": ["source.processing=raw"], "tinyimagenet": [], "folder": []}
 
@@ -60,7 +118,9 @@ def build_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildWhile:
 
         monkeypatch.setattr(building, "write_shards", write_shards)
         words = WORDS.get(kind, ["source.md5=off"])
-        return build(kind, tmp_path / "out", f"source.path={source}", "image_size=16", *words, *more)
+        return build(
+            kind, tmp_path / "out", f"source.path={source}", "image_size=16", *words, *more
+        )
 
     return run
 
@@ -71,7 +131,11 @@ def test_a_file_that_is_touched_after_it_was_read_ends_the_build(
 ) -> None:
     file = CASES[name][2]
     code = build_while(name, lambda source: os.utime(source / file if file else source, ns=(1, 1)))
-    refused(code, "data_prep: source: 1 files have changed since they were listed (", file or str(tmp_path / "in"))
+    refused(
+        code,
+        "data_prep: source: 1 files have changed since they were listed (",
+        file or str(tmp_path / "in"),
+    )
     assert not list((tmp_path / "out").glob("*.json*"))
 
 
@@ -85,14 +149,26 @@ def test_a_file_that_is_touched_after_it_was_read_ends_the_build(
     ids=["added", "replaced", "removed"],
 )
 def test_files_that_come_go_or_are_replaced_end_the_build(
-    tmp_path: Path, build_while: BuildWhile, refused: Refused, file: str, alter: Callable[[Path], Any]
+    tmp_path: Path,
+    build_while: BuildWhile,
+    refused: Refused,
+    file: str,
+    alter: Callable[[Path], Any],
 ) -> None:
-    refused(build_while("folder", lambda source: alter(source / file)), f"1 files have changed since they were listed ({file})")
+    refused(
+        build_while("folder", lambda source: alter(source / file)),
+        f"1 files have changed since they were listed ({file})",
+    )
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_a_source_whose_pictures_stay_as_they_are_is_built(tmp_path: Path, build_while: BuildWhile) -> None:
-    assert build_while("folder", lambda source: write_files(source, {"ant/more/note.txt": b"mine"})) == 0
+def test_a_source_whose_pictures_stay_as_they_are_is_built(
+    tmp_path: Path, build_while: BuildWhile
+) -> None:
+    assert (
+        build_while("folder", lambda source: write_files(source, {"ant/more/note.txt": b"mine"}))
+        == 0
+    )
     assert load_manifest(tmp_path / "out").num_written == 4
 
 
@@ -102,7 +178,10 @@ def test_a_source_whose_pictures_stay_as_they_are_is_built(tmp_path: Path, build
         ("tiny folder", "wnids.txt"),
         ("tiny folder", "val/val_annotations.txt"),
         ("imagenet1k", "ILSVRC2012_devkit_t12.tar.gz"),
-        ("imagenet1k, flat val", "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"),
+        (
+            "imagenet1k, flat val",
+            "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt",
+        ),
         ("imagenet1k, flat val", "../real.json"),
     ],
 )
@@ -112,7 +191,11 @@ def test_files_of_labels_that_change_end_the_build(
     write_files(tmp_path, {"real.json": b"[[1], [], [2], [0], [0]]"})
     words = [f"source.real={tmp_path / 'real.json'}"] if name.startswith("imagenet1k") else []
     code = build_while(name, lambda source: os.utime(source / file, ns=(1, 1)), *words)
-    refused(code, "1 folders, archives or lists of labels have changed since they were listed (", Path(file).name)
+    refused(
+        code,
+        "1 folders, archives or lists of labels have changed since they were listed (",
+        Path(file).name,
+    )
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -137,19 +220,31 @@ def test_of_many_changed_files_all_are_counted_and_three_are_named(
             os.utime(path, ns=(1, 1))
 
     names = "class-0/003.jpg, class-0/004.jpg, class-1/000.jpg"
-    refused(build_while("many files", alter), f"source: 22 files have changed since they were listed ({names})")
+    refused(
+        build_while("many files", alter),
+        f"source: 22 files have changed since they were listed ({names})",
+    )
 
 
-@pytest.mark.parametrize("name", ["cifar", "cifar.tar.gz", "mnist", "stl10", "stl10.tar.gz", "tiny zip"])
-def test_archives_with_a_stamp_need_no_second_listing_and_are_not_read_once_it_is_another(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["cifar", "cifar.tar.gz", "mnist", "stl10", "stl10.tar.gz", "tiny zip"]
+)
+def test_archives_with_a_stamp_need_no_second_listing_and_are_not_read_once_it_is_another(
+    tmp_path: Path, name: str
+) -> None:
     kind, make, file = CASES[name]
     path = make(tmp_path / "in")
     source, again = opened(kind, path), opened(kind, path)
-    assert all(part.stamp for part in source.outline().containers) and source.outline() == again.outline()
+    assert (
+        all(part.stamp for part in source.outline().containers)
+        and source.outline() == again.outline()
+    )
     entry = listed(source)[0]
     with open(path / file, "ab") as changed:
         changed.write(b"more")
-    with pytest.raises(SourceError, match=f"{re.escape(entry.locator)}: the source has changed since it was listed"):
+    with pytest.raises(
+        SourceError, match=f"{re.escape(entry.locator)}: the source has changed since it was listed"
+    ):
         source.read(entry)
     (path / file).unlink()
     with pytest.raises(SourceError, match=r"^source\.path: .* (is not there|lacks|holds no)"):

@@ -1,4 +1,5 @@
-"""CIFAR as published: four archives and the four folders that they unpack to, all of the same pictures."""
+"""CIFAR as published: four archives and the four folders that they unpack to, all of the same
+pictures."""
 
 import hashlib
 import pickle
@@ -13,18 +14,39 @@ import pytest
 from data_prep.manifest import load_manifest
 from data_prep.sources import Source, SourceError, cifar
 from tests.data_prep.samples import write_files
-from tests.data_prep.sources.layouts import build, listed, opened, pixels, ppm_of, python2_pickle, refuses, tar_gz_of, written
+from tests.data_prep.sources.layouts import (
+    build,
+    listed,
+    opened,
+    pixels,
+    ppm_of,
+    python2_pickle,
+    refuses,
+    tar_gz_of,
+    written,
+)
 
 TEN = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 FINE = [f"fine_{number:02d}" for number in range(100)]
 COARSE = [f"coarse_{number:02d}" for number in range(20)]
-BATCHES = ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"]
+BATCHES = [
+    "data_batch_1",
+    "data_batch_2",
+    "data_batch_3",
+    "data_batch_4",
+    "data_batch_5",
+    "test_batch",
+]
 NUM = 4
 """Records in each file here; 10,000 and more as published."""
 
 TEN_PIXELS = {name: pixels(NUM, 3, 32, 32, seed=number) for number, name in enumerate(BATCHES)}
-TEN_LABELS = {name: [(3 * number + row) % 10 for row in range(NUM)] for number, name in enumerate(BATCHES)}
-HUNDRED_PIXELS = {name: pixels(NUM, 3, 32, 32, seed=10 + number) for number, name in enumerate(["train", "test"])}
+TEN_LABELS = {
+    name: [(3 * number + row) % 10 for row in range(NUM)] for number, name in enumerate(BATCHES)
+}
+HUNDRED_PIXELS = {
+    name: pixels(NUM, 3, 32, 32, seed=10 + number) for number, name in enumerate(["train", "test"])
+}
 FINE_LABELS = {"train": [99, 0, 50, 7], "test": [3, 98, 3, 1]}
 COARSE_LABELS = {"train": [19, 0, 5, 7], "test": [3, 18, 3, 1]}
 
@@ -38,8 +60,14 @@ def ten_python() -> dict[str, bytes]:
     meta = {"num_cases_per_batch": 10000, "label_names": TEN, "num_vis": 3072}
     files = {f"{folder}/readme.html": b"<meta>", f"{folder}/batches.meta": python2_pickle(meta)}
     for name in BATCHES:
-        fields = {"batch_label": f"batch {name}", "labels": TEN_LABELS[name], "data": TEN_PIXELS[name].reshape(NUM, 3072)}
-        files[f"{folder}/{name}"] = python2_pickle(fields | {"filenames": [f"{name}_{row}.png" for row in range(NUM)]})
+        fields = {
+            "batch_label": f"batch {name}",
+            "labels": TEN_LABELS[name],
+            "data": TEN_PIXELS[name].reshape(NUM, 3072),
+        }
+        files[f"{folder}/{name}"] = python2_pickle(
+            fields | {"filenames": [f"{name}_{row}.png" for row in range(NUM)]}
+        )
     return files
 
 
@@ -48,26 +76,41 @@ def ten_binary() -> dict[str, bytes]:
     files = {f"{folder}/batches.meta.txt": lines([*TEN, ""])}
     for name in BATCHES:
         rows = zip(TEN_LABELS[name], TEN_PIXELS[name], strict=True)
-        files[f"{folder}/{name}.bin"] = b"".join(bytes([label]) + picture.tobytes() for label, picture in rows)
+        files[f"{folder}/{name}.bin"] = b"".join(
+            bytes([label]) + picture.tobytes() for label, picture in rows
+        )
     return files
 
 
 def hundred_python() -> dict[str, bytes]:
     folder = "cifar-100-python"
-    files = {f"{folder}/file.txt~": b"", f"{folder}/meta": python2_pickle({"fine_label_names": FINE, "coarse_label_names": COARSE})}
+    files = {
+        f"{folder}/file.txt~": b"",
+        f"{folder}/meta": python2_pickle({"fine_label_names": FINE, "coarse_label_names": COARSE}),
+    }
     for name in ("test", "train"):
-        fields = {"filenames": [f"{name}_{row}.png" for row in range(NUM)], "batch_label": f"{name}ing batch 1 of 1"}
+        fields = {
+            "filenames": [f"{name}_{row}.png" for row in range(NUM)],
+            "batch_label": f"{name}ing batch 1 of 1",
+        }
         fields |= {"fine_labels": FINE_LABELS[name], "coarse_labels": COARSE_LABELS[name]}
-        files[f"{folder}/{name}"] = python2_pickle(fields | {"data": HUNDRED_PIXELS[name].reshape(NUM, 3072)})
+        files[f"{folder}/{name}"] = python2_pickle(
+            fields | {"data": HUNDRED_PIXELS[name].reshape(NUM, 3072)}
+        )
     return files
 
 
 def hundred_binary() -> dict[str, bytes]:
     folder = "cifar-100-binary"
-    files = {f"{folder}/coarse_label_names.txt": lines(COARSE), f"{folder}/fine_label_names.txt": lines(FINE)}
+    files = {
+        f"{folder}/coarse_label_names.txt": lines(COARSE),
+        f"{folder}/fine_label_names.txt": lines(FINE),
+    }
     for name in ("train", "test"):
         rows = zip(COARSE_LABELS[name], FINE_LABELS[name], HUNDRED_PIXELS[name], strict=True)
-        files[f"{folder}/{name}.bin"] = b"".join(bytes([c, f]) + picture.tobytes() for c, f, picture in rows)
+        files[f"{folder}/{name}.bin"] = b"".join(
+            bytes([c, f]) + picture.tobytes() for c, f, picture in rows
+        )
     return files
 
 
@@ -94,7 +137,9 @@ def source_of(path: Path, **fields: object) -> Source:
 
 @pytest.mark.parametrize("unpacked", [False, True])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_version_gives_the_pictures_and_labels_as_they_were(tmp_path: Path, version: str, unpacked: bool) -> None:
+def test_every_version_gives_the_pictures_and_labels_as_they_were(
+    tmp_path: Path, version: str, unpacked: bool
+) -> None:
     source = source_of(archive(tmp_path, version, unpacked=unpacked))
     ten = version.startswith("cifar-10-")
     of_file, labels = (TEN_PIXELS, TEN_LABELS) if ten else (HUNDRED_PIXELS, FINE_LABELS)
@@ -117,43 +162,68 @@ def test_every_version_gives_the_pictures_and_labels_as_they_were(tmp_path: Path
 def test_a_build_of_either_version_holds_the_pictures_as_published(tmp_path: Path) -> None:
     outs = {}
     for version, encoding in (("cifar-10-python", "keep"), ("cifar-10-binary", "raw")):
-        path, outs[version] = archive(tmp_path, version, unpacked=encoding == "raw"), tmp_path / "out" / version
+        path, outs[version] = (
+            archive(tmp_path, version, unpacked=encoding == "raw"),
+            tmp_path / "out" / version,
+        )
         words = [f"source.path={path}", "source.md5=off", "image_size=32", f"encoding={encoding}"]
         assert build("cifar", outs[version], *words) == 0
     python, binary = outs.values()
     manifest = load_manifest(python)
     assert manifest.classes == tuple(TEN)
-    assert {name: split.num_samples for name, split in manifest.splits.items()} == {"train": 5 * NUM, "test": NUM}
+    assert {name: split.num_samples for name, split in manifest.splits.items()} == {
+        "train": 5 * NUM,
+        "test": NUM,
+    }
     assert str(tmp_path) not in (python / "manifest.json").read_text()
     for split, names in (("train", BATCHES[:5]), ("test", BATCHES[5:])):
         assert written(python, split) == {
-            f"{name}/{row:05d}": (ppm_of(TEN_PIXELS[name][row].transpose(1, 2, 0)), TEN_LABELS[name][row])
+            f"{name}/{row:05d}": (
+                ppm_of(TEN_PIXELS[name][row].transpose(1, 2, 0)),
+                TEN_LABELS[name][row],
+            )
             for name in names
             for row in range(NUM)
         }
-        assert (python / f"{split}-000000.tar").read_bytes() == (binary / f"{split}-000000.tar").read_bytes()
+        assert (python / f"{split}-000000.tar").read_bytes() == (
+            binary / f"{split}-000000.tar"
+        ).read_bytes()
 
 
 @pytest.mark.parametrize("version", ["cifar-100-python", "cifar-100-binary"])
 def test_coarse_labels_are_those_of_the_twenty_classes(tmp_path: Path, version: str) -> None:
     source = source_of(archive(tmp_path, version), labels="coarse")
     assert source.outline().classes == tuple(COARSE)
-    assert [entry.label for entry in listed(source)] == COARSE_LABELS["test"] + COARSE_LABELS["train"]
+    assert [entry.label for entry in listed(source)] == COARSE_LABELS["test"] + COARSE_LABELS[
+        "train"
+    ]
 
 
-def test_published_sums_are_asked_for_unless_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is opened: those of archives, whatever they are called, and of what the python versions unpack to."""
+def test_published_sums_are_asked_for_unless_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is opened: those of archives, whatever they are called, and of what the
+    python versions unpack to."""
     renamed = write_files(tmp_path, {"renamed.tgz": b"whatever it is"}) / "renamed.tgz"
     with monkeypatch.context() as patch:
         patch.setattr(cifar, "read_members", None)
-        refuses(source_of(renamed, md5="published"), r"published is c58f\w+ \(cifar-10-python\.tar\.gz\), .*md5=off")
-    path, folder = archive(tmp_path, "cifar-10-python"), archive(tmp_path, "cifar-100-python", unpacked=True)
+        refuses(
+            source_of(renamed, md5="published"),
+            r"published is c58f\w+ \(cifar-10-python\.tar\.gz\), .*md5=off",
+        )
+    path, folder = (
+        archive(tmp_path, "cifar-10-python"),
+        archive(tmp_path, "cifar-100-python", unpacked=True),
+    )
     found = hashlib.md5(path.read_bytes()).hexdigest()
     message = f"has the MD5 {found}, published is c58f30108f718f92721af3b95e74349a; .*md5=off"
     refuses(source_of(path, md5="published"), message)
     refuses(source_of(folder, md5="published"), "published is 16019d7e3df5f24257cddd939b257f8d")
     monkeypatch.setitem(cifar.CIFAR_ARCHIVES, "cifar-10-python.tar.gz", found)
-    sums = {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in ("train", "test", "meta")}
+    sums = {
+        name: hashlib.md5((folder / name).read_bytes()).hexdigest()
+        for name in ("train", "test", "meta")
+    }
     monkeypatch.setattr(cifar, "CIFAR_FILES", sums)
     assert len(listed(source_of(path, md5="published"))) == 6 * NUM
     assert len(listed(source_of(folder, md5="published"))) == 2 * NUM
@@ -162,16 +232,22 @@ def test_published_sums_are_asked_for_unless_turned_off(tmp_path: Path, monkeypa
 def test_files_are_pickled_here_as_those_that_are_published_were() -> None:
     """Byte for byte, opcodes and all: of one of them everything is known."""
     name = "batches.meta"
-    assert hashlib.md5(ten_python()[f"cifar-10-batches-py/{name}"]).hexdigest() == cifar.CIFAR_FILES[name]
+    assert (
+        hashlib.md5(ten_python()[f"cifar-10-batches-py/{name}"]).hexdigest()
+        == cifar.CIFAR_FILES[name]
+    )
 
 
-# ---- mistakes ---------------------------------------------------------------------------------------------------
+# ---- mistakes
+# ---------------------------------------------------------------------------------------------------
 
 
 def replaced(files: dict[str, bytes], name: str, data: bytes | None) -> dict[str, bytes]:
     """`files` with the one of that name replaced, or without it."""
     (full,) = [path for path in files if path.endswith(f"/{name}")]
-    return {path: body for path, body in files.items() if path != full} | ({full: data} if data is not None else {})
+    return {path: body for path, body in files.items() if path != full} | (
+        {full: data} if data is not None else {}
+    )
 
 
 def a_batch(**fields: object) -> bytes:
@@ -199,7 +275,9 @@ def a_batch(**fields: object) -> bytes:
         ("cifar-10-python", "batches.meta", b"", "batches.meta is cut or damaged"),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_one_clear_line(tmp_path: Path, version: str, name: str, data: bytes | None, message: str) -> None:
+def test_a_wrong_file_is_one_clear_line(
+    tmp_path: Path, version: str, name: str, data: bytes | None, message: str
+) -> None:
     files = replaced(VERSIONS[version](), name, data)
     write_files(tmp_path, files | {"archive.tar.gz": tar_gz_of(files)})
     for place in (next(iter(files)).split("/")[0], "archive.tar.gz"):
@@ -223,17 +301,23 @@ def test_an_archive_cut_anywhere_is_refused(tmp_path: Path) -> None:
         refuses(source_of(path), "download it again")
 
 
-def test_a_file_twice_in_an_archive_is_refused_and_paths_out_of_it_lead_nowhere(tmp_path: Path) -> None:
+def test_a_file_twice_in_an_archive_is_refused_and_paths_out_of_it_lead_nowhere(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "home" / "cifar.tar.gz"
     files = ten_binary()
     write_files(tmp_path, {"home/cifar.tar.gz": tar_gz_of(files | {"../../data_batch_1.bin": b""})})
     refuses(source_of(path), r"holds data_batch_1\.bin twice")
-    write_files(tmp_path, {"home/cifar.tar.gz": tar_gz_of(files | {"../escaped": b"x", "/tmp/escaped": b"x"})})
+    write_files(
+        tmp_path,
+        {"home/cifar.tar.gz": tar_gz_of(files | {"../escaped": b"x", "/tmp/escaped": b"x"})},
+    )
     assert len(listed(source_of(path))) == 6 * NUM
     assert [found.name for found in tmp_path.rglob("*")] == ["home", "cifar.tar.gz"]
 
 
-# ---- hostile pickles --------------------------------------------------------------------------------------------
+# ---- hostile pickles
+# --------------------------------------------------------------------------------------------
 
 HOSTILE = {
     "global": b"cos\nsystem\n(S'touch {place}'\ntR.",
@@ -251,12 +335,18 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_nothing_in_a_pickle_is_ever_run_nor_memory_reserved_for_a_length_that_it_claims(tmp_path: Path, hostile: str) -> None:
+def test_nothing_in_a_pickle_is_ever_run_nor_memory_reserved_for_a_length_that_it_claims(
+    tmp_path: Path, hostile: str
+) -> None:
     place = tmp_path / "ran"
     folder = archive(tmp_path, "cifar-10-python", unpacked=True)
     (folder / "test_batch").write_bytes(HOSTILE[hostile].replace(b"{place}", str(place).encode()))
     tracemalloc.start()
-    named = r" \(asks for the global os\.system, which arrays of numbers never need" if hostile == "global" else ""
+    named = (
+        r" \(asks for the global os\.system, which arrays of numbers never need"
+        if hostile == "global"
+        else ""
+    )
     refuses(source_of(folder), f"test_batch is cut or damaged{named}")
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
@@ -266,9 +356,17 @@ def test_nothing_in_a_pickle_is_ever_run_nor_memory_reserved_for_a_length_that_i
 def test_pickles_of_later_pythons_are_read_too(tmp_path: Path) -> None:
     folder, pictures = archive(tmp_path, "cifar-10-python", unpacked=True), TEN_PIXELS["test_batch"]
     rows = np.asfortranarray(pictures.reshape(NUM, 3072))
-    fields = {"labels": TEN_LABELS["test_batch"], "data": rows, "long": 1 << 70, "float": 0.5, "é": (None, True)}
+    fields = {
+        "labels": TEN_LABELS["test_batch"],
+        "data": rows,
+        "long": 1 << 70,
+        "float": 0.5,
+        "é": (None, True),
+    }
     for protocol in range(5):
         (folder / "test_batch").write_bytes(pickle.dumps(fields, protocol=protocol))
         source = source_of(folder)
         entries = [entry for entry in listed(source) if entry.container.split == "test"]
-        assert [source.read(entry) for entry in entries] == [ppm_of(picture.transpose(1, 2, 0)) for picture in pictures], protocol
+        assert [source.read(entry) for entry in entries] == [
+            ppm_of(picture.transpose(1, 2, 0)) for picture in pictures
+        ], protocol

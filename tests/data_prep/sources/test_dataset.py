@@ -1,4 +1,5 @@
-"""Dataset objects become datasets without loss, whatever form their pictures have; and what they do wrong is one line."""
+"""Dataset objects become datasets without loss, whatever form their pictures have; and what they do
+wrong is one line."""
 
 import io
 import json
@@ -58,18 +59,45 @@ ITEMS: dict[str, Make] = {
     "floats": lambda array, place: ((array / 255).astype(np.float32), place % 3),
     "grey": lambda array, place: (Image.fromarray(array[:, :, 0]), place % 3),
     "grey array": lambda array, place: (array[:, :, :1], place % 3),
-    "clear": lambda array, place: (Image.fromarray(np.dstack([array, np.full((20, 24), 255, np.uint8)])), place % 3),
+    "clear": lambda array, place: (
+        Image.fromarray(np.dstack([array, np.full((20, 24), 255, np.uint8)])),
+        place % 3,
+    ),
 }
 WRONG: dict[str, tuple[Make, str]] = {
-    "negative": (lambda array, place: (array, -2 if place == 4 else 0), "item 4 has the label -2, but there are 3 classes"),
-    "beyond": (lambda array, place: (array, 3 if place == 4 else 0), "item 4 has the label 3, .*; set source.class_names"),
-    "words": (lambda array, place: (array, "ant"), r"item 0 has no integer for a label \(TypeError: "),
+    "negative": (
+        lambda array, place: (array, -2 if place == 4 else 0),
+        "item 4 has the label -2, but there are 3 classes",
+    ),
+    "beyond": (
+        lambda array, place: (array, 3 if place == 4 else 0),
+        "item 4 has the label 3, .*; set source.class_names",
+    ),
+    "words": (
+        lambda array, place: (array, "ant"),
+        r"item 0 has no integer for a label \(TypeError: ",
+    ),
     "half a label": (lambda array, place: (array, 0.5), "item 0 has no integer for a label"),
-    "no pair": (lambda array, place: array, r"item 0 cannot be fetched as \(picture, label\) \(ValueError: too many values"),
-    "raises": (lambda array, place: (array, 1 // (place - 4)), r"item 4 cannot be fetched as \(picture, label\) \(ZeroDivision"),
-    "normalised": (lambda array, place: (array / 255 - 0.5, 0), "item 0 cannot be used .*take normalisation out of the transform"),
-    "integers": (lambda array, place: (array.astype(np.int64), 0), "the picture of item 0 cannot be used .*of the type int64"),
-    "vector": (lambda array, place: (array.reshape(-1), 0), r"item 0 cannot be used .*a picture of the shape \(1440,\)"),
+    "no pair": (
+        lambda array, place: array,
+        r"item 0 cannot be fetched as \(picture, label\) \(ValueError: too many values",
+    ),
+    "raises": (
+        lambda array, place: (array, 1 // (place - 4)),
+        r"item 4 cannot be fetched as \(picture, label\) \(ZeroDivision",
+    ),
+    "normalised": (
+        lambda array, place: (array / 255 - 0.5, 0),
+        "item 0 cannot be used .*take normalisation out of the transform",
+    ),
+    "integers": (
+        lambda array, place: (array.astype(np.int64), 0),
+        "the picture of item 0 cannot be used .*of the type int64",
+    ),
+    "vector": (
+        lambda array, place: (array.reshape(-1), 0),
+        r"item 0 cannot be used .*a picture of the shape \(1440,\)",
+    ),
     "nothing": (lambda array, place: (None, 0), "the picture of item 0 cannot be used"),
 }
 
@@ -87,7 +115,8 @@ def failing() -> None:
     raise RuntimeError("Dataset not found.\nUse download=True")
 
 
-# ---- what they become -------------------------------------------------------------------------------------------
+# ---- what they become
+# -------------------------------------------------------------------------------------------
 
 
 def source_of(factory: str, splits: dict[str, dict[str, Any]], **fields: object) -> DatasetSource:
@@ -96,18 +125,26 @@ def source_of(factory: str, splits: dict[str, dict[str, Any]], **fields: object)
 
 
 def source_of_items(items: str) -> DatasetSource:
-    return source_of("bare", {"train": {"items": items, "size": 6}}, class_names=("ant", "bee", "cat"))
+    return source_of(
+        "bare", {"train": {"items": items, "size": 6}}, class_names=("ant", "bee", "cat")
+    )
 
 
 def test_a_build_of_an_object_keeps_pixels_labels_classes_and_splits(tmp_path: Path) -> None:
     splits = {"train": {"size": 7, "seed": 1}, "val": {"size": 4, "seed": 2}}
-    words = [f"source.factory={__name__}:Pictures", f"source.splits={json.dumps(splits)}", "encoding=keep", "image_size=16"]
+    words = [
+        f"source.factory={__name__}:Pictures",
+        f"source.splits={json.dumps(splits)}",
+        "encoding=keep",
+        "image_size=16",
+    ]
     assert build("dataset", tmp_path / "out", *words) == 0
     assert load_manifest(tmp_path / "out").classes == ("ant", "bee", "cat")
     for split, arguments in splits.items():
         arrays = pixels(arguments["size"], 20, 24, 3, seed=arguments["seed"])
         assert written(tmp_path / "out", split) == {
-            f"{split}/000000/{place:08d}": (ppm_of(array), place % 3) for place, array in enumerate(arrays)
+            f"{split}/000000/{place:08d}": (ppm_of(array), place % 3)
+            for place, array in enumerate(arrays)
         }
 
 
@@ -124,7 +161,11 @@ def test_torchvision_itself_goes_through_from_python(tmp_path: Path) -> None:
 
     original = FakeData(size=5, image_size=(3, 12, 12), num_classes=4)
     assert written(tmp_path / "fake", "train") == {
-        f"train/000000/{place:08d}": (ppm_of(np.asarray(original[place][0])), int(original[place][1])) for place in range(5)
+        f"train/000000/{place:08d}": (
+            ppm_of(np.asarray(original[place][0])),
+            int(original[place][1]),
+        )
+        for place in range(5)
     }
 
 
@@ -155,12 +196,16 @@ def test_targets_spare_the_listing_from_fetching_pictures(monkeypatch: pytest.Mo
     made = dataset._made(source.settings.factory, "train", '{"seed": 9, "size": 10}')
     entries = listed(source)
     assert made.num_fetched == 0
-    assert [entry.locator for entry in entries] == [f"train/{place // 4:06d}/{place:08d}" for place in range(10)]
+    assert [entry.locator for entry in entries] == [
+        f"train/{place // 4:06d}/{place:08d}" for place in range(10)
+    ]
     assert [source.read(entry) for entry in entries] == [ppm_of(array) for array in made.arrays]
     assert made.num_fetched == 10
 
 
-def test_the_manifest_says_what_was_called_but_no_path_or_secret_and_other_arguments_are_another_dataset() -> None:
+def test_the_manifest_says_what_was_called_but_no_path_or_secret_and_other_arguments_are_another_dataset() -> (
+    None
+):
     given = {"train": {"root": "/home/somebody/data", "token": "SECRET"}}
     described = source_of("Pictures", given).describe()
     assert {key: described[key] for key in ("kind", "factory", "class_names")} == {
@@ -170,11 +215,15 @@ def test_the_manifest_says_what_was_called_but_no_path_or_secret_and_other_argum
     }
     assert "SECRET" not in str(described)
     assert "somebody" not in str(described)
-    others = [{"train": given["train"] | change} for change in ({"root": "/home/else"}, {"token": "T"}, {"more": 1})]
+    others = [
+        {"train": given["train"] | change}
+        for change in ({"root": "/home/else"}, {"token": "T"}, {"more": 1})
+    ]
     assert all(source_of("Pictures", other).describe() != described for other in others)
 
 
-# ---- mistakes ---------------------------------------------------------------------------------------------------
+# ---- mistakes
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("items", WRONG)
@@ -195,11 +244,17 @@ def test_an_item_that_cannot_be_used_is_named(items: str) -> None:
         ("failing", {}, r"failing fails \(RuntimeError: Dataset not found\. Use download=True\)"),
         ("Pictures", {"sise": 3}, "unexpected keyword argument 'sise'"),
         ("Pictures", {"size": 0}, "the object is empty"),
-        ("bare", {"items": "array", "size": 3}, "neither classes nor num_classes nor targets; name the classes here"),
+        (
+            "bare",
+            {"items": "array", "size": 3},
+            "neither classes nor num_classes nor targets; name the classes here",
+        ),
         ("len", {"obj": 1}, "cannot be imported"),
     ],
 )
-def test_a_factory_that_fails_is_one_clear_line(factory: str, arguments: dict[str, Any], message: str) -> None:
+def test_a_factory_that_fails_is_one_clear_line(
+    factory: str, arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(SourceError, match=message) as raised:
         source_of(factory, {"train": arguments}).outline()
     assert "\n" not in str(raised.value)
@@ -207,7 +262,9 @@ def test_a_factory_that_fails_is_one_clear_line(factory: str, arguments: dict[st
 
 def test_labels_that_are_not_what_targets_say_are_noticed() -> None:
     source = source_of("Mislabelled", {"train": {"size": 3}})
-    with pytest.raises(SourceError, match=r"item 0 has the label 1, 0 when it was listed; .*no target_transform"):
+    with pytest.raises(
+        SourceError, match=r"item 0 has the label 1, 0 when it was listed; .*no target_transform"
+    ):
         source.read(listed(source)[0])
 
 

@@ -1,4 +1,5 @@
-"""ImageNet-1k in every form in which it lies about gives the same labels; ReaL labels follow their pictures."""
+"""ImageNet-1k in every form in which it lies about gives the same labels; ReaL labels follow their
+pictures."""
 
 import json
 import shutil
@@ -12,7 +13,15 @@ from data_prep.manifest import load_annotation, load_manifest, load_paths
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import tar_of, write_files
 from tests.data_prep.sources import layouts
-from tests.data_prep.sources.layouts import SYNSETS, devkit, devkit_files, synset_folders, synset_tars, val_files, whole_tar
+from tests.data_prep.sources.layouts import (
+    SYNSETS,
+    devkit,
+    devkit_files,
+    synset_folders,
+    synset_tars,
+    val_files,
+    whole_tar,
+)
 
 NUMBERS = {1: SYNSETS[2], 2: SYNSETS[0], 3: SYNSETS[1]}
 """The devkit's numbers are not in the order of the wnids."""
@@ -64,7 +73,10 @@ def real_labels_of(out: Path) -> dict[int, list[int]]:
     split = load_manifest(out).split("val")
     bits = load_annotation(out, split, "real")
     paths = [path for shard in split.shards for path in load_paths(out, shard)]
-    return {int(path[-13:-5]): np.flatnonzero(row).tolist() for path, row in zip(paths, bits, strict=True)}
+    return {
+        int(path[-13:-5]): np.flatnonzero(row).tolist()
+        for path, row in zip(paths, bits, strict=True)
+    }
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -72,7 +84,10 @@ def test_every_form_gives_the_published_pictures_their_labels(tmp_path: Path, fo
     out = tmp_path / "out"
     assert build(FORMS[form](tmp_path / "in"), out, "encoding=keep") == 0
     assert load_manifest(out).classes == SYNSETS
-    assert samples_of(out, "val") == {name: (data, label) for (name, data), label in zip(val_files(5).items(), WANTED, strict=True)}
+    assert samples_of(out, "val") == {
+        name: (data, label)
+        for (name, data), label in zip(val_files(5).items(), WANTED, strict=True)
+    }
     train = samples_of(out, "train")
     assert len(train) == 12
     assert all(SYNSETS[label] == name.split("_")[0] for name, (_, label) in train.items())
@@ -128,7 +143,7 @@ def harmed(root: Path, name: str, content: bytes | str | None) -> Path:
         (lambda root: harmed(root, VAL, tar_of({"picture.JPEG": b"x"})), "is not named like a validation picture"),
         (lambda root: harmed(root, KIT, b"\x1f\x8b\x08" + bytes(99)), f"{KIT} is cut or damaged"),
         (lambda root: whole_tar(downloaded(root) / "ILSVRC2012_img_train.tar", {SYNSETS[0]: 2, SYNSETS[1]: 2}).parent,
-            f"train has 2 synsets, the development kit 3 (for example {SYNSETS[2]} is in one only)"),
+            (f"train has 2 synsets, the development kit 3 (for example {SYNSETS[2]} is in one " "only)")),
         (lambda root: devkit(downloaded(root), devkit_files(NUMBERS, [1, 2, 3, 1, 77])).parent, "ground_truth.txt is cut or"),
         (lambda root: devkit(downloaded(root), devkit_files(NUMBERS, TRUTH) | CUT_META).parent, "meta.mat cannot be read"),
     ],
@@ -139,22 +154,35 @@ def test_what_is_missing_or_damaged_is_one_clear_line(
     refused(build(make(tmp_path / "in"), tmp_path / "out"), "data_prep: source.path: ", message)
 
 
-def test_val_folders_without_a_synset_or_with_too_few_pictures_are_one_clear_line(tmp_path: Path, refused: Refused) -> None:
+def test_val_folders_without_a_synset_or_with_too_few_pictures_are_one_clear_line(
+    tmp_path: Path, refused: Refused
+) -> None:
     source = sorted_by_hand(tmp_path / "in")
     (source / "val" / SYNSETS[1] / "ILSVRC2012_val_00000001.JPEG").unlink()
     (tmp_path / "real.json").write_text(json.dumps([[0]] * 5))
     for words in ([f"source.real={tmp_path / 'real.json'}"], []):
         if not words:
             write_files(source, devkit_files(NUMBERS, TRUTH))
-        refused(build(source, tmp_path / "out", *words), "val has 4 pictures, but labels are known of 5; complete the archive")
+        refused(
+            build(source, tmp_path / "out", *words),
+            "val has 4 pictures, but labels are known of 5; complete the archive",
+        )
     shutil.rmtree(source / "val" / SYNSETS[2])
     (source / "val" / SYNSETS[2]).symlink_to("elsewhere")
-    refused(build(source, tmp_path / "out"), f"neither folders nor files of its own ({SYNSETS[2]}: a link to nowhere)")
+    refused(
+        build(source, tmp_path / "out"),
+        f"neither folders nor files of its own ({SYNSETS[2]}: a link to nowhere)",
+    )
     (source / "val" / SYNSETS[2]).unlink()
-    refused(build(source, tmp_path / "out"), f"val has 2 synsets, train 3 (for example {SYNSETS[2]} is in one only)")
+    refused(
+        build(source, tmp_path / "out"),
+        f"val has 2 synsets, train 3 (for example {SYNSETS[2]} is in one only)",
+    )
 
 
-def test_the_archive_is_a_file_and_what_it_unpacks_to_a_folder(tmp_path: Path, refused: Refused) -> None:
+def test_the_archive_is_a_file_and_what_it_unpacks_to_a_folder(
+    tmp_path: Path, refused: Refused
+) -> None:
     source = sorted_by_hand(tmp_path / "in")
     (source / VAL).mkdir()  # not the archive
     assert build(source, tmp_path / "folder") == 0
@@ -163,7 +191,9 @@ def test_the_archive_is_a_file_and_what_it_unpacks_to_a_folder(tmp_path: Path, r
     refused(build(source, tmp_path / "out"), f"holds neither {VAL} nor val/")
 
 
-def test_a_compressed_archive_is_refused_before_it_is_read_for_its_sum(tmp_path: Path, refused: Refused) -> None:
+def test_a_compressed_archive_is_refused_before_it_is_read_for_its_sum(
+    tmp_path: Path, refused: Refused
+) -> None:
     source = sorted_by_hand(tmp_path / "in")
     (source / VAL).write_bytes(b"\x1f\x8b\x08" + bytes(99))
     refused(build(source, tmp_path / "out", "source.md5=all"), f"{VAL} is compressed")
@@ -171,7 +201,8 @@ def test_a_compressed_archive_is_refused_before_it_is_read_for_its_sum(tmp_path:
 
 def test_a_devkit_with_another_checksum_is_refused(tmp_path: Path, refused: Refused) -> None:
     refused(
-        build(downloaded(tmp_path / "in"), tmp_path / "out", "source.md5=devkit"), "published is fa75699e90414af021442c21a62c3abf"
+        build(downloaded(tmp_path / "in"), tmp_path / "out", "source.md5=devkit"),
+        "published is fa75699e90414af021442c21a62c3abf",
     )
 
 
@@ -189,15 +220,24 @@ NO_LISTS = "is not a list of label lists, one for each validation picture"
         ("[[1], [2]]", "has 2 lists, none for ILSVRC2012_img_val.tar/ILSVRC2012_val_0000000"),
     ],
 )
-def test_wrong_real_labels_are_one_clear_line(tmp_path: Path, refused: Refused, content: str, message: str) -> None:
+def test_wrong_real_labels_are_one_clear_line(
+    tmp_path: Path, refused: Refused, content: str, message: str
+) -> None:
     (tmp_path / "real.json").write_text(content)
-    refused(build(downloaded(tmp_path / "in"), tmp_path / "out", f"source.real={tmp_path / 'real.json'}"), message)
+    refused(
+        build(
+            downloaded(tmp_path / "in"), tmp_path / "out", f"source.real={tmp_path / 'real.json'}"
+        ),
+        message,
+    )
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_real_labels_are_renumbered_with_the_classes_that_are_kept(tmp_path: Path) -> None:
     (tmp_path / "real.json").write_text(json.dumps([[1], [2], [0, 1], [0], [2, 1]]))
     out, kept = tmp_path / "out", f"classes=[{SYNSETS[1]}, {SYNSETS[2]}]"
-    assert build(downloaded(tmp_path / "in"), out, f"source.real={tmp_path / 'real.json'}", kept) == 0
+    assert (
+        build(downloaded(tmp_path / "in"), out, f"source.real={tmp_path / 'real.json'}", kept) == 0
+    )
     # pictures 1, 2 and 5 are of the kept classes 1 and 2, which are now 0 and 1
     assert real_labels_of(out) == {1: [0], 2: [1], 5: [0, 1]}

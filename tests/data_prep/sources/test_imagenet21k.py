@@ -1,4 +1,5 @@
-"""ImageNet-21k in its three forms makes the same samples; the held-out images are a seeded function of each class alone."""
+"""ImageNet-21k in its three forms makes the same samples; the held-out images are a seeded function
+of each class alone."""
 
 import gzip
 import tarfile
@@ -15,7 +16,16 @@ from data_prep.sources.synsets import find_synsets
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import tar_of, write_files
 from tests.data_prep.sources import layouts
-from tests.data_prep.sources.layouts import SYNSETS, listed, opened, synset_files, synset_folders, synset_tars, whole_tar, written
+from tests.data_prep.sources.layouts import (
+    SYNSETS,
+    listed,
+    opened,
+    synset_files,
+    synset_folders,
+    synset_tars,
+    whole_tar,
+    written,
+)
 
 COUNTS = dict(zip(SYNSETS, (9, 3, 7), strict=True))
 
@@ -40,8 +50,12 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "folders": lambda root: synset_folders(root / "winter21_whole", COUNTS),
     "tars": lambda root: synset_tars(root / "winter21_whole", COUNTS),
     "whole tar": lambda root: whole_tar(root / "fall11_whole.tar", COUNTS),
-    "whole tar of archives without an ending": lambda root: whole_tar(root / "w.tar", COUNTS, ending=""),
-    "whole tar with a folder": lambda root: whole_tar(root / "w.tar", COUNTS, prefix="winter21_whole/"),
+    "whole tar of archives without an ending": lambda root: whole_tar(
+        root / "w.tar", COUNTS, ending=""
+    ),
+    "whole tar with a folder": lambda root: whole_tar(
+        root / "w.tar", COUNTS, prefix="winter21_whole/"
+    ),
 }
 
 
@@ -50,7 +64,10 @@ def test_all_forms_make_the_same_shards(tmp_path: Path) -> None:
     for number, (form, write) in enumerate(FORMS.items()):
         out = tmp_path / f"out{number}"
         ridnik(write(tmp_path / str(number)), out)
-        shards[form] = {path.name: path.read_bytes() for path in sorted(out.glob("*.tar")) + sorted(out.glob("*.npy"))}
+        shards[form] = {
+            path.name: path.read_bytes()
+            for path in sorted(out.glob("*.tar")) + sorted(out.glob("*.npy"))
+        }
     first = shards["folders"]
     assert first
     assert all(found == first for found in shards.values())
@@ -58,10 +75,22 @@ def test_all_forms_make_the_same_shards(tmp_path: Path) -> None:
 
 def test_keep_encoding_gives_back_the_published_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert build(FORMS["whole tar"](tmp_path), out, "encoding=keep", "source.processing=raw", "num_workers=2") == 0
+    assert (
+        build(
+            FORMS["whole tar"](tmp_path),
+            out,
+            "encoding=keep",
+            "source.processing=raw",
+            "num_workers=2",
+        )
+        == 0
+    )
     manifest = load_manifest(out)
     assert manifest.classes == SYNSETS
-    found = {path: (image, manifest.classes[label]) for path, (image, label) in written(out, "train").items()}
+    found = {
+        path: (image, manifest.classes[label])
+        for path, (image, label) in written(out, "train").items()
+    }
     wanted = {
         f"fall11_whole.tar/{wnid}.tar/{name}": (data, wnid)
         for wnid, count in COUNTS.items()
@@ -70,20 +99,27 @@ def test_keep_encoding_gives_back_the_published_files(tmp_path: Path) -> None:
     assert found == wanted
 
 
-def test_the_processing_keeps_large_classes_and_holds_out_a_fixed_number_of_each(tmp_path: Path) -> None:
+def test_the_processing_keeps_large_classes_and_holds_out_a_fixed_number_of_each(
+    tmp_path: Path,
+) -> None:
     manifest = ridnik(FORMS["tars"](tmp_path), tmp_path / "out")
     assert manifest.classes == (SYNSETS[0], SYNSETS[2])
     assert manifest.split("val").class_counts == (2, 2)
     assert manifest.split("train").class_counts == (7, 5)
     assert manifest.num_left_out == {"small classes": 3}
     train, val = files_of_split(tmp_path / "out", "train"), files_of_split(tmp_path / "out", "val")
-    everything = [name for wnid in (SYNSETS[0], SYNSETS[2]) for name in synset_files(wnid, COUNTS[wnid])]
+    everything = [
+        name for wnid in (SYNSETS[0], SYNSETS[2]) for name in synset_files(wnid, COUNTS[wnid])
+    ]
     assert sorted(train + val) == sorted(everything)
     assert manifest.source["seed"] == 0
 
 
 def test_a_class_of_just_the_limit_is_left_out(tmp_path: Path) -> None:
-    assert ridnik(FORMS["tars"](tmp_path), tmp_path / "out", "source.min_images=7").classes == SYNSETS[:1]
+    assert (
+        ridnik(FORMS["tars"](tmp_path), tmp_path / "out", "source.min_images=7").classes
+        == SYNSETS[:1]
+    )
 
 
 def test_the_held_out_images_depend_on_seed_and_class_alone(tmp_path: Path) -> None:
@@ -91,7 +127,9 @@ def test_the_held_out_images_depend_on_seed_and_class_alone(tmp_path: Path) -> N
     ridnik(FORMS["tars"](tmp_path), tmp_path / "all")
     ridnik(alone, tmp_path / "one")
     ridnik(alone, tmp_path / "other", "source.seed=1")
-    of_first = {name for name in files_of_split(tmp_path / "all", "val") if name.startswith(SYNSETS[0])}
+    of_first = {
+        name for name in files_of_split(tmp_path / "all", "val") if name.startswith(SYNSETS[0])
+    }
     assert len(of_first) == 2
     assert set(files_of_split(tmp_path / "one", "val")) == of_first
     assert set(files_of_split(tmp_path / "other", "val")) != of_first
@@ -103,11 +141,17 @@ def test_only_the_asked_for_classes_are_listed_and_labelled_anew(tmp_path: Path)
     (source / f"{SYNSETS[1]}.tar").write_bytes(b"damaged, but nobody asks for it")
     (tmp_path / "classes.txt").write_text(f"{SYNSETS[2]}\n")
     out = tmp_path / "out"
-    assert build(source, out, f"classes_file={tmp_path / 'classes.txt'}", "source.processing=raw") == 0
+    assert (
+        build(source, out, f"classes_file={tmp_path / 'classes.txt'}", "source.processing=raw") == 0
+    )
     manifest = load_manifest(out)
     assert manifest.classes == (SYNSETS[2],)
     assert manifest.split("train").class_counts == (7,)
-    labels = [int(row[2]) for shard in manifest.split("train").shards for row in np.load(out / shard.index_file)]
+    labels = [
+        int(row[2])
+        for shard in manifest.split("train").shards
+        for row in np.load(out / shard.index_file)
+    ]
     assert labels == [0] * 7
 
 
@@ -121,11 +165,20 @@ def _link(_: bytes) -> bytes:
     ("harm", "message"),
     [
         (lambda data: data[:-6000], f"{SYNSETS[1]}.tar is cut"),
-        (lambda data: data.rstrip(b"\0") + bytes(-len(data.rstrip(b"\0")) % 512), f"{SYNSETS[1]}.tar is cut at byte"),
-        (lambda data: data.replace(b"_10.JPEG", b"^10.JPEG", 1), f"{SYNSETS[1]}.tar is damaged at byte"),
+        (
+            lambda data: data.rstrip(b"\0") + bytes(-len(data.rstrip(b"\0")) % 512),
+            f"{SYNSETS[1]}.tar is cut at byte",
+        ),
+        (
+            lambda data: data.replace(b"_10.JPEG", b"^10.JPEG", 1),
+            f"{SYNSETS[1]}.tar is damaged at byte",
+        ),
         (gzip.compress, f"{SYNSETS[1]}.tar is"),
         (_link, "which is a link or device"),
-        (lambda _: tar_of({}), f"1 classes of this imagenet21k source hold no pictures ({SYNSETS[1]}.tar)"),
+        (
+            lambda _: tar_of({}),
+            f"1 classes of this imagenet21k source hold no pictures ({SYNSETS[1]}.tar)",
+        ),
     ],
 )
 def test_a_damaged_archive_is_one_clear_line(
@@ -134,7 +187,11 @@ def test_a_damaged_archive_is_one_clear_line(
     source = FORMS["tars"](tmp_path)
     tar = source / f"{SYNSETS[1]}.tar"
     tar.write_bytes(harm(tar.read_bytes()))
-    refused(build(source, tmp_path / "out", "source.processing=raw"), "data_prep: source.path: ", message)
+    refused(
+        build(source, tmp_path / "out", "source.processing=raw"),
+        "data_prep: source.path: ",
+        message,
+    )
     assert not list((tmp_path / "out").glob("*.tar"))
 
 
@@ -172,7 +229,9 @@ def test_a_folder_of_synset_tars_is_scanned_once_and_no_tar_is_opened_for_a_pict
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, scanned, opened = FORMS["tars"](tmp_path), [], []
-    monkeypatch.setattr("data_prep.sources.synsets.sort_out", lambda path: (scanned.append(path), sort_out(path))[1])
+    monkeypatch.setattr(
+        "data_prep.sources.synsets.sort_out", lambda path: (scanned.append(path), sort_out(path))[1]
+    )
     monkeypatch.setattr("data_prep.archives.files.is_picture", opened.append)
     (source / "LICENSE").write_text("free")
     assert len(find_synsets(source, "", split="train")) == len(SYNSETS)
@@ -180,7 +239,10 @@ def test_a_folder_of_synset_tars_is_scanned_once_and_no_tar_is_opened_for_a_pict
 
 
 def test_a_compressed_whole_tar_says_what_to_do(tmp_path: Path, refused: Refused) -> None:
-    packed = write_files(tmp_path, {"winter21_whole.tar.gz": gzip.compress(tar_of({}))}) / "winter21_whole.tar.gz"
+    packed = (
+        write_files(tmp_path, {"winter21_whole.tar.gz": gzip.compress(tar_of({}))})
+        / "winter21_whole.tar.gz"
+    )
     refused(build(packed, tmp_path / "out"), "unpack it once (tar xzf winter21_whole.tar.gz)")
 
 
@@ -213,26 +275,61 @@ NEITHER = "1 entries that are neither folders nor files of its own"
 @pytest.mark.parametrize(
     ("write", "change", "message"),
     [
-        (TARS, lambda source: (source / TAR).symlink_to("gone.tar"), f"{NEITHER} ({TAR}: a link to nowhere)"),
-        (FOLDERS, lambda source: (source / SYNSETS[1]).symlink_to("elsewhere"), f"{NEITHER} ({SYNSETS[1]}: a link to nowhere)"),
-        (FOLDERS, lambda source: (source / SYNSETS[1]).symlink_to("."), f"({SYNSETS[1]}: a link to a folder that it lies in)"),
-        (FOLDERS, lambda source: (source / "picture").write_bytes(b"\xff\xd8\xff"), "1 pictures lie in"),
-        (TARS, lambda source: (source / f"{TAR}.part").write_bytes(b"half"), f"{TAR}.part, which is no finished synset tar"),
+        (
+            TARS,
+            lambda source: (source / TAR).symlink_to("gone.tar"),
+            f"{NEITHER} ({TAR}: a link to nowhere)",
+        ),
+        (
+            FOLDERS,
+            lambda source: (source / SYNSETS[1]).symlink_to("elsewhere"),
+            f"{NEITHER} ({SYNSETS[1]}: a link to nowhere)",
+        ),
+        (
+            FOLDERS,
+            lambda source: (source / SYNSETS[1]).symlink_to("."),
+            f"({SYNSETS[1]}: a link to a folder that it lies in)",
+        ),
+        (
+            FOLDERS,
+            lambda source: (source / "picture").write_bytes(b"\xff\xd8\xff"),
+            "1 pictures lie in",
+        ),
+        (
+            TARS,
+            lambda source: (source / f"{TAR}.part").write_bytes(b"half"),
+            f"{TAR}.part, which is no finished synset tar",
+        ),
         (TARS, _name_twice, f"{SYNSETS[0]}.tar holds a name twice"),
         (_whole_twice, lambda _: None, f"holds the synset {SYNSETS[0]} twice"),
-        (TARS, lambda source: (source / "holiday.tar").write_bytes(tar_of({"me.jpg": b"x"})), "'holiday.tar', which is no synset"),
+        (
+            TARS,
+            lambda source: (source / "holiday.tar").write_bytes(tar_of({"me.jpg": b"x"})),
+            "'holiday.tar', which is no synset",
+        ),
     ],
 )
 def test_what_would_be_lost_is_refused(
-    tmp_path: Path, refused: Refused, write: Callable[..., Path], change: Callable[[Path], None], message: str
+    tmp_path: Path,
+    refused: Refused,
+    write: Callable[..., Path],
+    change: Callable[[Path], None],
+    message: str,
 ) -> None:
     source = write(tmp_path / "in", {SYNSETS[0]: 2})
     change(source)
     refused(build(source, tmp_path / "out", "source.processing=raw"), message)
 
 
-def test_a_class_must_not_lose_all_its_images_to_validation(tmp_path: Path, refused: Refused) -> None:
+def test_a_class_must_not_lose_all_its_images_to_validation(
+    tmp_path: Path, refused: Refused
+) -> None:
     refused(
-        build(FORMS["tars"](tmp_path), tmp_path / "out", "source.min_images=1", "source.val_per_class=2"),
+        build(
+            FORMS["tars"](tmp_path),
+            tmp_path / "out",
+            "source.min_images=1",
+            "source.val_per_class=2",
+        ),
         "source.min_images: 1 is less than val_per_class, 2",
     )

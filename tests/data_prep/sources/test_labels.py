@@ -1,4 +1,5 @@
-"""A flat folder with a table of labels is the dataset that its folders of classes would be; each fault of the table is one line."""
+"""A flat folder with a table of labels is the dataset that its folders of classes would be; each
+fault of the table is one line."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,15 +24,30 @@ def flat(tmp_path: Path) -> Path:
 
 
 def csv(place: Path, *, head: str = "file,label", rows: list[str] | None = None) -> Path:
-    place.write_text("\n".join([head, *(rows or [f"{name},{label}" for name, label in NAMES.items()])]) + "\n")
+    place.write_text(
+        "\n".join([head, *(rows or [f"{name},{label}" for name, label in NAMES.items()])]) + "\n"
+    )
     return place
 
 
 def test_a_table_and_folders_of_classes_hold_the_same_pictures(tmp_path: Path, flat: Path) -> None:
     folders = {f"{label}/{name}": (flat / name).read_bytes() for name, label in NAMES.items()}
-    assert build(write_files(tmp_path / "folders", folders), tmp_path / "one", "source.val_share=0.4", "order=listed") == 0
-    table = {"Image_ID": [name.removesuffix(".jpg") for name in NAMES], "Class": list(NAMES.values())}
-    parquet.write_table(pyarrow.table(table), flat / "labels.parquet")  # no endings, other names, in the folder itself
+    assert (
+        build(
+            write_files(tmp_path / "folders", folders),
+            tmp_path / "one",
+            "source.val_share=0.4",
+            "order=listed",
+        )
+        == 0
+    )
+    table = {
+        "Image_ID": [name.removesuffix(".jpg") for name in NAMES],
+        "Class": list(NAMES.values()),
+    }
+    parquet.write_table(
+        pyarrow.table(table), flat / "labels.parquet"
+    )  # no endings, other names, in the folder itself
     given = f"source.labels={flat / 'labels.parquet'}"
     assert build(flat, tmp_path / "two", given, "source.val_share=0.4", "order=listed") == 0
     one, two = (load_manifest(tmp_path / name) for name in ("one", "two"))
@@ -41,20 +57,35 @@ def test_a_table_and_folders_of_classes_hold_the_same_pictures(tmp_path: Path, f
     assert one.num_held_out == two.num_held_out == 4
 
 
-def test_the_tables_own_splits_count_and_another_table_is_another_dataset(tmp_path: Path, flat: Path, refused: Refused) -> None:
-    rows = [f"{name};{label};{split}" for (name, label), split in zip(NAMES.items(), ["Training"] * 6 + ["valid"] * 4, strict=True)]
+def test_the_tables_own_splits_count_and_another_table_is_another_dataset(
+    tmp_path: Path, flat: Path, refused: Refused
+) -> None:
+    rows = [
+        f"{name};{label};{split}"
+        for (name, label), split in zip(
+            NAMES.items(), ["Training"] * 6 + ["valid"] * 4, strict=True
+        )
+    ]
     table = csv(tmp_path / "table.csv", head="\ufefffile;label;split", rows=rows)
     assert build(flat, tmp_path / "out", f"source.labels={table}", "source.val_share=0.5") == 0
     splits = load_manifest(tmp_path / "out").splits
-    assert {name: split.class_counts for name, split in splits.items()} == {"train": (3, 3), "val": (2, 2)}
+    assert {name: split.class_counts for name, split in splits.items()} == {
+        "train": (3, 3),
+        "val": (2, 2),
+    }
     csv(table, head="file;label;split", rows=rows[::-1])  # says the same
     assert build(flat, tmp_path / "out", f"source.labels={table}", "source.val_share=0.5") == 0
     csv(table, head="file;label;split", rows=[row.replace("valid", "test") for row in rows])
-    refused(build(flat, tmp_path / "out", f"source.labels={table}", "source.val_share=0.5"), "holds a dataset of another config")
+    refused(
+        build(flat, tmp_path / "out", f"source.labels={table}", "source.val_share=0.5"),
+        "holds a dataset of another config",
+    )
 
 
 def test_labels_that_are_numbers_keep_their_order(tmp_path: Path, flat: Path) -> None:
-    table = csv(tmp_path / "t.csv", rows=[f"{name},{number % 5 * 7}" for number, name in enumerate(NAMES)])
+    table = csv(
+        tmp_path / "t.csv", rows=[f"{name},{number % 5 * 7}" for number, name in enumerate(NAMES)]
+    )
     assert build(flat, tmp_path / "out", f"source.labels={table}") == 0
     assert load_manifest(tmp_path / "out").classes == ("0", "7", "14", "21", "28")
 
@@ -62,27 +93,59 @@ def test_labels_that_are_numbers_keep_their_order(tmp_path: Path, flat: Path) ->
 ROWS = [f"{name},{label}" for name, label in NAMES.items()]
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no file": (lambda table: table.unlink(), "is not there; give a CSV or Parquet file"),
-    "empty": (lambda table: table.write_text(""), "is cut or damaged (it is empty); give a CSV or Parquet file"),
+    "empty": (
+        lambda table: table.write_text(""),
+        "is cut or damaged (it is empty); give a CSV or Parquet file",
+    ),
     "no rows": (lambda table: table.write_text("file,label\n"), "has no row at all"),
-    "no column": (lambda table: csv(table, head="file,kind"), "has no column for the label, such as 'label', only file, kind; set"),
-    "doubled": (lambda table: csv(table, rows=[*ROWS, ROWS[3]]), "row 11 names 3.jpg again, as row 4 does; keep one of them"),
-    "unlabelled": (lambda table: csv(table, rows=[*ROWS[:-1], "9.jpg,"]), "row 10 has no label; fill it in"),
-    "without a row": (lambda table: csv(table, rows=ROWS[1:]), "1 pictures in flat have no row in t.csv (0.jpg); add"),
-    "no picture": (lambda table: csv(table, rows=[*ROWS, "x/y.png,ant"]), "names 1 files that are no pictures in flat (x/y.png)"),
-    "a note": (lambda table: csv(table, rows=[*ROWS, "readme.txt,ant"]), "1 files that are no pictures in flat (readme.txt)"),
+    "no column": (
+        lambda table: csv(table, head="file,kind"),
+        "has no column for the label, such as 'label', only file, kind; set",
+    ),
+    "doubled": (
+        lambda table: csv(table, rows=[*ROWS, ROWS[3]]),
+        "row 11 names 3.jpg again, as row 4 does; keep one of them",
+    ),
+    "unlabelled": (
+        lambda table: csv(table, rows=[*ROWS[:-1], "9.jpg,"]),
+        "row 10 has no label; fill it in",
+    ),
+    "without a row": (
+        lambda table: csv(table, rows=ROWS[1:]),
+        "1 pictures in flat have no row in t.csv (0.jpg); add",
+    ),
+    "no picture": (
+        lambda table: csv(table, rows=[*ROWS, "x/y.png,ant"]),
+        "names 1 files that are no pictures in flat (x/y.png)",
+    ),
+    "a note": (
+        lambda table: csv(table, rows=[*ROWS, "readme.txt,ant"]),
+        "1 files that are no pictures in flat (readme.txt)",
+    ),
     "two files": (
-        lambda table: csv(table, head="id,file,label", rows=[f"{row.partition('.')[0]},{row}" for row in ROWS]),
-        "has 2 columns that may be the file; choose: source.columns={file: id} or source.columns={file: file}",
+        lambda table: csv(
+            table, head="id,file,label", rows=[f"{row.partition('.')[0]},{row}" for row in ROWS]
+        ),
+        (
+            "has 2 columns that may be the file; choose: source.columns={file: id} or"
+            " source.columns={file: file}"
+        ),
     ),
     "two labels": (
         lambda table: csv(table, head="file,label,Class", rows=[f"{row},x" for row in ROWS]),
-        "has 2 columns that may be the label; choose: source.columns={label: label} or source.columns={label: Class}",
+        (
+            "has 2 columns that may be the label; choose: source.columns={label: label} or"
+            " source.columns={label: Class}"
+        ),
     ),
     "no train": (
         lambda table: csv(table, head="file,label,set", rows=[f"{row},test" for row in ROWS]),
         "no row of the split train",
     ),
-    "odd split": (lambda table: csv(table, head="file,label,set", rows=[f"{row},a" for row in ROWS]), "row 1 has the split 'a'"),
+    "odd split": (
+        lambda table: csv(table, head="file,label,set", rows=[f"{row},a" for row in ROWS]),
+        "row 1 has the split 'a'",
+    ),
     "no parquet": (lambda table: table.rename(table.with_suffix(".parquet")), "t.csv is not there"),
 }
 
@@ -94,28 +157,54 @@ def test_a_fault_of_the_table_is_one_line(
     monkeypatch.chdir(tmp_path)
     damage, words = FAULTS[fault]
     damage(csv(Path("t.csv")))
-    refused(build("flat", Path("out"), "source.labels=t.csv"), "source.labels: t.csv" if fault != "without a row" else "", words)
+    refused(
+        build("flat", Path("out"), "source.labels=t.csv"),
+        "source.labels: t.csv" if fault != "without a row" else "",
+        words,
+    )
 
 
 def test_a_column_is_named_or_the_table_is(tmp_path: Path, flat: Path, refused: Refused) -> None:
     table = csv(tmp_path / "t.csv", head="a,b")
-    assert build(flat, tmp_path / "out", f"source.labels={table}", "source.columns={file: a, label: b}") == 0
+    assert (
+        build(
+            flat, tmp_path / "out", f"source.labels={table}", "source.columns={file: a, label: b}"
+        )
+        == 0
+    )
     assert load_manifest(tmp_path / "out").num_left_out == {".txt files": 1}
-    ids = csv(tmp_path / "ids.csv", head="id,name,label", rows=[f"1{number},{row}" for number, row in enumerate(ROWS)])
-    assert build(flat, tmp_path / "ids", f"source.labels={ids}") == 0  # there are no files 10, 11, ...
+    ids = csv(
+        tmp_path / "ids.csv",
+        head="id,name,label",
+        rows=[f"1{number},{row}" for number, row in enumerate(ROWS)],
+    )
+    assert (
+        build(flat, tmp_path / "ids", f"source.labels={ids}") == 0
+    )  # there are no files 10, 11, ...
     assert load_manifest(tmp_path / "ids").num_read == len(NAMES)
     refused(
         build(flat, tmp_path / "two", f"source.labels={table}", "source.columns.file=c"),
         "has no column 'c', only a, b; set source.columns={file: NAME}",
     )
-    refused(build(flat, tmp_path / "two"), "or name a table of their labels: source.labels=FILE.csv")
+    refused(
+        build(flat, tmp_path / "two"), "or name a table of their labels: source.labels=FILE.csv"
+    )
 
 
-def test_a_tenth_is_held_out_by_default_and_the_build_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tenth_is_held_out_by_default_and_the_build_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from data_prep.cli import main  # not the helper of the tests, which holds nothing out
 
     source = write_classes(tmp_path / "source", {"ant": 20, "bee": 2, "cat": 1})
-    write_files(source, {f"{path.relative_to(source)}.{end}": b"x" for path in source.glob("*/*.jpg") for end in ("txt", "xml")})
+    write_files(
+        source,
+        {
+            f"{path.relative_to(source)}.{end}": b"x"
+            for path in source.glob("*/*.jpg")
+            for end in ("txt", "xml")
+        },
+    )
     write_files(source, {"bee/damaged.jpg": b"x", "cat/LICENSE": b"x"})
     more = "image_size=16 num_workers=1 max_reject_share=0.05 --out"
     words = ["build", "--source", "folder", f"source.path={source}", *more.split()]
@@ -124,8 +213,15 @@ def test_a_tenth_is_held_out_by_default_and_the_build_says_so(tmp_path: Path, ca
     said = capsys.readouterr().out
     assert "left out, not read: .txt files 23, .xml files 23, files without an ending 1\n" in said
     val = splits["val"].class_counts
-    assert val[0] == 2 and val[2] == 0 and np.add(splits["train"].class_counts, val).tolist() == [20, 2, 1]
-    assert f"held out as val: {sum(val)} (source.val_share: 0.1 of each class, at least one of two)" in said
+    assert (
+        val[0] == 2
+        and val[2] == 0
+        and np.add(splits["train"].class_counts, val).tolist() == [20, 2, 1]
+    )
+    assert (
+        f"held out as val: {sum(val)} (source.val_share: 0.1 of each class, at least one of two)"
+        in said
+    )
     write_classes(tmp_path / "split", {"train/ant": 2, "val/ant": 2})
     words[3] = f"source.path={tmp_path / 'split'}"
     assert main([*words, str(tmp_path / "own")]) == 0
@@ -136,7 +232,10 @@ def test_a_tenth_is_held_out_by_default_and_the_build_says_so(tmp_path: Path, ca
     assert list(load_manifest(tmp_path / "none").splits) == ["train"]
     write_files(tmp_path / "ones", {"cow/notes.txt": b"x"})
     assert main([*words, str(tmp_path / "more")]) == 2
-    assert "1 classes of this folder source hold no pictures (cow); remove them" in capsys.readouterr().err
+    assert (
+        "1 classes of this folder source hold no pictures (cow); remove them"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_build_that_ended_before_its_first_shard_refuses_no_other_settings(

@@ -1,4 +1,5 @@
-"""MNIST's four idx files, compressed as published or not, and the datasets that share their layout."""
+"""MNIST's four idx files, compressed as published or not, and the datasets that share their
+layout."""
 
 import gzip
 import hashlib
@@ -12,7 +13,17 @@ from PIL import Image
 from data_prep.manifest import load_manifest
 from data_prep.sources import Source, SourceError, mnist
 from tests.data_prep.samples import write_files
-from tests.data_prep.sources.layouts import Pixels, build, idx_of, listed, opened, pixels, ppm_of, refuses, written
+from tests.data_prep.sources.layouts import (
+    Pixels,
+    build,
+    idx_of,
+    listed,
+    opened,
+    pixels,
+    ppm_of,
+    refuses,
+    written,
+)
 
 PICTURES = {"train": pixels(7, 28, 28, seed=1), "test": pixels(3, 28, 28, seed=2)}
 LABELS = {"train": np.array([5, 0, 4, 1, 9, 2, 1], np.uint8), "test": np.array([7, 2, 1], np.uint8)}
@@ -23,7 +34,11 @@ def files(*, compressed: bool = True, prefix: str = "", test: str = "t10k") -> d
     for split, stem in {"train": "train", "test": test}.items():
         found[f"{prefix}{stem}-images-idx3-ubyte"] = idx_of(PICTURES[split])
         found[f"{prefix}{stem}-labels-idx1-ubyte"] = idx_of(LABELS[split])
-    return {f"{name}.gz": gzip.compress(data, mtime=0) for name, data in found.items()} if compressed else found
+    return (
+        {f"{name}.gz": gzip.compress(data, mtime=0) for name, data in found.items()}
+        if compressed
+        else found
+    )
 
 
 def source_of(path: Path, **fields: object) -> Source:
@@ -43,13 +58,19 @@ def test_a_build_holds_the_grey_pictures_as_rgb(tmp_path: Path, compressed: bool
     assert str(tmp_path) not in (out / "manifest.json").read_text()
     for split, pictures in PICTURES.items():
         assert written(out, split) == {
-            f"{split}/{row:05d}": (grey(picture), int(LABELS[split][row])) for row, picture in enumerate(pictures)
+            f"{split}/{row:05d}": (grey(picture), int(LABELS[split][row]))
+            for row, picture in enumerate(pictures)
         }
 
 
 def test_kept_pictures_are_the_same_pixels_in_one_channel(tmp_path: Path) -> None:
     path, out = write_files(tmp_path / "mnist", files()), tmp_path / "out"
-    assert build("mnist", out, f"source.path={path}", "source.md5=off", "image_size=28", "encoding=keep") == 0
+    assert (
+        build(
+            "mnist", out, f"source.path={path}", "source.md5=off", "image_size=28", "encoding=keep"
+        )
+        == 0
+    )
     for name, sample in written(out, "test").items():
         with Image.open(io.BytesIO(sample.data)) as image:
             assert image.mode == "L"
@@ -60,7 +81,9 @@ def test_relatives_of_mnist_have_their_own_names(tmp_path: Path) -> None:
     path = write_files(tmp_path / "fashion", files())
     assert source_of(path, variant="fashion").outline().classes[0] == "T-shirt/top"
     emnist = write_files(tmp_path / "emnist", files(prefix="emnist-letters-", test="test"))
-    source = source_of(emnist, variant="other", prefix="emnist-letters-", transposed=True, md5="published")
+    source = source_of(
+        emnist, variant="other", prefix="emnist-letters-", transposed=True, md5="published"
+    )
     assert source.outline().classes == tuple("0123456789")
     entries = listed(source)
     assert [entry.label for entry in entries] == [*LABELS["test"], *LABELS["train"]]
@@ -69,16 +92,33 @@ def test_relatives_of_mnist_have_their_own_names(tmp_path: Path) -> None:
 
 def test_published_sums_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_files(tmp_path / "mnist", files())
-    refuses(source_of(path, md5="published"), "unpacked, has the MD5 .* published is 6bbc9ace898e44ae57da46a324031adb")
-    refuses(source_of(path, md5="published", variant="fashion"), "published is f4a8712d7a061bf5bd6d2ca38dc4d50a")
-    refuses(source_of(path, md5="published", variant="kmnist"), "published is bdb82020997e1d708af4cf47b453dcf7")
+    refuses(
+        source_of(path, md5="published"),
+        "unpacked, has the MD5 .* published is 6bbc9ace898e44ae57da46a324031adb",
+    )
+    refuses(
+        source_of(path, md5="published", variant="fashion"),
+        "published is f4a8712d7a061bf5bd6d2ca38dc4d50a",
+    )
+    refuses(
+        source_of(path, md5="published", variant="kmnist"),
+        "published is bdb82020997e1d708af4cf47b453dcf7",
+    )
     sums = {name: hashlib.md5(data).hexdigest() for name, data in files(compressed=False).items()}
     monkeypatch.setitem(mnist.MNIST_FILES, "fashion", sums)
-    other = {f"{name}.gz": gzip.compress(data, 1, mtime=9) for name, data in files(compressed=False).items()}
-    others = write_files(tmp_path / "other", other), write_files(tmp_path / "unpacked", files(compressed=False))
+    other = {
+        f"{name}.gz": gzip.compress(data, 1, mtime=9)
+        for name, data in files(compressed=False).items()
+    }
+    others = (
+        write_files(tmp_path / "other", other),
+        write_files(tmp_path / "unpacked", files(compressed=False)),
+    )
     for place in (path, *others):  # the same bytes, however they were compressed
         assert len(listed(source_of(place, md5="published", variant="fashion"))) == 10
-        with pytest.raises(SourceError, match=r"^source\.variant: .*; set source\.variant=fashion$"):
+        with pytest.raises(
+            SourceError, match=r"^source\.variant: .*; set source\.variant=fashion$"
+        ):
             source_of(place, md5="published").outline()
 
 
@@ -106,7 +146,9 @@ def test_the_files_of_debian_are_the_published_ones() -> None:
         ("train-images-idx3-ubyte", idx_of(pixels(7, 0, 28)), "its header says 7 x 0 x 28"),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_one_clear_line(tmp_path: Path, name: str, data: bytes | None, message: str) -> None:
+def test_a_wrong_file_is_one_clear_line(
+    tmp_path: Path, name: str, data: bytes | None, message: str
+) -> None:
     found = {other: body for other, body in files(compressed=False).items() if other != name}
     path = write_files(tmp_path / "mnist", found | ({name: data} if data is not None else {}))
     refuses(source_of(path), message)

@@ -1,4 +1,5 @@
-"""Hundreds of damaged archives and files of every published kind: each is read or refused in one line, and nothing else ever."""
+"""Hundreds of damaged archives and files of every published kind: each is read or refused in one
+line, and nothing else ever."""
 
 import gzip
 import pickle
@@ -16,20 +17,32 @@ def pickles(root: Path) -> Path:
     """Of Python 2, and of the oldest and a new protocol."""
     folder = test_cifar.archive(root, "cifar-10-python", unpacked=True)
     for name, protocol in (("data_batch_1", 0), ("data_batch_2", 4)):
-        fields = {"labels": test_cifar.TEN_LABELS[name], "data": test_cifar.TEN_PIXELS[name].reshape(-1, 3072)}
+        fields = {
+            "labels": test_cifar.TEN_LABELS[name],
+            "data": test_cifar.TEN_PIXELS[name].reshape(-1, 3072),
+        }
         (folder / name).write_bytes(pickle.dumps(fields, protocol=protocol))
     return folder
 
 
-SMALL = {name: data[:40] if name.endswith(".JPEG") else data for name, data in test_tinyimagenet.WHOLE.items()}
+SMALL = {
+    name: data[:40] if name.endswith(".JPEG") else data
+    for name, data in test_tinyimagenet.WHOLE.items()
+}
 CASES: dict[str, tuple[str, Callable[[Path], Path]]] = {
-    "mnist": ("mnist", lambda root: write_files(root / "mnist", test_mnist.files(compressed=False))),
+    "mnist": (
+        "mnist",
+        lambda root: write_files(root / "mnist", test_mnist.files(compressed=False)),
+    ),
     "mnist.gz": ("mnist", lambda root: write_files(root / "mnist", test_mnist.files())),
     "cifar": ("cifar", pickles),
     "cifar-10-python.tar.gz": ("cifar", lambda root: test_cifar.archive(root, "cifar-10-python")),
     "cifar-100-binary.tar.gz": ("cifar", lambda root: test_cifar.archive(root, "cifar-100-binary")),
     "stl10": ("stl10", lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=True)),
-    "stl10.tar.gz": ("stl10", lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=False)),
+    "stl10.tar.gz": (
+        "stl10",
+        lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=False),
+    ),
     "tiny.zip": ("tinyimagenet", lambda root: test_tinyimagenet.place(root, SMALL, unpacked=False)),
 }
 
@@ -39,15 +52,23 @@ def damaged(data: bytes, *, count: int, seed: int) -> Iterator[bytes]:
     yield from mutants(data, count=count, seed=seed)
     yield from (head + data[400:] for head in mutants(data[:400], count=count, seed=seed + 1))
     for length in (22, 200, 2000):
-        yield from (data[:-length] + tail for tail in mutants(data[-length:], count=count // 2, seed=seed + length))
+        yield from (
+            data[:-length] + tail
+            for tail in mutants(data[-length:], count=count // 2, seed=seed + length)
+        )
     if data.startswith(b"\x1f\x8b"):  # with right checksums around them
         plain = gzip.decompress(data)
-        yield from (gzip.compress(head + plain[1536:], 1) for head in mutants(plain[:1536], count=count, seed=seed + 2))
+        yield from (
+            gzip.compress(head + plain[1536:], 1)
+            for head in mutants(plain[:1536], count=count, seed=seed + 2)
+        )
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", CASES)
-def test_a_mutant_is_read_or_refused_in_one_line_and_writes_nothing(tmp_path: Path, name: str) -> None:
+def test_a_mutant_is_read_or_refused_in_one_line_and_writes_nothing(
+    tmp_path: Path, name: str
+) -> None:
     kind, make = CASES[name]
     path = make(tmp_path)
     before, num_read, num_refused = files_of(tmp_path), 0, 0

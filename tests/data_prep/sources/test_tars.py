@@ -1,4 +1,5 @@
-"""The header walker sees what Python's `tarfile` sees in every valid tar, and says where a tar is cut or damaged."""
+"""The header walker sees what Python's `tarfile` sees in every valid tar, and says where a tar is
+cut or damaged."""
 
 import gzip
 import io
@@ -17,7 +18,13 @@ from tests.data_prep.samples import tar_of
 
 BLOCK = 512
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
-SHORT = {"a.jpg": b"1" * 700, "folder/b.cls": b"7", "empty": b"", "just/a/block": b"2" * 512, "dé/ü.jpg": b"3" * 513}
+SHORT = {
+    "a.jpg": b"1" * 700,
+    "folder/b.cls": b"7",
+    "empty": b"",
+    "just/a/block": b"2" * 512,
+    "dé/ü.jpg": b"3" * 513,
+}
 LONG = {"n" * 100: b"4", "d" * 90 + "/" + "n" * 90: b"5" * 1000}
 LONGER = {"x/" * 150 + "end.jpg": b"6" * 20, "ü" * 200: b"7", "\udcff\udcfe.jpg": b"8"}
 
@@ -61,7 +68,10 @@ def test_every_format_is_read_as_tarfile_reads_it(tmp_path: Path, kind: str) -> 
     assert [member.name for member in found] == list(files)
     assert found == by_tarfile(path)
     with open(path, "rb") as file:
-        data = {member.name: read_member(file.fileno(), member.offset, member.num_bytes) for member in found}
+        data = {
+            member.name: read_member(file.fileno(), member.offset, member.num_bytes)
+            for member in found
+        }
     assert data == files
 
 
@@ -70,20 +80,30 @@ def test_every_format_is_read_as_tarfile_reads_it(tmp_path: Path, kind: str) -> 
 def test_what_the_tar_command_writes_is_read(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "in" / "folder"
     folder.mkdir(parents=True)
-    files = {"folder/a.jpg": b"1" * 700, "folder/empty.cls": b"", "folder/" + "b" * 60 + ".jpg": b"2" * 512}
+    files = {
+        "folder/a.jpg": b"1" * 700,
+        "folder/empty.cls": b"",
+        "folder/" + "b" * 60 + ".jpg": b"2" * 512,
+    }
     for name, data in files.items():
         (tmp_path / "in" / name).write_bytes(data)
     path = tmp_path / "t.tar"
-    subprocess.run(["tar", f"--format={kind}", "-cf", path, "-C", tmp_path / "in", "folder"], check=True)
+    subprocess.run(
+        ["tar", f"--format={kind}", "-cf", path, "-C", tmp_path / "in", "folder"], check=True
+    )
     found = list(members(path))
-    assert {member.name: member.num_bytes for member in found} == {name: len(data) for name, data in files.items()}
+    assert {member.name: member.num_bytes for member in found} == {
+        name: len(data) for name, data in files.items()
+    }
     assert found == by_tarfile(path)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_tar_within_a_tar_is_a_range_of_the_outer_file(tmp_path: Path, kind: str) -> None:
     inner = packed(SHORT, kind)
-    outer = written(tmp_path / "outer.tar", packed({"before": b"0" * 100, "in.tar": inner, "after": b"9"}, kind))
+    outer = written(
+        tmp_path / "outer.tar", packed({"before": b"0" * 100, "in.tar": inner, "after": b"9"}, kind)
+    )
     place = next(member for member in members(outer) if member.name == "in.tar")
     found = list(members(outer, start=place.offset, num_bytes=place.num_bytes))
     alone = by_tarfile(written(tmp_path / "inner.tar", inner))
@@ -102,7 +122,10 @@ def test_a_member_beyond_8_gib_and_what_follows_it_are_found(tmp_path: Path, kin
         file.write(head)
         file.seek(num_bytes, io.SEEK_CUR)  # a hole: it takes no room on the disk
         file.write(header("small", 3, b"0") + filled(b"abc") + bytes(2 * BLOCK))
-    large, small = Member("large", len(head), num_bytes), Member("small", len(head) + num_bytes + BLOCK, 3)
+    large, small = (
+        Member("large", len(head), num_bytes),
+        Member("small", len(head) + num_bytes + BLOCK, 3),
+    )
     assert list(members(path)) == [large, small] == by_tarfile(path)
 
 
@@ -119,7 +142,11 @@ def test_the_pax_records_of_a_member_count_for_it_alone(tmp_path: Path) -> None:
         + bytes(BLOCK)
     )
     found = list(members(written(tmp_path / "t.tar", content)))
-    assert [(member.name, member.num_bytes) for member in found] == [("new/näme", 3), ("next", 2), ("kept", 1)]
+    assert [(member.name, member.num_bytes) for member in found] == [
+        ("new/näme", 3),
+        ("next", 2),
+        ("kept", 1),
+    ]
     assert [content[place : place + size] for _, place, size in found] == [b"abc", b"de", b"f"]
 
 
@@ -173,21 +200,40 @@ def test_damage_is_one_line_that_says_where(tmp_path: Path, content: bytes, word
 
 def test_a_global_header_that_says_nothing_of_members_is_passed_over(tmp_path: Path) -> None:
     """`git archive` writes one."""
-    content = header("g", 14, b"g") + filled(b"14 comment=ab\n") + header("a", 1, b"0") + filled(b"x") + bytes(BLOCK)
+    content = (
+        header("g", 14, b"g")
+        + filled(b"14 comment=ab\n")
+        + header("a", 1, b"0")
+        + filled(b"x")
+        + bytes(BLOCK)
+    )
     assert list(members(written(tmp_path / "t.tar", content))) == [Member("a", 3 * BLOCK, 1)]
 
 
-# ---- compressed ones ----------------------------------------------------------------------------------------------
+# ---- compressed ones
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
-def test_what_a_header_claims_is_counted_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: bytes) -> None:
-    """Decompressed up to a limit and not a byte further: a pax record, a long name, a file of 32 MiB."""
-    path = written(tmp_path / "bomb.tar.gz", gzip.compress(header("header", 1 << 25, kind) + bytes(1 << 25), 1))
-    assert path.stat().st_size < 1 << 18 and 200_000_000 < gzipped.MAX_BYTES <= 1 << 28  # above what is published
+def test_what_a_header_claims_is_counted_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: bytes
+) -> None:
+    """Decompressed up to a limit and not a byte further: a pax record, a long name, a file of 32
+    MiB."""
+    path = written(
+        tmp_path / "bomb.tar.gz", gzip.compress(header("header", 1 << 25, kind) + bytes(1 << 25), 1)
+    )
+    assert (
+        path.stat().st_size < 1 << 18 and 200_000_000 < gzipped.MAX_BYTES <= 1 << 28
+    )  # above what is published
     monkeypatch.setattr(gzipped, "MAX_BYTES", 1 << 20)
     tracemalloc.start()
-    with pytest.raises(SourceError, match=r"bomb\.tar\.gz (unpacks to more than 1,048,576 bytes|is cut or damaged .*33,554,432)"):
+    with pytest.raises(
+        SourceError,
+        match=(
+            r"bomb\.tar\.gz (unpacks to more than 1,048,576 bytes|is cut or damaged .*33,554,432)"
+        ),
+    ):
         gzipped.read_members(path, {"header"})
     assert tracemalloc.get_traced_memory()[1] < 2 << 20
     tracemalloc.stop()

@@ -1,4 +1,5 @@
-"""TinyImageNet's zip and folder: flat val with its annotations, unlabelled test, and zips that are not what they seem."""
+"""TinyImageNet's zip and folder: flat val with its annotations, unlabelled test, and zips that are
+not what they seem."""
 
 import io
 import json
@@ -25,7 +26,11 @@ def jpeg(seed: int) -> bytes:
 
 def files() -> dict[str, bytes]:
     """In the order of the file system that it was packed on, not sorted."""
-    found = {f"{TOP}/words.txt": b"n00001740\tentity\n" + "".join(f"{name}\ta, b\n" for name in WNIDS).encode()}
+    found = {
+        f"{TOP}/words.txt": (
+            b"n00001740\tentity\n" + "".join(f"{name}\ta, b\n" for name in WNIDS).encode()
+        )
+    }
     found[f"{TOP}/wnids.txt"] = "".join(f"{name}\n" for name in reversed(WNIDS)).encode()
     for number, name in enumerate(WNIDS):
         boxes = "".join(f"{name}_{row}.JPEG\t0\t10\t63\t60\n" for row in range(3))
@@ -46,7 +51,9 @@ def zip_of(found: dict[str, bytes]) -> bytes:
     """With entries for some folders, as some programs write none and others all."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        folders = sorted({f"{name[:at]}/" for name in found for at, letter in enumerate(name) if letter == "/"})
+        folders = sorted(
+            {f"{name[:at]}/" for name in found for at, letter in enumerate(name) if letter == "/"}
+        )
         for name in folders[1::2]:
             archive.writestr(zipfile.ZipInfo(name), b"")
         for name, data in found.items():
@@ -79,9 +86,12 @@ def test_a_build_keeps_every_picture_with_its_label(tmp_path: Path, unpacked: bo
         for row in range(3)
     }
     assert written(out, "val") == {
-        f"val/images/val_{row}.JPEG": (jpeg(100 + row), WNIDS.index(name)) for row, name in enumerate(VAL)
+        f"val/images/val_{row}.JPEG": (jpeg(100 + row), WNIDS.index(name))
+        for row, name in enumerate(VAL)
     }
-    assert written(out, "test") == {f"test/images/test_{row}.JPEG": (jpeg(200 + row), -1) for row in range(2)}
+    assert written(out, "test") == {
+        f"test/images/test_{row}.JPEG": (jpeg(200 + row), -1) for row in range(2)
+    }
 
 
 def test_a_picture_that_leads_nowhere_is_rejected_not_forgotten(tmp_path: Path) -> None:
@@ -90,18 +100,36 @@ def test_a_picture_that_leads_nowhere_is_rejected_not_forgotten(tmp_path: Path) 
     for name in lost:
         (path / name).unlink()
         (path / name).symlink_to("elsewhere")
-    assert build("tinyimagenet", tmp_path / "out", f"source.path={path}", "max_reject_share=0.5", "image_size=16") == 0
+    assert (
+        build(
+            "tinyimagenet",
+            tmp_path / "out",
+            f"source.path={path}",
+            "max_reject_share=0.5",
+            "image_size=16",
+        )
+        == 0
+    )
     manifest = load_manifest(tmp_path / "out")
     assert (manifest.num_read, manifest.num_written, manifest.num_rejected) == (17, 15, 2)
-    rejected = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
-    assert {line["path"]: line["detail"] for line in rejected} == dict.fromkeys(lost, "a link to nowhere")
+    rejected = [
+        json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()
+    ]
+    assert {line["path"]: line["detail"] for line in rejected} == dict.fromkeys(
+        lost, "a link to nowhere"
+    )
 
 
 @pytest.mark.parametrize("unpacked", [False, True])
-def test_other_files_are_counted_and_the_published_ones_are_not(tmp_path: Path, unpacked: bool) -> None:
+def test_other_files_are_counted_and_the_published_ones_are_not(
+    tmp_path: Path, unpacked: bool
+) -> None:
     for number, more in enumerate(({}, {"train/n01629819/notes.txt": b"x", "README": b"x"})):
         found = WHOLE | {f"{TOP}/{name}": data for name, data in more.items()}
-        path, out = place(tmp_path / str(number), found, unpacked=unpacked), tmp_path / f"out{number}"
+        path, out = (
+            place(tmp_path / str(number), found, unpacked=unpacked),
+            tmp_path / f"out{number}",
+        )
         assert build("tinyimagenet", out, f"source.path={path}", "image_size=16") == 0
         assert load_manifest(out).num_left_out == ({"other files": 2} if more else {})
 
@@ -109,7 +137,10 @@ def test_other_files_are_counted_and_the_published_ones_are_not(tmp_path: Path, 
 def test_raw_pictures_from_zip_and_folder_are_the_same_dataset(tmp_path: Path) -> None:
     manifests = set()
     for unpacked in (False, True):
-        path, out = place(tmp_path / "in", WHOLE, unpacked=unpacked), tmp_path / str(unpacked) / "tiny"
+        path, out = (
+            place(tmp_path / "in", WHOLE, unpacked=unpacked),
+            tmp_path / str(unpacked) / "tiny",
+        )
         assert build("tinyimagenet", out, f"source.path={path}", "image_size=64") == 0
         assert set(load_manifest(out).splits) == {"train", "val"}
         manifests.add((out / "manifest.json").read_bytes())
@@ -150,15 +181,20 @@ LINES = WHOLE[f"{TOP}/{ANNOTATIONS}"]
         (altered("wnids.txt", b"../../etc\n"), r"wnids\.txt names no classes, one twice, or a path"),
     ],
 )  # fmt: skip
-def test_what_is_missing_or_too_much_is_named(tmp_path: Path, found: dict[str, bytes], message: str) -> None:
+def test_what_is_missing_or_too_much_is_named(
+    tmp_path: Path, found: dict[str, bytes], message: str
+) -> None:
     for unpacked in (False, True):
         refuses(source_of(place(tmp_path, found, unpacked=unpacked)), message)
 
 
-# ---- zips that are not what they seem ---------------------------------------------------------------------------
+# ---- zips that are not what they seem
+# ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [f"{TOP}/../../escaped", f"{TOP}/train//a", f"{TOP}/train/..\\..\\escaped"])
+@pytest.mark.parametrize(
+    "name", [f"{TOP}/../../escaped", f"{TOP}/train//a", f"{TOP}/train/..\\..\\escaped"]
+)
 def test_paths_out_of_the_zip_are_refused(tmp_path: Path, name: str) -> None:
     path = place(tmp_path / "deep" / "er", WHOLE | {name: b"x"}, unpacked=False)
     refuses(source_of(path), "holds the path")
@@ -166,7 +202,11 @@ def test_paths_out_of_the_zip_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_what_others_have_added_to_the_zip_is_not_read(tmp_path: Path) -> None:
-    more = {f"__MACOSX/{TOP}/._wnids.txt": b"x", f"{TOP}/train/.DS_Store": b"x", f"{TOP}/train/n01629819/images/.DS_Store": b""}
+    more = {
+        f"__MACOSX/{TOP}/._wnids.txt": b"x",
+        f"{TOP}/train/.DS_Store": b"x",
+        f"{TOP}/train/n01629819/images/.DS_Store": b"",
+    }
     assert len(listed(source_of(place(tmp_path, WHOLE | more, unpacked=False)))) == 17
 
 
@@ -199,8 +239,14 @@ def test_encrypted_unsupported_and_damaged_members_are_one_clear_line(tmp_path: 
         with pytest.raises(SourceError, match=message):
             source.read(entry)
 
-    refused(patched(data, name, local=6, central=8, value=1), r"val_0\.JPEG is encrypted; repack it without a password")
-    refused(patched(data, name, local=8, central=10, value=99), r"val_0\.JPEG is cut or damaged \(.*compression")
+    refused(
+        patched(data, name, local=6, central=8, value=1),
+        r"val_0\.JPEG is encrypted; repack it without a password",
+    )
+    refused(
+        patched(data, name, local=8, central=10, value=99),
+        r"val_0\.JPEG is cut or damaged \(.*compression",
+    )
     body = jpeg(100)
     assert data.count(body) == 1
     refused(data.replace(body, body[:-1] + b"\0"), r"val_0\.JPEG is cut or damaged \(Bad CRC-32")
@@ -212,4 +258,6 @@ def test_a_cut_zip_and_something_else_are_refused(tmp_path: Path) -> None:
     for mutant in (data[: len(data) // 2], data[:-10], b"", b"no zip", zip_of({"other/file": b""})):
         path.write_bytes(mutant)
         refuses(source_of(path), r"download it again|give tiny-imagenet-200\.zip as downloaded")
-    refuses(source_of(tmp_path / "nothing"), r"is not there; give tiny-imagenet-200\.zip as downloaded")
+    refuses(
+        source_of(tmp_path / "nothing"), r"is not there; give tiny-imagenet-200\.zip as downloaded"
+    )

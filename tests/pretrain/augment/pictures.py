@@ -40,7 +40,12 @@ def hard_pictures(height: int, width: int) -> NDArray[np.uint8]:
 
 
 def make(
-    settings: AugmentSettings, *, size: int = 16, seed: int = 3, normalisation: Normalisation = PLAIN, **where: Any
+    settings: AugmentSettings,
+    *,
+    size: int = 16,
+    seed: int = 3,
+    normalisation: Normalisation = PLAIN,
+    **where: Any,
 ) -> Augmentation:
     where = {"device": torch.device("cpu"), "dtype": torch.float32, **where}
     return Augmentation(settings, seed=seed, image_size=size, normalisation=normalisation, **where)

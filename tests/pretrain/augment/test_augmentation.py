@@ -1,4 +1,5 @@
-"""The whole chain: independent of rank, batch and resume, in timm's order, in the type that the model takes."""
+"""The whole chain: independent of rank, batch and resume, in timm's order, in the type that the
+model takes."""
 
 from dataclasses import replace
 
@@ -23,30 +24,50 @@ PAPER_A = AugmentSettings(
     cutmix_alpha=1.0,
 )
 CIFAR = AugmentSettings(
-    crop_padding=2, auto_augment="original", erase_probability=0.5, erase_mode="rand", erase_count=2, cutmix_alpha=1.0
+    crop_padding=2,
+    auto_augment="original",
+    erase_probability=0.5,
+    erase_mode="rand",
+    erase_count=2,
+    cutmix_alpha=1.0,
 )
 FLOATS = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
 COLOURS = Normalisation((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
-RESIZED = AugmentSettings(crop_padding=3, padding_mode="reflect", cutmix_alpha=0.5, mix_probability=0.5)
+RESIZED = AugmentSettings(
+    crop_padding=3, padding_mode="reflect", cutmix_alpha=0.5, mix_probability=0.5
+)
 
 
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
-    # Of 255. Without MixUp (whose lerp may be rounded otherwise in a vector's tail) whole levels are the same bit for bit.
-    [(PAPER_A, 1e-3), (PAPER_A.model_copy(update={"mixup_alpha": 0.0}), 0.0), (CIFAR, 0.0), (FLOATS, 1e-3), (RESIZED, 1e-3)],
+    # Of 255. Without MixUp (whose lerp may be rounded otherwise in a vector's tail) whole levels
+    # are the same bit for bit.
+    [
+        (PAPER_A, 1e-3),
+        (PAPER_A.model_copy(update={"mixup_alpha": 0.0}), 0.0),
+        (CIFAR, 0.0),
+        (FLOATS, 1e-3),
+        (RESIZED, 1e-3),
+    ],
     ids=["paper A", "paper A without MixUp", "padding", "floats", "padding and resize"],
 )
-def test_pictures_do_not_depend_on_how_a_global_batch_is_cut(settings: AugmentSettings, tolerance: float) -> None:
+def test_pictures_do_not_depend_on_how_a_global_batch_is_cut(
+    settings: AugmentSettings, tolerance: float
+) -> None:
     augmentation = make(settings)
     stored, samples = pictures(48, 20 if settings is not CIFAR else 16), np.arange(48)
     whole = augmentation.prepare(batch_of(stored, samples))
     assert whole.weight_B is not None
     for cut in (2, 6, 24):
-        parts = [augmentation.prepare(batch_of(stored, chunk)) for chunk in np.split(samples, 48 // cut)]
+        parts = [
+            augmentation.prepare(batch_of(stored, chunk)) for chunk in np.split(samples, 48 // cut)
+        ]
         images = torch.cat([part.images_BCHW for part in parts])
         torch.testing.assert_close(images, whole.images_BCHW, rtol=0, atol=tolerance)
         for name in ("labels_B", "other_labels_B", "weight_B"):
-            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)), name
+            assert torch.equal(
+                torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)
+            ), name
 
 
 @pytest.mark.parametrize("settings", [PAPER_A, CIFAR, FLOATS], ids=["paper A", "padding", "floats"])
@@ -76,12 +97,16 @@ def test_no_number_is_drawn_twice() -> None:
 
 def test_the_order_is_crop_then_erase_then_mix() -> None:
     """Erased pixels are exactly 0 after normalising, and are mixed afterwards."""
-    settings = AugmentSettings(flip_probability=0.0, erase_probability=1.0, erase_mode="const", mixup_alpha=0.8)
+    settings = AugmentSettings(
+        flip_probability=0.0, erase_probability=1.0, erase_mode="const", mixup_alpha=0.8
+    )
     normalisation = Normalisation((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
     stored = pictures(40, 16)
     batch = batch_of(stored, np.arange(40))
     found = make(settings, normalisation=normalisation).prepare(batch).images_BCHW
-    expected = reference.normalize(stored.permute(0, 3, 1, 2).float() / 255, *map(list, normalisation))
+    expected = reference.normalize(
+        stored.permute(0, 3, 1, 2).float() / 255, *map(list, normalisation)
+    )
     blocks = draw_blocks(settings, draws_of(40), size=16)
     for place, row in enumerate(blocks.rows):
         top, left = int(blocks.top_nK[place, 0]), int(blocks.left_nK[place, 0])
@@ -90,7 +115,9 @@ def test_the_order_is_crop_then_erase_then_mix() -> None:
     mix = Mixer(settings).draw(Draws((3, batch.mix_keys)), size=16)
     weight = torch.from_numpy(mix.weight).float().view(-1, 1, 1, 1)
     partner = torch.arange(40).view(-1, 2).flip(1).flatten()
-    torch.testing.assert_close(found, weight * expected + (1 - weight) * expected[partner], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        found, weight * expected + (1 - weight) * expected[partner], rtol=0, atol=1e-5
+    )
 
 
 def test_auto_augment_fills_with_the_mean_colour() -> None:
@@ -98,41 +125,69 @@ def test_auto_augment_fills_with_the_mean_colour() -> None:
     mean = (0.2, 0.4, 0.6)
     settings = AugmentSettings(flip_probability=0.0, auto_augment="rand-m10-n1-p1-inc1")
     stored = torch.full((400, 16, 16, 3), 255, dtype=torch.uint8)
-    found = make(settings, normalisation=Normalisation(mean, (1, 1, 1))).prepare(batch_of(stored, np.arange(400)))
+    found = make(settings, normalisation=Normalisation(mean, (1, 1, 1))).prepare(
+        batch_of(stored, np.arange(400))
+    )
     levels = (found.images_BCHW * 255 + torch.tensor(mean).view(1, 3, 1, 1) * 255).round()
-    filled = (levels == torch.tensor([51, 102, 153]).view(1, 3, 1, 1)).all(dim=1).flatten(1).float().mean(dim=1)
+    filled = (
+        (levels == torch.tensor([51, 102, 153]).view(1, 3, 1, 1))
+        .all(dim=1)
+        .flatten(1)
+        .float()
+        .mean(dim=1)
+    )
     assert 90 < (filled > 0).sum() < 180  # 5 of 15 operations
     assert 0.4 < filled.max() < 0.5  # 0.45 of a side
 
 
-@pytest.mark.parametrize("settings", [PAPER_A, CIFAR, FLOATS, RESIZED], ids=["paper A", "padding", "floats", "resized"])
+@pytest.mark.parametrize(
+    "settings", [PAPER_A, CIFAR, FLOATS, RESIZED], ids=["paper A", "padding", "floats", "resized"]
+)
 def test_nothing_waits_for_the_device(settings: AugmentSettings) -> None:
-    """A meta tensor has a shape and no values: whatever asked the device for one, and so waited for it, would raise."""
+    """A meta tensor has a shape and no values: whatever asked the device for one, and so waited for
+    it, would raise."""
     device = torch.device("meta")
     made = make(settings, normalisation=COLOURS, device=device, dtype=torch.bfloat16)
     prepared = made.prepare(batch_of(pictures(200, 20), np.arange(200)))
     assert prepared.images_BCHW.shape == (200, 3, 16, 16) and prepared.images_BCHW.device == device
 
 
-@pytest.mark.parametrize("settings", [PAPER_A, CIFAR, FLOATS, AugmentSettings()], ids=["paper A", "padding", "floats", "flips"])
-def test_pixels_in_an_order_of_their_own_after_augmentation_or_before(settings: AugmentSettings) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [PAPER_A, CIFAR, FLOATS, AugmentSettings()],
+    ids=["paper A", "padding", "floats", "flips"],
+)
+def test_pixels_in_an_order_of_their_own_after_augmentation_or_before(
+    settings: AugmentSettings,
+) -> None:
     order = pixel_order(7, size=16)
-    assert order.sort().values.tolist() == list(range(256)) and not torch.equal(order, pixel_order(8, size=16))
+    assert order.sort().values.tolist() == list(range(256)) and not torch.equal(
+        order, pixel_order(8, size=16)
+    )
     batch = batch_of(pictures(24, 16), np.arange(24))
     stored = batch.images_BHWC.reshape(24, 256, 3)[:, order].reshape(24, 16, 16, 3)
-    after, before = (make(settings, pixels=PixelOrder(pixel_permutation=7, permute=place)) for place in ("after", "before"))
+    after, before = (
+        make(settings, pixels=PixelOrder(pixel_permutation=7, permute=place))
+        for place in ("after", "before")
+    )
     usual = make(settings)
     expected = usual.prepare(batch).images_BCHW.flatten(2)[:, :, order].reshape(24, 3, 16, 16)
     assert torch.equal(after.prepare(batch).images_BCHW, expected)
     expected = usual.prepare(replace(batch, images_BHWC=stored)).images_BCHW
     assert torch.equal(before.prepare(batch).images_BCHW, expected)
     expected = usual.plain(replace(batch, images_BHWC=stored)).images_BCHW
-    assert torch.equal(after.plain(batch).images_BCHW, expected) and torch.equal(before.plain(batch).images_BCHW, expected)
+    assert torch.equal(after.plain(batch).images_BCHW, expected) and torch.equal(
+        before.plain(batch).images_BCHW, expected
+    )
 
 
 def test_stored_pictures_are_never_changed() -> None:
     stored = pictures(24, 16)
-    for settings in (PAPER_A, CIFAR, AugmentSettings(flip_probability=0.0, auto_augment="v0", erase_probability=1.0)):
+    for settings in (
+        PAPER_A,
+        CIFAR,
+        AugmentSettings(flip_probability=0.0, auto_augment="v0", erase_probability=1.0),
+    ):
         batch = batch_of(stored, np.arange(24))
         make(settings).prepare(batch)
         assert torch.equal(batch.images_BHWC, stored)
@@ -142,7 +197,8 @@ def test_stored_pictures_are_never_changed() -> None:
 def test_bf16_is_the_rounded_fp32(settings: AugmentSettings) -> None:
     batch = batch_of(pictures(16, 16), np.arange(16))
     exact, short = (
-        make(settings, normalisation=COLOURS, dtype=dtype).prepare(batch).images_BCHW for dtype in (torch.float32, torch.bfloat16)
+        make(settings, normalisation=COLOURS, dtype=dtype).prepare(batch).images_BCHW
+        for dtype in (torch.float32, torch.bfloat16)
     )
     assert short.dtype == torch.bfloat16 and short.shape == (16, 3, 16, 16)
     assert torch.equal(short, exact.to(torch.bfloat16))
@@ -150,7 +206,11 @@ def test_bf16_is_the_rounded_fp32(settings: AugmentSettings) -> None:
 
 def test_evaluation_normalises_and_upscales_like_torchvision() -> None:
     stored = pictures(3, 12)
-    ours = make(PAPER_A, size=24, normalisation=COLOURS).plain(batch_of(stored, np.arange(3))).images_BCHW
+    ours = (
+        make(PAPER_A, size=24, normalisation=COLOURS)
+        .plain(batch_of(stored, np.arange(3)))
+        .images_BCHW
+    )
     scaled = reference.resize(stored.permute(0, 3, 1, 2).float() / 255, [24, 24], antialias=True)
     expected = reference.normalize(scaled, *map(list, COLOURS))
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)

@@ -29,7 +29,9 @@ def some_boxes(count: int, size: int) -> Boxes:
     generator = np.random.Generator(np.random.Philox(1))
     height, width = generator.integers(4, size + 1, count), generator.integers(4, size + 1, count)
     top, left = generator.integers(0, size + 1 - height), generator.integers(0, size + 1 - width)
-    return Boxes(*(side.astype(np.float64) for side in (top, left, height, width)), np.arange(count) % 2 == 0)
+    return Boxes(
+        *(side.astype(np.float64) for side in (top, left, height, width)), np.arange(count) % 2 == 0
+    )
 
 
 def crop_of(boxes: Boxes, number: int) -> list[int]:
@@ -42,12 +44,20 @@ def test_crop_resize_and_flip_equal_torchvision(size: int, cubic: NDArray[np.boo
     stored, boxes = pictures(6, 32), some_boxes(6, 32)
     ours = resample(stored, boxes, size=size, cubic=cubic)
     for number in range(6):
-        kernel = InterpolationMode.BICUBIC if cubic is not None and cubic[number] else InterpolationMode.BILINEAR
+        kernel = (
+            InterpolationMode.BICUBIC
+            if cubic is not None and cubic[number]
+            else InterpolationMode.BILINEAR
+        )
         picture = stored[number].permute(2, 0, 1).float()
         crop = crop_of(boxes, number)
-        expected = reference.resized_crop(picture, *crop, [size, size], interpolation=kernel, antialias=True)
+        expected = reference.resized_crop(
+            picture, *crop, [size, size], interpolation=kernel, antialias=True
+        )
         expected = reference.horizontal_flip(expected) if boxes.flip[number] else expected
-        torch.testing.assert_close(ours[number], expected.clamp(0, 255), rtol=0, atol=2e-3)  # of 255
+        torch.testing.assert_close(
+            ours[number], expected.clamp(0, 255), rtol=0, atol=2e-3
+        )  # of 255
 
 
 @pytest.mark.parametrize("size", [8, 13, 32, 48])
@@ -72,22 +82,35 @@ def test_levels_equal_pils_within_one(size: int) -> None:
 
 @pytest.mark.parametrize("stored", [32, 40, 64, 96, 100])
 def test_area_equals_opencvs_within_one_level(stored: int) -> None:
-    """On whole pictures and on boxes, of which one side may be enlarged and the other shrunk: by torch and by numba."""
+    """On whole pictures and on boxes, of which one side may be enlarged and the other shrunk: by
+    torch and by numba."""
     pictures_ = torch.from_numpy(hard_pictures(stored, stored))
     for boxes in (whole_boxes(len(pictures_), stored), some_boxes(len(pictures_), stored)):
         by_torch = resample(pictures_, boxes, size=64, area=True)
-        torch.testing.assert_close(on_cpu.crop(pictures_, boxes, size=64, area=True), by_torch, rtol=0, atol=1e-2)
+        torch.testing.assert_close(
+            on_cpu.crop(pictures_, boxes, size=64, area=True), by_torch, rtol=0, atol=1e-2
+        )
         levels = resample_levels(pictures_, boxes, size=64, area=True).permute(0, 3, 1, 2).float()
         for number, picture in enumerate(pictures_.numpy()):
             top, left, height, width = crop_of(boxes, number)
             cut = picture[top : top + height, left : left + width]
-            theirs = torch.from_numpy(cv2.resize(cut, (64, 64), interpolation=cv2.INTER_AREA)).permute(2, 0, 1)
+            theirs = torch.from_numpy(
+                cv2.resize(cut, (64, 64), interpolation=cv2.INTER_AREA)
+            ).permute(2, 0, 1)
             theirs = theirs.flip(-1) if boxes.flip[number] else theirs
-            assert (by_torch[number] - theirs).abs().max() <= 1 and (levels[number] - theirs).abs().max() <= 1
+            assert (by_torch[number] - theirs).abs().max() <= 1 and (
+                levels[number] - theirs
+            ).abs().max() <= 1
 
 
 def test_area_doubles_the_pixels_of_cifar() -> None:
-    doubled = pictures(3, 32).repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).permute(0, 3, 1, 2).float()
+    doubled = (
+        pictures(3, 32)
+        .repeat_interleave(2, dim=1)
+        .repeat_interleave(2, dim=2)
+        .permute(0, 3, 1, 2)
+        .float()
+    )
     for found in (
         resample(pictures(3, 32), whole_boxes(3, 32), size=64, area=True),
         on_cpu.crop(pictures(3, 32), whole_boxes(3, 32), size=64, area=True),
@@ -98,7 +121,8 @@ def test_area_doubles_the_pixels_of_cifar() -> None:
 @pytest.mark.parametrize("cubic", [False, True])
 @pytest.mark.parametrize("size", [8, 24, 96])
 def test_fixed_point_sums_are_exact_in_any_order(size: int, cubic: bool) -> None:
-    """float32 has all that float64 has, so no order of summation on any device gives another level."""
+    """float32 has all that float64 has, so no order of summation on any device gives another
+    level."""
     boxes, pixels = some_boxes(50, 64), pictures(50, 64).flatten(2).float()
     weights = axis_weights(
         torch.from_numpy(boxes.top).float(),
@@ -117,9 +141,13 @@ def test_fixed_point_sums_are_exact_in_any_order(size: int, cubic: bool) -> None
 
 def test_the_whole_box_at_the_stored_size_is_the_picture_itself() -> None:
     stored = pictures(3, 16)
-    assert torch.equal(resample(stored, whole_boxes(3, 16), size=16), stored.permute(0, 3, 1, 2).float())
+    assert torch.equal(
+        resample(stored, whole_boxes(3, 16), size=16), stored.permute(0, 3, 1, 2).float()
+    )
     for cubic in (None, np.ones(3, bool)):
-        assert torch.equal(resample_levels(stored, whole_boxes(3, 16), size=16, cubic=cubic), stored)
+        assert torch.equal(
+            resample_levels(stored, whole_boxes(3, 16), size=16, cubic=cubic), stored
+        )
 
 
 def test_boxes_are_inside_and_have_the_areas_and_ratios_asked_for() -> None:
@@ -167,7 +195,9 @@ def test_crop_with_padding_equals_torchvision(mode: PaddingMode, padding: int) -
 def test_padding_may_be_wider_than_the_picture() -> None:
     """numpy reflects as often as it takes."""
     stored = pictures(1, 3)
-    ours = padded_crop(stored, np.array([0]), np.array([9]), flip=np.array([False]), padding=8, mode="reflect")
+    ours = padded_crop(
+        stored, np.array([0]), np.array([9]), flip=np.array([False]), padding=8, mode="reflect"
+    )
     around = np.pad(stored[0].numpy(), ((8, 8), (8, 8), (0, 0)), mode="reflect")
     assert np.array_equal(ours[0].numpy(), around[0:3, 9:12])
 

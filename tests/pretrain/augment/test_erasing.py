@@ -25,7 +25,9 @@ def blocks_of(probability: float, *, count: int, pictures: int, size: int = SIZE
 def test_erasing_equals_a_loop(mode: EraseMode, count: int) -> None:
     stored = torch.randn(60, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
     blocks = blocks_of(0.5, count=count, pictures=60)
-    noise = normal_noise(torch.from_numpy(blocks.noise_keys_n), 3 * SIZE * SIZE).view(-1, 3, SIZE, SIZE)
+    noise = normal_noise(torch.from_numpy(blocks.noise_keys_n), 3 * SIZE * SIZE).view(
+        -1, 3, SIZE, SIZE
+    )
     expected = stored.clone()
     assert 15 < len(blocks.rows) < 45
     for place, row in enumerate(blocks.rows):
@@ -34,7 +36,11 @@ def test_erasing_equals_a_loop(mode: EraseMode, count: int) -> None:
             height, width = blocks.height_nK[place, block], blocks.width_nK[place, block]
             area = (slice(None), slice(top, top + height), slice(left, left + width))
             colour = torch.from_numpy(blocks.colours_nKC[place, block]).view(3, 1, 1)
-            expected[row][area] = {"const": torch.zeros(1), "rand": colour, "pixel": noise[place][area]}[mode]
+            expected[row][area] = {
+                "const": torch.zeros(1),
+                "rand": colour,
+                "pixel": noise[place][area],
+            }[mode]
     found = erase(stored.clone(), blocks, mode=mode)
     assert torch.equal(found, expected) and not torch.equal(found, stored)
 
@@ -68,8 +74,16 @@ def test_several_blocks_share_the_area() -> None:
 
 def test_probability_none_and_all() -> None:
     stored = torch.ones(8, 3, SIZE, SIZE)
-    assert torch.equal(erase(stored.clone(), blocks_of(0.0, count=1, pictures=8), mode="const"), stored)
-    assert erase(stored.clone(), blocks_of(1.0, count=1, pictures=8), mode="const").eq(0).flatten(1).any(dim=1).all()
+    assert torch.equal(
+        erase(stored.clone(), blocks_of(0.0, count=1, pictures=8), mode="const"), stored
+    )
+    assert (
+        erase(stored.clone(), blocks_of(1.0, count=1, pictures=8), mode="const")
+        .eq(0)
+        .flatten(1)
+        .any(dim=1)
+        .all()
+    )
 
 
 def test_noise_is_splitmix64_and_normal() -> None:
@@ -83,8 +97,12 @@ def test_noise_is_splitmix64_and_normal() -> None:
         bits = hash64(state - golden - golden) >> np.uint64(41)
     from scipy.special import ndtri
 
-    np.testing.assert_allclose(noise[:, :4], ndtri((bits.astype(float) + 0.5) / 2**23), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        noise[:, :4], ndtri((bits.astype(float) + 0.5) / 2**23), rtol=0, atol=1e-5
+    )
     assert np.isfinite(noise).all() and np.abs(noise).max() > 4
     for row in noise:
-        assert abs(row.mean()) < 0.01 and abs(row.std() - 1) < 0.01 and abs((row**4).mean() - 3) < 0.1
+        assert (
+            abs(row.mean()) < 0.01 and abs(row.std() - 1) < 0.01 and abs((row**4).mean() - 3) < 0.1
+        )
     assert np.abs(np.corrcoef(noise) - np.eye(3)).max() < 0.01

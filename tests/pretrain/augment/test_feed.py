@@ -23,7 +23,12 @@ def augmentation(settings: AugmentSettings) -> Augmentation:
 
 def feed(reader: ShardReader, augment: Augmentation, *, threads: int) -> Feed:
     order, plan = Order(reader.num_samples, 4), BatchPlan(48, 12, 2)
-    return Feed(lambda finish: loaded(reader, order, plan, rank=1, consumed=96, num_threads=threads, finish=finish), augment)
+    return Feed(
+        lambda finish: loaded(
+            reader, order, plan, rank=1, consumed=96, num_threads=threads, finish=finish
+        ),
+        augment,
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -42,7 +47,9 @@ def test_it_is_the_augmented_batches_in_their_order(reader: ShardReader, threads
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("plan", [BatchPlan(48, 12, 2), BatchPlan(48, 16, 3), BatchPlan(48, 3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [BatchPlan(48, 12, 2), BatchPlan(48, 16, 3), BatchPlan(48, 3, 1)], ids=str
+)
 @pytest.mark.parametrize("way", ["mixup_alpha", "cutmix_alpha"])
 def test_each_picture_is_mixed_with_the_one_before_it_in_the_global_batch_on_any_number_of_ranks(
     reader: ShardReader, plan: BatchPlan, way: str
@@ -58,15 +65,26 @@ def test_each_picture_is_mixed_with_the_one_before_it_in_the_global_batch_on_any
         fed = [next(batches) for _ in range(plan.accumulation_steps) for batches in ranks]
         epochs, samples = order.locate(np.arange(48 * number, 48 * (number + 1)))
         labels = torch.from_numpy(reader.locate(samples).labels)
-        own = alone.prepare(Batch(reader.images(samples), labels, epochs, samples, samples)).images_BCHW
+        own = alone.prepare(
+            Batch(reader.images(samples), labels, epochs, samples, samples)
+        ).images_BCHW
         images, found, others, weight = (
-            torch.cat([getattr(each, name) for each in fed]) for name in ("images_BCHW", "labels_B", "other_labels_B", "weight_B")
+            torch.cat([getattr(each, name) for each in fed])
+            for name in ("images_BCHW", "labels_B", "other_labels_B", "weight_B")
         )
-        assert torch.equal(found, labels) and torch.equal(others, labels.roll(1)) and len(set(weight.tolist())) == 1
+        assert (
+            torch.equal(found, labels)
+            and torch.equal(others, labels.roll(1))
+            and len(set(weight.tolist())) == 1
+        )
         if way == "mixup_alpha":  # as FFCV does it: images[i] and images[i - 1]
-            torch.testing.assert_close(images, weight[0] * own + (1 - weight[0]) * own.roll(1, 0), rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                images, weight[0] * own + (1 - weight[0]) * own.roll(1, 0), rtol=0, atol=1e-5
+            )
         else:
-            is_own, is_other = ((images - each).abs().amax(1) < 1e-5 for each in (own, own.roll(1, 0)))
+            is_own, is_other = (
+                (images - each).abs().amax(1) < 1e-5 for each in (own, own.roll(1, 0))
+            )
             assert (is_own | is_other).all()
         weights.append(weight[0].item())
     assert len(set(weights)) == len(weights)
@@ -81,12 +99,22 @@ def test_each_picture_is_mixed_with_the_one_before_it_in_the_global_batch_on_any
         AugmentSettings(crop_scale=(0.3, 1.0)),
         AugmentSettings(flip_probability=0.5),
         AugmentSettings(mixup_alpha=0.4, mix_probability=0.5),
-        AugmentSettings(crop_scale=(0.3, 1.0), cutmix_alpha=1.0, erase_probability=0.5, erase_mode="const"),
+        AugmentSettings(
+            crop_scale=(0.3, 1.0), cutmix_alpha=1.0, erase_probability=0.5, erase_mode="const"
+        ),
     ],
 )
-def test_compiled_loops_and_matrix_products_make_the_same_pictures(reader: ShardReader, settings: AugmentSettings) -> None:
+def test_compiled_loops_and_matrix_products_make_the_same_pictures(
+    reader: ShardReader, settings: AugmentSettings
+) -> None:
     samples = np.arange(60)
-    stored = Batch(reader.images(samples), torch.from_numpy(reader.labels[:60]), samples // 7, samples, samples // 2)
+    stored = Batch(
+        reader.images(samples),
+        torch.from_numpy(reader.labels[:60]),
+        samples // 7,
+        samples,
+        samples // 2,
+    )
     compiled = augmentation(settings)
     assert compiled._on_cpu
     ours = [compiled.prepare(stored), compiled.plain(stored)]
@@ -99,14 +127,19 @@ def test_compiled_loops_and_matrix_products_make_the_same_pictures(reader: Shard
             torch.testing.assert_close(mine.weight_B, theirs.weight_B)
 
 
-def test_an_error_of_the_augmentation_reaches_the_trainer(reader: ShardReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_augmentation_reaches_the_trainer(
+    reader: ShardReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     augment = augmentation(AugmentSettings())
 
     def broken(batch: Batch) -> None:
         raise RuntimeError("no such picture")
 
     monkeypatch.setattr(augment, "prepare", broken)
-    with feed(reader, augment, threads=2) as found, pytest.raises(RuntimeError, match="no such picture"):
+    with (
+        feed(reader, augment, threads=2) as found,
+        pytest.raises(RuntimeError, match="no such picture"),
+    ):
         next(found)
 
 

@@ -1,4 +1,5 @@
-"""MixUp and CutMix against timm's Mixup given the same lambdas and boxes, and their distributions."""
+"""MixUp and CutMix against timm's Mixup given the same lambdas and boxes, and their
+distributions."""
 
 import numpy as np
 import pytest
@@ -34,7 +35,13 @@ def test_mixing_equals_timms_on_the_same_lambdas_and_boxes(monkeypatch: pytest.M
     # CutMix with weight 1 has an empty box: timm skips it, and so do we.
     lambdas = mix.weight[::2].astype(np.float32)
     monkeypatch.setattr(theirs, "_params_per_elem", lambda pairs: (lambdas.copy(), cut[::2]))
-    boxes = iter([(mix.top[row], mix.bottom[row], mix.left[row], mix.right[row]) for row in range(0, count, 2) if cut[row]])
+    boxes = iter(
+        [
+            (mix.top[row], mix.bottom[row], mix.left[row], mix.right[row])
+            for row in range(0, count, 2)
+            if cut[row]
+        ]
+    )
     monkeypatch.setattr(timm_mixup, "rand_bbox", lambda *_, **__: next(boxes))
     order = timm_order(count)
     pictures_there = stored[order].clone()
@@ -51,10 +58,15 @@ def test_boxes_are_timms(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     pairs = Draws((3, np.repeat(np.arange(300), 2)))
     lambdas = BetaTable(1.0)(pairs.uniform(Purpose.CUTMIX))
     for row in range(0, 600, 2):
-        centre = iter(int(pairs.uniform(purpose)[row] * size) for purpose in (Purpose.CUTMIX_ROW, Purpose.CUTMIX_COLUMN))
+        centre = iter(
+            int(pairs.uniform(purpose)[row] * size)
+            for purpose in (Purpose.CUTMIX_ROW, Purpose.CUTMIX_COLUMN)
+        )
         monkeypatch.setattr(np.random, "randint", lambda *_, **__: next(centre))  # noqa: B023
         box, weight = timm_mixup.cutmix_bbox_and_lam((3, size, size), lambdas[row])
-        assert (mix.top[row], mix.bottom[row], mix.left[row], mix.right[row]) == tuple(int(side) for side in box)
+        assert (mix.top[row], mix.bottom[row], mix.left[row], mix.right[row]) == tuple(
+            int(side) for side in box
+        )
         assert mix.weight[row] == pytest.approx(weight, abs=1e-12)
 
 
@@ -66,7 +78,9 @@ def test_both_of_a_pair_share_weight_and_box() -> None:
 
 
 def test_how_often_which_way() -> None:
-    settings = AugmentSettings(mixup_alpha=0.8, cutmix_alpha=1.0, mix_probability=0.6, switch_probability=0.25)
+    settings = AugmentSettings(
+        mixup_alpha=0.8, cutmix_alpha=1.0, mix_probability=0.6, switch_probability=0.25
+    )
     mix = drawn(settings, pairs=40_000)
     blended = mix.blend < 1
     cut = (mix.bottom > mix.top) & (mix.right > mix.left)
@@ -76,9 +90,12 @@ def test_how_often_which_way() -> None:
     assert (mix.weight[~blended & ~cut] == 1).all()
 
 
-@pytest.mark.parametrize(("field", "alpha"), [("mixup_alpha", 0.8), ("mixup_alpha", 0.2), ("cutmix_alpha", 1.0)])
+@pytest.mark.parametrize(
+    ("field", "alpha"), [("mixup_alpha", 0.8), ("mixup_alpha", 0.2), ("cutmix_alpha", 1.0)]
+)
 def test_lambda_is_beta_distributed(field: str, alpha: float) -> None:
-    """Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1)). CutMix's square, before the border cuts it, has the share 1 - lambda."""
+    """Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1)). CutMix's square, before the border cuts it,
+    has the share 1 - lambda."""
     mix = drawn(AugmentSettings(**{field: alpha}), pairs=20_000, size=200)
     share = mix.weight
     if field == "cutmix_alpha":
@@ -87,12 +104,18 @@ def test_lambda_is_beta_distributed(field: str, alpha: float) -> None:
         assert whole.sum() > 3000 and np.allclose(side, np.round(side), atol=1e-6)
         assert 0.5 < share.mean() < 0.8  # the border makes boxes smaller
     else:
-        assert abs(share.mean() - 0.5) < 0.01 and abs(share.var() - 1 / (4 * (2 * alpha + 1))) < 0.005
+        assert (
+            abs(share.mean() - 0.5) < 0.01 and abs(share.var() - 1 / (4 * (2 * alpha + 1))) < 0.005
+        )
 
 
-@pytest.mark.parametrize("alphas", [{"mixup_alpha": 0.8}, {"cutmix_alpha": 1.0}, {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}])
+@pytest.mark.parametrize(
+    "alphas",
+    [{"mixup_alpha": 0.8}, {"cutmix_alpha": 1.0}, {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}],
+)
 def test_the_weight_is_the_share_of_the_pictures_own_pixels(alphas: dict[str, float]) -> None:
-    """Neighbours of all 0 and all 1: the mean of a picture says what it is made of, and its label's weight says the same."""
+    """Neighbours of all 0 and all 1: the mean of a picture says what it is made of, and its label's
+    weight says the same."""
     augmentation = make(AugmentSettings(flip_probability=0.0, **alphas), size=SIZE)
     stored = torch.zeros(200, SIZE, SIZE, 3, dtype=torch.uint8)
     stored[1::2] = 1
@@ -102,4 +125,6 @@ def test_the_weight_is_the_share_of_the_pictures_own_pixels(alphas: dict[str, fl
     own = torch.where(torch.arange(200) % 2 == 0, 1 - mixed.weight_B, mixed.weight_B)
     torch.testing.assert_close(mixed.images_BCHW.mean(dim=(1, 2, 3)), own, rtol=0, atol=1e-5)
     assert torch.equal(mixed.other_labels_B.view(-1, 2).flip(1), batch.labels_B.view(-1, 2))
-    assert (mixed.weight_B >= 0).all() and (mixed.weight_B <= 1).all() and mixed.weight_B.std() > 0.1
+    assert (
+        (mixed.weight_B >= 0).all() and (mixed.weight_B <= 1).all() and mixed.weight_B.std() > 0.1
+    )

@@ -1,4 +1,5 @@
-"""The CPU's compiled augmentation against `resample`, torchvision and plain arithmetic; what it refuses; where its code is kept."""
+"""The CPU's compiled augmentation against `resample`, torchvision and plain arithmetic; what it
+refuses; where its code is kept."""
 
 import errno
 import os
@@ -26,12 +27,15 @@ MEAN, SCALE = (120.0, 110.0, 100.0), (0.02, 0.017, 0.025)
 
 
 def random_boxes(count: int, stored: int, *, seed: int = 1) -> Boxes:
-    """Whole pixels, any size from one to the whole picture; the first is the whole picture, the last its last pixel."""
+    """Whole pixels, any size from one to the whole picture; the first is the whole picture, the
+    last its last pixel."""
     generator = np.random.Generator(np.random.Philox(seed))
     height, width = (generator.integers(1, stored + 1, count).astype(np.float64) for _ in range(2))
     height[0] = width[0] = stored
     height[-1] = width[-1] = 1
-    top, left = (np.floor(generator.random(count) * (stored - side + 1)) for side in (height, width))
+    top, left = (
+        np.floor(generator.random(count) * (stored - side + 1)) for side in (height, width)
+    )
     top[-1] = left[-1] = stored - 1
     return Boxes(top, left, height, width, generator.random(count) < 0.5)
 
@@ -40,23 +44,43 @@ def plain_mix(cropped: Tensor, weights: NDArray[np.float64] | None) -> Tensor:
     """MixUp and normalisation in float64, picture by picture."""
     values = cropped.double()
     if weights is not None:
-        values = torch.stack([w * values[i] + (1 - w) * values[i ^ 1] for i, w in enumerate(weights.tolist())])
+        values = torch.stack(
+            [w * values[i] + (1 - w) * values[i ^ 1] for i, w in enumerate(weights.tolist())]
+        )
     mean, scale = (torch.tensor(side, dtype=torch.float64).view(3, 1, 1) for side in (MEAN, SCALE))
     return (values - mean) * scale
 
 
 @pytest.mark.parametrize(
-    ("stored", "size"), [(32, 13), (64, 32), (48, 48), (20, 64), (96, 64), (256, 224), (1, 4), (2, 1), (3, 5), (200, 7)]
+    ("stored", "size"),
+    [
+        (32, 13),
+        (64, 32),
+        (48, 48),
+        (20, 64),
+        (96, 64),
+        (256, 224),
+        (1, 4),
+        (2, 1),
+        (3, 5),
+        (200, 7),
+    ],
 )
 def test_crop_equals_resample_and_torchvision(stored: int, size: int) -> None:
     count = 10 if stored > 96 else 40
     images, boxes = pictures(count, stored), random_boxes(count, stored)
     ours = crop(images, boxes, size=size)
-    assert ours.shape == (count, 3, size, size) and ours.dtype == torch.float32 and ours.is_contiguous()
+    assert (
+        ours.shape == (count, 3, size, size)
+        and ours.dtype == torch.float32
+        and ours.is_contiguous()
+    )
     torch.testing.assert_close(ours, resample(images, boxes, size=size), rtol=0, atol=1e-2)
     for number in range(0, count, 3):
         box = [int(side[number]) for side in (boxes.top, boxes.left, boxes.height, boxes.width)]
-        expected = reference.resized_crop(images[number].permute(2, 0, 1).float(), *box, [size, size], antialias=True)
+        expected = reference.resized_crop(
+            images[number].permute(2, 0, 1).float(), *box, [size, size], antialias=True
+        )
         expected = reference.horizontal_flip(expected) if boxes.flip[number] else expected
         torch.testing.assert_close(ours[number], expected, rtol=0, atol=1e-2)
 
@@ -73,16 +97,25 @@ def test_the_whole_box_at_the_stored_size_is_the_picture_itself_and_flip_its_mir
 def test_mixed_and_normalised(stored: int, size: int, mixed: bool) -> None:
     images, boxes = pictures(12, stored), random_boxes(12, stored)
     weights = np.random.Generator(np.random.Philox(3)).random(12) if mixed else None
-    ours = crop_mix_normalise(images, boxes, size=size, mean=MEAN, scale=SCALE, weights=weights, dtype=torch.float32)
+    ours = crop_mix_normalise(
+        images, boxes, size=size, mean=MEAN, scale=SCALE, weights=weights, dtype=torch.float32
+    )
     expected = plain_mix(resample(images, boxes, size=size), weights)
     torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-2 * min(SCALE))
 
 
 def test_ties_round_to_even() -> None:
-    """255 * 257 = 65535 is beyond bfloat16's 8 bits; 257 lies halfway between 256 and 258, 259 between 258 and 260."""
+    """255 * 257 = 65535 is beyond bfloat16's 8 bits; 257 lies halfway between 256 and 258, 259
+    between 258 and 260."""
     images = torch.full((1, 2, 2, 3), 1, dtype=torch.uint8)
     ours = crop_mix_normalise(
-        images, whole_boxes(1, 2), size=2, mean=(0.0, 0.0, 0.0), scale=(257.0, 259.0, -257.0), weights=None, dtype=torch.bfloat16
+        images,
+        whole_boxes(1, 2),
+        size=2,
+        mean=(0.0, 0.0, 0.0),
+        scale=(257.0, 259.0, -257.0),
+        weights=None,
+        dtype=torch.bfloat16,
     )
     assert ours[0, :, 0, 0].tolist() == [256.0, 260.0, -256.0]
 
@@ -99,21 +132,33 @@ def test_pictures_need_not_be_contiguous(spread: str) -> None:
     view = views[spread]
     boxes = random_boxes(len(view), view.shape[1])
     assert not view.is_contiguous()
-    assert torch.equal(crop(view, boxes, size=9), crop(view.clone(memory_format=torch.contiguous_format), boxes, size=9))
+    assert torch.equal(
+        crop(view, boxes, size=9),
+        crop(view.clone(memory_format=torch.contiguous_format), boxes, size=9),
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_any_number_of_pictures_alone_or_together(count: int) -> None:
     images, boxes = pictures(9, 10), random_boxes(9, 10)
-    part = Boxes(*(side[:count] for side in (boxes.top, boxes.left, boxes.height, boxes.width)), boxes.flip[:count])
+    part = Boxes(
+        *(side[:count] for side in (boxes.top, boxes.left, boxes.height, boxes.width)),
+        boxes.flip[:count],
+    )
     assert torch.equal(crop(images[:count], part, size=12), crop(images, boxes, size=12)[:count])
     if count == 0:
-        how: dict[str, Any] = {"mean": MEAN, "scale": SCALE, "weights": np.zeros(0), "dtype": torch.bfloat16}
+        how: dict[str, Any] = {
+            "mean": MEAN,
+            "scale": SCALE,
+            "weights": np.zeros(0),
+            "dtype": torch.bfloat16,
+        }
         assert crop_mix_normalise(images[:0], part, size=4, **how).shape == (0, 3, 4, 4)
 
 
 def test_bytes_behind_the_pictures_do_not_matter() -> None:
-    """The loads reach past a row's last pixel: what lies there must not show, nor be read past the end of the memory."""
+    """The loads reach past a row's last pixel: what lies there must not show, nor be read past the
+    end of the memory."""
     boxes, size = random_boxes(2, 6), 5
     around = torch.zeros((4, 6, 6, 3), dtype=torch.uint8)
     around[1:3] = pictures(2, 6)
@@ -128,7 +173,11 @@ def test_threads_give_the_same_and_nothing_is_compiled_again() -> None:
 
     def part(start: int) -> Tensor:
         z = slice(start, start + 4)
-        return crop(images[z], Boxes(boxes.top[z], boxes.left[z], boxes.height[z], boxes.width[z], boxes.flip[z]), size=24)
+        return crop(
+            images[z],
+            Boxes(boxes.top[z], boxes.left[z], boxes.height[z], boxes.width[z], boxes.flip[z]),
+            size=24,
+        )
 
     with ThreadPoolExecutor(4) as pool:
         assert torch.equal(torch.cat(list(pool.map(part, range(0, 64, 4)))), whole)
@@ -141,7 +190,13 @@ def test_threads_give_the_same_and_nothing_is_compiled_again() -> None:
 
 def test_out_takes_the_result() -> None:
     images, boxes = pictures(4, 8), random_boxes(4, 8)
-    settings: dict[str, Any] = {"size": 8, "mean": MEAN, "scale": SCALE, "weights": None, "dtype": torch.bfloat16}
+    settings: dict[str, Any] = {
+        "size": 8,
+        "mean": MEAN,
+        "scale": SCALE,
+        "weights": None,
+        "dtype": torch.bfloat16,
+    }
     out = torch.full((4, 3, 8, 8), torch.nan, dtype=torch.bfloat16)
     assert crop_mix_normalise(images, boxes, out=out, **settings) is out
     assert torch.equal(out, crop_mix_normalise(images, boxes, **settings))
@@ -151,7 +206,13 @@ def test_out_takes_the_result() -> None:
 
 def test_what_would_lead_the_loops_astray_is_refused() -> None:
     images, good = pictures(4, 8), whole_boxes(4, 8)
-    for field, value in (("top", 1.0), ("left", -1.0), ("height", 0.5), ("width", 9.0), ("top", np.nan)):
+    for field, value in (
+        ("top", 1.0),
+        ("left", -1.0),
+        ("height", 0.5),
+        ("width", 9.0),
+        ("top", np.nan),
+    ):
         sides = {name: getattr(good, name) for name in ("top", "left", "height", "width", "flip")}
         with pytest.raises(AssertionError, match="leaves its picture"):
             crop(images, Boxes(**{**sides, field: np.array([0.0, 0.0, 0.0, value])}), size=8)
@@ -162,9 +223,19 @@ def test_what_would_lead_the_loops_astray_is_refused() -> None:
         crop(images[:3], good, size=8)
     for weights in (np.ones(3), np.ones(4)):
         with pytest.raises(AssertionError, match="pairs"):
-            crop_mix_normalise(images[:3], whole_boxes(3, 8), size=8, mean=MEAN, scale=SCALE, weights=weights, dtype=torch.float32)
+            crop_mix_normalise(
+                images[:3],
+                whole_boxes(3, 8),
+                size=8,
+                mean=MEAN,
+                scale=SCALE,
+                weights=weights,
+                dtype=torch.float32,
+            )
     with pytest.raises(AssertionError, match="float16"):
-        crop_mix_normalise(images, good, size=8, mean=MEAN, scale=SCALE, weights=None, dtype=torch.float16)
+        crop_mix_normalise(
+            images, good, size=8, mean=MEAN, scale=SCALE, weights=None, dtype=torch.float16
+        )
 
 
 EDGES = """
@@ -183,11 +254,17 @@ for stored, size in ((1, 1), (1, 5), (2, 1), (3, 2), (9, 40), (16, 2), (33, 32),
 
 
 def crop_elsewhere(folder: Path, **settings: str) -> None:
-    """Runs EDGES in a process of its own, with a copy of the source in `folder`, and no way to keep files at home."""
+    """Runs EDGES in a process of its own, with a copy of the source in `folder`, and no way to keep
+    files at home."""
     shutil.copy(on_cpu.__file__, folder / "on_cpu.py")
     home = folder / "home"
     home.touch()
-    environment = {**os.environ, "PYTHONPATH": str(folder), "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "HOME": str(home),
+        "XDG_CACHE_HOME": str(home / "cache"),
+    }
     environment |= {"NUMBA_OPT": "0", "NUMBA_CACHE_DIR": ""}  # compiled in half the time
     words, how = [sys.executable, "-c", EDGES], {"cwd": folder, "env": environment | settings}
     done = subprocess.run(words, **how, capture_output=True, text=True, timeout=150, check=False)  # type: ignore[call-overload]
@@ -195,9 +272,11 @@ def crop_elsewhere(folder: Path, **settings: str) -> None:
 
 
 def test_it_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
-    """A file stands where numba would make its directory, beside the source and at home: no rights get past that.
+    """A file stands where numba would make its directory, beside the source and at home: no rights
+    get past that.
 
-    This copy has its indices checked, as the real one has not: the loads that reach beyond a picture stay in its spare bytes.
+    This copy has its indices checked, as the real one has not: the loads that reach beyond a
+    picture stay in its spare bytes.
     """
     (tmp_path / "__pycache__").touch()
     crop_elsewhere(tmp_path, NUMBA_BOUNDSCHECK="1")
@@ -206,7 +285,11 @@ def test_it_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
 
 def test_a_cache_file_cut_short_is_made_anew(tmp_path: Path) -> None:
     line = on_cpu._augment.py_func.__code__.co_firstlineno  # type: ignore[attr-defined]
-    index = tmp_path / "__pycache__" / f"on_cpu._augment-{line}.py{sys.version_info[0]}{sys.version_info[1]}.nbi"
+    index = (
+        tmp_path
+        / "__pycache__"
+        / f"on_cpu._augment-{line}.py{sys.version_info[0]}{sys.version_info[1]}.nbi"
+    )
     index.parent.mkdir()
     index.touch()
     crop_elsewhere(tmp_path)

@@ -1,5 +1,7 @@
-"""The GPU's kernels against the plain forms: in Triton's interpreter, in a process that has imported nothing else of Triton's; and
-compiled for a GPU that is not there. The whole augmentation on `cuda` under fake tensors, which have shapes and no device."""
+"""The GPU's kernels against the plain forms: in Triton's interpreter, in a process that has
+imported nothing else of Triton's; and compiled for a GPU that is not there. The whole augmentation
+on `cuda` under fake tensors, which have shapes and no device.
+"""
 
 import os
 from collections.abc import Callable
@@ -28,31 +30,58 @@ PREVIOUS = AREA.model_copy(update={"mix_with": "previous"})
 
 def crops() -> None:
     """Floats as on_cpu and `resample` and float64 mixing have them; levels bit for bit."""
-    for stored, size, area in ((64, 64, False), (72, 64, True), (20, 33, False), (37, 16, True), (256, 224, False), (1, 4, False)):
+    for stored, size, area in (
+        (64, 64, False),
+        (72, 64, True),
+        (20, 33, False),
+        (37, 16, True),
+        (256, 224, False),
+        (1, 4, False),
+    ):
         count = 2 if size > 64 else 4
         images, boxes = pictures(count, stored), random_boxes(count, stored)
         kernels()._BLOCK = 512 if size < 40 else 2**16 if size > 64 else 4096
-        how: dict[str, Any] = {"weights": np.random.Generator(np.random.Philox(3)).random(count), "area": area, "size": size}
-        found, weights = kernels().crop_mix_normalise(images, boxes, colours_23=torch.tensor([MEAN, SCALE]), **how)
-        assert found.is_contiguous() and torch.equal(weights, torch.from_numpy(how["weights"]).float())
+        how: dict[str, Any] = {
+            "weights": np.random.Generator(np.random.Philox(3)).random(count),
+            "area": area,
+            "size": size,
+        }
+        found, weights = kernels().crop_mix_normalise(
+            images, boxes, colours_23=torch.tensor([MEAN, SCALE]), **how
+        )
+        assert found.is_contiguous() and torch.equal(
+            weights, torch.from_numpy(how["weights"]).float()
+        )
         plain = plain_mix(resample(images, boxes, size=size, area=area), how["weights"])
         torch.testing.assert_close(found.double(), plain, rtol=0, atol=1e-5)
         before, _ = kernels().crop_mix_normalise(
-            images, boxes, colours_23=torch.tensor([MEAN, SCALE]), **how | {"weights": how["weights"][1:]}
+            images,
+            boxes,
+            colours_23=torch.tensor([MEAN, SCALE]),
+            **how | {"weights": how["weights"][1:]},
         )
         each = plain_mix(resample(images, boxes, size=size, area=area), None)
         own = torch.from_numpy(how["weights"][1:]).view(-1, 1, 1, 1)
-        torch.testing.assert_close(before.double(), own * each[1:] + (1 - own) * each[:-1], rtol=0, atol=1e-5)
-        of_cpu = on_cpu.crop_mix_normalise(images, boxes, mean=MEAN, scale=SCALE, dtype=torch.float32, **how)
+        torch.testing.assert_close(
+            before.double(), own * each[1:] + (1 - own) * each[:-1], rtol=0, atol=1e-5
+        )
+        of_cpu = on_cpu.crop_mix_normalise(
+            images, boxes, mean=MEAN, scale=SCALE, dtype=torch.float32, **how
+        )
         torch.testing.assert_close(found, of_cpu, rtol=0, atol=1e-4)
         if size <= 64:
             cubic = None if area else np.arange(count) % 2 == 0
-            levels, _ = kernels().crop_mix_normalise(images, boxes, size=size, area=area, cubic=cubic, levels=True)
-            assert torch.equal(levels, resample_levels(images, boxes, size=size, area=area, cubic=cubic)), (stored, size)
+            levels, _ = kernels().crop_mix_normalise(
+                images, boxes, size=size, area=area, cubic=cubic, levels=True
+            )
+            assert torch.equal(
+                levels, resample_levels(images, boxes, size=size, area=area, cubic=cubic)
+            ), (stored, size)
 
 
 def recipes() -> None:
-    """`prepare` and `plain` as a GPU has them. The interpreter cuts to bfloat16 where a GPU rounds: one of the last bit."""
+    """`prepare` and `plain` as a GPU has them. The interpreter cuts to bfloat16 where a GPU rounds:
+    one of the last bit."""
     for settings in (FLOATS, AREA, PREVIOUS, RESIZED, PAPER_A):
         dtype = torch.bfloat16 if settings is AREA else torch.float32
         batch = batch_of(pictures(6, 20), np.arange(6))
@@ -60,48 +89,83 @@ def recipes() -> None:
             batch = replace(batch, mix_keys=batch.mix_keys[1:])
         plain, ours = (make(settings, normalisation=COLOURS, dtype=dtype) for _ in range(2))
         plain._on_cpu = plain._in_one_pass = False
-        ours._on_cpu, ours._kernels, ours._in_one_pass = False, kernels(), settings.is_crop_flip_mixup
-        for one, other in ((ours.prepare(batch), plain.prepare(batch)), (ours.plain(batch), plain.plain(batch))):
-            tolerance: dict[str, float] = {"rtol": 2**-7, "atol": 2**-7} if dtype == torch.bfloat16 else {"rtol": 0, "atol": 1e-4}
+        ours._on_cpu, ours._kernels, ours._in_one_pass = (
+            False,
+            kernels(),
+            settings.is_crop_flip_mixup,
+        )
+        for one, other in (
+            (ours.prepare(batch), plain.prepare(batch)),
+            (ours.plain(batch), plain.plain(batch)),
+        ):
+            tolerance: dict[str, float] = (
+                {"rtol": 2**-7, "atol": 2**-7}
+                if dtype == torch.bfloat16
+                else {"rtol": 0, "atol": 1e-4}
+            )
             torch.testing.assert_close(one.images_BCHW, other.images_BCHW, **tolerance)
             for name in ("labels_B", "other_labels_B", "weight_B"):
-                assert getattr(one, name) is getattr(other, name) is None or torch.equal(getattr(one, name), getattr(other, name))
+                assert getattr(one, name) is getattr(other, name) is None or torch.equal(
+                    getattr(one, name), getattr(other, name)
+                )
 
 
 def interpreted(name: str) -> int:
     from triton.runtime.interpreter import InterpretedFunction
 
-    # a function of ours that a kernel calls is interpreted as it is; to patch the language for each call anew takes minutes
+    # a function of ours that a kernel calls is interpreted as it is; to patch the language for each
+    # call anew takes minutes
     InterpretedFunction.__call__ = lambda self, *args, **how: self.rewrite()(*args, **how)  # type: ignore[method-assign]
     globals()[name]()
     return 0
 
 
 @pytest.mark.parametrize("case", [crops, recipes], ids=lambda case: case.__name__)
-def test_interpreted_kernels_make_what_the_plain_forms_make(case: Callable[[], None], tmp_path: Path) -> None:
+def test_interpreted_kernels_make_what_the_plain_forms_make(
+    case: Callable[[], None], tmp_path: Path
+) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     output = tmp_path / "output"
-    process = forked.begin(f"{__name__}:interpreted", case.__name__, environment=environment, output=output)
+    process = forked.begin(
+        f"{__name__}:interpreted", case.__name__, environment=environment, output=output
+    )
     assert forked.wait([process], timeout_s=280) == [0], output.read_text()
 
 
 @pytest.mark.parametrize("kernel", ["pairs", "previous", "levels"])
-def test_the_kernels_compile_for_a_gpu_that_is_not_there(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_compile_for_a_gpu_that_is_not_there(
+    kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     triton, compiler = pytest.importorskip("triton"), pytest.importorskip("triton.compiler")
     from triton.backends.compiler import GPUTarget
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     levels = kernel == "levels"
-    constants: dict[str, int] = {"TAPS": 5 if levels else 2, "MIXING": ["levels", "pairs", "previous"].index(kernel)}
+    constants: dict[str, int] = {
+        "TAPS": 5 if levels else 2,
+        "MIXING": ["levels", "pairs", "previous"].index(kernel),
+    }
     constants |= {"AREA": False, "CUBIC": levels, "LEVELS": levels}
     constants |= {"NORMALISED": not levels, "BLOCK": 512}
-    signature = {"images": "*u8", "boxes": "*fp32", "colours": "*fp32", "out": "*u8" if levels else "*bf16"}
+    signature = {
+        "images": "*u8",
+        "boxes": "*fp32",
+        "colours": "*fp32",
+        "out": "*u8" if levels else "*bf16",
+    }
     signature |= dict.fromkeys(("count", "stored", "size", "blocks"), "i32")
     signature |= dict.fromkeys(constants, "constexpr")
-    source = compiler.ASTSource(fn=kernels()._gather, signature=signature, constexprs=constants, attrs={})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": not levels})
+    source = compiler.ASTSource(
+        fn=kernels()._gather, signature=signature, constexprs=constants, attrs={}
+    )
+    made = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": not levels}
+    )
     # whole levels hang on sums that are not fused with products; bfloat16 is rounded to nearest
-    assert ("fma.rn" in made.asm["ptx"], "cvt.rn.bf16" in made.asm["ptx"]) == (not levels, not levels)
+    assert ("fma.rn" in made.asm["ptx"], "cvt.rn.bf16" in made.asm["ptx"]) == (
+        not levels,
+        not levels,
+    )
     assert len(made.asm["cubin"]) > 5_000
 
 
@@ -125,6 +189,14 @@ def test_on_a_gpu_that_is_fake_nothing_is_waited_for(settings: AugmentSettings, 
         count = 47 if way == "prepare" and settings.mixes_previous else 48
         prepared = getattr(there, way)(replace(batch, mix_keys=batch.mix_keys[-count:]))
     images = prepared.images_BCHW
-    assert (images.shape, images.dtype, images.device.type) == ((count, 3, 16, 16), torch.bfloat16, "cuda")
-    assert there._in_one_pass is (settings in (FLOATS, AREA, PREVIOUS)) and (images.is_contiguous() or not there._in_one_pass)
-    assert {tensor.device.type for tensor in vars(prepared).values() if tensor is not None} == {"cuda"}
+    assert (images.shape, images.dtype, images.device.type) == (
+        (count, 3, 16, 16),
+        torch.bfloat16,
+        "cuda",
+    )
+    assert there._in_one_pass is (settings in (FLOATS, AREA, PREVIOUS)) and (
+        images.is_contiguous() or not there._in_one_pass
+    )
+    assert {tensor.device.type for tensor in vars(prepared).values() if tensor is not None} == {
+        "cuda"
+    }

@@ -1,7 +1,9 @@
-"""Every operation against timm's on PIL pictures, and whole drawn plans against timm's operations one after the other.
+"""Every operation against timm's on PIL pictures, and whole drawn plans against timm's operations
+one after the other.
 
-Equal bit for bit, but for grey: Pillow-SIMD rounds it one level off Pillow (and us) in 0.2 % of colours. That moves COLOR by at
-most one level there, and the mean brightness that CONTRAST starts from by at most one.
+Equal bit for bit, but for grey: Pillow-SIMD rounds it one level off Pillow (and us) in 0.2 % of
+colours. That moves COLOR by at most one level there, and the mean brightness that CONTRAST starts
+from by at most one.
 """
 
 from collections.abc import Callable
@@ -29,8 +31,12 @@ TIMM: dict[Operation, Callable[..., Any]] = {
     Operation.INVERT: lambda picture, _, **how: timm_operations.invert(picture),
     Operation.POSTERIZE: lambda picture, bits, **how: timm_operations.posterize(picture, int(bits)),
     Operation.SOLARIZE: lambda picture, level, **how: timm_operations.solarize(picture, int(level)),
-    Operation.SOLARIZE_ADD: lambda picture, added, **how: timm_operations.solarize_add(picture, int(added)),
-    Operation.BRIGHTNESS: lambda picture, factor, **how: timm_operations.brightness(picture, factor),
+    Operation.SOLARIZE_ADD: lambda picture, added, **how: timm_operations.solarize_add(
+        picture, int(added)
+    ),
+    Operation.BRIGHTNESS: lambda picture, factor, **how: timm_operations.brightness(
+        picture, factor
+    ),
     Operation.CONTRAST: lambda picture, factor, **how: timm_operations.contrast(picture, factor),
     Operation.COLOR: lambda picture, factor, **how: timm_operations.color(picture, factor),
     Operation.SHARPNESS: lambda picture, factor, **how: timm_operations.sharpness(picture, factor),
@@ -62,13 +68,20 @@ STRENGTHS = {
 }
 
 
-def theirs(picture: NDArray[np.uint8], operation: Operation, strength: float, *, cubic: bool) -> NDArray[np.uint8]:
-    how = {"fillcolor": FILL, "resample": Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR}
+def theirs(
+    picture: NDArray[np.uint8], operation: Operation, strength: float, *, cubic: bool
+) -> NDArray[np.uint8]:
+    how = {
+        "fillcolor": FILL,
+        "resample": Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR,
+    }
     return np.asarray(TIMM[operation](Image.fromarray(picture), strength, **how))
 
 
 def ours(stored: NDArray[np.uint8], plan: Plan) -> NDArray[np.uint8]:
-    changed = apply_plan(torch.from_numpy(stored.copy()), plan, fill_C=torch.tensor(FILL, dtype=torch.uint8))
+    changed = apply_plan(
+        torch.from_numpy(stored.copy()), plan, fill_C=torch.tensor(FILL, dtype=torch.uint8)
+    )
     return np.asarray(changed.numpy())
 
 
@@ -88,22 +101,36 @@ def test_an_operation_equals_timms(operation: Operation, height: int, width: int
     stored = hard_pictures(height, width)
     for strength in STRENGTHS[operation]:
         for cubic in (False, True) if operation >= Operation.ROTATE else (False,):
-            expected = np.stack([theirs(picture, operation, strength, cubic=cubic) for picture in stored])
+            expected = np.stack(
+                [theirs(picture, operation, strength, cubic=cubic) for picture in stored]
+            )
             found = ours(stored, one_for_all(len(stored), operation, strength, cubic=cubic))
             apart = np.abs(found.astype(int) - expected)
             greyish = operation in (Operation.COLOR, Operation.CONTRAST)
             assert apart.max() <= greyish, (strength, cubic, apart.max())
-            assert (apart > 0).mean() <= (0.002 if operation is Operation.COLOR else 0.0), (strength, cubic)
+            assert (apart > 0).mean() <= (0.002 if operation is Operation.COLOR else 0.0), (
+                strength,
+                cubic,
+            )
 
 
 def test_autocontrast_of_every_range() -> None:
-    """All levels cut off to [low, high]: where 255 / (high - low) is not a float, the last bit decides about a level."""
+    """All levels cut off to [low, high]: where 255 / (high - low) is not a float, the last bit
+    decides about a level."""
     levels = np.arange(256, dtype=np.uint8).reshape(16, 16, 1).repeat(3, axis=2)
-    ranges = [(low, low + width) for width in (1, 3, 7, 39, 49, 98, 103, 161, 196, 254) for low in (0, 1, 57, 128, 200)]
+    ranges = [
+        (low, low + width)
+        for width in (1, 3, 7, 39, 49, 98, 103, 161, 196, 254)
+        for low in (0, 1, 57, 128, 200)
+    ]
     stored = np.stack([levels.clip(low, high) for low, high in ranges if high <= 255])
     assert len(stored) > 30
-    expected = np.stack([theirs(picture, Operation.AUTOCONTRAST, 0.0, cubic=False) for picture in stored])
-    assert np.array_equal(ours(stored, one_for_all(len(stored), Operation.AUTOCONTRAST, 0.0, cubic=False)), expected)
+    expected = np.stack(
+        [theirs(picture, Operation.AUTOCONTRAST, 0.0, cubic=False) for picture in stored]
+    )
+    assert np.array_equal(
+        ours(stored, one_for_all(len(stored), Operation.AUTOCONTRAST, 0.0, cubic=False)), expected
+    )
 
 
 @pytest.mark.parametrize("strength", [0.4, 1.6])
@@ -117,7 +144,14 @@ def test_contrast_of_a_known_picture(strength: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["rand-m9-mstd0.5-inc1", "rand-m15-n4-mmax30-mstd101", "rand-n3-tweights", "original", "v0r-mstd1"]
+    "policy",
+    [
+        "rand-m9-mstd0.5-inc1",
+        "rand-m15-n4-mmax30-mstd101",
+        "rand-n3-tweights",
+        "original",
+        "v0r-mstd1",
+    ],
 )
 def test_a_drawn_plan_equals_timms_operations_one_after_the_other(policy: str) -> None:
     stored = np.concatenate([pictures(150, 32).numpy(), hard_pictures(32, 32)])
@@ -129,28 +163,40 @@ def test_a_drawn_plan_equals_timms_operations_one_after_the_other(policy: str) -
         for layer, operation in enumerate(plan.operations_LB[:, row]):
             if operation != Operation.NONE:
                 how = {"cubic": bool(plan.cubic_LB[layer, row])}
-                picture = theirs(picture, Operation(operation), plan.strengths_LB[layer, row], **how)  # noqa: PLW2901
+                picture = theirs(  # noqa: PLW2901
+                    picture, Operation(operation), plan.strengths_LB[layer, row], **how
+                )
         exact += bool((found[row] == picture).all())
-        # Where grey was rounded otherwise, a later SOLARIZE or EQUALIZE can carry one level far: few values, no more.
+        # Where grey was rounded otherwise, a later SOLARIZE or EQUALIZE can carry one level far:
+        # few values, no more.
         assert (found[row] != picture).mean() < 0.02, (row, plan.operations_LB[:, row])
     assert exact > 0.8 * len(stored)
 
 
 @pytest.mark.parametrize("size", [32, 96])
 def test_the_policy_for_cifar_is_torchvisions(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """All 25 chains, drawn by us and carried out by torchvision, which shifts a picture where we shift the place that is looked at.
-    Its strengths are float32: where a product is a whole number, they may fall on its other side."""
+    """All 25 chains, drawn by us and carried out by torchvision, which shifts a picture where we
+    shift the place that is looked at. Its strengths are float32: where a product is a whole number,
+    they may fall on its other side.
+    """
     stored = np.concatenate([pictures(250, size).numpy(), hard_pictures(size, size)])
     draws, layers = draws_of(len(stored)), np.arange(2)
     plan = draw_plan(parse_policy("cifar10"), draws)
     chains = draws.integer(Purpose.POLICY_STEP, 25)
-    chances, negative = draws.uniform(Purpose.POLICY_APPLIED, layers), draws.uniform(Purpose.POLICY_SIGN, layers) < 0.5
+    chances, negative = (
+        draws.uniform(Purpose.POLICY_APPLIED, layers),
+        draws.uniform(Purpose.POLICY_SIGN, layers) < 0.5,
+    )
     assert set(chains.tolist()) == set(range(25))
     found, theirs = ours(stored, plan), AutoAugment(AutoAugmentPolicy.CIFAR10, fill=list(FILL))
     exact = 0
     for row, picture in enumerate(stored):
         is_shifted = [name.startswith("Translate") for name, *_ in theirs.policies[chains[row]]]
-        drawn = (int(chains[row]), torch.from_numpy(chances[row]), torch.from_numpy((negative[row] == is_shifted).astype(int)))
+        drawn = (
+            int(chains[row]),
+            torch.from_numpy(chances[row]),
+            torch.from_numpy((negative[row] == is_shifted).astype(int)),
+        )
         monkeypatch.setattr(AutoAugment, "get_params", staticmethod(lambda _, drawn=drawn: drawn))
         expected = np.asarray(theirs(Image.fromarray(picture)))
         apart = np.abs(found[row].astype(int) - expected)
@@ -161,4 +207,6 @@ def test_the_policy_for_cifar_is_torchvisions(monkeypatch: pytest.MonkeyPatch, s
 
 def test_pictures_without_an_operation_stay() -> None:
     stored = hard_pictures(16, 16)
-    assert np.array_equal(ours(stored, one_for_all(len(stored), Operation.NONE, 0.0, cubic=False)), stored)
+    assert np.array_equal(
+        ours(stored, one_for_all(len(stored), Operation.NONE, 0.0, cubic=False)), stored
+    )

@@ -1,8 +1,10 @@
-"""What crosses streams is held to an order, without a GPU: a recorder stands for torch's streams, events and tensors of a device.
+"""What crosses streams is held to an order, without a GPU: a recorder stands for torch's streams,
+events and tensors of a device.
 
-It keeps, for each stream and for the host, which pieces of work are known to be done (by events that were waited for); memory that
-is touched by whoever does not know that, a copy from memory that is not pinned, and a tensor of another stream that is not handed
-over (`record_stream`) are errors. Work on the device runs at once, so the values are those of the CPU.
+It keeps, for each stream and for the host, which pieces of work are known to be done (by events
+that were waited for); memory that is touched by whoever does not know that, a copy from memory that
+is not pinned, and a tensor of another stream that is not handed over (`record_stream`) are errors.
+Work on the device runs at once, so the values are those of the CPU.
 """
 
 import itertools
@@ -33,7 +35,8 @@ numbers = itertools.count()
 
 
 class Stream:
-    """Also the host, as `HOST`. `known`: numbers of work that is done before whatever this one does next."""
+    """Also the host, as `HOST`. `known`: numbers of work that is done before whatever this one does
+    next."""
 
     def __init__(self, device: object = None):  # noqa: ARG002
         self.device, self.known, self.last = GPU, set[int](), -1
@@ -80,7 +83,8 @@ class Event:
 
 
 class Recorded(torch.Tensor):
-    """`place`: pinned or cuda; `written`: the work that made it; `home`: the stream whose allocator has its memory."""
+    """`place`: pinned or cuda; `written`: the work that made it; `home`: the stream whose allocator
+    has its memory."""
 
     place: str
     written: int
@@ -110,7 +114,11 @@ class Recorded(torch.Tensor):
         if name == "to" and args[1] == GPU:
             if me.place != "cuda" and not kwargs.get("non_blocking"):
                 raise AssertionError("the host waits for a copy")
-            return me if me.place == "cuda" else copied(me, Recorded.of(plain(me).clone(), "cuda", current_stream()))
+            return (
+                me
+                if me.place == "cuda"
+                else copied(me, Recorded.of(plain(me).clone(), "cuda", current_stream()))
+            )
         if name == "copy_" and (me.place == "cuda") != (is_there(args[1])):
             plain(me).copy_(plain(args[1]))
             copied(args[1], me)
@@ -124,7 +132,9 @@ class Recorded(torch.Tensor):
         made = super().__torch_function__(func, types, args, kwargs)
         if isinstance(made, Recorded) and not hasattr(made, "place"):
             first = used[0]
-            if by is HOST or plain(made).data_ptr() == plain(first).data_ptr():  # a view, or what the host makes
+            if (
+                by is HOST or plain(made).data_ptr() == plain(first).data_ptr()
+            ):  # a view, or what the host makes
                 made.__dict__.update(first.__dict__)
             else:
                 made = Recorded.of(made, "cuda", by)
@@ -150,7 +160,9 @@ def copied(source: Recorded, target: Recorded) -> Recorded:
 def touch(tensor: Recorded, by: Stream) -> None:
     """Raises by hand: pytest would print the tensor of an `assert`, which touches it."""
     if tensor.written not in by.known:
-        raise AssertionError(f"{tensor.place} memory is used before who made it is known to be done")
+        raise AssertionError(
+            f"{tensor.place} memory is used before who made it is known to be done"
+        )
     if tensor.place == "cuda" and by not in tensor.owners:
         raise AssertionError("memory of one stream is used by another, without record_stream")
 
@@ -159,7 +171,12 @@ def touch(tensor: Recorded, by: Stream) -> None:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in (MODEL, HOST):
         each.known = set()
-    for name, stand_in in {"Stream": Stream, "Event": Event, "stream": stream, "current_stream": current_stream}.items():
+    for name, stand_in in {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": stream,
+        "current_stream": current_stream,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -167,7 +184,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     for real in (torch.empty, torch.empty_like):
 
         def make(*args: Any, real: Any = real, pin_memory: bool = False, **words: Any) -> Tensor:
-            made: Tensor = real(*(plain(each) if torch.is_tensor(each) else each for each in args), **words)
+            made: Tensor = real(
+                *(plain(each) if torch.is_tensor(each) else each for each in args), **words
+            )
             return Recorded.of(made, "pinned", HOST) if pin_memory else made
 
         monkeypatch.setattr(torch, real.__name__, make)
@@ -186,7 +205,9 @@ class Augmentation:
 def train(reader: ShardReader) -> None:
     order, plan = Order(reader.num_samples, 4), BatchPlan(48, 24, 2)
     with Feed(
-        lambda finish: loaded(reader, order, plan, rank=1, consumed=0, num_threads=2, pin=True, finish=finish),
+        lambda finish: loaded(
+            reader, order, plan, rank=1, consumed=0, num_threads=2, pin=True, finish=finish
+        ),
         Augmentation(),  # type: ignore[arg-type]
     ) as feed:
         for positions in itertools.islice(plan.sequence(consumed=0, rank=1), 6):
@@ -195,8 +216,13 @@ def train(reader: ShardReader) -> None:
             # what the model's stream waits for lies between the two moments
             written = prepared.images_BCHW.written  # type: ignore[attr-defined]
             assert [written in each.event.known for each in (asked, given)] == [False, True]
-            exchange, (_, samples) = Exchange(loss, loss * 2, flag=True, num_bad=3), order.locate(positions)
-            expected = (reader.images(samples).float().div(255).mean() + reader.labels[samples].mean()).item()
+            exchange, (_, samples) = (
+                Exchange(loss, loss * 2, flag=True, num_bad=3),
+                order.locate(positions),
+            )
+            expected = (
+                reader.images(samples).float().div(255).mean() + reader.labels[samples].mean()
+            ).item()
             agreed = exchange.read()
             assert (agreed.loss, agreed.gradient_norm, agreed.own_loss) == pytest.approx(
                 (expected, 2 * expected, expected), rel=1e-5
@@ -207,7 +233,9 @@ def train(reader: ShardReader) -> None:
 def judge(reader: ShardReader) -> None:
     seen = list[int]()
     with (
-        evaluation_batches(reader, local_batch_size=50, world=World(0, 0, 1), num_threads=2, pin=True) as stored,
+        evaluation_batches(
+            reader, local_batch_size=50, world=World(0, 0, 1), num_threads=2, pin=True
+        ) as stored,
         on_device(stored, GPU) as batches,
     ):
         for batch in batches:
@@ -226,7 +254,9 @@ def compute_features(reader: ShardReader) -> None:
     file = nn.Module()
     file.write = lambda values: rows.append(np.array(values))  # type: ignore[assignment]
     with (
-        evaluation_batches(reader, local_batch_size=50, world=World(0, 0, 1), num_threads=2, pin=True) as stored,
+        evaluation_batches(
+            reader, local_batch_size=50, world=World(0, 0, 1), num_threads=2, pin=True
+        ) as stored,
         on_device(stored, GPU) as batches,
         pytest.MonkeyPatch.context() as patched,
     ):
@@ -239,17 +269,24 @@ def compute_features(reader: ShardReader) -> None:
 
 def analyse(reader: ShardReader) -> None:
     (part,), seen = reader.parts, list[np.ndarray]()
-    pictures, order = Pictures(str(part.directory), part.manifest, part.split, batch=50), np.random.default_rng(0).permutation(240)
+    pictures, order = (
+        Pictures(str(part.directory), part.manifest, part.split, batch=50),
+        np.random.default_rng(0).permutation(240),
+    )
     for batch in pictures.batches("", size=reader.stored_size, device=GPU):
         sums = batch.images_BHWC.flatten(1).sum(1) + batch.labels_B
-        expected = reader.images(batch.samples).flatten(1).sum(1) + torch.from_numpy(reader.labels[batch.samples])
+        expected = reader.images(batch.samples).flatten(1).sum(1) + torch.from_numpy(
+            reader.labels[batch.samples]
+        )
         assert torch.equal(plain(sums), expected)
         seen.append(batch.samples)
     assert np.array_equal(np.concatenate(seen), order)
 
 
 @pytest.mark.parametrize("work", [train, judge, compute_features, analyse])
-def test_memory_that_crosses_streams_is_waited_for_and_handed_over(reader: ShardReader, recorder: None, work: Any) -> None:
+def test_memory_that_crosses_streams_is_waited_for_and_handed_over(
+    reader: ShardReader, recorder: None, work: Any
+) -> None:
     work(reader)
 
 
@@ -278,7 +315,9 @@ def test_whatever_of_it_is_left_out_is_noticed(
         work(reader)
 
 
-def test_an_error_or_the_end_of_the_batches_reaches_who_asks(reader: ShardReader, recorder: None) -> None:
+def test_an_error_or_the_end_of_the_batches_reaches_who_asks(
+    reader: ShardReader, recorder: None
+) -> None:
     def broken(batch: Batch) -> Batch:
         raise RuntimeError("no such picture")
 

@@ -1,4 +1,5 @@
-"""A checkpoint appears whole or not at all, wherever the writer dies; what is damaged is never loaded."""
+"""A checkpoint appears whole or not at all, wherever the writer dies; what is damaged is never
+loaded."""
 
 import errno
 import hashlib
@@ -45,7 +46,9 @@ CARD = card_of(MlpSpec(kind="mlp", depth=1, width=4), image_size=8, num_classes=
 
 
 def state(value: float) -> EngineState:
-    return EngineState({"w": torch.full((3,), value)}, {"exp_avg.w": torch.full((3,), -value)}, int(value))
+    return EngineState(
+        {"w": torch.full((3,), value)}, {"exp_avg.w": torch.full((3,), -value)}, int(value)
+    )
 
 
 def save(run_dir: Path, step: int, *, keep_last: int = 2, best: Best | None = None) -> Path:
@@ -107,7 +110,8 @@ RMTREE, WRITE_TENSORS = shutil.rmtree, files.write_tensors
 def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dies at the n-th operation, for every n, while a checkpoint is published that is the best, and the best before goes."""
+    """Dies at the n-th operation, for every n, while a checkpoint is published that is the best,
+    and the best before goes."""
     for crash_at in range(200):
         run_dir = tmp_path / str(crash_at)
         save(run_dir, 1, best=Best(1, 0.5))
@@ -134,13 +138,19 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
             pass
         assert not list(run_dir.rglob(".tmp-*"))
         engine, trainer = restored(run_dir)
-        assert trainer.step == float(engine.weights["w"][0]) == published[-1] and published[-1] in (2, 3)
+        assert trainer.step == float(engine.weights["w"][0]) == published[-1] and published[-1] in (
+            2,
+            3,
+        )
         best = trainer.best
         assert best == (Best(1, 0.5) if trainer.step == 2 else Best(3, 0.6))
         assert fault_of(run_dir / "checkpoints" / f"step-{best.step:08d}", needed=FILES) is None
         save(run_dir, 4, best=best, keep_last=1)
         assert steps(run_dir) == [best.step, 4]
-        assert json.loads((run_dir / "checkpoints" / "best.json").read_text()) == {"step": best.step, "score": best.score}
+        assert json.loads((run_dir / "checkpoints" / "best.json").read_text()) == {
+            "step": best.step,
+            "score": best.score,
+        }
         if not crashed:
             assert crash_at > 20 and trainer.step == 3
             return
@@ -163,23 +173,35 @@ def test_what_stays_follows_the_rules(tmp_path: Path) -> None:
     assert writer.news()["usage/checkpoint_gb"] > 0
 
 
-@pytest.mark.parametrize("name", ["step-00000020.bak", "step-old", "step-", "step-1e3", "step--1", "old-step-00000020"])
+@pytest.mark.parametrize(
+    "name", ["step-00000020.bak", "step-old", "step-", "step-1e3", "step--1", "old-step-00000020"]
+)
 def test_only_step_plus_digits_is_a_checkpoint(tmp_path: Path, name: str) -> None:
     """A user may keep copies next to the checkpoints; nobody reads or removes these copies."""
     shutil.copytree(save(tmp_path, 20), tmp_path / "checkpoints" / name)
     save(tmp_path, 30, keep_last=1)
-    assert steps(tmp_path) == [30] and (tmp_path / "checkpoints" / name / "model.safetensors").exists()
+    assert (
+        steps(tmp_path) == [30] and (tmp_path / "checkpoints" / name / "model.safetensors").exists()
+    )
     assert restored(tmp_path)[1].step == 30
-    assert Checkpoint.open(tmp_path).directory == Checkpoint.found(str(tmp_path)).directory == list_checkpoints(tmp_path)[-1]  # type: ignore[union-attr]
+    assert (
+        Checkpoint.open(tmp_path).directory
+        == Checkpoint.found(str(tmp_path)).directory
+        == list_checkpoints(tmp_path)[-1]
+    )  # type: ignore[union-attr]
 
 
 def test_checkpoints_are_sorted_by_step_and_not_by_name(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_001):
         save(tmp_path, step)
-    assert steps(tmp_path) == [99_999_999, 100_000_001] and restored(tmp_path)[1].step == 100_000_001
+    assert (
+        steps(tmp_path) == [99_999_999, 100_000_001] and restored(tmp_path)[1].step == 100_000_001
+    )
 
 
-def submitted(writer: CheckpointWriter, step: int, engine: EngineState | None = None, best: Best | None = None) -> CheckpointWriter:
+def submitted(
+    writer: CheckpointWriter, step: int, engine: EngineState | None = None, best: Best | None = None
+) -> CheckpointWriter:
     assert writer.make_room(timeout_s=10)
     writer.submit(Snapshot(engine or state(step), TrainerState(step, step * 16, best), CARD))
     return writer
@@ -195,12 +217,15 @@ def saver_of(run_dir: Path, *, world: World, every: int, timeout_s: float = 600.
     )
     data: Any = SimpleNamespace(steps=lambda length, **_batch: int(length.split()[0]))
     engine: Any = SimpleNamespace(device=torch.device("cpu"), export_state=lambda: state(1.0))
-    return Saver(settings, data, engine=engine, world=world, card=CARD, log=Tracker(None, params={}, tags={}))
+    return Saver(
+        settings, data, engine=engine, world=world, card=CARD, log=Tracker(None, params={}, tags={})
+    )
 
 
 @dataclass
 class Rank:
-    """The one rank of a training that is judged and saved, with a disk that fails, or is slow, at chosen steps."""
+    """The one rank of a training that is judged and saved, with a disk that fails, or is slow, at
+    chosen steps."""
 
     run_dir: Path
     monkeypatch: pytest.MonkeyPatch
@@ -245,16 +270,24 @@ class Rank:
     ],
 )
 def test_a_best_that_could_not_be_written_costs_no_other_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: list[float], refused: tuple[int, ...], left: list[int], best: Best
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scores: list[float],
+    refused: tuple[int, ...],
+    left: list[int],
+    best: Best,
 ) -> None:
-    """best.json names the best checkpoint that is there, and the next checkpoint replaces the failed one."""
+    """best.json names the best checkpoint that is there, and the next checkpoint replaces the
+    failed one."""
     rank = Rank(tmp_path, monkeypatch, refused=refused)
     for number, score in enumerate(scores, 1):
         rank.judge_and_save(10 * number, score)
     rank.ends_with(left, best)
 
 
-def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank = Rank(tmp_path, monkeypatch, slow=(20,))
     rank.judge_and_save(10, 0.5)
     rank.judge_and_save(20, 0.6, waits=False)
@@ -266,9 +299,17 @@ def test_a_best_that_is_left_out_since_the_disk_is_slow_is_no_best(tmp_path: Pat
     rank.ends_with([20, 50], Best(20, 0.6))
 
 
-def test_the_event_log_is_synced_before_a_checkpoint_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resume logs only the steps after its checkpoint: events of earlier steps must have survived, too."""
-    journal, fsync, lines_at_rename, rename = tmp_path / "tracking" / "journal.jsonl", os.fsync, [], os.rename
+def test_the_event_log_is_synced_before_a_checkpoint_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume logs only the steps after its checkpoint: events of earlier steps must have
+    survived, too."""
+    journal, fsync, lines_at_rename, rename = (
+        tmp_path / "tracking" / "journal.jsonl",
+        os.fsync,
+        [],
+        os.rename,
+    )
     synced = b""
 
     def noted_fsync(descriptor: int) -> None:
@@ -278,7 +319,9 @@ def test_the_event_log_is_synced_before_a_checkpoint_appears(tmp_path: Path, mon
             synced = journal.read_bytes()
 
     def noted_rename(source: Any, target: Any) -> None:
-        rename(source, target)  # raises if an earlier directory is to be moved away and there is none
+        rename(
+            source, target
+        )  # raises if an earlier directory is to be moved away and there is none
         lines_at_rename.append((Path(target).name, synced.count(b"loss")))
 
     journal.parent.mkdir()
@@ -296,7 +339,8 @@ def test_the_event_log_is_synced_before_a_checkpoint_appears(tmp_path: Path, mon
 def waits(world: World, folder: str) -> list[Any]:
     """What each rank finds where one reads or writes for longer than any collective may.
 
-    The first rank verifies, the second loads; then `finish`, on a disk that is slow, and on one that refuses.
+    The first rank verifies, the second loads; then `finish`, on a disk that is slow, and on one
+    that refuses.
     """
     torch.distributed.init_process_group("gloo")
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
@@ -329,7 +373,9 @@ def waits(world: World, folder: str) -> list[Any]:
     return found
 
 
-def test_ranks_wait_for_one_that_reads_or_writes_longer_than_any_collective_may_and_end_alike(tmp_path: Path) -> None:
+def test_ranks_wait_for_one_that_reads_or_writes_longer_than_any_collective_may_and_end_alike(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 7)
     first, second = run_ranks(waits, str(tmp_path), num_ranks=2)
     lost = "the last checkpoint could not be written; see the message of the first rank"
@@ -338,12 +384,15 @@ def test_ranks_wait_for_one_that_reads_or_writes_longer_than_any_collective_may_
 
 
 def disagree(world: World, folder: str) -> list[str]:
-    """What each rank reports where each has a run_dir of its own: with another checkpoint of that step, then with none."""
+    """What each rank reports where each has a run_dir of its own: with another checkpoint of that
+    step, then with none."""
     torch.distributed.init_process_group("gloo")
     said = []
     for place in ("other bytes", "only the first"):
         with pytest.raises((CheckpointError, FailedElsewhere)) as found:
-            train.agreed_checkpoint(Path(folder) / place / str(world.rank), world, device=torch.device("cpu"))
+            train.agreed_checkpoint(
+                Path(folder) / place / str(world.rank), world, device=torch.device("cpu")
+            )
         said.append(str(found.value).partition(": ")[2])
     return said
 
@@ -358,11 +407,14 @@ def test_ranks_that_do_not_see_the_same_checkpoint_do_not_train(tmp_path: Path) 
 
 
 class SlowDisk:
-    """Takes what is written at once, and brings it to disk at 1,000 bytes/s of the clock that hangs are judged by."""
+    """Takes what is written at once, and brings it to disk at 1,000 bytes/s of the clock that hangs
+    are judged by."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now_s, self.longest_stall_s, self._on_disk = 1000.0, 0.0, dict[int, int]()
-        monkeypatch.setattr("pretrain.ranks.hangs.time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(
+            "pretrain.ranks.hangs.time", SimpleNamespace(monotonic=lambda: self.now_s)
+        )
         for name in ("fsync", "fdatasync"):
             monkeypatch.setattr(os, name, self.flush)
 
@@ -379,12 +431,16 @@ def test_a_disk_that_is_slow_is_no_hang(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("pretrain.checkpoints.files.FLUSHED_BYTES", 16_000)
     monkeypatch.setattr("pretrain.checkpoints.files.PIECE_BYTES", 4_000)
     PROGRESS.mark("making a checkpoint")
-    engine = EngineState({"w": torch.zeros(100_000)}, {"m": torch.zeros(50_000), "v": torch.zeros(50_000)}, 1)
+    engine = EngineState(
+        {"w": torch.zeros(100_000)}, {"m": torch.zeros(50_000), "v": torch.zeros(50_000)}, 1
+    )
     files.publish(tmp_path, Snapshot(engine, TrainerState(1, 16), CARD))
     assert disk.now_s > 1800 and 16 <= disk.longest_stall_s < 25
 
 
-def test_what_is_read_at_a_resume_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_at_a_resume_reports_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two tensors, each as long as ten pieces that are hashed, and as twenty that are loaded."""
     path, touches = save(tmp_path, 1), list[str]()
     tensors = {name: torch.arange(1000.0) for name in ("a", "b")}
@@ -398,7 +454,10 @@ def test_what_is_read_at_a_resume_reports_its_progress(tmp_path: Path, monkeypat
     monkeypatch.setattr(PROGRESS, "touch", lambda: touches.append("loading"))
     read = read_tensors(path / "model.safetensors")
     assert touches.count("loading") >= 40
-    assert all(torch.equal(read[name], tensors[name]) for name in tensors) and read.keys() == tensors.keys()
+    assert (
+        all(torch.equal(read[name], tensors[name]) for name in tensors)
+        and read.keys() == tensors.keys()
+    )
 
 
 def test_pruning_itself_spares_the_best_that_is_published(tmp_path: Path) -> None:
@@ -406,17 +465,27 @@ def test_pruning_itself_spares_the_best_that_is_published(tmp_path: Path) -> Non
     save(tmp_path, 30, keep_last=1, best=Best(20, 0.6))
     CheckpointWriter(tmp_path, Retention(1)).finish(Best(20, 0.6))
     assert steps(tmp_path) == [10, 30]
-    assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 10, "score": 0.5}
+    assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {
+        "step": 10,
+        "score": 0.5,
+    }
 
 
-def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file in the place of the directory stops root, too. The next checkpoint replaces one that could not be written."""
+def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file in the place of the directory stops root, too. The next checkpoint replaces one that
+    could not be written."""
     taken = tmp_path / "checkpoints"
     taken.write_text("")
     writer = CheckpointWriter(tmp_path, Retention(2))
     for step in (1, 2):
         submitted(writer, step)
-        wait_until(lambda step=step: f"the checkpoint of step {step} could not be written" in capsys.readouterr().err)
+        wait_until(
+            lambda step=step: (
+                f"the checkpoint of step {step} could not be written" in capsys.readouterr().err
+            )
+        )
     assert writer.make_room(timeout_s=10)
     assert writer.news()["usage/checkpoint_failures"] == 2
     taken.unlink()
@@ -425,22 +494,34 @@ def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(tmp_path:
     assert steps(tmp_path) == [3]  # in place of 1 and 2
 
 
-def test_a_run_does_not_end_well_without_its_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_end_well_without_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pretrain.checkpoints.writer.FINAL_S", 0.2)
     (tmp_path / "checkpoints").write_text("")
     writer = submitted(CheckpointWriter(tmp_path, Retention(2)), 7)
-    with pytest.raises(CheckpointError, match=r"the last checkpoint \(step 7\) could not be written \(File exists\); put"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"the last checkpoint \(step 7\) could not be written \(File exists\); put",
+    ):
         writer.finish(None)
 
 
-def test_the_pause_before_the_last_checkpoint_is_retried_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The waiting thread reports progress during the pause, which may be longer than any hang timeout; then the disk is fixed."""
+def test_the_pause_before_the_last_checkpoint_is_retried_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The waiting thread reports progress during the pause, which may be longer than any hang
+    timeout; then the disk is fixed."""
     monkeypatch.setattr("pretrain.checkpoints.writer.RETRY_S", 0.5)
     (tmp_path / "checkpoints").write_text("")
     writer = submitted(CheckpointWriter(tmp_path, Retention(2)), 7)
     main = threading.current_thread()
     disk = tmp_path / "checkpoints"
-    monkeypatch.setattr(PROGRESS, "touch", lambda: disk.unlink() if threading.current_thread() is main and disk.is_file() else None)
+    monkeypatch.setattr(
+        PROGRESS,
+        "touch",
+        lambda: disk.unlink() if threading.current_thread() is main and disk.is_file() else None,
+    )
     writer.finish(None)
     assert steps(tmp_path) == [7]
 
@@ -452,7 +533,9 @@ def test_a_defect_of_ours_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
         writer.finish(None)
 
 
-def test_a_write_under_way_is_waited_for_and_no_longer_than_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_under_way_is_waited_for_and_no_longer_than_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on = threading.Event()
 
     def slow(path: Path, tensors: dict[str, torch.Tensor]) -> str:
@@ -469,21 +552,41 @@ def test_a_write_under_way_is_waited_for_and_no_longer_than_told(tmp_path: Path,
     assert steps(tmp_path) == [1]
 
 
-def test_the_file_is_what_safetensors_itself_would_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_what_safetensors_itself_would_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(1)
-    tensors = {f"ä.{n}": torch.rand(n, 5, generator=generator).to(kind) for n, kind in enumerate(KINDS)}
-    tensors |= {"scalar": torch.tensor(3.0), "turned": torch.rand(4, 6, generator=generator).T, "flag": torch.ones(3) > 0}
+    tensors = {
+        f"ä.{n}": torch.rand(n, 5, generator=generator).to(kind) for n, kind in enumerate(KINDS)
+    }
+    tensors |= {
+        "scalar": torch.tensor(3.0),
+        "turned": torch.rand(4, 6, generator=generator).T,
+        "flag": torch.ones(3) > 0,
+    }
     expected = save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
     monkeypatch.setattr("pretrain.checkpoints.files.PIECE_BYTES", 7)
     digest = WRITE_TENSORS(tmp_path / "a", tensors)
-    assert (tmp_path / "a").read_bytes() == expected and digest == hashlib.sha256(expected).hexdigest()
+    assert (tmp_path / "a").read_bytes() == expected and digest == hashlib.sha256(
+        expected
+    ).hexdigest()
 
 
-KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.int32, torch.uint8, torch.float16)
+KINDS = (
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.float64,
+    torch.int32,
+    torch.uint8,
+    torch.float16,
+)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "flip": lambda weights: weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1])),
+    "flip": lambda weights: weights.write_bytes(
+        weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1])
+    ),
     "cut": lambda weights: os.truncate(weights, weights.stat().st_size - 1),
     "remove": Path.unlink,
     "no hashes": lambda weights: weights.with_name("sha256.json").unlink(),
@@ -503,18 +606,26 @@ def test_damage_falls_back_to_the_one_before(
     monkeypatch.setenv("RANK", "1")
     for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "2")
-    assert restored(tmp_path)[1].step == 1 and capsys.readouterr().err == ""  # the first rank alone tells
+    assert (
+        restored(tmp_path)[1].step == 1 and capsys.readouterr().err == ""
+    )  # the first rank alone tells
 
 
 def test_training_never_silently_starts_over(tmp_path: Path) -> None:
     assert Checkpoint.newest(tmp_path) is None
     path = save(tmp_path, 1)
     (path / "trainer.json").write_text(json.dumps({}))
-    with pytest.raises(CheckpointError, match=r"copy it again, or move \S+/checkpoints away to begin anew$"):
+    with pytest.raises(
+        CheckpointError, match=r"copy it again, or move \S+/checkpoints away to begin anew$"
+    ):
         Checkpoint.newest(tmp_path)
-    assert Checkpoint.open(tmp_path).directory == path  # the weights are whole, and that is all that later stages need
+    assert (
+        Checkpoint.open(tmp_path).directory == path
+    )  # the weights are whole, and that is all that later stages need
     (path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no checkpoint there is whole .*; copy it again, or use another$"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint there is whole .*; copy it again, or use another$"
+    ):
         Checkpoint.open(tmp_path)
 
 

@@ -23,14 +23,27 @@ from tests.pretrain.checkpoints.tiny import card_of
 
 SPECS: list[AnySpec] = [
     MlpSpec(kind="mlp", depth=2, width=12, norm="batch", dropout=0.1),
-    MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2, num_tokens=5, norm_eps=1e-6, permuted_blocks=(1,)),
+    MixerSpec(
+        kind="mixer",
+        patch_size=4,
+        num_channels=6,
+        depth=2,
+        num_tokens=5,
+        norm_eps=1e-6,
+        permuted_blocks=(1,),
+    ),
     SparseMlpSpec(kind="sw_mlp", num_channels=2, width=24, depth=2, density=0.3, storage="sparse"),
 ]
 
 
 def random_weights(card: ModelCard) -> dict[str, Tensor]:
-    model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size, seed=3)
-    return {k: v + torch.rand_like(v) * 0.1 if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    model = build_model(
+        card.model, num_classes=len(card.classes), image_size=card.image_size, seed=3
+    )
+    return {
+        k: v + torch.rand_like(v) * 0.1 if v.is_floating_point() else v
+        for k, v in model.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=["mlp", "rp mixer", "sparse"])
@@ -50,13 +63,17 @@ def test_a_folder_is_the_same_model_here_and_in_timm(tmp_path: Path, spec: AnySp
     assert theirs.pretrained_cfg["label_names"] == ["n0", "n1", "n2"]
 
 
-def test_a_checkpoint_of_a_run_is_such_a_folder_and_timm_gives_it_a_new_head(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_run_is_such_a_folder_and_timm_gives_it_a_new_head(
+    tmp_path: Path,
+) -> None:
     card = card_of(SPECS[1])
     state = EngineState(random_weights(card), {"exp_avg.w": torch.zeros(1)}, 20)
     snapshot = Snapshot(state, TrainerState(20, 320), card)
     publish(tmp_path, snapshot)
     path = snapshot.place(tmp_path)
-    assert len({file.stat().st_mode for file in path.iterdir()}) == 1  # whoever may read one may read all
+    assert (
+        len({file.stat().st_mode for file in path.iterdir()}) == 1
+    )  # whoever may read one may read all
     ours = load_model(Checkpoint.open(tmp_path))
     theirs = timm.create_model(f"local-dir:{path}", pretrained=True, num_classes=9)
     images = torch.randn(2, 3, 16, 16)
@@ -68,7 +85,9 @@ def test_a_named_model_starts_from_our_file(tmp_path: Path) -> None:
     card = card_of(spec_of("smixer_c32"), image_size=32, num_classes=4)
     save_folder(tmp_path / "folder", card=card, weights=random_weights(card))
     overlay = {"file": str(tmp_path / "folder" / "model.safetensors")}
-    theirs = timm.create_model("smixer_c32", pretrained=True, num_classes=5, pretrained_cfg_overlay=overlay)
+    theirs = timm.create_model(
+        "smixer_c32", pretrained=True, num_classes=5, pretrained_cfg_overlay=overlay
+    )
     ours, images = load_model(Checkpoint.open(tmp_path / "folder")), torch.randn(2, 3, 32, 32)
     assert torch.equal(theirs.forward_features(images), ours.forward_features(images))
     assert theirs(images).shape == (2, 5)
@@ -96,7 +115,9 @@ def test_cards_old_and_new_are_read_and_strange_keys_are_not(tmp_path: Path) -> 
     assert read(old).model == MixerSpec(kind="mixer", patch_size=4, num_channels=6, depth=2)
     assert read(config_of(card)) == card
     assert read(config_of(card) | {"num_features": 6, "global_pool": "avg"}) == card
-    with pytest.raises(CheckpointError, match=r"config.json: cannot be read \(licence: Extra inputs"):
+    with pytest.raises(
+        CheckpointError, match=r"config.json: cannot be read \(licence: Extra inputs"
+    ):
         read(config_of(card) | {"licence": "mit"})
     with pytest.raises(CheckpointError, match=r"cannot be read .*model.safetensors"):
         read({"architecture": "mixer_b16_224", "pretrained_cfg": {}})
@@ -109,20 +130,28 @@ def test_what_does_not_fit_is_counted_and_named_in_the_order_of_the_model() -> N
     weights = model.state_dict()
     for name in ("head.weight", "blocks.1.norm.bias", "blocks.0.norm.bias", "stem.bias"):
         del weights[name]
-    weights |= {"stem.weight": torch.zeros(4, 12), "a": torch.zeros(1), "head.bias": torch.zeros(())}
+    weights |= {
+        "stem.weight": torch.zeros(4, 12),
+        "a": torch.zeros(1),
+        "head.bias": torch.zeros(()),
+    }
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(UserError) as caught:
         load_strictly(model, weights, source="X", label="B-2/Wi-4")
-    assert str(caught.value) == (
-        "weights of X do not fit B-2/Wi-4: 4 missing (stem.bias, blocks.0.norm.bias, blocks.1.norm.bias, ...), 1 unknown (a), "
-        "2 of another shape (stem.weight: 4x12, needed 4x48, head.bias: a single number, needed 3)"
+    assert (
+        str(caught.value)
+        == "weights of X do not fit B-2/Wi-4: 4 missing (stem.bias, blocks.0.norm.bias,"
+        " blocks.1.norm.bias, ...), 1 unknown (a), 2 of another shape (stem.weight: 4x12, needed"
+        " 4x48, head.bias: a single number, needed 3)"
     )
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("stored", ["masked", "sparse"])
 @pytest.mark.parametrize("wanted", ["masked", "sparse"])
-def test_a_sparse_model_takes_either_storage_and_any_number_of_connections(stored: str, wanted: str) -> None:
+def test_a_sparse_model_takes_either_storage_and_any_number_of_connections(
+    stored: str, wanted: str
+) -> None:
     def made(storage: str, seed: int) -> nn.Module:
         spec = SPECS[2].model_copy(update={"storage": storage})
         return build_model(spec, num_classes=3, image_size=16, seed=seed).eval()
@@ -131,9 +160,13 @@ def test_a_sparse_model_takes_either_storage_and_any_number_of_connections(store
     load_strictly(model, given.state_dict(), source="FILE", label="MODEL")
     torch.testing.assert_close(model(images), given(images))
     short = {
-        name: tensor for name, tensor in given.state_dict().items() if not name.endswith(("1.linear.weight", "1.linear.values"))
+        name: tensor
+        for name, tensor in given.state_dict().items()
+        if not name.endswith(("1.linear.weight", "1.linear.values"))
     }
-    with pytest.raises(UserError, match=r"do not fit MODEL: 1 missing \(blocks.1.linear.(weight|values)\)$"):
+    with pytest.raises(
+        UserError, match=r"do not fit MODEL: 1 missing \(blocks.1.linear.(weight|values)\)$"
+    ):
         load_strictly(model, short, source="FILE", label="MODEL")
     other = given.state_dict() | {"blocks.0.linear.row_starts": torch.zeros(9, dtype=torch.int32)}
     with pytest.raises(UserError, match=r"blocks.0.linear.row_starts"):
@@ -145,7 +178,9 @@ def test_weights_that_are_not_numbers_are_neither_loaded_nor_saved(tmp_path: Pat
     weights = random_weights(card)
     weights["head.bias"][1] = torch.inf
     model = build_model(card.model, num_classes=3, image_size=16)
-    with pytest.raises(UserError, match=r"of X hold NaN or infinite numbers in 1 of 22 tensors \(head.bias\)"):
+    with pytest.raises(
+        UserError, match=r"of X hold NaN or infinite numbers in 1 of 22 tensors \(head.bias\)"
+    ):
         load_strictly(model, weights, source="X", label="")
     with pytest.raises(UserError, match="hold NaN"):
         save_folder(tmp_path / "folder", card=card, weights=weights)

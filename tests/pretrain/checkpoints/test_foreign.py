@@ -1,4 +1,5 @@
-"""Foreign weights compute here what they compute at home; what is not whole, known or safe is one clear message."""
+"""Foreign weights compute here what they compute at home; what is not whole, known or safe is one
+clear message."""
 
 import math
 import os
@@ -30,7 +31,8 @@ SIDE, WIDTH, HIDDEN, DEPTH, NUM_CLASSES = 8, 10, 25, 3, 7
 
 
 class Theirs(nn.Module):
-    """scaling_mlps' BottleneckMLP, or its MLP, from their definitions, on CHW images made vectors."""
+    """scaling_mlps' BottleneckMLP, or its MLP, from their definitions, on CHW images made
+    vectors."""
 
     def __init__(
         self,
@@ -43,15 +45,24 @@ class Theirs(nn.Module):
     ):
         super().__init__()
         self.act: Callable[[Tensor], Tensor] = gelu
-        self.linear_in, self.linear_out = nn.Linear(3 * side**2, WIDTH), nn.Linear(WIDTH, num_classes)
+        self.linear_in, self.linear_out = (
+            nn.Linear(3 * side**2, WIDTH),
+            nn.Linear(WIDTH, num_classes),
+        )
         if is_bottleneck:
             self.blocks = nn.ModuleList(nn.Module() for _ in range(depth))
             for block in self.blocks:
-                block.block = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+                block.block = nn.Sequential(
+                    nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)
+                )
         else:
             self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
-        self.layernorms = nn.ModuleList(norm(WIDTH) if norm else nn.Identity() for _ in range(depth))
-        with torch.no_grad():  # norms as training leaves them, so that a swapped or forgotten one shows
+        self.layernorms = nn.ModuleList(
+            norm(WIDTH) if norm else nn.Identity() for _ in range(depth)
+        )
+        with (
+            torch.no_grad()
+        ):  # norms as training leaves them, so that a swapped or forgotten one shows
             for weight in self.parameters():
                 weight.add_(torch.randn_like(weight) * 0.1)
             for buffer in self.buffers():
@@ -74,12 +85,16 @@ def seeded() -> None:
 
 
 def ours(foreign: Foreign) -> ImageModel:
-    model = build_model(foreign.spec, num_classes=foreign.num_classes, image_size=foreign.image_size)
+    model = build_model(
+        foreign.spec, num_classes=foreign.num_classes, image_size=foreign.image_size
+    )
     load_strictly(model, foreign.weights, source="here", label=foreign.spec.label)
     return model.eval()
 
 
-def assert_same_answers(foreign: Foreign, theirs: Callable[[Tensor], Tensor], *, side: int = SIDE) -> None:
+def assert_same_answers(
+    foreign: Foreign, theirs: Callable[[Tensor], Tensor], *, side: int = SIDE
+) -> None:
     images = torch.randn(5, 3, side, side)
     torch.testing.assert_close(ours(foreign)(images), theirs(images))
 
@@ -89,8 +104,12 @@ def through_a_file(tmp_path: Path, stored: object, **reading: Any) -> Foreign:
     return convert(read_weights(tmp_path / "weights").weights, source="weights", **reading)
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, None], ids=["layer", "batch", "none"])
-def test_a_bottleneck_mlp_computes_the_same(tmp_path: Path, norm: Callable[[int], nn.Module] | None) -> None:
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm, nn.BatchNorm1d, None], ids=["layer", "batch", "none"]
+)
+def test_a_bottleneck_mlp_computes_the_same(
+    tmp_path: Path, norm: Callable[[int], nn.Module] | None
+) -> None:
     theirs = Theirs(norm=norm).eval()
     foreign = through_a_file(tmp_path, theirs.state_dict())
     kind = {nn.LayerNorm: "layer", nn.BatchNorm1d: "batch", None: "none"}[norm]
@@ -104,7 +123,15 @@ def test_the_standard_mlp_computes_the_same_and_is_not_the_papers(tmp_path: Path
     foreign = through_a_file(tmp_path, theirs.state_dict())
     assert_same_answers(foreign, theirs)
     images = torch.randn(5, 3, SIDE, SIDE)
-    papers = ours(Foreign("scaling_mlps", MlpSpec(kind="mlp", depth=3, width=10, bottleneck="none"), 8, 7, foreign.weights))
+    papers = ours(
+        Foreign(
+            "scaling_mlps",
+            MlpSpec(kind="mlp", depth=3, width=10, bottleneck="none"),
+            8,
+            7,
+            foreign.weights,
+        )
+    )
     assert (papers(images) - theirs(images)).abs().max() > 0.1
 
 
@@ -116,17 +143,29 @@ def test_another_activation_is_the_users_word(tmp_path: Path) -> None:
 
 
 WRAPS: dict[str, Callable[[Weights], object]] = {
-    "in DDP": lambda weights: {"epoch": 3, "args": Namespace(lr=0.1), "model": {f"module.{k}": v for k, v in weights.items()}},
-    "compiled in DDP": lambda weights: {"model": {"state_dict": {f"module._orig_mod.{k}": v for k, v in weights.items()}}},
-    "another head": lambda weights: {k.replace("linear_out.", "linear_out.linear."): v for k, v in weights.items()},
+    "in DDP": lambda weights: {
+        "epoch": 3,
+        "args": Namespace(lr=0.1),
+        "model": {f"module.{k}": v for k, v in weights.items()},
+    },
+    "compiled in DDP": lambda weights: {
+        "model": {"state_dict": {f"module._orig_mod.{k}": v for k, v in weights.items()}}
+    },
+    "another head": lambda weights: {
+        k.replace("linear_out.", "linear_out.linear."): v for k, v in weights.items()
+    },
     "bf16": lambda weights: {k: weight.bfloat16() for k, weight in weights.items()},
 }
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_what_tools_wrap_around_weights_is_taken_off(tmp_path: Path, wrap: Callable[[Weights], object]) -> None:
+def test_what_tools_wrap_around_weights_is_taken_off(
+    tmp_path: Path, wrap: Callable[[Weights], object]
+) -> None:
     theirs = Theirs().bfloat16().float()
-    theirs.layernorms[1] = theirs.layernorms[0]  # tied weights share memory, which safetensors refuses
+    theirs.layernorms[1] = theirs.layernorms[
+        0
+    ]  # tied weights share memory, which safetensors refuses
     foreign = through_a_file(tmp_path, wrap(theirs.state_dict()))
     assert_same_answers(foreign, theirs)
     save_file(foreign.weights, tmp_path / "model.safetensors")
@@ -142,15 +181,30 @@ def test_a_first_layer_that_reads_pixel_by_pixel_is_turned() -> None:
 
 
 def test_timms_mixer_computes_the_same() -> None:
-    theirs = MlpMixer(num_classes=5, img_size=24, patch_size=8, num_blocks=2, embed_dim=12, mlp_ratio=(0.5, 3.0)).eval()
+    theirs = MlpMixer(
+        num_classes=5, img_size=24, patch_size=8, num_blocks=2, embed_dim=12, mlp_ratio=(0.5, 3.0)
+    ).eval()
     with torch.no_grad():
         for weight in theirs.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
-        for name, weight in theirs.named_parameters():  # where features are small it matters what eps is, in every norm
+        for (
+            name,
+            weight,
+        ) in (
+            theirs.named_parameters()
+        ):  # where features are small it matters what eps is, in every norm
             if "stem" in name or "fc2" in name:
                 weight.mul_(3e-3)
     foreign = convert(theirs.state_dict(), source="f")
-    spec = MixerSpec(kind="mixer", patch_size=8, num_channels=12, depth=2, token_hidden=6, channel_hidden=36, norm_eps=1e-6)
+    spec = MixerSpec(
+        kind="mixer",
+        patch_size=8,
+        num_channels=12,
+        depth=2,
+        token_hidden=6,
+        channel_hidden=36,
+        norm_eps=1e-6,
+    )
     assert (foreign.spec, foreign.image_size, foreign.num_classes) == (spec, 24, 5)
     assert_same_answers(foreign, theirs, side=24)
 
@@ -160,7 +214,10 @@ def test_the_shape_of_timms_mixer_b_16_is_recognised() -> None:
         weights = timm.create_model("mixer_b16_224").state_dict()
     layout = recognise(shapes(weights), source="f", activation="gelu")
     spec = layout.spec
-    assert isinstance(spec, MixerSpec) and (spec.label, layout.image_size) == ("Mixer P16 C768 L12", 224)
+    assert isinstance(spec, MixerSpec) and (spec.label, layout.image_size) == (
+        "Mixer P16 C768 L12",
+        224,
+    )
     assert (spec.token_hidden, spec.channel_hidden) == (384, 3072)
     assert layout.names.keys() == weights.keys() and len(set(layout.names.values())) == len(weights)
 
@@ -186,17 +243,26 @@ def cut_safetensors(path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda path: torch.save({"linear_in.weight": torch.zeros(2), "extra": Payload()}, path), CODE),
+        (
+            lambda path: torch.save({"linear_in.weight": torch.zeros(2), "extra": Payload()}, path),
+            CODE,
+        ),
         (lambda path: path.write_bytes(pickle.dumps(Payload(), protocol=2)), CODE),
         (lambda path: path.write_bytes(pickle.dumps(Payload(), protocol=5)), CODE),
         (cut, "is not a whole file of weights"),
         (cut_safetensors, "is not a whole file of weights"),
-        (lambda path: path.write_text("<html>Too many requests</html>"), "is not a whole file of weights"),
+        (
+            lambda path: path.write_text("<html>Too many requests</html>"),
+            "is not a whole file of weights",
+        ),
         (lambda path: path.write_bytes(b""), "is not a whole file of weights"),
         (lambda path: None, "cannot be read .No such file"),
         (lambda path: path.mkdir(), "is a directory; give the file of weights in it"),
         (lambda path: torch.save([torch.zeros(2)], path), "holds a list, not tensors by name"),
-        (lambda path: torch.save({"epoch": 3, "lr": 0.1}, path), "holds epoch, lr where tensors by name are needed"),
+        (
+            lambda path: torch.save({"epoch": 3, "lr": 0.1}, path),
+            "holds epoch, lr where tensors by name are needed",
+        ),
         (lambda path: torch.save({"state_dict": {}}, path), "holds nothing where tensors"),
     ],
 )
@@ -223,35 +289,63 @@ def with_tensor(name: str, tensor: Tensor) -> Callable[[Weights], Weights]:
     ("change", "message"),
     [
         (
-            without("linear_in.bias", "blocks.1.block.0.weight", "layernorms.2.bias", "linear_out.bias"),
-            r"weights of f do not fit B-3/Wi-10: 4 missing \(linear_in.bias, blocks.1.block.0.weight, "
+            without(
+                "linear_in.bias", "blocks.1.block.0.weight", "layernorms.2.bias", "linear_out.bias"
+            ),
+            r"weights of f do not fit B-3/Wi-10: 4 missing \(linear_in.bias,"
+            r" blocks.1.block.0.weight, "
             r"layernorms.2.bias, ...\)$",
         ),
-        (without("linear_out.weight", "linear_out.bias"), r"linear_out.weight: is missing, needed outputs x inputs$"),
+        (
+            without("linear_out.weight", "linear_out.bias"),
+            r"linear_out.weight: is missing, needed outputs x inputs$",
+        ),
         (with_tensor("tokens", torch.zeros(1)), r"1 unknown \(tokens\)$"),
         (
             with_tensor("blocks.2.block.2.weight", torch.zeros(25, 10)),
-            r"do not fit B-3/Wi-10: 1 of another shape \(blocks.2.block.2.weight: 25x10, needed 10x25\)$",
+            (
+                r"do not fit B-3/Wi-10: 1 of another shape \(blocks.2.block.2.weight: 25x10, needed"
+                r" 10x25\)$"
+            ),
         ),
-        (with_tensor("linear_in.weight", torch.zeros(10, 190)), "190 columns are not the pixels of a square RGB image"),
-        (with_tensor("linear_in.weight", torch.zeros(10)), "linear_in.weight: is 10, needed width x inputs"),
-        (with_tensor("linear_out.weight", torch.zeros(0, 10)), "linear_out.weight: is 0x10, needed outputs x inputs"),
+        (
+            with_tensor("linear_in.weight", torch.zeros(10, 190)),
+            "190 columns are not the pixels of a square RGB image",
+        ),
+        (
+            with_tensor("linear_in.weight", torch.zeros(10)),
+            "linear_in.weight: is 10, needed width x inputs",
+        ),
+        (
+            with_tensor("linear_out.weight", torch.zeros(0, 10)),
+            "linear_out.weight: is 0x10, needed outputs x inputs",
+        ),
         (
             with_tensor("layernorms.1.bias", torch.tensor([math.nan] * 10)),
             r"weights of f hold NaN or infinite numbers in 1 of 22 tensors \(layernorms.1.bias\)",
         ),
         (
             with_tensor("blocks.1.block.2.weight", torch.zeros(10, 25, dtype=torch.int8)),
-            r"are no floating-point numbers in 1 of 22 tensors \(blocks.1.block.2.weight: int8\); undo the quantisation",
+            (
+                r"are no floating-point numbers in 1 of 22 tensors \(blocks.1.block.2.weight:"
+                r" int8\); undo the quantisation"
+            ),
         ),
-        (lambda weights: {"conv1.weight": torch.zeros(1)}, r"its names \(conv1.weight\) are of no family that is known"),
         (
-            lambda weights: build_model(MlpSpec(kind="mlp"), num_classes=2, image_size=4).state_dict(),
+            lambda weights: {"conv1.weight": torch.zeros(1)},
+            r"its names \(conv1.weight\) are of no family that is known",
+        ),
+        (
+            lambda weights: build_model(
+                MlpSpec(kind="mlp"), num_classes=2, image_size=4
+            ).state_dict(),
             "holds weights of this project; give the directory",
         ),
     ],
 )
-def test_weights_that_are_not_whole_are_one_message(change: Callable[[Weights], Weights], message: str) -> None:
+def test_weights_that_are_not_whole_are_one_message(
+    change: Callable[[Weights], Weights], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         convert(change(Theirs().state_dict()), source="f")
 
@@ -259,7 +353,10 @@ def test_weights_that_are_not_whole_are_one_message(change: Callable[[Weights], 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gmixer_12_224", r"do not fit Mixer .*: \d+ of another shape \(blocks.0.mlp_tokens.fc2.weight"),
+        (
+            "gmixer_12_224",
+            r"do not fit Mixer .*: \d+ of another shape \(blocks.0.mlp_tokens.fc2.weight",
+        ),
         ("gmlp_ti16_224", "of no family that is known here"),
         ("resmlp_12_224", "of no family that is known here"),
     ],
@@ -296,5 +393,7 @@ def test_torchs_averaged_model_is_read(tmp_path: Path) -> None:
     theirs = Theirs()
     average = AveragedModel(theirs, use_buffers=True)
     average.update_parameters(theirs)
-    foreign = through_a_file(tmp_path, {"model": theirs.state_dict(), "model_ema": average.state_dict(), "epoch": 3})
+    foreign = through_a_file(
+        tmp_path, {"model": theirs.state_dict(), "model_ema": average.state_dict(), "epoch": 3}
+    )
     assert_same_answers(foreign, average.module)

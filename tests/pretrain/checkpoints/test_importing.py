@@ -1,4 +1,5 @@
-"""`pretrain import`: the folder serves every later stage, and holds what the file and its surroundings say."""
+"""`pretrain import`: the folder serves every later stage, and holds what the file and its
+surroundings say."""
 
 import json
 from pathlib import Path
@@ -41,15 +42,34 @@ def public_weights() -> dict[str, Tensor]:
 def test_an_imported_folder_is_evaluated_probed_and_drawn(
     shapes: Path, other_shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights, file, out = (public_weights(), tmp_path / "B-1_Wi-12_res_16_imagenet21_epochs_1_weights", tmp_path / "folder")
+    weights, file, out = (
+        public_weights(),
+        tmp_path / "B-1_Wi-12_res_16_imagenet21_epochs_1_weights",
+        tmp_path / "folder",
+    )
     torch.save({"state_dict": weights}, file)
-    words = ["import", str(file), "--out", str(out), "--classes", str(shapes), "--name", "imagenet21"]
+    words = [
+        "import",
+        str(file),
+        "--out",
+        str(out),
+        "--classes",
+        str(shapes),
+        "--name",
+        "imagenet21",
+    ]
     for _ in range(2):  # typed again, it is done before
         assert main(words) == 0
         said = capsys.readouterr().out
         assert f"{out}: B-1/Wi-10 of scaling_mlps, 16 px, 8 classes, 8,333 parameters" in said
-        assert "pictures: squares by longer_side and area, fed with area, as scaling_mlps has it" in said
-        assert "mean 0.485 0.456 0.406, std 0.229 0.224 0.225 (the usual of scaling_mlps; --mean and" in said
+        assert (
+            "pictures: squares by longer_side and area, fed with area, as scaling_mlps has it"
+            in said
+        )
+        assert (
+            "mean 0.485 0.456 0.406, std 0.229 0.224 0.225 (the usual of scaling_mlps; --mean and"
+            in said
+        )
     card = Checkpoint.open(out).card
     assert card.dataset == "imagenet21" and card.fed_interpolation == "area"
     assert (card.stored_crop, card.stored_interpolation) == ("longer_side", "area")
@@ -58,18 +78,28 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
     scores = evaluate_checkpoint(Evaluation.of(evaluation_settings(out, shapes, None)), world)
     assert scores is not None
     reader = open_split(shapes, load_manifest(shapes), "val")
-    images_BHWC = reader.images(np.arange(reader.num_samples)).float()  # whole numbers from 0 to 255, as theirs takes them
+    images_BHWC = reader.images(
+        np.arange(reader.num_samples)
+    ).float()  # whole numbers from 0 to 255, as theirs takes them
     logits = public_model()(((images_BHWC - 255 * MEAN) / (255 * STD)).permute(0, 3, 1, 2))
     labels = torch.from_numpy(reader.labels).long()
     assert scores["eval/loss"] == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-4)
-    assert scores["eval/top1"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-6)
+    assert scores["eval/top1"] == pytest.approx(
+        float((logits.argmax(1) == labels).float().mean()), abs=1e-6
+    )
 
     result = probe(
-        feature_settings(other_shapes, tmp_path, out, run_dir=str(tmp_path / "probe"), epochs=(2,)), world, Checkpoint.open(out)
+        feature_settings(other_shapes, tmp_path, out, run_dir=str(tmp_path / "probe"), epochs=(2,)),
+        world,
+        Checkpoint.open(out),
     )
     assert result is not None and 0 <= result["test_top1"] <= 1
     card = Checkpoint.open(tmp_path / "probe").card
-    assert (card.stored_crop, card.stored_interpolation, card.fed_interpolation) == ("center", "bicubic", "area")
+    assert (card.stored_crop, card.stored_interpolation, card.fed_interpolation) == (
+        "center",
+        "bicubic",
+        "area",
+    )
     weight_NF, side = first_layer(Checkpoint.open(out))
     assert torch.equal(weight_NF, weights["linear_in.weight"]) and side == 16
 
@@ -83,7 +113,11 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
     ],
 )
 def test_the_normalisation_is_of_the_command_line_the_name_or_the_config(
-    tmp_path: Path, name: str, config: dict[str, str], words: list[str], expected: tuple[float, float]
+    tmp_path: Path,
+    name: str,
+    config: dict[str, str],
+    words: list[str],
+    expected: tuple[float, float],
 ) -> None:
     torch.save(public_weights(), tmp_path / name)
     (tmp_path / "config.txt").write_text(json.dumps(config | {"act": "relu"} if config else config))
@@ -91,31 +125,54 @@ def test_the_normalisation_is_of_the_command_line_the_name_or_the_config(
     card = Checkpoint.open(tmp_path / "out").card
     assert (card.channel_mean[0], card.channel_std[0]) == pytest.approx(expected, abs=1e-4)
     assert card.classes[:2] == ("class_00000", "class_00001") and len(card.classes) == 8
-    assert isinstance(card.model, MlpSpec) and card.model.activation == ("relu" if config else "gelu")
+    assert isinstance(card.model, MlpSpec) and card.model.activation == (
+        "relu" if config else "gelu"
+    )
 
 
-def test_a_timm_mixer_brings_its_own_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_timm_mixer_brings_its_own_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     theirs = MlpMixer(num_classes=2, img_size=16, patch_size=8, num_blocks=1, embed_dim=8).eval()
     torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
     words = ["import", str(tmp_path / "pytorch_model.bin"), "--out"]
     assert main([*words, str(tmp_path / "plain")]) == 0
     card = Checkpoint.open(tmp_path / "plain").card
-    assert (card.channel_mean, card.stored_crop, card.fed_interpolation) == ((0.5, 0.5, 0.5), None, "bicubic")
+    assert (card.channel_mean, card.stored_crop, card.fed_interpolation) == (
+        (0.5, 0.5, 0.5),
+        None,
+        "bicubic",
+    )
     said = capsys.readouterr().out
-    assert "activation: gelu (the usual; weights do not tell, and with a wrong one the answers are wrong: --activa" in said
-    assert "timm's transform: interpolation bicubic, crop_pct 0.875 (the usual of timm; kept in config.json" in said
+    assert (
+        "activation: gelu (the usual; weights do not tell, and with a wrong one the answers are"
+        " wrong: --activa" in said
+    )
+    assert (
+        "timm's transform: interpolation bicubic, crop_pct 0.875 (the usual of timm; kept in"
+        " config.json" in said
+    )
     cfg = {"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0], "label_names": ["ant", "bee"]}
     cfg |= {"interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "squash"}
-    (tmp_path / "config.json").write_text(json.dumps({"architecture": "mixer_b16_224", "pretrained_cfg": cfg}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architecture": "mixer_b16_224", "pretrained_cfg": cfg})
+    )
     assert main([*words, str(tmp_path / "hub")]) == 0
     assert "of the config beside the file" in capsys.readouterr().out
     checkpoint = Checkpoint.open(tmp_path / "hub")
     card, ours = checkpoint.card, load_model(checkpoint)
-    assert (card.channel_mean, card.channel_std, card.classes) == ((0.0,) * 3, (1.0,) * 3, ("ant", "bee"))
+    assert (card.channel_mean, card.channel_std, card.classes) == (
+        (0.0,) * 3,
+        (1.0,) * 3,
+        ("ant", "bee"),
+    )
     assert card.fed_interpolation == "bilinear"
     images = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(ours.eval()(images), theirs(images))
-    for folder, transform in (("plain", ("bicubic", 0.875, "center")), ("hub", ("bilinear", 0.9, "squash"))):
+    for folder, transform in (
+        ("plain", ("bicubic", 0.875, "center")),
+        ("hub", ("bilinear", 0.9, "squash")),
+    ):
         timms = timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True)
         found = timm.data.resolve_model_data_config(timms)
         assert (found["interpolation"], found["crop_pct"], found["crop_mode"]) == transform
@@ -127,7 +184,10 @@ def test_the_average_of_a_training_file_is_taken_unless_the_weights_as_trained_a
     raw = public_weights()
     average = {name: tensor / 2 for name, tensor in raw.items()}
     torch.save({"state_dict": raw, "state_dict_ema": average}, tmp_path / "w")
-    for words, taken, said in (([], average, "--weights raw takes"), (["--weights", "raw"], raw, "--weights ema takes")):
+    for words, taken, said in (
+        ([], average, "--weights raw takes"),
+        (["--weights", "raw"], raw, "--weights ema takes"),
+    ):
         out = tmp_path / f"out{len(words)}"
         assert main(["import", str(tmp_path / "w"), "--out", str(out), *words]) == 0
         assert said in capsys.readouterr().out
@@ -144,14 +204,24 @@ def test_the_average_of_a_training_file_is_taken_unless_the_weights_as_trained_a
         (["--classes", "names.txt"], "--classes: names.txt names 'crane' twice"),
         (["--classes", "short.txt"], "--classes: short.txt names 1, but the last layer has 8"),
         (["--mean", "0.5", "0.5", "0.5"], "--mean and --std: one is given without the other"),
-        (["--mean", "124", "116", "104", "--std", "58", "57", "57"], "--mean: 124 116 104 is not on the scale 0..1"),
-        (["--mean", "0", "0", "0", "--std", "0", "1", "1"], "--std: 0 1 1 is not on the scale 0..1"),
+        (
+            ["--mean", "124", "116", "104", "--std", "58", "57", "57"],
+            "--mean: 124 116 104 is not on the scale 0..1",
+        ),
+        (
+            ["--mean", "0", "0", "0", "--std", "0", "1", "1"],
+            "--std: 0 1 1 is not on the scale 0..1",
+        ),
         (["--out", "full"], "out: full exists and is not these weights; name another out"),
         (["--out", "weights"], "out: weights exists and is not these weights"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(public_weights(), "weights")

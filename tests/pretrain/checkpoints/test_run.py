@@ -59,22 +59,39 @@ def test_a_setting_that_is_gone_is_named(tmp_path: Path) -> None:
         check_settings(tmp_path, settings_with())
 
 
-def test_a_run_goes_on_where_the_same_pictures_lie_now(shapes: Path, other_shapes: Path, tmp_path: Path) -> None:
-    """The order, and with it the run, was that of a place: the same bytes elsewhere were refused."""
+def test_a_run_goes_on_where_the_same_pictures_lie_now(
+    shapes: Path, other_shapes: Path, tmp_path: Path
+) -> None:
+    """The order, and with it the run, was that of a place: the same bytes elsewhere were
+    refused."""
 
     def on(dataset: Path, *also: Path) -> PretrainSettings:
         data = {"dataset": str(dataset), "also": [{"dataset": str(each)} for each in also]}
-        tree = {"run_dir": str(tmp_path), "data": data, "train": {"duration": "1 epochs"}, "model": {"kind": "mlp"}}
+        tree = {
+            "run_dir": str(tmp_path),
+            "data": data,
+            "train": {"duration": "1 epochs"},
+            "model": {"kind": "mlp"},
+        }
         return validate(PretrainSettings, tree)
 
-    copy, squashed = (Path(shutil.copytree(shapes, tmp_path / name)) for name in ("copy", "squashed"))
-    change_manifest(copy, lambda manifest: manifest.update(name="other", tool_version="later", decoder="other"))
+    copy, squashed = (
+        Path(shutil.copytree(shapes, tmp_path / name)) for name in ("copy", "squashed")
+    )
+    change_manifest(
+        copy, lambda manifest: manifest.update(name="other", tool_version="later", decoder="other")
+    )
     change_manifest(squashed, lambda manifest: manifest.update(crop="squash"))
-    for begun, others in (((shapes,), [(other_shapes,), (squashed,), (tmp_path / "gone",)]), ((shapes, shapes), [(shapes,)])):
+    for begun, others in (
+        ((shapes,), [(other_shapes,), (squashed,), (tmp_path / "gone",)]),
+        ((shapes, shapes), [(shapes,)]),
+    ):
         (tmp_path / CONFIG_FILE).write_text(dump(on(*begun)))
         check_settings(tmp_path, on(*(copy for _ in begun)))
         for other in others:
-            with pytest.raises(SettingsError, match=r"belongs to a run with other settings \(data\."):
+            with pytest.raises(
+                SettingsError, match=r"belongs to a run with other settings \(data\."
+            ):
                 check_settings(tmp_path, on(*other))
 
 
@@ -101,18 +118,32 @@ def test_a_run_that_ended_before_its_first_checkpoint_leaves_its_place_to_other_
 def test_a_run_is_found_by_any_spelling_of_its_place_and_resumes_with_its_own_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_checkpoint: Path, place: str
 ) -> None:
-    """A run's place is not one of its settings; `train RUN` needs none of the overrides that the run was begun with."""
+    """A run's place is not one of its settings; `train RUN` needs none of the overrides that the
+    run was begun with."""
     begun, place = settings_with(depth=3), place.format(here=tmp_path)
-    run = Path(shutil.copytree(first_checkpoint.parents[1], tmp_path / ".." / f"{tmp_path.name}-run"))
+    run = Path(
+        shutil.copytree(first_checkpoint.parents[1], tmp_path / ".." / f"{tmp_path.name}-run")
+    )
     monkeypatch.chdir(run.rename(tmp_path / Path(place).name).parent)
     (Path(place) / CONFIG_FILE).write_text(dump(begun))
     assert check_settings(Path(place), begun.model_copy(update={"run_dir": place}))
     resumed = load_run_settings(PretrainSettings, path=place, overrides=["epochs=20"])
-    assert (Path(resumed.run_dir), resumed.model, resumed.train.duration) == (Path(place), begun.model, "20 epochs")
+    assert (Path(resumed.run_dir), resumed.model, resumed.train.duration) == (
+        Path(place),
+        begun.model,
+        "20 epochs",
+    )
     assert check_settings(Path(place), resumed)
-    with pytest.raises(SettingsError, match=r"\(model.depth: 4, was 3\); pretrain train \S+ resumes it"):
-        check_settings(Path(place), load_run_settings(PretrainSettings, path=place, overrides=["model.depth=4"]))
-    with pytest.raises(SettingsError, match="is a directory, no config file"):  # of a run of another command
+    with pytest.raises(
+        SettingsError, match=r"\(model.depth: 4, was 3\); pretrain train \S+ resumes it"
+    ):
+        check_settings(
+            Path(place),
+            load_run_settings(PretrainSettings, path=place, overrides=["model.depth=4"]),
+        )
+    with pytest.raises(
+        SettingsError, match="is a directory, no config file"
+    ):  # of a run of another command
         load_run_settings(TuneSettings, path=place, overrides=[])
 
 
@@ -120,15 +151,25 @@ DAMAGES = {"cut": b'{"a": [', "bytes": b"\xff\xfe", "empty": b"", "a list": b"[]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["config.yaml", "result.json", "weights.json", "tracking/identity.json"])
-def test_a_damaged_record_of_a_run_is_named_with_the_remedy(tmp_path: Path, first_checkpoint: Path, name: str, damage: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "result.json", "weights.json", "tracking/identity.json"]
+)
+def test_a_damaged_record_of_a_run_is_named_with_the_remedy(
+    tmp_path: Path, first_checkpoint: Path, name: str, damage: str
+) -> None:
     """The user sees one line, not a traceback; a config that binds nobody yet is replaced."""
     (tmp_path / CONFIG_FILE).write_text(dump(settings_with()))
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(DAMAGES[damage])
-    readers = {"config.yaml": lambda: check_settings(tmp_path, settings_with()), "result.json": lambda: finished_result(tmp_path)}
-    readers |= {"weights.json": lambda: begun_with(tmp_path), "tracking/identity.json": lambda: RunIdentity.known(tmp_path)}
+    readers = {
+        "config.yaml": lambda: check_settings(tmp_path, settings_with()),
+        "result.json": lambda: finished_result(tmp_path),
+    }
+    readers |= {
+        "weights.json": lambda: begun_with(tmp_path),
+        "tracking/identity.json": lambda: RunIdentity.known(tmp_path),
+    }
     with pytest.raises(UserError, match=f"{path}: .*[Rr]estore it") as found:
         readers[name]()
     assert "\n" not in str(found.value)
@@ -137,11 +178,17 @@ def test_a_damaged_record_of_a_run_is_named_with_the_remedy(tmp_path: Path, firs
         assert not check_settings(tmp_path, settings_with())
 
 
-def test_the_run_of_another_verb_and_a_dataset_are_named_as_such(tmp_path: Path, shapes: Path) -> None:
+def test_the_run_of_another_verb_and_a_dataset_are_named_as_such(
+    tmp_path: Path, shapes: Path
+) -> None:
     (tmp_path / CONFIG_FILE).write_text("pretrained: runs/m\nneighbours: [3]\n")
-    with pytest.raises(SettingsError, match=f"run_dir: {tmp_path} is a run of finetune knn; name another run_dir$"):
+    with pytest.raises(
+        SettingsError, match=f"run_dir: {tmp_path} is a run of finetune knn; name another run_dir$"
+    ):
         check_settings(tmp_path, settings_with())
-    with pytest.raises(SettingsError, match=f"run_dir: {shapes} is a dataset; name another run_dir$"):
+    with pytest.raises(
+        SettingsError, match=f"run_dir: {shapes} is a dataset; name another run_dir$"
+    ):
         check_settings(shapes, settings_with())
 
 
@@ -150,13 +197,20 @@ def test_what_may_change_is_a_setting_of_some_command() -> None:
         name, _, rest = key.partition(".")
         field = schema.model_fields.get(name)
         inner = field.annotation if field is not None else None
-        return bool(field) and (not rest or (isinstance(inner, type) and issubclass(inner, Settings) and names(inner, rest)))
+        return bool(field) and (
+            not rest
+            or (isinstance(inner, type) and issubclass(inner, Settings) and names(inner, rest))
+        )
 
     schemas = (PretrainSettings, TuneSettings, ProbeSettings, KnnSettings, EvaluateSettings)
-    assert [key for key in (*MAY_CHANGE, *PLACES) if not any(names(schema, key) for schema in schemas)] == []
+    assert [
+        key for key in (*MAY_CHANGE, *PLACES) if not any(names(schema, key) for schema in schemas)
+    ] == []
 
 
-def test_a_directory_is_of_what_its_record_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_of_what_its_record_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     shutil.rmtree(tmp_path / "checkpoints")
     for path in (out, tmp_path):  # not there yet, or empty
@@ -164,18 +218,33 @@ def test_a_directory_is_of_what_its_record_says(tmp_path: Path, monkeypatch: pyt
     out.mkdir()
     (out / "thesis.tex").touch()
     assert not is_begun(out, {"a": 1}, record="made.json", field="out")
-    with pytest.raises(SettingsError, match=r"out: .*out exists and is not an export; name another out$"):
+    with pytest.raises(
+        SettingsError, match=r"out: .*out exists and is not an export; name another out$"
+    ):
         is_begun(out, {"a": 1}, record="made.json", what="an export", field="out", alone=True)
     (out / "made.json").write_text('{"of": {"a": 1, "b": {"c": 2}}}')
     assert is_begun(out, {"a": 1, "b": {"c": 2}}, record="made.json", key="of", alone=True)
-    with pytest.raises(SettingsError, match=r"out belongs to an export with other settings \(b.c: 3, was 2\); name another out"):
-        is_begun(out, {"a": 1, "b": {"c": 3}}, record="made.json", key="of", what="an export", field="out", alone=True)
+    with pytest.raises(
+        SettingsError,
+        match=r"out belongs to an export with other settings \(b.c: 3, was 2\); name another out",
+    ):
+        is_begun(
+            out,
+            {"a": 1, "b": {"c": 3}},
+            record="made.json",
+            key="of",
+            what="an export",
+            field="out",
+            alone=True,
+        )
     (out / "made.json").write_text("{")
     with pytest.raises(SettingsError, match=r"made.json cannot be read"):
         is_begun(out, {}, record="made.json")
     (out / "made.json").write_text("{}")
     monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(SettingsError, match=r"out cannot be written to"):  # what is begun goes on there
+    with pytest.raises(
+        SettingsError, match=r"out cannot be written to"
+    ):  # what is begun goes on there
         is_begun(out, {}, record="made.json")
     (out / "result.json").write_text("{}")
     assert is_begun(out, {}, record="made.json")  # finished: it is only read
@@ -186,5 +255,8 @@ def test_a_directory_is_of_what_its_record_says(tmp_path: Path, monkeypatch: pyt
 
 def test_a_checkpoint_that_is_in_the_mirror_alone_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("checkpoint: {mirror: 's3://bucket/run'}\n")
-    with pytest.raises(SettingsError, match=r"copy it from s3://bucket/run/checkpoints/step-00000005 if it is there, or add"):
+    with pytest.raises(
+        SettingsError,
+        match=r"copy it from s3://bucket/run/checkpoints/step-00000005 if it is there, or add",
+    ):
         checkpoint_at(f"{tmp_path}@5steps")

@@ -1,5 +1,5 @@
-"""A sample that turns out unreadable while training: stood in for alike by every world, named once, left out of scores; too many
-end the run, on all ranks at the same step.
+"""A sample that turns out unreadable while training: stood in for alike by every world, named once,
+left out of scores; too many end the run, on all ranks at the same step.
 """
 
 import json
@@ -44,16 +44,22 @@ def reader(dataset: Path) -> ShardReader:
     return opened(dataset)
 
 
-def epoch_of(reader: ShardReader, *, ranks: int, log: Path | None = None) -> dict[int, tuple[torch.Tensor, int]]:
+def epoch_of(
+    reader: ShardReader, *, ranks: int, log: Path | None = None
+) -> dict[int, tuple[torch.Tensor, int]]:
     """(picture, label) that training saw in the place of each sample."""
     plan, order = BatchPlan(60, 60 // ranks, ranks), Order(reader.num_samples, 2)
     found, num_bad = {}, 0
     for rank in range(ranks):
-        with loaded(reader, order, plan, rank=rank, bad_samples=BadSamples(reader, log=log)) as batches:
+        with loaded(
+            reader, order, plan, rank=rank, bad_samples=BadSamples(reader, log=log)
+        ) as batches:
             for _ in range(4):
                 batch: Batch = next(batches)
                 num_bad += batch.num_bad
-                for sample, picture, label in zip(batch.samples, batch.images_BHWC, batch.labels_B, strict=True):
+                for sample, picture, label in zip(
+                    batch.samples, batch.images_BHWC, batch.labels_B, strict=True
+                ):
                     found[int(sample)] = (picture, int(label))
     assert num_bad == len(BAD) and len(found) == 240
     return found
@@ -66,16 +72,23 @@ def test_every_world_trains_on_the_same_stand_ins_with_their_labels(reader: Shar
     good = [sample for sample in range(240) if sample not in BAD]
     whole = dict(zip(good, reader.images(np.array(good)), strict=True))
     for sample in good:
-        assert torch.equal(one[sample][0], whole[sample]) and one[sample][1] == reader.labels[sample]
+        assert (
+            torch.equal(one[sample][0], whole[sample]) and one[sample][1] == reader.labels[sample]
+        )
     for sample in BAD:
         same = [other for other in good if torch.equal(whole[other], one[sample][0])]
         assert len(same) == 1 and same[0] // 50 == sample // 50  # of the same shard
         assert one[sample][1] == reader.labels[same[0]]
 
 
-def replaced(reader: ShardReader, bad_samples: BadSamples, *, sample: int) -> tuple[np.ndarray, torch.Tensor]:
+def replaced(
+    reader: ShardReader, bad_samples: BadSamples, *, sample: int
+) -> tuple[np.ndarray, torch.Tensor]:
     """(what is shown in its place, its picture)"""
-    ids, batch = np.array([sample]), torch.empty(1, reader.stored_size, reader.stored_size, 3, dtype=torch.uint8)
+    ids, batch = (
+        np.array([sample]),
+        torch.empty(1, reader.stored_size, reader.stored_size, 3, dtype=torch.uint8),
+    )
     return bad_samples.replace(reader.read(reader.locate(ids), batch), ids, batch), batch
 
 
@@ -86,10 +99,14 @@ def test_in_a_fold_its_own_samples_stand_in(reader: ShardReader) -> None:
     assert shown[0] in fold[1:] and torch.equal(batch, reader.images(shown))
 
 
-def test_each_is_logged_once_with_its_shard_and_key(reader: ShardReader, dataset: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_each_is_logged_once_with_its_shard_and_key(
+    reader: ShardReader, dataset: Path, tmp_path: Path, capsys: Capture
+) -> None:
     log = tmp_path / "bad" / "rank-0.jsonl"
     epoch_of(reader, ranks=1, log=log)
-    lines = sorted((json.loads(line) for line in log.read_text().splitlines()), key=lambda line: line["sample"])
+    lines = sorted(
+        (json.loads(line) for line in log.read_text().splitlines()), key=lambda line: line["sample"]
+    )
     assert [line["sample"] for line in lines] == list(BAD)
     for line in lines:
         shard = load_manifest(dataset).split("train").shards[line["sample"] // 50]
@@ -104,7 +121,9 @@ def test_evaluation_leaves_it_out_and_says_so(reader: ShardReader, capsys: Captu
     for ranks in (1, 3):
         counted, num_bad = [], 0
         for rank in range(ranks):
-            with evaluation_batches(reader, local_batch_size=37, world=World(rank, rank, ranks)) as batches:
+            with evaluation_batches(
+                reader, local_batch_size=37, world=World(rank, rank, ranks)
+            ) as batches:
                 for batch in batches:
                     assert batch.mask_B is not None
                     counted += batch.samples[batch.mask_B.numpy()].tolist()
@@ -114,7 +133,9 @@ def test_evaluation_leaves_it_out_and_says_so(reader: ShardReader, capsys: Captu
     assert "it is left out of the score" in capsys.readouterr().err
 
 
-def test_a_bad_last_sample_is_named_once_however_often_it_pads(shapes: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_bad_last_sample_is_named_once_however_often_it_pads(
+    shapes: Path, tmp_path: Path, capsys: Capture
+) -> None:
     reader = opened(damaged(shapes, tmp_path / "shapes", [71], split="val"), "val")
     capsys.readouterr()
     with evaluation_batches(reader, local_batch_size=100, world=World(0, 0, 1)) as batches:
@@ -142,14 +163,18 @@ def test_the_threshold_is_a_share_of_what_was_seen_but_of_an_epoch_at_least() ->
             check_share(num_bad, num_seen=num_seen, num_samples=10_000, max_share=0.001)
 
 
-def test_a_run_goes_on_with_few_and_stops_with_many_on_all_ranks(dataset: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_few_and_stops_with_many_on_all_ranks(
+    dataset: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, dataset=dataset)
     words = ["train.duration=1 epochs", "train.eval_every=1000 steps", "data.check=none"]
     output = finish(start(config, tmp_path / "few", "data.max_bad_share=0.02", *words))
     assert output.count("bad sample: ") in range(3, 7) and "finished" in output
     logs = sorted((tmp_path / "few" / "bad_samples").iterdir())
     found = {json.loads(line)["sample"] for log in logs for line in log.read_text().splitlines()}
-    assert found == set(BAD) and not (tmp_path / "few" / "checked").exists(), "data.check=none: nothing is hashed"
+    assert found == set(BAD) and not (tmp_path / "few" / "checked").exists(), (
+        "data.check=none: nothing is hashed"
+    )
     process = start(config, tmp_path / "many", "data.max_bad_share=0.005", *words)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1

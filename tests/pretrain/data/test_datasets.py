@@ -1,4 +1,5 @@
-"""What a run trains on: several datasets as one, with one list of classes, one hash and one set of statistics."""
+"""What a run trains on: several datasets as one, with one list of classes, one hash and one set of
+statistics."""
 
 import json
 import shutil
@@ -28,13 +29,20 @@ def folder_dataset(root: Path, counts: dict[str, int], *, size: int = 16) -> Pat
 def animals(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(ant, bee, cat) and (bee, dog): they share a class."""
     root = tmp_path_factory.mktemp("animals")
-    return (folder_dataset(root / "one", {"ant": 12, "bee": 9, "cat": 7}), folder_dataset(root / "two", {"bee": 5, "dog": 14}))
+    return (
+        folder_dataset(root / "one", {"ant": 12, "bee": 9, "cat": 7}),
+        folder_dataset(root / "two", {"bee": 5, "dog": 14}),
+    )
 
 
-def mixed(animals: tuple[Path, Path], *, weights: tuple[float, float] | None = None) -> TrainingData:
+def mixed(
+    animals: tuple[Path, Path], *, weights: tuple[float, float] | None = None
+) -> TrainingData:
     one, two = weights or (None, None)
     also = (MixedDataset(dataset=str(animals[1]), weight=two),)
-    return load_training_data(DataSettings(dataset=str(animals[0]), eval_split=None, also=also, weight=one))
+    return load_training_data(
+        DataSettings(dataset=str(animals[0]), eval_split=None, also=also, weight=one)
+    )
 
 
 def test_classes_of_the_same_name_are_one_class(animals: tuple[Path, Path]) -> None:
@@ -48,20 +56,30 @@ def test_classes_of_the_same_name_are_one_class(animals: tuple[Path, Path]) -> N
         ids = np.arange(alone.num_samples)
         assert torch.equal(reader.images(first + ids), alone.images(ids))
         names = load_manifest(directory).classes
-        assert [data.classes[label] for label in reader.locate(first + ids).labels] == [names[label] for label in alone.labels]
+        assert [data.classes[label] for label in reader.locate(first + ids).labels] == [
+            names[label] for label in alone.labels
+        ]
 
 
-def test_without_weights_every_sample_comes_once_an_epoch_and_with_them_in_these_shares(animals: tuple[Path, Path]) -> None:
+def test_without_weights_every_sample_comes_once_an_epoch_and_with_them_in_these_shares(
+    animals: tuple[Path, Path],
+) -> None:
     data = mixed(animals)
     line, length = data.order(seed=3, global_batch_size=8), data.epoch_size(global_batch_size=8)
     for epoch in range(3):
         _, samples = line.locate(np.arange(epoch * length, (epoch + 1) * length))
         assert sorted(samples.tolist()) == list(range(47))
-    _, samples = mixed(animals, weights=(1.0, 3.0)).order(seed=3, global_batch_size=8).locate(np.arange(4000))
+    _, samples = (
+        mixed(animals, weights=(1.0, 3.0))
+        .order(seed=3, global_batch_size=8)
+        .locate(np.arange(4000))
+    )
     assert (samples < 28).sum() == 1000
 
 
-def test_two_ranks_read_every_picture_of_a_mixture_once_an_epoch(animals: tuple[Path, Path]) -> None:
+def test_two_ranks_read_every_picture_of_a_mixture_once_an_epoch(
+    animals: tuple[Path, Path],
+) -> None:
     data, plan = mixed(animals), BatchPlan(8, 4, 2)
     reader, num_steps, found = ShardReader(data.parts), 3 * 47 // 8, list[tuple[int, int]]()
     for rank in range(2):
@@ -77,7 +95,9 @@ def test_two_ranks_read_every_picture_of_a_mixture_once_an_epoch(animals: tuple[
 def test_statistics_are_those_of_the_pictures_as_they_are_drawn(animals: tuple[Path, Path]) -> None:
     data = mixed(animals, weights=(1.0, 3.0))
     pixels = []
-    for directory, times in zip(animals, (3 * 19, 28 * 3 * 3), strict=True):  # so often that the shares are 1 to 3
+    for directory, times in zip(
+        animals, (3 * 19, 28 * 3 * 3), strict=True
+    ):  # so often that the shares are 1 to 3
         images = opened(directory)
         values = images.images(np.arange(images.num_samples)).double().view(-1, 3) / 255
         pixels.append((values, times))
@@ -93,20 +113,39 @@ def test_the_hash_names_datasets_splits_and_weights(animals: tuple[Path, Path]) 
     alone = load_training_data(DataSettings(dataset=str(animals[0]), eval_split=None))
     assert alone.content_hash == load_manifest(animals[0]).content_hash
     assert alone.pixels_hash == load_manifest(animals[0]).pixels_hash
-    as_read = [{"crop": "squash"}, {"interpolation": "area"}, {"channel_mean": (0.0, 0.0, 0.0)}, {"image_size": 9}, {}]
+    as_read = [
+        {"crop": "squash"},
+        {"interpolation": "area"},
+        {"channel_mean": (0.0, 0.0, 0.0)},
+        {"image_size": 9},
+        {},
+    ]
     manifests = [load_manifest(animals[0]).model_copy(update=change) for change in as_read]
-    assert len({manifest.pixels_hash for manifest in manifests}) == 5 and manifests[-1].pixels_hash == alone.pixels_hash
-    found = [alone, mixed(animals), mixed(animals, weights=(1.0, 1.0)), mixed((animals[1], animals[0]))]
+    assert (
+        len({manifest.pixels_hash for manifest in manifests}) == 5
+        and manifests[-1].pixels_hash == alone.pixels_hash
+    )
+    found = [
+        alone,
+        mixed(animals),
+        mixed(animals, weights=(1.0, 1.0)),
+        mixed((animals[1], animals[0])),
+    ]
     assert len({data.content_hash for data in found} | {data.pixels_hash for data in found}) == 8
 
 
 def test_pictures_of_other_sizes_do_not_mix(animals: tuple[Path, Path], tmp_path: Path) -> None:
     small = folder_dataset(tmp_path, {"ant": 3}, size=8)
-    with pytest.raises(ValueError, match=r"data\.also: .* stores pictures of 8 px, .* of 16 px; build one of them anew"):
+    with pytest.raises(
+        ValueError,
+        match=r"data\.also: .* stores pictures of 8 px, .* of 16 px; build one of them anew",
+    ):
         mixed((animals[0], small))
 
 
-def test_a_run_trains_on_a_mixture_and_judges_the_first(shapes: Path, other_shapes: Path, tmp_path: Path) -> None:
+def test_a_run_trains_on_a_mixture_and_judges_the_first(
+    shapes: Path, other_shapes: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, dataset=shapes)
     also = f"data.also=[{{dataset: {other_shapes}, weight: 1}}]"
     words = [also, "data.weight=2", "train.duration=12 steps", "train.eval_every=12 steps"]
@@ -126,50 +165,80 @@ def test_a_dataset_that_is_named_twice_comes_in_two_orders(shapes: Path) -> None
     assert (samples[0::2] % 240 == samples[1::2] % 240).mean() < 0.1
 
 
-def test_classes_that_are_but_numbers_are_not_taken_for_each_other(shapes: Path, tmp_path: Path) -> None:
+def test_classes_that_are_but_numbers_are_not_taken_for_each_other(
+    shapes: Path, tmp_path: Path
+) -> None:
     for name, count in (("eight", 8), ("eight_too", 8), ("nine", 9)):
         shutil.copytree(shapes, tmp_path / name)
         names = [str(number) for number in range(count)]
-        change_manifest(tmp_path / name, lambda manifest, names=names: manifest.update(classes=names))
+        change_manifest(
+            tmp_path / name, lambda manifest, names=names: manifest.update(classes=names)
+        )
 
     def together(*names: str) -> TrainingData:
         first, *others = (str(tmp_path / name) for name in names)
-        return load_training_data(DataSettings(dataset=first, also=tuple(MixedDataset(dataset=other) for other in others)))
+        return load_training_data(
+            DataSettings(dataset=first, also=tuple(MixedDataset(dataset=other) for other in others))
+        )
 
     assert len(together("eight", "eight_too").classes) == 8
-    with pytest.raises(ValueError, match=r"data\.also: the classes of .*nine and of .*eight are bare numbers, 9 and 8"):
+    with pytest.raises(
+        ValueError,
+        match=r"data\.also: the classes of .*nine and of .*eight are bare numbers, 9 and 8",
+    ):
         together("eight", "nine")
-    named = load_training_data(DataSettings(dataset=str(shapes), also=(MixedDataset(dataset=str(tmp_path / "nine")),)))
+    named = load_training_data(
+        DataSettings(dataset=str(shapes), also=(MixedDataset(dataset=str(tmp_path / "nine")),))
+    )
     assert len(named.classes) == 17
 
 
 @pytest.fixture(scope="module")
 def kept(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same pictures in files of their own sizes, made for 24 px."""
-    return packed(f"{shapes}-images", tmp_path_factory.mktemp("kept") / "kept", "image_size=24", "encoding=keep")
+    return packed(
+        f"{shapes}-images",
+        tmp_path_factory.mktemp("kept") / "kept",
+        "image_size=24",
+        "encoding=keep",
+    )
 
 
 def settings(dataset: Path, *also: Path, **more: Any) -> DataSettings:
-    return DataSettings(dataset=str(dataset), also=tuple(MixedDataset(dataset=str(each)) for each in also), **more)
+    return DataSettings(
+        dataset=str(dataset), also=tuple(MixedDataset(dataset=str(each)) for each in also), **more
+    )
 
 
-def test_pictures_of_their_own_sizes_are_read_at_that_of_the_others(shapes: Path, kept: Path) -> None:
+def test_pictures_of_their_own_sizes_are_read_at_that_of_the_others(
+    shapes: Path, kept: Path
+) -> None:
     for order in ((shapes, kept), (kept, shapes)):
         data = load_training_data(settings(*order, image_size=16))
-        assert data.image_size == 16 and len(data.parts) == 2 and data.classes == data.parts[0].manifest.classes
+        assert (
+            data.image_size == 16
+            and len(data.parts) == 2
+            and data.classes == data.parts[0].manifest.classes
+        )
     assert load_training_data(settings(kept, image_size=40)).image_size == 40
     assert load_training_data(settings(shapes, image_size=40)).image_size == 40
 
 
 @pytest.mark.parametrize("more", [{}, {"image_size": 24}])
-def test_a_mixture_with_stored_sizes_is_told_which_size_will_do(shapes: Path, kept: Path, more: dict[str, int]) -> None:
+def test_a_mixture_with_stored_sizes_is_told_which_size_will_do(
+    shapes: Path, kept: Path, more: dict[str, int]
+) -> None:
     for order in ((shapes, kept), (kept, shapes)):
-        with pytest.raises(ValueError, match=rf"^data.image_size: .*{kept}.*(such as|set data.image_size=) ?16$"):
+        with pytest.raises(
+            ValueError, match=rf"^data.image_size: .*{kept}.*(such as|set data.image_size=) ?16$"
+        ):
             load_training_data(settings(*order, **more))
 
 
 def test_a_kept_size_is_proposed_where_none_is_said(kept: Path) -> None:
-    with pytest.raises(ValueError, match=rf"data.image_size: missing; {kept} keeps .*, such as 24$"):
+    with pytest.raises(
+        ValueError, match=rf"data.image_size: missing; {kept} keeps .*, such as 24$"
+    ):
         load_training_data(settings(kept))
 
 
@@ -183,7 +252,11 @@ def test_a_start_says_once_that_images_are_enlarged(
     is_said: bool,
 ) -> None:
     monkeypatch.setattr("pretrain.cli.launch", lambda *_, **__: 0)
-    words = [str(write_config(tmp_path, dataset=shapes)), f"run_dir={tmp_path / 'run'}", f"data.image_size={image_size}"]
+    words = [
+        str(write_config(tmp_path, dataset=shapes)),
+        f"run_dir={tmp_path / 'run'}",
+        f"data.image_size={image_size}",
+    ]
     assert main(["train", *words, "--ranks", "2"]) == 0
     said = capsys.readouterr().out
     assert said.count("enlarged") == is_said and ("16 px" in said) is is_said

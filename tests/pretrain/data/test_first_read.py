@@ -1,4 +1,5 @@
-"""A byte that is flipped in a shard after the build ends a run; no shard is hashed twice, and no checkpoint waits for hashes."""
+"""A byte that is flipped in a shard after the build ends a run; no shard is hashed twice, and no
+checkpoint waits for hashes."""
 
 import json
 import os
@@ -58,7 +59,9 @@ def flip(dataset: Path) -> None:
 def hash_all(parts: tuple[Part, ...], run_dir: Path, *, ranks: int = 1) -> None:
     """As a start of the run does, rank by rank."""
     for rank in range(ranks):
-        thread = FirstRead(parts, run_dir=run_dir, world=World(rank, rank, ranks), device=torch.device("cpu"))
+        thread = FirstRead(
+            parts, run_dir=run_dir, world=World(rank, rank, ranks), device=torch.device("cpu")
+        )
         thread.start()
         thread.join()
         thread.raise_fault()
@@ -68,19 +71,30 @@ def test_a_flipped_byte_ends_the_run(dataset: Path, tmp_path: Path) -> None:
     config, run_dir = write_config(tmp_path, dataset=dataset), tmp_path / "run"
     flip(dataset)
     run = start(
-        config, run_dir, "train.duration=100000 steps", "train.eval_every=100 epochs", "checkpoint.every=100 steps", ranks=2
+        config,
+        run_dir,
+        "train.duration=100000 steps",
+        "train.eval_every=100 epochs",
+        "checkpoint.every=100 steps",
+        ranks=2,
     )
     output, _ = run.communicate()
     assert {rank.exitcode for rank in run.ranks} == {1}
-    assert f"{FLIPPED}: its bytes are no longer those of the manifest" in output and "data_prep verify" in output
+    assert (
+        f"{FLIPPED}: its bytes are no longer those of the manifest" in output
+        and "data_prep verify" in output
+    )
     assert not (run_dir / "result.json").exists() and "Traceback" not in output
 
 
 def train_held(words: list[str], kind: str) -> int:
-    """Hash no shard before the checkpoint of step 1 is there; or none at all, if the `kind` is "never"."""
+    """Hash no shard before the checkpoint of step 1 is there; or none at all, if the `kind` is
+    "never"."""
 
     def held(path: Path) -> str:
-        while kind == "never" or not list(Path(words[2].removeprefix("run_dir=")).glob("checkpoints/step-*")):
+        while kind == "never" or not list(
+            Path(words[2].removeprefix("run_dir=")).glob("checkpoints/step-*")
+        ):
             time.sleep(0.01)
         return sha256_of(path)
 
@@ -95,14 +109,25 @@ def test_no_checkpoint_waits_until_its_shards_are_hashed(
     run_dir, output = tmp_path / "run", tmp_path / "run.log"
     flip(dataset)
     words = ["train", str(write_config(tmp_path, dataset=dataset)), f"run_dir={run_dir}"]
-    words += [f"train.duration={4 if is_finished else 100_000} steps", "checkpoint.every=1 steps", "train.eval_every=100 epochs"]
-    begun = [begin(f"{__name__}:train_held", words, kind, environment=each, output=output) for each in environments(1)]
+    words += [
+        f"train.duration={4 if is_finished else 100_000} steps",
+        "checkpoint.every=1 steps",
+        "train.eval_every=100 epochs",
+    ]
+    begun = [
+        begin(f"{__name__}:train_held", words, kind, environment=each, output=output)
+        for each in environments(1)
+    ]
     assert wait(begun, timeout_s=300) == [code], output.read_text()
     assert (FLIPPED in output.read_text()) is not is_finished
-    assert (run_dir / "checkpoints" / "latest").exists() and (run_dir / "result.json").exists() is is_finished
+    assert (run_dir / "checkpoints" / "latest").exists() and (
+        run_dir / "result.json"
+    ).exists() is is_finished
 
 
-def test_each_shard_is_hashed_once_in_a_run_and_again_when_it_was_touched(dataset: Path, tmp_path: Path, hashed: list[str]) -> None:
+def test_each_shard_is_hashed_once_in_a_run_and_again_when_it_was_touched(
+    dataset: Path, tmp_path: Path, hashed: list[str]
+) -> None:
     parts, shards = parts_of(dataset), sorted(path.name for path in dataset.glob("*.tar"))
     assert len(shards) == 6 and len(parts) == 2
     hash_all(parts, tmp_path / "run", ranks=2)
@@ -119,7 +144,9 @@ def test_each_shard_is_hashed_once_in_a_run_and_again_when_it_was_touched(datase
     assert sorted(hashed) == sorted([*shards, FLIPPED]), "another run trusts its own hashes alone"
 
 
-def test_what_a_killed_rank_left_half_written_is_hashed_again(dataset: Path, tmp_path: Path, hashed: list[str]) -> None:
+def test_what_a_killed_rank_left_half_written_is_hashed_again(
+    dataset: Path, tmp_path: Path, hashed: list[str]
+) -> None:
     hash_all(parts_of(dataset), tmp_path)
     (memory,) = (tmp_path / "checked").iterdir()
     memory.write_bytes(memory.read_bytes()[:-20])
@@ -128,22 +155,34 @@ def test_what_a_killed_rank_left_half_written_is_hashed_again(dataset: Path, tmp
     assert hashed == [last]
 
 
-def test_what_was_hashed_where_it_arrived_is_not_hashed_again(dataset: Path, tmp_path: Path, hashed: list[str]) -> None:
+def test_what_was_hashed_where_it_arrived_is_not_hashed_again(
+    dataset: Path, tmp_path: Path, hashed: list[str]
+) -> None:
     copy = StoreDirectory(tmp_path / "store", setting="data.stage_dir", max_bytes=None)
     manifest = load_manifest(dataset)
     split = manifest.splits["train"]
-    far = [shard.model_copy(update={"file": f"http://127.0.0.1/{shard.file}"}) for shard in split.shards]
-    remote = manifest.model_copy(update={"splits": {"train": split.model_copy(update={"shards": tuple(far)})}})
+    far = [
+        shard.model_copy(update={"file": f"http://127.0.0.1/{shard.file}"})
+        for shard in split.shards
+    ]
+    remote = manifest.model_copy(
+        update={"splits": {"train": split.model_copy(update={"shards": tuple(far)})}}
+    )
     hash_all(tuple(replace(part, staged=copy) for part in parts_of(dataset)), tmp_path)
     hash_all((Part(dataset, remote, "train"),), tmp_path)
     assert hashed == []
 
 
 def hash_with_only_one_staged(world: World, dataset: str, folder: str) -> list[str]:
-    """The names of the shards that this rank hashes. Rank 0 stands for a node that has staged them, rank 1 for another node."""
+    """The names of the shards that this rank hashes. Rank 0 stands for a node that has staged them,
+    rank 1 for another node."""
     from pretrain.engine.deepspeed import start_distributed
 
-    device, parts, run_dir = start_distributed(world, timeout_s=60), parts_of(Path(dataset)), Path(folder, str(world.rank))
+    device, parts, run_dir = (
+        start_distributed(world, timeout_s=60),
+        parts_of(Path(dataset)),
+        Path(folder, str(world.rank)),
+    )
     if world.is_first:
         copy = StoreDirectory(Path(folder, "store"), setting="data.stage_dir", max_bytes=None)
         parts = tuple(replace(part, staged=copy) for part in parts)
@@ -154,17 +193,23 @@ def hash_with_only_one_staged(world: World, dataset: str, folder: str) -> list[s
     return [Path(json.loads(line)[0]).name for line in lines]
 
 
-def test_shards_that_one_node_reads_in_place_are_hashed_by_all_ranks(dataset: Path, tmp_path: Path) -> None:
+def test_shards_that_one_node_reads_in_place_are_hashed_by_all_ranks(
+    dataset: Path, tmp_path: Path
+) -> None:
     hashed = run_ranks(hash_with_only_one_staged, str(dataset), str(tmp_path), num_ranks=2)
     assert [len(names) for names in hashed] == [3, 3]
     assert sorted(hashed[0] + hashed[1]) == sorted(path.name for path in dataset.glob("*.tar"))
 
 
-def test_a_shard_that_cannot_be_read_is_named_and_a_memory_that_cannot_be_written_is_not(dataset: Path, tmp_path: Path) -> None:
+def test_a_shard_that_cannot_be_read_is_named_and_a_memory_that_cannot_be_written_is_not(
+    dataset: Path, tmp_path: Path
+) -> None:
     parts, before = parts_of(dataset), files_of(dataset)
     (tmp_path / "run").write_bytes(b"")  # no directory: nothing can be remembered
     hash_all(parts, tmp_path / "run")
     (dataset / FLIPPED).unlink()
-    with pytest.raises(DatasetError, match=rf"{FLIPPED}: cannot be read \(No such file.*data_prep verify"):
+    with pytest.raises(
+        DatasetError, match=rf"{FLIPPED}: cannot be read \(No such file.*data_prep verify"
+    ):
         hash_all(parts, tmp_path / "run")
     assert before.keys() - files_of(dataset).keys() == {FLIPPED}

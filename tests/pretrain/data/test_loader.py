@@ -1,4 +1,5 @@
-"""The loader gives each rank its slice of the one sequence, from any position, and leaves no thread behind.
+"""The loader gives each rank its slice of the one sequence, from any position, and leaves no thread
+behind.
 
 Memory on loan is never handed out while anybody can see it, and handed out again when nobody can.
 """
@@ -19,12 +20,16 @@ from pretrain.ranks.world import World
 from tests.pretrain.data.tiny import loaded
 
 
-def samples_of(reader: ShardReader, *, ranks: int, local: int, consumed: int, steps: int, threads: int = 1) -> list[int]:
+def samples_of(
+    reader: ShardReader, *, ranks: int, local: int, consumed: int, steps: int, threads: int = 1
+) -> list[int]:
     """The samples of `steps` global batches of 24, in the order of their positions."""
     plan, order = BatchPlan(24, local, ranks), Order(reader.num_samples, 9)
     rows: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(ranks):
-        with loaded(reader, order, plan, rank=rank, consumed=consumed, num_threads=threads, prefetch=3) as batches:
+        with loaded(
+            reader, order, plan, rank=rank, consumed=consumed, num_threads=threads, prefetch=3
+        ) as batches:
             for step in range(steps):
                 for micro_step in range(plan.accumulation_steps):
                     batch = next(batches)
@@ -38,15 +43,22 @@ def test_every_world_and_thread_count_reads_or_resumes_the_same_sequence_and_lea
     reader: ShardReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight = samples_of(reader, ranks=1, local=24, consumed=0, steps=20)
-    monkeypatch.setattr("pretrain.data.loader.SMALLEST_GATHER", 1000)  # so that several threads share a batch
+    monkeypatch.setattr(
+        "pretrain.data.loader.SMALLEST_GATHER", 1000
+    )  # so that several threads share a batch
     assert sorted(straight[:240]) == list(range(240))
     for ranks, local, threads in [(2, 12, 1), (3, 4, 4), (4, 2, 2)]:
-        assert samples_of(reader, ranks=ranks, local=local, consumed=0, steps=20, threads=threads) == straight
+        assert (
+            samples_of(reader, ranks=ranks, local=local, consumed=0, steps=20, threads=threads)
+            == straight
+        )
     assert samples_of(reader, ranks=3, local=8, consumed=24 * 7, steps=13) == straight[24 * 7 :]
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
 
 
-def test_an_error_while_loading_reaches_the_trainer(reader: ShardReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_loading_reaches_the_trainer(
+    reader: ShardReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(ids: np.ndarray, batch: object) -> None:
         raise DatasetError("shard 3: sample 7 does not decode")
 
@@ -59,7 +71,9 @@ def test_evaluation_reads_every_sample_once_on_uneven_worlds(reader: ShardReader
     for ranks, local in ((1, 11), (2, 8), (3, 80), (7, 11)):
         seen, num_batches = [], set()
         for rank in range(ranks):
-            with evaluation_batches(reader, local_batch_size=local, world=World(rank, rank, ranks)) as found:
+            with evaluation_batches(
+                reader, local_batch_size=local, world=World(rank, rank, ranks)
+            ) as found:
                 batches = list(found)
             num_batches.add(len(batches))
             for batch in batches:
@@ -89,10 +103,14 @@ class FarAway:
 
 
 @pytest.mark.parametrize(("ranks", "local"), [(1, 16), (64, 16), (256, 256)])
-def test_a_rank_of_any_world_asks_for_its_remote_shards_before_it_reads(ranks: int, local: int) -> None:
+def test_a_rank_of_any_world_asks_for_its_remote_shards_before_it_reads(
+    ranks: int, local: int
+) -> None:
     far, plan, steps = FarAway(), BatchPlan(ranks * local, local, ranks), 70
     order = Order(10**8, 3, "none")
-    with loaded(cast(ShardReader, far), order, plan, rank=ranks - 1, num_threads=1, prefetch=1) as batches:
+    with loaded(
+        cast(ShardReader, far), order, plan, rank=ranks - 1, num_threads=1, prefetch=1
+    ) as batches:
         for _ in range(steps):
             next(batches)
     assert 1 <= len(far.asked) <= 1 + (steps + 1) * ranks * local / (LOOK_AHEAD / 2)
@@ -100,7 +118,8 @@ def test_a_rank_of_any_world_asks_for_its_remote_shards_before_it_reads(ranks: i
 
 
 def test_the_threads_work_alone_and_leave_the_main_thread_its_number(reader: ShardReader) -> None:
-    """Asked after torch has worked in the thread: it is then that a new thread takes the number of the process."""
+    """Asked after torch has worked in the thread: it is then that a new thread takes the number of
+    the process."""
 
     def threads_of_torch(batch: Batch) -> int:
         assert int(batch.images_BHWC.long().sum()) > 0
@@ -109,7 +128,9 @@ def test_the_threads_work_alone_and_leave_the_main_thread_its_number(reader: Sha
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with loaded(reader, Order(240, 9), BatchPlan(240, 240, 1), finish=threads_of_torch) as batches:
+        with loaded(
+            reader, Order(240, 9), BatchPlan(240, 240, 1), finish=threads_of_torch
+        ) as batches:
             assert [next(batches) for _ in range(8)] == [1] * 8
             assert torch.get_num_threads() == 3
     finally:
@@ -117,7 +138,9 @@ def test_the_threads_work_alone_and_leave_the_main_thread_its_number(reader: Sha
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_threads_that_cannot_begin_are_an_error(reader: ShardReader, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+def test_threads_that_cannot_begin_are_an_error(
+    reader: ShardReader, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
     calls, real = [], torch.set_num_threads
 
     def refuse(number: int) -> None:
@@ -136,7 +159,12 @@ def test_memory_is_a_tensor_like_any_other_and_comes_back_when_its_last_view_is_
     pool = BufferPool()
     for dtype in (torch.uint8, torch.bfloat16, torch.int64):
         loan = pool.empty(3, 4, 5, dtype=dtype).fill_(7)
-        assert loan.shape == (3, 4, 5) and loan.dtype == dtype and loan.is_contiguous() and (loan == 7).all()
+        assert (
+            loan.shape == (3, 4, 5)
+            and loan.dtype == dtype
+            and loan.is_contiguous()
+            and (loan == 7).all()
+        )
     first = pool.empty(100, dtype=torch.float32)
     address, view = first.data_ptr(), first[10:20]
     del first

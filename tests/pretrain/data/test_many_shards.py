@@ -1,4 +1,5 @@
-"""Shards of all sizes and in any number: read alike, in any order, without a file descriptor each and without reading ahead."""
+"""Shards of all sizes and in any number: read alike, in any order, without a file descriptor each
+and without reading ahead."""
 
 import os
 import resource
@@ -24,7 +25,9 @@ def images(shapes: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def one_shard(images: Path, tmp_path_factory: pytest.TempPathFactory) -> ShardReader:
-    return opened(packed(images, tmp_path_factory.mktemp("one") / "shapes", "samples_per_shard=1000"))
+    return opened(
+        packed(images, tmp_path_factory.mktemp("one") / "shapes", "samples_per_shard=1000")
+    )
 
 
 def epoch_of(reader: ShardReader, *, ranks: int, threads: int) -> list[Batch]:
@@ -40,16 +43,25 @@ def epoch_of(reader: ShardReader, *, ranks: int, threads: int) -> list[Batch]:
 def test_every_cut_into_shards_gives_every_rank_the_same_pictures(
     images: Path, tmp_path: Path, one_shard: ShardReader, samples_per_shard: int, encoding: str
 ) -> None:
-    """One picture a shard (more shards than a process may open files), uneven shards, a shard of one picture at the end, and more
-    ranks than shards."""
-    reader = opened(packed(images, tmp_path / "shapes", f"samples_per_shard={samples_per_shard}", f"encoding={encoding}"))
+    """One picture a shard (more shards than a process may open files), uneven shards, a shard of
+    one picture at the end, and more ranks than shards."""
+    reader = opened(
+        packed(
+            images,
+            tmp_path / "shapes",
+            f"samples_per_shard={samples_per_shard}",
+            f"encoding={encoding}",
+        )
+    )
     with few_files():
         whole = reader.images(np.arange(240))
     assert encoding == "jpeg" or torch.equal(whole, one_shard.images(np.arange(240)))
     assert reader.labels.tolist() == one_shard.labels.tolist()
     for ranks in (1, 3, 5):
         batches = epoch_of(reader, ranks=ranks, threads=2)
-        assert sorted(sample for batch in batches for sample in batch.samples.tolist()) == list(range(240))
+        assert sorted(sample for batch in batches for sample in batch.samples.tolist()) == list(
+            range(240)
+        )
         for batch in batches:
             assert torch.equal(batch.images_BHWC, whole[torch.from_numpy(batch.samples)])
             assert batch.labels_B.tolist() == reader.labels[batch.samples].tolist()
@@ -59,7 +71,9 @@ def test_a_reader_that_is_gone_gives_its_addresses_back(images: Path, tmp_path: 
     packed(images, tmp_path / "shapes", "samples_per_shard=30")
 
     def mappings() -> int:
-        return sum("shapes/train" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        return sum(
+            "shapes/train" in line for line in Path("/proc/self/maps").read_text().splitlines()
+        )
 
     before = mappings()
     for _ in range(3):
@@ -86,4 +100,9 @@ def test_what_runs_at_the_very_end_of_a_process_may_still_read(tmp_path: Path) -
         "files = FileRange([3]); files.map(0, Path('file'), num_bytes=3)"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    assert subprocess.check_output([sys.executable, "-c", program], cwd=tmp_path, env=environment, text=True) == "b'abc'\n"
+    assert (
+        subprocess.check_output(
+            [sys.executable, "-c", program], cwd=tmp_path, env=environment, text=True
+        )
+        == "b'abc'\n"
+    )

@@ -1,13 +1,26 @@
-"""The order contract: every sample exactly once per epoch, the same global batches for every world, resume anywhere.
+"""The order contract: every sample exactly once per epoch, the same global batches for every world,
+resume anywhere.
 
-Several datasets are one line: shares held in every stretch, each source in its own order. Random numbers are fixed for ever."""
+Several datasets are one line: shares held in every stretch, each source in its own order. Random
+numbers are fixed for ever.
+"""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from pretrain.data.order import BatchPlan, Mixture, Order, epoch_length, hash64, hex_key, mixture_weights, permute, uniform
+from pretrain.data.order import (
+    BatchPlan,
+    Mixture,
+    Order,
+    epoch_length,
+    hash64,
+    hex_key,
+    mixture_weights,
+    permute,
+    uniform,
+)
 
 SIZES = [*range(1, 40), 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4099]
 
@@ -15,11 +28,14 @@ SIZES = [*range(1, 40), 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4099]
 @pytest.mark.parametrize("key", [0, 1, 2**62])
 def test_permute_is_a_permutation_at_every_size(key: int) -> None:
     for size in SIZES:
-        assert np.array_equal(np.sort(permute(np.arange(size), size=size, key=key)), np.arange(size)), size
+        assert np.array_equal(
+            np.sort(permute(np.arange(size), size=size, key=key)), np.arange(size)
+        ), size
 
 
 def test_keys_give_different_permutations_without_a_pattern() -> None:
-    """Over many keys every value comes to every place about equally often (chi-square against uniform, 8 x 8 cells)."""
+    """Over many keys every value comes to every place about equally often (chi-square against
+    uniform, 8 x 8 cells)."""
     size, keys = 8, 4000
     each_key = np.repeat(np.arange(keys, dtype=np.uint64), size)
     found = permute(np.tile(np.arange(size), keys), size=size, key=each_key).reshape(keys, size)
@@ -32,11 +48,17 @@ def test_keys_give_different_permutations_without_a_pattern() -> None:
 
 @pytest.mark.parametrize("shuffle", ["full", "block", "none"])
 def test_every_epoch_holds_every_sample_once(shuffle: str) -> None:
-    for size, (block_size, window_blocks) in itertools.product(SIZES, [(1, 1), (3, 2), (16, 4), (64, 100)]):
+    for size, (block_size, window_blocks) in itertools.product(
+        SIZES, [(1, 1), (3, 2), (16, 4), (64, 100)]
+    ):
         order = Order(size, 7, shuffle, block_size, window_blocks)  # type: ignore[arg-type]
         epochs, samples = order.locate(np.arange(3 * size))
         for epoch in range(3):
-            assert np.array_equal(np.sort(samples[epochs == epoch]), np.arange(size)), (size, block_size, window_blocks)
+            assert np.array_equal(np.sort(samples[epochs == epoch]), np.arange(size)), (
+                size,
+                block_size,
+                window_blocks,
+            )
 
 
 @pytest.mark.parametrize("shuffle", ["full", "block"])
@@ -57,29 +79,47 @@ def test_block_shuffle_reads_few_blocks_at_a_time() -> None:
 
 
 def test_every_world_resumed_anywhere_continues_the_one_sequence_of_positions() -> None:
-    """All batches up to 12, all worlds that divide them. (What stands at a position depends on nothing else: see below.)"""
+    """All batches up to 12, all worlds that divide them. (What stands at a position depends on
+    nothing else: see below.)"""
     for batch in range(1, 13):
         for ranks, local in worlds_of(batch):
             plan = BatchPlan(batch, local, ranks)
             for consumed in range(2 * batch):
                 of_rank = [
-                    itertools.islice(plan.sequence(consumed=consumed, rank=rank), 2 * plan.accumulation_steps)
+                    itertools.islice(
+                        plan.sequence(consumed=consumed, rank=rank), 2 * plan.accumulation_steps
+                    )
                     for rank in range(ranks)
                 ]
-                positions = np.concatenate([part for parts in zip(*of_rank, strict=True) for part in parts])
-                assert positions.tolist() == list(range(consumed, consumed + 2 * batch)), (batch, ranks, local, consumed)
+                positions = np.concatenate(
+                    [part for parts in zip(*of_rank, strict=True) for part in parts]
+                )
+                assert positions.tolist() == list(range(consumed, consumed + 2 * batch)), (
+                    batch,
+                    ranks,
+                    local,
+                    consumed,
+                )
 
 
 def worlds_of(batch: int) -> list[tuple[int, int]]:
     """(ranks, local batch size) of every way to cut a global batch."""
     cuts = range(1, batch + 1)
-    return [(ranks, local) for ranks, local in itertools.product(cuts, cuts) if batch % (ranks * local) == 0]
+    return [
+        (ranks, local)
+        for ranks, local in itertools.product(cuts, cuts)
+        if batch % (ranks * local) == 0
+    ]
 
 
 @pytest.mark.parametrize("shuffle", ["full", "block", "none"])
 def test_the_end_of_an_epoch_is_what_was_asked_for(shuffle: str) -> None:
     for size, batch in itertools.product([5, 12, 37, 100], [1, 4, 9, 12]):
-        for last_batch, expected in (("carry", size), ("drop", size // batch * batch), ("pad", -(-size // batch) * batch)):
+        for last_batch, expected in (
+            ("carry", size),
+            ("drop", size // batch * batch),
+            ("pad", -(-size // batch) * batch),
+        ):
             length = epoch_length(size, global_batch_size=batch, last_batch=last_batch)  # type: ignore[arg-type]
             assert length == expected
             if length == 0:
@@ -88,13 +128,19 @@ def test_the_end_of_an_epoch_is_what_was_asked_for(shuffle: str) -> None:
             for epoch in range(3):
                 here = samples[epochs == epoch]
                 assert len(here) == length
-                assert len(np.unique(here[:size])) == min(size, length)  # none twice before all have come
-                assert here[size:].tolist() == np.resize(here[:size], max(0, length - size)).tolist()
+                assert len(np.unique(here[:size])) == min(
+                    size, length
+                )  # none twice before all have come
+                assert (
+                    here[size:].tolist() == np.resize(here[:size], max(0, length - size)).tolist()
+                )
 
 
 def test_what_is_dropped_changes_from_epoch_to_epoch() -> None:
     epochs, samples = Order(37, 3, "full", length=36).locate(np.arange(36 * 60))
-    left_out = {int((set(range(37)) - set(samples[epochs == epoch].tolist())).pop()) for epoch in range(60)}
+    left_out = {
+        int((set(range(37)) - set(samples[epochs == epoch].tolist())).pop()) for epoch in range(60)
+    }
     assert len(left_out) > 20
 
 
@@ -112,8 +158,12 @@ def mixture(sizes: list[int], weights: tuple[int, ...]) -> Mixture:
     return Mixture(tuple(Order(size, 11 + number) for number, size in enumerate(sizes)), weights)
 
 
-@pytest.mark.parametrize("weights", [(1,), (1, 1), (3, 1), (1, 5), (2, 3, 5), (7, 1, 1, 13), (1,) * 9, (999, 1000)])
-def test_every_stretch_holds_the_shares_to_within_the_number_of_sources(weights: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "weights", [(1,), (1, 1), (3, 1), (1, 5), (2, 3, 5), (7, 1, 1, 13), (1,) * 9, (999, 1000)]
+)
+def test_every_stretch_holds_the_shares_to_within_the_number_of_sources(
+    weights: tuple[int, ...],
+) -> None:
     sources, places = mixture([50] * len(weights), weights).deal(np.arange(6000))
     shares = np.array(weights) / sum(weights)
     for start, end in itertools.combinations(range(0, 6001, 125), 2):
@@ -143,7 +193,11 @@ def test_without_weights_an_epoch_holds_every_sample_of_all_sources_once() -> No
 
 
 def test_a_position_does_not_depend_on_what_else_is_asked_for() -> None:
-    for line in (Order(101, 3, "block", 8, 3), Order(101, 3, "full", length=104), mixture([7, 30, 11], (2, 3, 1))):
+    for line in (
+        Order(101, 3, "block", 8, 3),
+        Order(101, 3, "full", length=104),
+        mixture([7, 30, 11], (2, 3, 1)),
+    ):
         alone = [line.locate(np.array([place])) for place in range(230)]
         assert np.array_equal(np.concatenate(alone, axis=1), line.locate(np.arange(230)))
 
@@ -163,8 +217,13 @@ def test_weights_are_reduced_and_refused_where_64_bits_cannot_tell_them_apart() 
     assert mixture_weights([3.0, 1.5], [10, 10]) == (2, 1)
     assert mixture_weights([None, None], [100, 250]) == (2, 5)
     assert mixture_weights([0.001, 1000], [1, 1]) == (1, 1_000_000)
-    for weights, sizes in (([999.999999, 999.999998, 999.999997], [1, 1, 1]), ([None, None], [2**31, 1])):
-        with pytest.raises(ValueError, match=r"data\.weight: .* are too fine; give weights with fewer digits"):
+    for weights, sizes in (
+        ([999.999999, 999.999998, 999.999997], [1, 1, 1]),
+        ([None, None], [2**31, 1]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"data\.weight: .* are too fine; give weights with fewer digits"
+        ):
             mixture_weights(weights, sizes)
 
 
@@ -179,5 +238,8 @@ def test_values_are_uniform_and_uncorrelated_between_neighbours() -> None:
 def test_a_hash_is_that_of_its_parts_in_their_order_for_ever() -> None:
     rows = np.arange(7)
     assert int(hash64(1, 2, 3)) == 15205877802699428709 and hex_key("ff" * 32) == 2**63 - 1
-    assert len({int(hash64(*parts)) for parts in [(1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (1,), (2,)]}) == 6
+    assert (
+        len({int(hash64(*parts)) for parts in [(1, 2), (2, 1), (1, 2, 0), (0, 1, 2), (1,), (2,)]})
+        == 6
+    )
     assert hash64(3, rows, 9).tolist() == [int(hash64(3, row, 9)) for row in rows]

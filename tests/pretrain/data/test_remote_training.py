@@ -1,5 +1,5 @@
-"""Stock WebDatasets behind a network, trained on after `data_prep index`: what is read is what a local copy would give, within the
-bound of the cache, and credentials are written nowhere.
+"""Stock WebDatasets behind a network, trained on after `data_prep index`: what is read is what a
+local copy would give, within the bound of the cache, and credentials are written nowhere.
 """
 
 import shutil
@@ -36,7 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("stock")
     for number in range(NUM_SHARDS):
         samples = [
-            {"__key__": f"{number}-{row}", "jpg": encoded(picture(seed=100 * number + row)), "cls": (number + row) % 4}
+            {
+                "__key__": f"{number}-{row}",
+                "jpg": encoded(picture(seed=100 * number + row)),
+                "cls": (number + row) % 4,
+            }
             for row in range(PER_SHARD)
         ]
         write_stock(root / f"s-{number:03d}.tar", samples)
@@ -73,7 +77,9 @@ def far(remote: Path, tmp_path: Path) -> Iterator[Callable[..., ShardReader]]:
         def open_reader(num_shards: int, *, store: ShardStore | None = None) -> ShardReader:
             if store is None:
                 how = {"setting": "data.cache_dir", "max_bytes": num_shards * shard_bytes(remote)}
-                store = stack.enter_context(closing(ShardStore(tmp_path / "cache", storage={}, **how)))  # type: ignore[arg-type]
+                store = stack.enter_context(
+                    closing(ShardStore(tmp_path / "cache", storage={}, **how))
+                )  # type: ignore[arg-type]
             return stack.enter_context(closing(opened(remote, image_size=16, store=store)))
 
         yield open_reader
@@ -90,16 +96,24 @@ def test_what_is_read_through_a_small_cache_is_what_a_local_copy_gives(
         ids = np.arange(start_id, start_id + PER_SHARD)
         reader.fetch_ahead(ids)
         assert torch.equal(reader.images(ids), whole[ids])
-        assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.tar")) <= 3 * shard_bytes(tmp_path / "remote")
-    assert min(server[1].gets.values()) >= 1 and sum(server[1].gets.values()) > NUM_SHARDS  # some came twice: evicted
+        assert sum(
+            path.stat().st_size for path in (tmp_path / "cache").glob("*.tar")
+        ) <= 3 * shard_bytes(tmp_path / "remote")
+    assert (
+        min(server[1].gets.values()) >= 1 and sum(server[1].gets.values()) > NUM_SHARDS
+    )  # some came twice: evicted
 
 
-def batches_of(reader: ShardReader, order: Order, *, steps: int, plan: BatchPlan = WHOLE, **more: Any) -> list[list[int]]:
+def batches_of(
+    reader: ShardReader, order: Order, *, steps: int, plan: BatchPlan = WHOLE, **more: Any
+) -> list[list[int]]:
     with loaded(reader, order, plan, **more) as batches:
         return [next(batches).samples.tolist() for _ in range(steps)]
 
 
-def test_shards_are_fetched_ahead_and_once(far: Callable[..., ShardReader], server: tuple[str, Web]) -> None:
+def test_shards_are_fetched_ahead_and_once(
+    far: Callable[..., ShardReader], server: tuple[str, Web]
+) -> None:
     found = batches_of(far(99), Order(96, 3), steps=16)
     assert sorted(sample for batch in found[:8] for sample in batch) == list(range(96))
     assert list(server[1].gets.values()) == [1] * NUM_SHARDS
@@ -111,11 +125,16 @@ def test_shards_are_fetched_ahead_and_once(far: Callable[..., ShardReader], serv
 def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
     far: Callable[..., ShardReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many samples are located together: shards are let go on the way, and a few at a time are enough."""
+    """However many samples are located together: shards are let go on the way, and a few at a time
+    are enough."""
     monkeypatch.setattr("pretrain.data.loader.LOOK_AHEAD", 2 * PER_SHARD)
     monkeypatch.setattr("pretrain.data.store.store.WAIT_S", 3)
-    found = batches_of(far(4), Order(96, 3, "none"), steps=2 * NUM_SHARDS, plan=BatchPlan(12, 6, 2), rank=1)
-    assert found == 2 * [list(range(start + 6, start + 12)) for start in range(0, NUM_SHARDS * PER_SHARD, 12)]
+    found = batches_of(
+        far(4), Order(96, 3, "none"), steps=2 * NUM_SHARDS, plan=BatchPlan(12, 6, 2), rank=1
+    )
+    assert found == 2 * [
+        list(range(start + 6, start + 12)) for start in range(0, NUM_SHARDS * PER_SHARD, 12)
+    ]
 
 
 def test_training_and_evaluation_share_a_store_that_holds_either(
@@ -129,51 +148,94 @@ def test_training_and_evaluation_share_a_store_that_holds_either(
     for reader, mine in [*zip(readers, ids, strict=True)] * 2:
         reader.fetch_ahead(mine)
         found.append([reader.images(part) for part in np.split(mine, 3)])
-    assert all(torch.equal(*pair) for turn in (0, 1) for pair in zip(found[turn], found[turn + 2], strict=True))
+    assert all(
+        torch.equal(*pair)
+        for turn in (0, 1)
+        for pair in zip(found[turn], found[turn + 2], strict=True)
+    )
 
 
-def test_a_cache_too_small_for_the_order_is_one_clear_error(far: Callable[..., ShardReader]) -> None:
-    with pytest.raises(UserError, match=r"data\.cache_gb: .* 8 remote shards .* set data\.shuffle=block"):
+def test_a_cache_too_small_for_the_order_is_one_clear_error(
+    far: Callable[..., ShardReader],
+) -> None:
+    with pytest.raises(
+        UserError, match=r"data\.cache_gb: .* 8 remote shards .* set data\.shuffle=block"
+    ):
         batches_of(far(3), Order(96, 3), steps=1)
 
 
-def test_a_run_goes_on_from_disk_with_what_it_began_behind_http_and_back(folder: Path, remote: Path, tmp_path: Path) -> None:
-    """The order was keyed by the manifest's hash, which covers addresses: the same shards on disk trained otherwise, and the run
-    refused them."""
+def test_a_run_goes_on_from_disk_with_what_it_began_behind_http_and_back(
+    folder: Path, remote: Path, tmp_path: Path
+) -> None:
+    """The order was keyed by the manifest's hash, which covers addresses: the same shards on disk
+    trained otherwise, and the run refused them."""
     local = tmp_path / "local"
     assert index(local, f"{folder}/s-00*.tar", "name=of-the-disk") == 0
     assert load_manifest(local).pixels_hash == load_manifest(remote).pixels_hash
     config, run_dir = write_config(tmp_path, dataset=remote), tmp_path / "run"
-    words = ["data.eval_split=train", "data.image_size=16", "train.duration=12 steps", f"data.cache_dir={tmp_path}/cache"]
+    words = [
+        "data.eval_split=train",
+        "data.image_size=16",
+        "train.duration=12 steps",
+        f"data.cache_dir={tmp_path}/cache",
+    ]
     words.append("checkpoint={every: 6 steps, keep_last: 2}")
     finish(start(config, run_dir, *words, ranks=1))
     whole = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")
     for dataset in (local, remote):
         shutil.rmtree(list_checkpoints(run_dir)[-1])  # as if killed before the last one
         (run_dir / "result.json").unlink()
-        assert "going on from step-00000006" in finish(start(config, run_dir, *words, f"data.dataset={dataset}", ranks=1))
+        assert "going on from step-00000006" in finish(
+            start(config, run_dir, *words, f"data.dataset={dataset}", ranks=1)
+        )
         again = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")
-        assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
+        assert again.keys() == whole.keys() and all(
+            torch.equal(again[name], whole[name]) for name in whole
+        )
 
 
-def test_two_ranks_train_from_a_server_that_fails_now_and_then(remote: Path, server: tuple[str, Web], tmp_path: Path) -> None:
+def test_two_ranks_train_from_a_server_that_fails_now_and_then(
+    remote: Path, server: tuple[str, Web], tmp_path: Path
+) -> None:
     server[1].faults = {"s-001.tar": [503, "cut"], "s-004.tar": ["wrong"]}
     config = write_config(tmp_path, dataset=remote)
-    words = ["data.eval_split=train", "data.image_size=16", "train.duration=2 epochs", "train.eval_every=1 epochs"]
+    words = [
+        "data.eval_split=train",
+        "data.image_size=16",
+        "train.duration=2 epochs",
+        "train.eval_every=1 epochs",
+    ]
     output = finish(start(config, tmp_path / "run", *words, f"data.cache_dir={tmp_path / 'cache'}"))
     assert "finished" in output and "bad sample" not in output
     assert server[1].gets == {f"s-{n:03d}.tar": {1: 3, 4: 2}.get(n, 1) for n in range(NUM_SHARDS)}
     assert len(list((tmp_path / "cache").glob("*.tar"))) == NUM_SHARDS
 
 
-def test_s3_needs_its_options_and_keeps_them_to_itself(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_needs_its_options_and_keeps_them_to_itself(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forget_credentials(monkeypatch)
     with s3_server(folder) as storage:
         assert index(tmp_path / "s3", "s3://pictures/some/s-*.tar", f"storage={storage}") == 0
         config = write_config(tmp_path, dataset=tmp_path / "s3")
-        words = ["data.eval_split=train", "data.image_size=16", "train.duration=5 steps", f"data.storage={storage}"]
+        words = [
+            "data.eval_split=train",
+            "data.image_size=16",
+            "train.duration=5 steps",
+            f"data.storage={storage}",
+        ]
         cache = f"data.cache_dir={tmp_path / 'cache'}"
-        finish(start(config, tmp_path / "run", *words, cache, "tracking.enabled=true", ranks=1, journal_only=True))
+        finish(
+            start(
+                config,
+                tmp_path / "run",
+                *words,
+                cache,
+                "tracking.enabled=true",
+                ranks=1,
+                journal_only=True,
+            )
+        )
     assert not any(b"secret-word" in data for data in files_of(tmp_path / "run").values())
     shutil.rmtree(tmp_path / "run")
 
@@ -181,5 +243,14 @@ def test_s3_needs_its_options_and_keeps_them_to_itself(folder: Path, tmp_path: P
 def test_settings_and_command_lines_are_shown_without_secrets() -> None:
     data = DataSettings(dataset="x", storage={"secret": "secret-word"})
     assert "secret-word" not in data.model_dump_json()
-    words = ["pretrain", "train", "c.yaml", 'data.storage={"key": "me",\n"secret": "w"}', "data.storage.secret=w", "a=b"]
-    assert shown_command(words) == "pretrain train c.yaml data.storage=... data.storage.secret=... a=b"
+    words = [
+        "pretrain",
+        "train",
+        "c.yaml",
+        'data.storage={"key": "me",\n"secret": "w"}',
+        "data.storage.secret=w",
+        "a=b",
+    ]
+    assert (
+        shown_command(words) == "pretrain train c.yaml data.storage=... data.storage.secret=... a=b"
+    )

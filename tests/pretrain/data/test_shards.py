@@ -1,4 +1,5 @@
-"""Reading by number: equal to an independent decode of the tar, for every encoding; damage is one clear error."""
+"""Reading by number: equal to an independent decode of the tar, for every encoding; damage is one
+clear error."""
 
 import faulthandler
 import io
@@ -36,18 +37,28 @@ def decoded(directory: Path, split: str) -> tuple[np.ndarray, list[int]]:
 
 
 @pytest.mark.parametrize("encoding", ["raw", "jpeg"])
-def test_random_access_equals_an_independent_decode(shapes: Path, tmp_path: Path, encoding: str) -> None:
-    directory = packed(f"{shapes}-images", tmp_path / encoding, f"encoding={encoding}", "samples_per_shard=50")
+def test_random_access_equals_an_independent_decode(
+    shapes: Path, tmp_path: Path, encoding: str
+) -> None:
+    directory = packed(
+        f"{shapes}-images", tmp_path / encoding, f"encoding={encoding}", "samples_per_shard=50"
+    )
     images, labels = decoded(directory, "train")
     assert len(images) == 240
     reader = opened(directory)
     assert reader.labels.tolist() == labels
-    for ids in (np.arange(240), np.random.Generator(np.random.Philox(1)).permutation(240)[:77], np.array([3, 3, 239, 0])):
+    for ids in (
+        np.arange(240),
+        np.random.Generator(np.random.Philox(1)).permutation(240)[:77],
+        np.array([3, 3, 239, 0]),
+    ):
         assert torch.equal(reader.images(ids), torch.from_numpy(images[ids]))
 
 
 def test_a_keep_dataset_is_resized_while_reading(shapes: Path, tmp_path: Path) -> None:
-    reader = opened(packed(f"{shapes}-images", tmp_path / "keep", "encoding=keep"), "val", image_size=24)
+    reader = opened(
+        packed(f"{shapes}-images", tmp_path / "keep", "encoding=keep"), "val", image_size=24
+    )
     assert reader.images(np.arange(5)).shape == (5, 24, 24, 3)
 
 
@@ -56,7 +67,9 @@ def copy(shapes: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(shapes, tmp_path / "copy"))
 
 
-def test_a_cut_shard_is_refused_before_training_and_an_unfinished_dataset_says_so(copy: Path) -> None:
+def test_a_cut_shard_is_refused_before_training_and_an_unfinished_dataset_says_so(
+    copy: Path,
+) -> None:
     shard = sorted(copy.glob("train-*.tar"))[0]
     shard.write_bytes(shard.read_bytes()[:-512])
     with pytest.raises(DatasetError, match="was cut or changed"):
@@ -80,7 +93,9 @@ def read_while_it_is_cut(_world: World, folder: str, stacks_first: bool) -> None
 
 
 @pytest.mark.parametrize("stacks_first", [True, False])
-def test_a_shard_that_is_cut_while_it_is_read_is_named_with_the_remedy(copy: Path, stacks_first: bool) -> None:
+def test_a_shard_that_is_cut_while_it_is_read_is_named_with_the_remedy(
+    copy: Path, stacks_first: bool
+) -> None:
     with pytest.raises(AssertionError) as ended:
         run_ranks(read_while_it_is_cut, str(copy), stacks_first, num_ranks=1)
     said = str(ended.value)
@@ -93,12 +108,17 @@ def test_a_shard_that_is_cut_while_it_is_read_is_named_with_the_remedy(copy: Pat
     ("place", "value", "words"),
     [
         # in a mixture it would be a class of the next dataset, and on a GPU the end of the process
-        *(((5, 2), label, "has labels beyond the 8 classes of the manifest; run data_prep verify") for label in (-1, 8, 1 << 40)),
+        *(
+            ((5, 2), label, "has labels beyond the 8 classes of the manifest; run data_prep verify")
+            for label in (-1, 8, 1 << 40)
+        ),
         *(((-1, 0), offset, "its index leads out of the shard") for offset in (-512, 1 << 30)),
         (None, None, "row by row; run data_prep verify"),
     ],
 )
-def test_an_index_that_would_lead_astray_is_refused(copy: Path, place: tuple[int, int] | None, value: int, words: str) -> None:
+def test_an_index_that_would_lead_astray_is_refused(
+    copy: Path, place: tuple[int, int] | None, value: int, words: str
+) -> None:
     index = np.load(copy / "train-000000.npy")
     if place is None:
         index = np.asfortranarray(index)

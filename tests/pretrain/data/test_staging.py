@@ -1,4 +1,5 @@
-"""Shards on a node's own disk give the very samples of the dataset; no trouble with that disk ends a run."""
+"""Shards on a node's own disk give the very samples of the dataset; no trouble with that disk ends
+a run."""
 
 import errno
 import os
@@ -69,10 +70,14 @@ def copies(data: TrainingData) -> Path:
     return copy.path
 
 
-def test_the_samples_are_the_same_and_the_dataset_is_not_read_again(shapes: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_the_samples_are_the_same_and_the_dataset_is_not_read_again(
+    shapes: Path, tmp_path: Path, capsys: Capture
+) -> None:
     dataset, scratch = tmp_path / "data", tmp_path / "deep" / "scratch"
     shutil.copytree(shapes, dataset)
-    change_manifest(dataset, lambda manifest: manifest.update(name="moved", tool_version="later"))  # the same content
+    change_manifest(
+        dataset, lambda manifest: manifest.update(name="moved", tool_version="later")
+    )  # the same content
     before = everything(data_of(dataset, scratch))
     data = stage(dataset, scratch)
     assert capsys.readouterr().out.startswith("staged ")
@@ -111,22 +116,34 @@ def test_killed_in_the_middle_it_goes_on_with_the_next_file(shapes: Path, tmp_pa
     assert whole.items() <= {path.name: path.stat().st_ino for path in place.glob("*.tar")}.items()
     tars = sorted(place.glob("*.tar"))
     assert len(tars) > len(whole) and all(sha256_of(path) == path.stem for path in tars)
-    assert {file.name for file in files(data)} == {path.name for path in place.glob("*.*[rny]") if path.suffix != ".user"}
+    assert {file.name for file in files(data)} == {
+        path.name for path in place.glob("*.*[rny]") if path.suffix != ".user"
+    }
 
 
-def test_a_disk_that_is_too_small_costs_a_warning(shapes: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+def test_a_disk_that_is_too_small_costs_a_warning(
+    shapes: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(StoreDirectory, "_free_bytes", lambda directory: 1000)
     data = stage(shapes, tmp_path)
     assert data.parts[0].staged is None and len(everything(data)[0]) == 240
     said = capsys.readouterr().err
-    assert f"{tmp_path}/shards-" in said and "GB will not fit, 1e-06 GB are free" in said and said.count("WARNING") == 1
+    assert (
+        f"{tmp_path}/shards-" in said
+        and "GB will not fit, 1e-06 GB are free" in said
+        and said.count("WARNING") == 1
+    )
     assert said.endswith(f"; training reads {shapes} where it is\n")
     (tmp_path / "file").write_text("")
     assert stage(shapes, tmp_path / "file").parts[0].staged is None
-    assert "cannot be written to; name another directory as data.stage_dir" in capsys.readouterr().err
+    assert (
+        "cannot be written to; name another directory as data.stage_dir" in capsys.readouterr().err
+    )
 
 
-def test_a_disk_is_left_enough_for_its_node_to_be_a_good_one(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_disk_is_left_enough_for_its_node_to_be_a_good_one(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
     directory = StoreDirectory(tmp_path / "store", setting="data.stage_dir", max_bytes=None)
     for disk_gb, spared_gb in ((2000, 20), (500, 5), (100, 5), (50, 5), (20, 2)):
         disk = SimpleNamespace(total=disk_gb * 10**9, free=15 * 10**9)
@@ -147,14 +164,25 @@ def test_a_disk_that_others_fill_meanwhile_is_left_as_it_was(
     monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setattr(staging, "NUM_THREADS", 1)
     assert stage(shapes, tmp_path).parts[0].staged is None
-    assert "its disk is full; free some of it, or name another data.stage_dir" in capsys.readouterr().err
+    assert (
+        "its disk is full; free some of it, or name another data.stage_dir"
+        in capsys.readouterr().err
+    )
     assert [path.name for path in tmp_path.glob("*/*")] == [".lock"]
 
 
-def test_the_first_error_ends_all_copies(shapes: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
-    """A shard is not the manifest's; the copies beside it stand in the middle of theirs until that is found, and do not go on."""
+def test_the_first_error_ends_all_copies(
+    shapes: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    """A shard is not the manifest's; the copies beside it stand in the middle of theirs until that
+    is found, and do not go on."""
     shutil.copytree(shapes, tmp_path / "data")
-    wrong, real, ended, began = tmp_path / "data" / "train-000001.tar", ShardStore._copy, list[Path](), threading.Barrier(3)
+    wrong, real, ended, began = (
+        tmp_path / "data" / "train-000001.tar",
+        ShardStore._copy,
+        list[Path](),
+        threading.Barrier(3),
+    )
 
     def copy(store: ShardStore, source: Path, write: Callable[[memoryview], None]) -> None:
         if source.suffix == ".tar":
@@ -172,8 +200,14 @@ def test_the_first_error_ends_all_copies(shapes: Path, tmp_path: Path, capsys: C
     monkeypatch.setattr(ShardStore, "_copy", copy)
     monkeypatch.setattr(staging, "NUM_THREADS", began.parties)
     assert stage(tmp_path / "data", tmp_path / "scratch").parts[0].staged is None
-    assert f"{wrong}: is not what its manifest says; run data_prep verify" in capsys.readouterr().err
-    assert len(ended) == 2 and not list(tmp_path.glob("scratch/*/*.part")) and not list(tmp_path.glob("scratch/*/*.user"))
+    assert (
+        f"{wrong}: is not what its manifest says; run data_prep verify" in capsys.readouterr().err
+    )
+    assert (
+        len(ended) == 2
+        and not list(tmp_path.glob("scratch/*/*.part"))
+        and not list(tmp_path.glob("scratch/*/*.user"))
+    )
 
 
 def test_room_is_made_by_the_longest_unused_that_nobody_holds(
@@ -196,10 +230,16 @@ def test_room_is_made_by_the_longest_unused_that_nobody_holds(
     need = sum(file.num_bytes for file in files(data_of(shapes, tmp_path)))
     assert occupied() + need > room > occupied() - 3_000_000 + need
     assert copies(stage(shapes, tmp_path)) == place
-    assert not old.exists() and new.exists() and all((place / file.name).exists() for file in files(held))
+    assert (
+        not old.exists()
+        and new.exists()
+        and all((place / file.name).exists() for file in files(held))
+    )
 
 
-def test_two_that_stage_at_once_copy_once_and_a_stop_ends_the_wait(shapes: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_two_that_stage_at_once_copy_once_and_a_stop_ends_the_wait(
+    shapes: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
     real, copied, may_copy = ShardStore._copy, list[Path](), threading.Event()
 
     def slow(store: ShardStore, source: Path, write: object) -> None:
@@ -222,19 +262,34 @@ def test_two_that_stage_at_once_copy_once_and_a_stop_ends_the_wait(shapes: Path,
     assert sorted(copied) == sorted(sources)
 
 
-def test_borrowed_shards_are_staged_and_remote_ones_left_to_their_store(shapes: Path, tmp_path: Path) -> None:
-    assert data_prep(["subset", str(shapes), "--out", str(tmp_path / "half"), "--fraction", "0.5"]) == 0
+def test_borrowed_shards_are_staged_and_remote_ones_left_to_their_store(
+    shapes: Path, tmp_path: Path
+) -> None:
+    assert (
+        data_prep(["subset", str(shapes), "--out", str(tmp_path / "half"), "--fraction", "0.5"])
+        == 0
+    )
     data, scratch = data_of(tmp_path / "half", tmp_path / "scratch"), tmp_path / "scratch"
     assert any(".." in shard.file or "/" in shard.file for shard in data.parts[0].content.shards)
     found = stage(tmp_path / "half", scratch)
     assert all(map(torch.equal, everything(data), everything(found)))
-    assert all(found.parts[0].tar(shard).is_relative_to(scratch) for shard in found.parts[0].content.shards)
+    assert all(
+        found.parts[0].tar(shard).is_relative_to(scratch) for shard in found.parts[0].content.shards
+    )
     manifest = data.parts[0].manifest
     shards = tuple(
-        shard.model_copy(update={"file": f"https://x.invalid/{shard.name}.tar"}) for shard in manifest.splits["train"].shards
+        shard.model_copy(update={"file": f"https://x.invalid/{shard.name}.tar"})
+        for shard in manifest.splits["train"].shards
     )
-    splits = manifest.splits | {"train": manifest.splits["train"].model_copy(update={"shards": shards})}
-    far = replace(data, parts=(replace(data.parts[0], manifest=manifest.model_copy(update={"splits": splits})),))
+    splits = manifest.splits | {
+        "train": manifest.splits["train"].model_copy(update={"shards": shards})
+    }
+    far = replace(
+        data,
+        parts=(replace(data.parts[0], manifest=manifest.model_copy(update={"splits": splits})),),
+    )
     names = {file.name for file in files(far) if not file.is_remote}
     assert names >= {f"{shard.index_sha256}.npy" for shard in shards}
-    assert not names & {f"{shard.sha256}.tar" for shard in shards} and not [file for file in files(far) if file.is_remote]
+    assert not names & {f"{shard.sha256}.tar" for shard in shards} and not [
+        file for file in files(far) if file.is_remote
+    ]

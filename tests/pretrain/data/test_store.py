@@ -1,4 +1,5 @@
-"""The store of shards: whole and right or not there, one download a node, never above its bound, whatever fails or dies."""
+"""The store of shards: whole and right or not there, one download a node, never above its bound,
+whatever fails or dies."""
 
 import hashlib
 import json
@@ -40,7 +41,12 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: Patch) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
-    for name, value in {"NUM_ATTEMPTS": 4, "SILENCE_S": 0.3, "WAIT_S": 20, "LOOK_AGAIN_S": 0.1}.items():
+    for name, value in {
+        "NUM_ATTEMPTS": 4,
+        "SILENCE_S": 0.3,
+        "WAIT_S": 20,
+        "LOOK_AGAIN_S": 0.1,
+    }.items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -78,7 +84,9 @@ def far(path: Path, address: str) -> File:
 
 
 def opened(place: Path, *, room: int = NUM_SHARDS, **more: Any) -> ShardStore:
-    return ShardStore(place, setting="data.cache_dir", max_bytes=room * SIZE, **{"storage": {}, **more})
+    return ShardStore(
+        place, setting="data.cache_dir", max_bytes=room * SIZE, **{"storage": {}, **more}
+    )
 
 
 @contextmanager
@@ -107,7 +115,9 @@ def hashes(shards: list[File], *numbers: int) -> set[str]:
     return {shards[number].sha256 for number in numbers}
 
 
-def test_a_shard_is_fetched_verified_and_kept(place: Path, shards: list[File], server: Server) -> None:
+def test_a_shard_is_fetched_verified_and_kept(
+    place: Path, shards: list[File], server: Server
+) -> None:
     for _ in range(2):
         with closing(opened(place)) as ours, holding(ours, shards[0]) as path:
             assert hashlib.sha256(path.read_bytes()).hexdigest() == shards[0].sha256
@@ -116,9 +126,17 @@ def test_a_shard_is_fetched_verified_and_kept(place: Path, shards: list[File], s
     assert sorted(path.name for path in place.iterdir()) == [".lock", shards[0].name]
 
 
-@pytest.mark.parametrize(("faults", "num_lines"), [([500, 503, 429], 1), (["stall"], 0), (["cut", "cut"], 1), (["wrong"], 0)])
+@pytest.mark.parametrize(
+    ("faults", "num_lines"),
+    [([500, 503, 429], 1), (["stall"], 0), (["cut", "cut"], 1), (["wrong"], 0)],
+)
 def test_what_may_pass_is_tried_again_and_whoever_waits_is_told(
-    place: Path, shards: list[File], server: Server, faults: list[Any], num_lines: int, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    shards: list[File],
+    server: Server,
+    faults: list[Any],
+    num_lines: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Once in a while, and not at the first fault, which passes as a rule."""
     address, state = server
@@ -126,17 +144,28 @@ def test_what_may_pass_is_tried_again_and_whoever_waits_is_told(
     before = random.getstate()
     with closing(opened(place, storage=OPTIONS, hosts=[server[0]])) as ours:
         use(ours, *shards[:2])
-    assert cached(place) == hashes(shards, 0, 1) and state.gets == dict.fromkeys((SHARD_0, "1.tar"), len(faults) + 1)
+    assert cached(place) == hashes(shards, 0, 1) and state.gets == dict.fromkeys(
+        (SHARD_0, "1.tar"), len(faults) + 1
+    )
     assert random.getstate() == before, "the order of training must not feel a server"
     said = capsys.readouterr().err
     assert len(said.splitlines()) == num_lines and "secret-word" not in said
-    assert not said or re.match(rf"waiting for {re.escape(address)}/0.tar: .*; attempt 3 of 4 follows", said)
+    assert not said or re.match(
+        rf"waiting for {re.escape(address)}/0.tar: .*; attempt 3 of 4 follows", said
+    )
 
 
 @pytest.mark.parametrize(
     ("fault", "num_gets", "words"),
     [
-        ("wrong", 4, r"delivers sha256 [0-9a-f]{64} instead of {sha256} that the manifest promises.*; it was changed"),
+        (
+            "wrong",
+            4,
+            (
+                r"delivers sha256 [0-9a-f]{64} instead of {sha256} that the manifest promises.*; it"
+                r" was changed"
+            ),
+        ),
         ("cut", 4, r"cannot be read after 4 attempts"),
         ("stall", 4, r"cannot be read after 4 attempts"),
         (500, 4, r"cannot be read after 4 attempts \(500"),
@@ -160,20 +189,34 @@ def test_what_stays_is_one_line_without_secrets_and_leaves_nothing(
         assert cached(place) == hashes(shards, 1)
 
 
-def test_a_longer_and_a_shorter_file_and_a_missing_server_are_named(place: Path, folder: Path, shards: list[File]) -> None:
-    data, source = (folder / SHARD_0).read_bytes(), f"http://me:secret-word@127.0.0.1:9/0.tar?{SECRET}"
+def test_a_longer_and_a_shorter_file_and_a_missing_server_are_named(
+    place: Path, folder: Path, shards: list[File]
+) -> None:
+    data, source = (
+        (folder / SHARD_0).read_bytes(),
+        f"http://me:secret-word@127.0.0.1:9/0.tar?{SECRET}",
+    )
     with closing(opened(place, room=1)) as ours:
-        for wrong, words in [(data * 20, "delivers more than the 40,000 bytes"), (data[:-9], "39,991 of the 40,000")]:
+        for wrong, words in [
+            (data * 20, "delivers more than the 40,000 bytes"),
+            (data[:-9], "39,991 of the 40,000"),
+        ]:
             (folder / SHARD_0).write_bytes(wrong)
             with pytest.raises(UserError, match=words):
                 ours.hold(shards[0])
         words = "^http://127.0.0.1:9/0.tar: cannot be read after 4 attempts"
         with pytest.raises(UserError, match=words) as caught:
             ours.hold(shards[0]._replace(source=source))
-    assert "secret-word" not in str(caught.value) and cached(place) == set() and not [*place.glob("*.part")]
+    assert (
+        "secret-word" not in str(caught.value)
+        and cached(place) == set()
+        and not [*place.glob("*.part")]
+    )
 
 
-def test_s3_gives_the_same_in_pieces_and_says_what_is_missing(tmp_path: Path, folder: Path, monkeypatch: Patch) -> None:
+def test_s3_gives_the_same_in_pieces_and_says_what_is_missing(
+    tmp_path: Path, folder: Path, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr("data_prep.remote.RANGE_BYTES", SIZE * 2 // 5)
     place = tmp_path / "cache"
     with s3_server(folder) as storage:
@@ -184,20 +227,27 @@ def test_s3_gives_the_same_in_pieces_and_says_what_is_missing(tmp_path: Path, fo
             ours.fetch_ahead(there)
             use(ours, *there)
             assert cached(place) == {file.sha256 for file in there}
-            with pytest.raises(UserError, match=r"^s3://pictures/some/gone.tar: there is no such file"):
+            with pytest.raises(
+                UserError, match=r"^s3://pictures/some/gone.tar: there is no such file"
+            ):
                 ours.hold(missing)
             words = r"^s3://pictures/some/0.tar: delivers sha256 [0-9a-f]{64} instead of 111"
             with pytest.raises(UserError, match=words):
                 ours.hold(changed)
         wrong = json.loads(storage) | {"wrong": 1}
         words = "^storage: s3 does not take these options"
-        with closing(opened(tmp_path / "other", storage=wrong, hosts=["s3://"])) as ours, pytest.raises(UserError, match=words):
+        with (
+            closing(opened(tmp_path / "other", storage=wrong, hosts=["s3://"])) as ours,
+            pytest.raises(UserError, match=words),
+        ):
             ours.hold(there[0])
     assert not [*place.glob("*.part")]
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_what_a_killed_process_leaves_is_never_trusted(place: Path, shards: list[File], server: Server, fresh: bool) -> None:
+def test_what_a_killed_process_leaves_is_never_trusted(
+    place: Path, shards: list[File], server: Server, fresh: bool
+) -> None:
     server[1].faults = {SHARD_0: ["stall"]}
     ours = opened(place, room=1)
     walkers = Walkers(place, room_bytes=SIZE, lists=[(shards[:2], 1)])
@@ -214,18 +264,28 @@ def test_what_a_killed_process_leaves_is_never_trusted(place: Path, shards: list
         assert cached(place) == {path.stem} and not [*place.glob("*.part")]
 
 
-def test_four_processes_fetch_each_shard_once(place: Path, shards: list[File], server: Server) -> None:
-    walkers = Walkers(place, room_bytes=NUM_SHARDS * SIZE, lists=[(shards, ahead) for ahead in (0, 0, 3, 7)])
+def test_four_processes_fetch_each_shard_once(
+    place: Path, shards: list[File], server: Server
+) -> None:
+    walkers = Walkers(
+        place, room_bytes=NUM_SHARDS * SIZE, lists=[(shards, ahead) for ahead in (0, 0, 3, 7)]
+    )
     assert walkers.finish() == 4 * [[file.sha256 for file in shards]]
     assert server[1].gets == {f"{number}.tar": 1 for number in range(NUM_SHARDS)}
     assert sorted(path.suffix for path in place.iterdir() if path.suffix) == [".tar"] * NUM_SHARDS
 
 
-def test_the_bound_holds_while_processes_walk_in_different_orders(place: Path, shards: list[File]) -> None:
+def test_the_bound_holds_while_processes_walk_in_different_orders(
+    place: Path, shards: list[File]
+) -> None:
     room, generator = 3 * SIZE + SIZE // 2, random.Random(7)
     orders = [generator.sample(shards, len(shards)) * 3 for _ in range(3)]
     place.mkdir(mode=0o700)
-    walkers, sampled, walk = Walkers(place, room_bytes=room, lists=[(order, 2) for order in orders]), list[int](), True
+    walkers, sampled, walk = (
+        Walkers(place, room_bytes=room, lists=[(order, 2) for order in orders]),
+        list[int](),
+        True,
+    )
     while walk:
         walk = any(walker.exitcode is None for walker in walkers.processes)
         sampled.append(occupied(place))  # also when all have ended: with three in it
@@ -236,7 +296,8 @@ def test_the_bound_holds_while_processes_walk_in_different_orders(place: Path, s
 
 
 def occupied(place: Path) -> int:
-    """By shards, whole or on their way; a file may be renamed, or go, while we look, and is then counted once at most."""
+    """By shards, whole or on their way; a file may be renamed, or go, while we look, and is then
+    counted once at most."""
     sizes = {}
     for entry in os.scandir(place):
         if entry.name.endswith((".tar", ".part")):
@@ -256,7 +317,9 @@ def test_the_longest_unused_goes_first(place: Path, shards: list[File]) -> None:
         assert cached(place) == hashes(shards, 2, 4, 5)
 
 
-def test_what_is_held_stays_and_whoever_needs_room_waits(place: Path, shards: list[File], monkeypatch: Patch) -> None:
+def test_what_is_held_stays_and_whoever_needs_room_waits(
+    place: Path, shards: list[File], monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(module, "WAIT_S", 0.2)
     with closing(opened(place, room=2)) as ours, closing(opened(place, room=2)) as others:
         use(ours, shards[0])
@@ -268,14 +331,24 @@ def test_what_is_held_stays_and_whoever_needs_room_waits(place: Path, shards: li
         assert cached(place) == hashes(shards, 0, 1)
 
 
-def test_read_ahead_leaves_room_that_somebody_waits_for(place: Path, folder: Path, shards: list[File], server: Server) -> None:
+def test_read_ahead_leaves_room_that_somebody_waits_for(
+    place: Path, folder: Path, shards: list[File], server: Server
+) -> None:
     (folder / "big.tar").write_bytes(bytes(range(250)) * (2 * SIZE // 250))
     big = far(folder / "big.tar", server[0])
-    with ThreadPoolExecutor() as pool, closing(opened(place, room=2)) as ours, closing(opened(place, room=2)) as others:
+    with (
+        ThreadPoolExecutor() as pool,
+        closing(opened(place, room=2)) as ours,
+        closing(opened(place, room=2)) as others,
+    ):
         for file in shards[:2]:
             ours.hold(file)
         waiting = pool.submit(others.hold, big)
-        wait_until(lambda: any(f'"waiting_bytes": {2 * SIZE}' in path.read_text() for path in place.glob("*.user")))
+        wait_until(
+            lambda: any(
+                f'"waiting_bytes": {2 * SIZE}' in path.read_text() for path in place.glob("*.user")
+            )
+        )
         ours.fetch_ahead([shards[3]])
         ours.release([shards[0]])
         time.sleep(3 * module.LOOK_AGAIN_S)
@@ -296,8 +369,12 @@ def test_a_held_shard_is_no_open_file(place: Path, shards: list[File]) -> None:
                 ours.hold(file)
 
 
-def test_a_shard_above_the_bound_and_a_hash_that_is_none_are_refused(place: Path, shards: list[File], server: Server) -> None:
-    with closing(ShardStore(place, setting="data.cache_dir", max_bytes=SIZE - 1, storage={})) as ours:
+def test_a_shard_above_the_bound_and_a_hash_that_is_none_are_refused(
+    place: Path, shards: list[File], server: Server
+) -> None:
+    with closing(
+        ShardStore(place, setting="data.cache_dir", max_bytes=SIZE - 1, storage={})
+    ) as ours:
         with pytest.raises(UserError, match=r"more than the whole cache of .*raise data.cache_gb"):
             ours.hold(shards[0])
         outside = shards[0]._replace(name="../../outside.tar", sha256="../../outside")
@@ -311,21 +388,30 @@ def test_a_shard_above_the_bound_and_a_hash_that_is_none_are_refused(place: Path
 def test_read_ahead_takes_what_fits_in_order_and_gives_up_nothing_for_what_is_needed_later(
     place: Path, shards: list[File], server: Server
 ) -> None:
-    with closing(opened(place, room=3, num_threads=1)) as ours, closing(opened(place, room=3, num_threads=1)) as others:
+    with (
+        closing(opened(place, room=3, num_threads=1)) as ours,
+        closing(opened(place, room=3, num_threads=1)) as others,
+    ):
         use(ours, shards[7])
         ours.fetch_ahead(shards[:6])
         # what was used goes for what will be used
         wait_until(lambda: cached(place) == hashes(shards, 0, 1, 2))
         others.fetch_ahead([shards[6], shards[5], shards[0], shards[4]])
-        # 2 is needed after two others, and 6 at once; 5 is needed after one other, as is 1, so 1 stays
+        # 2 is needed after two others, and 6 at once; 5 is needed after one other, as is 1, so 1
+        # stays
         wait_until(lambda: cached(place) == hashes(shards, 0, 1, 6))
         time.sleep(3 * module.LOOK_AGAIN_S)
         assert cached(place) == hashes(shards, 0, 1, 6)
         assert server[1].gets == {f"{number}.tar": 1 for number in (7, 0, 1, 2, 6)}
 
 
-def test_hold_comes_before_what_was_read_ahead_and_takes_what_is_needed_last(place: Path, shards: list[File]) -> None:
-    with closing(opened(place, room=3, num_threads=1)) as ours, closing(opened(place, room=3, num_threads=1)) as others:
+def test_hold_comes_before_what_was_read_ahead_and_takes_what_is_needed_last(
+    place: Path, shards: list[File]
+) -> None:
+    with (
+        closing(opened(place, room=3, num_threads=1)) as ours,
+        closing(opened(place, room=3, num_threads=1)) as others,
+    ):
         ours.fetch_ahead(shards[:6])
         wait_until(lambda: len(cached(place)) == 3)
         with holding(others, shards[7]):
@@ -336,7 +422,9 @@ def test_hold_comes_before_what_was_read_ahead_and_takes_what_is_needed_last(pla
         wait_until(lambda: cached(place) == hashes(shards, 3, 4, 5))
 
 
-def test_what_fails_in_the_background_is_said_to_whoever_needs_it(place: Path, shards: list[File], folder: Path) -> None:
+def test_what_fails_in_the_background_is_said_to_whoever_needs_it(
+    place: Path, shards: list[File], folder: Path
+) -> None:
     data = (folder / SHARD_0).read_bytes()
     (folder / SHARD_0).unlink()
     with closing(opened(place, num_threads=1)) as ours:
@@ -348,7 +436,9 @@ def test_what_fails_in_the_background_is_said_to_whoever_needs_it(place: Path, s
         use(ours, shards[0])
 
 
-def test_a_new_list_replaces_what_has_not_begun(place: Path, shards: list[File], server: Server, monkeypatch: Patch) -> None:
+def test_a_new_list_replaces_what_has_not_begun(
+    place: Path, shards: list[File], server: Server, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(module, "SILENCE_S", 30)
     server[1].faults = {SHARD_0: ["stall"]}
     with closing(opened(place, num_threads=1)) as ours:
@@ -360,7 +450,9 @@ def test_a_new_list_replaces_what_has_not_begun(place: Path, shards: list[File],
     assert server[1].gets == {SHARD_0: 1, "5.tar": 1}
 
 
-def test_closing_ends_a_download_and_every_wait(place: Path, shards: list[File], server: Server, monkeypatch: Patch) -> None:
+def test_closing_ends_a_download_and_every_wait(
+    place: Path, shards: list[File], server: Server, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(module, "SILENCE_S", 150)
     server[1].faults = {SHARD_0: ["stall"] * 9}
     ours = opened(place)
@@ -409,7 +501,9 @@ def test_threads_of_one_process_share_it(place: Path, shards: list[File]) -> Non
     assert len(cached(place)) == 4
 
 
-def test_a_fork_neither_lets_go_of_its_parents_shards_nor_keeps_them(place: Path, shards: list[File]) -> None:
+def test_a_fork_neither_lets_go_of_its_parents_shards_nor_keeps_them(
+    place: Path, shards: list[File]
+) -> None:
     with closing(opened(place, room=2)) as ours:
         ours.hold(shards[0])
         ours.hold(shards[1])
@@ -433,7 +527,9 @@ def test_a_fork_neither_lets_go_of_its_parents_shards_nor_keeps_them(place: Path
             os.waitpid(sleeper, 0)
 
 
-def test_a_directory_that_others_could_have_filled_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_directory_that_others_could_have_filled_is_refused(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to(tmp_path / "mine")
@@ -447,7 +543,9 @@ def test_a_directory_that_others_could_have_filled_is_refused(tmp_path: Path, mo
         with pytest.raises(UserError, match=f"{name}: {words}.*data.cache_dir"):
             opened(tmp_path / name)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(UserError, match=r"mine: belongs to user .* cannot be trusted; name a directory of your own"):
+    with pytest.raises(
+        UserError, match=r"mine: belongs to user .* cannot be trusted; name a directory of your own"
+    ):
         opened(tmp_path / "mine")
 
 
@@ -456,7 +554,15 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system with room for two shards."""
     place = tmp_path / "disk"
     place.mkdir(mode=0o700)
-    words = ["mount", "-t", "tmpfs", "-o", f"size={(3 * SIZE) // 4096 * 4096},mode=700", "tmpfs", str(place)]
+    words = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={(3 * SIZE) // 4096 * 4096},mode=700",
+        "tmpfs",
+        str(place),
+    ]
     if subprocess.run(words, check=False, capture_output=True).returncode:
         pytest.skip("only root may mount a file system")
     yield place
@@ -467,16 +573,22 @@ def test_a_full_disk_and_a_read_only_one_are_one_line(tiny_disk: Path, shards: l
     with closing(opened(tiny_disk)) as ours:
         for file in shards[:2]:
             ours.hold(file)
-        with pytest.raises(UserError, match=r"its disk is full; free some of it, lower data.cache_gb"):
+        with pytest.raises(
+            UserError, match=r"its disk is full; free some of it, lower data.cache_gb"
+        ):
             ours.hold(shards[2])
         assert cached(tiny_disk) == hashes(shards, 0, 1) and not [*tiny_disk.glob("*.part")]
         ours.release(shards[:2])
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
-    with pytest.raises(UserError, match=r"cannot be written to; name another directory as data.cache_dir"):
+    with pytest.raises(
+        UserError, match=r"cannot be written to; name another directory as data.cache_dir"
+    ):
         opened(tiny_disk)
 
 
-def test_a_disk_without_room_for_a_list_of_wants_is_one_line_and_harms_nobody_else(tiny_disk: Path, shards: list[File]) -> None:
+def test_a_disk_without_room_for_a_list_of_wants_is_one_line_and_harms_nobody_else(
+    tiny_disk: Path, shards: list[File]
+) -> None:
     with closing(opened(tiny_disk)) as ours, closing(opened(tiny_disk)) as others:
         use(others, shards[0])
         ours.fetch_ahead([shards[0]])
@@ -490,7 +602,9 @@ def test_a_disk_without_room_for_a_list_of_wants_is_one_line_and_harms_nobody_el
         for each in (ours, others):
             with pytest.raises(UserError, match=r"its disk is full; free some of it"):
                 each.fetch_ahead(many)
-        assert [path.read_text().rstrip("\0") for path in sorted(tiny_disk.glob("*.user"))] == records
+        assert [
+            path.read_text().rstrip("\0") for path in sorted(tiny_disk.glob("*.user"))
+        ] == records
         with holding(others, shards[0]):
             assert cached(tiny_disk) == hashes(shards, 0)
         (tiny_disk / "of-others").unlink()
@@ -498,7 +612,9 @@ def test_a_disk_without_room_for_a_list_of_wants_is_one_line_and_harms_nobody_el
             assert cached(tiny_disk) == hashes(shards, 0, 1)
 
 
-def test_a_record_that_cannot_be_written_hides_no_error(place: Path, shards: list[File], folder: Path, monkeypatch: Patch) -> None:
+def test_a_record_that_cannot_be_written_hides_no_error(
+    place: Path, shards: list[File], folder: Path, monkeypatch: Patch
+) -> None:
     (folder / SHARD_0).unlink()
     with closing(opened(place)) as ours:
         claim, real = StoreDirectory.claim, StoreDirectory.publish_record
@@ -538,7 +654,9 @@ def test_read_ahead_without_room_looks_again_now_and_then_and_does_not_spin(
     assert set(asked) == {0} and num_asked <= 2 * (1 + took_s / module.LOOK_AGAIN_S)
 
 
-def test_room_is_taken_in_the_order_of_need_by_whichever_thread(place: Path, shards: list[File], monkeypatch: Patch) -> None:
+def test_room_is_taken_in_the_order_of_need_by_whichever_thread(
+    place: Path, shards: list[File], monkeypatch: Patch
+) -> None:
     taken: list[str] = []
     real = StoreDirectory.claim
 

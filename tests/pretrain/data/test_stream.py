@@ -1,5 +1,6 @@
-"""A stream gives what stock webdataset reads of the same list: every sample, its picture and its label; each rank its own shards,
-all ranks as many steps. What breaks is read again; what cannot be used is counted."""
+"""A stream gives what stock webdataset reads of the same list: every sample, its picture and its
+label; each rank its own shards, all ranks as many steps. What breaks is read again; what cannot be
+used is counted."""
 
 import gzip
 import itertools
@@ -41,7 +42,9 @@ from tests.data_prep.stock import forget_credentials, s3_server, web, write_stoc
 from tests.moments import wait_until
 from tests.training import finish, start
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of stock webdataset
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning"
+)  # of stock webdataset
 SIZE, CLASSES = 16, 5
 
 
@@ -53,8 +56,14 @@ def shard(path: Path, numbers: range, *, label: str = "cls", ending: str = "png"
     """Of webdataset's own writer; the label is `number % CLASSES`."""
     samples = []
     for number in numbers:
-        value = number % CLASSES if label == "cls" else {"meta": {"label": number % CLASSES, "of": "us"}}
-        samples.append({"__key__": f"some/folder/{number:05d}", ending: member(number), label: value})
+        value = (
+            number % CLASSES
+            if label == "cls"
+            else {"meta": {"label": number % CLASSES, "of": "us"}}
+        )
+        samples.append(
+            {"__key__": f"some/folder/{number:05d}", ending: member(number), label: value}
+        )
     return write_stock(path, samples)
 
 
@@ -84,13 +93,27 @@ def loaded(urls: str, **more: Any) -> StreamData:
 
 @contextmanager
 def reading(
-    urls: str, *, rank: int = 0, num_ranks: int = 1, batch: int = 7, consumed: int = 0, log: Path | None = None, **more: Any
+    urls: str,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    batch: int = 7,
+    consumed: int = 0,
+    log: Path | None = None,
+    **more: Any,
 ) -> Iterator[tuple[Stream, Iterator[Batch]]]:
     """The batches of a rank."""
     data, world = loaded(urls, **more), World(rank, rank, num_ranks)
     stream = Stream(data, seed=3, world=world, log=log)
     plan = BatchPlan(batch * num_ranks, batch, num_ranks)
-    how: dict[str, Any] = {"rank": rank, "consumed": consumed, "num_threads": 2, "prefetch": 2, "pin": False, "finish": as_stored}
+    how: dict[str, Any] = {
+        "rank": rank,
+        "consumed": consumed,
+        "num_threads": 2,
+        "prefetch": 2,
+        "pin": False,
+        "finish": as_stored,
+    }
     batches = batches_of(stream, data.order(seed=3, global_batch_size=batch), plan, **how)
     try:
         yield stream, iter(lambda: next(batches), None)
@@ -111,12 +134,19 @@ def stock(urls: str | list[str], *, label: str = "cls", **how: Any) -> list[tupl
     """What webdataset itself reads and decodes."""
     found = list(webdataset.WebDataset(urls, shardshuffle=False, **how).decode("pil"))
     assert found
-    pictures = [next(value for value in sample.values() if isinstance(value, Image.Image)) for sample in found]
-    labels = [sample["cls"] if label == "cls" else sample["json"]["meta"]["label"] for sample in found]
+    pictures = [
+        next(value for value in sample.values() if isinstance(value, Image.Image))
+        for sample in found
+    ]
+    labels = [
+        sample["cls"] if label == "cls" else sample["json"]["meta"]["label"] for sample in found
+    ]
     return [(label, image.tobytes()) for label, image in zip(labels, pictures, strict=True)]
 
 
-def test_a_list_of_shards_is_expanded_as_webdataset_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_shards_is_expanded_as_webdataset_does_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WDS_ROOT", "pipe:cat /${INNER}")
     monkeypatch.setenv("WDS_INNER", "x")
     for words in (
@@ -136,7 +166,9 @@ def test_a_list_of_shards_is_expanded_as_webdataset_does_it(monkeypatch: pytest.
     ],
     ids=["braces", "gzip and lists", "commands", "labels in JSON, double endings"],
 )
-def test_a_stream_without_shuffle_is_what_stock_webdataset_reads_in_its_order(shards: Path, form: str, label: str) -> None:
+def test_a_stream_without_shuffle_is_what_stock_webdataset_reads_in_its_order(
+    shards: Path, form: str, label: str
+) -> None:
     shard(shards / "nested.tar", range(14), label="json", ending="left.png")
     urls = form.format(shards)
     expected = stock(urls, label=label)
@@ -158,11 +190,15 @@ def test_ranks_read_shards_of_their_own_as_stock_webdataset_splits_them(shards: 
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
-def test_a_pass_has_every_shard_once_over_all_ranks_and_another_start_another_order(shards: Path, num_ranks: int) -> None:
+def test_a_pass_has_every_shard_once_over_all_ranks_and_another_start_another_order(
+    shards: Path, num_ranks: int
+) -> None:
     data = loaded(f"{shards}/part-{{00..11}}.tar")
     orders = []
     for consumed in (0, 0, 84):
-        streams = [Stream(data, seed=1, world=World(rank, rank, num_ranks)) for rank in range(num_ranks)]
+        streams = [
+            Stream(data, seed=1, world=World(rank, rank, num_ranks)) for rank in range(num_ranks)
+        ]
         num_open = 12 // num_ranks if num_ranks > 3 else 4
         passes: list[list[str]] = [[], []]
         for stream in streams:
@@ -176,7 +212,9 @@ def test_a_pass_has_every_shard_once_over_all_ranks_and_another_start_another_or
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_a_shuffled_stream_has_every_sample_is_the_same_again_and_another_from_another_position(shards: Path) -> None:
+def test_a_shuffled_stream_has_every_sample_is_the_same_again_and_another_from_another_position(
+    shards: Path,
+) -> None:
     urls = f"{shards}/part-{{00..11}}.tar"
     expected, orders = stock(urls), []
     for consumed in (0, 0, 42):
@@ -184,18 +222,23 @@ def test_a_shuffled_stream_has_every_sample_is_the_same_again_and_another_from_a
             orders.append(seen(list(itertools.islice(batches, 24))))  # two passes
     assert orders[0] == orders[1] != orders[2]
     counts = Counter(orders[0])
-    assert set(counts) <= set(expected) and len(counts) > 75 and max(counts.values()) <= 3  # a lane may be a pass ahead
+    assert (
+        set(counts) <= set(expected) and len(counts) > 75 and max(counts.values()) <= 3
+    )  # a lane may be a pass ahead
     assert orders[0][:84] != expected
 
 
 def test_a_command_that_breaks_is_begun_again_behind_what_it_has_given(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     script, good = tmp_path / "serve", shards / "part-07.tar"
     script.write_text(
-        f"echo x >> {tmp_path}/calls\n"
-        f"case $(wc -l < {tmp_path}/calls) in 1) head -c 9000 {good};; 2) cat {good}; exit 3;; *) cat {good};; esac\n"
+        f"echo x >> {tmp_path}/calls\ncase $(wc -l < {tmp_path}/calls) in 1) head -c 9000 {good};;"
+        f" 2) cat {good}; exit 3;; *) cat {good};; esac\n"
     )
     with reading(f"pipe:sh {script} --key=secret", shuffle="none") as (_, batches):
         assert seen([next(batches)]) == stock(str(good))
@@ -204,7 +247,8 @@ def test_a_command_that_breaks_is_begun_again_behind_what_it_has_given(
     with (
         reading(f"pipe:sh {script} --key=secret", shuffle="none") as (_, batches),
         pytest.raises(
-            remote.RemoteError, match=r"^pipe:sh \.\.\.: cannot be read after 4 attempts \(its command ended with 7\)"
+            remote.RemoteError,
+            match=r"^pipe:sh \.\.\.: cannot be read after 4 attempts \(its command ended with 7\)",
         ) as failed,
     ):
         next(batches)
@@ -213,12 +257,16 @@ def test_a_command_that_breaks_is_begun_again_behind_what_it_has_given(
 
 def test_a_silent_command_does_not_hold_up_the_end(shards: Path) -> None:
     with reading("pipe:sleep 1000 | cat", shuffle="none") as (stream, _):
-        while not (stream._commands and len(Process(next(iter(stream._commands)).proc.pid).children()) == 2):
+        while not (
+            stream._commands and len(Process(next(iter(stream._commands)).proc.pid).children()) == 2
+        ):
             pass
         (command,) = stream._commands
         members = Process(command.proc.pid).children()
     assert command.proc.wait() == -signal.SIGKILL
-    wait_until(lambda: not [each for each in members if each.is_running() and each.status() != "zombie"])
+    wait_until(
+        lambda: not [each for each in members if each.is_running() and each.status() != "zombie"]
+    )
 
 
 @pytest.mark.parametrize("cut", [None, 0, 100], ids=["damaged", "between members", "in a header"])
@@ -244,20 +292,29 @@ def test_a_store_is_read_with_its_options(shards: Path, monkeypatch: pytest.Monk
     with s3_server(shards) as storage:
         urls = "s3://pictures/some/part-{02..03}.tar"
         with reading(urls, shuffle="none", storage=json.loads(storage)) as (_, batches):
-            assert seen(list(itertools.islice(batches, 2))) == stock([f"{shards}/part-02.tar", f"{shards}/part-03.tar"])
+            assert seen(list(itertools.islice(batches, 2))) == stock(
+                [f"{shards}/part-02.tar", f"{shards}/part-03.tar"]
+            )
 
 
-def test_a_web_server_is_asked_with_the_options_of_storage(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_web_server_is_asked_with_the_options_of_storage(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     with web(shards) as (address, server):
         urls, storage = f"{address}/part-{{02..03}}.tar", {"params": {"token": "hush"}}
         server.key, server.faults = "token=hush", {"part-02.tar": ["cut"]}
         with reading(urls, shuffle="none", storage=storage) as (_, batches):
-            assert seen(list(itertools.islice(batches, 2))) == stock([f"{shards}/part-02.tar", f"{shards}/part-03.tar"])
+            assert seen(list(itertools.islice(batches, 2))) == stock(
+                [f"{shards}/part-02.tar", f"{shards}/part-03.tar"]
+            )
 
 
 def test_what_cannot_be_used_is_noted_counted_and_replaced(tmp_path: Path) -> None:
-    good = [{"__key__": f"{number}", "png": member(number), "cls": number % CLASSES} for number in range(4)]
+    good = [
+        {"__key__": f"{number}", "png": member(number), "cls": number % CLASSES}
+        for number in range(4)
+    ]
     bad = [
         {"__key__": "cut", "jpg": member(9, "JPEG")[:-40], "cls": 1},
         {"__key__": "unlabelled", "png": member(9), "json": {"species": 3}},
@@ -270,20 +327,29 @@ def test_what_cannot_be_used_is_noted_counted_and_replaced(tmp_path: Path) -> No
     with reading(str(path), shuffle="none", batch=9, log=log) as (_, batches):
         first, second = next(batches), next(batches)
     assert first.num_bad == second.num_bad == 5
-    lines = [json.loads(line) for line in log.read_text().splitlines()]  # once for each, in whatever order threads finish
+    lines = [
+        json.loads(line) for line in log.read_text().splitlines()
+    ]  # once for each, in whatever order threads finish
     assert {line["key"]: line["reason"].partition(":")[0] for line in lines} == {
         "cut": "truncated", "unlabelled": "no_label", "beyond": "bad_label", "two": "several_images", "none": "no_image",
     }  # fmt: skip
     assert "set data.label=json:FIELD" in log.read_text() and ".json has species" in log.read_text()
     assert set(seen([first])) == {
-        (number % CLASSES, picture(seed=number, width=SIZE, height=SIZE).tobytes()) for number in range(4)
+        (number % CLASSES, picture(seed=number, width=SIZE, height=SIZE).tobytes())
+        for number in range(4)
     }
-    with reading(str(path), shuffle="none", batch=1) as (_, batches):  # of which five have nothing to show at first
+    with reading(str(path), shuffle="none", batch=1) as (
+        _,
+        batches,
+    ):  # of which five have nothing to show at first
         alone = list(itertools.islice(batches, 4))
     assert set(seen(alone)) <= set(seen([first])) and alone[0].num_bad == 0 < alone[1].num_bad
     with (
         reading(str(path), shuffle="none", label="txt") as (_, batches),
-        pytest.raises(UserError, match=r"none of 1,001 samples in a row can be used; .*no member ends in \.txt"),
+        pytest.raises(
+            UserError,
+            match=r"none of 1,001 samples in a row can be used; .*no member ends in \.txt",
+        ),
     ):
         next(batches)
 
@@ -303,12 +369,17 @@ def test_a_log_names_a_sample_once(tmp_path: Path, capsys: pytest.CaptureFixture
         log.note(Unreadable(0, position, "a.tar", "k", "cut"), 1, known_as=("a.tar", "k"))
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 1
     assert capsys.readouterr().err.count("\n") == 1
-    log.note(Unreadable(0, 4, "a.tar", "k", "cut"), 1, known_as=4)  # of another dataset, whose shards are called alike
+    log.note(
+        Unreadable(0, 4, "a.tar", "k", "cut"), 1, known_as=4
+    )  # of another dataset, whose shards are called alike
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 2
 
 
-def test_threads_that_decode_and_forget_names_at_once_do_not_fail(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without decoding, which takes long and changes no name: only then threads meet often enough."""
+def test_threads_that_decode_and_forget_names_at_once_do_not_fail(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without decoding, which takes long and changes no name: only then threads meet often
+    enough."""
     for name in (
         "pretrain.data.stream.decode_square",
         "pretrain.data.stream.Stream._label",
@@ -336,10 +407,14 @@ def test_threads_that_decode_and_forget_names_at_once_do_not_fail(shards: Path, 
 
 def test_a_preview_shows_what_a_stream_feeds(shards: Path, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
-    stream = f'"{shards}/part-{{00..11}}.tar", stream: true, num_classes: {CLASSES}, samples_per_epoch: 80, image_size: {SIZE}'
+    stream = (
+        f'"{shards}/part-{{00..11}}.tar", stream: true, num_classes: {CLASSES}, samples_per_epoch:'
+        f" 80, image_size: {SIZE}"
+    )
     train = "train: {duration: 1 epochs, global_batch_size: 8}"
     config.write_text(
-        f"run_dir: r\nmodel: {{kind: mlp, depth: 1, width: 8}}\ndata: {{dataset: {stream}, eval_split: null}}\n{train}\n"
+        f"run_dir: r\nmodel: {{kind: mlp, depth: 1, width: 8}}\ndata: {{dataset: {stream},"
+        f" eval_split: null}}\n{train}\n"
     )
     assert main(["preview", str(config), "--count", "8", "--out", str(tmp_path / "sheet.png")]) == 0
     assert Image.open(tmp_path / "sheet.png").width > 8 * SIZE
@@ -367,8 +442,19 @@ def test_records_hold_a_commands_program_and_hash_only(
     assert validate(DataSettings, {"dataset": record}).model_dump()["dataset"] == record
     assert DataSettings(dataset=f"a.tar::pipe:{command} ").model_dump()["dataset"] != record
     config = tmp_path / "c.yaml"
-    config.write_text(f"run_dir: r\nmodel: {{kind: mlp, depth: 1, width: 8}}\ndata: {{dataset: 'pipe:{command}: \n")
-    shown = shown_command(["pretrain", "train", "c.yaml", f"dataset=pipe:{command}", f"data={{dataset: pipe:{command}}}"])
+    config.write_text(
+        "run_dir: r\nmodel: {kind: mlp, depth: 1, width: 8}\ndata: {dataset:"
+        f" 'pipe:{command}: \n"
+    )
+    shown = shown_command(
+        [
+            "pretrain",
+            "train",
+            "c.yaml",
+            f"dataset=pipe:{command}",
+            f"data={{dataset: pipe:{command}}}",
+        ]
+    )
     for words in (
         [str(config)],
         ["configs/pretrain/demo_mlp.yaml", f"data.dataset=pipe:{command}"],
@@ -377,7 +463,12 @@ def test_records_hold_a_commands_program_and_hash_only(
         ["configs/pretrain/demo_mlp.yaml", f"data.dataset={{pipe:{command}"],
         ["configs/pretrain/demo_mlp.yaml", f"data.dataset=pipe:{command}", "data.dataset.x=1"],
         ["configs/pretrain/demo_mlp.yaml", f"pipe:{command}"],
-        ["configs/pretrain/demo_mlp.yaml", f"data.dataset='{record}'", f"run_dir={tmp_path / 'r'}", "data={stream: true}"],
+        [
+            "configs/pretrain/demo_mlp.yaml",
+            f"data.dataset='{record}'",
+            f"run_dir={tmp_path / 'r'}",
+            "data={stream: true}",
+        ],
         ["configs/pretrain/demo_mlp.yaml", f"data.also=[{{dataset: 'pipe:{command}'}}]"],
     ):
         assert main(["train", *words]) == 2
@@ -406,7 +497,9 @@ train: {{duration: 2 epochs, global_batch_size: 8, log_every_steps: 1}}
 engine: {{precision: fp32, timeout_s: 60}}
 """)
     for duration, steps in (("2 epochs", 20), ("24 steps", 24)):
-        output = finish(start(config, tmp_path / "run", f"train.duration={duration}", journal_only=True))
+        output = finish(
+            start(config, tmp_path / "run", f"train.duration={duration}", journal_only=True)
+        )
         result = json.loads((tmp_path / "run" / "result.json").read_text())
         assert result["stream"] is True and result["step"] == steps and result["ranks"] == 2
     assert "going on from step-00000020; the stream begins anew, in another order" in output
@@ -422,7 +515,10 @@ engine: {{precision: fp32, timeout_s: 60}}
     capsys.readouterr()
     for words, problem in (
         ([str(run / "config.yaml")], "data.dataset: pipe:cat (sha256 "),
-        ([str(config), f"run_dir={run}", f"dataset={shards}/part-{{00..05}}.tar::pipe:cat x"], "other settings (data.dataset: "),
+        (
+            [str(config), f"run_dir={run}", f"dataset={shards}/part-{{00..05}}.tar::pipe:cat x"],
+            "other settings (data.dataset: ",
+        ),
     ):
         assert main(["train", *words, "train.duration=30 steps"]) == 2
         said = capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Our shards as torch's datasets: the samples of the reader, by number, in workers and in whole shuffled batches."""
+"""Our shards as torch's datasets: the samples of the reader, by number, in workers and in whole
+shuffled batches."""
 
 from itertools import chain
 from pathlib import Path
@@ -24,7 +25,12 @@ def test_samples_are_those_of_the_reader_and_workers_have_them_too(shapes: Path)
     for num_workers in (0, 2):
         doubled = Shards(shapes, "val", transform=lambda image: image.float() * 2)
         batches = list(
-            DataLoader(doubled, batch_size=10, num_workers=num_workers, multiprocessing_context="fork" if num_workers else None)
+            DataLoader(
+                doubled,
+                batch_size=10,
+                num_workers=num_workers,
+                multiprocessing_context="fork" if num_workers else None,
+            )
         )
         assert torch.equal(torch.cat([images for images, _ in batches]), expected.float() * 2)
         assert torch.cat([labels for _, labels in batches]).tolist() == reader.labels.tolist()
@@ -41,16 +47,22 @@ def test_each_pass_has_every_sample_once_in_an_order_of_its_own(shapes: Path) ->
     )
 
     def numbers(batches: ShardBatches) -> list[int]:
-        found = list(chain.from_iterable(images for images, _ in DataLoader(batches, batch_size=None)))
+        found = list(
+            chain.from_iterable(images for images, _ in DataLoader(batches, batch_size=None))
+        )
         return [stored.index(image.numpy().tobytes()) for image in found]
 
     batches = ShardBatches(shapes, "val", batch_size=20, seed=1)
     passes = [numbers(batches), numbers(batches)]
     assert (
-        sorted(passes[0]) == sorted(passes[1]) == sorted(map(stored.index, stored)) and passes[0] != passes[1] and len(batches) == 4
+        sorted(passes[0]) == sorted(passes[1]) == sorted(map(stored.index, stored))
+        and passes[0] != passes[1]
+        and len(batches) == 4
     )
     again = ShardBatches(shapes, "val", batch_size=20, seed=1)
     again.epoch = 1
-    assert numbers(again) == passes[1] != numbers(ShardBatches(shapes, "val", batch_size=20, seed=2))
+    assert (
+        numbers(again) == passes[1] != numbers(ShardBatches(shapes, "val", batch_size=20, seed=2))
+    )
     with pytest.raises(ValueError, match="num_workers: ShardBatches has threads of its own"):
         list(DataLoader(again, batch_size=None, num_workers=1, multiprocessing_context="fork"))

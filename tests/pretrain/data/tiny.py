@@ -23,8 +23,16 @@ def opened(dataset: Path, split: str = "train", **how: Any) -> ShardReader:
 
 
 def loaded(reader: ShardReader, order: Line, plan: BatchPlan, **more: Any) -> Batches[Any]:
-    """The micro-batches of rank 0 from the beginning on, by two threads, as they are stored, but for what `more` says."""
-    settings = {"rank": 0, "consumed": 0, "num_threads": 2, "prefetch": 2, "pin": False, "finish": as_stored}
+    """The micro-batches of rank 0 from the beginning on, by two threads, as they are stored, but
+    for what `more` says."""
+    settings = {
+        "rank": 0,
+        "consumed": 0,
+        "num_threads": 2,
+        "prefetch": 2,
+        "pin": False,
+        "finish": as_stored,
+    }
     return training_batches(reader, order, plan, **settings | more)  # type: ignore[arg-type]
 
 
@@ -32,7 +40,9 @@ def loaded(reader: ShardReader, order: Line, plan: BatchPlan, **more: Any) -> Ba
 def few_files() -> Iterator[None]:
     """This process may open no more than six files besides those that it has open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 6, hard))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 6, hard)
+    )
     try:
         yield
     finally:

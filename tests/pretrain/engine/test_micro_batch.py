@@ -1,4 +1,5 @@
-"""`local_batch_size: auto`: the largest size that fits into a made-up memory, the choice kept with the run."""
+"""`local_batch_size: auto`: the largest size that fits into a made-up memory, the choice kept with
+the run."""
 
 import json
 import weakref
@@ -32,14 +33,20 @@ SIZE: dict[str, Any] = {"num_classes": 10, "image_size": 8, "device": CPU}
 ALONE: dict[str, Any] = SIZE | {"world": World(0, 0, 1)}
 
 
-def settings_of(run_dir: Path, batch: int, *, augment: dict[str, float] | None = None, **engine: Any) -> PretrainSettings:
+def settings_of(
+    run_dir: Path, batch: int, *, augment: dict[str, float] | None = None, **engine: Any
+) -> PretrainSettings:
     return PretrainSettings.model_validate(
         {
             "run_dir": str(run_dir),
             "data": {"dataset": "unused"},
             "model": {"kind": "mlp", "depth": 3, "width": 64},
             "augment": augment or {},
-            "train": {"duration": "1 epochs", "global_batch_size": batch, "local_batch_size": "auto"},
+            "train": {
+                "duration": "1 epochs",
+                "global_batch_size": batch,
+                "local_batch_size": "auto",
+            },
             "engine": {"precision": "fp32"} | engine,
         }
     )
@@ -68,7 +75,13 @@ def test_what_is_alive_counts_whoever_keeps_it() -> None:
     [
         (0, 10, 999, 60, [1, 2, 16, 60]),
         (0, 20, 999, 30, [1, 2, 16, 30]),
-        (300, 5, 999, 60, [1, 2, 16, 60]),  # what does not grow with the batch does not count against it
+        (
+            300,
+            5,
+            999,
+            60,
+            [1, 2, 16, 60],
+        ),  # what does not grow with the batch does not count against it
         (100, 10, 999, 30, [1, 2, 16, 30]),
         (590, 10, 999, 1, [1, 2]),
         (0, 601, 999, 0, [1]),
@@ -76,7 +89,9 @@ def test_what_is_alive_counts_whoever_keeps_it() -> None:
         (0, 10, 1, 0, [1]),
     ],
 )
-def test_the_largest_part_is_found_from_below(fixed: int, per_sample: int, lost_from: int, found: int, tried: list[int]) -> None:
+def test_the_largest_part_is_found_from_below(
+    fixed: int, per_sample: int, lost_from: int, found: int, tried: list[int]
+) -> None:
     """Nothing above the budget of 600 bytes is tried, and where memory runs out, half is."""
     sizes = list[int]()
     PROGRESS._touched_s = None
@@ -90,12 +105,20 @@ def test_the_largest_part_is_found_from_below(fixed: int, per_sample: int, lost_
 
     parts = [size for size in range(1, 61) if 60 % size == 0]
     assert largest_that_fits(parts, peak_bytes, budget=600) == found and sizes == tried
-    assert largest_that_fits([2, 254], lambda size: 100 + size, budget=600) == 254  # of a share with few divisors, too
+    assert (
+        largest_that_fits([2, 254], lambda size: 100 + size, budget=600) == 254
+    )  # of a share with few divisors, too
 
 
-def test_however_memory_runs_out_it_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_however_memory_runs_out_it_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trial = Trial(model(), settings_of(tmp_path, 8), **SIZE)
-    for words in ("CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling", "DefaultCPUAllocator: can't allocate memory"):
+    for words in (
+        "CUDA out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED when calling",
+        "DefaultCPUAllocator: can't allocate memory",
+    ):
         monkeypatch.setattr(Trial, "_step", Mock(side_effect=RuntimeError(words)))
         assert trial.peak_bytes(8) is None
     monkeypatch.setattr(Trial, "_step", Mock(side_effect=RuntimeError("mat1 and mat2 shapes")))
@@ -103,7 +126,9 @@ def test_however_memory_runs_out_it_is_no_error(tmp_path: Path, monkeypatch: pyt
         trial.peak_bytes(8)
 
 
-def test_a_gpu_gets_its_memory_back_when_the_error_no_longer_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gets_its_memory_back_when_the_error_no_longer_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, gone = list[Any](), list[bool]()
 
     def step(_trial: Trial, _size: int) -> int:
@@ -127,30 +152,48 @@ def test_auto_fits_into_what_there_is_and_is_kept_with_the_run(
     for room in (8_000_000, 16_000_000, 10**10):
         (tmp_path / str(room)).mkdir()
         monkeypatch.setattr(micro_batch, "available_bytes", lambda *_, room=room: room)
-        found[room] = micro_batch_size(whole, settings=settings_of(tmp_path / str(room), 960), **ALONE)
+        found[room] = micro_batch_size(
+            whole, settings=settings_of(tmp_path / str(room), 960), **ALONE
+        )
     assert 1 < found[8_000_000] < found[16_000_000] < found[10**10] == 960
     # no more than what autograd must keep: inputs, and tensors of 64 to 256 a block
     assert found[16_000_000] * 4 * (192 + 3 * (64 + 64 + 256 + 256)) < 16_000_000
     chosen, settings = found[16_000_000], settings_of(tmp_path / "16000000", 960, compile=True)
     said = f"local_batch_size auto is {chosen} samples per rank, {960 // chosen} of them a step"
     assert 960 % chosen == 0 and said in capsys.readouterr().out
-    assert micro_batch_size(whole, settings=settings, **ALONE) == chosen and capsys.readouterr().out == ""
-    assert (before == torch.get_rng_state()).all() and all(weight.grad is None for weight in whole.parameters())
+    assert (
+        micro_batch_size(whole, settings=settings, **ALONE) == chosen
+        and capsys.readouterr().out == ""
+    )
+    assert (before == torch.get_rng_state()).all() and all(
+        weight.grad is None for weight in whole.parameters()
+    )
     other = settings.model_copy(update={"engine": EngineSettings(precision="fp32", zero_stage=2)})
     assert micro_batch_size(whole, settings=other, **ALONE) == 960
 
 
-def test_what_fits_nowhere_ends_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_nowhere_ends_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out_of_memory = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-    for name, value in (("available_bytes", lambda *_: 1_000_000), ("Trial._measured", out_of_memory)):
+    for name, value in (
+        ("available_bytes", lambda *_: 1_000_000),
+        ("Trial._measured", out_of_memory),
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(f"pretrain.engine.micro_batch.{name}", value)
-            with pytest.raises(NoMicroBatch, match=r"finds no micro-batch that fits: .* beside it; think smaller"):
-                micro_batch_size(model(), settings=settings_of(tmp_path, 960), remedy="think smaller", **ALONE)
+            with pytest.raises(
+                NoMicroBatch, match=r"finds no micro-batch that fits: .* beside it; think smaller"
+            ):
+                micro_batch_size(
+                    model(), settings=settings_of(tmp_path, 960), remedy="think smaller", **ALONE
+                )
 
 
 def test_a_damaged_note_is_named(tmp_path: Path) -> None:
-    sizes = [json.dumps([each]) for each in ({}, {"local_batch_size": -4}, {"local_batch_size": "8"})]
+    sizes = [
+        json.dumps([each]) for each in ({}, {"local_batch_size": -4}, {"local_batch_size": "8"})
+    ]
     for damage in ("", "{", "[1]", '{"a": 1}', "[{}, 3]", "[null]", "3", *sizes):
         (tmp_path / "micro_batch.json").write_text(damage)
         with pytest.raises(NoMicroBatch, match=r"micro_batch\.json: is damaged; remove it"):
@@ -162,7 +205,9 @@ def test_zero_shares_out_what_it_says(tmp_path: Path) -> None:
 
     def per_weight(stage: int, ranks: int, precision: str = "bf16") -> float:
         settings = settings_of(tmp_path, 8, zero_stage=stage, precision=precision)
-        settings = settings.model_copy(update={"optimizer": settings.optimizer.model_copy(update={"name": "adamw"})})
+        settings = settings.model_copy(
+            update={"optimizer": settings.optimizer.model_copy(update={"name": "adamw"})}
+        )
         return engine_bytes(weights, settings=settings, num_ranks=ranks, on_gpu=True) / 10**6
 
     assert per_weight(0, 4, "fp32") == per_weight(0, 1, "fp32") == 4 + 4 + 4 + 8
@@ -178,7 +223,12 @@ def test_limits_of_cgroups_are_seen(tmp_path: Path) -> None:
             (tmp_path / path / name.replace("__", ".")).write_text(text)
 
     group("slurm/job", memory__max="max\n", memory__current="5\n", memory__stat="inactive_file 1\n")
-    group("slurm", memory__max="1000\n", memory__current="700\n", memory__stat="anon 600\ninactive_file 100\n")
+    group(
+        "slurm",
+        memory__max="1000\n",
+        memory__current="700\n",
+        memory__stat="anon 600\ninactive_file 100\n",
+    )
     assert list(cgroup_rooms(tmp_path, "0::/slurm/job\n")) == [400]
     names = {"limit_in_bytes": "500", "usage_in_bytes": "80", "stat": "total_inactive_file 30"}
     group("memory/job", **{f"memory__{name}": text for name, text in names.items()})

@@ -1,4 +1,5 @@
-"""Exact scores on any number of ranks, against a plain loop over the pictures; ReaL labels where a split has them."""
+"""Exact scores on any number of ranks, against a plain loop over the pictures; ReaL labels where a
+split has them."""
 
 import shutil
 import signal
@@ -42,7 +43,9 @@ def annotated(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     bits = np.random.default_rng(0).random((72, 8)) < 0.2
     assert 0 < (~bits.any(axis=1)).sum() < 30
     fact = write_annotation(directory, "val-real", bits).model_dump()
-    change_manifest(directory, lambda manifest: manifest["splits"]["val"]["annotations"].update(real=fact))
+    change_manifest(
+        directory, lambda manifest: manifest["splits"]["val"]["annotations"].update(real=fact)
+    )
     return directory
 
 
@@ -83,7 +86,11 @@ def test_scores_are_those_of_a_plain_loop_on_any_number_of_ranks(
     """Ranks are threads here: their sums meet at a barrier."""
     model, reader = classifier().requires_grad_(False), reader_of(annotated)
     bits = np.unpackbits(np.load(annotated / "val-real.npy"), axis=1, count=8).astype(np.bool_)
-    expected, barrier, summed = plain_scores(reader, model, bits), threading.Barrier(num_ranks), list[Tensor]()
+    expected, barrier, summed = (
+        plain_scores(reader, model, bits),
+        threading.Barrier(num_ranks),
+        list[Tensor](),
+    )
 
     def all_sum(sums: Tensor) -> Tensor:
         summed.append(sums)
@@ -95,16 +102,32 @@ def test_scores_are_those_of_a_plain_loop_on_any_number_of_ranks(
     with ThreadPoolExecutor(num_ranks) as threads:
         scores = list(
             threads.map(
-                lambda world: evaluate(model, reader, AUGMENTATION, local_batch_size=batch, world=world, stop=StopFlag()), worlds
+                lambda world: evaluate(
+                    model,
+                    reader,
+                    AUGMENTATION,
+                    local_batch_size=batch,
+                    world=world,
+                    stop=StopFlag(),
+                ),
+                worlds,
             )
         )
-    assert expected.real is not None and 0 < expected.real != expected.top1 and len(scores) == num_ranks
+    assert (
+        expected.real is not None
+        and 0 < expected.real != expected.top1
+        and len(scores) == num_ranks
+    )
     for found in scores:
-        assert replace(found, loss=expected.loss) == expected and found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert replace(found, loss=expected.loss) == expected and found.loss == pytest.approx(
+            expected.loss, rel=1e-5
+        )
 
 
 @torch.no_grad()
-def test_a_stop_lets_go_of_a_picture_that_never_comes(shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_lets_go_of_a_picture_that_never_comes(
+    shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As behind a server that is gone: if its waits did not end, the thread would be waited for."""
     reader, arrives, stop = reader_of(shapes), threading.Event(), StopFlag()
     stop.is_alone = True
@@ -118,21 +141,50 @@ def test_a_stop_lets_go_of_a_picture_that_never_comes(shapes: Path, monkeypatch:
     monkeypatch.setattr(reader, "read", read)
     monkeypatch.setattr(reader, "end_waits", arrives.set)
     with pytest.raises(Interrupted):
-        evaluate(classifier(), reader, AUGMENTATION, local_batch_size=40, world=World(0, 0, 1), stop=stop)
+        evaluate(
+            classifier(), reader, AUGMENTATION, local_batch_size=40, world=World(0, 0, 1), stop=stop
+        )
     assert waited and all(waited)
 
 
 @torch.no_grad()
 def test_there_is_no_real_score_without_its_labels(shapes: Path) -> None:
-    scores = evaluate(classifier(), reader_of(shapes), AUGMENTATION, local_batch_size=40, world=World(0, 0, 1), stop=StopFlag())
-    assert scores.real is None and set(scores.metrics("eval")) == {"eval/top1", "eval/top5", "eval/loss"}
-    assert set(replace(scores, real=0.5).metrics("eval")) == {"eval/top1", "eval/top5", "eval/loss", "eval/real"}
+    scores = evaluate(
+        classifier(),
+        reader_of(shapes),
+        AUGMENTATION,
+        local_batch_size=40,
+        world=World(0, 0, 1),
+        stop=StopFlag(),
+    )
+    assert scores.real is None and set(scores.metrics("eval")) == {
+        "eval/top1",
+        "eval/top5",
+        "eval/loss",
+    }
+    assert set(replace(scores, real=0.5).metrics("eval")) == {
+        "eval/top1",
+        "eval/top5",
+        "eval/loss",
+        "eval/real",
+    }
 
 
 @torch.no_grad()
 def test_real_labels_of_other_classes_are_refused(shapes: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(shapes, tmp_path / "shapes")
     fact = write_annotation(directory, "val-real", np.ones((72, 5), np.bool_)).model_dump()
-    change_manifest(directory, lambda manifest: manifest["splits"]["val"]["annotations"].update(real=fact))
-    with pytest.raises(DatasetError, match="annotation 'real' is of 5 classes, the dataset has 8; build it again"):
-        evaluate(classifier(), reader_of(directory), AUGMENTATION, local_batch_size=40, world=World(0, 0, 1), stop=StopFlag())
+    change_manifest(
+        directory, lambda manifest: manifest["splits"]["val"]["annotations"].update(real=fact)
+    )
+    with pytest.raises(
+        DatasetError, match="annotation 'real' is of 5 classes, the dataset has 8; build it again"
+    ):
+        evaluate(
+            classifier(),
+            reader_of(directory),
+            AUGMENTATION,
+            local_batch_size=40,
+            world=World(0, 0, 1),
+            stop=StopFlag(),
+        )

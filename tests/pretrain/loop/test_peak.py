@@ -1,4 +1,5 @@
-"""What a device can do: from its data sheet where its very name is there, else measured, or as the user says."""
+"""What a device can do: from its data sheet where its very name is there, else measured, or as the
+user says."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,7 +33,9 @@ CPU = torch.device("cpu")
         ("NVIDIA GH200 480GB", "bf16", None),
     ],
 )
-def test_a_data_sheet_counts_for_its_very_device_alone(name: str, precision: str, teraflops: float | None) -> None:
+def test_a_data_sheet_counts_for_its_very_device_alone(
+    name: str, precision: str, teraflops: float | None
+) -> None:
     assert listed_teraflops(name, precision=precision) == teraflops
 
 
@@ -41,7 +44,8 @@ def test_what_the_user_says_counts_first() -> None:
 
 
 def test_on_a_cpu_the_best_of_several_products_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of 2 x 1024^3 operations that take 9 (the warm-up), 4, 2 and 5 s of a clock that they turn."""
+    """Products of 2 x 1024^3 operations that take 9 (the warm-up), 4, 2 and 5 s of a clock that
+    they turn."""
     clock, durations_s = SimpleNamespace(now_s=0.0), [9.0, 4.0, 2.0, 5.0]
 
     def product(_left: torch.Tensor, _right: torch.Tensor, *, out: torch.Tensor) -> None:
@@ -58,10 +62,14 @@ def test_on_a_cpu_the_best_of_several_products_counts(monkeypatch: pytest.Monkey
 
 def meter_of(*ends_s: float, peak_teraflops: float, wait_s: float = 0.0) -> Meter:
     """Of steps that ended then, of which the first began at 100 s."""
-    meter = Meter(global_batch_size=64, flops_per_image=3e9, peak_teraflops=peak_teraflops, device=CPU)
+    meter = Meter(
+        global_batch_size=64, flops_per_image=3e9, peak_teraflops=peak_teraflops, device=CPU
+    )
     clock = iter([100.0, *ends_s])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("pretrain.ranks.collectives.time", SimpleNamespace(monotonic=lambda: next(clock)))
+        patched.setattr(
+            "pretrain.ranks.collectives.time", SimpleNamespace(monotonic=lambda: next(clock))
+        )
         meter.restart()
         for _ in ends_s:
             meter.count(Moment(CPU), wait_s=wait_s)
@@ -72,19 +80,27 @@ def test_a_reading_holds_the_achieved_operations_against_the_peak() -> None:
     meter = meter_of(*(100 + step / 2 for step in range(1, 21)), peak_teraflops=0.768, wait_s=0.125)
     reading = {"train/loss": 2.0, "train/epoch": 3.14} | meter.reading()
     # 20 batches of 64 in 10 s are 128 images/s, of 1 + 2 billion operations each
-    assert reading["usage/images_per_s"] == 128 and reading["usage/teraflops"] == pytest.approx(0.384)
+    assert reading["usage/images_per_s"] == 128 and reading["usage/teraflops"] == pytest.approx(
+        0.384
+    )
     assert reading["usage/mfu"] == pytest.approx(0.5) and reading["usage/data_wait_share"] == 0.25
     assert 0.01 < reading["usage/peak_rss_gb"] < 1000
     scores = Scores(top1=0.412, top5=0.7, loss=2.1, num_samples=10)
-    assert in_words(reading, scores, scored_step=1200) == (
-        "epoch 3.1  training loss 2.000  top-1 41.2 % at step 1,200  128 images/s  MFU 50 %"
+    assert (
+        in_words(reading, scores, scored_step=1200)
+        == "epoch 3.1  training loss 2.000  top-1 41.2 % at step 1,200  128 images/s  MFU 50 %"
     )
     unequal = replace(scores, class_top1=0.305)
     assert in_words({}, unequal, scored_step=7) == "top-1 41.2 %, class mean 30.5 % at step 7"
     assert in_words({}, None, scored_step=0) == ""
-    assert meter_of(105.0, 110.0, peak_teraflops=0.01).reading()["usage/mfu"] == 1  # which was reached is the least peak
+    assert (
+        meter_of(105.0, 110.0, peak_teraflops=0.01).reading()["usage/mfu"] == 1
+    )  # which was reached is the least peak
 
 
 def test_the_speed_of_a_run_is_that_of_its_steps_without_the_first_which_compiles() -> None:
     assert meter_of(160.0, 161.0, 162.0, peak_teraflops=1).images_per_s == 64
-    assert meter_of(160.0, peak_teraflops=1).images_per_s is None and meter_of(peak_teraflops=1).images_per_s is None
+    assert (
+        meter_of(160.0, peak_teraflops=1).images_per_s is None
+        and meter_of(peak_teraflops=1).images_per_s is None
+    )

@@ -26,7 +26,10 @@ def test_without_augmentation_it_shows_the_stored_pictures_in_the_order_of_the_e
     shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, out = write_config(tmp_path, dataset=shapes), tmp_path / "sheet.png"
-    assert main(["preview", str(config), *PLAIN, "--count", "4", "--epoch", "2", "--out", str(out)]) == 0
+    assert (
+        main(["preview", str(config), *PLAIN, "--count", "4", "--epoch", "2", "--out", str(out)])
+        == 0
+    )
     assert f"{out}: 4 pictures" in capsys.readouterr().out
     sheet = np.asarray(Image.open(out))
     side = 16 * -(-CELL // 16)
@@ -85,7 +88,9 @@ def test_an_error_ends_the_downloads_before_it_waits_for_the_threads(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("pretrain.loop.preview.batches_of", lambda *unused, **more: Batches())
-    settings = load_settings(PretrainSettings, path=write_config(tmp_path, dataset=shapes), overrides=["run_dir=x"])
+    settings = load_settings(
+        PretrainSettings, path=write_config(tmp_path, dataset=shapes), overrides=["run_dir=x"]
+    )
     with pytest.raises(KeyboardInterrupt):
         preview(settings, load_training_data(settings.data), count=8, epoch=0, num_threads=1)
     assert ended == ["downloads", "threads"]

@@ -1,4 +1,5 @@
-"""timm's ResNet-152 and ViT-B/4 behind the methods of our models: shapes, seeds, heads, and what timm itself computes."""
+"""timm's ResNet-152 and ViT-B/4 behind the methods of our models: shapes, seeds, heads, and what
+timm itself computes."""
 
 from typing import Any
 
@@ -29,13 +30,20 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timm, "create_model", create_shallow)
 
 
-def test_the_resnet_has_the_stages_of_a_stem_without_padding_and_the_vit_a_token_for_every_patch_and_one_more() -> None:
+def test_the_resnet_has_the_stages_of_a_stem_without_padding_and_the_vit_a_token_for_every_patch_and_one_more() -> (
+    None
+):
     with torch.device("meta"):
         body: Any = build("resnet152_64").body
-        sizes = [features.shape[1:] for features in body.forward_intermediates(torch.empty(1, 3, 64, 64))[1]]
+        sizes = [
+            features.shape[1:]
+            for features in body.forward_intermediates(torch.empty(1, 3, 64, 64))[1]
+        ]
         assert build("vit_b_4").forward_features(torch.empty(1, 3, 64, 64)).shape == (1, 257, 768)
     assert sizes == [(64, 58, 58), (256, 58, 58), (512, 29, 29), (1024, 15, 15), (2048, 8, 8)]
-    norms = [module for module in body.modules() if isinstance(module, nn.BatchNorm2d)]  # bf16 weights beside fp32 statistics
+    norms = [
+        module for module in body.modules() if isinstance(module, nn.BatchNorm2d)
+    ]  # bf16 weights beside fp32 statistics
     assert len(norms) == 155 and all(isinstance(norm, BatchNorm2d) for norm in norms)
 
 
@@ -55,7 +63,10 @@ def test_they_answer_like_ours(name: str, num_features: int, shallow: None) -> N
     assert torch.equal(model(images), pooled)
 
 
-@pytest.mark.parametrize(("name", "weight"), [("resnet152_64", "body.conv1.weight"), ("vit_b_4", "body.blocks.0.attn.qkv.weight")])
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [("resnet152_64", "body.conv1.weight"), ("vit_b_4", "body.blocks.0.attn.qkv.weight")],
+)
 def test_weights_are_a_function_of_the_seed(name: str, weight: str, shallow: None) -> None:
     states: list[dict[str, Tensor]] = []
     for before, seed in ((1, 5), (2, 5), (2, 6)):
@@ -68,8 +79,12 @@ def test_weights_are_a_function_of_the_seed(name: str, weight: str, shallow: Non
 
 def test_the_vit_computes_what_timms_own_does(shallow: None) -> None:
     model = build("vit_b_4", num_classes=3, image_size=8, seed=0).eval()
-    theirs = timm.create_model("vit_base_patch16_224", img_size=8, patch_size=4, num_classes=3).eval()
-    theirs.load_state_dict({key.removeprefix("body."): weight for key, weight in model.state_dict().items()})
+    theirs = timm.create_model(
+        "vit_base_patch16_224", img_size=8, patch_size=4, num_classes=3
+    ).eval()
+    theirs.load_state_dict(
+        {key.removeprefix("body."): weight for key, weight in model.state_dict().items()}
+    )
     images = torch.randn(2, 3, 8, 8)
     with torch.no_grad():
         assert model(images).abs().max() > 0

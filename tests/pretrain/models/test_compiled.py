@@ -1,4 +1,5 @@
-"""What makes models fast changes nothing: compiled is eager, filled up to multiples of 8 is plain, gradients and all."""
+"""What makes models fast changes nothing: compiled is eager, filled up to multiples of 8 is plain,
+gradients and all."""
 
 from typing import Any
 
@@ -13,16 +14,35 @@ from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
 
 MLP = MlpSpec(kind="mlp", depth=2, width=13)
-RP = MixerSpec(kind="mixer", patch_size=4, num_channels=10, num_tokens=7, depth=2, expansion=1.3, permuted_blocks="all")
+RP = MixerSpec(
+    kind="mixer",
+    patch_size=4,
+    num_channels=10,
+    num_tokens=7,
+    depth=2,
+    expansion=1.3,
+    permuted_blocks="all",
+)
 OTHERS = [
     MlpSpec(kind="mlp", depth=2, width=13, bottleneck="none", activation="tanh"),
     MixerSpec(kind="mixer", patch_size=4, num_channels=10, depth=2, expansion=1.3),
-    MixerSpec(kind="mixer", patch_size=4, num_channels=10, depth=2, layers_per_mixing=1, permuted_blocks=(1,)),
+    MixerSpec(
+        kind="mixer",
+        patch_size=4,
+        num_channels=10,
+        depth=2,
+        layers_per_mixing=1,
+        permuted_blocks=(1,),
+    ),
 ]
 pytestmark = [  # torch's own, on its way to compiled code
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated. Methods on autograd functions:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*should not be instantiated. Methods on autograd functions:DeprecationWarning"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
 ]
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -40,7 +60,10 @@ def logits_and_gradients(of: nn.Module, images: Tensor = IMAGES) -> dict[str, Te
     logits = of(images)
     logits.double().square().sum().backward()
     gradients = {name: weight.grad for name, weight in of.named_parameters()}
-    return {"logits": logits.detach(), **{name: grad for name, grad in gradients.items() if grad is not None}}
+    return {
+        "logits": logits.detach(),
+        **{name: grad for name, grad in gradients.items() if grad is not None},
+    }
 
 
 def plain_in_float64(spec: AnySpec) -> dict[str, Tensor]:
@@ -49,10 +72,14 @@ def plain_in_float64(spec: AnySpec) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("spec", [MLP, RP, *OTHERS], ids=lambda spec: spec.label)
-def test_filled_up_products_give_the_same_logits_and_gradients(spec: AnySpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filled_up_products_give_the_same_logits_and_gradients(
+    spec: AnySpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     widths: list[int] = []
     product = linear_module.linear
-    monkeypatch.setattr(linear_module, "linear", lambda x, *rest: widths.append(x.shape[-1]) or product(x, *rest))
+    monkeypatch.setattr(
+        linear_module, "linear", lambda x, *rest: widths.append(x.shape[-1]) or product(x, *rest)
+    )
     found = logits_and_gradients(model(spec).double(), IMAGES.double())
     assert widths
     assert {width % 8 for width in widths} == {0}
@@ -61,7 +88,9 @@ def test_filled_up_products_give_the_same_logits_and_gradients(spec: AnySpec, mo
 
 def test_filled_up_weights_are_not_kept_for_the_backward_pass() -> None:
     layer, x, kept = linear_module.Linear(13, 11), torch.randn(5, 13), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tuple(tensor.shape)), lambda _: None):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tuple(tensor.shape)), lambda _: None
+    ):
         layer(x)
     assert sorted(kept) == [(5, 16), (11, 13)]
 
@@ -84,13 +113,17 @@ def test_inductor_is_eager() -> None:
     compiled, plain = model(spec), plain_in_float64(spec)
     compile_blocks(compiled)
     found = logits_and_gradients(compiled)
-    torch.testing.assert_close({name: value.double() for name, value in found.items()}, plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        {name: value.double() for name, value in found.items()}, plain, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("spec", [RP, OTHERS[2]], ids=lambda spec: spec.label)
 def test_traced_graphs_are_eager(spec: AnySpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each block's gradients are there before those of the block in front of it are begun: on their way to other ranks.
-    Permutations are an operation of our own, either way: inductor would gather one number at a time."""
+    """And each block's gradients are there before those of the block in front of it are begun: on
+    their way to other ranks. Permutations are an operation of our own, either way: inductor would
+    gather one number at a time.
+    """
     from functorch.compile import make_boxed_func  # here: it loads torch's compiler
     from torch._dynamo.backends.common import aot_autograd
 
@@ -100,10 +133,14 @@ def test_traced_graphs_are_eager(spec: AnySpec, monkeypatch: pytest.MonkeyPatch)
         operations.update(str(node.target) for node in graph.graph.nodes)
         return make_boxed_func(graph.forward)
 
-    compile_blocks(compiled, backend=aot_autograd(fw_compiler=as_traced, bw_compiler=as_traced), fullgraph=True)
+    compile_blocks(
+        compiled, backend=aot_autograd(fw_compiler=as_traced, bw_compiler=as_traced), fullgraph=True
+    )
     for number, block in enumerate(compiled.blocks):
         for weight in block.parameters():
-            weight.register_post_accumulate_grad_hook(lambda _, number=number: order.append(f"weight of {number}"))
+            weight.register_post_accumulate_grad_hook(
+                lambda _, number=number: order.append(f"weight of {number}")
+            )
 
     def run(block: nn.Module, x_BF: Tensor) -> Tensor:
         number = list(compiled.blocks).index(block)
@@ -111,15 +148,36 @@ def test_traced_graphs_are_eager(spec: AnySpec, monkeypatch: pytest.MonkeyPatch)
         return block(x_BF)
 
     monkeypatch.setattr(compiled, "_run", run)
-    torch.testing.assert_close(logits_and_gradients(compiled, IMAGES.double()), plain_in_float64(spec), rtol=1e-10, atol=1e-10)
-    assert [*dict.fromkeys(order)] == ["weight of 1", "block 1 is over", "weight of 0", "block 0 is over"]
-    assert "wide_mlps.take_columns.default" in operations and "aten.index_select.default" not in operations
+    torch.testing.assert_close(
+        logits_and_gradients(compiled, IMAGES.double()),
+        plain_in_float64(spec),
+        rtol=1e-10,
+        atol=1e-10,
+    )
+    assert [*dict.fromkeys(order)] == [
+        "weight of 1",
+        "block 1 is over",
+        "weight of 0",
+        "block 0 is over",
+    ]
+    assert (
+        "wide_mlps.take_columns.default" in operations
+        and "aten.index_select.default" not in operations
+    )
 
 
 def test_a_traced_loss_is_the_eager_one() -> None:
-    logits, labels, others, share = torch.randn(6, 11), torch.arange(6), torch.arange(6) + 5, torch.rand(6)
+    logits, labels, others, share = (
+        torch.randn(6, 11),
+        torch.arange(6),
+        torch.arange(6) + 5,
+        torch.rand(6),
+    )
     found = []
-    for loss in (one_pass_loss, torch.compile(one_pass_loss, backend="aot_eager", fullgraph=True, dynamic=False)):
+    for loss in (
+        one_pass_loss,
+        torch.compile(one_pass_loss, backend="aot_eager", fullgraph=True, dynamic=False),
+    ):
         own = logits.clone().requires_grad_()
         loss(own, labels, others, share, 0.1).backward()
         found.append(own.grad)

@@ -1,4 +1,5 @@
-"""Costs: every named model's as literals, the formulas against built modules and torch's counter, and the papers' tables."""
+"""Costs: every named model's as literals, the formulas against built modules and torch's counter,
+and the papers' tables."""
 
 import functools
 from typing import Any, Literal
@@ -21,7 +22,14 @@ from pretrain.models.cost import (
     width_and_connections,
 )
 from pretrain.models.presets import PRESETS, spec_of
-from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec, TimmSpec
+from pretrain.models.spec import (
+    AnySpec,
+    MixerSpec,
+    MlpSpec,
+    SparseMlpSpec,
+    StructuredMlpSpec,
+    TimmSpec,
+)
 
 KNOWN = {  # name: (parameters, multiply-adds), with the preset's own classes and image size
     "mlp_b6_wi256": (6_559_464, 6_547_456),
@@ -73,13 +81,21 @@ def sparse(**fields: Any) -> SparseMlpSpec:
 
 
 def in_colour(form: Literal["monarch", "kronecker"]) -> StructuredMlpSpec:
-    return StructuredMlpSpec(kind="structured", form=form, num_rows=5, num_columns=7, greyscale=False)
+    return StructuredMlpSpec(
+        kind="structured", form=form, num_rows=5, num_columns=7, greyscale=False
+    )
 
 
 VARIANTS: dict[str, tuple[AnySpec, int]] = {
     "batch norm": (MlpSpec(kind="mlp", depth=3, width=10, norm="batch"), 8),
-    "no norm, standard": (MlpSpec(kind="mlp", depth=3, width=10, norm="none", bottleneck="none"), 8),
-    "skip every two": (MlpSpec(kind="mlp", depth=4, width=10, skip_every=2, norm_place="before"), 8),
+    "no norm, standard": (
+        MlpSpec(kind="mlp", depth=3, width=10, norm="none", bottleneck="none"),
+        8,
+    ),
+    "skip every two": (
+        MlpSpec(kind="mlp", depth=4, width=10, skip_every=2, norm_place="before"),
+        8,
+    ),
     "no bias": (MlpSpec(kind="mlp", depth=3, width=10, bias=False), 8),
     "no bias, Mixer": (mixer(bias=False, num_tokens=7, final_norm=False), 12),
     "no bias, sparse": (sparse(width=40, density=0.04, bias=False, widen="sparse"), 8),
@@ -94,7 +110,10 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
     "ResNet at another size": (TimmSpec(kind="timm", name="resnet152_64"), 25),
     "sparse by its density": (sparse(width=40, density=0.04), 8),
     "sparse, hidden layer": (sparse(density=0.3, storage="sparse", expansion=2.0), 8),
-    "masked, widened by a masked layer": (sparse(width=40, density=0.3, storage="masked", widen="sparse", bias=False), 8),
+    "masked, widened by a masked layer": (
+        sparse(width=40, density=0.3, storage="masked", widen="sparse", bias=False),
+        8,
+    ),
     "masked, hidden layer": (sparse(density=0.3, storage="masked", expansion=2.0), 8),
     "Monarch, in colour": (in_colour("monarch"), 8),
     "Kronecker, in colour": (in_colour("kronecker"), 8),
@@ -102,9 +121,12 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
 
 
 @functools.cache
-def counted(spec: AnySpec, *, num_classes: int, image_size: int, padding: int = 0) -> tuple[Cost, int]:
-    """Of the built model: by torch's counter; and what fvcore has on top of it, by the entries that the norms are seen to read (5
-    for each of a layer norm, 2 of a batch norm). `padding`: of a ResNet's stem."""
+def counted(
+    spec: AnySpec, *, num_classes: int, image_size: int, padding: int = 0
+) -> tuple[Cost, int]:
+    """Of the built model: by torch's counter; and what fvcore has on top of it, by the entries that
+    the norms are seen to read (5 for each of a layer norm, 2 of a batch norm). `padding`: of a
+    ResNet's stem."""
     norm_operations = 0
 
     def see_norm(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -138,15 +160,20 @@ def test_the_formulas_hold_for_any_setting(spec: AnySpec, image_size: int) -> No
     assert more == num_features_of(spec, image_size=image_size)
 
 
-# ---- paper B -----------------------------------------------------------------------------------------------------------
+# ---- paper B
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_paper_b_pretrained_mlps() -> None:
-    """With the 11,230 classes of the public checkpoints; paper B prints 9, 24, 74, 12, 37 and 124 million: it cuts."""
+    """With the 11,230 classes of the public checkpoints; paper B prints 9, 24, 74, 12, 37 and 124
+    million: it cuts."""
     sizes = {"b6_wi256": 9_188_574, "b6_wi512": 24_657_374, "b6_wi1024": 74_469_342}
     sizes |= {"b12_wi256": 12_345_054, "b12_wi512": 37_261_790, "b12_wi1024": 124_843_998}
     for name, count in sizes.items():
-        assert cost_of(spec_of(f"mlp_{name}"), num_classes=11_230, image_size=64).num_parameters == count
+        assert (
+            cost_of(spec_of(f"mlp_{name}"), num_classes=11_230, image_size=64).num_parameters
+            == count
+        )
 
 
 @pytest.mark.parametrize(
@@ -154,11 +181,18 @@ def test_paper_b_pretrained_mlps() -> None:
     [  # fvcore: FlopCountAnalysis of fvcore 0.1.5, run by us on these models, without its pooling
         ("mixer_b_4", 63.82, 19.36, 19_362_134_016),
         ("vit_b_4", 86.06, 23.08, 23_080_498_944),
-        ("resnet152_64", 60.19, 13.07, 14_979_448_832 - 131_072),  # with padding 3; less the pooling
+        (
+            "resnet152_64",
+            60.19,
+            13.07,
+            14_979_448_832 - 131_072,
+        ),  # with padding 3; less the pooling
         ("mlp_b12_wi768", 66.89, 0.07, 66_874_368),  # printed: 66.8 M, cut
     ],
 )
-def test_paper_b_efficiency_with_fvcores_norms(name: str, million_parameters: float, printed_giga: float, fvcore: int) -> None:
+def test_paper_b_efficiency_with_fvcores_norms(
+    name: str, million_parameters: float, printed_giga: float, fvcore: int
+) -> None:
     """A ResNet-152 has the printed count only without its stem's padding."""
     cost, norm_operations = counted(spec_of(name), num_classes=1000, image_size=64)
     assert round(cost.num_parameters / 1e6, 2) == million_parameters
@@ -168,17 +202,21 @@ def test_paper_b_efficiency_with_fvcores_norms(name: str, million_parameters: fl
     assert cost.multiply_adds + norm_operations == fvcore
 
 
-# ---- paper A -----------------------------------------------------------------------------------------------------------
+# ---- paper A
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_paper_a_connections_of_narrow_mixers() -> None:
     """It prints 256M (KNOWN has 255,959,684) and 255M, with C = 487, which gives 276,278,022."""
-    assert cost_of(mixer(num_channels=467), num_classes=10, image_size=32).multiply_adds == 255_367_742
+    assert (
+        cost_of(mixer(num_channels=467), num_classes=10, image_size=32).multiply_adds == 255_367_742
+    )
 
 
 @pytest.mark.parametrize(
     ("channels", "patch", "image_size", "depth", "gamma", "memory", "flops"),
-    [  # the printed small row, 3.22 GB and 805M, is of C = 64; its printed C = 48 gives the last line
+    # the printed small row, 3.22 GB and 805M, is of C = 64; its printed C = 48 gives the last line
+    [
         (588, 14, 224, 8, 4, 23.2e12, 5.80e12),
         (64, 4, 32, 3, 2, 3.22e9, 805e6),
         (48, 4, 32, 3, 2, 1.81e9, 453e6),
@@ -187,19 +225,30 @@ def test_paper_a_connections_of_narrow_mixers() -> None:
 def test_paper_a_cost_of_sw_mlps(
     channels: int, patch: int, image_size: int, depth: int, gamma: int, memory: float, flops: float
 ) -> None:
-    """Two blocks of a SW-MLP for each of a Mixer: one for each mixing. Weights and mask take 4 bytes each in the paper."""
-    fields = {"patch_size": patch, "num_channels": channels, "expansion": gamma, "storage": "masked"}
-    one, more = (cost_of(sparse(**fields, depth=n), num_classes=10, image_size=image_size) for n in (1, 1 + 2 * depth))
+    """Two blocks of a SW-MLP for each of a Mixer: one for each mixing. Weights and mask take 4
+    bytes each in the paper."""
+    fields = {
+        "patch_size": patch,
+        "num_channels": channels,
+        "expansion": gamma,
+        "storage": "masked",
+    }
+    one, more = (
+        cost_of(sparse(**fields, depth=n), num_classes=10, image_size=image_size)
+        for n in (1, 1 + 2 * depth)
+    )
     num_weights = more.multiply_adds - one.multiply_adds
-    assert f"{2 * num_weights:.2e}" == f"{flops:.2e}" and f"{(4 + 4) * num_weights:.2e}" == f"{memory:.2e}"
+    assert (
+        f"{2 * num_weights:.2e}" == f"{flops:.2e}"
+        and f"{(4 + 4) * num_weights:.2e}" == f"{memory:.2e}"
+    )
 
 
 @pytest.mark.parametrize(
     ("patch", "image_size", "channels", "depth", "gamma", "weights", "omega"),
-    [  # printed: 26.3 MB and 4.06 G, which is 2 L Omega (the mixings have 4 L Omega multiply-adds); 3.9 MB and 12.5M
-        (14, 224, 588, 8, 4, 26_321_920, 254_091_264),
-        (4, 32, 64, 3, 2, 98_304, 524_288),
-    ],
+    # printed: 26.3 MB and 4.06 G, which is 2 L Omega (the mixings have 4 L Omega multiply-adds);
+    # 3.9 MB and 12.5M
+    [(14, 224, 588, 8, 4, 26_321_920, 254_091_264), (4, 32, 64, 3, 2, 98_304, 524_288)],
 )
 def test_paper_a_cost_of_mixers(
     patch: int, image_size: int, channels: int, depth: int, gamma: int, weights: int, omega: int
@@ -209,10 +258,20 @@ def test_paper_a_cost_of_mixers(
     assert 2 * depth * gamma * (tokens**2 + channels**2) == weights
     assert width_and_connections(spec, image_size=image_size)[1] == omega
     around = tokens * 3 * patch**2 * channels + channels * 10  # stem and head
-    assert cost_of(spec, num_classes=10, image_size=image_size).multiply_adds - around == 4 * depth * omega
+    assert (
+        cost_of(spec, num_classes=10, image_size=image_size).multiply_adds - around
+        == 4 * depth * omega
+    )
 
 
-FIGURE_5 = [(2**18, 16, 173), (2**18, 32, 113), (2**18, 48, 83), (2**21, 16, 504), (2**21, 32, 346), (2**21, 64, 226)]
+FIGURE_5 = [
+    (2**18, 16, 173),
+    (2**18, 32, 113),
+    (2**18, 48, 83),
+    (2**21, 16, 504),
+    (2**21, 32, 346),
+    (2**21, 64, 226),
+]
 FIGURE_5 += [(2**27, 128, 1386), (2**27, 256, 904)]  # Omega, C, S
 FIGURE_4_C = [4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 64]
 FIGURE_4_S = [360, 252, 203, 173, 152, 136, 124, 113, 104, 96, 89, 83, 64]
@@ -220,13 +279,18 @@ FIGURE_4_S = [360, 252, 203, 173, 152, 136, 124, 113, 104, 96, 89, 83, 64]
 
 def test_the_pairs_of_figures_4_and_5_and_the_mirror_images() -> None:
     for omega, fewer, more in FIGURE_5:
-        assert tokens_for(omega, num_channels=fewer) == more and tokens_for(omega, num_channels=more) == fewer
+        assert (
+            tokens_for(omega, num_channels=fewer) == more
+            and tokens_for(omega, num_channels=more) == fewer
+        )
     for channels, tokens in zip(FIGURE_4_C, FIGURE_4_S, strict=True):
         assert tokens_for(2**19, num_channels=channels, gamma=2) == tokens
         assert tokens * channels * (tokens + channels) == pytest.approx(2**19, rel=7e-3)
 
 
-@pytest.mark.parametrize(("patch", "tokens"), [(7, 923), (8, 779), (14, 283), (16, 196), (28, 26), (32, 15)])
+@pytest.mark.parametrize(
+    ("patch", "tokens"), [(7, 923), (8, 779), (14, 283), (16, 196), (28, 26), (32, 15)]
+)
 def test_the_sweep_over_patch_sizes_and_its_presets(patch: int, tokens: int) -> None:
     assert tokens_for(290_217_984, num_channels=3 * patch**2, gamma=4) == tokens
     spec = spec_of(f"mixer_p{patch}")
@@ -234,7 +298,9 @@ def test_the_sweep_over_patch_sizes_and_its_presets(patch: int, tokens: int) -> 
     assert (spec.num_tokens, spec.num_channels, spec.expansion) == (tokens, 3 * patch**2, 4)
 
 
-@pytest.mark.parametrize(("zeros", "width"), [(0.1, 540), (0.3, 612), (0.5, 724), (0.7, 935), (0.9, 1619)])
+@pytest.mark.parametrize(
+    ("zeros", "width"), [(0.1, 540), (0.3, 612), (0.5, 724), (0.7, 935), (0.9, 1619)]
+)
 def test_the_widths_of_sparse_mlps(zeros: float, width: int) -> None:
     assert sparse_width(2**18, density=1 - zeros) == width
     assert sparse_width(2**20, density=1 - zeros, gamma=4) == width
@@ -254,8 +320,18 @@ def test_the_widest_mixer_has_as_many_tokens_as_channels() -> None:
 @pytest.mark.parametrize(
     ("name", "tokens", "channels", "connections"),
     [
-        ("mixer_b_16", 196, 768, 260_112_384),  # the 2.6e8 of the paper's table: its hidden sizes are 384 and 3072
-        ("mixer_b_w", 256, 588, 260_112_384),  # the table's 2.6e8; its width 6.2e5 is gamma m = 616,380
+        (
+            "mixer_b_16",
+            196,
+            768,
+            260_112_384,
+        ),  # the 2.6e8 of the paper's table: its hidden sizes are 384 and 3072
+        (
+            "mixer_b_w",
+            256,
+            588,
+            260_112_384,
+        ),  # the table's 2.6e8; its width 6.2e5 is gamma m = 616,380
         ("mixer_b_w_c3", 256, 588, 290_293_248),  # gamma = 4.57
         ("mixer_p16", 196, 768, 290_217_984),  # Omega of the sweep: gamma = 4 for both
         ("mixer_ss_8", 16, 986, 31_615_104),
@@ -279,13 +355,18 @@ def test_mixers_of_the_tables(name: str, tokens: int, channels: int, connections
     ],
     ids=["mixer", "own hidden sizes", "s-mixer", "inverted", "standard"],
 )
-def test_omega_is_the_mean_number_of_connections_of_the_blocks_layers(spec: MixerSpec | MlpSpec) -> None:
-    """A layer's weights are used once per row that it is applied to; rows are counted while an image passes."""
+def test_omega_is_the_mean_number_of_connections_of_the_blocks_layers(
+    spec: MixerSpec | MlpSpec,
+) -> None:
+    """A layer's weights are used once per row that it is applied to; rows are counted while an
+    image passes."""
     model, used = build_model(spec, num_classes=2, image_size=8), []
     for layer in model.blocks.modules():
         if isinstance(layer, nn.Linear):
             layer.register_forward_hook(
-                lambda layer, inputs, _output: used.append(layer.weight.numel() * inputs[0][0].numel() // layer.in_features)
+                lambda layer, inputs, _output: used.append(
+                    layer.weight.numel() * inputs[0][0].numel() // layer.in_features
+                )
             )
     model(next(model.parameters()).new_zeros(1, 3, 8, 8))
     assert used
@@ -299,9 +380,13 @@ def test_models_without_such_sizes_have_none() -> None:
 
 def test_impossible_sizes_are_named() -> None:
     assert tokens_for(8256, num_channels=128) == 1
-    with pytest.raises(ValueError, match=r"omega: 100 is too small for num_channels 128 .* give 8256 or more"):
+    with pytest.raises(
+        ValueError, match=r"omega: 100 is too small for num_channels 128 .* give 8256 or more"
+    ):
         tokens_for(100, num_channels=128)
-    with pytest.raises(ValueError, match=r"num_channels: 0 will not do; give a number greater than 0"):
+    with pytest.raises(
+        ValueError, match=r"num_channels: 0 will not do; give a number greater than 0"
+    ):
         tokens_for(100, num_channels=0)
     with pytest.raises(ValueError, match=r"density: nan"):
         sparse_width(100, density=float("nan"))
@@ -312,7 +397,15 @@ def test_impossible_sizes_are_named() -> None:
     [
         MlpSpec(kind="mlp", depth=2, width=16),
         MixerSpec(kind="mixer", patch_size=4, num_channels=8, depth=2),
-        SparseMlpSpec(kind="sw_mlp", patch_size=4, num_channels=8, width=24, density=0.5, depth=1, widen="dense"),
+        SparseMlpSpec(
+            kind="sw_mlp",
+            patch_size=4,
+            num_channels=8,
+            width=24,
+            density=0.5,
+            depth=1,
+            widen="dense",
+        ),
     ],
     ids=lambda spec: spec.label,
 )

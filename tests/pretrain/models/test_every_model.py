@@ -1,4 +1,5 @@
-"""What holds for every registered model, or one of each kind at its own widths, with its first two blocks."""
+"""What holds for every registered model, or one of each kind at its own widths, with its first two
+blocks."""
 
 import warnings
 from typing import Any
@@ -10,7 +11,15 @@ from torch import Tensor, nn
 from pretrain.models.build import build
 from pretrain.models.presets import PRESETS, spec_of
 
-DISTINCT = ["mlp_b6_wi256", "mlp_l6_wi1024", "mixer_b_16", "mixer_ss_w", "mixer_p14", "rp_mixer_ss_w", "smixer_c32"]
+DISTINCT = [
+    "mlp_b6_wi256",
+    "mlp_l6_wi1024",
+    "mixer_b_16",
+    "mixer_ss_w",
+    "mixer_p14",
+    "rp_mixer_ss_w",
+    "smixer_c32",
+]
 DISTINCT += [
     "rp_smixer_c32",
     "sw_mlp_540",
@@ -21,7 +30,9 @@ DISTINCT += [
 
 def short(name: str, **changes: Any) -> nn.Module:
     fields = type(spec_of(name)).model_fields
-    return build(name, num_classes=7, seed=0, **({"depth": 2} if "depth" in fields else {}) | changes)
+    return build(
+        name, num_classes=7, seed=0, **({"depth": 2} if "depth" in fields else {}) | changes
+    )
 
 
 def pictures(name: str, *, batch: int = 2) -> Tensor:
@@ -41,7 +52,9 @@ def test_gradients_reach_every_weight_and_double_precision_agrees(name: str) -> 
     single, of_single = logits_and_gradients(model, x)
     double, of_double = logits_and_gradients(model.double(), x.double())
     assert single.shape == (2, 7)
-    assert [key for key, gradient in of_single.items() if gradient is None or not gradient.any()] == []
+    assert [
+        key for key, gradient in of_single.items() if gradient is None or not gradient.any()
+    ] == []
     compare(double, single.double(), tolerance=1e-5)
     largest = max(gradient.abs().max().item() for gradient in of_double.values())
     for key, gradient in of_double.items():
@@ -76,8 +89,14 @@ def test_weights_are_a_function_of_the_seed(name: str, changes: dict[str, Any]) 
         states.append(build(name, num_classes=7, seed=seed, **changes).state_dict())
     one, two, other = states
     assert all(torch.equal(one[key], two[key]) for key in one)
-    drawn = [key for key in one if key.endswith(("weight", "index", "mask", "columns", "per_row")) and "norm" not in key]
-    assert drawn and not any(one[key].shape == other[key].shape and torch.equal(one[key], other[key]) for key in drawn)
+    drawn = [
+        key
+        for key in one
+        if key.endswith(("weight", "index", "mask", "columns", "per_row")) and "norm" not in key
+    ]
+    assert drawn and not any(
+        one[key].shape == other[key].shape and torch.equal(one[key], other[key]) for key in drawn
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,10 +118,14 @@ def test_onnx_computes_the_same_for_any_batch(name: str, changes: dict[str, Any]
     batch = torch.export.Dim("batch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own deprecations
-        program = torch.onnx.export(model, (pictures(name),), dynamo=True, verbose=False, dynamic_shapes=({0: batch},))
+        program = torch.onnx.export(
+            model, (pictures(name),), dynamo=True, verbose=False, dynamic_shapes=({0: batch},)
+        )
     assert program is not None
     x = pictures(name, batch=3)
-    outputs = ReferenceEvaluator(program.model_proto).run(None, {program.model.graph.inputs[0].name: x.numpy()})
+    outputs = ReferenceEvaluator(program.model_proto).run(
+        None, {program.model.graph.inputs[0].name: x.numpy()}
+    )
     with torch.no_grad():
         compare(model(x), torch.from_numpy(outputs[0]), tolerance=1e-5)
 
@@ -118,7 +141,9 @@ def test_onnx_computes_the_same_for_any_batch(name: str, changes: dict[str, Any]
     ],
 )
 @pytest.mark.parametrize("factor", [0.5, 1.5, 2])
-def test_pictures_of_another_size_are_refused(name: str, changes: dict[str, Any], factor: float) -> None:
+def test_pictures_of_another_size_are_refused(
+    name: str, changes: dict[str, Any], factor: float
+) -> None:
     model, size = short(name, **changes), int(PRESETS[name].image_size * factor)
     for training in (True, False):
         with pytest.raises(RuntimeError):

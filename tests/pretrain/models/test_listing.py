@@ -1,4 +1,5 @@
-"""`pretrain models` and `pretrain widths`: whole lines, the right numbers and one message for a mistake."""
+"""`pretrain models` and `pretrain widths`: whole lines, the right numbers and one message for a
+mistake."""
 
 import pytest
 
@@ -10,32 +11,65 @@ from pretrain.models.presets import PRESETS
 def test_every_model_has_one_whole_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= 120 and not any("…" in line for line in lines)
-    by_name = {line.split()[0]: line.split() for line in lines if line.split()[:1] and line.split()[0] in PRESETS}
+    assert max(len(line.rstrip()) for line in lines) <= 120 and not any(
+        "…" in line for line in lines
+    )
+    by_name = {
+        line.split()[0]: line.split()
+        for line in lines
+        if line.split()[:1] and line.split()[0] in PRESETS
+    }
     assert by_name.keys() == PRESETS.keys()
-    wide = ["mixer_b_w_c3", "31,064,548", "9.378", "G", "256", "588", "150,528", "290.3", "M", "224"]
+    wide = [
+        "mixer_b_w_c3",
+        "31,064,548",
+        "9.378",
+        "G",
+        "256",
+        "588",
+        "150,528",
+        "290.3",
+        "M",
+        "224",
+    ]
     assert by_name["mixer_b_w_c3"][:10] == wide
     assert by_name["mlp_b12_wi768"][:5] == ["mlp_b12_wi768", "66,894,568", "66.83", "M", "768"]
     assert by_name["resnet152_64"][:5] == ["resnet152_64", "60,192,808", "13.02", "G", "64"]
 
 
-def test_classes_size_and_pattern_are_obeyed_and_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    counts = {row.name: row.cost.num_parameters for row in list_models(match="mlp_b*", num_classes=11_230)[0]}
+def test_classes_size_and_pattern_are_obeyed_and_what_is_left_out_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    counts = {
+        row.name: row.cost.num_parameters
+        for row in list_models(match="mlp_b*", num_classes=11_230)[0]
+    }
     assert len(counts) == 7 and counts["mlp_b12_wi1024"] == 124_843_998
-    assert {row.name for row in list_models(match="mixer_p*", image_size=32)[0]} == {"mixer_p8", "mixer_p16", "mixer_p32"}
+    assert {row.name for row in list_models(match="mixer_p*", image_size=32)[0]} == {
+        "mixer_p8",
+        "mixer_p16",
+        "mixer_p32",
+    }
     assert main(["models", "--match", "mixer_p*", "--image-size", "32"]) == 0
-    assert "Left out, as they cannot take images of that size: mixer_p7, mixer_p14, mixer_p28." in capsys.readouterr().out
+    assert (
+        "Left out, as they cannot take images of that size: mixer_p7, mixer_p14, mixer_p28."
+        in capsys.readouterr().out
+    )
 
 
 def test_widths_are_those_of_the_papers_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["widths", "--omega", "2^18", "--channels", "16,32,48", "--density", "0.9,0.1"]) == 0
+    assert (
+        main(["widths", "--omega", "2^18", "--channels", "16,32,48", "--density", "0.9,0.1"]) == 0
+    )
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     for wanted in (["16", "173", "2,768"], ["32", "113", "3,616"], ["48", "83", "3,984"]):
         assert wanted in rows
     assert ["0.9", "0.1", "540"] in rows and ["0.1", "0.9", "1,619"] in rows
 
 
-@pytest.mark.parametrize(("text", "value"), [("2^18", 262_144), ("2**18", 262_144), ("2.6e8", 2.6e8), ("17", 17)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("2^18", 262_144), ("2**18", 262_144), ("2.6e8", 2.6e8), ("17", 17)]
+)
 def test_omega_may_be_a_power(text: str, value: float) -> None:
     assert parse_power(text) == value
 
@@ -46,7 +80,10 @@ def test_omega_may_be_a_power(text: str, value: float) -> None:
         ("models --match mixr_b_16", "did you mean 'mixer_b_16'?"),
         ("models --classes 0", "--classes: '0' will not do"),
         ("models --image-size -4", "--image-size: '-4' will not do"),
-        ("models --match mixer_p7 --image-size 32", "--image-size: 32 suits none of these models (mixer_p7: "),
+        (
+            "models --match mixer_p7 --image-size 32",
+            "--image-size: 32 suits none of these models (mixer_p7: ",
+        ),
         ("widths --omega 2^x", "--omega: '2^x' is not a positive number"),
         ("widths --omega 9^999", "--omega: '9^999' is not a positive number"),
         ("widths --omega 2^18 --channels 3,,4", "--channels: '' will not do"),
@@ -56,7 +93,9 @@ def test_omega_may_be_a_power(text: str, value: float) -> None:
         ("widths --omega 2^18 --gamma nan", "gamma: nan will not do; give a number greater than 0"),
     ],
 )
-def test_a_mistake_is_one_message(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_message(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         code: object = main(words.split())
     except SystemExit as left:  # what argparse finds

@@ -1,4 +1,5 @@
-"""Mixers, S-Mixers and RP variants, in float64: against dense matrices on vec(X), a few independent lines, and each other."""
+"""Mixers, S-Mixers and RP variants, in float64: against dense matrices on vec(X), a few independent
+lines, and each other."""
 
 import copy
 from collections.abc import Iterator
@@ -17,9 +18,14 @@ IMAGE, PATCHES, TOKENS, CHANNELS = 12, 9, 7, 5  # S0 = 9, S = 7 where it is give
 
 
 def spec_with(**fields: object) -> MixerSpec:
-    has_gamma = fields.get("layers_per_mixing", 2) == 2 and not {"token_hidden", "channel_hidden"} <= fields.keys()
+    has_gamma = (
+        fields.get("layers_per_mixing", 2) == 2
+        and not {"token_hidden", "channel_hidden"} <= fields.keys()
+    )
     gamma = {"expansion": 2.4} if has_gamma else {}
-    return MixerSpec(kind="mixer", **{"patch_size": 4, "num_channels": CHANNELS, "depth": 3, **gamma, **fields})  # type: ignore[arg-type]
+    return MixerSpec(
+        kind="mixer", **{"patch_size": 4, "num_channels": CHANNELS, "depth": 3, **gamma, **fields}
+    )  # type: ignore[arg-type]
 
 
 KINDS: dict[str, dict[str, object]] = {
@@ -33,7 +39,8 @@ RANDOM = {f"rp {name}": {**fields, "permuted_blocks": "all"} for name, fields in
 
 
 def built(spec: MixerSpec, *, seed: int = 0) -> Mixer:
-    """In float64, and with no bias or scale that is 0 or 1, which would hide a wrong place for it."""
+    """In float64, and with no bias or scale that is 0 or 1, which would hide a wrong place for
+    it."""
     model = build_model(spec, num_classes=3, image_size=IMAGE, seed=seed).double()
     generator = torch.Generator().manual_seed(99)
     for name, weight in model.named_parameters():
@@ -45,7 +52,9 @@ def built(spec: MixerSpec, *, seed: int = 0) -> Mixer:
 
 
 def images(count: int = 2) -> Tensor:
-    return torch.randn(count, 3, IMAGE, IMAGE, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    return torch.randn(
+        count, 3, IMAGE, IMAGE, dtype=torch.float64, generator=torch.Generator().manual_seed(7)
+    )
 
 
 def norm(x: Tensor, module: nn.Module) -> Tensor:
@@ -53,7 +62,8 @@ def norm(x: Tensor, module: nn.Module) -> Tensor:
     return layer_norm(x, weight.shape, weight, bias)
 
 
-# ---- what the papers write -------------------------------------------------------------------------------------------
+# ---- what the papers write
+# -------------------------------------------------------------------------------------------
 
 
 def on_columns(module: nn.Module, x_BSC: Tensor) -> Tensor:
@@ -70,7 +80,8 @@ def on_rows(module: nn.Module, x_BSC: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
 def test_the_model_is_the_papers_formula(fields: dict[str, object]) -> None:
-    """U = X + mix(LN X), Y = U + mix(LN U); where S is given, block 0 is U = LN(W~ X) + mix(LN X); then LN, mean, linear."""
+    """U = X + mix(LN X), Y = U + mix(LN U); where S is given, block 0 is U = LN(W~ X) + mix(LN X);
+    then LN, mean, linear."""
     spec = spec_with(**fields)
     model, x = built(spec), images()
     corners = [(i, j) for i in (0, 4, 8) for j in (0, 4, 8)]
@@ -88,10 +99,16 @@ def test_the_model_is_the_papers_formula(fields: dict[str, object]) -> None:
     torch.testing.assert_close(pooled_features(model, x), pooled)
     expected = pooled @ model.head.weight.T + model.head.bias
     torch.testing.assert_close(model(x), expected)
-    gradients = [torch.autograd.grad(logits.square().sum(), [*model.parameters()]) for logits in (model(x), expected)]
+    gradients = [
+        torch.autograd.grad(logits.square().sum(), [*model.parameters()])
+        for logits in (model(x), expected)
+    ]
     torch.testing.assert_close(*gradients)
     if spec.num_tokens and spec.layers_per_mixing == 2:
-        assert model.blocks[0].token_mixing.inner.weight.shape == (round(2.4 * TOKENS), PATCHES)  # hidden x S0
+        assert model.blocks[0].token_mixing.inner.weight.shape == (
+            round(2.4 * TOKENS),
+            PATCHES,
+        )  # hidden x S0
         assert model.blocks[0].skip.linear.weight.shape == (TOKENS, PATCHES)  # S x S0
 
 
@@ -106,14 +123,19 @@ def test_hidden_sizes_are_those_of_tokens_and_of_channels() -> None:
 def test_the_epsilon_of_every_norm_is_the_specs() -> None:
     for fields in ({}, {"num_tokens": TOKENS}):
         for epsilon in (1e-5, 1e-6):
-            modules = built(spec_with(**fields, **({} if epsilon == 1e-5 else {"norm_eps": epsilon}))).modules()
+            modules = built(
+                spec_with(**fields, **({} if epsilon == 1e-5 else {"norm_eps": epsilon}))
+            ).modules()
             found = [module.eps for module in modules if isinstance(module, nn.LayerNorm)]
             assert found == [epsilon] * (8 if fields else 7)
     model = built(spec_with(num_tokens=PATCHES))  # the skip path, even where S is S0
-    assert [sum(weight.numel() for weight in block.skip.parameters()) for block in model.blocks] == [91, 0, 0]
+    assert [
+        sum(weight.numel() for weight in block.skip.parameters()) for block in model.blocks
+    ] == [91, 0, 0]
 
 
-# ---- one wide and sparse matrix on vec(X) ----------------------------------------------------------------------------
+# ---- one wide and sparse matrix on vec(X)
+# ----------------------------------------------------------------------------
 
 
 def kron(a: Tensor, b: Tensor) -> Tensor:
@@ -121,7 +143,8 @@ def kron(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dense_mixing(module: nn.Module, *, copies: int, across: bool) -> list[tuple[Tensor, Tensor]]:
-    """(matrix, bias) of every layer on vec(X), token by token: W (x) I across tokens, I (x) W along channels."""
+    """(matrix, bias) of every layer on vec(X), token by token: W (x) I across tokens, I (x) W along
+    channels."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     eye, ones = torch.eye(copies, dtype=torch.float64), torch.ones(copies, dtype=torch.float64)
     if across:
@@ -140,7 +163,8 @@ def wide(x_BM: Tensor, layers: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 @pytest.mark.parametrize("fields", [*KINDS.values(), *RANDOM.values()], ids=[*KINDS, *RANDOM])
 def test_a_block_is_a_wide_and_sparse_mlp(fields: dict[str, object]) -> None:
-    """Every block on vec(X) by Kronecker matrices; an RP block by J2 [I (x) W2] act([I (x) W1] J1 x) with matrices J."""
+    """Every block on vec(X) by Kronecker matrices; an RP block by J2 [I (x) W2] act([I (x) W1] J1
+    x) with matrices J."""
     model = built(spec_with(**fields))
     for number, block in enumerate(model.blocks):
         assert isinstance(block, MixerBlock)
@@ -157,14 +181,18 @@ def test_a_block_is_a_wide_and_sparse_mlp(fields: dict[str, object]) -> None:
         second = norm(u.reshape(2, tokens, CHANNELS), block.channel_norm).flatten(1)
         layers = dense_mixing(block.channel_mixing, copies=tokens, across=False)
         if block.is_permuted:
-            j1, j2 = permutation_matrix(block.before_channels), permutation_matrix(block.after_channels)
+            j1, j2 = (
+                permutation_matrix(block.before_channels),
+                permutation_matrix(block.after_channels),
+            )
             y = u + wide(second @ j1.T, layers) @ j2.T
         else:
             y = u + wide(second, layers)
         torch.testing.assert_close(block(x).flatten(1), y)
 
 
-# ---- RP models -------------------------------------------------------------------------------------------------------
+# ---- RP models
+# -------------------------------------------------------------------------------------------------------
 
 
 def commutation(rows: int, columns: int) -> Permutation:
@@ -195,9 +223,15 @@ def outputs_and_gradients(model: Mixer) -> Iterator[tuple[str, Tensor]]:
 
 @pytest.mark.parametrize("permuted", ["all", (0,), (1,)], ids=str)
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
-def test_rp_blocks_with_structured_permutations_are_the_normal_model(fields: dict[str, object], permuted: object) -> None:
-    """Outputs and all gradients; with random ones the outputs are others, so the permutations are really used."""
-    normal, random = built(spec_with(**fields)), built(spec_with(**fields, permuted_blocks=permuted))
+def test_rp_blocks_with_structured_permutations_are_the_normal_model(
+    fields: dict[str, object], permuted: object
+) -> None:
+    """Outputs and all gradients; with random ones the outputs are others, so the permutations are
+    really used."""
+    normal, random = (
+        built(spec_with(**fields)),
+        built(spec_with(**fields, permuted_blocks=permuted)),
+    )
     assert not torch.allclose(normal(images()), random(images()))
     tokens = TOKENS if fields.get("num_tokens") else PATCHES
     for number, block in enumerate(random.blocks):
@@ -208,28 +242,44 @@ def test_rp_blocks_with_structured_permutations_are_the_normal_model(fields: dic
     found, expected = dict(outputs_and_gradients(random)), dict(outputs_and_gradients(normal))
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], gradient, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
 def test_rp_models_start_with_the_normal_models_weights(fields: dict[str, object]) -> None:
-    """All weights, head included, are equal for one seed; block 1 is permuted alike alone and among all."""
+    """All weights, head included, are equal for one seed; block 1 is permuted alike alone and among
+    all."""
     normal, all_, one = (
-        build_model(spec_with(**fields, permuted_blocks=blocks), num_classes=3, image_size=IMAGE, seed=4).state_dict()
+        build_model(
+            spec_with(**fields, permuted_blocks=blocks), num_classes=3, image_size=IMAGE, seed=4
+        ).state_dict()
         for blocks in ((), "all", (1,))
     )
     assert normal
-    assert all(torch.equal(all_[name], weight) and torch.equal(one[name], weight) for name, weight in normal.items())
+    assert all(
+        torch.equal(all_[name], weight) and torch.equal(one[name], weight)
+        for name, weight in normal.items()
+    )
     places = ("before_tokens", "after_tokens", "before_channels", "after_channels")
     assert one.keys() - normal.keys() == {f"blocks.1.{place}.index" for place in places}
-    assert all_.keys() - normal.keys() == {f"blocks.{block}.{place}.index" for block in range(3) for place in places}
+    assert all_.keys() - normal.keys() == {
+        f"blocks.{block}.{place}.index" for block in range(3) for place in places
+    }
     assert all(torch.equal(all_[name], one[name]) for name in one)
 
 
 def test_permutations_are_independent_and_a_function_of_the_seed() -> None:
     def indices(seed: int | None) -> dict[str, tuple[int, ...]]:
-        model = build_model(spec_with(permuted_blocks="all"), num_classes=3, image_size=IMAGE, seed=seed)
-        return {name: tuple(index.tolist()) for name, index in model.named_buffers() if name.endswith(".index")}
+        model = build_model(
+            spec_with(permuted_blocks="all"), num_classes=3, image_size=IMAGE, seed=seed
+        )
+        return {
+            name: tuple(index.tolist())
+            for name, index in model.named_buffers()
+            if name.endswith(".index")
+        }
 
     first = indices(seed=4)
     assert len(first) == 12
@@ -241,7 +291,8 @@ def test_permutations_are_independent_and_a_function_of_the_seed() -> None:
 
 
 def test_dropout_is_twice_in_a_mixing_and_only_in_training() -> None:
-    """With W2 = 1 and probability 0.5 twice, 3 of 4 entries are 0 and the others are 4 times as large."""
+    """With W2 = 1 and probability 0.5 twice, 3 of 4 entries are 0 and the others are 4 times as
+    large."""
     torch.manual_seed(0)
     mixing = TwoLayer(spec_with(dropout=0.5), 40, hidden=40, num_outputs=40).double()
     nn.init.eye_(mixing.outer.weight)
@@ -254,20 +305,29 @@ def test_dropout_is_twice_in_a_mixing_and_only_in_training() -> None:
 
 
 def test_a_linear_s_mixer_block_is_a_monarch_product() -> None:
-    """Without norms and biases: (1 + R)(1 + Jc' L Jc) vec(X), L and R block-diagonal, whose last term is Monarch: R Jc' L Jc."""
+    """Without norms and biases: (1 + R)(1 + Jc' L Jc) vec(X), L and R block-diagonal, whose last
+    term is Monarch: R Jc' L Jc."""
     block = built(spec_with(layers_per_mixing=1, activation="identity")).blocks[0]
     block.token_norm, block.channel_norm = nn.Identity(), nn.Identity()
     across, along = block.token_mixing.linear, block.channel_mixing.linear
     for layer in (across, along):
         nn.init.zeros_(layer.bias)
-    left, right = torch.block_diag(*[across.weight] * CHANNELS), torch.block_diag(*[along.weight] * PATCHES)
+    left, right = (
+        torch.block_diag(*[across.weight] * CHANNELS),
+        torch.block_diag(*[along.weight] * PATCHES),
+    )
     size = PATCHES * CHANNELS
     jc = torch.zeros(size, size, dtype=torch.float64)
     for token in range(PATCHES):
         for channel in range(CHANNELS):
             jc[channel * PATCHES + token, token * CHANNELS + channel] = 1
-    x, one = torch.randn(2, PATCHES, CHANNELS, dtype=torch.float64), torch.eye(size, dtype=torch.float64)
-    torch.testing.assert_close(block(x).flatten(1), x.flatten(1) @ ((one + right) @ (one + jc.T @ left @ jc)).T)
+    x, one = (
+        torch.randn(2, PATCHES, CHANNELS, dtype=torch.float64),
+        torch.eye(size, dtype=torch.float64),
+    )
+    torch.testing.assert_close(
+        block(x).flatten(1), x.flatten(1) @ ((one + right) @ (one + jc.T @ left @ jc)).T
+    )
     mixed = block.channel_mixing(block.token_mixing(x.mT).mT)
     torch.testing.assert_close(mixed.flatten(1), x.flatten(1) @ (right @ jc.T @ left @ jc).T)
 
@@ -277,17 +337,23 @@ def test_a_reloaded_rp_model_is_the_same_model() -> None:
     first, second = built(spec, seed=1), built(spec, seed=2)
     assert not torch.allclose(first(images()), second(images()))
     second.load_state_dict(first.state_dict())
-    found, expected = dict(outputs_and_gradients(second)), dict(outputs_and_gradients(copy.deepcopy(first)))
+    found, expected = (
+        dict(outputs_and_gradients(second)),
+        dict(outputs_and_gradients(copy.deepcopy(first))),
+    )
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_a_deep_mixer_starts_with_sane_activations_and_gradients() -> None:
-    """Each mixing adds gamma E[gelu(N(0,1))^2] = 4 x 0.425 = 1.70 to the mean square; gradients reach all blocks alike."""
+    """Each mixing adds gamma E[gelu(N(0,1))^2] = 4 x 0.425 = 1.70 to the mean square; gradients
+    reach all blocks alike."""
     spec = spec_with(num_channels=96, depth=12, expansion=4.0)
     model = build_model(spec, num_classes=10, image_size=32, seed=0)
     sizes: list[float] = []
     for block in model.blocks:
-        block.register_forward_hook(lambda _block, _inputs, y: sizes.append(float(y.detach().square().mean())))
+        block.register_forward_hook(
+            lambda _block, _inputs, y: sizes.append(float(y.detach().square().mean()))
+        )
     x = torch.randn(8, 3, 32, 32)
     start = float(model.embed(x).detach().square().mean())
     features = model.forward_features(x)
@@ -297,8 +363,13 @@ def test_a_deep_mixer_starts_with_sane_activations_and_gradients() -> None:
     assert sum(growth) / 12 == pytest.approx(1.70, rel=0.08)
     assert all(1.70 * 0.75 < each < 1.70 * 1.33 for each in growth)
     weights = [block.get_parameter("channel_mixing.inner.weight") for block in model.blocks]
-    steepness = [float(weight.grad.square().mean().sqrt()) for weight in weights if weight.grad is not None]
-    read = [((before + after) / 2) ** 0.5 for before, after in zip([start, *sizes], sizes, strict=False)]
-    # LN divides by the size of what it reads, and so is the gradient; nothing else may shrink or grow with depth.
+    steepness = [
+        float(weight.grad.square().mean().sqrt()) for weight in weights if weight.grad is not None
+    ]
+    read = [
+        ((before + after) / 2) ** 0.5 for before, after in zip([start, *sizes], sizes, strict=False)
+    ]
+    # LN divides by the size of what it reads, and so is the gradient; nothing else may shrink or
+    # grow with depth.
     shares = [gradient * size for gradient, size in zip(steepness, read, strict=True)]
     assert max(shares) < 1.3 * min(shares)

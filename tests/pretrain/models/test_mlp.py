@@ -1,4 +1,5 @@
-"""The MLPs of "Scaling MLPs" against a few independent lines: any norm, activation, expansion, depth; batch statistics, dropout."""
+"""The MLPs of "Scaling MLPs" against a few independent lines: any norm, activation, expansion,
+depth; batch statistics, dropout."""
 
 import functools
 import math
@@ -41,9 +42,18 @@ KINDS: dict[str, dict[str, object]] = {
     "standard norm after": {"norm_place": "after", "bottleneck": "none"},
     "no skip": {"skip_every": 0},
     "standard with skip": {"skip_every": 1, "bottleneck": "none"},
-    "standard with skip, norm after": {"skip_every": 1, "bottleneck": "none", "norm_place": "after"},
+    "standard with skip, norm after": {
+        "skip_every": 1,
+        "bottleneck": "none",
+        "norm_place": "after",
+    },
     "skip every two": {"skip_every": 2, "depth": 6},
-    "standard skip every three, activation first": {"skip_every": 3, "depth": 6, "bottleneck": "none", "activation_first": True},
+    "standard skip every three, activation first": {
+        "skip_every": 3,
+        "depth": 6,
+        "bottleneck": "none",
+        "activation_first": True,
+    },
     "no bias": {"bias": False},
 }
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -56,20 +66,29 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def built(spec: MlpSpec) -> ImageModel:
-    """In float64, and with no bias, scale or running statistic that is 0 or 1, which would hide a wrong place for it."""
+    """In float64, and with no bias, scale or running statistic that is 0 or 1, which would hide a
+    wrong place for it."""
     model = build_model(spec, num_classes=3, image_size=IMAGE, seed=0).double()
     generator = torch.Generator().manual_seed(99)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith(("bias", "running_mean", "running_var")) or ("norm" in name and name.endswith("weight")):
-            tensor.data.add_(torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype), alpha=0.5)
+        if name.endswith(("bias", "running_mean", "running_var")) or (
+            "norm" in name and name.endswith("weight")
+        ):
+            tensor.data.add_(
+                torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype), alpha=0.5
+            )
     return model
 
 
 def images(count: int = 6) -> Tensor:
-    return torch.randn(count, 3, IMAGE, IMAGE, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    return torch.randn(
+        count, 3, IMAGE, IMAGE, dtype=torch.float64, generator=torch.Generator().manual_seed(7)
+    )
 
 
-def normalised(x_BM: Tensor, state: dict[str, Tensor], name: str, *, norm: str, training: bool) -> Tensor:
+def normalised(
+    x_BM: Tensor, state: dict[str, Tensor], name: str, *, norm: str, training: bool
+) -> Tensor:
     if norm == "none":
         return x_BM
     if norm == "layer":
@@ -78,22 +97,35 @@ def normalised(x_BM: Tensor, state: dict[str, Tensor], name: str, *, norm: str, 
         mean, variance = x_BM.mean(0), x_BM.var(0, correction=0)
     else:
         mean, variance = state[f"{name}.running_mean"], state[f"{name}.running_var"]
-    return (x_BM - mean) / (variance + 1e-5).sqrt() * state[f"{name}.weight"] + state[f"{name}.bias"]
+    return (x_BM - mean) / (variance + 1e-5).sqrt() * state[f"{name}.weight"] + state[
+        f"{name}.bias"
+    ]
 
 
 def linear(x: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
     return x @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)
 
 
-def by_the_paper(spec: MlpSpec, state: dict[str, Tensor], x_BCHW: Tensor, *, training: bool) -> Tensor:
-    """z + Wc act(We norm(z)), act(W norm(z)) or W act(norm(z)), layer by layer: the features, then the logits."""
+def by_the_paper(
+    spec: MlpSpec, state: dict[str, Tensor], x_BCHW: Tensor, *, training: bool
+) -> Tensor:
+    """z + Wc act(We norm(z)), act(W norm(z)) or W act(norm(z)), layer by layer: the features, then
+    the logits."""
     z, act = linear(x_BCHW.reshape(len(x_BCHW), -1), state, "stem"), ACTIVATIONS[spec.activation]
-    skip_every = {"inverted": 1, "none": 0}[spec.bottleneck] if spec.skip_every is None else spec.skip_every
+    skip_every = (
+        {"inverted": 1, "none": 0}[spec.bottleneck] if spec.skip_every is None else spec.skip_every
+    )
     for number in range(spec.depth):
-        block = f"blocks.{number // skip_every}.{number % skip_every}" if skip_every > 1 else f"blocks.{number}"
+        block = (
+            f"blocks.{number // skip_every}.{number % skip_every}"
+            if skip_every > 1
+            else f"blocks.{number}"
+        )
         if not skip_every or number % skip_every == 0:
             before = z
-        norm = functools.partial(normalised, state=state, name=f"{block}.norm", norm=spec.norm, training=training)
+        norm = functools.partial(
+            normalised, state=state, name=f"{block}.norm", norm=spec.norm, training=training
+        )
         z = norm(z) if spec.norm_place == "before" else z
         if spec.bottleneck == "inverted":
             z = linear(act(linear(z, state, f"{block}.expand")), state, f"{block}.contract")
@@ -109,15 +141,27 @@ def by_the_paper(spec: MlpSpec, state: dict[str, Tensor], x_BCHW: Tensor, *, tra
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
-def test_the_model_and_its_gradients_are_the_papers_formula(fields: dict[str, object], training: bool) -> None:
+def test_the_model_and_its_gradients_are_the_papers_formula(
+    fields: dict[str, object], training: bool
+) -> None:
     spec = spec_with(**fields)
     model = built(spec).train(training)
     weights = dict(model.named_parameters())
-    expected = by_the_paper(spec, {name: x.clone() for name, x in model.named_buffers()} | weights, images(), training=training)
+    expected = by_the_paper(
+        spec,
+        {name: x.clone() for name, x in model.named_buffers()} | weights,
+        images(),
+        training=training,
+    )
     logits = model(images())
     torch.testing.assert_close(logits, expected[:, spec.width :])
-    signs = images()[:, 0, 0, :3]  # a sum of batch-normalised numbers would be the same for any weights
-    gradients = [torch.autograd.grad((y * signs).sum(), [*weights.values()]) for y in (logits, expected[:, spec.width :])]
+    signs = images()[
+        :, 0, 0, :3
+    ]  # a sum of batch-normalised numbers would be the same for any weights
+    gradients = [
+        torch.autograd.grad((y * signs).sum(), [*weights.values()])
+        for y in (logits, expected[:, spec.width :])
+    ]
     torch.testing.assert_close(*gradients)
     if spec.norm != "batch":
         torch.testing.assert_close(pooled_features(model, images()), expected[:, : spec.width])
@@ -130,22 +174,40 @@ def test_batch_norm_gathers_running_statistics_in_training_alone() -> None:
     model.eval()(x)
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
     model.train()(x)
-    z, name = (x.reshape(6, -1) @ model.get_parameter("stem.weight").T + model.get_parameter("stem.bias"), "blocks.0.norm")
+    z, name = (
+        x.reshape(6, -1) @ model.get_parameter("stem.weight").T + model.get_parameter("stem.bias"),
+        "blocks.0.norm",
+    )
     mean, variance = (before[f"{name}.running_{kind}"] for kind in ("mean", "var"))
-    torch.testing.assert_close(model.get_buffer(f"{name}.running_mean"), 0.9 * mean + 0.1 * z.mean(0))
-    torch.testing.assert_close(model.get_buffer(f"{name}.running_var"), 0.9 * variance + 0.1 * z.var(0))
+    torch.testing.assert_close(
+        model.get_buffer(f"{name}.running_mean"), 0.9 * mean + 0.1 * z.mean(0)
+    )
+    torch.testing.assert_close(
+        model.get_buffer(f"{name}.running_var"), 0.9 * variance + 0.1 * z.var(0)
+    )
 
 
-@pytest.mark.parametrize(("fields", "num_dropouts"), [({"expansion": 1.0}, 2), (BOTH[1], 1)], ids=["inverted", "standard"])
-def test_dropout_scales_what_it_keeps_and_only_in_training(fields: dict[str, object], num_dropouts: int) -> None:
-    """With Wc = 1 its two places multiply: of what a block adds, 3 of 4 entries are 0 and the others are 4 times as large."""
+@pytest.mark.parametrize(
+    ("fields", "num_dropouts"),
+    [({"expansion": 1.0}, 2), (BOTH[1], 1)],
+    ids=["inverted", "standard"],
+)
+def test_dropout_scales_what_it_keeps_and_only_in_training(
+    fields: dict[str, object], num_dropouts: int
+) -> None:
+    """With Wc = 1 its two places multiply: of what a block adds, 3 of 4 entries are 0 and the
+    others are 4 times as large."""
     torch.manual_seed(0)
     spec = spec_with(depth=1, width=400, dropout=0.5, **fields)
     model, x = built(spec), images(20)
     if spec.bottleneck == "inverted":
         torch.nn.init.eye_(model.get_parameter("blocks.0.contract.weight"))
         torch.nn.init.zeros_(model.get_parameter("blocks.0.contract.bias"))
-    skip = model.embed(x) if spec.bottleneck == "inverted" else torch.zeros(20, 400, dtype=torch.float64)
+    skip = (
+        model.embed(x)
+        if spec.bottleneck == "inverted"
+        else torch.zeros(20, 400, dtype=torch.float64)
+    )
     whole = model.eval().forward_features(x)
     expected = by_the_paper(spec, dict(model.named_parameters()), x, training=False)[:, :400]
     torch.testing.assert_close(whole, expected)
@@ -156,7 +218,9 @@ def test_dropout_scales_what_it_keeps_and_only_in_training(fields: dict[str, obj
 
 
 @pytest.mark.parametrize("norm", [BatchNorm1d, BatchNorm2d])
-def test_bf16_weights_beside_fp32_statistics_normalise_as_fp32_does(norm: type[BatchNorm1d | BatchNorm2d]) -> None:
+def test_bf16_weights_beside_fp32_statistics_normalise_as_fp32_does(
+    norm: type[BatchNorm1d | BatchNorm2d],
+) -> None:
     size = (6, 5) if norm is BatchNorm1d else (6, 5, 3, 3)
     x = torch.randn(size, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact, mixed = norm(5), norm(5)
@@ -168,6 +232,8 @@ def test_bf16_weights_beside_fp32_statistics_normalise_as_fp32_does(norm: type[B
 
 
 def test_batch_norm_refuses_to_be_computed_twice() -> None:
-    model = build_model(MlpSpec(kind="mlp", depth=1, width=4, norm="batch"), num_classes=2, image_size=8)
+    model = build_model(
+        MlpSpec(kind="mlp", depth=1, width=4, norm="batch"), num_classes=2, image_size=8
+    )
     with pytest.raises(ValueError, match="batch norm would count every batch twice"):
         model.set_grad_checkpointing()

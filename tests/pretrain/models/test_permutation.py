@@ -1,4 +1,5 @@
-"""Permutations against dense matrices; an index survives every way of keeping a model, and a wrong one is refused."""
+"""Permutations against dense matrices; an index survives every way of keeping a model, and a wrong
+one is refused."""
 
 import copy
 from collections.abc import Callable
@@ -27,7 +28,9 @@ def drawn(size: int = SIZE, *, seed: int = 0) -> Permutation:
 def test_a_permutation_is_its_matrix_forwards_and_backwards() -> None:
     permutation, x = drawn(), torch.randn(3, SIZE, dtype=torch.float64, requires_grad=True)
     dense = matrix_of(permutation)
-    assert not torch.equal(dense, dense.T)  # else its inverse would be itself, and a wrong backward pass right
+    assert not torch.equal(
+        dense, dense.T
+    )  # else its inverse would be itself, and a wrong backward pass right
     y, weights = permutation(x), torch.randn(3, SIZE, dtype=torch.float64)
     (gradient,) = torch.autograd.grad((y * weights).sum(), x)
     assert torch.equal(y, x @ dense.T)
@@ -36,7 +39,12 @@ def test_a_permutation_is_its_matrix_forwards_and_backwards() -> None:
 
 @pytest.mark.parametrize(
     "laid_out",
-    [lambda x: x, lambda x: x.T.contiguous().T, lambda x: x[:1].expand(3, -1), lambda x: x.repeat(1, 2)[:, ::2]],
+    [
+        lambda x: x,
+        lambda x: x.T.contiguous().T,
+        lambda x: x[:1].expand(3, -1),
+        lambda x: x.repeat(1, 2)[:, ::2],
+    ],
     ids=["contiguous", "transposed", "expanded", "strided"],
 )
 def test_gradients_are_those_of_finite_differences(laid_out: Callable[[Tensor], Tensor]) -> None:
@@ -49,7 +57,9 @@ def test_gradients_are_those_of_finite_differences(laid_out: Callable[[Tensor], 
 
 def is_whole(module: nn.Module, index: Tensor) -> bool:
     found = module[0]  # type: ignore[index]
-    is_inverse = torch.equal(found.index[found.inverse.long()], torch.arange(SIZE, dtype=torch.int32))
+    is_inverse = torch.equal(
+        found.index[found.inverse.long()], torch.arange(SIZE, dtype=torch.int32)
+    )
     return is_inverse and found.inverse.dtype == torch.int32 and torch.equal(found.index, index)
 
 
@@ -70,7 +80,9 @@ def as_int64(state: dict[str, Tensor], _folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kept", [through_torch, through_safetensors, as_int64])
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_index_comes_back_and_the_inverse_with_it(kept: Kept, assign: bool, device: str, tmp_path: Path) -> None:
+def test_the_index_comes_back_and_the_inverse_with_it(
+    kept: Kept, assign: bool, device: str, tmp_path: Path
+) -> None:
     index = drawn(seed=1).index
     state = kept(nn.Sequential(Permutation(index)).state_dict(), tmp_path)
     assert list(state) == ["0.index"]
@@ -85,7 +97,13 @@ def test_the_index_comes_back_and_the_inverse_with_it(kept: Kept, assign: bool, 
 def test_copies_and_conversions_keep_index_and_inverse() -> None:
     index = drawn(seed=1).index
     module = nn.Sequential(Permutation(index), nn.Linear(SIZE, 2))
-    for other in (copy.deepcopy(module), module.to("cpu"), module.bfloat16(), module.to(torch.float16), module.float()):
+    for other in (
+        copy.deepcopy(module),
+        module.to("cpu"),
+        module.bfloat16(),
+        module.to(torch.float16),
+        module.float(),
+    ):
         assert is_whole(other, index)
     on_meta = module.to("meta")
     assert on_meta[0].index.is_meta
@@ -102,7 +120,10 @@ def test_a_permutation_is_drawn_on_the_cpu_whatever_the_device() -> None:
 
 @pytest.mark.parametrize(
     "index",
-    [torch.tensor(each) for each in ([0, 1, 1, 3], [0, 1, 2, 4], [0, -1, 2, 3], [0.0, 1.0, 2.0, 3.0])],
+    [
+        torch.tensor(each)
+        for each in ([0, 1, 1, 3], [0, 1, 2, 4], [0, -1, 2, 3], [0.0, 1.0, 2.0, 3.0])
+    ],
     ids=["doubled", "too large", "negative", "not integers"],
 )
 def test_a_wrong_index_is_refused(index: Tensor) -> None:
@@ -111,7 +132,9 @@ def test_a_wrong_index_is_refused(index: Tensor) -> None:
     module = nn.Sequential(drawn(4, seed=3))
     kept = module[0].index.clone()
     for strict, assign in ((True, False), (False, True)):
-        with pytest.raises(RuntimeError, match=r"0\.index is not a permutation .*another copy") as raised:
+        with pytest.raises(
+            RuntimeError, match=r"0\.index is not a permutation .*another copy"
+        ) as raised:
             module.load_state_dict({"0.index": index}, strict=strict, assign=assign)
         assert str(raised.value).count("\n") == 1  # torch's heading, and ours
         assert torch.equal(module[0].index, kept)

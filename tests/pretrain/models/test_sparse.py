@@ -1,4 +1,5 @@
-"""SW-MLP: the printed block, one model in two storages, a fixed random pattern that a checkpoint carries, spectra, counts."""
+"""SW-MLP: the printed block, one model in two storages, a fixed random pattern that a checkpoint
+carries, spectra, counts."""
 
 import itertools
 import math
@@ -17,7 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain.config import OptimizerSettings
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
-from pretrain.models.layers.sparse import MaskedLinear, SparseLinear, connections_of, draw_connections, largest_singular_value
+from pretrain.models.layers.sparse import (
+    MaskedLinear,
+    SparseLinear,
+    connections_of,
+    draw_connections,
+    largest_singular_value,
+)
 from pretrain.models.spec import SparseMlpSpec
 from pretrain.optim import build_optimizer
 
@@ -51,7 +58,9 @@ def effective(layer: torch.nn.Module, of: str = "weight") -> Tensor:
 
 
 def sparse_layers(model: ImageModel) -> list[torch.nn.Module]:
-    found = [module for module in model.modules() if isinstance(module, MaskedLinear | SparseLinear)]
+    found = [
+        module for module in model.modules() if isinstance(module, MaskedLinear | SparseLinear)
+    ]
     assert found
     return found
 
@@ -69,13 +78,19 @@ def sparse_layers(model: ImageModel) -> list[torch.nn.Module]:
 )
 def test_the_model_is_the_papers_formula(storage: str, fields: dict[str, object]) -> None:
     model = tiny(storage=storage, **fields)
-    w = {name: weight.detach().normal_() for name, weight in model.named_parameters()}  # biases, too
+    w = {
+        name: weight.detach().normal_() for name, weight in model.named_parameters()
+    }  # biases, too
     for layer in sparse_layers(model):
         if isinstance(layer, SparseLinear):
             layer.values.data.normal_()
     # a weight outside the mask, normal as the others, does nothing
     of_layers = (MaskedLinear, SparseLinear)
-    matrices = {name: effective(layer) for name, layer in model.named_modules() if isinstance(layer, of_layers)}
+    matrices = {
+        name: effective(layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, of_layers)
+    }
 
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ matrices.get(name, w.get(f"{name}.weight", x)).T + w.get(f"{name}.bias", 0)
@@ -95,17 +110,26 @@ def test_the_model_is_the_papers_formula(storage: str, fields: dict[str, object]
             z = z + (gelu(added) if "outer_activation" in fields else added)
     z = layer_norm(z, z.shape[-1:], w["norm.weight"], w["norm.bias"])
     torch.testing.assert_close(model(x), linear(z, "head"), rtol=1e-4, atol=1e-4)
-    assert ("widen" in matrices) == ("widen" in fields) and any(name.endswith("stem.bias") for name in w) == ("bias" not in fields)
+    assert ("widen" in matrices) == ("widen" in fields) and any(
+        name.endswith("stem.bias") for name in w
+    ) == ("bias" not in fields)
 
 
 @pytest.mark.parametrize("expansion", [None, 2.0])
 def test_both_storages_are_one_model(expansion: float | None) -> None:
     """From one seed: equal weights, outputs and gradients, and none of these zero."""
-    masked, sparse = tiny(storage="masked", expansion=expansion), tiny(storage="sparse", expansion=expansion)
+    masked, sparse = (
+        tiny(storage="masked", expansion=expansion),
+        tiny(storage="sparse", expansion=expansion),
+    )
     torch.testing.assert_close(masked(images()), sparse(images()))
     for model in (masked, sparse):
         model(images()).square().sum().backward()
-        assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+        assert [
+            name
+            for name, weight in model.named_parameters()
+            if weight.grad is None or not weight.grad.any()
+        ] == []
     for one, two in zip(sparse_layers(masked), sparse_layers(sparse), strict=True):
         assert torch.equal(effective(one), effective(two))
         torch.testing.assert_close(effective(one, "gradient"), effective(two, "gradient"))
@@ -117,23 +141,36 @@ def test_both_storages_are_one_model(expansion: float | None) -> None:
 
 def test_the_gradients_of_the_sparse_product() -> None:
     layer = SparseLinear(7, num_outputs=5, density=0.4, variance=1.0).double()
-    values, x = layer.values.detach().requires_grad_(), torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    values, x = (
+        layer.values.detach().requires_grad_(),
+        torch.randn(3, 7, dtype=torch.float64, requires_grad=True),
+    )
     names = {"bias": layer.bias.detach()}
     run = lambda values, x: torch.func.functional_call(layer, {**names, "values": values}, (x,))  # noqa: E731
     assert torch.autograd.gradcheck(run, (values, x))
     with FlopCounterMode(display=False) as counter:
         layer.float()(torch.randn(5, 7, requires_grad=True)).sum().backward()
-    assert counter.get_total_flops() == 3 * 2 * 5 * layer.values.numel()  # what meta modules count: test_cost.py
+    assert (
+        counter.get_total_flops() == 3 * 2 * 5 * layer.values.numel()
+    )  # what meta modules count: test_cost.py
 
 
 def test_an_empty_row_column_and_matrix() -> None:
     mask = torch.zeros(4, 3, dtype=torch.bool)
     mask[1, 0] = mask[1, 2] = mask[2, 2] = True
     connections = connections_of(mask)
-    assert connections.row_starts.tolist() == [0, 0, 2, 3, 3] and connections.columns.tolist() == [0, 2, 2]
+    assert connections.row_starts.tolist() == [0, 0, 2, 3, 3] and connections.columns.tolist() == [
+        0,
+        2,
+        2,
+    ]
     assert connections.rows.tolist() == [1, 1, 2]
     starts, columns, order = connections.transposed()
-    assert starts.tolist() == [0, 1, 1, 3] and columns.tolist() == [1, 1, 2] and order.tolist() == [0, 1, 2]
+    assert (
+        starts.tolist() == [0, 1, 1, 3]
+        and columns.tolist() == [1, 1, 2]
+        and order.tolist() == [0, 1, 2]
+    )
     assert draw_connections(7, num_outputs=5, density=1.0).mask().all()
     layer = SparseLinear(3, num_outputs=2, density=1e-9, variance=1.0)
     assert layer.values.numel() == 0
@@ -142,23 +179,34 @@ def test_an_empty_row_column_and_matrix() -> None:
 
 @pytest.mark.parametrize("density", [0.003, 0.3, 0.9])
 def test_connections_are_independent_draws(density: float) -> None:
-    """Mean and variance of the counts in rows and in columns are those of binomials, neighbours know nothing of each other."""
+    """Mean and variance of the counts in rows and in columns are those of binomials, neighbours
+    know nothing of each other."""
     torch.manual_seed(0)
     connections = draw_connections(2000, num_outputs=1500, density=density)
-    parts = (np.ones(len(connections.columns)), connections.columns.numpy(), connections.row_starts.numpy())
+    parts = (
+        np.ones(len(connections.columns)),
+        connections.columns.numpy(),
+        connections.row_starts.numpy(),
+    )
     mask = torch.from_numpy(csr_matrix(parts, shape=(1500, 2000)).toarray()).bool()
     assert torch.equal(connections.mask(), mask) and int(mask.sum()) == len(connections.columns)
     size, spread = mask.numel(), density * (1 - density)
     assert abs(mask.float().mean() - density) < 5 * math.sqrt(spread / size)
     for axis, count in ((0, 1500), (1, 2000)):
         assert mask.sum(axis).double().var() == pytest.approx(count * spread, rel=0.25)
-        together = (mask.narrow(axis, 1, mask.shape[axis] - 1) & mask.narrow(axis, 0, mask.shape[axis] - 1)).sum()
-        assert abs(int(together) - size * density**2) < 8 * math.sqrt(size * density**2) + 0.01 * size * density**2
+        together = (
+            mask.narrow(axis, 1, mask.shape[axis] - 1) & mask.narrow(axis, 0, mask.shape[axis] - 1)
+        ).sum()
+        assert (
+            abs(int(together) - size * density**2)
+            < 8 * math.sqrt(size * density**2) + 0.01 * size * density**2
+        )
 
 
 @pytest.mark.parametrize("name", ["lion", "adamw", "sgd"])
 def test_both_storages_are_trained_alike(name: str) -> None:
-    """Three steps with much weight decay: the same matrices, and where nothing is connected nothing has come to be."""
+    """Three steps with much weight decay: the same matrices, and where nothing is connected nothing
+    has come to be."""
     settings = OptimizerSettings.model_validate({"name": name, "lr": 0.01, "weight_decay": 5.0})
     models = [tiny(storage=storage, expansion=2.0) for storage in ("masked", "sparse")]
     before = [effective(layer) for layer in sparse_layers(models[0])]
@@ -186,7 +234,9 @@ def gradient_of_stem(model: ImageModel) -> Tensor:
 
 @BOTH
 @pytest.mark.parametrize("saved_as", ["masked", "sparse"])
-def test_a_checkpoint_brings_its_pattern_into_either_storage(storage: str, saved_as: str, tmp_path: Path) -> None:
+def test_a_checkpoint_brings_its_pattern_into_either_storage(
+    storage: str, saved_as: str, tmp_path: Path
+) -> None:
     saved = tiny(storage=saved_as, seed=1)
     save_file(saved.state_dict(), tmp_path / "model.safetensors")
     model = tiny(storage=storage, seed=2)  # another pattern, of another number of connections
@@ -207,7 +257,9 @@ def test_a_pattern_that_comes_alone_leaves_the_weights(storage: str) -> None:
     model = tiny(storage=storage, seed=1)
     expected, of_stem = model(images()), gradient_of_stem(model)
     parameters = dict(model.named_parameters())
-    pattern = {name: value.clone() for name, value in model.state_dict().items() if name not in parameters}
+    pattern = {
+        name: value.clone() for name, value in model.state_dict().items() if name not in parameters
+    }
     assert len(pattern) == (2 if storage == "masked" else 4)
     for buffer in model.buffers():
         buffer.zero_()
@@ -218,7 +270,10 @@ def test_a_pattern_that_comes_alone_leaves_the_weights(storage: str) -> None:
 
 @BOTH
 def test_a_damaged_pattern_is_refused(storage: str) -> None:
-    for name, value, words in (("columns", 99, "outside 0 ... 19"), ("row_starts", -1, "do not rise")):
+    for name, value, words in (
+        ("columns", 99, "outside 0 ... 19"),
+        ("row_starts", -1, "do not rise"),
+    ):
         weights = tiny(storage="sparse").state_dict()
         weights[f"blocks.1.linear.{name}"][1] = value
         with pytest.raises(ValueError, match=f"blocks.1.linear: .*{words}"):
@@ -234,12 +289,15 @@ def test_a_huge_sparse_layer_takes_no_more_than_its_connections() -> None:
 
 @pytest.mark.parametrize("gamma", [1.0, 0.25, 4.0])
 def test_the_largest_singular_value_is_that_of_a_sparse_matrix(gamma: float) -> None:
-    """sqrt(L+) with q^2 = p gamma m (see sparse.py); neither Marchenko-Pastur's nor, where gamma is not 1, that of q^2 = p m."""
+    """sqrt(L+) with q^2 = p gamma m (see sparse.py); neither Marchenko-Pastur's nor, where gamma is
+    not 1, that of q^2 = p m."""
     width, density, c = round(600 / math.sqrt(gamma)), 0.06, 1 + math.sqrt(gamma)
     torch.manual_seed(0)
     found = []
     for _ in range(4):
-        layer = SparseLinear(width, num_outputs=round(gamma * width), density=density, variance=1 / (density * width))
+        layer = SparseLinear(
+            width, num_outputs=round(gamma * width), density=density, variance=1 / (density * width)
+        )
         found.append(largest_singular_value(layer.matrix()))
     excess = 3 * c**2 * (1 - density) / (density * width)
     measured = sum(found) / len(found)
@@ -254,17 +312,29 @@ def test_the_largest_singular_value_is_that_of_a_sparse_matrix(gamma: float) -> 
 def test_a_spectral_gain_starts_every_matrix_at_the_largest_singular_value_of_a_dense_one(
     storage: str, expansion: float | None, expected: float
 ) -> None:
-    """1 + sqrt(gamma), of both matrices of a block; stem, pattern and everything else are as without it."""
-    fields: dict[str, object] = {"storage": storage, "density": 0.1, "expansion": expansion, "num_channels": 20}
+    """1 + sqrt(gamma), of both matrices of a block; stem, pattern and everything else are as
+    without it."""
+    fields: dict[str, object] = {
+        "storage": storage,
+        "density": 0.1,
+        "expansion": expansion,
+        "num_channels": 20,
+    }
     plain, gained = tiny(**fields), tiny(**fields, init_gain="spectral")
     other = dict(plain.named_parameters())
     for one, two in zip(sparse_layers(plain), sparse_layers(gained), strict=True):
         before, after = effective(one).double(), effective(two).double()
         assert float(torch.linalg.matrix_norm(before, 2)) > 1.01 * expected
         assert float(torch.linalg.matrix_norm(after, 2)) == pytest.approx(expected, rel=1e-5)
-        torch.testing.assert_close(after, before * (after.norm() / before.norm()), rtol=1e-5, atol=1e-7)
-    changed = {name for name, weight in gained.named_parameters() if not torch.equal(weight, other[name])}
-    assert changed and all(name.startswith("blocks.") and name.endswith((".weight", ".values")) for name in changed)
+        torch.testing.assert_close(
+            after, before * (after.norm() / before.norm()), rtol=1e-5, atol=1e-7
+        )
+    changed = {
+        name for name, weight in gained.named_parameters() if not torch.equal(weight, other[name])
+    }
+    assert changed and all(
+        name.startswith("blocks.") and name.endswith((".weight", ".values")) for name in changed
+    )
     assert not any("norm" in name for name in changed)
 
 
@@ -272,7 +342,9 @@ def test_the_largest_singular_value_of_what_is_mostly_empty() -> None:
     for nonzero in (0, 3, 400):
         torch.manual_seed(nonzero)
         dense = torch.zeros(300, 500, dtype=torch.float64)
-        dense[torch.randint(300, (nonzero,)), torch.randint(500, (nonzero,))] = torch.randn(nonzero, dtype=torch.float64)
+        dense[torch.randint(300, (nonzero,)), torch.randint(500, (nonzero,))] = torch.randn(
+            nonzero, dtype=torch.float64
+        )
         found = largest_singular_value(csr_matrix(dense.numpy()))
         assert found == pytest.approx(float(torch.linalg.matrix_norm(dense, 2)), rel=1e-9)
 
@@ -299,7 +371,11 @@ def test_traced_and_exported_it_is_the_same(storage: str, monkeypatch: pytest.Mo
     expected = model(images())
     traced = torch.compile(model, backend="aot_eager", fullgraph=True)
     expected.sum().backward()
-    wanted = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    wanted = {
+        name: weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
+    }
     model.zero_grad()
     outputs = traced(images())
     torch.testing.assert_close(outputs, expected)
@@ -315,7 +391,9 @@ def test_traced_and_exported_it_is_the_same(storage: str, monkeypatch: pytest.Mo
 
 
 def test_auto_is_sparse_where_little_is_connected() -> None:
-    specs = [SparseMlpSpec(kind="sw_mlp", density=density) for density in (0.9, 0.5, 0.06, 0.05, 0.001)]
+    specs = [
+        SparseMlpSpec(kind="sw_mlp", density=density) for density in (0.9, 0.5, 0.06, 0.05, 0.001)
+    ]
     assert [spec.is_sparse for spec in specs] == [False, False, False, True, True]
     assert isinstance(sparse_layers(tiny(density=0.05))[0], SparseLinear)
     assert isinstance(sparse_layers(tiny(density=0.5))[0], MaskedLinear)

@@ -1,4 +1,5 @@
-"""Monarch and Kronecker layers against dense matrices made of kron, block_diag and permutations; counts as literals."""
+"""Monarch and Kronecker layers against dense matrices made of kron, block_diag and permutations;
+counts as literals."""
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ def spec(form: str, **fields: object) -> StructuredMlpSpec:
 
 
 def transposition(rows: int, columns: int) -> Tensor:
-    """The matrix that takes the entries of a (rows, columns) grid, row by row, to those of its transpose."""
-    return torch.eye(rows * columns, dtype=torch.float64)[torch.arange(rows * columns).view(rows, columns).T.flatten()]
+    """The matrix that takes the entries of a (rows, columns) grid, row by row, to those of its
+    transpose."""
+    return torch.eye(rows * columns, dtype=torch.float64)[
+        torch.arange(rows * columns).view(rows, columns).T.flatten()
+    ]
 
 
 def dense(form: str, weights: dict[str, Tensor], *, rows: int, out: tuple[int, int]) -> Tensor:
@@ -45,7 +49,8 @@ def test_a_layer_is_its_dense_matrix(form: str) -> None:
 
     torch.testing.assert_close(ours(weights, x), theirs(weights, x))
     gradients = [
-        torch.func.grad(lambda w, x, run=run: run(w, x).pow(3).sum(), argnums=(0, 1))(weights, x) for run in (ours, theirs)
+        torch.func.grad(lambda w, x, run=run: run(w, x).pow(3).sum(), argnums=(0, 1))(weights, x)
+        for run in (ours, theirs)
     ]
     torch.testing.assert_close(gradients[0], gradients[1])
     assert all(gradient.all() for gradient in [*gradients[0][0].values(), gradients[0][1]])
@@ -54,7 +59,9 @@ def test_a_layer_is_its_dense_matrix(form: str) -> None:
 @FORMS
 @pytest.mark.parametrize("greyscale", [True, False])
 def test_the_model_is_the_papers_formula(form: str, greyscale: bool) -> None:
-    model = build_model(spec(form, greyscale=greyscale), num_classes=3, image_size=H, seed=0).double()
+    model = build_model(
+        spec(form, greyscale=greyscale), num_classes=3, image_size=H, seed=0
+    ).double()
     x = torch.randn(2, 3, H, H, dtype=torch.float64)
     rows = x.sum(1) / 3 if greyscale else torch.cat([x[:, 0], x[:, 1], x[:, 2]], dim=2)
     matrices = [
@@ -68,13 +75,23 @@ def test_the_model_is_the_papers_formula(form: str, greyscale: bool) -> None:
     torch.testing.assert_close(model.forward_features(x).flatten(1), hidden)
     torch.testing.assert_close(model.float()(x.float()).double(), expected, rtol=1e-5, atol=1e-5)
     model(x.float()).square().sum().backward()
-    assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+    assert [
+        name
+        for name, weight in model.named_parameters()
+        if weight.grad is None or not weight.grad.any()
+    ] == []
 
 
 @FORMS
 def test_small_matrices_start_with_the_variance_of_one_over_inputs(form: str) -> None:
-    model = build_model(spec(form, num_rows=150, num_columns=80), num_classes=3, image_size=100, seed=0)
-    found = {name: weight.detach() for name, weight in model.named_parameters() if not name.startswith("head")}
+    model = build_model(
+        spec(form, num_rows=150, num_columns=80), num_classes=3, image_size=100, seed=0
+    )
+    found = {
+        name: weight.detach()
+        for name, weight in model.named_parameters()
+        if not name.startswith("head")
+    }
     assert len(found) == 4
     for weight in found.values():
         assert weight.var() == pytest.approx(1 / weight.shape[-1], rel=0.06)

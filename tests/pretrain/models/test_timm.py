@@ -1,4 +1,5 @@
-"""timm's own tools on our models: the registry, features, heads, layer-wise groups, checkpointed blocks."""
+"""timm's own tools on our models: the registry, features, heads, layer-wise groups, checkpointed
+blocks."""
 
 from typing import Any
 
@@ -68,7 +69,9 @@ def test_intermediates_are_what_hooks_see_and_lie_as_the_patches_lie() -> None:
     for tokens_BSC, map_BCHW in zip(seen, maps, strict=True):
         assert torch.equal(tokens_BSC[:, 8 * 2 + 5], map_BCHW[:, :, 2, 5])
     torch.testing.assert_close(final, model.forward_features(images()))
-    (rows,) = model.forward_intermediates(images(), indices=[1], output_fmt="NLC", intermediates_only=True)
+    (rows,) = model.forward_intermediates(
+        images(), indices=[1], output_fmt="NLC", intermediates_only=True
+    )
     assert torch.equal(rows, maps[1].flatten(2).transpose(1, 2))
     with pytest.raises(ValueError, match="there are 3 blocks"):
         model.forward_intermediates(images(), indices=[3])
@@ -100,7 +103,9 @@ def test_checkpointed_blocks_have_the_same_gradients() -> None:
         model.set_grad_checkpointing(enable)
         model(images()).square().sum().backward()
         gradients.append([weight.grad.clone() for weight in model.parameters()])
-    assert gradients[0] and all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert gradients[0] and all(
+        torch.equal(one, other) for one, other in zip(*gradients, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,10 @@ def test_checkpointed_blocks_have_the_same_gradients() -> None:
     [
         ("mixer_ss_w", ("stem", "blocks.0.token_norm", "blocks.1.token_norm", "head")),
         ("sw_mlp_540", ("stem", "blocks.0.linear", "blocks.7.linear", "head")),
-        ("vit_b_4", ("body.patch_embed.proj", "body.blocks.0.mlp.fc1", "body.blocks.11.mlp.fc1", "head")),
+        (
+            "vit_b_4",
+            ("body.patch_embed.proj", "body.blocks.0.mlp.fc1", "body.blocks.11.mlp.fc1", "head"),
+        ),
         ("resnet152_64", ("body.conv1", "body.layer1.0.conv1", "body.layer4.2.conv1", "head")),
     ],
 )
@@ -116,7 +124,9 @@ def test_layer_wise_learning_rates_know_every_family(name: str, layers: tuple[st
     with torch.device("meta"):
         model = timm.create_model(name)
     names, scales = {weight: name for name, weight in model.named_parameters()}, {}
-    for group in param_groups_layer_decay(model, layer_decay=0.5, no_weight_decay_list=model.no_weight_decay()):
+    for group in param_groups_layer_decay(
+        model, layer_decay=0.5, no_weight_decay_list=model.no_weight_decay()
+    ):
         scales |= {names[weight]: group["lr_scale"] for weight in group["params"]}
         decayed = [names[weight] for weight in group["params"]] if group["weight_decay"] else []
         assert not {"body.cls_token", "body.pos_embed"} & set(decayed)

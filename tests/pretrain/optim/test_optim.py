@@ -20,8 +20,11 @@ from pretrain.optim.schedule import Schedule
 SHAPES = [(7, 5), (3,), (600, 1100), (0, 4)]
 
 
-def trained(optimizer_of: Callable[[list[nn.Parameter]], Optimizer], steps: int = 6) -> list[Tensor]:
-    """Weights and momenta after some steps; whole rows have no gradient, as below a head that starts at zero."""
+def trained(
+    optimizer_of: Callable[[list[nn.Parameter]], Optimizer], steps: int = 6
+) -> list[Tensor]:
+    """Weights and momenta after some steps; whole rows have no gradient, as below a head that
+    starts at zero."""
     generator = torch.Generator().manual_seed(0)
     weights = [nn.Parameter(torch.randn(*shape, generator=generator)) for shape in SHAPES]
     optimizer = optimizer_of(weights)
@@ -30,7 +33,11 @@ def trained(optimizer_of: Callable[[list[nn.Parameter]], Optimizer], steps: int 
             weight.grad = torch.randn(weight.shape, generator=generator)
             weight.grad[:2] = 0
         optimizer.step()
-    return [tensor.detach() for weight in weights for tensor in (weight, optimizer.state[weight]["exp_avg"])]
+    return [
+        tensor.detach()
+        for weight in weights
+        for tensor in (weight, optimizer.state[weight]["exp_avg"])
+    ]
 
 
 class PlainLion(Optimizer):
@@ -53,7 +60,10 @@ class PlainLion(Optimizer):
 
 def lion_groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
     first = {"params": weights[::2], "lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
-    return [first, {"params": weights[1::2], "lr": 1e-2, "betas": (0.95, 0.98), "weight_decay": 0.0}]
+    return [
+        first,
+        {"params": weights[1::2], "lr": 1e-2, "betas": (0.95, 0.98), "weight_decay": 0.0},
+    ]
 
 
 @pytest.mark.parametrize("in_one_pass", [True, False])
@@ -81,7 +91,9 @@ def test_lion_equals_timms_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("in_one_pass", [True, False])
-def test_lion_moves_nothing_without_gradient_and_hides_no_nan(in_one_pass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lion_moves_nothing_without_gradient_and_hides_no_nan(
+    in_one_pass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not in_one_pass:
         monkeypatch.setattr(lion, "suit_one_pass", lambda _: False)
     weight = nn.Parameter(torch.ones(6))
@@ -93,7 +105,8 @@ def test_lion_moves_nothing_without_gradient_and_hides_no_nan(in_one_pass: bool,
 
 @pytest.fixture(params=["pass", "operations", "kernel"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How shards are stepped: on CPUs, on devices without Triton, on GPUs (the kernel in Triton's interpreter)."""
+    """How shards are stepped: on CPUs, on devices without Triton, on GPUs (the kernel in Triton's
+    interpreter)."""
     monkeypatch.setattr(lion, "suit_one_pass", lambda _: request.param == "pass")
     monkeypatch.setattr(lion, "suits_kernel", lambda _: request.param == "kernel")
     if request.param == "kernel":
@@ -106,19 +119,26 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
-def test_lion_steps_shards_as_it_steps_weights_and_skips_what_is_not_finite(way: str, share: float) -> None:
-    """A shard of pieces and padding; gradients that count a quarter are those divided by four, to the bit."""
+def test_lion_steps_shards_as_it_steps_weights_and_skips_what_is_not_finite(
+    way: str, share: float
+) -> None:
+    """A shard of pieces and padding; gradients that count a quarter are those divided by four, to
+    the bit."""
     sizes, generator = (300, 17, 5000), torch.Generator().manual_seed(0)
     plain = [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
     shard = torch.cat([*plain, torch.ones(3)]).detach()
     copy = shard.clone()
-    ours, theirs = (Lion(weights, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.1) for weights in ([shard], plain))
+    ours, theirs = (
+        Lion(weights, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.1) for weights in ([shard], plain)
+    )
     for step in range(4):
         gradients = [torch.randn(size, generator=generator) for size in sizes]
         gradients[2][:1000] = 0
         if step in (0, 2):  # the very first, too
             before = [each.clone() for each in (shard, copy)]
-            ours.step_shards([[each * math.nan for each in gradients]], [copy], torch.tensor(math.nan))
+            ours.step_shards(
+                [[each * math.nan for each in gradients]], [copy], torch.tensor(math.nan)
+            )
             assert torch.equal(before[0], shard) and torch.equal(before[1], copy)
         ours.step_shards([gradients], [copy], torch.tensor(share))
         for weight, gradient in zip(plain, gradients, strict=True):
@@ -126,7 +146,9 @@ def test_lion_steps_shards_as_it_steps_weights_and_skips_what_is_not_finite(way:
         theirs.step()
     assert torch.equal(shard, torch.cat([*plain, torch.ones(3)])) and torch.equal(copy, shard)
     momenta = torch.cat([theirs.state[weight]["exp_avg"] for weight in plain])
-    limit = 1e-6 if way == "kernel" else 0  # the interpreter rounds twice where the device rounds once
+    limit = (
+        1e-6 if way == "kernel" else 0
+    )  # the interpreter rounds twice where the device rounds once
     assert torch.allclose(ours.state[shard]["exp_avg"][:-3], momenta, rtol=limit, atol=limit / 10)
 
 
@@ -139,8 +161,11 @@ def test_a_shard_hides_no_momentum_that_is_not_a_number(way: str) -> None:
     assert copy.tolist() == pytest.approx([math.nan, math.nan, 1.0, 0.9], nan_ok=True)
 
 
-def test_lions_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its code rounds as the reference does: four fused multiply-adds an element, bf16 to the nearest."""
+def test_lions_kernel_compiles_for_a_gpu_that_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its code rounds as the reference does: four fused multiply-adds an element, bf16 to the
+    nearest."""
     compiler = pytest.importorskip("triton.compiler")
     if not (Path(compiler.__file__).parents[1] / "backends/nvidia/bin/ptxas").exists():
         pytest.skip("Triton has no assembler here")
@@ -150,7 +175,9 @@ def test_lions_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path: Path, monkey
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kinds = ["*fp32", "*bf16", "*fp32", "*bf16", "*fp32", "i32", *["fp32"] * 6, "constexpr"]
-    source = compiler.ASTSource(lion_kernel, dict(zip(lion_kernel.arg_names, kinds, strict=True)), {"BLOCK": BLOCK})
+    source = compiler.ASTSource(
+        lion_kernel, dict(zip(lion_kernel.arg_names, kinds, strict=True)), {"BLOCK": BLOCK}
+    )
     code = compiler.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm
     each = BLOCK // (8 * 32)
     assert code["cubin"] and code["ptx"].count("fma.rn.f32") == 4 * each
@@ -169,7 +196,9 @@ GRADIENTS = ([0.3, 0.1], [-0.2, 0.4], [0.0, 1.0])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_decoupled_sgd_is_plain_or_nesterovs_beside_a_plain_shrinking(nesterov: bool) -> None:
     holder = one_matrix(1.0, -2.0)
-    settings = OptimizerSettings(name="sgd", lr=0.1, weight_decay=0.5, momentum=0.9, nesterov=nesterov)
+    settings = OptimizerSettings(
+        name="sgd", lr=0.1, weight_decay=0.5, momentum=0.9, nesterov=nesterov
+    )
     optimizer = build_optimizer(holder, settings)
     value, momentum = [1.0, -2.0], [0.0, 0.0]
     for gradient in GRADIENTS:
@@ -181,23 +210,31 @@ def test_decoupled_sgd_is_plain_or_nesterovs_beside_a_plain_shrinking(nesterov: 
         assert holder.matrix.flatten().tolist() == pytest.approx(value, rel=1e-5)
 
 
-def adams_directions(gradients: list[list[float]], *, beta1: float, beta2: float, eps: float) -> list[list[float]]:
+def adams_directions(
+    gradients: list[list[float]], *, beta1: float, beta2: float, eps: float
+) -> list[list[float]]:
     """Of every step, in Python's own numbers."""
     size = len(gradients[0])
     m, v, found = [0.0] * size, [0.0] * size, []
     for step, gradient in enumerate(gradients, start=1):
         m = [beta1 * a + (1 - beta1) * g for a, g in zip(m, gradient, strict=True)]
         v = [beta2 * a + (1 - beta2) * g * g for a, g in zip(v, gradient, strict=True)]
-        corrected = [(a / (1 - beta1**step), b / (1 - beta2**step)) for a, b in zip(m, v, strict=True)]
+        corrected = [
+            (a / (1 - beta1**step), b / (1 - beta2**step)) for a, b in zip(m, v, strict=True)
+        ]
         found.append([a / (math.sqrt(b) + eps) for a, b in corrected])
     return found
 
 
 def test_adamw_is_its_formula_beside_a_plain_shrinking() -> None:
     holder = one_matrix(1.0, -2.0)
-    optimizer = build_optimizer(holder, OptimizerSettings(name="adamw", lr=0.1, weight_decay=0.5, betas=(0.8, 0.95)))
+    optimizer = build_optimizer(
+        holder, OptimizerSettings(name="adamw", lr=0.1, weight_decay=0.5, betas=(0.8, 0.95))
+    )
     value = [1.0, -2.0]
-    for gradient, direction in zip(GRADIENTS, adams_directions(list(GRADIENTS), beta1=0.8, beta2=0.95, eps=1e-8), strict=True):
+    for gradient, direction in zip(
+        GRADIENTS, adams_directions(list(GRADIENTS), beta1=0.8, beta2=0.95, eps=1e-8), strict=True
+    ):
         holder.matrix.grad = torch.tensor([gradient])
         optimizer.step()
         value = [v * (1 - 0.1 * 0.5) - 0.1 * d for v, d in zip(value, direction, strict=True)]
@@ -208,9 +245,13 @@ def test_adamw_is_its_formula_beside_a_plain_shrinking() -> None:
 def test_lamb_is_its_formula_and_scales_matrices_alone(decay: float) -> None:
     holder = one_matrix(1.0, -2.0)
     holder.bias = nn.Parameter(torch.tensor([0.5, 0.25]))
-    optimizer = build_optimizer(holder, OptimizerSettings(name="lamb", lr=0.1, weight_decay=decay, betas=(0.8, 0.95)))
+    optimizer = build_optimizer(
+        holder, OptimizerSettings(name="lamb", lr=0.1, weight_decay=decay, betas=(0.8, 0.95))
+    )
     matrix, bias = [1.0, -2.0], [0.5, 0.25]
-    for gradient, direction in zip(GRADIENTS, adams_directions(list(GRADIENTS), beta1=0.8, beta2=0.95, eps=1e-6), strict=True):
+    for gradient, direction in zip(
+        GRADIENTS, adams_directions(list(GRADIENTS), beta1=0.8, beta2=0.95, eps=1e-6), strict=True
+    ):
         holder.matrix.grad, holder.bias.grad = torch.tensor([gradient]), torch.tensor(gradient)
         optimizer.step()
         whole = [d + decay * w for d, w in zip(direction, matrix, strict=True)]
@@ -233,12 +274,17 @@ def test_groups_decay_matrices_alone_and_scale_the_head() -> None:
     model = build_model(MlpSpec(kind="mlp", depth=1, width=4), num_classes=3, image_size=8)
     groups = parameter_groups(model, OptimizerSettings(weight_decay=0.1, head_lr_scale=10.0))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    listed = {(g["weight_decay"], g["lr_scale"]): sorted(names[id(p)] for p in g["params"]) for g in groups}
+    listed = {
+        (g["weight_decay"], g["lr_scale"]): sorted(names[id(p)] for p in g["params"])
+        for g in groups
+    }
     assert listed[0.1, 10.0] == ["head.weight"] and listed[0.0, 10.0] == ["head.bias"]
     assert listed[0.1, 1.0] == ["blocks.0.contract.weight", "blocks.0.expand.weight", "stem.weight"]
     assert sum(len(found) for found in listed.values()) == len(names)
     of_all = parameter_groups(model, OptimizerSettings(weight_decay=0.1, decay="all"))
-    assert {group["weight_decay"] for group in of_all} == {0.1} and sum(len(group["params"]) for group in of_all) == len(names)
+    assert {group["weight_decay"] for group in of_all} == {0.1} and sum(
+        len(group["params"]) for group in of_all
+    ) == len(names)
     optimizer = torch.optim.SGD(groups, lr=1.0)
     set_lr(optimizer, 0.01)
     assert {group["lr"] for group in optimizer.param_groups} == {0.01, 0.1}
@@ -246,17 +292,29 @@ def test_groups_decay_matrices_alone_and_scale_the_head() -> None:
 
 def test_schedules_warm_up_and_fall_to_their_end() -> None:
     for name, halfway in (("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)):
-        schedule = Schedule(ScheduleSettings(name=name, final_lr=0.1), 1.0, num_steps=104, warmup_steps=4)  # type: ignore[arg-type]
+        schedule = Schedule(
+            ScheduleSettings(name=name, final_lr=0.1), 1.0, num_steps=104, warmup_steps=4
+        )  # type: ignore[arg-type]
         assert [schedule.lr(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
         assert schedule.lr(54) == pytest.approx(halfway)
-        assert schedule.lr(104) == schedule.lr(200) == pytest.approx(1.0 if name == "constant" else 0.1)
+        assert (
+            schedule.lr(104)
+            == schedule.lr(200)
+            == pytest.approx(1.0 if name == "constant" else 0.1)
+        )
         assert all(schedule.lr(step) >= schedule.lr(step + 1) for step in range(4, 104))
-    assert Schedule(ScheduleSettings(name="linear"), 1.0, num_steps=100).lr(25) == pytest.approx(0.75)
-    assert Schedule(ScheduleSettings(name="cosine"), 1.0, num_steps=100).lr(25) == pytest.approx(0.5 + math.sqrt(0.125))
+    assert Schedule(ScheduleSettings(name="linear"), 1.0, num_steps=100).lr(25) == pytest.approx(
+        0.75
+    )
+    assert Schedule(ScheduleSettings(name="cosine"), 1.0, num_steps=100).lr(25) == pytest.approx(
+        0.5 + math.sqrt(0.125)
+    )
     assert Schedule(ScheduleSettings(name="constant"), 1.0, num_steps=10).lr(0) == 1.0
     settings = ScheduleSettings(name="wsd", cooldown="4 steps", final_lr=0.2)
     stable = Schedule(settings, 1.0, num_steps=10, cooldown_steps=4)
-    assert [stable.lr(step) for step in (0, 5, 6, 7, 8, 9, 10)] == pytest.approx([1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+    assert [stable.lr(step) for step in (0, 5, 6, 7, 8, 9, 10)] == pytest.approx(
+        [1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
+    )
 
 
 def test_a_warm_up_begins_where_it_is_told_to() -> None:
@@ -269,7 +327,14 @@ def test_a_warm_up_begins_where_it_is_told_to() -> None:
 
 @pytest.mark.parametrize(
     ("text", "steps"),
-    [("5000 steps", 5000), ("1 step", 1), ("2 epochs", 20), ("1.5 epochs", 15), ("1_000 samples", 10), ("1001 samples", 11)],
+    [
+        ("5000 steps", 5000),
+        ("1 step", 1),
+        ("2 epochs", 20),
+        ("1.5 epochs", 15),
+        ("1_000 samples", 10),
+        ("1001 samples", 11),
+    ],
 )
 def test_durations_become_steps(text: str, steps: int) -> None:
     assert parse_length(text).steps(global_batch_size=100, num_samples=1000) == steps
@@ -280,6 +345,11 @@ def test_what_a_model_excepts_is_not_decayed() -> None:
         model = build("vit_b_4")
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = parameter_groups(model, OptimizerSettings(weight_decay=0.1))
-    free = {names[parameter] for group in groups if not group["weight_decay"] for parameter in group["params"]}
+    free = {
+        names[parameter]
+        for group in groups
+        if not group["weight_decay"]
+        for parameter in group["params"]
+    }
     assert free >= {"body.cls_token", "body.pos_embed", "body.blocks.0.attn.qkv.bias"}
     assert "body.blocks.0.attn.qkv.weight" not in free

@@ -1,4 +1,5 @@
-"""A run in which all ranks live, but none progresses, is ended: the rank that is behind is named, and all leave their stacks."""
+"""A run in which all ranks live, but none progresses, is ended: the rank that is behind is named,
+and all leave their stacks."""
 
 import ctypes
 import os
@@ -45,23 +46,48 @@ def train_with_one_stuck_rank(words: list[str]) -> int:
     return trainings.main("pretrain", words)
 
 
-def test_a_training_that_hangs_names_the_rank_that_is_behind_and_shows_where_each_is(shapes: Path, tmp_path: Path) -> None:
-    """Rank 1 never comes to the exchange of gradients of the fifth step (two micro-batches each), in which rank 0 waits."""
+def test_a_training_that_hangs_names_the_rank_that_is_behind_and_shows_where_each_is(
+    shapes: Path, tmp_path: Path
+) -> None:
+    """Rank 1 never comes to the exchange of gradients of the fifth step (two micro-batches each),
+    in which rank 0 waits."""
     config, run_dir = write_config(tmp_path, dataset=shapes), tmp_path / "run"
-    words = ["train", str(config), f"run_dir={run_dir}", "engine.hang_timeout_s=500", "train.eval_every=99 epochs"]
+    words = [
+        "train",
+        str(config),
+        f"run_dir={run_dir}",
+        "engine.hang_timeout_s=500",
+        "train.eval_every=99 epochs",
+    ]
     target = "tests.pretrain.ranks.test_hang:train_with_one_stuck_rank"
-    ranks = [begin(target, words, environment=each, output=tmp_path / "output") for each in environments(2, TMPDIR=str(tmp_path))]
+    ranks = [
+        begin(target, words, environment=each, output=tmp_path / "output")
+        for each in environments(2, TMPDIR=str(tmp_path))
+    ]
     assert wait(ranks, timeout_s=300) == [1, 1]
     output = (tmp_path / "output").read_text()
     (line,) = re.findall("^rank 1 .* has made no progress.*$", output, re.MULTILINE)
-    where = r"at step 5, waiting for data; the other rank is at step [45], (computing|waiting for the end of the step .*)"
-    ends = f"; the run stops; the same command goes on with it; stacks of all ranks: {re.escape(str(run_dir))}/stacks"
+    where = (
+        r"at step 5, waiting for data; the other rank is at step [45], (computing|waiting for the"
+        r" end of the step .*)"
+    )
+    ends = (
+        "; the run stops; the same command goes on with it; stacks of all ranks:"
+        f" {re.escape(str(run_dir))}/stacks"
+    )
     facts = rf"\(node {re.escape(socket.gethostname())}, pid {ranks[1].pid}\)"
-    assert re.fullmatch(rf"rank 1 {facts} has made no progress for 1,0\d\d s, {where}{ends}", line), line
+    assert re.fullmatch(
+        rf"rank 1 {facts} has made no progress for 1,0\d\d s, {where}{ends}", line
+    ), line
     waiting, stuck = ((run_dir / "stacks" / f"rank-{rank:04}.txt").read_text() for rank in (0, 1))
     assert "in never_gets_its_data" in stuck and "heartbeat.py" in stuck
-    assert f"rank 1 (node {socket.gethostname()}, pid {ranks[1].pid}): at step 5, waiting for data; rank 1" in stuck
-    assert re.search("in (all_reduce|wait|read)", waiting) and "in never_gets_its_data" not in waiting
+    assert (
+        f"rank 1 (node {socket.gethostname()}, pid {ranks[1].pid}): at step 5, waiting for data;"
+        " rank 1" in stuck
+    )
+    assert (
+        re.search("in (all_reduce|wait|read)", waiting) and "in never_gets_its_data" not in waiting
+    )
 
 
 def holds_the_lock() -> None:
@@ -69,7 +95,8 @@ def holds_the_lock() -> None:
 
 
 def rank(folder: str, plan: str, silence_timeout_s: float) -> NoReturn:
-    """Its first rank mostly does nothing; the other one, or one that is alone, does what `plan` says."""
+    """Its first rank mostly does nothing; the other one, or one that is alone, does what `plan`
+    says."""
     world, place, hang, num_judged = read_world(), Path(folder), Standings.hang, 0
 
     def counted(standings: Standings, timeout_s: float) -> Verdict | None:
@@ -110,17 +137,26 @@ def time_passes(seconds: float) -> None:
 def begun(folder: Path, plan: str, *, num_ranks: int, silent_s: float) -> list[ForkServerProcess]:
     folder.mkdir()
     words = ("tests.pretrain.ranks.test_hang:rank", str(folder), plan, silent_s)
-    ranks = [begin(*words, environment=each, output=folder / "output") for each in environments(num_ranks)]
+    ranks = [
+        begin(*words, environment=each, output=folder / "output")
+        for each in environments(num_ranks)
+    ]
     wait_until(lambda: len(list(folder.glob("ready-*"))) == num_ranks)
     return ranks
 
 
-def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(shapes: Path, tmp_path: Path) -> None:
-    """One of two ranks holds Python's lock, and in a whole training one is stopped in its fifth step."""
+def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(
+    shapes: Path, tmp_path: Path
+) -> None:
+    """One of two ranks holds Python's lock, and in a whole training one is stopped in its fifth
+    step."""
     config, run_dir = write_config(tmp_path, dataset=shapes), tmp_path / "is stopped"
     strikes = {1: Strike(run_dir, 1, step=5, signal=signal.SIGSTOP)}
     training = start(config, run_dir, "engine.heartbeat_timeout_s=5", strikes=strikes)
-    holds, stopped = begun(tmp_path / "holds", "holds Python's lock", num_ranks=2, silent_s=2), training.ranks
+    holds, stopped = (
+        begun(tmp_path / "holds", "holds Python's lock", num_ranks=2, silent_s=2),
+        training.ranks,
+    )
     try:
         for ranks in (holds, stopped):
             ranks[0].join(300)
@@ -129,31 +165,53 @@ def test_a_frozen_rank_leaves_its_stack_or_is_described_by_its_neighbour(shapes:
         for ranks in (holds, stopped):
             ranks[1].kill()
     said = (tmp_path / "holds" / "output").read_text()
-    for folder, pid, output in ((tmp_path / "holds", holds[1].pid, said), (run_dir, stopped[1].pid, training.said())):
+    for folder, pid, output in (
+        (tmp_path / "holds", holds[1].pid, said),
+        (run_dir, stopped[1].pid, training.said()),
+    ):
         found = (folder / "stacks" / "rank-0001.txt").read_text()
-        assert f"as rank 0 sees it in /proc\nrank 1 (node {socket.gethostname()}, pid {pid}): " in found
+        assert (
+            f"as rank 0 sees it in /proc\nrank 1 (node {socket.gethostname()}, pid {pid}): "
+            in found
+        )
         assert f"  thread {pid} (" in found and "(heartbeat)" not in found.split("thread")[1]
         if folder == run_dir:
-            assert "its process is stopped, by SIGSTOP or a debugger (T (stopped))" in output and "Timeout" not in found
+            assert (
+                "its process is stopped, by SIGSTOP or a debugger (T (stopped))" in output
+                and "Timeout" not in found
+            )
         else:
-            assert "its process is alive (S (sleeping)), but kept its heartbeat from running" in output
+            assert (
+                "its process is alive (S (sleeping)), but kept its heartbeat from running" in output
+            )
             assert "Timeout (" in found and "in holds_the_lock" in found
         assert f"; stacks of all ranks: {folder}/stacks\n" in output
-        assert f" in {'train' if folder == run_dir else 'rank'}\n" in (folder / "stacks" / "rank-0000.txt").read_text()
+        assert (
+            f" in {'train' if folder == run_dir else 'rank'}\n"
+            in (folder / "stacks" / "rank-0000.txt").read_text()
+        )
     assert "Traceback" not in training.said() and not (run_dir / "result.json").exists()
 
 
 def test_a_rank_that_is_alone_is_watched_too_and_progress_leaves_no_file(tmp_path: Path) -> None:
-    (hangs,), (progresses,) = (begun(tmp_path / plan, plan, num_ranks=1, silent_s=1) for plan in ("hangs", "progresses"))
+    (hangs,), (progresses,) = (
+        begun(tmp_path / plan, plan, num_ranks=1, silent_s=1) for plan in ("hangs", "progresses")
+    )
     assert wait([hangs], timeout_s=300) == [1] and wait([progresses], timeout_s=300) == [0]
-    line = r"rank 0 \(.*\) has made no progress for 1,0\d\d s, at step 1,234, waiting for data; the run stops"
+    line = (
+        r"rank 0 \(.*\) has made no progress for 1,0\d\d s, at step 1,234, waiting for data; the"
+        r" run stops"
+    )
     assert re.match(line, (tmp_path / "hangs" / "output").read_text())
     assert " in rank\n" in (tmp_path / "hangs" / "stacks" / "rank-0000.txt").read_text()
-    assert (tmp_path / "progresses" / "output").read_text() == "" and not (tmp_path / "progresses" / "stacks").exists()
+    assert (tmp_path / "progresses" / "output").read_text() == "" and not (
+        tmp_path / "progresses" / "stacks"
+    ).exists()
 
 
 def test_long_work_of_one_rank_after_the_other_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait meanwhile. When it has come at last, and all go on, their reports of that come later than its own."""
+    """The others wait meanwhile. When it has come at last, and all go on, their reports of that
+    come later than its own."""
     clock, ranks, standings = [100.0], [Progress(), Progress(), Progress()], Standings()
     monkeypatch.setattr("pretrain.ranks.hangs.time.monotonic", lambda: clock[0])
 
@@ -179,12 +237,16 @@ def test_long_work_of_one_rank_after_the_other_is_no_hang(monkeypatch: pytest.Mo
     assert verdict is not None and verdict.why == "hangs"
 
 
-def test_what_stands_still_with_the_whole_process_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_still_with_the_whole_process_is_no_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A suspended job: the time in which nobody could run does not count, until the next mark."""
     clock, progress = [100.0], Progress()
     monkeypatch.setattr("pretrain.ranks.hangs.time.monotonic", lambda: clock[0])
     clock[0] = 9_000.0
-    assert progress.standing() == Standing(0, 0, "starting", 0.0)  # nothing counts before the first mark
+    assert progress.standing() == Standing(
+        0, 0, "starting", 0.0
+    )  # nothing counts before the first mark
     progress.mark("computing", step=7)
     clock[0] += 4_010
     progress.excuse(3_000)
@@ -216,29 +278,44 @@ def hang(timeout_s: float, *standings: Standing) -> Verdict | None:
 
 
 def test_who_is_behind_is_told_by_marks_and_not_by_clocks() -> None:
-    computes, waits = Standing(41, 9, "computing", 500.5), Standing(40, 9, "waiting for data", 500.0)
+    computes, waits = (
+        Standing(41, 9, "computing", 500.5),
+        Standing(40, 9, "waiting for data", 500.0),
+    )
     assert hang(500.2, computes, waits) is None  # the one that is ahead merely waits
     assert hang(499, computes, waits, computes) == Verdict(
         PEERS[1],
         "hangs",
-        "has made no progress for 500 s, at step 9, waiting for data; 2 others are further, such as at step 9, computing",
+        "has made no progress for 500 s, at step 9, waiting for data; 2 others are further, such as"
+        " at step 9, computing",
     )
     both = hang(400, waits, computes, waits)
     assert both is not None and both.detail.startswith(
-        "has made no progress for 500 s, at step 9, waiting for data, like rank 2; the other rank is at step 9, computing"
+        "has made no progress for 500 s, at step 9, waiting for data, like rank 2; the other rank"
+        " is at step 9, computing"
     )
-    assert hang(400, computes, waits, waits._replace(stalled_s=3)) is None  # one of those that are behind gets on
+    assert (
+        hang(400, computes, waits, waits._replace(stalled_s=3)) is None
+    )  # one of those that are behind gets on
     assert hang(400, computes, waits._replace(stalled_s=3)) is None
     all_alike = hang(400, *[waits] * 8)
     assert all_alike is not None and all_alike.detail.endswith("waiting for data, like 7 others")
 
 
 def test_a_collective_that_times_out_is_laid_to_the_rank_that_did_not_come() -> None:
-    computes, waits = Standing(41, 9, "computing", 600.5), Standing(40, 9, "waiting for data", 600.0)
+    computes, waits = (
+        Standing(41, 9, "computing", 600.5),
+        Standing(40, 9, "waiting for data", 600.0),
+    )
     found = table(computes, waits)
-    assert found.behind(PEERS[0]) == f"{PEERS[1]} has made no progress for 600 s, at step 9, waiting for data"
+    assert (
+        found.behind(PEERS[0])
+        == f"{PEERS[1]} has made no progress for 600 s, at step 9, waiting for data"
+    )
     assert found.behind(PEERS[1]) == ""  # it failed by itself
-    assert table(computes, waits._replace(stalled_s=2)).behind(PEERS[0]) == ""  # just now: it may wait for that one
+    assert (
+        table(computes, waits._replace(stalled_s=2)).behind(PEERS[0]) == ""
+    )  # just now: it may wait for that one
     assert table(waits, waits).behind(PEERS[0]) == "" and table().behind(PEERS[0]) == ""
     verdict = Verdict(PEERS[0], "failed", "RuntimeError: timed out", found.behind(PEERS[0]))
     assert verdict.wants_stacks and Verdict.of(verdict.as_message()) == verdict

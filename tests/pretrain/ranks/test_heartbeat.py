@@ -1,4 +1,5 @@
-"""Whoever is gone, frozen or failing is noticed by all and named once; strangers, goodbyes and busy ranks are no alarm."""
+"""Whoever is gone, frozen or failing is noticed by all and named once; strangers, goodbyes and busy
+ranks are no alarm."""
 
 import contextlib
 import ctypes
@@ -39,7 +40,8 @@ def announce(world: World, place: Path, numbers: list[int]) -> list[int]:
 
 
 def rank(folder: str, timeout_s: float, plans: dict[int, str]) -> None:
-    """A rank whose main thread hangs, as if in a collective, unless `plans` has something else for it to do."""
+    """A rank whose main thread hangs, as if in a collective, unless `plans` has something else for
+    it to do."""
     world, place = read_world(), Path(folder)
     heard: dict[int, dict[str, int]] = {}
     waits = plans.get(world.rank) == "waits"
@@ -78,10 +80,20 @@ def rank(folder: str, timeout_s: float, plans: dict[int, str]) -> None:
     time.sleep(LATE_S)
 
 
-def started(folder: Path, num_ranks: int, *, timeout_s: float = 60, plans: Sequence[str] = ()) -> list[ForkServerProcess]:
+def started(
+    folder: Path, num_ranks: int, *, timeout_s: float = 60, plans: Sequence[str] = ()
+) -> list[ForkServerProcess]:
     """Ranks that have all been heard of, and now do what `plans` say."""
-    words = ("tests.pretrain.ranks.test_heartbeat:rank", str(folder), timeout_s, dict(enumerate(plans)))
-    ranks = [begin(*words, environment=each, output=folder / "output") for each in environments(num_ranks)]
+    words = (
+        "tests.pretrain.ranks.test_heartbeat:rank",
+        str(folder),
+        timeout_s,
+        dict(enumerate(plans)),
+    )
+    ranks = [
+        begin(*words, environment=each, output=folder / "output")
+        for each in environments(num_ranks)
+    ]
     alive = lambda: all(rank.exitcode is None for rank in ranks)  # noqa: E731
     wait_until(lambda: len(list(folder.glob("ready-*"))) == num_ranks, lives=alive)
     (folder / "go").write_text("")
@@ -90,7 +102,11 @@ def started(folder: Path, num_ranks: int, *, timeout_s: float = 60, plans: Seque
 
 def said(folder: Path) -> list[str]:
     """The lines, with the facts of this machine taken out."""
-    text = re.sub(rf"\(node {re.escape(socket.gethostname())}, pid \d+\)", "(NODE)", (folder / "output").read_text())
+    text = re.sub(
+        rf"\(node {re.escape(socket.gethostname())}, pid \d+\)",
+        "(NODE)",
+        (folder / "output").read_text(),
+    )
     return sorted(text.splitlines())
 
 
@@ -101,7 +117,10 @@ GOES_ON = f"{STOPS}; the same command goes on with it"
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 LOCK, BROKEN = "holds Python's lock", "has a broken collective"
 SILENT = "sent nothing for 2 s (frozen, or its node is lost)"
-FAILED, STUCK = "has failed (ValueError: rank two gives up)", "waits for data, and all were told to stop"
+FAILED, STUCK = (
+    "has failed (ValueError: rank two gives up)",
+    "waits for data, and all were told to stop",
+)
 
 
 class Case(NamedTuple):
@@ -114,10 +133,18 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "the first is killed": Case(["hangs", BROKEN, "hangs"], [1, 1], "rank 0 (NODE) is gone", (0, KILL)),
-    "another is killed": Case(["hangs", BROKEN, "hangs"], [1, 1], "rank 2 (NODE) is gone", (2, KILL)),
-    "the first is frozen": Case(["hangs", "hangs"], [1], f"rank 0 (NODE) {SILENT}", (0, STOP), timeout_s=2),
-    "another is frozen": Case(["hangs", "hangs"], [1], f"rank 1 (NODE) {SILENT}", (1, STOP), timeout_s=2),
+    "the first is killed": Case(
+        ["hangs", BROKEN, "hangs"], [1, 1], "rank 0 (NODE) is gone", (0, KILL)
+    ),
+    "another is killed": Case(
+        ["hangs", BROKEN, "hangs"], [1, 1], "rank 2 (NODE) is gone", (2, KILL)
+    ),
+    "the first is frozen": Case(
+        ["hangs", "hangs"], [1], f"rank 0 (NODE) {SILENT}", (0, STOP), timeout_s=2
+    ),
+    "another is frozen": Case(
+        ["hangs", "hangs"], [1], f"rank 1 (NODE) {SILENT}", (1, STOP), timeout_s=2
+    ),
     "one fails": Case(["hangs", "hangs", "fails"], [1, 1, 3], f"rank 2 (NODE) {FAILED}"),
     "all fail alike and print their own messages": Case(["fails", "fails"], [3, 3], None),
     "goodbyes, and ranks that compute": Case([LOCK, "ends", LOCK], [0, 0, 0], None, timeout_s=10),
@@ -126,13 +153,18 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, list[ForkServerProcess]]]]:
+def begun(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, tuple[Path, list[ForkServerProcess]]]]:
     """The ranks of all cases, as they mostly wait."""
     found: dict[str, tuple[Path, list[ForkServerProcess]]] = {}
     try:
         for name, case in CASES.items():
             folder = tmp_path_factory.mktemp("ranks")
-            found[name] = folder, started(folder, len(case.plans), timeout_s=case.timeout_s, plans=case.plans)
+            found[name] = (
+                folder,
+                started(folder, len(case.plans), timeout_s=case.timeout_s, plans=case.plans),
+            )
             if case.struck is not None:
                 victim, number = case.struck
                 os.kill(found[name][1][victim].pid or 0, number)
@@ -149,15 +181,25 @@ def test_who_is_gone_frozen_or_fails_is_named_once_and_ends_all(
 ) -> None:
     """Those that a verdict ends do what must still be done."""
     (folder, ranks), case = begun[name], CASES[name]
-    left = {number: rank for number, rank in enumerate(ranks) if case.struck is None or number != case.struck[0]}
+    left = {
+        number: rank
+        for number, rank in enumerate(ranks)
+        if case.struck is None or number != case.struck[0]
+    }
     assert wait(left.values(), timeout_s=LATE_S) == case.codes
     ended = [number for number in left if case.line is not None and case.plans[number] != "fails"]
     ends = [f"rank {number} ends, stopped {case.codes[0] == 0}" for number in ended]
-    assert said(folder) == sorted([*([f"{case.line}; {STOPS if FAILED in case.line else GOES_ON}"] if case.line else []), *ends])
+    assert said(folder) == sorted(
+        [
+            *([f"{case.line}; {STOPS if FAILED in case.line else GOES_ON}"] if case.line else []),
+            *ends,
+        ]
+    )
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
-    """`scontrol suspend` and `resume`, or Ctrl-Z and `fg`: nobody was heard of, as nobody listened."""
+    """`scontrol suspend` and `resume`, or Ctrl-Z and `fg`: nobody was heard of, as nobody
+    listened."""
     ranks = started(tmp_path, 2, timeout_s=3, plans=["ends when told"] * 2)
     for number, pause_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 1)):
         for each in ranks:
@@ -167,7 +209,9 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     assert wait(ranks, timeout_s=LATE_S) == [0, 0] and said(tmp_path) == []
 
 
-def test_a_wait_counts_from_the_signal_or_from_its_own_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_counts_from_the_signal_or_from_its_own_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It began long before the stop: whoever gets data a second later saves."""
     stop, clock = StopFlag(), [100.0]
     monkeypatch.setattr("pretrain.ranks.preemption.time.monotonic", lambda: clock[0])
@@ -185,7 +229,9 @@ def test_a_wait_counts_from_the_signal_or_from_its_own_beginning(monkeypatch: py
         assert stop.stuck_wait_s() == 2
 
 
-def test_only_a_rank_that_is_alone_gives_up_a_wait_and_an_errors_own_timeout_is_no_end_of_ours() -> None:
+def test_only_a_rank_that_is_alone_gives_up_a_wait_and_an_errors_own_timeout_is_no_end_of_ours() -> (
+    None
+):
     stop, never, late = StopFlag(), Future[int](), Future[int]()
     threading.Timer(0.3, lambda: late.set_exception(TimeoutError("of the store"))).start()
     with stop.waiting(), pytest.raises(TimeoutError, match="of the store"):
@@ -200,7 +246,13 @@ def test_strangers_are_ignored(tmp_path: Path) -> None:
     ranks = started(tmp_path, 2)
     port = json.loads((tmp_path / "facts").read_text())[0]
     hello = encoded(asdict(Peer(1, "x", 1)) | {"token": "0-0"})
-    for words in (hello, b'{"verdict": "gone"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 3 * LONGEST_LINE):
+    for words in (
+        hello,
+        b'{"verdict": "gone"}\n',
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[]\n",
+        b"x" * 3 * LONGEST_LINE,
+    ):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(words)
             stranger.settimeout(20)
@@ -212,7 +264,10 @@ def test_strangers_are_ignored(tmp_path: Path) -> None:
 
 
 def test_a_line_that_comes_in_pieces_is_one_message() -> None:
-    with listen("127.0.0.1", is_one_node=True) as listener, socket.create_connection(listener.getsockname()) as theirs:
+    with (
+        listen("127.0.0.1", is_one_node=True) as listener,
+        socket.create_connection(listener.getsockname()) as theirs,
+    ):
         ours, _ = listener.accept()
         wire = Wire(ours)
         theirs.sendall(b'{"beat": {"a"')
@@ -230,8 +285,11 @@ def hangs_up(theirs: socket.socket) -> bool:
     return True
 
 
-def test_a_message_costs_the_same_however_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only who has sent something is read; and who comes after a goodbye may get the same descriptor."""
+def test_a_message_costs_the_same_however_many_ranks_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only who has sent something is read; and who comes after a goodbye may get the same
+    descriptor."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     facts, heard, reads, receive = list[int](), list[int](), list[Wire](), Wire.receive
     heartbeat = Heartbeat(World(0, 0, 21), RanksSettings())
@@ -249,7 +307,9 @@ def test_a_message_costs_the_same_however_many_ranks_there_are(monkeypatch: pyte
 
     def joined(rank: int) -> socket.socket:
         theirs = socket.create_connection(("127.0.0.1", facts[0]))
-        theirs.sendall(encoded(asdict(Peer(rank, "x", rank)) | {"token": "-".join(map(str, facts[1:]))}))
+        theirs.sendall(
+            encoded(asdict(Peer(rank, "x", rank)) | {"token": "-".join(map(str, facts[1:]))})
+        )
         theirs.settimeout(20)
         assert b"token" in theirs.recv(LONGEST_LINE)
         return theirs
@@ -281,8 +341,14 @@ def test_a_message_costs_the_same_however_many_ranks_there_are(monkeypatch: pyte
 
 
 def test_a_name_that_means_loopback_here_is_not_where_other_nodes_look() -> None:
-    with listen("localhost", is_one_node=True) as here, listen("localhost", is_one_node=False) as everywhere:
-        assert here.getsockname()[0] in ("127.0.0.1", "::1") and everywhere.getsockname()[0] == "0.0.0.0"
+    with (
+        listen("localhost", is_one_node=True) as here,
+        listen("localhost", is_one_node=False) as everywhere,
+    ):
+        assert (
+            here.getsockname()[0] in ("127.0.0.1", "::1")
+            and everywhere.getsockname()[0] == "0.0.0.0"
+        )
     with listen("a-name-that-does-not-exist.invalid", is_one_node=False) as anywhere:
         assert anywhere.getsockname()[0] == "0.0.0.0"
 

@@ -27,7 +27,9 @@ sys.exit(launcher.launch([sys.executable, '-c', sys.argv[1]], num_ranks=3))
 
 def start(program: str, *, before: str = "") -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-c", START.format(textwrap.dedent(before)), textwrap.dedent(program)]
-    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        words, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_ranks_get_what_torchrun_would_give_them() -> None:
@@ -42,7 +44,8 @@ def test_ranks_get_what_torchrun_would_give_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "words"), [("sys.exit(7)", 7, "exit code 7"), ("os.kill(os.getpid(), 9)", 137, "SIGKILL")]
+    ("ending", "code", "words"),
+    [("sys.exit(7)", 7, "exit code 7"), ("os.kill(os.getpid(), 9)", 137, "SIGKILL")],
 )
 def test_a_dead_rank_ends_the_others_at_once(ending: str, code: int, words: str) -> None:
     done = start(f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(50)")
@@ -51,7 +54,8 @@ def test_a_dead_rank_ends_the_others_at_once(ending: str, code: int, words: str)
 
 
 def test_a_rank_that_writes_is_waited_for_and_one_that_hangs_is_not(tmp_path: Path) -> None:
-    """The wait for a rank that saves ends here as soon as the one that is deaf alone is left, as if its time were up."""
+    """The wait for a rank that saves ends here as soon as the one that is deaf alone is left, as if
+    its time were up."""
     assert launch.GRACE_S > LAST_WRITE_S
     wait = """
         def wait(ranks, timeout_s):
@@ -75,13 +79,22 @@ def test_a_rank_that_writes_is_waited_for_and_one_that_hangs_is_not(tmp_path: Pa
     assert done.returncode == 7 and done.stdout == "written"
 
 
-BLOCKED = "signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'{ready}/{rank}', 'w').close(); time.sleep(600)"
+BLOCKED = (
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'{ready}/{rank}', 'w').close();"
+    " time.sleep(600)"
+)
 NUM_READY = "while len(os.listdir(ready)) < 2: time.sleep(0.01)"
 
 
-@pytest.mark.parametrize(("ending", "code", "words"), [("sys.exit(75)", 75, ""), ("os.kill(os.getpid(), 9)", 137, "SIGKILL")])
-def test_a_rank_that_has_not_joined_is_ended_at_once(tmp_path: Path, ending: str, code: int, words: str) -> None:
-    """It waits within torch, where no handler of SIGTERM runs; the grace of a rank that saves would last forever here."""
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [("sys.exit(75)", 75, ""), ("os.kill(os.getpid(), 9)", 137, "SIGKILL")],
+)
+def test_a_rank_that_has_not_joined_is_ended_at_once(
+    tmp_path: Path, ending: str, code: int, words: str
+) -> None:
+    """It waits within torch, where no handler of SIGTERM runs; the grace of a rank that saves would
+    last forever here."""
     rank = f"""
         import os, signal, sys, time
         rank, ready = os.environ["RANK"], {str(tmp_path)!r}
@@ -124,19 +137,33 @@ def test_one_process_is_a_world_of_its_own() -> None:
         ({"PYTORCH_ALLOC_CONF": "backend:native", "OMP_WAIT_POLICY": "ACTIVE"}, {}),
     ],
 )
-def test_runtime_settings_have_defaults_that_a_user_can_replace(given: dict[str, str], filled_in: dict[str, str]) -> None:
+def test_runtime_settings_have_defaults_that_a_user_can_replace(
+    given: dict[str, str], filled_in: dict[str, str]
+) -> None:
     environment = dict(given)
     read_world(environment)
-    found = {key: value for key, value in environment.items() if "ALLOC" in key or key == "OMP_WAIT_POLICY"}
+    found = {
+        key: value
+        for key, value in environment.items()
+        if "ALLOC" in key or key == "OMP_WAIT_POLICY"
+    }
     assert found == given | filled_in
 
 
 @pytest.mark.processes
 def test_torch_loads_after_the_wait_policy_is_set() -> None:
     """libgomp reads its environment once, when torch loads it."""
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "TRUE"}
-    command = [sys.executable, "-c", "from pretrain.ranks.world import read_world; read_world(); import torch"]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=REPOSITORY).stderr
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"} | {
+        "OMP_DISPLAY_ENV": "TRUE"
+    }
+    command = [
+        sys.executable,
+        "-c",
+        "from pretrain.ranks.world import read_world; read_world(); import torch",
+    ]
+    said = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, cwd=REPOSITORY
+    ).stderr
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in said
 
 
@@ -156,9 +183,22 @@ def test_srun_is_understood() -> None:
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x3),2", "SLURM_NODEID": "3"}, 2),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x3),2", "SLURM_NODEID": "2"}, 4),
         ({"SLURM_TASKS_PER_NODE": "6,4(x2)", "SLURM_NODEID": "0"}, 6),
-        ({"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_TASKS_PER_NODE": "7(x2)", "SLURM_NODEID": "1"}, 7),
-        ({"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "5"}, 5),  # the job's, not the step's
-        ({"SLURM_TASKS_PER_NODE": "7(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "8"}, 7),  # 8 is but a limit
+        (
+            {
+                "SLURM_TASKS_PER_NODE": "8(x2)",
+                "SLURM_STEP_TASKS_PER_NODE": "7(x2)",
+                "SLURM_NODEID": "1",
+            },
+            7,
+        ),
+        (
+            {"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "5"},
+            5,
+        ),  # the job's, not the step's
+        (
+            {"SLURM_TASKS_PER_NODE": "7(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "8"},
+            7,
+        ),  # 8 is but a limit
         ({"SLURM_STEP_TASKS_PER_NODE": "what is this", "SLURM_NODEID": "1"}, 14),
     ],
 )
@@ -183,13 +223,20 @@ def test_a_rank_that_sees_one_of_the_nodes_gpus_uses_it(
     local_rank: int, gpus_on_node: str, num_tasks: str, num_visible: int, gpu: int | None
 ) -> None:
     num_local = "2" if gpus_on_node in ("", "1") else "4"
-    facts = {"RANK": "1", "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": num_local}
+    facts = {
+        "RANK": "1",
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": num_local,
+    }
     slurm = {"SLURM_GPUS_ON_NODE": gpus_on_node, "SLURM_NTASKS": num_tasks or "1"}
     world = read_world(facts | {"MASTER_ADDR": "x", "MASTER_PORT": "1"} | slurm)
     assert world.gpu(num_visible) == gpu
 
 
-@pytest.mark.parametrize("half", [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}], ids=str)
+@pytest.mark.parametrize(
+    "half", [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}], ids=str
+)
 def test_half_an_environment_is_one_clear_error(half: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set"):
         read_world(half)
@@ -198,23 +245,70 @@ def test_half_an_environment_is_one_clear_error(half: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("slurm", "world_size", "local_world_size", "bound", "cores"),
     [
-        ({"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16"}, 16, 4, 8, 8),  # bound without --cpus-per-task
+        (
+            {"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16"},
+            16,
+            4,
+            8,
+            8,
+        ),  # bound without --cpus-per-task
         ({"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16"}, 16, 4, 64, 8),  # not bound
-        ({"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16", "SLURM_HINT": "nomultithread"}, 16, 4, 4, 4),  # one thread of each core
-        ({"SLURM_CPUS_ON_NODE": "30", "SLURM_NTASKS": "16"}, 16, 4, 62, 7),  # core specialization keeps two
+        (
+            {"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16", "SLURM_HINT": "nomultithread"},
+            16,
+            4,
+            4,
+            4,
+        ),  # one thread of each core
+        (
+            {"SLURM_CPUS_ON_NODE": "30", "SLURM_NTASKS": "16"},
+            16,
+            4,
+            62,
+            7,
+        ),  # core specialization keeps two
         ({"SLURM_CPUS_ON_NODE": "2", "SLURM_NTASKS": "4"}, 4, 4, 2, 1),  # srun --overcommit
         ({"SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "7", "SLURM_NTASKS": "1"}, 1, 1, 64, 7),
-        ({"SLURM_CPUS_ON_NODE": "16", "SLURM_CPUS_PER_TASK": "16", "SLURM_NTASKS": "4"}, 4, 4, 16, 4),  # sbatch's, not srun's
-        ({"SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS": "16"}, 16, 4, 64, 8),  # srun started each rank
-        ({"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "1"}, 4, 4, 64, 8),  # --ranks 4 or torchrun in one task
-        ({"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "2"}, 8, 4, 64, 8),  # torchrun on each of two nodes
+        (
+            {"SLURM_CPUS_ON_NODE": "16", "SLURM_CPUS_PER_TASK": "16", "SLURM_NTASKS": "4"},
+            4,
+            4,
+            16,
+            4,
+        ),  # sbatch's, not srun's
+        (
+            {"SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS": "16"},
+            16,
+            4,
+            64,
+            8,
+        ),  # srun started each rank
+        (
+            {"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "1"},
+            4,
+            4,
+            64,
+            8,
+        ),  # --ranks 4 or torchrun in one task
+        (
+            {"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "2"},
+            8,
+            4,
+            64,
+            8,
+        ),  # torchrun on each of two nodes
         ({"SLURM_CPUS_PER_TASK": "32"}, 4, 4, 64, 8),
         ({"SLURM_CPUS_PER_TASK": "2", "SLURM_NTASKS": "1"}, 4, 4, 64, 1),
         ({}, 4, 4, 64, 16),
     ],
 )
 def test_ranks_of_one_task_share_its_cores(
-    slurm: dict[str, str], world_size: int, local_world_size: int, bound: int, cores: int, monkeypatch: pytest.MonkeyPatch
+    slurm: dict[str, str],
+    world_size: int,
+    local_world_size: int,
+    bound: int,
+    cores: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(bound)))
     facts = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
@@ -229,7 +323,8 @@ def test_ranks_of_one_task_share_its_cores(
 def test_an_unfinished_run_does_not_succeed_in_a_slurm_job(
     job: str, finished: bool, is_first: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or jobs that wait for it (--dependency=afterok) would begin. Elsewhere a stopped run exits with 0."""
+    """Or jobs that wait for it (--dependency=afterok) would begin. Elsewhere a stopped run exits
+    with 0."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if job:
         monkeypatch.setenv("SLURM_JOB_ID", job)
@@ -244,7 +339,10 @@ def test_an_unfinished_run_does_not_succeed_in_a_slurm_job(
 
 def begun(rank: str) -> "subprocess.Popen[str]":
     """A launcher of one rank that saves; both have come so far that they heed signals."""
-    code = f"import sys; from pretrain.ranks.launch import launch; sys.exit(launch([sys.executable, '-c', {rank!r}], "
+    code = (
+        "import sys; from pretrain.ranks.launch import launch; sys.exit(launch([sys.executable,"
+        f" '-c', {rank!r}], "
+    )
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     words = [sys.executable, "-c", code + "num_ranks=1, heed_signals=True))"]
     process = subprocess.Popen(words, **pipes, text=True, start_new_session=True)
@@ -253,8 +351,12 @@ def begun(rank: str) -> "subprocess.Popen[str]":
 
 
 def test_ctrl_c_is_answered_at_once_and_the_second_ends_it() -> None:
-    """A step may take long, above all one that waits for data: this rank would end when it is let go."""
-    process = begun("import signal, sys; signal.signal(2, lambda *_: None); print('ready', flush=True); sys.stdin.read()")
+    """A step may take long, above all one that waits for data: this rank would end when it is let
+    go."""
+    process = begun(
+        "import signal, sys; signal.signal(2, lambda *_: None); print('ready', flush=True);"
+        " sys.stdin.read()"
+    )
     os.killpg(process.pid, signal.SIGINT)
     assert process.stderr is not None
     assert [process.stderr.readline() for _ in range(2)] == [
@@ -267,7 +369,9 @@ def test_ctrl_c_is_answered_at_once_and_the_second_ends_it() -> None:
 
 
 @pytest.mark.parametrize(("ignored", "raised_by"), [(False, "SIGHUP"), (True, "None")])
-def test_a_closed_terminal_has_ranks_save_unless_nohup_has_started_them(ignored: bool, raised_by: str) -> None:
+def test_a_closed_terminal_has_ranks_save_unless_nohup_has_started_them(
+    ignored: bool, raised_by: str
+) -> None:
     rank = """if True:
         import os, select, sys
         from pretrain.ranks.preemption import StopFlag
@@ -277,7 +381,9 @@ def test_a_closed_terminal_has_ranks_save_unless_nohup_has_started_them(ignored:
         print(stop.raised_by, flush=True)
         os._exit(0)  # as `leave` does: the launcher passes the signal on once more, and an interpreter that ends no longer heeds it
         """
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)  # the child inherits it
+    before = signal.signal(
+        signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL
+    )  # the child inherits it
     try:
         process = begun(rank)
     finally:
@@ -290,9 +396,12 @@ def test_a_closed_terminal_has_ranks_save_unless_nohup_has_started_them(ignored:
 def test_an_interrupt_of_the_launcher_alone_has_its_ranks_save() -> None:
     """As `kill -INT` sends it; a terminal sends it to all."""
     save = (
-        "signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0))); signal.pthread_sigmask(signal.SIG_UNBLOCK, {15})"
+        "signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0)));"
+        " signal.pthread_sigmask(signal.SIG_UNBLOCK, {15})"
     )
-    process = begun(f"import signal, sys, time; {save}; print('ready', flush=True); time.sleep(600)")
+    process = begun(
+        f"import signal, sys, time; {save}; print('ready', flush=True); time.sleep(600)"
+    )
     process.send_signal(signal.SIGINT)
     saved, said = process.communicate(timeout=120)
     assert (process.returncode, saved, said.count("stopping at the next step")) == (0, "saved\n", 1)

@@ -1,4 +1,5 @@
-"""Only the newest start of a run changes anything: an older one may freeze at any moment and wake up again."""
+"""Only the newest start of a run changes anything: an older one may freeze at any moment and wake
+up again."""
 
 import errno
 import json
@@ -24,11 +25,18 @@ from tests.forked import begin, new_output, wait
 from tests.pretrain.checkpoints.test_checkpoint import save, wait_until
 
 NOT_NOTICED = 7
-OPERATIONS = [(publish.os, "rename"), (publish.os, "replace"), (publish.os, "fsync"), (Path, "mkdir"), (publish.shutil, "rmtree")]
+OPERATIONS = [
+    (publish.os, "rename"),
+    (publish.os, "replace"),
+    (publish.os, "fsync"),
+    (Path, "mkdir"),
+    (publish.shutil, "rmtree"),
+]
 
 
 def run_and_freeze(folder: str) -> int:
-    """Starts of one run after another, stopped by a signal: the n-th right before its n-th operation on files."""
+    """Starts of one run after another, stopped by a signal: the n-th right before its n-th
+    operation on files."""
     num_done = freeze_at = 0
 
     def freezing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +61,9 @@ def run_and_freeze(folder: str) -> int:
             save(run_dir, 2, best=Best(1, 0.5))
             num_done, freeze_at = 0, number
             try:
-                save(run_dir, 2, best=Best(2, 0.6), keep_last=1)  # in the place of another, with another to be removed
+                save(
+                    run_dir, 2, best=Best(2, 0.6), keep_last=1
+                )  # in the place of another, with another to be removed
                 save_result(run_dir, {"by": "the frozen one"})
                 write_best(run_dir, None)
                 return 0 if num_done < number else NOT_NOTICED
@@ -75,9 +85,16 @@ def is_stopped(process: psutil.Process) -> bool:
         return False
 
 
-def test_frozen_at_any_file_operation_it_changes_nothing_when_it_wakes_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_at_any_file_operation_it_changes_nothing_when_it_wakes_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    old = begin("tests.pretrain.ranks.test_starts:run_and_freeze", str(tmp_path), environment=os.environ, output=new_output())
+    old = begin(
+        "tests.pretrain.ranks.test_starts:run_and_freeze",
+        str(tmp_path),
+        environment=os.environ,
+        output=new_output(),
+    )
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda _descriptor: None)
@@ -90,7 +107,9 @@ def test_frozen_at_any_file_operation_it_changes_nothing_when_it_wakes_up(tmp_pa
         try:
             with started(run_dir, lock_wait_s=0):
                 found = [path.name for path in checkpoints_dir(run_dir).glob("*")]
-                assert "step-00000002" in found and not [name for name in found if name.startswith(".")], found
+                assert "step-00000002" in found and not [
+                    name for name in found if name.startswith(".")
+                ], found
                 Journal(run_dir / "journal.jsonl").close(timeout_s=20)
                 save(run_dir, 1, best=Best(1, 0.5))
                 save(run_dir, 3, best=Best(3, 0.7))
@@ -115,9 +134,16 @@ def enter_alone(run_dir: str) -> int:
     return 0
 
 
-def test_of_many_starts_at_once_each_has_its_turn_and_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_starts_at_once_each_has_its_turn_and_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     many = [
-        begin("tests.pretrain.ranks.test_starts:enter_alone", str(tmp_path), environment=os.environ, output=new_output())
+        begin(
+            "tests.pretrain.ranks.test_starts:enter_alone",
+            str(tmp_path),
+            environment=os.environ,
+            output=new_output(),
+        )
         for _ in range(4)
     ]
     assert wait(many, timeout_s=300) == [0] * 4
@@ -146,22 +172,36 @@ GONE = "slurm_load_jobs error: Invalid job id specified"
     ],
 )
 def test_another_jobs_start_is_over_when_slurm_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: int, cluster: str, job: str, node: str, is_over: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    restart: int,
+    cluster: str,
+    job: str,
+    node: str,
+    is_over: bool,
 ) -> None:
     stand_in = tmp_path / "bin" / "scontrol"
     stand_in.parent.mkdir()
-    stand_in.write_text(f'#!/bin/sh\n[ "$2 $3" = "show job" ] && echo "JobId=$4 {job}" || echo "NodeName=$4 {node}"\n')
+    stand_in.write_text(
+        f'#!/bin/sh\n[ "$2 $3" = "show job" ] && echo "JobId=$4 {job}" || echo "NodeName=$4'
+        f' {node}"\n'
+    )
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", f"{stand_in.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "18")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "a")
-    holder = Holder(node="n7", pid=123, job="17", cluster=cluster, restart=restart, since="2026-11-22 01:02:03")
+    holder = Holder(
+        node="n7", pid=123, job="17", cluster=cluster, restart=restart, since="2026-11-22 01:02:03"
+    )
     monkeypatch.setattr(starts, "is_held", lambda workspace: (True, holder))
     (tmp_path / "run" / "starts" / "0004").mkdir(parents=True)
     if is_over:
         with started(tmp_path / "run", lock_wait_s=0):
             return
-    said = f"start 4 of this run holds it \\(process 123 on n7, job 17, start {restart + 1}, since 2026-11-22 01:02:03\\)"
+    said = (
+        f"start 4 of this run holds it \\(process 123 on n7, job 17, start {restart + 1}, since"
+        " 2026-11-22 01:02:03\\)"
+    )
     with pytest.raises(Busy, match=said), started(tmp_path / "run", lock_wait_s=0):
         pass
 
@@ -169,7 +209,9 @@ def test_another_jobs_start_is_over_when_slurm_says_so(
 def test_a_start_that_waits_heeds_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace, stop = tmp_path / "starts" / "0001", StopFlag()
 
-    def is_held(_: Path) -> tuple[bool, None]:  # to the end; what tells it to stop comes as it waits
+    def is_held(
+        _: Path,
+    ) -> tuple[bool, None]:  # to the end; what tells it to stop comes as it waits
         stop.raised_by = "SIGTERM"
         return True, None
 
@@ -181,11 +223,15 @@ def test_a_start_that_waits_heeds_a_stop(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tracking"])
-def test_a_run_on_two_file_systems_is_refused_before_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_run_on_two_file_systems_is_refused_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     run_dir, scratch, rename = tmp_path / "run", tmp_path / "scratch", os.rename
 
     def between_two(source: Path, target: Path) -> None:
-        if source.resolve().is_relative_to(scratch) != target.parent.resolve().is_relative_to(scratch):
+        if source.resolve().is_relative_to(scratch) != target.parent.resolve().is_relative_to(
+            scratch
+        ):
             raise OSError(errno.EXDEV, "Invalid cross-device link")
         rename(source, target)
 
@@ -203,7 +249,9 @@ def test_a_run_on_two_file_systems_is_refused_before_it_trains(tmp_path: Path, m
         assert not list(scratch.iterdir())
 
 
-def test_a_file_system_without_locks_is_named_by_the_run_and_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_named_by_the_run_and_left_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -211,12 +259,17 @@ def test_a_file_system_without_locks_is_named_by_the_run_and_left_clean(tmp_path
     with started(old, lock_wait_s=0):
         monkeypatch.setattr("fcntl.flock", no_locks)
     for run_dir, named in ((tmp_path / "new", tmp_path / "new"), (old, old / "starts" / "0001")):
-        with pytest.raises(UserError, match=f"^{named}: its file system has no locks"), started(run_dir, lock_wait_s=0):
+        with (
+            pytest.raises(UserError, match=f"^{named}: its file system has no locks"),
+            started(run_dir, lock_wait_s=0),
+        ):
             pass
     assert [path.name for path in tmp_path.rglob(".tmp-*")] == []
 
 
-def test_a_desk_that_another_start_sweeps_away_as_it_is_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_desk_that_another_start_sweeps_away_as_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original, swept = publish.make_directory, []
 
     def sweeping(directory: Path) -> None:
@@ -233,7 +286,11 @@ def test_a_desk_that_another_start_sweeps_away_as_it_is_made_is_made_again(tmp_p
 def test_a_start_that_froze_before_its_fence_changes_nothing_when_it_wakes_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    older, lock, fence_off = tmp_path / "starts" / "0001", tmp_path / "tracking" / ".lock", starts._fence_off
+    older, lock, fence_off = (
+        tmp_path / "starts" / "0001",
+        tmp_path / "tracking" / ".lock",
+        starts._fence_off,
+    )
     (older / ".tmp-replaced-x").mkdir(parents=True)
     lock.parent.mkdir()
     lock.touch()
@@ -250,7 +307,9 @@ def test_a_start_that_froze_before_its_fence_changes_nothing_when_it_wakes_up(
 
 
 def test_what_a_start_had_not_put_back_when_it_died_the_next_one_does(tmp_path: Path) -> None:
-    replaced = tmp_path / "starts" / "0002" / ".tmp-0001" / ".tmp-replaced-checkpoints%2Fstep-00000001"
+    replaced = (
+        tmp_path / "starts" / "0002" / ".tmp-0001" / ".tmp-replaced-checkpoints%2Fstep-00000001"
+    )
     for place in (replaced, tmp_path / "checkpoints"):
         place.mkdir(parents=True)
     with started(tmp_path, lock_wait_s=0):
@@ -266,7 +325,9 @@ def test_who_publishes_after_the_block_is_behind_the_fence_still(tmp_path: Path)
         publish.write_atomic(tmp_path / "x", b"2")
 
 
-def test_one_thread_may_begin_a_start_while_another_one_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_may_begin_a_start_while_another_one_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def while_another_begins(self: Path, other: Path) -> bool:
         publish.use_workspace(tmp_path / "workspace", under=tmp_path / str(len(workspaces)))
         return is_relative_to(self, other)

@@ -1,4 +1,5 @@
-"""The SQLite store: one whole file whoever starts together, left alone where it is not whole, made anew from the journals."""
+"""The SQLite store: one whole file whoever starts together, left alone where it is not whole, made
+anew from the journals."""
 
 import errno
 import multiprocessing
@@ -24,14 +25,29 @@ from pretrain.tracking.tracker import Journal, RunIdentity
 
 NUM_POINTS = 30
 FORK = multiprocessing.get_context("fork")
-"""A process of its own has no connection to a file that was moved away; a fork has mlflow imported already."""
+"""A process of its own has no connection to a file that was moved away; a fork has mlflow imported
+already."""
 
 
 def write_run(run_dir: Path, *, parent_key: str | None = None) -> str:
     key = RunIdentity.of(run_dir, experiment="tests", uri=None, parent_key=parent_key).run_key
     journal = Journal(run_dir / "tracking" / "journal.jsonl")
-    dataset = {"name": "a", "digest": "b", "source_type": "local", "source": "{}", "schema": "{}", "profile": "{}"}
-    journal.append({"event": "start", "params": {}, "tags": {}, "datasets": [dataset | {"context": "training"}]})
+    dataset = {
+        "name": "a",
+        "digest": "b",
+        "source_type": "local",
+        "source": "{}",
+        "schema": "{}",
+        "profile": "{}",
+    }
+    journal.append(
+        {
+            "event": "start",
+            "params": {},
+            "tags": {},
+            "datasets": [dataset | {"context": "training"}],
+        }
+    )
     for step in range(NUM_POINTS):
         journal.append({"event": "metrics", "step": step, "values": {"loss": float(step)}})
     journal.append({"event": "end", "status": "FINISHED"})
@@ -42,7 +58,9 @@ def write_run(run_dir: Path, *, parent_key: str | None = None) -> str:
 def sync_apart(*run_dirs: Path) -> list[int | None]:
     """All at once; their exit codes."""
     together = FORK.Barrier(len(run_dirs))
-    processes = [FORK.Process(target=_meet_and_sync, args=(together, run_dir)) for run_dir in run_dirs]
+    processes = [
+        FORK.Process(target=_meet_and_sync, args=(together, run_dir)) for run_dir in run_dirs
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -59,7 +77,9 @@ def runs_in(store: Path) -> dict[str, Any]:
     client = MlflowClient(tracking_uri=f"sqlite:///{store}")
     (experiment,) = (each for each in client.search_experiments() if each.name == "tests")
     found = list(client.search_runs([experiment.experiment_id]))
-    assert all(len(client.get_metric_history(run.info.run_id, "loss")) == NUM_POINTS for run in found)
+    assert all(
+        len(client.get_metric_history(run.info.run_id, "loss")) == NUM_POINTS for run in found
+    )
     assert {run.info.status for run in found} == {"FINISHED"}
     return {str(run.info.run_name): run for run in found}
 
@@ -77,7 +97,12 @@ def test_runs_that_start_together_have_one_whole_store(tmp_path: Path) -> None:
         write_run(run_dir)
     assert sync_apart(*run_dirs) == [0, 0]
     assert sorted(runs_in(tmp_path / "mlflow.db")) == ["ext0", "ext1"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ext0", "ext1", "mlartifacts", "mlflow.db"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "ext0",
+        "ext1",
+        "mlartifacts",
+        "mlflow.db",
+    ]
 
 
 @pytest.mark.usefixtures("quickly")
@@ -111,7 +136,9 @@ def test_of_eight_deliverers_one_writes_at_a_time_and_no_point_is_lost(tmp_path:
 
 
 @pytest.mark.usefixtures("quickly")
-def test_a_damaged_store_is_made_anew_from_the_journals_by_the_remedy_that_is_given(new_store: Path, tmp_path: Path) -> None:
+def test_a_damaged_store_is_made_anew_from_the_journals_by_the_remedy_that_is_given(
+    new_store: Path, tmp_path: Path
+) -> None:
     """The child comes first and is whole before there is a parent."""
     parent, child, store = tmp_path / "parent", tmp_path / "child", tmp_path / "mlflow.db"
     shutil.copy(new_store, store)
@@ -132,7 +159,9 @@ def test_a_damaged_store_is_made_anew_from_the_journals_by_the_remedy_that_is_gi
     assert runs["child"].data.tags["mlflow.parentRunId"] == runs["parent"].info.run_id
 
 
-def test_a_store_that_is_moved_away_meanwhile_gets_nothing_more(new_store: Path, tmp_path: Path) -> None:
+def test_a_store_that_is_moved_away_meanwhile_gets_nothing_more(
+    new_store: Path, tmp_path: Path
+) -> None:
     shutil.copy(new_store, tmp_path / "mlflow.db")
     write_run(tmp_path / "run")
     delivery = Delivery(tmp_path / "run")
@@ -149,7 +178,10 @@ def test_an_experiment_that_another_process_makes_meanwhile_is_used(
     new_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(new_store, tmp_path / "mlflow.db")
-    first, second = (RunIdentity.of(tmp_path / name, experiment="tests", uri=None) for name in ("first", "second"))
+    first, second = (
+        RunIdentity.of(tmp_path / name, experiment="tests", uri=None)
+        for name in ("first", "second")
+    )
     Store(first.uri).open_run(first)
     real, asked = MlflowClient.get_experiment_by_name, list[str]()
 
@@ -164,10 +196,13 @@ def test_an_experiment_that_another_process_makes_meanwhile_is_used(
     assert len(client.search_runs(experiments)) == 2 and len(asked) == 2
 
 
-# ---- without mlflow ---------------------------------------------------------------------------------------------------
+# ---- without mlflow
+# ---------------------------------------------------------------------------------------------------
 
 
-def database(path: Path, *, revision: str | None = "two", tables: tuple[str, ...] = ("runs",)) -> None:
+def database(
+    path: Path, *, revision: str | None = "two", tables: tuple[str, ...] = ("runs",)
+) -> None:
     with closing(sqlite3.connect(path)) as connection:
         for table in ("alembic_version", *tables):
             connection.execute(f"create table {table} (version_num text)")
@@ -207,11 +242,18 @@ def test_of_two_that_make_a_store_at_once_the_first_has_made_that_of_both(
     if not has_links:
         monkeypatch.setattr(store.os, "link", Mock(side_effect=PermissionError("no links here")))
     EmbeddedStore(path).open()
-    assert [(each.st_ino, each.st_mtime_ns) for each in published] == [(path.stat().st_ino, path.stat().st_mtime_ns)]
-    assert len(makes) == 2 and sorted(path.name for path in tmp_path.iterdir()) == ["mlartifacts", "mlflow.db"]
+    assert [(each.st_ino, each.st_mtime_ns) for each in published] == [
+        (path.stat().st_ino, path.stat().st_mtime_ns)
+    ]
+    assert len(makes) == 2 and sorted(path.name for path in tmp_path.iterdir()) == [
+        "mlartifacts",
+        "mlflow.db",
+    ]
 
 
-def test_who_dies_while_making_a_store_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_dies_while_making_a_store_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def die(path: Path, *, files: Path) -> None:
         database(path, tables=("_alembic_tmp_experiments",))
         raise KeyboardInterrupt
@@ -224,7 +266,9 @@ def test_who_dies_while_making_a_store_leaves_none(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.usefixtures("makes")
 @pytest.mark.parametrize("has_links", [True, False])
-def test_a_disk_that_fills_up_leaves_no_part_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
+def test_a_disk_that_fills_up_leaves_no_part_of_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(store.os, "link", Mock(side_effect=PermissionError("no links here")))
     monkeypatch.setattr(*((store, "sync") if has_links else (store.os, "fsync")), full)
@@ -237,11 +281,20 @@ def test_a_disk_that_fills_up_leaves_no_part_of_a_store(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda path: database(path, tables=("runs", "_alembic_tmp_experiments")), "never finished: mkdir"),
+        (
+            lambda path: database(path, tables=("runs", "_alembic_tmp_experiments")),
+            "never finished: mkdir",
+        ),
         (lambda path: database(path, revision=None), "never finished: mkdir"),
         (lambda path: path.touch(), "never finished: mkdir"),
-        (lambda path: path.write_bytes(b"no database at all, but something else" * 99), "damaged .*mkdir"),
-        (lambda path: sqlite3.connect(path).execute("create table other (x)").connection.close(), "no store of MLflow"),
+        (
+            lambda path: path.write_bytes(b"no database at all, but something else" * 99),
+            "damaged .*mkdir",
+        ),
+        (
+            lambda path: sqlite3.connect(path).execute("create table other (x)").connection.close(),
+            "no store of MLflow",
+        ),
         (lambda path: database(path, revision="three"), "newer MLflow"),
         (lambda path: database(path, revision="one"), "mlflow db upgrade sqlite:///"),
         (lambda path: path.mkdir(), "cannot be read"),
@@ -258,7 +311,9 @@ def test_what_is_no_whole_store_of_this_schema_is_named_and_left_alone(
     assert "\n" not in str(told.value) and (path.read_bytes() if path.is_file() else None) == before
 
 
-def test_a_locked_store_is_said_to_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_store_is_said_to_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "LOCKED_S", 0.0)
     path = tmp_path / "mlflow.db"
     database(path)
@@ -268,13 +323,17 @@ def test_a_locked_store_is_said_to_be_locked(tmp_path: Path, monkeypatch: pytest
             EmbeddedStore(path).open()
 
 
-def test_what_a_store_that_is_gone_has_left_is_not_rolled_back_into_a_new_one(tmp_path: Path) -> None:
+def test_what_a_store_that_is_gone_has_left_is_not_rolled_back_into_a_new_one(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mlflow.db-journal").touch()
     with pytest.raises(UserError, match=r"mlflow\.db-journal.*move it away"):
         EmbeddedStore(tmp_path / "mlflow.db").open()
 
 
 def test_only_a_file_is_embedded() -> None:
-    assert [EmbeddedStore.of(uri) is None for uri in ("http://host", "sqlite://", "sqlite:///:memory:")] == [True] * 3
+    assert [
+        EmbeddedStore.of(uri) is None for uri in ("http://host", "sqlite://", "sqlite:///:memory:")
+    ] == [True] * 3
     found = EmbeddedStore.of("sqlite:////a/b.db?timeout=3")
     assert found is not None and found.path == Path("/a/b.db")

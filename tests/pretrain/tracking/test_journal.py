@@ -1,4 +1,5 @@
-"""The journal takes every line at once, loses none, and never holds a half one but at its end, whatever the disk does."""
+"""The journal takes every line at once, loses none, and never holds a half one but at its end,
+whatever the disk does."""
 
 import errno
 import json
@@ -37,7 +38,10 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(
     assert journal.close(timeout_s=30)
     assert not room and numbers(journal.path) == list(range(50))
     said = capsys.readouterr().err
-    assert said.count("cannot be written (No space left on device)") == 1 and said.count("nothing was lost") == 1
+    assert (
+        said.count("cannot be written (No space left on device)") == 1
+        and said.count("nothing was lost") == 1
+    )
 
 
 def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,4 +95,9 @@ def test_a_next_start_knows_the_last_steps_and_removes_a_half_line(tmp_path: Pat
     assert journal.last_steps == {"loss": 5, "lr": 3, image_name("first"): 4}
     journal.append({"event": "end"})
     assert journal.close(timeout_s=30)
-    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["metrics", "metrics", "image", "end"]
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == [
+        "metrics",
+        "metrics",
+        "image",
+        "end",
+    ]

@@ -1,4 +1,5 @@
-"""What was found out about weights stands as one version of a registered model, however often it is delivered."""
+"""What was found out about weights stands as one version of a registered model, however often it is
+delivered."""
 
 import json
 import shutil
@@ -25,7 +26,9 @@ def run(folder: Path, name: str, *, parent: Path | None = None) -> tuple[Path, R
         assert known is not None
         parent_key = known.run_key
     # the child lies elsewhere: without its parent's store it would have one of its own there
-    identity = RunIdentity.of(folder / name, experiment="tests", uri=None, parent_key=parent_key, parent_dir=parent)
+    identity = RunIdentity.of(
+        folder / name, experiment="tests", uri=None, parent_key=parent_key, parent_dir=parent
+    )
     return folder / name, identity
 
 
@@ -38,20 +41,38 @@ def test_results_of_weights_gather_at_one_version(new_store: Path, tmp_path: Pat
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text(json.dumps({"classes": ["a", "b"]}))
     for number, (weights, tags) in enumerate(
-        (("f00d", {"probe/cifar10": "0.5"}), ("f00d", {"tune/stl10": "0.7"}), ("beef", {"probe/cifar10": "0.6"}))
+        (
+            ("f00d", {"probe/cifar10": "0.5"}),
+            ("f00d", {"tune/stl10": "0.7"}),
+            ("beef", {"probe/cifar10": "0.6"}),
+        )
     ):
         child, child_identity = run(tmp_path / "elsewhere", f"child-{number}", parent=maker)
         assert child_identity.uri == identity.uri
         tracker = Tracker(child, params={}, tags={"task": "probe"})
         tracker.metrics({"probe/test_top1": 0.5}, step=3)
         for _ in range(2):  # a second process says it again
-            tracker.version("pretrained", checkpoint=checkpoint, weights_sha256=weights, parent_key=identity.run_key, tags=tags)
+            tracker.version(
+                "pretrained",
+                checkpoint=checkpoint,
+                weights_sha256=weights,
+                parent_key=identity.run_key,
+                tags=tags,
+            )
         tracker.close("FINISHED")
         sync(child)
     client = MlflowClient(tracking_uri=identity.uri)
-    versions = {version.tags["weights_sha256"]: version for version in client.search_model_versions("name = 'pretrained'")}
+    versions = {
+        version.tags["weights_sha256"]: version
+        for version in client.search_model_versions("name = 'pretrained'")
+    }
     assert {weights: version.tags | {} for weights, version in versions.items()} == {
-        "f00d": {"weights_sha256": "f00d", "checkpoint": str(checkpoint), "probe/cifar10": "0.5", "tune/stl10": "0.7"},
+        "f00d": {
+            "weights_sha256": "f00d",
+            "checkpoint": str(checkpoint),
+            "probe/cifar10": "0.5",
+            "tune/stl10": "0.7",
+        },
         "beef": {"weights_sha256": "beef", "checkpoint": str(checkpoint), "probe/cifar10": "0.6"},
     }
     experiments = [each.experiment_id for each in client.search_experiments()]
@@ -59,10 +80,15 @@ def test_results_of_weights_gather_at_one_version(new_store: Path, tmp_path: Pat
     assert sorted(stored) == ["child-0", "child-1", "child-2", "pretrained"]
     assert stored["child-0"].data.tags["mlflow.parentRunId"] == stored["pretrained"].info.run_id
     assert "mlflow.parentRunId" not in stored["pretrained"].data.tags
-    assert stored["child-0"].data.metrics == {"probe/test_top1": 0.5} and stored["child-0"].info.status == "FINISHED"
+    assert (
+        stored["child-0"].data.metrics == {"probe/test_top1": 0.5}
+        and stored["child-0"].info.status == "FINISHED"
+    )
     mlflow_run = client.get_run(str(versions["f00d"].run_id))
     assert mlflow_run.info.run_name == "pretrained"
-    assert [artifact.path for artifact in client.list_artifacts(mlflow_run.info.run_id, "checkpoint")] == ["checkpoint/config.json"]
+    assert [
+        artifact.path for artifact in client.list_artifacts(mlflow_run.info.run_id, "checkpoint")
+    ] == ["checkpoint/config.json"]
     assert mlflow_run.data.params == {"a": "1"}
 
 
@@ -95,7 +121,9 @@ def test_a_version_that_the_registry_will_not_have_holds_up_nothing(
     run_dir, identity = run(tmp_path, "run")
     tracker = Tracker(run_dir, params={}, tags={})
     (run_dir / "config.json").write_text("{}")
-    tracker.version("kai's run", checkpoint=run_dir, weights_sha256="f00d", parent_key="", tags={"a/b": "1"})
+    tracker.version(
+        "kai's run", checkpoint=run_dir, weights_sha256="f00d", parent_key="", tags={"a/b": "1"}
+    )
     (run_dir / "after.txt").write_text("after")
     tracker.artifact(run_dir / "after.txt")
     tracker.close("FINISHED")
@@ -104,4 +132,7 @@ def test_a_version_that_the_registry_will_not_have_holds_up_nothing(
     client = MlflowClient(tracking_uri=identity.uri)
     (found,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])  # type: ignore[union-attr]
     assert [artifact.path for artifact in client.list_artifacts(found.info.run_id)] == ["after.txt"]
-    assert found.info.status == "FINISHED" and json.loads((run_dir / "tracking" / "delivered.json").read_text())["owed"] == []
+    assert (
+        found.info.status == "FINISHED"
+        and json.loads((run_dir / "tracking" / "delivered.json").read_text())["owed"] == []
+    )

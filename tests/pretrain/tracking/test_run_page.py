@@ -1,4 +1,5 @@
-"""What a run tells of itself: one real training at ZeRO 3, where the weights lie in shards, and its journal."""
+"""What a run tells of itself: one real training at ZeRO 3, where the weights lie in shards, and its
+journal."""
 
 import contextlib
 import json
@@ -27,17 +28,43 @@ from tests.training import finish, start, write_config
 def run_dir(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
     """Six steps on two ranks."""
     folder = tmp_path_factory.mktemp("page")
-    words = ["engine.zero_stage=3", "train.duration=6 steps", "train.eval_every=3 steps", "train.log_every_steps=2"]
+    words = [
+        "engine.zero_stage=3",
+        "train.duration=6 steps",
+        "train.eval_every=3 steps",
+        "train.log_every_steps=2",
+    ]
     tracking = "tracking={enabled: true, peak_teraflops: 0.5}"
-    finish(start(write_config(folder, dataset=shapes), folder / "tiny", *words, tracking, journal_only=True), timeout_s=170)
+    finish(
+        start(
+            write_config(folder, dataset=shapes),
+            folder / "tiny",
+            *words,
+            tracking,
+            journal_only=True,
+        ),
+        timeout_s=170,
+    )
     return folder / "tiny"
 
 
-def test_a_run_whose_trainer_was_killed_has_failed(tmp_path: Path, shapes: Path, new_store: Path) -> None:
-    """Its deliverer outlives it, and has the last word. (The journal's thread has some steps to write what step 10 has told.)"""
+def test_a_run_whose_trainer_was_killed_has_failed(
+    tmp_path: Path, shapes: Path, new_store: Path
+) -> None:
+    """Its deliverer outlives it, and has the last word. (The journal's thread has some steps to
+    write what step 10 has told.)"""
     shutil.copy(new_store, tmp_path / "mlflow.db")
-    config, tracking = write_config(tmp_path, dataset=shapes), "tracking={enabled: true, peak_teraflops: 0.5}"
-    run = start(config, tmp_path / "run", tracking, ranks=1, strikes={0: Strike(tmp_path / "run", 1, step=18)})
+    config, tracking = (
+        write_config(tmp_path, dataset=shapes),
+        "tracking={enabled: true, peak_teraflops: 0.5}",
+    )
+    run = start(
+        config,
+        tmp_path / "run",
+        tracking,
+        ranks=1,
+        strikes={0: Strike(tmp_path / "run", 1, step=18)},
+    )
     run.communicate()
     assert run.ranks[0].exitcode == -signal.SIGKILL
 
@@ -45,7 +72,10 @@ def test_a_run_whose_trainer_was_killed_has_failed(tmp_path: Path, shapes: Path,
         with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
             return list(store.execute(words))
 
-    wait_until(lambda: told("select status from runs where name = 'run' and status != 'RUNNING'") != [], timeout_s=300)
+    wait_until(
+        lambda: told("select status from runs where name = 'run' and status != 'RUNNING'") != [],
+        timeout_s=300,
+    )
     assert told("select status from runs where name = 'run'") == [("FAILED",)]
     assert told("select step from metrics where key = 'train/loss'") == [(10,)]
 
@@ -60,10 +90,17 @@ def test_the_journal_has_what_a_researcher_looks_for(run_dir: Path) -> None:
     params, tags = begun["params"], begun["tags"]
     assert isinstance(params, dict) and isinstance(tags, dict)
     assert params["optimizer.lr"] == 1e-3 and params["num_ranks"] == 2
-    assert tags["mlflow.source.git.commit"] and "The same command goes on" in tags["mlflow.note.content"]
+    assert (
+        tags["mlflow.source.git.commit"]
+        and "The same command goes on" in tags["mlflow.note.content"]
+    )
     assert {"num_cpu_threads": 1} in [event["params"] for event in events(run_dir, "params")]
-    assert [event["path"] for event in events(run_dir, "artifact")] == [str(run_dir / "config.yaml")]
-    assert events(run_dir, "params")[0]["params"] == {"peak_teraflops": "0.5 per rank (tracking.peak_teraflops)"}
+    assert [event["path"] for event in events(run_dir, "artifact")] == [
+        str(run_dir / "config.yaml")
+    ]
+    assert events(run_dir, "params")[0]["params"] == {
+        "peak_teraflops": "0.5 per rank (tracking.peak_teraflops)"
+    }
     told: dict[str, list[object]] = {}
     for event in events(run_dir, "metrics"):
         assert isinstance(event["values"], dict)
@@ -83,7 +120,9 @@ def test_pictures_are_those_of_the_batch_and_of_the_weights(run_dir: Path) -> No
     (last,) = [event for event in events(run_dir, "image") if event["step"] == 6]
     stem = load_file(list_checkpoints(run_dir)[-1] / "model.safetensors")["stem.weight"]
     expected = draw_filters(
-        strongest_filters(stem, side=16, count=25), columns=5, title="tiny, step 6: the strongest filters of the first layer"
+        strongest_filters(stem, side=16, count=25),
+        columns=5,
+        title="tiny, step 6: the strongest filters of the first layer",
     )
     with Image.open(str(last["path"])) as drawn:
         np.testing.assert_array_equal(np.asarray(drawn), np.asarray(expected))
@@ -99,18 +138,32 @@ def test_the_strongest_filters_come_first_in_blue_and_red() -> None:
     sheet = np.asarray(draw_filters(filters, columns=2, title="a run"))
     assert sheet.shape == (HEAD + 288, 288, 3)
     panels, red, white = sheet[HEAD:], [103, 0, 31], [247, 247, 247]
-    pale = [round(67 + (5 - 67) / 3), round(147 + (48 - 147) / 3), round(197 + (97 - 197) / 3)]  # 2 of 3, in the scale of both
+    pale = [
+        round(67 + (5 - 67) / 3),
+        round(147 + (48 - 147) / 3),
+        round(197 + (97 - 197) / 3),
+    ]  # 2 of 3, in the scale of both
     assert panels[130, 270].tolist() == red and panels[20, 160].tolist() == white
     assert np.abs(panels[72, 72] - np.array(pale)).max() <= 6
     assert panels[200:, :].min() == 255  # two panels of four
     assert (sheet[:HEAD] < 128).any()  # a name, and a scale
-    nothing = np.asarray(draw_filters(np.zeros((1, 2, 2), np.float32), columns=1, title="a run"))[HEAD:]
+    nothing = np.asarray(draw_filters(np.zeros((1, 2, 2), np.float32), columns=1, title="a run"))[
+        HEAD:
+    ]
     assert nothing[72, 72].tolist() == white and nothing[5, 72].max() < 128  # has an edge
 
 
 def test_the_command_is_shown_as_it_can_be_typed() -> None:
-    words = ["/somewhere/pretrain/__main__.py", "train", "a.yaml", "train.duration=2 epochs", "data.storage={key: secret}"]
-    assert shown_command(words) == "pretrain train a.yaml 'train.duration=2 epochs' data.storage=..."
+    words = [
+        "/somewhere/pretrain/__main__.py",
+        "train",
+        "a.yaml",
+        "train.duration=2 epochs",
+        "data.storage={key: secret}",
+    ]
+    assert (
+        shown_command(words) == "pretrain train a.yaml 'train.duration=2 epochs' data.storage=..."
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,11 +172,17 @@ def test_the_command_is_shown_as_it_can_be_typed() -> None:
         ("/home/me/wm/jobs/snapshots/0a1b/configs/pretrain/x.yaml", "configs/pretrain/x.yaml"),
         ("/home/me/wm/jobs/snapshots/0a1b/given/home/me/wm/mine.yaml", "mine.yaml"),
         ("/home/me/wm/jobs/snapshots/0a1b/given/home/me/other.yaml", "/home/me/other.yaml"),
-        ("note=/home/me/wm/jobs/snapshots/0a1b/given/a.yaml", "note=/home/me/wm/jobs/snapshots/0a1b/given/a.yaml"),
+        (
+            "note=/home/me/wm/jobs/snapshots/0a1b/given/a.yaml",
+            "note=/home/me/wm/jobs/snapshots/0a1b/given/a.yaml",
+        ),
     ],
 )
 def test_a_jobs_command_names_the_config_that_was_given(kept: str, given: str) -> None:
-    assert shown_command(["/x/pretrain/__main__.py", "train", kept, "a=b"]) == f"pretrain train {given} a=b"
+    assert (
+        shown_command(["/x/pretrain/__main__.py", "train", kept, "a=b"])
+        == f"pretrain train {given} a=b"
+    )
 
 
 def test_a_start_on_slurm_says_its_job_and_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +194,10 @@ def test_a_start_on_slurm_says_its_job_and_its_nodes(monkeypatch: pytest.MonkeyP
     assert slurm_tags() == {"slurm.job_id": "17", "slurm.nodes": "n[1-2]"}
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "15")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    tags = {"mlflow.source.name": "pretrain train x", "mlflow.source.git.commit": "abc"} | slurm_tags()
+    tags = {
+        "mlflow.source.name": "pretrain train x",
+        "mlflow.source.git.commit": "abc",
+    } | slurm_tags()
     note = with_note(tags, title="T", run_dir=Path("/r"))["mlflow.note.content"]
     assert note == "T\n\nIn `/r`, by `pretrain train x`, code abc; on SLURM: job 15_3 on n[1-2]"
 
@@ -147,5 +209,9 @@ def test_datasets_are_named_with_their_digest_and_a_summary(shapes: Path) -> Non
     assert train["digest"] == whole[:32] and len(train["digest"]) <= 36
     assert json.loads(train["source"]) == {"uri": str(shapes)}
     profile = json.loads(train["profile"])
-    assert (profile["num_samples"], profile["num_classes"], profile["fewest_per_class"]) == (240, 8, 30)
+    assert (profile["num_samples"], profile["num_classes"], profile["fewest_per_class"]) == (
+        240,
+        8,
+        30,
+    )
     assert profile["content_hash"] == whole

@@ -1,4 +1,5 @@
-"""`pretrain serve`: one line, with the address of a page of MLflow that shows the runs with columns of accuracies."""
+"""`pretrain serve`: one line, with the address of a page of MLflow that shows the runs with columns
+of accuracies."""
 
 import json
 import re
@@ -27,7 +28,10 @@ def test_the_page_is_of_the_newest_run_with_columns_of_accuracies(tmp_path: Path
     newest = client.get_experiment_by_name("second")
     assert newest is not None
     page = runs_page(uri)
-    key = re.fullmatch(re.escape(f"{uri}/#/experiments/{newest.experiment_id}/runs?viewStateShareKey=") + r"(\w+)", page)
+    key = re.fullmatch(
+        re.escape(f"{uri}/#/experiments/{newest.experiment_id}/runs?viewStateShareKey=") + r"(\w+)",
+        page,
+    )
     assert key is not None
     view = client.get_experiment(newest.experiment_id).tags[f"mlflow.sharedViewState.{key[1]}"]
     assert "metrics.`eval/top1`" in json.loads(view)["selectedColumns"]
@@ -35,11 +39,17 @@ def test_the_page_is_of_the_newest_run_with_columns_of_accuracies(tmp_path: Path
 
 def test_the_console_has_the_address_and_the_log_has_the_rest(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "pretrain", "serve", str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdout is not None and server.stderr is not None
         first = server.stdout.readline()
         server.send_signal(signal.SIGTERM)
         more, errors = server.communicate(timeout=60)
-    assert re.search(r"http://127\.0\.0\.1:\d+/#/experiments", first) and more.count("\n") == 1 and server.returncode == 0
+    assert (
+        re.search(r"http://127\.0\.0\.1:\d+/#/experiments", first)
+        and more.count("\n") == 1
+        and server.returncode == 0
+    )
     assert errors in ("", "loading MLflow\n")
     assert "Started server process" in (tmp_path / "mlflow.db.log").read_text()

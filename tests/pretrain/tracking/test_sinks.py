@@ -1,4 +1,5 @@
-"""What TensorBoard and Weights & Biases read is what the journal holds, by the checksums and the messages of their own makers."""
+"""What TensorBoard and Weights & Biases read is what the journal holds, by the checksums and the
+messages of their own makers."""
 
 import struct
 from collections.abc import Iterator
@@ -17,8 +18,16 @@ from tests.moments import wait_until
 
 FIELD = descriptor_pb2.FieldDescriptorProto
 EVENT = {
-    "Image": {"height": (1, FIELD.TYPE_INT32), "width": (2, FIELD.TYPE_INT32), "encoded_image_string": (4, FIELD.TYPE_BYTES)},
-    "Value": {"tag": (1, FIELD.TYPE_STRING), "simple_value": (2, FIELD.TYPE_FLOAT), "image": (4, "Image")},
+    "Image": {
+        "height": (1, FIELD.TYPE_INT32),
+        "width": (2, FIELD.TYPE_INT32),
+        "encoded_image_string": (4, FIELD.TYPE_BYTES),
+    },
+    "Value": {
+        "tag": (1, FIELD.TYPE_STRING),
+        "simple_value": (2, FIELD.TYPE_FLOAT),
+        "image": (4, "Image"),
+    },
     "Summary": {"value": (1, ["Value"])},
     "Event": {
         "wall_time": (1, FIELD.TYPE_DOUBLE),
@@ -41,7 +50,9 @@ def event_class() -> Any:
                 message.field.add(name=field, number=number, type=kind, label=label)
             else:
                 of = f".tests.{kind[0] if is_many else kind}"
-                message.field.add(name=field, number=number, type=FIELD.TYPE_MESSAGE, type_name=of, label=label)
+                message.field.add(
+                    name=field, number=number, type=FIELD.TYPE_MESSAGE, type_name=of, label=label
+                )
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tests.Event"))
@@ -57,7 +68,10 @@ def read_events(path: Path) -> Iterator[Any]:
     while content:
         length, length_crc = struct.unpack("<QI", content[:12])
         assert length_crc == masked(content[:8])
-        message, (crc,) = content[12 : 12 + length], struct.unpack("<I", content[12 + length : 16 + length])
+        message, (crc,) = (
+            content[12 : 12 + length],
+            struct.unpack("<I", content[12 + length : 16 + length]),
+        )
         assert crc == masked(message)
         yield event.FromString(message)
         content = content[16 + length :]
@@ -71,15 +85,23 @@ def run_dir(tmp_path: Path) -> Path:
     Image.new("RGB", (4, 3), "red").save(tmp_path / "first.png")
     journal.append({"event": "start", "params": {"optimizer.lr": 0.1}, "tags": {}})
     for step in (1, 300):
-        journal.append({"event": "metrics", "step": step, "values": {"train/loss": 1 / step, "train/lr": 0.5}})
-    journal.append({"event": "image", "path": str(tmp_path / "first.png"), "key": "first", "step": 7})
-    journal.append({"event": "metrics", "step": 2, "values": {"system/gpu": 5.0}})  # numbered for itself
+        journal.append(
+            {"event": "metrics", "step": step, "values": {"train/loss": 1 / step, "train/lr": 0.5}}
+        )
+    journal.append(
+        {"event": "image", "path": str(tmp_path / "first.png"), "key": "first", "step": 7}
+    )
+    journal.append(
+        {"event": "metrics", "step": 2, "values": {"system/gpu": 5.0}}
+    )  # numbered for itself
     journal.append({"event": "end", "status": "FINISHED"})
     assert journal.close(timeout_s=30)
     return run_dir
 
 
-def test_tensorboard_finds_every_figure_and_picture_however_often_it_is_written(run_dir: Path, tmp_path: Path) -> None:
+def test_tensorboard_finds_every_figure_and_picture_however_often_it_is_written(
+    run_dir: Path, tmp_path: Path
+) -> None:
     for _ in range(2):
         assert write_sinks(run_dir, "tensorboard") == 6
     (path,) = (run_dir / "tracking/tensorboard").iterdir()
@@ -98,7 +120,9 @@ def test_tensorboard_finds_every_figure_and_picture_however_often_it_is_written(
         (300, "train/lr", 0.5),
         (2, "system/gpu", 5.0),
     ]
-    (picture,) = (value.image for event in events for value in event.summary.value if value.image.ByteSize())
+    (picture,) = (
+        value.image for event in events for value in event.summary.value if value.image.ByteSize()
+    )
     assert (picture.width, picture.height) == (4, 3)
     assert picture.encoded_image_string == (tmp_path / "first.png").read_bytes()
 
@@ -120,7 +144,9 @@ def test_a_dead_store_holds_up_no_sink(run_dir: Path, tmp_path: Path) -> None:
     with open(tmp_path / "ended", "wb"):
         pass
     with open(tmp_path / "ended", "rb") as trainer:
-        assert deliver_while_training(run_dir, trainer, close_timeout_s=0, sinks=["tensorboard"]) == 1
+        assert (
+            deliver_while_training(run_dir, trainer, close_timeout_s=0, sinks=["tensorboard"]) == 1
+        )
     (path,) = (run_dir / "tracking/tensorboard").iterdir()
     assert len(list(read_events(path))) == 5
 
@@ -136,15 +162,24 @@ def test_wandb_holds_every_figure_in_an_offline_run(run_dir: Path) -> None:
     def read() -> list[Any]:
         return [Record.FromString(content) for content in read_records(path)]
 
-    wait_until(lambda: any(record.HasField("exit") for record in read()))  # its service writes in a process of its own
+    wait_until(
+        lambda: any(record.HasField("exit") for record in read())
+    )  # its service writes in a process of its own
     records = read()
-    runs = [record.run for record in records if record.HasField("run")]  # it may come again, with more
+    runs = [
+        record.run for record in records if record.HasField("run")
+    ]  # it may come again, with more
     assert {(run.project, run.display_name) for run in runs} == {("tests", "run")}
     rows = []
     for record in records:
         if record.HasField("history"):
-            row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-            rows.append({name: float(value) for name, value in row.items() if not name.startswith("_")})
+            row = {
+                item.key or "/".join(item.nested_key): item.value_json
+                for item in record.history.item
+            }
+            rows.append(
+                {name: float(value) for name, value in row.items() if not name.startswith("_")}
+            )
     assert rows == [
         {"train/loss": 1.0, "train/lr": 0.5, "step": 1},
         {"train/loss": 1 / 300, "train/lr": 0.5, "step": 300},
@@ -154,7 +189,8 @@ def test_wandb_holds_every_figure_in_an_offline_run(run_dir: Path) -> None:
 
 
 def read_records(path: Path) -> Iterator[bytes]:
-    """Of LevelDB's log format: blocks of 32 kB, of records in parts (1 whole, 2 first, 3 middle, 4 last)."""
+    """Of LevelDB's log format: blocks of 32 kB, of records in parts (1 whole, 2 first, 3 middle, 4
+    last)."""
     content, position, record = path.read_bytes(), 7, b""  # after the header
     while position + 7 <= len(content):
         if 32768 - position % 32768 < 7:

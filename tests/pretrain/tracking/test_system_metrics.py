@@ -1,4 +1,5 @@
-"""A node's figures bear MLflow's names; those of GPUs come from the driver's library, here from one made for the test."""
+"""A node's figures bear MLflow's names; those of GPUs come from the driver's library, here from one
+made for the test."""
 
 import queue
 import subprocess
@@ -46,7 +47,9 @@ def test_a_sample_of_this_node_bears_mlflows_names(tmp_path: Path) -> None:
 
 def test_a_run_directory_that_is_gone_costs_its_disk_alone(tmp_path: Path) -> None:
     values = NodeSampler(tmp_path / "gone").sample()
-    assert "cpu_utilization_percentage" in values and not [name for name in values if name.startswith("disk")]
+    assert "cpu_utilization_percentage" in values and not [
+        name for name in values if name.startswith("disk")
+    ]
 
 
 def test_the_file_system_of_a_path_is_that_of_the_nearest_mount() -> None:
@@ -56,11 +59,18 @@ def test_the_file_system_of_a_path_is_that_of_the_nearest_mount() -> None:
         place: shared_kind(Path(place), mounts=lambda all: mounts)
         for place in ("/home/me/runs", "/home/scratch/runs", "/work", "/homes")
     }
-    assert found == {"/home/me/runs": "nfs4", "/home/scratch/runs": None, "/work": "lustre", "/homes": None}
+    assert found == {
+        "/home/me/runs": "nfs4",
+        "/home/scratch/runs": None,
+        "/work": "lustre",
+        "/homes": None,
+    }
     assert shared_kind(Path("runs")) is None  # by what this machine says itself
 
 
-def test_a_driver_or_a_disk_that_hangs_holds_up_no_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_or_a_disk_that_hangs_holds_up_no_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers, has_begun = queue.Queue[dict[str, float]](), threading.Event()
 
     class Hangs:
@@ -103,6 +113,8 @@ def test_gpus_tell_what_they_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     }
 
 
-def test_a_node_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_a_driver_has_no_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert open_nvml(str(tmp_path / "none.so")) is None

@@ -1,4 +1,5 @@
-"""Tracking against a real SQLite store: nothing lost, nothing doubled, a truthful status, and training never waits."""
+"""Tracking against a real SQLite store: nothing lost, nothing doubled, a truthful status, and
+training never waits."""
 
 import json
 import os
@@ -74,7 +75,9 @@ def runs_in(store: Path) -> list[Any]:
 
 def points(store: Path, run: Any, metric: str) -> list[tuple[int, float]]:
     client = MlflowClient(tracking_uri=f"sqlite:///{store}")
-    return sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, metric))
+    return sorted(
+        (point.step, point.value) for point in client.get_metric_history(run.info.run_id, metric)
+    )
 
 
 def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path, by_hand: None) -> None:
@@ -95,16 +98,24 @@ def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path, by_
     second.close("FINISHED")
     sync(run_dir)
     (run,) = runs_in(store)
-    assert run.info.status == "FINISHED" and len(run.data.params) == 121 and run.data.params["optimizer.lr"] == "0.1"
+    assert (
+        run.info.status == "FINISHED"
+        and len(run.data.params) == 121
+        and run.data.params["optimizer.lr"] == "0.1"
+    )
     (dataset,) = run.inputs.dataset_inputs
     assert (dataset.dataset.name, dataset.dataset.digest) == (DATASET["name"], DATASET["digest"])
     assert [(tag.key, tag.value) for tag in dataset.tags] == [("mlflow.data.context", "training")]
     assert points(store, run, "loss") == [(step, pytest.approx(1 / step)) for step in range(1, 9)]
-    artifacts = MlflowClient(tracking_uri=f"sqlite:///{store}").list_artifacts(run.info.run_id, "notes")
+    artifacts = MlflowClient(tracking_uri=f"sqlite:///{store}").list_artifacts(
+        run.info.run_id, "notes"
+    )
     assert [artifact.path for artifact in artifacts] == ["notes/note.txt"]
 
 
-def test_a_stop_that_comes_while_the_deliverer_still_imports_is_delivered_as_such(tmp_path: Path) -> None:
+def test_a_stop_that_comes_while_the_deliverer_still_imports_is_delivered_as_such(
+    tmp_path: Path,
+) -> None:
     """SLURM sends the signal to every process of a step, whatever that process is doing."""
     run_dir = tmp_path / "run"
     identity(run_dir)
@@ -138,7 +149,9 @@ def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
     assert sync(run_dir) > 0
     assert sync(run_dir) == 0
     (run,) = runs_in(blocked / "mlflow.db")
-    assert run.info.status == "FINISHED" and points(blocked / "mlflow.db", run, "loss") == [(1, 0.5)]
+    assert run.info.status == "FINISHED" and points(blocked / "mlflow.db", run, "loss") == [
+        (1, 0.5)
+    ]
 
 
 def deliver_after_the_end(run_dir: Path, *, close_timeout_s: float = 5) -> int:
@@ -153,10 +166,16 @@ def test_a_deliverer_that_dies_at_once_is_started_once_a_minute_and_its_end_is_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dies, now_s = tmp_path / "dies", [1000.0]
-    dies.write_text(f"#!/bin/sh\necho born >>{tmp_path}/births\necho its last word >>$3/tracking/delivery.log\nkill -9 $$\n")
+    dies.write_text(
+        f"#!/bin/sh\necho born >>{tmp_path}/births\necho its last word"
+        " >>$3/tracking/delivery.log\nkill -9 $$\n"
+    )
     dies.chmod(0o755)
     monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", str(dies))
-    monkeypatch.setattr("pretrain.tracking.tracker.time", SimpleNamespace(monotonic=lambda: now_s[0], time=time.time))
+    monkeypatch.setattr(
+        "pretrain.tracking.tracker.time",
+        SimpleNamespace(monotonic=lambda: now_s[0], time=time.time),
+    )
     run_dir = tmp_path / "run"
     identity(run_dir)
     (run_dir / "tracking/delivery.log").write_text("of yesterday\n")
@@ -169,9 +188,11 @@ def test_a_deliverer_that_dies_at_once_is_started_once_a_minute_and_its_end_is_t
     run.close("FINISHED")
     assert (tmp_path / "births").read_text() == "born\n" * 4
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and said[1] == (
-        f"tracking: MLflow has not received everything yet ({run_dir}/tracking/delivery.log: delivery ended with SIGKILL; "
-        f"its last word); later: pretrain sync {run_dir}"
+    assert (
+        len(said) == 2
+        and said[1]
+        == f"tracking: MLflow has not received everything yet ({run_dir}/tracking/delivery.log:"
+        f" delivery ended with SIGKILL; its last word); later: pretrain sync {run_dir}"
     )
 
 
@@ -179,11 +200,19 @@ def test_a_run_that_is_not_sent_keeps_its_journal_alone(tmp_path: Path, store: P
     """`pretrain sync` may send it later."""
     run_dir = tmp_path / "run"
     identity(run_dir)
-    run = Tracker(run_dir, params={"lr": 0.1}, tags={"task": "pretrain"}, settings=TrackingSettings(enabled=False))
+    run = Tracker(
+        run_dir,
+        params={"lr": 0.1},
+        tags={"task": "pretrain"},
+        settings=TrackingSettings(enabled=False),
+    )
     run.metrics({"loss": 1.0}, step=1)
     run.picture("first", lambda: Image.new("RGB", (8, 8)), step=0)
     run.close("FINISHED")
-    assert sorted(path.name for path in (run_dir / "tracking").iterdir()) == ["identity.json", "journal.jsonl"]
+    assert sorted(path.name for path in (run_dir / "tracking").iterdir()) == [
+        "identity.json",
+        "journal.jsonl",
+    ]
     sync(run_dir)
     (sent,) = runs_in(store)
     assert (sent.info.status, points(store, sent, "loss")) == ("FINISHED", [(1, 1.0)])
@@ -199,7 +228,8 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
 
 
-# ---- a journal written by hand, delivered in this process -------------------------------------------------------------
+# ---- a journal written by hand, delivered in this process
+# -------------------------------------------------------------
 
 
 def write_journal(run_dir: Path, *events: dict[str, Any]) -> None:
@@ -228,10 +258,16 @@ def picture(run_dir: Path, *, step: int) -> dict[str, Any]:
 
 
 def files(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file() and path.name != LOCK)
+    return sorted(
+        path.name
+        for path in (tmp_path / "mlartifacts").rglob("*")
+        if path.is_file() and path.name != LOCK
+    )
 
 
-def test_a_run_that_died_unseen_has_failed_but_not_while_its_trainer_lives(tmp_path: Path, store: Path) -> None:
+def test_a_run_that_died_unseen_has_failed_but_not_while_its_trainer_lives(
+    tmp_path: Path, store: Path
+) -> None:
     run_dir = tmp_path / "run"
     write_journal(run_dir, START, loss(1))
     with started(run_dir, lock_wait_s=0):
@@ -242,7 +278,8 @@ def test_a_run_that_died_unseen_has_failed_but_not_while_its_trainer_lives(tmp_p
 
 
 def test_what_another_deliverer_has_ended_stays_as_it_ended(tmp_path: Path, store: Path) -> None:
-    """The deliverer of a trainer that was killed has delivered all that the next trainer had to say, too."""
+    """The deliverer of a trainer that was killed has delivered all that the next trainer had to
+    say, too."""
     run_dir = tmp_path / "run"
     write_journal(run_dir, START, loss(1), START, loss(2), end("FINISHED"))
     sync(run_dir)
@@ -270,7 +307,8 @@ def test_a_deliverer_whose_start_was_taken_over_says_nothing(tmp_path: Path, sto
 def test_a_deliverer_that_was_frozen_while_it_made_the_mlflow_run_leaves_no_second_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path
 ) -> None:
-    """CI had two runs of one key: the older deliverer was frozen after it had looked for the run, and woke up to make one."""
+    """CI had two runs of one key: the older deliverer was frozen after it had looked for the run,
+    and woke up to make one."""
     run_dir, workspace = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
     workspace.mkdir(parents=True)
     write_journal(run_dir, START, loss(1))
@@ -329,14 +367,18 @@ def test_a_store_that_takes_no_files_takes_the_figures_all_the_same(
         with pytest.raises(UserError, match="no credentials"):
             sync(run_dir)
     (run,) = runs_in(store)
-    assert run.info.status == "FINISHED" and [step for step, _ in points(store, run, "loss")] == [1, 2]
+    assert run.info.status == "FINISHED" and [step for step, _ in points(store, run, "loss")] == [
+        1,
+        2,
+    ]
     assert files(tmp_path) == []
     sync(run_dir)
     assert files(tmp_path) == ["1.png"]
 
 
 def test_what_is_sent_again_stands_once(tmp_path: Path, store: Path) -> None:
-    """Where it stood was lost, so everything goes out again. A picture that is gone or damaged holds up no file behind it."""
+    """Where it stood was lost, so everything goes out again. A picture that is gone or damaged
+    holds up no file behind it."""
     run_dir = tmp_path / "run"
     gone, torn, whole = (picture(run_dir, step=step) for step in (0, 10, 20))
     Path(gone["path"]).unlink()
@@ -346,7 +388,9 @@ def test_what_is_sent_again_stands_once(tmp_path: Path, store: Path) -> None:
     (run_dir / "tracking" / "delivered.json").unlink()
     sync(run_dir)
     (run,) = runs_in(store)
-    assert points(store, run, "loss") == [(1, 1.0), (2, 0.5)] and len(run.inputs.dataset_inputs) == 1
+    assert (
+        points(store, run, "loss") == [(1, 1.0), (2, 0.5)] and len(run.inputs.dataset_inputs) == 1
+    )
     assert files(tmp_path) == ["10.png", "20.png"]
     kept = tmp_path / "mlartifacts" / run.info.run_id / "artifacts" / "pictures" / "20.png"
     assert kept.read_bytes() == Path(whole["path"]).read_bytes()
@@ -354,7 +398,9 @@ def test_what_is_sent_again_stands_once(tmp_path: Path, store: Path) -> None:
 
 
 @pytest.mark.parametrize("num_new", [1, 3, 40])
-def test_a_journal_that_a_power_cut_made_shorter_delivers_every_new_event(tmp_path: Path, store: Path, num_new: int) -> None:
+def test_a_journal_that_a_power_cut_made_shorter_delivers_every_new_event(
+    tmp_path: Path, store: Path, num_new: int
+) -> None:
     """With its new events it is shorter than what was delivered, about as long, or longer."""
     run_dir = tmp_path / "run"
     write_journal(run_dir, START, *(loss(step) for step in range(1, 7)), picture(run_dir, step=1))
@@ -369,7 +415,9 @@ def test_a_journal_that_a_power_cut_made_shorter_delivers_every_new_event(tmp_pa
     assert sync(run_dir) == 0 and files(tmp_path) == ["1.png"]
 
 
-def test_events_are_on_disk_before_they_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+def test_events_are_on_disk_before_they_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path
+) -> None:
     run_dir, synced, fsync, sent = tmp_path / "run", [0], os.fsync, []
     write_journal(run_dir, START, loss(1))
     journal = (run_dir / "tracking" / "journal.jsonl").stat()
@@ -381,13 +429,19 @@ def test_events_are_on_disk_before_they_are_sent(tmp_path: Path, monkeypatch: py
 
     real = MlflowClient.log_batch
     monkeypatch.setattr("os.fsync", noted)
-    monkeypatch.setattr(MlflowClient, "log_batch", lambda *words, **more: (sent.append(synced[-1]), real(*words, **more)))
+    monkeypatch.setattr(
+        MlflowClient,
+        "log_batch",
+        lambda *words, **more: (sent.append(synced[-1]), real(*words, **more)),
+    )
     sync(run_dir)
     assert sent and set(sent) == {journal.st_size}
 
 
 @pytest.mark.parametrize("deliver", [sync, deliver_after_the_end], ids=["sync", "deliverer"])
-def test_a_finished_run_whose_journal_lost_its_end_is_finished(tmp_path: Path, store: Path, deliver: Callable[[Path], int]) -> None:
+def test_a_finished_run_whose_journal_lost_its_end_is_finished(
+    tmp_path: Path, store: Path, deliver: Callable[[Path], int]
+) -> None:
     run_dir = tmp_path / "run"
     write_journal(run_dir, START, loss(1))
     (run_dir / "result.json").write_text("{}")
@@ -397,14 +451,18 @@ def test_a_finished_run_whose_journal_lost_its_end_is_finished(tmp_path: Path, s
 
 @pytest.mark.processes
 @pytest.mark.parametrize("fault", ["no lock", "no log"])
-def test_a_deliverer_whose_disk_refuses_ends_without_a_traceback(tmp_path: Path, fault: str) -> None:
+def test_a_deliverer_whose_disk_refuses_ends_without_a_traceback(
+    tmp_path: Path, fault: str
+) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "run" / "tracking" / "delivery.log"
     write_journal(run_dir, START)
     (run_dir / "tracking" / LOCK).mkdir()
     if fault == "no log":
         log.mkdir()
     words = [sys.executable, "-m", "pretrain.tracking.delivery", str(run_dir), "0", ""]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
     if fault == "no lock":
         assert LOCK in log.read_text() and log.read_text().count("\n") == 1
@@ -433,20 +491,36 @@ def test_a_picture_that_cannot_be_written_is_one_line(
 
 def test_figures_of_nodes_are_numbered_each_for_itself(tmp_path: Path, by_hand: None) -> None:
     run_dir = tmp_path / "run"
-    write_journal(run_dir, {"event": "metrics", "step": 6, "values": {"system/cpu": 1.0}}, end("KILLED"))
+    write_journal(
+        run_dir, {"event": "metrics", "step": 6, "values": {"system/cpu": 1.0}}, end("KILLED")
+    )
     live = tracker(run_dir)
     for value in (2.0, 3.0):
         live.system({"cpu": value})
     live.system({"cpu": 9.0}, node="node-3")
     live.close("FINISHED")
     lines = (run_dir / "tracking" / "journal.jsonl").read_text().splitlines()
-    told = [(event["step"], event["values"]) for event in map(json.loads, lines) if event["event"] == "metrics"]
-    assert told == [(6, {"system/cpu": 1.0}), (7, {"system/cpu": 2.0}), (8, {"system/cpu": 3.0}), (0, {"system/node-3/cpu": 9.0})]
+    told = [
+        (event["step"], event["values"])
+        for event in map(json.loads, lines)
+        if event["event"] == "metrics"
+    ]
+    assert told == [
+        (6, {"system/cpu": 1.0}),
+        (7, {"system/cpu": 2.0}),
+        (8, {"system/cpu": 3.0}),
+        (0, {"system/node-3/cpu": 9.0}),
+    ]
 
 
-def test_no_password_of_a_server_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_password_of_a_server_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@host")
-    with pytest.raises(UserError, match=r"^MLFLOW_TRACKING_URI: https://host: holds a password.*set MLFLOW_TRACKING_USERNAME"):
+    with pytest.raises(
+        UserError,
+        match=r"^MLFLOW_TRACKING_URI: https://host: holds a password.*set MLFLOW_TRACKING_USERNAME",
+    ):
         identity(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
