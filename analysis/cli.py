@@ -12,10 +12,9 @@ from analysis.matrices import command as matrices
 from analysis.output import add_out, check_out, write, written
 from analysis.scaling import command as scaling
 from analysis.sweeps import command as sweeps
-from data_prep.exit_codes import OK, exit_code_of
+from data_prep.exit_codes import OK, exit_code_of, message_of
 from data_prep.explain import Verbs, program
 from data_prep.images.sheet import check_out as check_picture
-from data_prep.limits import limit_remedy
 from data_prep.progress import doing
 from data_prep.settings import near_path
 
@@ -27,8 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except (ValueError, OSError) as error:
-        remedy = limit_remedy(error)
-        print(f"analysis: {error}; {remedy}" if remedy else f"analysis: {error}", file=sys.stderr)
+        print(f"analysis: {message_of(error)}", file=sys.stderr)
         return exit_code_of(error)
 
 

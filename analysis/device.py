@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 
 if TYPE_CHECKING:
     import torch

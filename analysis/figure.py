@@ -5,7 +5,7 @@ from pathlib import Path
 
 from analysis.points import collect, read_points, write
 from cluster.plan_file import Member, Plan
-from data_prep.settings import SettingsError
+from data_prep.errors import SettingsError
 
 
 def command_of(plan: Plan, *, out: Path, partial: bool, kept: Sequence[Path] = ()) -> list[str]:

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_prep.errors import UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.publish import atomic_file, hash_of_json, make_directory, sha256_of, write_json
-from data_prep.settings import UserError
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import CONFIG_FILE, RESULT, check_place
 from pretrain.tracking.run_tags import git_commit

@@ -24,9 +24,10 @@ from analysis.tables.table import is_augmented
 from cluster import plan_file
 from cluster.plan_file import Plan, Stage
 from cluster.work import place_of
+from data_prep.errors import SettingsError
 from data_prep.manifest import DatasetError
 from data_prep.publish import sha256_of
-from data_prep.settings import SettingsError, validate
+from data_prep.settings import validate
 from finetune.runs import Curve, Run, card_of, read_run, run_of
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import list_checkpoints, run_and_length, step_of

@@ -126,6 +126,7 @@ def prepare(place: Path, *, per_class: int) -> Bench:
         run_dir=str(place / "run"),
         pretrained=str(folder),
         data=FeatureDataSettings(dataset=str(dataset)),
+        optimizer="lion",
         batch_size=BATCH,
         epochs=(EPOCHS,),
         standardise=False,

@@ -5,10 +5,9 @@ import io
 import sys
 
 from cluster import init, plan
-from data_prep.exit_codes import exit_code_of
+from data_prep.errors import UserError
+from data_prep.exit_codes import exit_code_of, message_of
 from data_prep.explain import Verbs, at_least, program
-from data_prep.limits import limit_remedy
-from data_prep.settings import UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,12 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except (UserError, OSError) as error:
-        more = (
-            f"; {limit_remedy(error) or 'mend that'}, and the same command goes on"
-            if isinstance(error, OSError)
-            else ""
-        )
-        print(f"wide-mlps: {error}{more}", file=sys.stderr)
+        more = "; fix that, and the same command resumes" if isinstance(error, OSError) else ""
+        print(f"wide-mlps: {message_of(error)}{more}", file=sys.stderr)
         return exit_code_of(error)
 
 

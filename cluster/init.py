@@ -12,8 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from data_prep.errors import UserError
 from data_prep.publish import make_directory, write_atomic
-from data_prep.settings import UserError
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = ("doctor", "submit", "snapshot", "environment.sh", "rank.sh", "start.sh")

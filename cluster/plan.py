@@ -22,9 +22,9 @@ from cluster.plan_file import Plan, Stage, load_checked
 from cluster.slurm import SlurmError, Submission, in_columns, jobs_of, slurm, writers_of
 from cluster.submit import NothingLeft, on_part_of_node, refuse_missing, submit
 from cluster.work import COMMANDS, Work
+from data_prep.errors import UserError
 from data_prep.exit_codes import FAILED, OK
 from data_prep.interrupts import INTERRUPTED, keep
-from data_prep.settings import UserError
 from pretrain.ranks.preemption import heeded_signals
 
 

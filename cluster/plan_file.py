@@ -45,14 +45,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from cluster.work import COMMANDS, Kind, Work, in_file, kept, place_of
-from data_prep.settings import (
-    Settings,
-    SettingsError,
-    apply_override,
-    load_settings,
-    nearest,
-    validate,
-)
+from data_prep.errors import SettingsError
+from data_prep.settings import Settings, apply_override, load_settings, nearest, validate
 from pretrain.checkpoints.run import run_and_length
 from pretrain.config import parse_length
 

@@ -35,7 +35,8 @@ from cluster.slurm import (
     writers_of,
 )
 from cluster.work import COMMANDS, Kind, Work
-from data_prep.settings import SettingsError, near_path
+from data_prep.errors import SettingsError
+from data_prep.settings import near_path
 from pretrain.config import PretrainSettings, check_against_ranks
 
 

@@ -33,17 +33,10 @@ from data_prep.build.config import BuildSettings
 from data_prep.build.destination import finished_manifest
 from data_prep.build.workplan import refuse_other_config
 from data_prep.commands import building
+from data_prep.errors import SettingsError, UserError
 from data_prep.explain import program
 from data_prep.manifest import MANIFEST_NAME, load_manifest
-from data_prep.settings import (
-    Settings,
-    SettingsError,
-    UserError,
-    apply_override,
-    read_yaml,
-    refuse_of_another_verb,
-    validate,
-)
+from data_prep.settings import Settings, apply_override, read_yaml, refuse_of_another_verb, validate
 from finetune.evaluate.config import EvaluateSettings, is_evaluated
 from finetune.export.config import RECORD, ExportSettings, is_exported
 from finetune.probe.cache import check_room

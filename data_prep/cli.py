@@ -9,11 +9,11 @@ import tempfile
 from concurrent.futures import BrokenExecutor
 
 from data_prep.commands import add_verbs
-from data_prep.exit_codes import FAILED, exit_code_of
+from data_prep.errors import UserError
+from data_prep.exit_codes import FAILED, exit_code_of, message_of
 from data_prep.explain import program
 from data_prep.interrupts import keep
 from data_prep.limits import limit_remedy
-from data_prep.settings import UserError
 
 FIRST = {
     errno.EROFS: "name a disk that can be written to",
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except UserError as error:
-        print(f"data_prep: {error}", file=sys.stderr)
+        print(f"data_prep: {message_of(error)}", file=sys.stderr)
         return exit_code_of(error)
     except (OSError, BrokenExecutor) as error:
         print(

@@ -14,7 +14,7 @@ from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30, 60
 

@@ -10,12 +10,13 @@ SLURM job does with each.
 | 130  | INTERRUPTED | Ctrl-C; in a SLURM job a run that a signal stopped after it had saved                |
 """
 
+from data_prep.errors import UserError
 from data_prep.interrupts import INTERRUPTED
+from data_prep.limits import limit_remedy
 from data_prep.publish import Busy
-from data_prep.settings import UserError
 
 OK, FAILED, BAD_INPUT, BUSY = 0, 1, 2, 75
-__all__ = ["BAD_INPUT", "BUSY", "FAILED", "INTERRUPTED", "OK", "exit_code_of"]
+__all__ = ["BAD_INPUT", "BUSY", "FAILED", "INTERRUPTED", "OK", "exit_code_of", "message_of"]
 
 
 _WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
@@ -33,3 +34,12 @@ def exit_code_of(error: ValueError | OSError, *, is_started: bool = False) -> in
         if is_started and not (isinstance(error, UserError) and error.is_final)
         else BAD_INPUT
     )
+
+
+def message_of(error: Exception) -> str:
+    """Return the error as programs print it: with its code, or with the fix if a limit of the shell
+    is its cause."""
+    if isinstance(error, UserError):
+        return error.with_codes()
+    remedy = limit_remedy(error)
+    return f"{error}; {remedy}" if remedy else str(error)

@@ -31,10 +31,10 @@ from typing import Annotated, Any, Literal, NoReturn, TypeAlias, Union, get_args
 
 from pydantic import BaseModel
 
+from data_prep.errors import SettingsError
 from data_prep.settings import (
     ALIASES,
     Settings,
-    SettingsError,
     example_of,
     in_yaml,
     models_of,

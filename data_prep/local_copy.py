@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import quote
 
 from data_prep.clients import MissingError, host_of, is_command, shown, without_secrets
+from data_prep.errors import UserError
 from data_prep.manifest import (
     MANIFEST_NAME,
     REJECTED_NAME,
@@ -34,7 +35,6 @@ from data_prep.manifest import (
 from data_prep.progress import progress
 from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, sole_writer, write_atomic
 from data_prep.remote import ContentError, join, read_bytes, read_together
-from data_prep.settings import UserError
 
 NUM_THREADS, FILES_AT_ONCE = 8, 16
 HOST_NAME = ".host"

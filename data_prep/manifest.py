@@ -33,9 +33,10 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from data_prep.clients import KINDS, SCHEMES
+from data_prep.errors import UserError
 from data_prep.limits import cause_of
 from data_prep.publish import hash_of_json, sealed, sha256_of, unsealed, write_json
-from data_prep.settings import Settings, UserError, near_path, nearest
+from data_prep.settings import Settings, near_path, nearest
 
 SCHEMA_VERSION = 3
 MANIFEST_NAME = "manifest.json"

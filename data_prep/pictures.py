@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from data_prep.archives.files import ENDINGS, NOWHERE, walk_pictures
+from data_prep.errors import UserError
 from data_prep.images import Rejection
 from data_prep.limits import limit_remedy
-from data_prep.settings import UserError
 from data_prep.tar import TarError, members
 
 MAX_BYTES: Final = 1 << 30

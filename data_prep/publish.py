@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 from urllib.parse import quote
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 
 TEMPORARY_PREFIX = ".tmp-"
 REPLACED = "replaced-"

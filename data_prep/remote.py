@@ -32,8 +32,8 @@ from urllib.parse import urlsplit
 
 from data_prep import clients
 from data_prep.clients import READ_TIMEOUT_S, MissingError, client, shown
+from data_prep.errors import UserError
 from data_prep.publish import atomic_file, write_atomic
-from data_prep.settings import UserError
 
 __all__ = ["MissingError", "shown"]
 

@@ -24,24 +24,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-
-class UserError(ValueError):
-    """Something that the user can mend; the text names it and the remedy, and is all that the user
-    sees."""
-
-    is_final: ClassVar[bool] = False
-    """True if another attempt would fail in the same way, even after the checks (exit code 2)."""
-    of_all_ranks = False
-    """Whether every rank raises it at the same step, so that one of them may say it for all."""
-
-    def __str__(self) -> str:
-        return _readable(super().__str__())
-
-
-class SettingsError(UserError):
-    """A mistake in a config or on the command line."""
-
-    is_final = True
+from data_prep.errors import SettingsError, readable
 
 
 class Settings(BaseModel):
@@ -336,8 +319,6 @@ def _short(text: str, most: int = 100) -> str:
 # ------------------------------------------------------------------------------------------------------
 
 _LIKE_AN_ESCAPE = re.compile(r"\\(?=x[0-9a-f]{2})")
-_BYTE = re.compile("[\udc80-\udcff]")
-"""What Python makes of a byte of a name that is not UTF-8 (os.fsdecode)."""
 
 
 def printable(name: str) -> str:
@@ -345,12 +326,7 @@ def printable(name: str) -> str:
     byte stands as \\xe9, a backslash that would look like that as \\x5c, so that no two names are
     spelled alike and each can be had back; the rest stays as it is.
     """
-    return _readable(_LIKE_AN_ESCAPE.sub(r"\\x5c", name))
-
-
-def _readable(text: str) -> str:
-    """What any terminal can show."""
-    return _BYTE.sub(lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", text)
+    return readable(_LIKE_AN_ESCAPE.sub(r"\\x5c", name))
 
 
 # ---- messages

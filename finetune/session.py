@@ -20,8 +20,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor
 
+from data_prep.errors import UserError
 from data_prep.manifest import Manifest
-from data_prep.settings import Settings, UserError, flatten
+from data_prep.settings import Settings, flatten
 from finetune.config import ChannelStats, Fed, ShortRunSettings
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.checkpoint import Checkpoint

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from data_prep.errors import SettingsError
 from data_prep.exit_codes import OK
 from data_prep.explain import at_least
 from data_prep.interrupts import keep
-from data_prep.settings import Settings, SettingsError, dump
+from data_prep.settings import Settings, dump
 from pretrain.checkpoints.checkpoint import check_source
 from pretrain.checkpoints.hub import is_on_hub
 from pretrain.checkpoints.run import finished_result

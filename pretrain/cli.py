@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from data_prep.exit_codes import OK, exit_code_of
+from data_prep.errors import SettingsError, UserError
+from data_prep.exit_codes import OK, exit_code_of, message_of
 from data_prep.explain import Verbs, at_least, program
 from data_prep.interrupts import INTERRUPTED
 from data_prep.limits import limit_remedy
@@ -23,15 +24,7 @@ from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
 from data_prep.publish import Busy
-from data_prep.settings import (
-    SettingsError,
-    UserError,
-    differences,
-    dump,
-    load_settings,
-    near_path,
-    read_lines,
-)
+from data_prep.settings import differences, dump, load_settings, near_path, read_lines
 from pretrain import start
 from pretrain.checkpoints.card import CONFIG
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -76,7 +69,7 @@ def guarded(program: str, options: argparse.Namespace) -> int:
     try:
         return int(options.run(options))
     except (ValueError, OSError) as error:
-        message, is_started = str(error), getattr(options, "started", False)
+        message, is_started = message_of(error), getattr(options, "started", False)
         # before the start every rank finds the same mistake, so the first one reports it; later a
         # rank may be alone with its error
         alone = isinstance(error, OSError | Busy) or (

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from analysis.cli import main as analysis
 from cluster.cli import main as wide_mlps
 from data_prep.cli import main as data_prep
+from data_prep.errors import SettingsError, UserError
 from data_prep.exit_codes import BAD_INPUT, BUSY, FAILED, OK, exit_code_of
 from data_prep.publish import Busy, sole_writer
-from data_prep.settings import SettingsError, UserError
 from finetune.cli import main as finetune
 from pretrain.checkpoints.card import CheckpointError, WeightsError
 from pretrain.cli import main as pretrain

@@ -14,9 +14,9 @@ import jsonschema
 import pytest
 from pydantic import Field, TypeAdapter
 
+from data_prep.errors import SettingsError
 from data_prep.explain import Explained, completions, options_of, program, schema_of, settings_of
 from data_prep.settings import (
-    SettingsError,
     apply_override,
     example_of,
     flatten,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from analysis.features.hsic import Grams, WholeCka, cka, gram, hsic
 from analysis.features.mixings import Pictures, Subject, open_subjects
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from pretrain.models.spec import ModelSpec, SparseMlpSpec
 
 RESAMPLES, INTERVAL = 1000, (2.5, 97.5)

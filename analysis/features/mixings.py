@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from analysis.features.hsic import FEWEST
+from data_prep.errors import UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import Manifest
 from data_prep.progress import progress
-from data_prep.settings import UserError
 from finetune.session import Backbone, open_backbone
 from pretrain.augment.augmentation import Augmentation
 from pretrain.augment.feed import on_device

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from analysis.device import add_device, device_of
 from analysis.output import add_out, check_out, write, written
+from data_prep.errors import UserError
 from data_prep.explain import Verbs, at_least
 from data_prep.progress import doing
-from data_prep.settings import UserError
 
 
 def add_verbs(verbs: Verbs) -> None:

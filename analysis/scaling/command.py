@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis.output import add_out, check_out, write, written
+from data_prep.errors import UserError
 from data_prep.explain import Verbs
-from data_prep.settings import UserError
 
 
 def add_verbs(verbs: Verbs) -> None:

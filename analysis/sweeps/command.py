@@ -5,8 +5,8 @@ import argparse
 from pathlib import Path
 
 from analysis.output import add_out, check_out, write, written
+from data_prep.errors import UserError
 from data_prep.explain import Verbs
-from data_prep.settings import UserError
 from pretrain.models.listing import parse_power
 
 DEFAULT_OMEGAS = "2^18,2^21,2^27"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from analysis.points import Point
 from analysis.sweeps.series import By, grouped, sd
 from analysis.sweeps.statistics import Facts
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 
 
 @dataclass(frozen=True)

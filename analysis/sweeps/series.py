@@ -16,7 +16,8 @@ from typing import Any
 
 from analysis.points import VARIABLES, Point
 from analysis.sweeps.statistics import Facts, kendall, optimum
-from data_prep.settings import UserError, nearest
+from data_prep.errors import UserError
+from data_prep.settings import nearest
 
 Value = str | float | None
 Names = tuple[str, ...]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 
 OF_THE_MACHINE = {
     errno.EIO,

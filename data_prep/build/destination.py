@@ -26,6 +26,7 @@ from pydantic import Field, model_validator
 
 from data_prep.build.parts import record_path
 from data_prep.clients import without_secrets
+from data_prep.errors import UserError
 from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, Shard, parse_manifest
 from data_prep.publish import LOCK, TEMPORARY_PREFIX, Busy, Holder, write_atomic, write_json
 from data_prep.remote import (
@@ -39,7 +40,7 @@ from data_prep.remote import (
     version,
     write_bytes,
 )
-from data_prep.settings import Settings, UserError
+from data_prep.settings import Settings
 
 MARK_NAME = ".building.json"
 OWN_MARK = "mark"

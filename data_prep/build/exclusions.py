@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.archives.inventory import Inventory
+from data_prep.errors import UserError
 from data_prep.publish import hash_of_json
-from data_prep.settings import UserError, printable
+from data_prep.settings import printable
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from data_prep.build.destination import Destination, finished_manifest, hand_ove
 from data_prep.build.parts import forget_parts, sole_builder
 from data_prep.build.shards import ShardRecord, damaged_files, load_record
 from data_prep.build.workplan import Workplan, load_begun, outline_of, refuse_damaged
+from data_prep.errors import UserError
 from data_prep.images.channels import channel_statistics
 from data_prep.manifest import (
     MANIFEST_NAME,
@@ -38,7 +39,6 @@ from data_prep.manifest import (
     save_manifest,
 )
 from data_prep.publish import TEMPORARY_PREFIX, write_atomic
-from data_prep.settings import UserError
 from data_prep.sources import Source, SourceError, open_source
 from data_prep.workers import Pool, Tally, sweep, worker_pool
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from data_prep.errors import UserError
 from data_prep.manifest import MANIFEST_NAME, PARTS, load_manifest
 from data_prep.publish import (
     LOCK,
@@ -23,7 +24,7 @@ from data_prep.publish import (
     withdraw,
     write_json,
 )
-from data_prep.settings import S, Settings, UserError, differences
+from data_prep.settings import S, Settings, differences
 
 BEGUN = "begun"
 """The record of whose directory it is."""

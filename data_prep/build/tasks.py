@@ -29,9 +29,9 @@ from data_prep.build.config import BuildSettings
 from data_prep.build.destination import occupy
 from data_prep.build.parts import AT_WORK, claim, tasks_at_work
 from data_prep.build.workplan import Workplan, begun_by_others, prepare
+from data_prep.errors import UserError
 from data_prep.manifest import MANIFEST_NAME, PARTS
 from data_prep.publish import hash_of_json, sole_writer, write_json
-from data_prep.settings import UserError
 from data_prep.sources import Source, open_source
 from data_prep.workers import worker_pool
 

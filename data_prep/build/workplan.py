@@ -38,6 +38,7 @@ from data_prep.archives.inventory import (
 from data_prep.build.config import DEFAULT_SHARD, BuildSettings
 from data_prep.build.exclusions import Exclusions, load_exclusions
 from data_prep.build.parts import BEGUN, of_another, read_record, record_path, write_record
+from data_prep.errors import UserError
 from data_prep.images.decoding import decoder_version
 from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, load_manifest
 from data_prep.progress import progress
@@ -49,7 +50,7 @@ from data_prep.publish import (
     sha256_of,
     withdraw,
 )
-from data_prep.settings import Settings, UserError, differences, printable
+from data_prep.settings import Settings, differences, printable
 from data_prep.sources import Arrangement, Source, SourceError, open_source
 
 INVENTORY_NAME = "inventory"

@@ -33,6 +33,7 @@ from data_prep.build.shards import write_index, write_paths
 from data_prep.check.stored import known_files
 from data_prep.check.verify import stored_labels
 from data_prep.choose.selection import Ids, per_class, ranking
+from data_prep.errors import UserError
 from data_prep.manifest import (
     MANIFEST_NAME,
     PARTS,
@@ -48,7 +49,7 @@ from data_prep.manifest import (
 from data_prep.progress import progress
 from data_prep.publish import LOCK, TEMPORARY_PREFIX, atomic_directory, hash_of_json, sole_maker
 from data_prep.remote import shown
-from data_prep.settings import Settings, UserError, nearest, read_lines
+from data_prep.settings import Settings, nearest, read_lines
 
 
 class Selection(Settings):

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_prep.errors import UserError
 from data_prep.explain import Verbs, at_least
-from data_prep.settings import S, UserError, load_settings, num_cores
+from data_prep.settings import S, load_settings, num_cores
 
 
 def add_verbs(verbs: Verbs) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from data_prep.clients import shown
 from data_prep.commands import add_verb, counted, directory_of, json_options, place, print_table
+from data_prep.errors import UserError
 from data_prep.exit_codes import OK
 from data_prep.explain import Verbs, at_least
 from data_prep.publish import write_atomic
-from data_prep.settings import UserError, validate
+from data_prep.settings import validate
 
 NEAR = 6
 MANY = 0.05

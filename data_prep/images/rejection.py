@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from PIL import Image
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 
 MAX_DETAIL_CHARACTERS = 200
 _EARLY_END = re.compile("truncated|not enough image data", re.IGNORECASE)

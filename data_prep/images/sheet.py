@@ -8,9 +8,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from data_prep.errors import UserError
 from data_prep.images.lettering import Letters, families, short
 from data_prep.publish import write_atomic
-from data_prep.settings import UserError
 
 CELL = 112
 """Pixels that a picture is enlarged to at least, by a whole number."""

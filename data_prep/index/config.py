@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from data_prep.build.destination import Destination
+from data_prep.errors import SettingsError
 from data_prep.images.decoding import MAX_PIXELS, PIXEL_BUDGET
 from data_prep.manifest import CropPolicy, Filter
 from data_prep.remote import NUM_ATTEMPTS
-from data_prep.settings import NumWorkers, SettingsError, read_lines
+from data_prep.settings import NumWorkers, read_lines
 
 
 def _several(value: object) -> object:

@@ -40,6 +40,7 @@ from data_prep.build.parts import (
 )
 from data_prep.build.shards import ShardRecord, count_labels, write_index, write_paths
 from data_prep.build.workplan import all_in_one
+from data_prep.errors import UserError
 from data_prep.images.decoding import decoder_version
 from data_prep.index.config import IndexSettings
 from data_prep.index.locate import StockShard, list_shards, opened, version_of, versions_of
@@ -54,7 +55,7 @@ from data_prep.manifest import (
     save_manifest,
 )
 from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, write_json
-from data_prep.settings import Settings, UserError, printable
+from data_prep.settings import Settings, printable
 from data_prep.tar import TarError
 from data_prep.workers import sweep
 

@@ -24,13 +24,13 @@ from urllib.parse import urlsplit
 from braceexpand import braceexpand
 
 from data_prep import clients, remote
+from data_prep.errors import UserError
 from data_prep.index.config import IndexSettings
 from data_prep.manifest import PARTS
 from data_prep.pictures import COMPRESSED
 from data_prep.progress import progress
 from data_prep.publish import TEMPORARY_PREFIX
 from data_prep.remote import Version
-from data_prep.settings import UserError
 
 MAX_SHARDS = 1_000_000
 _RANGE = re.compile(r"{(-?\d+)\.\.(-?\d+)")

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_prep.build.shards import Rejected
+from data_prep.errors import UserError
 from data_prep.images import Rejection, decode, naming, resize, size_of
 from data_prep.images.channels import ChannelSums
 from data_prep.index.config import IndexSettings
 from data_prep.manifest import PICTURES
-from data_prep.settings import UserError, printable
+from data_prep.settings import printable
 from data_prep.tar import BLOCK, Member, TarError, members, read_member, runs
 from data_prep.workers import Tally
 

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from data_prep.errors import SettingsError
 from data_prep.exit_codes import OK
 from data_prep.explain import Verbs
 from data_prep.manifest import baselines
 from data_prep.progress import doing
-from data_prep.settings import SettingsError, load_settings
+from data_prep.settings import load_settings
 from finetune.evaluate.config import EvaluateSettings, Evaluation
 from finetune.split import class_numbers
 from finetune.verbs import add_common, end_on_signals, launch_ranks, show, split_config, warn_once

@@ -20,10 +20,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from data_prep.errors import SettingsError, UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.publish import hash_of_json, write_json
-from data_prep.settings import SettingsError, UserError, read_yaml, validate
+from data_prep.settings import read_yaml, validate
 from finetune.config import ShortRunSettings
 from finetune.split import check_split
 from pretrain.checkpoints.card import ModelCard

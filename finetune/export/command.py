@@ -7,11 +7,12 @@ import json
 import shutil
 from pathlib import Path
 
+from data_prep.errors import SettingsError, UserError
 from data_prep.exit_codes import OK
 from data_prep.explain import Verbs
 from data_prep.progress import doing
 from data_prep.publish import make_directory
-from data_prep.settings import SettingsError, UserError, load_settings
+from data_prep.settings import load_settings
 from finetune.export.config import ONNX, PT2, ExportSettings
 from finetune.verbs import end_on_signals, show, split_config
 from pretrain.checkpoints.card import MODEL

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from data_prep.errors import UserError
 from data_prep.publish import atomic_directory, sha256_of, write_atomic, write_json
-from data_prep.settings import UserError
 from finetune.export import graphs
 from finetune.export.config import ONNX, PT2, README, RECORD, ExportSettings
 from finetune.export.graphs import Agreement

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from pretrain.checkpoints.card import ModelCard
 from pretrain.models.image_model import ImageModel
 from pretrain.models.layers.sparse import MaskedLinear, SparseLinear

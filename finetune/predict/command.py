@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from data_prep.errors import SettingsError
 from data_prep.exit_codes import OK
 from data_prep.explain import Verbs, at_least
 from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.pictures import Picture, in_folder, in_tar, is_tar
-from data_prep.settings import SettingsError
 from finetune.verbs import end_on_signals, warn_once
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place

@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from data_prep.errors import UserError
 from data_prep.manifest import Manifest
 from data_prep.publish import TEMPORARY_PREFIX, hash_of_json
-from data_prep.settings import UserError
 from finetune.config import Fed
 from finetune.probe.config import FeatureSettings
 from pretrain.checkpoints.checkpoint import Checkpoint

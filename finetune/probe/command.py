@@ -6,11 +6,12 @@ import shlex
 from functools import partial
 from pathlib import Path
 
+from data_prep.errors import SettingsError
 from data_prep.exit_codes import OK
 from data_prep.explain import Verbs
 from data_prep.manifest import DatasetError, baselines, load_manifest
 from data_prep.progress import doing
-from data_prep.settings import SettingsError, load_settings
+from data_prep.settings import load_settings
 from finetune.probe.cache import check_room
 from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.split import check_apart, check_split

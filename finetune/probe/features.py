@@ -49,9 +49,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from data_prep.errors import UserError
 from data_prep.manifest import DatasetError, Manifest
 from data_prep.publish import make_directory, sha256_of, sync, write_json
-from data_prep.settings import UserError
 from finetune.probe.cache import Cache
 from finetune.probe.config import FeatureSettings
 from finetune.session import Backbone, PatientGroup

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 from torch import Tensor
 
+from data_prep.errors import UserError
 from data_prep.images.lettering import legible
 from data_prep.manifest import load_manifest
-from data_prep.settings import UserError
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import FeatureMaker
 from finetune.probe.heads import Candidate, Score, judge, minimise, train_heads

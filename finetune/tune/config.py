@@ -15,9 +15,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from data_prep.errors import SettingsError
 from data_prep.manifest import load_manifest
 from data_prep.remote import join
-from data_prep.settings import SettingsError, read_yaml
+from data_prep.settings import read_yaml
 from finetune.config import ChannelStats
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import (

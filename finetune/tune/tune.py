@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from finetune.session import recorded, register, start_accelerator
 from finetune.tune.config import TuneEngineSettings, TuneSettings, summary
 from pretrain.augment.augmentation import Normalisation, Prepared

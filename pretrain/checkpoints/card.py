@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from data_prep.errors import UserError
 from data_prep.manifest import CropPolicy, Filter, Manifest
-from data_prep.settings import UserError
 from pretrain.config import PixelOrder
 from pretrain.models.spec import TIMM_NORM_EPS, AnySpec, MixerSpec, ModelSpec, TimmModelSpec
 

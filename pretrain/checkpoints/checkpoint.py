@@ -22,10 +22,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from data_prep.errors import SettingsError
 from data_prep.manifest import MANIFEST_NAME
 from data_prep.progress import doing
 from data_prep.publish import sha256_of
-from data_prep.settings import SettingsError, near_path
+from data_prep.settings import near_path
 from pretrain.checkpoints.card import CONFIG, MODEL, CheckpointError, ModelCard, read_card
 from pretrain.checkpoints.hub import HubError, fetch, is_on_hub
 from pretrain.checkpoints.run import (

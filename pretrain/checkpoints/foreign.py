@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.weights import (
     Shapes,

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep.settings import SettingsError, UserError
+from data_prep.errors import SettingsError, UserError
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError

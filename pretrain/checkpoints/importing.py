@@ -14,10 +14,11 @@ from typing import Any, cast, get_args
 
 import torch
 
+from data_prep.errors import UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
-from data_prep.settings import UserError, read_lines
+from data_prep.settings import read_lines
 from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CONFIG, ModelCard, config_of
 from pretrain.checkpoints.checkpoint import Checkpoint

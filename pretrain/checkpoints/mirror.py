@@ -51,6 +51,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from data_prep.errors import SettingsError, UserError
 from data_prep.progress import doing
 from data_prep.publish import (
     Holder,
@@ -75,7 +76,7 @@ from data_prep.remote import (
     upload,
     write_bytes,
 )
-from data_prep.settings import SettingsError, UserError, differences, dump, parse_yaml, validate
+from data_prep.settings import differences, dump, parse_yaml, validate
 from pretrain.checkpoints.card import CONFIG, MODEL, CheckpointError
 from pretrain.checkpoints.checkpoint import HASHES, OPTIMIZER, TRAINER, Checkpoint, fault_of
 from pretrain.checkpoints.run import (

@@ -23,14 +23,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from data_prep.errors import SettingsError, UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.publish import withdraw, write_atomic, write_json
 from data_prep.settings import (
     S,
     Settings,
-    SettingsError,
-    UserError,
     differences,
     dump,
     in_yaml,

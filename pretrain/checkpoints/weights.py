@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from pretrain.checkpoints.card import WeightsError
 from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
 

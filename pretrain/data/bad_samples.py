@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from data_prep.errors import UserError
 from data_prep.manifest import DatasetError
-from data_prep.settings import UserError
 from pretrain.data.order import Ids, hash64
 from pretrain.data.reader import ShardReader, Unreadable
 

@@ -40,11 +40,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from data_prep.errors import UserError
 from data_prep.images import Rejection, decode_square, ppm_header
 from data_prep.limits import cause_of
 from data_prep.local_copy import own_host
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
-from data_prep.settings import UserError
 from pretrain.config import ReadingSettings
 from pretrain.data.bus_error import name_dataset
 from pretrain.data.datasets import Part

@@ -41,9 +41,9 @@ from torch import Tensor
 
 from data_prep import remote
 from data_prep.clients import client
+from data_prep.errors import UserError
 from data_prep.images import Rejection, decode_square
 from data_prep.manifest import PICTURES
-from data_prep.settings import UserError
 from pretrain.data.bad_samples import BadSampleLog, BadSamples
 from pretrain.data.datasets import STORES, StreamData, TrainingData
 from pretrain.data.loader import (

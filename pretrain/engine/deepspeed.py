@@ -29,7 +29,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from data_prep.settings import SettingsError, UserError
+from data_prep.errors import SettingsError, UserError
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings
 from pretrain.data.order import BatchPlan

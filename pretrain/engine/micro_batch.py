@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from data_prep.errors import UserError
 from data_prep.publish import write_json
-from data_prep.settings import UserError
 from pretrain.augment.augmentation import Prepared
 from pretrain.augment.feed import NUM_AHEAD
 from pretrain.config import PretrainSettings, check_against_ranks

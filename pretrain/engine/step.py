@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from data_prep.settings import SettingsError
+from data_prep.errors import SettingsError
 from pretrain.augment.augmentation import Prepared
 from pretrain.models.layers.products import products
 

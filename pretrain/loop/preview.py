@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from pretrain.data.order import BatchPlan, Ids, Line
 from pretrain.data.reader import ShardReader
 from pretrain.data.stream import Stream

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from data_prep.clients import is_command
+from data_prep.errors import UserError
 from data_prep.manifest import accuracy
 from data_prep.progress import doing
 from data_prep.publish import hash_of_json
-from data_prep.settings import Settings, UserError, flatten
+from data_prep.settings import Settings, flatten
 from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint

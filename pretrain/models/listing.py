@@ -10,7 +10,8 @@ from itertools import zip_longest
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.settings import UserError, nearest
+from data_prep.errors import UserError
+from data_prep.settings import nearest
 from pretrain.models.cost import (
     Cost,
     cost_of,

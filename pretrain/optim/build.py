@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from pretrain.config import OptimizerSettings
 from pretrain.optim.lamb import Lamb
 from pretrain.optim.lion import Lion

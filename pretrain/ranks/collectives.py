@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 
 T = TypeVar("T")
 LOOK_S = 1.0

@@ -44,6 +44,7 @@ from pathlib import Path
 from urllib.parse import unquote
 from uuid import uuid4
 
+from data_prep.errors import UserError
 from data_prep.publish import (
     LOCK,
     REPLACED,
@@ -57,7 +58,6 @@ from data_prep.publish import (
     use_workspace,
     withdraw,
 )
-from data_prep.settings import UserError
 from pretrain.ranks.preemption import Interrupted, StopFlag
 
 _LOOK_S = 0.5

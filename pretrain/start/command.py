@@ -20,12 +20,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from data_prep.errors import UserError
 from data_prep.interrupts import ANSWERED, keep
 from data_prep.manifest import MANIFEST_NAME
 from data_prep.progress import doing, in_words
 from data_prep.publish import write_atomic
 from data_prep.settings import (
-    UserError,
     differences,
     in_yaml,
     near_path,

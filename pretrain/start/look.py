@@ -11,12 +11,13 @@ from pathlib import Path
 
 import psutil
 
+from data_prep.errors import UserError
 from data_prep.images.decoding import size_of
 from data_prep.images.rejection import Rejection
 from data_prep.local_copy import local_copy
 from data_prep.manifest import Manifest, load_manifest
 from data_prep.pictures import in_folder
-from data_prep.settings import UserError, num_cores
+from data_prep.settings import num_cores
 
 NUM_SAMPLED = 100
 

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from data_prep import console
+from data_prep.errors import UserError
 from data_prep.publish import (
     Busy,
     Superseded,
@@ -42,7 +43,6 @@ from data_prep.publish import (
     use_workspace,
     write_json,
 )
-from data_prep.settings import UserError
 from pretrain.checkpoints.run import RESULT
 from pretrain.ranks.preemption import SIGNALS
 from pretrain.ranks.starts import is_at_work

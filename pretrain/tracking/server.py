@@ -23,8 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from data_prep.errors import UserError
 from data_prep.publish import sole_writer, write_atomic
-from data_prep.settings import UserError
 from pretrain.ranks.launch import describe, end_with_parent
 from pretrain.tracking.store import EmbeddedStore, runs_page
 

@@ -38,8 +38,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
+from data_prep.errors import UserError
 from data_prep.publish import TEMPORARY_PREFIX, Superseded, make_directory, sole_writer, sync
-from data_prep.settings import UserError
 from pretrain.tracking.tracker import RunIdentity
 
 RUN_KEY_TAG, PARENT_KEY_TAG, WEIGHTS_TAG = (

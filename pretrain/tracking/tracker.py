@@ -41,10 +41,11 @@ from PIL import Image
 from pydantic import ValidationError
 
 from data_prep.clients import without_secrets
+from data_prep.errors import UserError
 from data_prep.images.sheet import save_sheet
 from data_prep.limits import cause_of
 from data_prep.publish import Superseded, atomic_file, workspace_of, write_json
-from data_prep.settings import Settings, UserError
+from data_prep.settings import Settings
 from pretrain.checkpoints.card import CONFIG
 from pretrain.config import OF_SERVER, TrackingSettings
 from pretrain.ranks.launch import describe

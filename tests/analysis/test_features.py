@@ -13,8 +13,8 @@ from torch import Tensor
 from analysis.cli import main
 from analysis.features.hsic import Grams, WholeCka, WholeSample, cka, gram, hsic
 from analysis.features.mixings import Pictures, Subject
+from data_prep.errors import UserError
 from data_prep.manifest import load_manifest
-from data_prep.settings import UserError
 from finetune.session import open_backbone
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.image_model import ImageModel

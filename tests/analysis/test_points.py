@@ -14,8 +14,9 @@ from analysis.cli import main
 from analysis.points import SCHEMA, Point, collect, read_points
 from cluster.plan_file import Plan, load_plan
 from cluster.work import Work
+from data_prep.errors import SettingsError
 from data_prep.manifest import load_manifest
-from data_prep.settings import SettingsError, dump
+from data_prep.settings import dump
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.files import Snapshot, TrainerState, publish
 from pretrain.config import PretrainSettings

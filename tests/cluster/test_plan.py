@@ -18,7 +18,7 @@ from cluster.cli import main
 from cluster.plan import Here
 from cluster.plan_file import compressed, load_checked, load_plan
 from cluster.submit import main as submit
-from data_prep.settings import SettingsError
+from data_prep.errors import SettingsError
 from pretrain.config import PretrainSettings
 from tests.cluster.checkouts import finish, stand_in
 from tests.ranks import REPOSITORY

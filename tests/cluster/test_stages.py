@@ -9,7 +9,7 @@ import pytest
 from cluster.cli import main
 from cluster.plan import Here
 from cluster.plan_file import Plan, load_checked
-from data_prep.settings import SettingsError
+from data_prep.errors import SettingsError
 from pretrain.checkpoints.run import list_checkpoints
 from pretrain.models.spec import MlpSpec
 from tests.finetune.tiny import write_folder

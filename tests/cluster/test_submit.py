@@ -11,7 +11,7 @@ from cluster.slurm import lines_of, new_job, read_submission
 from cluster.submit import NothingLeft, Order, examine, indices, main
 from cluster.work import Work
 from cluster.work import main as ask
-from data_prep.settings import SettingsError
+from data_prep.errors import SettingsError
 from tests.cluster.checkouts import finish, run, stand_in
 
 MLP, GRID = "configs/pretrain/demo_mlp.yaml", "configs/plan/demo_grid.yaml"

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.work import Work
 from data_prep.cli import main as data_prep
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from tests.data_prep.samples import encoded, picture, write_files
 
 CONFIG = """

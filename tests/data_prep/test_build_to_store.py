@@ -13,8 +13,8 @@ from data_prep.build import shards
 from data_prep.build.destination import Destination, occupy
 from data_prep.build.parts import record_path
 from data_prep.cli import main
+from data_prep.errors import UserError
 from data_prep.remote import names_under, read_bytes
-from data_prep.settings import UserError
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import build, files_of, forked, write_classes, write_files
 from tests.data_prep.stock import sample, write_stock

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from data_prep import clients
+from data_prep.errors import UserError
 from data_prep.remote import read_bytes, shown, version
-from data_prep.settings import UserError
 from tests.data_prep.stock import forget_credentials
 
 Answer = tuple[int, bytes]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from data_prep.errors import UserError
 from data_prep.index.locate import braces, expand
-from data_prep.settings import UserError
 from tests.data_prep.conftest import Refused
 from tests.data_prep.stock import index, sample, write_stock
 

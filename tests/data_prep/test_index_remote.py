@@ -19,9 +19,9 @@ import pytest
 
 from data_prep.check.stats import stats
 from data_prep.cli import main
+from data_prep.errors import UserError
 from data_prep.manifest import load_manifest
 from data_prep.remote import copied
-from data_prep.settings import UserError
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import (

@@ -11,10 +11,10 @@ import pytest
 
 from data_prep import local_copy
 from data_prep.cli import main
+from data_prep.errors import UserError
 from data_prep.local_copy import _address
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.remote import write_bytes
-from data_prep.settings import UserError
 from pretrain.config import DataSettings
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.data.reader import reading

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from data_prep.cli import main
+from data_prep.errors import UserError
 from data_prep.manifest import load_manifest
-from data_prep.settings import UserError, printable
+from data_prep.settings import printable
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import (
     build,

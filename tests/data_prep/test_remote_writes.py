@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from data_prep import remote
+from data_prep.errors import UserError
 from data_prep.remote import (
     MissingError,
     RemoteError,
@@ -19,7 +20,6 @@ from data_prep.remote import (
     upload,
     write_bytes,
 )
-from data_prep.settings import UserError
 from tests.stores import Store
 
 pytestmark = pytest.mark.processes

@@ -12,15 +12,8 @@ from pydantic import Field
 
 from data_prep.build.config import BuildSettings
 from data_prep.cli import main
-from data_prep.settings import (
-    Settings,
-    SettingsError,
-    dump,
-    in_yaml,
-    load_settings,
-    read_yaml,
-    validate,
-)
+from data_prep.errors import SettingsError
+from data_prep.settings import Settings, dump, in_yaml, load_settings, read_yaml, validate
 
 
 class Inner(Settings):

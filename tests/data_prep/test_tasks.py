@@ -19,10 +19,10 @@ import pytest
 
 from data_prep.build import tasks as tasks_of_build
 from data_prep.cli import main
+from data_prep.errors import UserError
 from data_prep.exit_codes import BUSY
 from data_prep.manifest import PARTS
 from data_prep.publish import Holder, sole_writer
-from data_prep.settings import UserError
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import (
     LOCK,

@@ -22,8 +22,8 @@ import yaml
 from torch import Tensor, nn
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
+from data_prep.errors import UserError
 from data_prep.publish import sha256_of
-from data_prep.settings import UserError
 from finetune.cli import main as finetune
 from finetune.export import graphs
 from finetune.export.config import ExportSettings

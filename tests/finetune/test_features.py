@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from data_prep.errors import UserError
 from data_prep.manifest import DatasetError, load_manifest, save_manifest
-from data_prep.settings import UserError
 from finetune.probe import features
 from finetune.probe.cache import check_room
 from finetune.probe.features import FACTS

@@ -15,8 +15,8 @@ import torch
 from huggingface_hub import constants, file_download
 from timm.models import save_for_hf
 
+from data_prep.errors import UserError
 from data_prep.manifest import load_manifest
-from data_prep.settings import UserError
 from finetune.cli import main
 from finetune.tune.config import TuneSettings
 from finetune.tune.tune import Tuning

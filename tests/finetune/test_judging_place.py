@@ -12,8 +12,8 @@ import pytest
 import yaml
 from rich.console import Console
 
+from data_prep.errors import SettingsError
 from data_prep.manifest import load_manifest
-from data_prep.settings import SettingsError
 from finetune.cli import main
 from finetune.evaluate.command import print_result
 from finetune.evaluate.config import EvaluateSettings, Evaluation

@@ -17,9 +17,10 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cluster.work import Work
+from data_prep.errors import SettingsError, UserError
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.publish import sha256_of
-from data_prep.settings import SettingsError, UserError, validate
+from data_prep.settings import validate
 from finetune.cli import main
 from finetune.probe import probe as probe_room
 from finetune.probe.config import ProbeSettings

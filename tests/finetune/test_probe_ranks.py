@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from finetune import session as session_room
 from finetune.probe import features, probe
 from finetune.probe.probe import candidates_of, choose_and_test, judged_candidates, shares

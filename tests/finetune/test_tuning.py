@@ -15,9 +15,10 @@ from mlflow import MlflowClient
 
 from data_prep.build.merge import write_annotation
 from data_prep.cli import main as data_prep
+from data_prep.errors import SettingsError
 from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
-from data_prep.settings import SettingsError, dump, load_settings
+from data_prep.settings import dump, load_settings
 from finetune.cli import main as finetune
 from finetune.runs import read_run
 from finetune.tune.config import TuneSettings, check_resume_of, repeats_of

@@ -25,9 +25,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_prep.errors import UserError
 from data_prep.manifest import DatasetError, Shard
 from data_prep.remote import shown
-from data_prep.settings import UserError
 
 SPARED_SHARE, SPARED_BYTES, MOST_SPARED_SHARE = 0.01, 5e9, 0.1
 """Of a disk, which is never filled: the first or the second, whichever is more, but of a small disk

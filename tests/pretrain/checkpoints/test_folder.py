@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from pretrain.checkpoints.card import CheckpointError, ModelCard, config_of, read_card
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import Snapshot, TrainerState, load_model, publish, save_folder

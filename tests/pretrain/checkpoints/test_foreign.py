@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
 from torch.optim.swa_utils import AveragedModel
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from pretrain.checkpoints.foreign import Foreign, convert, recognise
 from pretrain.checkpoints.weights import load_strictly, read_weights, shapes
 from pretrain.models.build import build_model

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from data_prep import remote
+from data_prep.errors import SettingsError, UserError
 from data_prep.publish import Superseded
 from data_prep.remote import RemoteError
-from data_prep.settings import SettingsError, UserError, dump
+from data_prep.settings import dump
 from pretrain.checkpoints import files, mirror
 from pretrain.checkpoints.card import CheckpointError
 from pretrain.checkpoints.checkpoint import Checkpoint, fault_of

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_prep.settings import Settings, SettingsError, UserError, dump, validate
+from data_prep.errors import SettingsError, UserError
+from data_prep.settings import Settings, dump, validate
 from finetune.evaluate.config import EvaluateSettings
 from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.tune.config import TuneSettings

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data_prep.errors import UserError
 from data_prep.manifest import load_manifest
-from data_prep.settings import UserError
 from pretrain.checkpoints.run import list_checkpoints
 from pretrain.config import DataSettings
 from pretrain.data.order import BatchPlan, Order

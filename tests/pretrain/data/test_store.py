@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from data_prep import remote
+from data_prep.errors import UserError
 from data_prep.remote import StoppedError
-from data_prep.settings import UserError
 from pretrain.data.store import store as module
 from pretrain.data.store.directory import Claim, File, StoreDirectory
 from pretrain.data.store.store import ShardStore

@@ -24,8 +24,9 @@ from psutil import Process
 from webdataset.shardlists import expand_urls
 
 from data_prep import remote
+from data_prep.errors import UserError
 from data_prep.manifest import Shard
-from data_prep.settings import UserError, read_yaml, validate
+from data_prep.settings import read_yaml, validate
 from pretrain.checkpoints.card import read_card
 from pretrain.checkpoints.run import list_checkpoints
 from pretrain.cli import main

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from data_prep import publish
+from data_prep.errors import UserError
 from data_prep.publish import Busy, Holder, Superseded, workspace_of
-from data_prep.settings import UserError
 from pretrain.checkpoints.files import Best, write_best
 from pretrain.checkpoints.run import checkpoints_dir, save_result
 from pretrain.ranks import starts

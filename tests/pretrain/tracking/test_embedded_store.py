@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 from mlflow import MlflowClient
 
-from data_prep.settings import UserError
+from data_prep.errors import UserError
 from pretrain.tracking import store
 from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
 from pretrain.tracking.store import EmbeddedStore, Store

@@ -18,8 +18,8 @@ import pytest
 from mlflow import MlflowClient
 from PIL import Image
 
+from data_prep.errors import UserError
 from data_prep.publish import LOCK, Superseded, use_workspace
-from data_prep.settings import UserError
 from pretrain.config import TrackingSettings
 from pretrain.ranks.preemption import SIGNALS
 from pretrain.ranks.starts import started
