@@ -47,7 +47,7 @@ from pretrain.data.order import (
     hex_key,
     mixture_weights,
 )
-from pretrain.data.store.directory import StoreDirectory
+from pretrain.data.store import ShardStore
 from pretrain.models.spec import ModelSpec
 
 FOLDS = "folds"
@@ -85,7 +85,7 @@ class Part:
     """None: they keep their numbers."""
     fold: int | None = None
     """Trained on alone, of a split with the annotation `folds`."""
-    staged: StoreDirectory | None = None
+    staged: ShardStore | None = None
     """Where shards and indices are read instead, if they were brought to this node's disk."""
 
     @property

@@ -49,8 +49,7 @@ from pretrain.config import ReadingSettings
 from pretrain.data.bus_error import name_dataset
 from pretrain.data.datasets import Part
 from pretrain.data.order import Ids, hash64
-from pretrain.data.store.directory import File, tar_of
-from pretrain.data.store.store import ShardStore
+from pretrain.data.store import File, ShardStore, tar_of
 
 BLOCK = 512
 """Of a tar: every member begins at a multiple of it."""
@@ -355,7 +354,7 @@ class MappedShards:
         for number in np.flatnonzero(~self.is_remote).tolist():
             self._check_local(number)
         if store is not None and self.any_remote:
-            store.when_full(self._let_go)
+            store.add_reader(self)
 
     @contextmanager
     def reading(self, numbers: Ids) -> Iterator[None]:
@@ -381,10 +380,7 @@ class MappedShards:
         remote = [number for number in numbers if self.is_remote[number]]
         if self._store is None or not remote:
             return
-        files, max_bytes = (
-            {number: self._file(number) for number in remote},
-            self._store.directory.max_bytes,
-        )
+        files, max_bytes = {each: self._file(each) for each in remote}, self._store.max_bytes
         num_bytes = sum({file.name: file.num_bytes for file in files.values()}.values())
         if max_bytes is not None and num_bytes > max_bytes:
             needs = (
@@ -399,7 +395,7 @@ class MappedShards:
                 f"data.cache_gb: {max_bytes / 1e9:g} will not do: {needs}; raise it, or, to train,"
                 f" set {remedy}"
             )
-        self._let_go(but=frozenset(remote))
+        self.release_idle(kept=frozenset(remote))
         self._store.fetch_ahead(
             [file for number, file in files.items() if not self._mapped[number]]
         )
@@ -409,11 +405,11 @@ class MappedShards:
         with self._lock:
             self._release(list(self._held))
 
-    def _let_go(self, *, but: frozenset[int] = frozenset()) -> None:
-        """What nobody reads from at this moment."""
+    def release_idle(self, *, kept: frozenset[int] = frozenset()) -> None:
+        """Unmap and release the remote shards that no thread reads from at this moment."""
         with self._lock:
             idle = [
-                number for number in self._held if number not in but and not self._users[number]
+                number for number in self._held if number not in kept and not self._users[number]
             ]
             for number in idle:
                 self.files.unmap(number)

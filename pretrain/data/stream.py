@@ -57,7 +57,7 @@ from pretrain.data.loader import (
 )
 from pretrain.data.order import BatchPlan, Ids, Line, hash64, hex_key, permute
 from pretrain.data.reader import ShardReader, Unreadable
-from pretrain.data.store.store import ShardStore
+from pretrain.data.store import ShardStore
 from pretrain.ranks.world import World
 
 T = TypeVar("T")
