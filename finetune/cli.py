@@ -5,17 +5,18 @@ Started by --ranks N, accelerate, torchrun or srun.
 
 import argparse
 
+from data_prep.exit_codes import run_command
 from data_prep.explain import Verbs, program
 from finetune.evaluate import command as judging
 from finetune.export import command as exporting
 from finetune.predict import command as predicting
 from finetune.probe import command as probing
 from finetune.tune import command as tuning
-from pretrain.cli import guarded
+from pretrain.ranks.world import rank_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return guarded("finetune", _parser().parse_args(arguments))
+    return run_command("finetune", _parser().parse_args(arguments), rank=rank_of())
 
 
 def _parser() -> argparse.ArgumentParser:

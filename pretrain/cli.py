@@ -6,7 +6,6 @@ the floor stand here.
 """
 
 import argparse
-import errno
 import os
 import shutil
 import sys
@@ -16,14 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from data_prep.errors import SettingsError, UserError
-from data_prep.exit_codes import OK, exit_code_of, message_of
+from data_prep.exit_codes import OK, run_command
 from data_prep.explain import Verbs, at_least, program
 from data_prep.interrupts import INTERRUPTED
-from data_prep.limits import limit_remedy
 from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
-from data_prep.publish import Busy
 from data_prep.settings import differences, dump, load_settings, near_path, read_lines
 from pretrain import start
 from pretrain.checkpoints.card import CONFIG
@@ -60,40 +57,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return guarded("pretrain", _parser().parse_args(arguments))
-
-
-def guarded(program: str, options: argparse.Namespace) -> int:
-    """Runs the chosen verb. What the user can mend is its message alone; a mistake of ours keeps
-    its traceback."""
-    try:
-        return int(options.run(options))
-    except (ValueError, OSError) as error:
-        message, is_started = message_of(error), getattr(options, "started", False)
-        # before the start every rank finds the same mistake, so the first one reports it; later a
-        # rank may be alone with its error
-        alone = isinstance(error, OSError | Busy) or (
-            is_started and not getattr(error, "of_all_ranks", False)
-        )
-        code, remedy = exit_code_of(error, is_started=is_started), limit_remedy(error)
-        if isinstance(error, OSError):
-            is_ours = error.errno not in _MENDABLE and remedy is None
-        else:
-            is_ours = is_started and not isinstance(error, UserError)
-        if is_ours:
-            raise
-        if isinstance(error, OSError):
-            message = f"{error}; {remedy or 'fix that'}, and the same command resumes"
-    rank = rank_of()
-    if rank == 0 or alone:
-        print(
-            f"{program}: {message}" if rank == 0 else f"{program}, rank {rank}: {message}",
-            file=sys.stderr,
-        )
-    return code
-
-
-_MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+    return run_command("pretrain", _parser().parse_args(arguments), rank=rank_of())
 
 
 def _parser() -> argparse.ArgumentParser:
