@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         self.commands: dict[str, Parser] = {}
         """The parsers of the commands, if this is a program's."""
 
-    def add_argument(self, *names: str, **facts: Any) -> argparse.Action:  # type: ignore[override]
+    def add_argument(self, *names: str, **facts: Any) -> argparse.Action:
         if "choices" in facts:
             facts.setdefault("type", one_of(facts["choices"]))
         return super().add_argument(*names, **facts)
