@@ -211,7 +211,7 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
         "--nodes", default="1,2,4,8,16,32", help="with commas between (default: 1,2,4,8,16,32)"
     )
     verb.add_argument("--gpus", type=at_least(1), default=4, help="of a node (default: 4)")
-    precisions, optimizers = ("fp32", "tf32", "bf16", "fp16"), ("lion", "sgd", "adamw", "lamb")
+    precisions, optimizers = ("fp32", "tf32", "bf16", "fp16"), ("lion", "sgd", "adamw")
     verb.add_argument(
         "--precision", choices=precisions, help="of the passes (default: the config's, or bf16)"
     )

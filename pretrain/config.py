@@ -454,8 +454,8 @@ class AugmentSettings(Settings):
 
 class OptimizerSettings(Settings):
     example_with: ClassVar = {"nesterov": "{}name=sgd"}
-    name: Literal["lion", "adamw", "sgd", "lamb"] = "lion"
-    """lion is the one of the papers' MLPs; lamb is for very large batches."""
+    name: Literal["lion", "adamw", "sgd"] = "lion"
+    """The papers' MLPs use lion."""
     lr: float = Field(1e-4, gt=0)
     """Learning rate after the warm-up, from which the schedule falls."""
     weight_decay: float = Field(1e-3, ge=0)
@@ -463,7 +463,7 @@ class OptimizerSettings(Settings):
     decay: Literal["matrices", "all"] = "matrices"
     """What is decayed: matrices only, or norms and biases, too, as in paper B's code."""
     betas: tuple[float, float] | None = Field(None, examples=[[0.9, 0.99]])
-    """By default (0.9, 0.99) for lion, (0.9, 0.999) for adamw and lamb."""
+    """By default (0.9, 0.99) for lion, (0.9, 0.999) for adamw."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """For sgd alone."""
     nesterov: bool = True
@@ -478,8 +478,7 @@ class OptimizerSettings(Settings):
     def _betas_fit(self) -> "OptimizerSettings":
         if self.betas is not None and self.name == "sgd":
             raise ValueError(
-                "optimizer.betas: sgd has none; set optimizer.momentum, or choose lion, adamw or"
-                " lamb"
+                "optimizer.betas: sgd has none; set optimizer.momentum, or choose lion or adamw"
             )
         if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(

@@ -216,8 +216,6 @@ class DeepSpeedEngine:
         self._average = (
             WeightAverage(self._state.weights(), decay=ema_decay) if ema_decay is not None else None
         )
-        if hasattr(self._state.plain, "bind"):
-            self._state.plain.bind(self._state.my_segments())
         if settings.compile:
             self._compile()
 

@@ -2,8 +2,8 @@
 of the number of parameters.
 
 P parameters on N ranks; w bytes per weight in the forward pass (4 in fp32, 2 in bf16 and fp16;
-stage 0 keeps fp32 weights in any precision); K optimizer values per weight (Lion and SGD 1, AdamW
-and LAMB 2), in fp32, as the master weights and the average are.
+stage 0 keeps fp32 weights in any precision); K optimizer values per weight (Lion and SGD 1,
+AdamW 2), in fp32, as the master weights and the average are.
 
     stage   weights   master     optimizer   gradients                                   sent in a step of A micro-batches
     0       4 P       -          4 K P       4 P                                         2 r 4 P
@@ -39,7 +39,7 @@ STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer", "all"]
 
-NUM_STATES = {"lion": 1, "sgd": 1, "adamw": 2, "lamb": 2}
+NUM_STATES = {"lion": 1, "sgd": 1, "adamw": 2}
 """K, by `optimizer.name`."""
 MAX_BUCKET_ELEMENTS = 25_000_000
 """Gradients that are reduced together, while the backward pass makes those of the next bucket:

@@ -263,11 +263,15 @@ def log_to(path: Path) -> None:
 
 def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) -> Trainer:
     """Called by all ranks together."""
-    size: Any = {"num_classes": len(task.data.classes), "image_size": task.data.image_size}
     model = task.model()
     num_weights = num_parameters(model)  # before ZeRO cuts the weights up
     local_batch_size = micro_batch_size(
-        model, settings=task.settings, **size, device=device, world=world, remedy=task.remedy
+        model,
+        settings=task.settings,
+        image_size=task.data.image_size,
+        device=device,
+        world=world,
+        remedy=task.remedy,
     )
     settings = task.settings
     if settings.train.local_batch_size == "auto":  # logged is what it came to

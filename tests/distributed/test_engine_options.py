@@ -90,7 +90,7 @@ def test_tuning_skips_a_step_that_one_rank_spoils(results: dict[str, Any]) -> No
 def test_tuning_that_goes_on_ends_at_the_same_bits(results: dict[str, Any]) -> None:
     """With an optimizer that counts its steps and one that does not; and so does tuning that
     recomputes activations."""
-    assert results["options"]["tuning_goes_on"] == {"lion": 0, "lamb": 0, "sgd": 0}
+    assert results["options"]["tuning_goes_on"] == {"lion": 0, "adamw": 0, "sgd": 0}
 
 
 def test_a_step_in_which_the_loss_scale_grows_is_the_step_that_it_would_be(

@@ -204,7 +204,7 @@ def test_splits_that_share_samples_are_refused(shapes: Path) -> None:
         ({"epochs": [5, 6]}, "epochs: lbfgs takes one limit of passes"),
         ({"views": 2, "augment": {}}, "views: 2 is not valid with lbfgs"),
         ({"features": "stream"}, "features: stream is not valid with lbfgs"),
-        ({"optimizer": "lamb"}, "optimizer: 'lamb' is not one of its values"),
+        ({"optimizer": "rmsprop"}, "optimizer: 'rmsprop' is not one of its values"),
         (
             {"weight_decays": [-1.0]},
             "weight_decays: [-1.0] will not do; every decay must be 0 or above",
