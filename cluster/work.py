@@ -56,7 +56,7 @@ from pretrain.checkpoints.run import (
 )
 from pretrain.config import DataSettings, PretrainSettings
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
-from pretrain.engine.zero_cost import plan_of, slower_than_fewer
+from pretrain.engine.zero_cost import Cluster, plan_of, slower_than_fewer
 
 Kind = Literal["build", "pretrain", "probe", "tune", "knn", "evaluate", "export"]
 
@@ -259,13 +259,13 @@ class Work:
         data = _data_of(
             json.dumps(settings.data.model_dump(mode="json") | {"dataset": settings.data.dataset})
         )
-        size, cluster = (
-            data.image_size,
-            {"name": self.config, "num_nodes": [nodes], "gpus_per_node": gpus_per_node, **speeds},
+        plan = plan_of(
+            settings,
+            Cluster(gpus_per_node, **speeds),
+            num_classes=len(data.classes),
+            image_size=data.image_size,
         )
-        return slower_than_fewer(
-            plan_of(settings, num_classes=len(data.classes), image_size=size, **cluster), nodes
-        )
+        return slower_than_fewer(plan, nodes)
 
     @property
     def reads(self) -> list[str]:

@@ -46,7 +46,6 @@ from pretrain.config import (
     parse_length,
 )
 from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
-from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.models.spec import Activation
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
@@ -500,70 +499,64 @@ def _widths(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from pretrain.data.order import epoch_length
-    from pretrain.engine.zero_cost import Plan, plan_of, print_plan
+    from pretrain.engine.zero_cost import NUM_STATES, Cluster, Plan, in_hours, plan_of, print_plan
+    from pretrain.models.cost import cost_of
     from pretrain.models.listing import parse_channels
     from pretrain.models.presets import preset, spec_of
 
-    cluster = {
-        "name": options.model,
-        "num_nodes": parse_channels(options.nodes, field="--nodes"),
-        "gpus_per_node": options.gpus,
-        "gbit_per_s": options.gbit,
-        "gbit_per_s_inside": options.gbit_inside,
-        "teraflops": options.teraflops,
-    }
-    given = {
-        "global_batch_size": options.batch,
-        "precision": options.precision,
-        "micro_batch_size": options.micro_batch,
-    }
-    given |= {"stage": options.zero, "num_states": NUM_STATES.get(options.optimizer)}
-    given = {name: value for name, value in given.items() if value is not None}
+    num_nodes = parse_channels(options.nodes, field="--nodes")
+    cluster = Cluster(options.gpus, options.gbit, options.gbit_inside, options.teraflops)
     classes, size, samples = options.classes, options.image_size, options.samples
+    settings = None
     if options.model.endswith((".yaml", ".yml")):
         settings = load_settings(PretrainSettings, path=options.model, overrides=options.overrides)
-        size, last_batch = size or settings.data.image_size, settings.data.last_batch
+        size = size or settings.data.image_size
         if not (samples and classes and size):
             try:
                 data = load_training_data(settings.data)
-            except ValueError as error:
-                raise UserError(
-                    f"{error} (or give --samples, --classes and --image-size)"
-                ) from None
-            samples, classes, size = (
-                samples or data.num_samples,
-                classes or len(data.classes),
-                size or data.image_size,
-            )
-        plan = replace(plan_of(settings, num_classes=classes, image_size=size, **cluster), **given)
-        samples = epoch_length(
-            samples, global_batch_size=plan.global_batch_size, last_batch=last_batch
-        )
-        length = parse_length(settings.train.duration)
-        plan = replace(
-            plan,
-            num_steps=length.steps(global_batch_size=plan.global_batch_size, num_samples=samples),
-        )
+            except UserError as error:
+                error.fix = f"{error.fix} (or give --samples, --classes and --image-size)".strip()
+                raise
+            samples = samples or data.num_samples
+            classes = classes or len(data.classes)
+            size = size or data.image_size
+        plan = plan_of(settings, cluster, num_classes=classes, image_size=size)
     else:
-        known, spec = (
-            preset(options.model),
+        known = preset(options.model)
+        cost = cost_of(
             spec_of(options.model),
-        )  # or a word on what is named like it
-        sizes = {
-            "num_classes": classes or known.num_classes,
-            "image_size": size or known.image_size,
-        }
-        plan = Plan(spec=spec, **{"global_batch_size": 4096} | cluster | sizes | given)
-    wrong = [
-        count for count in plan.num_nodes if plan.global_batch_size % (count * plan.gpus_per_node)
-    ]
-    if wrong:
-        gpus = f"{wrong[0]} x {plan.gpus_per_node} GPUs"
-        raise ValueError(
-            f"--batch: {plan.global_batch_size} does not split over {gpus}; choose another, or"
-            " other --nodes"
+            num_classes=classes or known.num_classes,
+            image_size=size or known.image_size,
         )
-    print_plan(plan, console())
+        plan = Plan(cost, options.batch or 4096, cluster)
+    plan = replace(
+        plan,
+        global_batch_size=options.batch or plan.global_batch_size,
+        precision=options.precision or plan.precision,
+        num_states=NUM_STATES.get(options.optimizer, plan.num_states),
+        stage=plan.stage if options.zero is None else options.zero,
+        micro_batch_size=options.micro_batch or plan.micro_batch_size,
+    )
+    wrong = [count for count in num_nodes if plan.global_batch_size % (count * options.gpus)]
+    if wrong:
+        raise UserError(
+            "--batch",
+            f"{plan.global_batch_size} does not split over {wrong[0]} x {options.gpus} GPUs",
+            "choose another batch, or other --nodes",
+            code="bad-value",
+        )
+    print_plan(plan, num_nodes, console())
+    if settings is not None:
+        samples = epoch_length(
+            samples, global_batch_size=plan.global_batch_size, last_batch=settings.data.last_batch
+        )
+        num_steps = parse_length(settings.train.duration).steps(
+            global_batch_size=plan.global_batch_size, num_samples=samples
+        )
+        console().print(
+            f"at least {in_hours(plan.gpu_hours(num_steps))} GPU-hours: {num_steps:,} steps of"
+            f" only compute, at {options.teraflops:g} TFLOP/s a GPU"
+        )
     return OK
 
 

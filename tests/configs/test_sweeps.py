@@ -29,7 +29,7 @@ from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import run_and_length
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import load_training_data
-from pretrain.engine.zero_cost import in_hours, plan_of, slower_than_fewer
+from pretrain.engine.zero_cost import Cluster, in_hours, plan_of, slower_than_fewer
 from pretrain.loop.train import Pretraining, train
 from pretrain.models.cost import cost_of
 from pretrain.models.presets import spec_of
@@ -344,11 +344,10 @@ def test_no_config_asks_for_nodes_that_make_it_slower(plans: dict[str, Plan]) ->
             settings, more = cast(PretrainSettings, work.settings), more + 1
             _, num_classes, size = of_dataset(settings)
             sizes = {"num_classes": num_classes, "image_size": settings.data.image_size or size}
-            plan = plan_of(settings, name=name, num_nodes=[nodes], gpus_per_node=4, **sizes)
+            plan = plan_of(settings, Cluster(4), **sizes)
             assert slower_than_fewer(plan, nodes) is None, name
-            assert slower_than_fewer(replace(plan, spec=spec_of("mlp_b12_wi1024")), nodes), (
-                "another model would be"
-            )
+            other = replace(plan, cost=cost_of(spec_of("mlp_b12_wi1024"), **sizes))
+            assert slower_than_fewer(other, nodes), "another model would be"
     assert more > 40, "Mixers at 224 px have operations enough"
 
 
