@@ -69,8 +69,10 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     gpu = world.gpu(num_gpus)
     if on_gpu and gpu is None:
         raise UserError(
-            f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one"
-            " rank per GPU"
+            "--ranks",
+            f"local rank {world.local_rank} has no GPU, {num_gpus} are visible",
+            "start one rank per GPU",
+            code="missing-device",
         )
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if on_gpu:
@@ -171,10 +173,12 @@ class DeepSpeedEngine:
         if (
             self.plan.accumulation_steps > 1
         ):  # a replay writes gradients where those of the last one lie
-            fault = f"true will not do with {self.plan.accumulation_steps} micro-batches a step"
+            fault = f"true is not valid with {self.plan.accumulation_steps} micro-batches a step"
             raise SettingsError(
-                f"engine.cuda_graphs: {fault}; leave train.local_batch_size out, or set"
-                " cuda_graphs=false"
+                "engine.cuda_graphs",
+                fault,
+                "leave train.local_batch_size out, or set cuda_graphs=false",
+                code="bad-value",
             )
         self._engine.module.compile(mode="reduce-overhead", dynamic=False)
 

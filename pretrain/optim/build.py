@@ -79,8 +79,10 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
     num_layers = 1 + max(layers.values())
     if num_layers == 1 and settings.layer_decay < 1:
         raise UserError(
-            f"optimizer.layer_decay: {settings.layer_decay} will not do, the model has no blocks in"
-            " a row; leave it out"
+            "optimizer.layer_decay",
+            f"{settings.layer_decay} is not valid, the model has no blocks in a row",
+            "leave it out",
+            code="conflict",
         )
     for name, parameter in model.named_parameters():
         scale = _lr_scale(name, settings, layer=layers[name], num_layers=num_layers)

@@ -37,6 +37,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils.flop_counter import register_flop_formula
 
+from data_prep.errors import UserError
+
 if TYPE_CHECKING:  # half a second, which a training without init_gain need not spend
     from scipy.sparse import csr_matrix
 
@@ -98,8 +100,11 @@ class Connections:
         elif count and not 0 <= self.columns.min() <= self.columns.max() < self.num_inputs:
             fault = f"columns name inputs outside 0 ... {self.num_inputs - 1}"
         if fault is not None:
-            raise ValueError(
-                f"{prefix[:-1]}: {fault}; the weights are damaged, copy them again or use others"
+            raise UserError(
+                prefix[:-1],
+                f"the weights are damaged: {fault}",
+                "copy the weights again, or use others",
+                code="damaged",
             )
 
 
@@ -140,9 +145,11 @@ def _draw_places(size: int, *, density: float) -> Tensor:
 def _starts(counts: Tensor) -> Tensor:
     starts = pad(counts.cumsum(0), (1, 0))
     if starts[-1] > MOST_CONNECTIONS:
-        raise ValueError(
-            f"model.density: leaves {int(starts[-1])} connections in one layer, more than"
-            f" {MOST_CONNECTIONS}; take a smaller density or width"
+        raise UserError(
+            "model.density",
+            f"it leaves {int(starts[-1])} connections in one layer, more than {MOST_CONNECTIONS}",
+            "take a smaller density or width",
+            code="bad-value",
         )
     return starts.int()
 
