@@ -26,6 +26,7 @@ from pydantic import (
 
 from data_prep.clients import recorded, without_secrets
 from data_prep.errors import SettingsError
+from data_prep.errors import UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import Filter
 from data_prep.settings import Settings
@@ -741,10 +742,15 @@ class TrackingSettings(Settings):
 
 
 def check_installed(*sinks: str) -> None:
-    if "wandb" in sinks and find_spec("wandb") is None:
-        raise SettingsError(
-            "wandb", "is not installed", "pip install 'wide-mlps[wandb]'", code="missing-library"
-        )
+    modules = {"wandb": "wandb", "tensorboard": "tensorboardX"}
+    for sink in sinks:
+        if find_spec(modules[sink]) is None:
+            raise UserError(
+                "sinks",
+                f"{modules[sink]} is not installed",
+                f"pip install 'wide-mlps[{sink}]'",
+                code="missing-library",
+            )
 
 
 Resume = Literal["auto", "must", "never"]

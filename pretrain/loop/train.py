@@ -136,13 +136,17 @@ class Pretraining(Task):
             int(self.start.sha256[:14], 16) if self.start else 0, device=device
         ):
             raise UserError(
-                f"start_from: the ranks find different weights in {self.settings.start_from}; name"
-                " one of its checkpoints"
+                "start_from",
+                f"the ranks find different weights in {self.settings.start_from}",
+                "choose one of its checkpoints",
+                code="mismatch",
             )
         if not same_on_all_ranks(int(self.data.content_hash[:14], 16), device=device):
             raise UserError(
-                "data.dataset: is not the same for all ranks; mend the node whose files, or WDS_*"
-                " variables, differ"
+                "data.dataset",
+                "the ranks read different datasets",
+                "fix the node whose files or WDS_* variables differ",
+                code="mismatch",
             )
         return device
 
@@ -358,13 +362,17 @@ def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> Trainer
     )
     if newest.card.pixels_hash != trainer.data.pixels_hash:
         raise CheckpointError(
-            f"{place}: was trained on other pictures than the dataset has now; bring them back, or"
-            " name another run_dir"
+            str(place),
+            "the checkpoint was trained on other images than the dataset has now",
+            "restore the dataset, or choose another run_dir",
+            code="changed",
         )
     if state.samples_consumed != state.step * trainer.plan.global_batch_size:
         raise CheckpointError(
-            f"{place}: was made with another global batch size; set it back, or name another"
-            " run_dir"
+            str(place),
+            "the checkpoint was made with another train.global_batch_size",
+            "restore that size, or choose another run_dir",
+            code="changed",
         )
     trainer.engine.import_state(engine)
     before, now = state.num_cpu_threads, num_cpu_threads(device)
@@ -430,7 +438,12 @@ def agreed_checkpoint(
             )
     newest = on_all_ranks(lambda: found or Checkpoint.read(place), device=device, failed=differ)
     if not same_on_all_ranks(_mark_of(newest), device=device):
-        raise CheckpointError(differ)
+        raise CheckpointError(
+            str(run_dir),
+            "the ranks do not see the same checkpoints",
+            "check that all nodes share the run directory, and run the same command again",
+            code="mismatch",
+        )
     return newest
 
 
