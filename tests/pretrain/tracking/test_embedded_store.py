@@ -173,8 +173,7 @@ def test_a_damaged_store_is_made_anew_from_the_journals_by_the_remedy_that_is_gi
     assert runs["child"].data.tags["mlflow.parentRunId"] == runs["parent"].info.run_id
 
 
-# ---- without mlflow
-# ---------------------------------------------------------------------------------------------------
+# ---- databases that MLflow did not make
 
 
 def database(
