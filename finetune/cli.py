@@ -1,4 +1,4 @@
-"""Command line of the third floor: `finetune probe | tune | evaluate | predict | export`.
+"""Command line of the third floor: `finetune probe | tune | evaluate | predict | export | import`.
 
 Started by --ranks N, accelerate, torchrun or srun.
 """
@@ -13,6 +13,8 @@ from finetune.predict import command as predicting
 from finetune.probe import command as probing
 from finetune.tune import command as tuning
 from pretrain.ranks.world import rank_of
+from finetune.weights import command as importing
+from pretrain.cli import guarded
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,5 +27,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_verbs(verbs: Verbs) -> None:
-    for room in (probing, tuning, judging, predicting, exporting):
+    for room in (probing, tuning, judging, predicting, exporting, importing):
         room.add_verbs(verbs)

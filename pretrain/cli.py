@@ -1,5 +1,5 @@
 """Command line of the second floor: `pretrain start | train | preview | show | models | widths |
-plan | import | sync | serve`.
+plan | sync | serve`.
 
 Heavy imports wait until the config is known to be good. Long because the options of all verbs of
 the floor stand here.
@@ -22,17 +22,18 @@ from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
 from data_prep.progress import doing
 from data_prep.settings import differences, dump, load_settings, near_path, read_lines
+from data_prep.limits import limit_remedy
+from data_prep.publish import Busy
+from data_prep.settings import differences, dump, load_settings, near_path
 from pretrain import start
-from pretrain.checkpoints.card import CONFIG
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.mirror import bring
+from pretrain.checkpoints.remote import fetch_run
 from pretrain.checkpoints.run import (
     check_branch,
     check_length,
     check_resume,
     check_settings,
     finished_result,
-    is_begun,
     list_checkpoints,
     load_run_settings,
     run_and_length,
@@ -47,6 +48,7 @@ from pretrain.config import (
 )
 from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
 from pretrain.models.spec import Activation
+from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World, free_port, rank_of, read_alone, read_world
@@ -144,9 +146,6 @@ pretrain train runs/mine epochs=40"""
                 " there"
             ),
         )
-    )
-    _add_import(
-        verbs.add_parser("import", help="make a folder like a checkpoint of foreign weights")
     )
     sync = verbs.add_parser(
         "sync",
@@ -256,38 +255,6 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=_plan)
 
 
-def _add_import(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "file", type=Path, help="a torch or safetensors file of scaling_mlps, or of a timm mixer_*"
-    )
-    verb.add_argument("--out", type=Path, required=True, help="the folder to write")
-    verb.add_argument(
-        "--classes", help="names: a text file with one per line, or a dataset; or their number"
-    )
-    verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
-    verb.add_argument(
-        "--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)"
-    )
-    verb.add_argument(
-        "--activation",
-        choices=get_args(Activation),
-        help="not in the weights (default: of the config beside the file, or gelu)",
-    )
-    both = (
-        "of a training file that holds both: the running average, or the weights as trained"
-        " (default: ema, as timm)"
-    )
-    verb.add_argument("--weights", choices=("ema", "raw"), default="ema", help=both)
-    for name in ("mean", "std"):
-        verb.add_argument(
-            f"--{name}", type=float, nargs=3, help="of the colours, on the scale 0..1"
-        )
-    verb.epilog = (
-        "pretrain import B-12_Wi-1024_res_64_cifar10 --out runs/public --classes data/cifar10"
-    )
-    verb.set_defaults(run=_import)
-
-
 def world_of(options: argparse.Namespace) -> World:
     """Of the ranks about to be started with --ranks, as their first one; else of this process."""
     return World(rank=0, local_rank=0, num_ranks=options.ranks) if options.ranks else read_world()
@@ -313,7 +280,7 @@ def _train(options: argparse.Namespace) -> int:
     run_dir = Path(settings.run_dir)
     world = world_of(options)
     check_settings(run_dir, settings)
-    bring(settings, world)
+    fetch_run(settings, world)
     result = finished_result(run_dir, settings)
     if result is not None:
         if world.is_first:
@@ -557,44 +524,6 @@ def _plan(options: argparse.Namespace) -> int:
             f"at least {in_hours(plan.gpu_hours(num_steps))} GPU-hours: {num_steps:,} steps of"
             f" only compute, at {options.teraflops:g} TFLOP/s a GPU"
         )
-    return OK
-
-
-def _import(options: argparse.Namespace) -> int:
-    file: Path = options.file
-    if not file.is_file():
-        inside = sorted(
-            path
-            for ending in ("safetensors", "bin", "pth", "pt")
-            for path in file.glob(f"*.{ending}")
-        )
-        such_as = f", such as {inside[0]}" if inside else ""
-        near = f"give the file of weights in it{such_as}" if file.exists() else near_path(file)
-        raise UserError(
-            f"{file}: is {'a directory' if file.exists() else 'not there'};"
-            f" {near or 'give a file of weights'}"
-        )
-    if (options.mean is None) != (options.std is None):
-        raise UserError("--mean and --std: one is given without the other; give both")
-    for name, values in (("mean", options.mean), ("std", options.std)):
-        if values and not all(
-            0 <= value <= 1 and value >= (name == "std") * 1e-3 for value in values
-        ):
-            row = " ".join(f"{value:.4g}" for value in values)
-            raise UserError(
-                f"--{name}: {row} is not on the scale 0..1; divide what is meant for 0..255 by 255"
-            )
-    if (
-        options.classes is not None and not options.classes.isdigit()
-    ):  # they are there, and can be read
-        dataset = local_copy(options.classes, storage=None)
-        load_manifest(dataset) if dataset.is_dir() else read_lines("--classes", options.classes)
-    if not (options.out / CONFIG).exists():
-        is_begun(options.out, {}, record=CONFIG, what="these weights", field="out", alone=True)
-    with doing("loading torch"):
-        from pretrain.checkpoints.importing import import_weights
-
-    print("\n".join(import_weights(options)))
     return OK
 
 

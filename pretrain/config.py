@@ -26,6 +26,7 @@ from pydantic import (
 
 from data_prep.clients import recorded, without_secrets
 from data_prep.errors import SettingsError, UserError
+from data_prep.errors import UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import Filter
 from data_prep.settings import Settings
@@ -42,7 +43,7 @@ LastBatch = Literal["carry", "drop", "pad"]
 MixWith = Literal["neighbour", "previous"]
 SinkName = Literal["tensorboard", "wandb"]
 
-MIRRORS = ("s3", "gs", "gcs", "az", "abfs", "abfss", "file")
+REMOTES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "file")
 """What can be written to, listed and pruned."""
 
 Unit = Literal["steps", "epochs", "samples"]
@@ -104,8 +105,8 @@ def _kept_out(remedy: str) -> AfterValidator:
 _ELSEWHERE = "give it in data.storage (params={NAME: VALUE} of http), or in a list as a variable"
 Address = Annotated[str, _kept_out(_ELSEWHERE), PlainSerializer(recorded, return_type=str)]
 """No dump of the settings holds a command."""
-_OF_MIRROR = (
-    "give credentials in checkpoint.mirror_storage, or where the store's own tools have them"
+_OF_REMOTE = (
+    "give credentials in checkpoint.remote_storage, or where the store's own tools have them"
 )
 OF_SERVER = (
     "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database its own, such as"
@@ -645,7 +646,7 @@ class EngineSettings(PassSettings):
 
 
 class CheckpointSettings(Settings):
-    example_with: ClassVar = {"mirror_storage": "{}mirror=s3://bucket/run"}
+    example_with: ClassVar = {"remote_storage": "{}remote=s3://bucket/run"}
     every: Cadence = "1 epochs"
     """How often a checkpoint is made; the end of training makes one, too."""
     keep_last: int = Field(2, ge=1)
@@ -660,48 +661,36 @@ class CheckpointSettings(Settings):
     """An evaluation with the highest top-1 so far makes a checkpoint, which stays until there is a
     better one; see RUN/checkpoints/best.json. By default wherever there is an evaluation
     (data.eval_split)."""
-    mirror: Annotated[str, _kept_out(_OF_MIRROR)] | None = Field(
+    remote: Annotated[str, _kept_out(_OF_REMOTE)] | None = Field(
         None, examples=["s3://bucket/runs/mine"]
     )
-    """A place in a store (s3, gs, az, file) for this run alone. Checkpoints, journal and config are
-    brought there behind training, and a start goes on from the newest checkpoint of both: run_dir
-    may lie on each node's own disk."""
-    mirror_storage: dict[str, Any] = Field(
+    """A folder in a bucket (s3, gs, az, file) for this run only. Checkpoints, event log and config
+    are uploaded in the background, and a start fetches the newest complete checkpoint. run_dir may
+    then be on each node's own disk."""
+    remote_storage: dict[str, Any] = Field(
         default_factory=dict, exclude=True, examples=[{"endpoint_url": "https://minio:9000"}]
     )
-    """Options for fsspec, as data.storage. They may be secrets, so no dump of the settings holds
-    them."""
+    """Options for fsspec, as data.storage. They may be secrets, so they are stored nowhere."""
     grace_s: float = Field(30.0, ge=1)
-    """Seconds from SIGTERM until this process is killed (Kubernetes gives 30, most spot offers
-    120): for so long a run that is stopped waits until its last checkpoint is in the mirror. If it
-    is not whole there by then, the one before counts there."""
+    """Seconds from SIGTERM until this process is killed (Kubernetes: 30, most spot offers: 120).
+    A stopped run waits that long for the upload of its last checkpoint. Without a complete upload
+    the next start on another disk resumes from an earlier checkpoint."""
 
     @model_validator(mode="after")
-    def _mirror_is_a_store(self) -> Self:
-        kind, _, place = (self.mirror or "s3://run").partition("://")
-        if kind not in MIRRORS or not place.strip("/"):
-            raise SettingsError(
-                "checkpoint.mirror",
-                f"{kind!r} is not valid",
-                "write s3://BUCKET/RUN, or gs, az, file in the place of s3",
-                code="bad-value",
-            )
+    def _remote_is_a_bucket(self) -> Self:
+        kind, _, place = (self.remote or "s3://run").partition("://")
+        field = "checkpoint.remote"
+        if kind not in REMOTES or not place.strip("/"):
+            fix = "Write s3://BUCKET/RUN, or use gs, az or file instead of s3"
+            raise UserError(field, f"{kind!r} is not a bucket", fix, code="bad-value")
         if "?" in place:
-            raise SettingsError(
-                "checkpoint.mirror",
-                "the address has a query",
-                "remove the part from ? on",
-                code="bad-value",
-            )
+            fix = "Remove the part that begins with ?"
+            raise UserError(field, "an address has no query", fix, code="bad-value")
         if (
-            self.mirror_storage and self.mirror is None and "mirror" not in self.model_fields_set
-        ):  # null goes on without it
-            raise SettingsError(
-                "checkpoint.mirror_storage",
-                "checkpoint.mirror is not set",
-                "set checkpoint.mirror, or leave it out",
-                code="conflict",
-            )
+            self.remote_storage and self.remote is None and "remote" not in self.model_fields_set
+        ):  # null resumes without it
+            problem, fix = "checkpoint.remote is not set", f"Set {field}, or remove these options"
+            raise UserError("checkpoint.remote_storage", problem, fix, code="conflict")
         return self
 
 

@@ -53,7 +53,7 @@ def test_an_error_has_one_code(error: ValueError | OSError, before: int, after: 
     "typed",
     [
         "data_prep build nowhere.yaml", "pretrain train nowhere.yaml", "finetune probe nowhere.yaml", "analysis table nowhere",
-        "wide-mlps list nowhere.yaml", "data_prep verify nowhere", "pretrain import nowhere.pth --out o",
+        "wide-mlps list nowhere.yaml", "data_prep verify nowhere", "finetune import nowhere.pth --out o",
         "finetune evaluate nowhere.yaml",
     ],
 )  # fmt: skip

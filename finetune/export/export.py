@@ -31,8 +31,8 @@ from finetune.runs import results_of, run_of
 from pretrain.checkpoints.card import CONFIG, MODEL, config_of, timms_own
 from pretrain.checkpoints.checkpoint import HASHES, Checkpoint
 from pretrain.checkpoints.files import load_model, write_tensors
-from pretrain.checkpoints.foreign import to_timm
 from pretrain.checkpoints.run import CONFIG_FILE
+from pretrain.checkpoints.timm_weights import to_timm
 from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import TIMM_NORM_EPS, MixerSpec

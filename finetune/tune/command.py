@@ -19,7 +19,7 @@ from finetune.tune.config import (
 from finetune.verbs import add_common, check_config, launch_ranks, show, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
-from pretrain.checkpoints.mirror import bring
+from pretrain.checkpoints.remote import fetch_run
 from pretrain.checkpoints.run import (
     check_length,
     check_settings,
@@ -58,11 +58,11 @@ def _tune(options: argparse.Namespace) -> int:
         return show(settings)
     world, run_dir = world_of(options), Path(settings.run_dir)
     check_settings(run_dir, settings)
-    bring(settings, world)
+    fetch_run(settings, world)
     check_kind(settings)
     repeats = repeats_of(settings)
     for each in repeats if repeats != [settings] else []:
-        bring(each, world)
+        fetch_run(each, world)
     is_done = is_finished(settings)
     goes_on = not is_done and all(
         map(list_checkpoints, unfinished_of(repeats))

@@ -154,9 +154,9 @@ def _repeat(settings: TuneSettings, *, seed: int | None, fold: int | None) -> Tu
         if number is not None
     ]
     train, data, checkpoint = settings.train, settings.data, settings.checkpoint
-    if checkpoint.mirror is not None:
+    if checkpoint.remote is not None:
         checkpoint = checkpoint.model_copy(
-            update={"mirror": join(checkpoint.mirror, "-".join(names))}
+            update={"remote": join(checkpoint.remote, "-".join(names))}
         )
     return settings.model_copy(
         update={

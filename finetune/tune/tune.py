@@ -18,7 +18,7 @@ from finetune.tune.config import TuneEngineSettings, TuneSettings, summary
 from pretrain.augment.augmentation import Normalisation, Prepared
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
-from pretrain.checkpoints.mirror import Mirror
+from pretrain.checkpoints.remote import Remote
 from pretrain.checkpoints.run import finished_result, save_result
 from pretrain.data.datasets import TrainingData
 from pretrain.data.order import BatchPlan
@@ -155,10 +155,11 @@ def tune_repeatedly(
         with entered(place) as tracker:
             if any_rank(stop.raised_by is not None, device=accelerator.device) or tracker is None:
                 raise Interrupted
-            mirror = Mirror.of(settings) if world.is_first else None
-            failed = "the mirror could not be written; see the message of the first rank"
+            remote = Remote.of(settings) if world.is_first else None
             on_all_ranks(
-                lambda: mirror.begin() if mirror else None, device=accelerator.device, failed=failed
+                lambda: remote.send_records() if remote else None,
+                device=accelerator.device,
+                failed="the remote could not be written; see the message of the first rank",
             )
             for each, data in repeats:
                 if finished_result(Path(each.run_dir), each) is not None:
@@ -172,8 +173,8 @@ def tune_repeatedly(
                 )  # grows with further seeds and with their length
                 tracker.metrics(_scores(result, names=FIGURES), step=num_steps)
                 save_result(run_dir, result)
-                if mirror is not None:
-                    mirror.send_records()
+                if remote is not None:
+                    remote.send_records()
                 if settings.init == "pretrained":
                     register(
                         tracker,

@@ -10,7 +10,7 @@ RUN/bad_samples/      see bad_samples.py; only where there are any
 RUN/skipped_steps/    see skipped_steps.py; only where there are any
 RUN/stacks/           see stacks.py; only where a run hung, or a rank fell silent
 RUN/starts/           see starts.py
-RUN/mirror/           see mirror.py; only with checkpoint.mirror
+RUN/remote/           see remote.py; only with checkpoint.remote
 RUN/weights.json      sha256 and step of the weights that it began with, if it began with any
 RUN/result.json       written last; a run that has it is finished
 """
@@ -136,9 +136,9 @@ def checkpoint_at(place: str) -> Path | None:
         step = data.steps(words, global_batch_size=begun["train"]["global_batch_size"])
     found = checkpoint_dir(Path(name), step)
     if not found.is_dir():
-        mirror = read_yaml(Path(name) / CONFIG_FILE).get("checkpoint", {}).get("mirror")
+        remote = read_yaml(Path(name) / CONFIG_FILE).get("checkpoint", {}).get("remote")
         copied = (
-            f"copy it from {mirror}/checkpoints/{found.name} if it is there, " if mirror else ""
+            f"copy it from {remote}/checkpoints/{found.name} if it is there, " if remote else ""
         )
         kept = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(Path(name))) or "none"
         remedy = f"{copied}or add {words!r} to its checkpoint.keep_at before it gets there"

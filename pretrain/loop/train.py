@@ -30,7 +30,7 @@ from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
-from pretrain.checkpoints.mirror import Mirror
+from pretrain.checkpoints.remote import Remote
 from pretrain.checkpoints.run import (
     CONFIG_FILE,
     checkpoint_dir,
@@ -52,14 +52,7 @@ from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
-from pretrain.ranks.collectives import (
-    any_rank,
-    barrier,
-    highest,
-    lowest_over_ranks,
-    on_all_ranks,
-    same_on_all_ranks,
-)
+from pretrain.ranks.collectives import any_rank, barrier, highest, on_all_ranks, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag, entered
@@ -313,12 +306,6 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
     if threads is not None:
         tracker.params({"num_cpu_threads": threads})
     PROGRESS.mark("reading the newest checkpoint")
-    if (mirror := trainer.saver.mirror) is not None:
-        on_all_ranks(
-            lambda: mirror.begin() if trainer.world.is_first else None,
-            device=device,
-            failed=f"{mirror}: no start could begin there; see the message of the first rank",
-        )
     outcome = trainer.fit(restore(trainer, branch_of=task.start if task.is_branch else None))
     PROGRESS.mark("closing its journal")
     if trainer.world.is_first and outcome.finished:
@@ -349,7 +336,7 @@ def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> Trainer
     run branches from."""
     device = trainer.engine.device
     own = agreed_checkpoint(
-        trainer.run_dir, trainer.world, device=device, mirror=trainer.saver.mirror
+        trainer.run_dir, trainer.world, device=device, remote=trainer.saver.remote
     )
     newest = own or branch_of
     if newest is None:
@@ -394,20 +381,20 @@ def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> Trainer
 
 
 def agreed_checkpoint(
-    run_dir: Path, world: World, *, device: torch.device, mirror: Mirror | None = None
+    run_dir: Path, world: World, *, device: torch.device, remote: Remote | None = None
 ) -> Checkpoint | None:
-    """The newest whole one, on which all ranks agree. One rank of each node reads it all to verify
-    it; the others of a node see the same disks, and if they do not, its hashes differ. With a
-    mirror each node has disks of its own, and is given what it lacks.
+    """Return the newest whole checkpoint, on which all ranks agree. One rank of each node verifies
+    it; the other ranks of a node see the same disks, and if they do not, its hashes differ. With a
+    remote each node has disks of its own: the first rank chooses, and the other nodes fetch.
     """
 
-    def own() -> Checkpoint | None:
-        return (
-            Checkpoint.newest(run_dir) if mirror is None else mirror.newest(is_first=world.is_first)
-        )
+    def newest_here() -> Checkpoint | None:
+        if remote is not None:
+            return remote.newest() if world.is_first else None
+        return Checkpoint.newest(run_dir) if world.local_rank == 0 else None
 
     found = on_all_ranks(
-        lambda: own() if world.local_rank == 0 else None,
+        newest_here,
         device=device,
         failed=f"{run_dir}: another rank finds no whole checkpoint; see its message",
     )
@@ -419,23 +406,11 @@ def agreed_checkpoint(
         " retry"
     )
     place = checkpoint_dir(run_dir, step)
-    if mirror is not None:
-        mark = _mark_of(found) if found and found.directory == place else -1
-        holder = lowest_over_ranks(world.rank if mark >= 0 else world.num_ranks, device=device)
-        lacks = world.local_rank == 0 and mark != highest(
-            mark if world.rank == holder else -1, device=device
+    if remote is not None:
+        fetches = world.local_rank == 0 and not world.is_first
+        found = on_all_ranks(
+            lambda: remote.receive(step) if fetches else found, device=device, failed=differ
         )
-        if any_rank(lacks, device=device):  # that has not come to the mirror yet
-            on_all_ranks(
-                lambda: mirror.give(place) if world.rank == holder else None,
-                device=device,
-                failed=f"{mirror}: {differ}",
-            )
-            found = on_all_ranks(
-                lambda: mirror.receive(step) if lacks else found,
-                device=device,
-                failed=f"{mirror}: {differ}",
-            )
     newest = on_all_ranks(lambda: found or Checkpoint.read(place), device=device, failed=differ)
     if not same_on_all_ranks(_mark_of(newest), device=device):
         raise CheckpointError(

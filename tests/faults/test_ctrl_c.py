@@ -49,7 +49,7 @@ VERBS = {
         "",
     ),
     "import": (
-        "pretrain import {folder}/model.safetensors --out {here}/out",
+        "finetune import {folder}/model.safetensors --out {here}/out",
         SLEEPING,
         "nothing is saved",
     ),

@@ -20,8 +20,9 @@ from torch.nn.functional import gelu, relu
 from torch.optim.swa_utils import AveragedModel
 
 from data_prep.errors import UserError
-from pretrain.checkpoints.foreign import Foreign, convert, recognise
-from pretrain.checkpoints.weights import load_strictly, read_weights, shapes
+from finetune.weights.foreign import Foreign, convert, recognise
+from finetune.weights.reading import read_weights
+from pretrain.checkpoints.weights import load_strictly, shapes
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import MixerSpec, MlpSpec

@@ -1,38 +1,29 @@
-"""Weights of other projects in the terms of ours: recognised by their names and shapes alone, and
-equal in what they compute.
+"""Weights of other projects in our terms, recognized by names and shapes, with equal results.
 
 | family | names | model |
 |---|---|---|
-| scaling_mlps BottleneckMLP | linear_in, blocks.I.block.{0,2}, layernorms.I, linear_out | z + Wc act(We norm(z)) |
-| scaling_mlps MLP | linear_in, layers.I, layernorms.I, linear_out | W act(norm(z)) |
-| timm MlpMixer (mixer_*) | stem.proj, blocks.I.{norm1, mlp_tokens, norm2, mlp_channels}, norm, head | LayerNorm with eps 1e-6 |
+| scaling_mlps BottleneckMLP | linear_in, blocks.I.block.{0,2}, layernorms.I, linear_out | MLP |
+| scaling_mlps MLP | linear_in, layers.I, layernorms.I, linear_out | MLP |
+| timm MlpMixer (mixer_*) | stem.proj, blocks.I.{norm1, mlp_tokens, norm2, mlp_channels} | Mixer |
 
-The last of them is a two-way street: `to_timm` gives a Mixer of ours timm's names. What names and
-shapes do not show is given: how an image was made a vector, and the activation.
+A BottleneckMLP computes z + Wc act(We norm(z)), an MLP W act(norm(z)); norms of a MlpMixer have an
+epsilon of 1e-6. The order of pixels and the activation are given, because names and shapes do not
+show them.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data_prep.errors import UserError
-from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.weights import (
-    Shapes,
-    check_finite,
-    check_fit,
-    first,
-    load_strictly,
-    shapes,
-)
+from pretrain.checkpoints.timm_weights import mixer_names, pairs
+from pretrain.checkpoints.weights import Shapes, check_finite, check_fit, first, shapes
 from pretrain.models.build import build_model
-from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import TIMM_NORM_EPS, Activation, AnySpec, MixerSpec, MlpSpec
 
 Flattening = Literal["chw", "hwc"]
@@ -144,10 +135,6 @@ def _num(kind: str, found: Shapes) -> int:
     return 1 + max(numbers, default=-1)
 
 
-def _pairs(theirs: str, ours: str, parts: tuple[str, ...] = ("weight", "bias")) -> dict[str, str]:
-    return {f"{theirs}.{part}": f"{ours}.{part}" for part in parts}
-
-
 def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
     width, num_inputs = _sizes(found, "linear_in.weight", "width", "inputs")
     side, depth = math.isqrt(num_inputs // 3), _num("blocks", found)
@@ -155,7 +142,7 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
         raise UserError(
             f"linear_in.weight: {num_inputs} columns are not the pixels of a square RGB image"
         )
-    names = _pairs("linear_in", "stem")
+    names = pairs("linear_in", "stem")
     if depth:
         hidden, _ = _sizes(found, "blocks.0.block.0.weight", "hidden", "width")
         parts: tuple[str, ...] = ("weight", "bias") if _num("layernorms", found) else ()
@@ -163,8 +150,8 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
         if "layernorms.0.running_mean" in found:
             norm, parts = "batch", (*parts, "running_mean", "running_var", "num_batches_tracked")
         for i in range(depth):
-            names |= _pairs(f"layernorms.{i}", f"blocks.{i}.norm", parts)
-            names |= _pairs(f"blocks.{i}.block.0", f"blocks.{i}.expand") | _pairs(
+            names |= pairs(f"layernorms.{i}", f"blocks.{i}.norm", parts)
+            names |= pairs(f"blocks.{i}.block.0", f"blocks.{i}.expand") | pairs(
                 f"blocks.{i}.block.2", f"blocks.{i}.contract"
             )
         spec = MlpSpec(
@@ -178,7 +165,7 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
     else:
         depth = _num("layers", found)
         for i in range(depth):
-            names |= _pairs(f"layernorms.{i}", f"blocks.{i}.norm") | _pairs(
+            names |= pairs(f"layernorms.{i}", f"blocks.{i}.norm") | pairs(
                 f"layers.{i}", f"blocks.{i}.linear"
             )
         spec = MlpSpec(
@@ -189,7 +176,7 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
             activation_first=True,
             activation=activation,
         )
-    return Layout("scaling_mlps", spec, side, names | _pairs("linear_out", "head"))
+    return Layout("scaling_mlps", spec, side, names | pairs("linear_out", "head"))
 
 
 def _mixer(found: Shapes, activation: Activation) -> Layout:
@@ -216,90 +203,3 @@ def _mixer(found: Shapes, activation: Activation) -> Layout:
         norm_eps=TIMM_NORM_EPS,
     )
     return Layout("timm", spec, patch * side, mixer_names(spec.depth))
-
-
-def mixer_names(depth: int) -> dict[str, str]:
-    """timm's name of each weight of a Mixer -> ours."""
-    table = _pairs("stem.proj", "stem")
-    for i in range(depth):
-        for theirs, ours in (("tokens", "token"), ("channels", "channel")):
-            table |= _pairs(
-                f"blocks.{i}.norm{1 if ours == 'token' else 2}", f"blocks.{i}.{ours}_norm"
-            )
-            table |= _pairs(f"blocks.{i}.mlp_{theirs}.fc1", f"blocks.{i}.{ours}_mixing.inner")
-            table |= _pairs(f"blocks.{i}.mlp_{theirs}.fc2", f"blocks.{i}.{ours}_mixing.outer")
-    return table | _pairs("norm", "norm") | _pairs("head", "head")
-
-
-def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]:
-    """A Mixer's weights by timm's names, for a model that computes the same with timm's epsilon in
-    its norms.
-
-    (s x) / sqrt(s^2 var + eps) = x / sqrt(var + eps / s^2): where the epsilons differ, all that is
-    added to the residual stream is scaled by s, which no norm lets through.
-    """
-    scale = math.sqrt(TIMM_NORM_EPS / spec.norm_eps)
-    added = re.compile(r"stem\.|blocks\.\d+\.\w+_mixing\.outer\.")
-    theirs = {
-        name: weights[ours].detach() * scale if added.match(ours) else weights[ours].detach()
-        for name, ours in mixer_names(spec.depth).items()
-    }
-    patches = (spec.num_channels, 3, spec.patch_size, spec.patch_size)
-    return theirs | {"stem.proj.weight": theirs["stem.proj.weight"].reshape(patches)}
-
-
-@torch.no_grad()
-def model_of_timm(directory: Path, *, card: ModelCard) -> ImageModel:
-    """Of a folder that timm has written: read by timm, put into the model that the card names, and
-    held to timm's answers."""
-    import timm  # takes seconds, which no other folder need spend
-
-    source = f"{directory}, of timm's {card.model.label}"
-    try:
-        theirs = timm.create_model(f"local-dir:{directory}", pretrained=True).eval()
-        head = theirs.get_classifier()
-        assert isinstance(head, nn.Linear | nn.Conv2d | nn.Identity), (
-            f"its classifier is a {type(head).__name__}"
-        )
-        prefix = next(name for name, module in theirs.named_modules() if module is head) + "."
-        ours = build_model(
-            card.model, num_classes=len(card.classes), image_size=card.image_size
-        ).eval()
-        x_BCHW = torch.rand(
-            2, 3, card.image_size, card.image_size, generator=torch.Generator().manual_seed(0)
-        )
-        weights = theirs.state_dict()
-        renamed = {name: f"body.{name}" for name in weights} | {
-            f"{prefix}{part}": f"head.{part}" for part in ("weight", "bias")
-        }
-        taken = {
-            renamed[name]: tensor.flatten(1) if name == f"{prefix}weight" else tensor
-            for name, tensor in weights.items()
-        }
-        load_strictly(ours, taken, source=source, label=card.model.label)
-        expected, found = (
-            (
-                theirs(x_BCHW)
-                if card.classes
-                else theirs.forward_head(theirs.forward_features(x_BCHW))
-            ),
-            ours(x_BCHW),
-        )
-        apart = float((found - expected.flatten(1)).abs().max() / expected.abs().max())
-        assert apart < 1e-4, f"its answers are {apart:.1e} of the largest apart"
-    except (AttributeError, AssertionError, RuntimeError, LookupError, TypeError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{source}: cannot be taken apart into features and a classifier ({reason}); name"
-            " another model"
-        ) from None
-    return ours
-
-
-def by_our_names(weights: dict[str, Tensor], spec: AnySpec) -> dict[str, Tensor]:
-    """Those of a folder that was exported for plain timm; others as they are."""
-    if not isinstance(spec, MixerSpec) or "stem.proj.weight" not in weights:
-        return weights
-    names = mixer_names(spec.depth)
-    ours = {names.get(name, name): tensor for name, tensor in weights.items()}
-    return ours | {"stem.weight": ours["stem.weight"].flatten(1)}
