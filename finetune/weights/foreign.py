@@ -83,8 +83,10 @@ def convert(
     ]
     if whole:
         raise UserError(
-            f"weights of {source} are no floating-point numbers in {len(whole)} of {len(renamed)}"
-            f" tensors ({first(whole)}); undo the quantisation before they are saved"
+            str(source),
+            f"{len(whole)} of {len(renamed)} tensors are not floating-point ({first(whole)})",
+            "Save the weights without quantization",
+            code="unsupported",
         )
     check_finite(renamed, source=source)
     floats = {ours: renamed[theirs].detach() for theirs, ours in layout.names.items()}
@@ -111,13 +113,17 @@ def recognise(found: Shapes, *, source: object, activation: Activation) -> Layou
         return _mixer(found, activation)
     if "stem.weight" in found and "head.weight" in found:
         raise UserError(
-            f"{source}: holds weights of this project; give the directory with its config.json as"
-            " it is"
+            str(source),
+            "its weights are of this project and need no conversion",
+            "Give the folder with its config.json to the other commands",
+            code="wrong-command",
         )
     raise UserError(
-        f"{source}: its names ({first(list(found))}) are of no family that is known here; known are"
-        " scaling_mlps' BottleneckMLP and MLP (linear_in.weight, ...) and timm's mixer_*"
-        " (stem.proj.weight, blocks.0.mlp_tokens.fc1.weight, ...)"
+        str(source),
+        f"its tensor names ({first(list(found))}) are of no known family",
+        "Known are scaling_mlps' BottleneckMLP and MLP (linear_in.weight, ...) and timm's mixer_*"
+        " (stem.proj.weight, blocks.0.mlp_tokens.fc1.weight, ...)",
+        code="unknown-format",
     )
 
 
@@ -126,7 +132,7 @@ def _sizes(found: Shapes, name: str, *axes: str) -> Sequence[int]:
     shape = found.get(name)
     if shape is None or len(shape) != len(axes) or not all(shape):
         given = "missing" if shape is None else "x".join(map(str, shape)) or "a single number"
-        raise UserError(f"{name}: is {given}, needed {' x '.join(axes)}")
+        raise UserError(name, f"it is {given}, needed {' x '.join(axes)}", code="mismatch")
     return shape
 
 
@@ -139,9 +145,8 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
     width, num_inputs = _sizes(found, "linear_in.weight", "width", "inputs")
     side, depth = math.isqrt(num_inputs // 3), _num("blocks", found)
     if 3 * side * side != num_inputs:
-        raise UserError(
-            f"linear_in.weight: {num_inputs} columns are not the pixels of a square RGB image"
-        )
+        problem = f"{num_inputs} columns are not the pixels of a square RGB image"
+        raise UserError("linear_in.weight", problem, code="unsupported")
     names = pairs("linear_in", "stem")
     if depth:
         hidden, _ = _sizes(found, "blocks.0.block.0.weight", "hidden", "width")
@@ -189,8 +194,10 @@ def _mixer(found: Shapes, activation: Activation) -> Layout:
     side = math.isqrt(tokens)
     if (colours, patch, side**2) != (3, width, tokens):
         raise UserError(
-            f"stem.proj.weight: {colours} channels in patches of {patch} x {width}, {tokens} of"
-            " them; these models take square RGB images in square patches"
+            "stem.proj.weight",
+            f"it has {colours} channels and {tokens} patches of {patch} x {width}",
+            "Only square RGB images in square patches are supported",
+            code="unsupported",
         )
     spec = MixerSpec(
         kind="mixer",

@@ -32,7 +32,8 @@ def check_fit(given: Shapes, needed: Shapes, *, source: object, label: str) -> N
     kinds = (("missing", missing), ("unknown", unknown), ("of another shape", changed))
     found = [f"{len(names)} {kind} ({first(names)})" for kind, names in kinds if names]
     if found:
-        raise WeightsError(f"weights of {source} do not fit {label}: {', '.join(found)}")
+        problem = f"its weights do not fit {label}: {', '.join(found)}"
+        raise WeightsError(str(source), problem, "Choose other weights", code="mismatch")
 
 
 def needed_shapes(model: nn.Module, given: Shapes) -> Shapes:
@@ -69,8 +70,10 @@ def check_finite(weights: Mapping[str, Tensor], *, source: object) -> None:
     ]
     if bad:
         raise WeightsError(
-            f"weights of {source} hold NaN or infinite numbers in {len(bad)} of {len(weights)}"
-            f" tensors ({first(bad)}); use a checkpoint from before that"
+            str(source),
+            f"{len(bad)} of {len(weights)} tensors have NaN or infinite numbers ({first(bad)})",
+            "Use an earlier checkpoint",
+            code="not-finite",
         )
 
 

@@ -317,7 +317,7 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: Capture, monkeypa
     assert "with_preprocessing: true changes nothing" in said(
         *here, "--formats", "timm", "--with-preprocessing"
     )
-    assert "holds no checkpoint; give a run directory" in said(str(tmp_path), here[1])
+    assert "holds no checkpoint. Give a run directory" in said(str(tmp_path), here[1])
     with monkeypatch.context() as patched:
         patched.setattr(
             "importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name
@@ -339,9 +339,7 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: Capture, monkeypa
         )
     weights = tmp_path / "folder" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert "no checkpoint there is whole (model.safetensors has changed); copy it again" in said(
-        *here
-    )
+    assert "is damaged (model.safetensors has changed). Copy it again" in said(*here)
     (tmp_path / "folder" / "sha256.json").unlink()
     assert finetune(["export", *here]) == 2
     assert "model.safetensors: cannot be read" in capsys.readouterr().err

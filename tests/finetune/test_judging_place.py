@@ -269,8 +269,8 @@ def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(
                 " first"
             ),
         ),
-        (["pretrained=/nowhere"], "/nowhere: is not there; give a run directory"),
-        (["pretrained=CUT"], "no checkpoint there is whole (model.safetensors has changed)"),
+        (["pretrained=/nowhere"], "/nowhere: does not exist"),
+        (["pretrained=CUT"], "is damaged (model.safetensors has changed)"),
         (["viewss=3"], "did you mean"),
     ],
 )

@@ -371,7 +371,7 @@ def test_mistakes_are_one_line_with_a_remedy_before_torch(
         if "finding the pictures" not in line
     ]
     assert done.returncode == 0, done.stderr
-    assert said.pop().startswith("photos: holds no checkpoint; give a run directory")
+    assert said.pop().startswith("photos: holds no checkpoint. Give a run directory")
     for line, wanted in zip(said, MISTAKES.values(), strict=True):
         assert re.fullmatch(wanted, line), line
 

@@ -613,17 +613,13 @@ def test_training_never_silently_starts_over(tmp_path: Path) -> None:
     assert Checkpoint.newest(tmp_path) is None
     path = save(tmp_path, 1)
     (path / "trainer.json").write_text(json.dumps({}))
-    with pytest.raises(
-        CheckpointError, match=r"copy it again, or move \S+/checkpoints away to begin anew$"
-    ):
+    with fails("damaged", str(tmp_path), kind=CheckpointError):
         Checkpoint.newest(tmp_path)
     assert (
         Checkpoint.open(tmp_path).directory == path
     )  # the weights are whole, and that is all that later stages need
     (path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(
-        CheckpointError, match=r"no checkpoint there is whole .*; copy it again, or use another$"
-    ):
+    with fails("damaged", str(tmp_path), kind=CheckpointError):
         Checkpoint.open(tmp_path)
 
 
@@ -632,7 +628,7 @@ def test_weights_that_were_copied_without_their_hashes_are_read(tmp_path: Path) 
     for name in ("sha256.json", "optimizer.safetensors", "trainer.json"):
         (path / name).unlink()
     assert Checkpoint.open(tmp_path).directory == path
-    with pytest.raises(CheckpointError, match=r"no checkpoint there is whole .*sha256\.json"):
+    with fails("damaged", str(tmp_path), kind=CheckpointError):
         Checkpoint.newest(tmp_path)
 
 
