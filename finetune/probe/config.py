@@ -165,7 +165,7 @@ class ProbeSettings(FeatureSettings):
     """Of sgd."""
     tolerance: float = Field(1e-5, gt=0)
     """lbfgs has converged where no entry of the gradient is larger."""
-    standardise: bool = True
+    standardize: bool = True
     """Features to mean 0 and deviation 1 over the training split (the saved head undoes it); false
     takes them as they are."""
     views: int = Field(0, ge=0, le=10_000)

@@ -23,6 +23,7 @@ from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
 from pretrain.models.presets import preset, spec_of
 from tests.conftest import Capture, Patch
+from tests.errors import fails
 from tests.finetune.tiny import (
     CPU,
     CROPS,
@@ -118,7 +119,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(
         "feature_batch_size": 3,
         "weight_decays": (1.0,),
         "batch_size": 7,
-        "standardise": False,
+        "standardize": False,
     }
     assert path(**same) == plain and path(seed=5) == plain and path(view=0, **same) == viewed
     others = [
@@ -154,12 +155,12 @@ def test_damaged_features_are_computed_again(
     maker = maker_of(feature_settings(other_shapes, tmp_path, folder))
     good = whole(maker.tables("val", [None])[0]).clone()
     (place,) = (tmp_path / "features").iterdir()
-    file = place / "rank-0000.npy"
+    file = place / "features.npy"
     content = file.read_bytes()
     assert np.load(file).shape == (35, 24)
     for harm, words in (
-        (lambda: file.write_bytes(content[:-4]), "rank-0000.npy has changed"),
-        (lambda: file.write_bytes(content[:-4] + b"\0\0\0\1"), "rank-0000.npy has changed"),
+        (lambda: file.write_bytes(content[:-4]), "features.npy has changed"),
+        (lambda: file.write_bytes(content[:-4] + b"\0\0\0\1"), "features.npy has changed"),
         (file.unlink, "No such file"),
         ((place / FACTS).unlink, "No such file"),
         *(
@@ -257,7 +258,7 @@ def test_what_a_cache_would_take_is_what_it_takes_and_what_does_not_fit_is_refus
                 check_room(settings, manifest, checkpoint)
             left = maker.cache.temporary_of(maker.cache.place_of(split, view))
             left.mkdir(parents=True)
-            (left / "rank-0000.npy").write_bytes(bytes(10_000))  # of a killed start of this run
+            (left / "features.npy").write_bytes(bytes(10_000))  # of a killed start of this run
             check_room(settings, manifest, checkpoint)
             shutil.rmtree(left)
         maker.tables(split, [view])
@@ -322,7 +323,7 @@ def test_half_precision_and_pixels(other_shapes: Path, tmp_path: Path) -> None:
     )
     assert half.dtype == torch.float16 and half.shape == (35, 3 * 16 * 16)
     torch.testing.assert_close(half.float(), full, rtol=1e-3, atol=1e-3)
-    with pytest.raises(UserError, match="beyond what float16 holds; set feature_dtype=float32"):
+    with fails("not-finite", "feature_dtype"):
         maker_of(settings, extract=lambda images: images.flatten(1) * 1e6, image_size=20).tables(
             "val", [None]
         )

@@ -63,7 +63,7 @@ def noise(count: int, *, seed: int) -> Table:
     trained on, all else by chance."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
-    return Table((torch.randn(count, 300, generator=generator),), labels)
+    return Table(torch.randn(count, 300, generator=generator), labels)
 
 
 def verdict_of(train: Table, test: Table, **changes: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def of_unequal_scales(count: int, *, seed: int) -> Table:
     generator, scale_D = torch.Generator().manual_seed(seed), torch.logspace(-2, 2, 48)
     labels = torch.randint(0, 12, (count,), generator=generator)
     return Table(
-        ((means[labels] + 2.5 * torch.randn(count, 48, generator=generator) + 1) * scale_D,), labels
+        (means[labels] + 2.5 * torch.randn(count, 48, generator=generator) + 1) * scale_D, labels
     )
 
 
@@ -100,9 +100,9 @@ def test_the_default_probe_is_as_good_as_scikit_learns_logistic_regression() -> 
             np.logspace(-4, 2, 7),
         )
         peer = GridSearchCV(model, {"logisticregression__C": grid}, cv=4, scoring="neg_log_loss")
-        peer.fit(train.files[0].numpy(), train.labels_N.numpy())
+        peer.fit(train.values_ND.numpy(), train.labels_N.numpy())
         assert outcome is not None
-        right = peer.predict(test.files[0].numpy()) == test.labels_N.numpy()
+        right = peer.predict(test.values_ND.numpy()) == test.labels_N.numpy()
         accuracies.append((outcome.result["test_top1"], float(right.mean())))
     ours, expected = np.mean(accuracies, axis=0)
     assert ours >= expected - 0.005 and expected > 0.6
@@ -166,7 +166,7 @@ def test_held_out_samples_are_apart_and_the_test_split_is_never_chosen_on() -> N
     train, test = blobs(200, seed=1, spread=0.3), blobs(100, seed=2, spread=0.3)
     grid = {"lrs": (1e-4, 1e-2, 1.0), "epochs": (4,)}
     one = verdict_of(train, test, **grid)
-    other = verdict_of(train, Table(test.files, (test.labels_N + 1) % CLASSES), **grid)
+    other = verdict_of(train, Table(test.values_ND, (test.labels_N + 1) % CLASSES), **grid)
     assert one["grid"] == other["grid"] and one["chosen_lr"] == other["chosen_lr"]
     assert one["test_top1"] != other["test_top1"] and one["test_top5"] == 1.0
 
