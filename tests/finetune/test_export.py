@@ -408,8 +408,9 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
         and front["datasets"] == ["shapes-a"]
     )
     metrics = {
-        (each["metrics"][0]["name"], each["metrics"][0]["value"])
+        (metric["name"], metric["value"])
         for each in front["model-index"][0]["results"]
+        for metric in each["metrics"]
     }
     trained = json.loads((exported.parent / "run" / "result.json").read_text())
     # the probe's head is not among these weights, `strange` is of others, `unfinished` has no
