@@ -68,9 +68,10 @@ def session(
     with watched(world, settings.ranks, device=device) as heartbeat:
         if not same_on_all_ranks(int(identity[:15], 16), device=device):
             raise UserError(
-                f"{checkpoint.directory if checkpoint else run_dir}: the ranks found different"
-                " weights there, or other data or settings (is it still being trained?); name one"
-                " of its checkpoints/step-*"
+                str(checkpoint.directory if checkpoint else run_dir),
+                "the ranks found different weights, data or settings; it may still be training",
+                "choose one of its checkpoints/step-*",
+                code="mismatch",
             )
         record = recorded(
             settings,

@@ -74,8 +74,10 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(
-            f"out: {out} cannot be written, for the disk is full; free some space, or name another"
-            " disk (nothing is left there)"
+            "out",
+            f"{out} cannot be written: the disk is full",
+            "free some space, or choose another disk",
+            code="no-space",
         ) from None
     where = (
         f" of {run.name}, step {card.step:,}"
@@ -101,8 +103,10 @@ def _write_weights(
         shutil.copyfile(source / MODEL, directory / MODEL)
         if sha256_of(directory / MODEL) != facts.weights_sha256:
             raise UserError(
-                f"{source / MODEL}: has changed while it was copied; nothing is published, try"
-                " again"
+                str(source / MODEL),
+                "changed while it was copied",
+                "run the same command again",
+                code="changed",
             )
         return {}
     import timm  # takes seconds, which no other export need spend

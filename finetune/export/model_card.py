@@ -84,7 +84,8 @@ def readme(facts: Facts) -> str:
 
 ## Limitations
 
-Intended use, biases, and what the pictures show: {UNKNOWN}. The model answers with one of its {num_classes} for any picture.
+Intended use, biases, and what the pictures show: {UNKNOWN}.
+The model predicts one of its {num_classes} for any picture.
 
 ## License
 

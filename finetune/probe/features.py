@@ -72,9 +72,7 @@ Result = TypeVar("Result")
 
 def undecodable(shard: str, key: str, *, dataset: str) -> DatasetError:
     remedy = f"leave it out with data_prep subset {dataset} --exclude"
-    return DatasetError(
-        f"{shard}: {key} does not decode, and a feature cannot be made up; {remedy}"
-    )
+    return DatasetError(shard, f"{key} does not decode", remedy, code="damaged")
 
 
 class ElsewhereError(UserError):
@@ -241,7 +239,7 @@ class FeatureMaker:
                     "make room, name another features_dir, or set feature_dtype=float16 or fewer"
                     " views"
                 )
-                raise UserError(f"features_dir: {lack}; {advice}") from None
+                raise UserError("features_dir", lack, advice, code="no-space") from None
             raise
 
     def _together(self, work: Callable[[], Result], *, on_first: bool = False) -> Result | None:
@@ -255,7 +253,9 @@ class FeatureMaker:
         except Exception as error:  # noqa: BLE001 (whatever it is: the others wait for this rank below)
             fault = error
         if self.group.any_rank(fault is not None):
-            raise fault or ElsewhereError("features: another rank could not go on; see its message")
+            raise fault or ElsewhereError(
+                "features", "another rank failed", "see its message", code="another-rank"
+            )
         return result
 
     def _write_all(
@@ -417,7 +417,10 @@ def _seen(path: Path) -> Path:
         if time.monotonic() > deadline_s:
             remedy = "name a features_dir that all nodes share"
             raise UserError(
-                f"{path}: was written by another node, and this one does not see it; {remedy}"
+                str(path),
+                "another node wrote it, and this node does not see it",
+                remedy,
+                code="missing-path",
             )
         sorted(
             path.parent.parent.iterdir()

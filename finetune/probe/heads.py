@@ -55,7 +55,8 @@ class Update:
     a decay of its own; only the D feature rows decay.
 
     lion    w -= lr (sign(0.9 m + 0.1 g) + decay w), then m = 0.99 m + 0.01 g; sign(0) is 0
-    sgd     torch's: g += decay w, m = momentum m + g, w -= lr m; with Nesterov's momentum w -= lr (g + momentum m)
+    sgd     torch's: g += decay w, m = momentum m + g, w -= lr m;
+            with Nesterov's momentum w -= lr (g + momentum m)
     adamw   torch's, with betas of 0.9 and 0.999 and eps 1e-8
     """
 

@@ -130,7 +130,7 @@ def minimize(
 def objective(
     rows: Rows, heads_GEK: Tensor, *, decays: Sequence[float]
 ) -> tuple[list[float], Tensor]:
-    """Return the loss of each head and the gradients in double precision; one pass over the rows."""
+    """Return the loss of each head and the gradients, from one pass over the rows."""
     num_candidates, _, num_classes = heads_GEK.shape
     weights_EC = as_columns(heads_GEK).float()
     gradient_EC = torch.zeros(weights_EC.shape, dtype=torch.float64, device=rows.device)

@@ -338,8 +338,10 @@ def best_of(judged: list[Judged], *, num_held: int) -> Judged:
     if not usable:
         lowest = judged[0].candidate.lr
         raise UserError(
-            f"lrs: all {len(judged)} candidates have diverged, down to {lowest:g}; choose smaller"
-            " ones"
+            "lrs",
+            f"all {len(judged)} candidates have diverged, down to {lowest:g}",
+            "choose smaller values",
+            code="not-finite",
         )
 
     highest = max(each.score.top1 for each in usable)

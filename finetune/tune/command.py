@@ -42,8 +42,8 @@ def add_verbs(verbs: Verbs) -> None:
     tune.add_argument(
         "config", help="a YAML file, such as configs/finetune/demo.yaml, or the directory of a run"
     )
-    tune.epilog = """finetune tune configs/finetune/demo.yaml pretrained=runs/mine dataset=data/others run_dir=runs/tuned epochs=10
-finetune tune configs/finetune/demo.yaml pretrained=runs/mine dataset=data/others run_dir=runs/tuned seeds=[0,1,2] --ranks 2
+    tune.epilog = """finetune tune configs/finetune/demo.yaml pretrained=runs/mine epochs=10
+finetune tune configs/finetune/demo.yaml run_dir=runs/tuned seeds=[0,1,2] --ranks 2
 finetune tune runs/tuned epochs=20"""
     add_common(tune, _tune, schema="finetune.tune.config:TuneSettings")
 
@@ -117,12 +117,9 @@ def _tune(options: argparse.Namespace) -> int:
         return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
     finished = tune_repeatedly(settings, checked, checkpoint, world)
     if world.is_first:
-        stopped = "stopped; the same command goes on from there"
-        print(
-            f"{run_dir}:"
-            " "
-            f"{in_words(finished_result(run_dir) or {}, baselines=checked[0][1].baselines) if finished else stopped}"
-        )
+        result = finished_result(run_dir) if finished else None
+        words = in_words(result, baselines=checked[0][1].baselines) if result else None
+        print(f"{run_dir}: {words or 'stopped; the same command resumes'}")
     return leave(finished, run_dir=None, is_first=world.is_first)
 
 

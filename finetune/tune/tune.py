@@ -97,7 +97,10 @@ class Tuning(Task):
         if isinstance(card.model, TimmModelSpec) and not cast(Any, model).layers():
             does = "timm does not split its weights into layers, as tune needs them"
             raise UserError(
-                f"pretrained: {settings.pretrained}: {does}; probe, knn and evaluate take it"
+                "pretrained",
+                f"{settings.pretrained} cannot be tuned: {does}",
+                "use probe, knn or evaluate",
+                code="unsupported",
             )
         model.reset_classifier(num_classes)
         if settings.new_head == "torch":

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.errors import UserError
-from data_prep.manifest import DatasetError, load_manifest, save_manifest
+from data_prep.manifest import load_manifest, save_manifest
 from finetune.probe import features
 from finetune.probe.cache import check_room
 from finetune.probe.features import FACTS
@@ -203,10 +202,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
     folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(features.shutil, "disk_usage", lambda place: Mock(free=35 * 24 * 4 - 1))
-    with pytest.raises(
-        UserError,
-        match=r"features_dir: .* has no room for .* GB of features .No space left on device.; make",
-    ):
+    with fails("no-space", "features_dir"):
         maker_of(feature_settings(other_shapes, tmp_path, folder)).tables("val", [None])
     assert list((tmp_path / "features").iterdir()) == []
 
@@ -236,25 +232,19 @@ def test_what_a_cache_would_take_is_what_it_takes_and_what_does_not_fit_is_refus
             settings.model_copy(update={"cache_gb": 0.0, "features": "auto"}), manifest, checkpoint
         )  # it streams
         small = settings.model_copy(update={"cache_gb": left_gb * 0.999})
-        with pytest.raises(
-            UserError,
-            match=r"cache_gb allows .*; set features=stream, which keeps none, or raise cache_gb",
-        ):
+        with fails("no-space", "features") as lack:
             check_room(small, manifest, checkpoint)
-        with pytest.raises(
-            UserError, match=r"cache_gb allows [0-9.e-]+; set features=stream optimizer=lion"
-        ):
+        assert "raise cache_gb" in lack.value.fix
+        with fails("no-space", "features") as lack:
             check_room(
                 small.model_copy(update={"features": "auto", "optimizer": "lbfgs"}),
                 manifest,
                 checkpoint,
             )
+        assert "features=stream optimizer=lion" in lack.value.fix
         with monkeypatch.context() as patch:
             patch.setattr("shutil.disk_usage", Mock(return_value=Mock(free=left_gb * 0.999e9)))
-            with pytest.raises(
-                UserError,
-                match=r"has room for .*; set features=stream.* or name another features_dir",
-            ):
+            with fails("no-space", "features"):
                 check_room(settings, manifest, checkpoint)
             left = maker.cache.temporary_of(maker.cache.place_of(split, view))
             left.mkdir(parents=True)
@@ -272,8 +262,9 @@ def test_a_picture_that_does_not_decode_is_named(
         np.array([34])
     )
     spoil(monkeypatch, 34)  # of the last batch, which is padded with it
-    with pytest.raises(DatasetError, match=f"{shard}: {key} does not decode.*data_prep subset"):
+    with fails("damaged", shard) as damaged:
         maker_of(feature_settings(other_shapes, tmp_path, folder)).tables("val", [None])
+    assert key in damaged.value.problem
     assert list((tmp_path / "features").iterdir()) == []
 
 

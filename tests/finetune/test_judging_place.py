@@ -257,22 +257,13 @@ def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(
     ("words", "message"),
     [
         (["split=test"], "has no split 'test'; "),
-        (
-            ["views=2", "augment.mixup_alpha=0.8"],
-            "augment.mixup_alpha: 0.8 will not do (MixUp mixes two pictures",
-        ),
-        (["include_plain=true"], "include_plain: true, but views is 0"),
-        (["augment.flip_probability=0"], "augment: is set, but views is 0"),
+        (["views=2", "augment.mixup_alpha=0.8"], "finetune: augment.mixup_alpha: "),
+        (["include_plain=true"], "finetune: include_plain: "),
+        (["augment.flip_probability=0"], "finetune: augment: "),
         (["run_dir=/proc/evaluation"], "/proc cannot be written to; name another run_dir"),
-        (
-            ["dataset=OTHER"],
-            (
-                "has other classes than the checkpoint (8 classes against 5); probe or tune on it"
-                " first"
-            ),
-        ),
-        (["pretrained=/nowhere"], "/nowhere: does not exist"),
-        (["pretrained=CUT"], "is damaged (model.safetensors has changed)"),
+        (["dataset=OTHER"], "finetune: dataset: "),
+        (["pretrained=/nowhere"], "/nowhere: is not there; give a run directory"),
+        (["pretrained=CUT"], "no checkpoint there is whole (model.safetensors has changed)"),
         (["viewss=3"], "did you mean"),
     ],
 )

@@ -18,6 +18,7 @@ from finetune.probe.features import Table
 from finetune.probe.knn import accuracies, answers, neighbours_of, unit_rows
 from pretrain.ranks.world import World
 from tests.conftest import Capture, Patch
+from tests.errors import printed_errors
 from tests.finetune.tiny import ALONE, CPU, Largest
 from tests.training import Run, finish
 
@@ -127,10 +128,7 @@ def test_the_command_judges_and_refuses(
         " {enabled: false}\n"
     )
     assert main(["knn", "knn.yaml"]) == 2
-    assert (
-        "neighbours: 200 is more than the 60 samples of 'train'; leave it out"
-        in capsys.readouterr().err
-    )
+    assert printed_errors(capsys.readouterr().err) == [("neighbours", "bad-value")]
     output = finish(
         Run(
             ["knn", "knn.yaml", "neighbours=[5, 60]", "weights=uniform"],
