@@ -326,7 +326,7 @@ def test_a_run_and_a_group_keep_their_places(
         (run_dir / "config.yaml").write_text(dump(settings))
         (run_dir / "result.json").write_text('{"eval/top1": 0.5, "step": 6}')
         assert finetune(["tune", str(config), f"run_dir={run_dir}", *asked]) == 2
-        assert "name another run_dir, or set seeds as it was" in capsys.readouterr().err
+        assert "finetune: seeds: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [(), ("seeds=[0,1]",)])
