@@ -38,6 +38,9 @@ def add_verbs(verbs: Verbs) -> None:
     )
     for verb, run in ((listing, plan.show), (running, plan.run)):
         verb.add_argument("file", help="such as configs/plan/demo.yaml")
+        verb.add_argument(
+            "--demo", action="store_true", help="take the plan's `demo:` section, for two CPU cores"
+        )
         verb.epilog = f"{verb.prog} configs/plan/demo.yaml"
         verb.set_defaults(run=run, schema="cluster.plan_file:PlanSettings")
     running.add_argument(

@@ -29,7 +29,7 @@ from pretrain.ranks.preemption import heeded_signals
 
 
 def show(options: argparse.Namespace) -> int:
-    plan = load_checked(options.file)
+    plan = load_checked(options.file, is_demo=options.demo)
     rows = [["member", "state", "waits for", "writes", "overrides"]]
     for stage in plan.stages:
         after = ", ".join(each.name for each in plan.after(stage)) or "-"
@@ -50,7 +50,9 @@ def show(options: argparse.Namespace) -> int:
     )
     for line in plan.missing():
         print(f"not there yet: {line}")
-    print(f"on SLURM: cluster/submit {plan.path}\nhere:     wide-mlps run {plan.path}")
+    if not plan.is_demo:
+        print(f"on SLURM: cluster/submit {plan.path}")
+    print(f"here:     wide-mlps run {shlex.join(plan.words)}")
     return OK
 
 
@@ -109,7 +111,8 @@ def num_gpus() -> int:
 def run(options: argparse.Namespace) -> int:
     """A member that fails does not stop the others of its grid; the stages after it mostly need it,
     and are left out."""
-    plan, ranks = load_checked(options.file), options.ranks or num_gpus() or 1
+    plan = load_checked(options.file, is_demo=options.demo)
+    ranks = options.ranks or num_gpus() or 1
     missing = plan.missing()
     if missing:
         raise UserError(f"{plan.path}: not started, for\n" + "\n".join(missing))
@@ -147,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
         failed = any(row[1] not in ("finished", "finished before", "") for row in outcomes[1:])
         if failed:
             break
-    drawing = ["analysis", "figure", plan.path]
+    drawing = ["analysis", "figure", *plan.words]
     if options.dry_run:
         if plan.figure:
             print(f"$ {shlex.join(drawing)}")
@@ -158,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
             [
                 "figure",
                 f"failed with exit code {code}" if code else "drawn",
-                f"runs/plans/{Path(plan.path).stem}",
+                f"runs/plans/{plan.name}",
             ]
         )
         failed = code != 0

@@ -38,7 +38,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -187,8 +187,7 @@ class FigureSettings(Settings):
         return self
 
 
-class PlanSettings(Settings):
-    of_verb = "cluster/submit"
+class Sections(Settings):
     prepare: Entries = Field((), examples=["configs/data_prep/demo_pretrain.yaml"])
     """Datasets to make, by `data_prep build`."""
     pretrain: Entries = Field((), examples=["configs/pretrain/demo_mlp.yaml"])
@@ -207,7 +206,14 @@ class PlanSettings(Settings):
     figure: FigureSettings | None = Field(
         None, examples=[{"kind": "sweep", "x": "width", "hue": ["mixing"]}]
     )
-    """What is drawn of the results, last."""
+    """The figure of the results, drawn last."""
+
+
+class PlanSettings(Sections):
+    of_verb = "cluster/submit"
+    demo: Sections | None = Field(None, examples=[{"pretrain": "configs/pretrain/demo_mlp.yaml"}])
+    """A small variant on synthetic data for two CPU cores, run by `wide-mlps run PLAN --demo`. Its
+    sections replace those above; without `figure` it has the figure above."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +279,17 @@ class Plan:
     stages: tuple[Stage, ...]
     """Each after those that it waits for."""
     figure: FigureSettings | None = None
+    is_demo: bool = False
+
+    @property
+    def name(self) -> str:
+        """The file's name, which {name} in run_dir stands for; `_demo` is added for the demo."""
+        return Path(self.path).stem + "_demo" * self.is_demo
+
+    @property
+    def words(self) -> list[str]:
+        """The words by which a command gets this plan."""
+        return [self.path, *["--demo"] * self.is_demo]
 
     def after(self, stage: Stage) -> list[Stage]:
         """Those that write what it reads."""
@@ -325,10 +342,22 @@ class Plan:
         return sorted({work.config for stage in self.stages for work in stage.works})
 
 
-def load_plan(path: str, *, snapshot: Path | None = None) -> Plan:
-    """With a snapshot, it and its members read what was kept at the submission."""
+def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None) -> Plan:
+    """Read a plan, or its `demo:` section. With a snapshot, it and its members read the files as
+    they were at the submission."""
     try:
-        settings = load_settings(PlanSettings, path=kept(path, snapshot), overrides=[])
+        complete = load_settings(PlanSettings, path=kept(path, snapshot), overrides=[])
+        settings: Sections = complete
+        if is_demo:
+            if complete.demo is None:
+                raise SettingsError(
+                    "demo",
+                    "the plan has no such section",
+                    "run it without --demo",
+                    code="missing-value",
+                )
+            settings = complete.demo
+        empty = Plan(path, (), settings.figure or complete.figure, is_demo)
         stages: list[Stage] = []
         for kind, command in COMMANDS.items():
             entries: tuple[Entry, ...] = getattr(settings, command.section)
@@ -337,18 +366,18 @@ def load_plan(path: str, *, snapshot: Path | None = None) -> Plan:
                 name = command.section if len(entries) == 1 else f"{command.section}/{number}"
                 try:
                     configs = [kept(config, snapshot) for config in entry.config]
-                    members = _members(entry, kind, name, Path(path).stem, before, configs)
+                    members = _members(entry, kind, name=empty.name, before=before, configs=configs)
                     stages.append(Stage(name, entry, kind, tuple(members)))
                 except SettingsError as error:
                     raise in_file(name, error) from None
-        return Plan(path, tuple(stages), settings.figure)
+        return replace(empty, stages=tuple(stages))
     except SettingsError as error:
         raise in_file(path, error) from None
 
 
-def load_checked(path: str) -> Plan:
-    """The plan, if all of it will do: every mistake in one message."""
-    plan = load_plan(path)
+def load_checked(path: str, *, is_demo: bool = False) -> Plan:
+    """Read a plan and check all of it; one error names every mistake."""
+    plan = load_plan(path, is_demo=is_demo)
     problems = [f"{path}: {problem}" for problem in _problems(plan)]
     if problems:
         more = f"\n... and {len(problems) - 20} more" if len(problems) > 20 else ""
