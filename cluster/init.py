@@ -16,7 +16,7 @@ from data_prep.errors import UserError
 from data_prep.publish import make_directory, write_atomic
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = ("doctor", "submit", "snapshot", "environment.sh", "rank.sh", "start.sh")
+PROGRAMS = ("submit", "snapshot", "environment.sh", "rank.sh", "start.sh")
 
 
 def lay_out(options: argparse.Namespace) -> int:
@@ -56,5 +56,7 @@ def lay_out(options: argparse.Namespace) -> int:
     for target in kept:
         print(f"kept, as you have edited it: {target}")
     print(f"{directory}: {len(copies)} configs and job scripts, Python of {sys.prefix}")
-    print(f"next: cd {directory}, describe your site in cluster/site.env, then cluster/doctor")
+    print(
+        f"next: cd {directory}, describe your site in cluster/site.env, then cluster/submit --check"
+    )
     return 0

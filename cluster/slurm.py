@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 ALL_TASKS = "-"
 WARNING = "warning: "
-"""How cluster/submit begins what does not stop it; the doctor repeats it."""
+"""The prefix of a line of cluster/submit that does not stop a submission."""
 COMPLETE_NAMES = (
     "--container",
     "--export",

@@ -430,9 +430,7 @@ def main(words: list[str]) -> int:
                 [word for word in words[:-1] if word != "--dry-run"],
                 dry_run="--dry-run" in words,
             )
-        if words and words[0].startswith(
-            "--check="
-        ):  # of the doctor: would it be taken, and does the batch split over so many ranks?
+        if words and words[0].startswith("--examine="):  # cluster/submit --check
             submission, ranks = read_submission(words[1:]), words[0].partition("=")[2]
             examine(submission)
             if ranks:
