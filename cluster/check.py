@@ -7,6 +7,7 @@ installed packages, because these may be what is missing.
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import textwrap
@@ -74,25 +75,19 @@ def in_lines(finding: Finding, *, width: int) -> str:
 
 
 def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Check the container if one is set, otherwise .venv."""
-    apptainer, pyxis = environment.get("APPTAINER_IMAGE", ""), environment.get("PYXIS_IMAGE", "")
-    image = apptainer or pyxis
-    is_file = apptainer or image.startswith(("/", ".")) or image.endswith(".sqsh")
+    """Check the words of RANK_PYTHON if site.env sets them, otherwise .venv."""
+    words = shlex.split(environment.get("RANK_PYTHON", ""))
     is_laid_out = Path("cluster/snapshot").is_symlink()  # by `wide-mlps init`
     stamp, lock = Path(".venv/.installed"), Path("requirements.lock")
-    fix = "wide-mlps init ." if is_laid_out else "sh install.sh"
-    problem = ""
-    if apptainer and pyxis:
-        problem, fix = "APPTAINER_IMAGE and PYXIS_IMAGE are both set", "keep one in site.env"
-    elif image and is_file and not os.access(image, os.R_OK):
-        problem, fix = f"{image}: no such readable image", "docs/cluster.md shows how to make one"
-    elif apptainer and not (shutil.which("apptainer") or shutil.which("singularity")):
-        problem = "neither apptainer nor singularity is in PATH"
-        fix = "add `module load apptainer` to site.env if it is a module"
-    elif image:
-        pass
+    problem, fix = "", "wide-mlps init ." if is_laid_out else "sh install.sh"
+    if words:
+        if not environment.get("SRUN_OPTIONS") and not shutil.which(words[0]):
+            problem, fix = f"RANK_PYTHON: {words[0]} is not in PATH", "load its module in site.env"
+        images = [word for word in words if word.endswith(".sif") and not os.access(word, os.R_OK)]
+        if images:
+            problem, fix = f"{images[0]} is not readable", "docs/cluster.md shows how to make it"
     elif not os.access(".venv/bin/python", os.X_OK):
-        problem = "there is no .venv, and no container image is set"
+        problem = "there is no .venv, and RANK_PYTHON is not set"
     elif not is_laid_out and not stamp.exists():
         problem = "the installation of .venv is incomplete"
     elif not is_laid_out and lock.exists() and stamp.stat().st_mtime < lock.stat().st_mtime:
@@ -103,8 +98,8 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
             problem = ".venv is older than requirements.lock"
     if problem:
         yield Finding("python", "FAULT", problem, fix)
-    elif image:
-        yield Finding("python", "ok", f"the container {image}")
+    elif words:
+        yield Finding("python", "ok", shlex.join(words))
     elif is_laid_out:
         text = f".venv is {os.path.realpath('.venv')}, which nodes must see, too"
         yield Finding("python", "ok", text)
@@ -115,8 +110,7 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
 def check_driver(_: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
     """Check the GPUs' driver if it is known. A container has its own torch."""
     driver, cuda = find_driver(environment), cuda_of_torch(Path(".venv"))
-    is_container = {"APPTAINER_IMAGE", "PYXIS_IMAGE"} & environment.keys()
-    if driver and cuda and not is_container:
+    if driver and cuda and "RANK_PYTHON" not in environment:
         if outdated := outdated_driver(driver, cuda):
             yield Finding("driver", "FAULT", *outdated)
         else:

@@ -167,9 +167,9 @@ def test_durations_are_read_as_slurm_reads_them(text: str, minutes: float | None
             "FAULT",
             "older than",
         ),
-        ((), {"APPTAINER_IMAGE": "/x.sif"}, "FAULT", "/x.sif: no such readable image"),
-        ((), {"APPTAINER_IMAGE": "/x.sif", "PYXIS_IMAGE": "y"}, "FAULT", "both"),
-        ((), {"PYXIS_IMAGE": "python:3.11"}, "ok", "the container python:3.11"),
+        ((), {"RANK_PYTHON": "env /x.sif python"}, "FAULT", "/x.sif is not readable"),
+        ((), {"RANK_PYTHON": "no-such-program exec python"}, "FAULT", "is not in PATH"),
+        ((), {"RANK_PYTHON": "/opt/python", "SRUN_OPTIONS": "--container-image=x"}, "ok", "/opt"),
     ],
 )
 def test_an_environment_that_is_not_whole_is_a_fault(
