@@ -23,10 +23,18 @@ def lay_out(options: argparse.Namespace) -> int:
     """Typed again it adds what is missing and mends links."""
     directory, python = Path(options.directory), Path(sys.prefix, "bin/python")
     if (directory / "pretrain").is_dir():
-        raise UserError(f"{directory} holds the code itself: cluster/ and configs/ are there")
+        raise UserError(
+            str(directory),
+            "it is a checkout, which has cluster/ and configs/",
+            "choose an empty folder",
+            code="exists",
+        )
     if not python.exists():
         raise UserError(
-            f"no {python}; install wide-mlps into an environment of its own (python3 -m venv)"
+            str(python),
+            "no such file",
+            "install wide-mlps into its own environment (python3 -m venv)",
+            code="missing-path",
         )
     copies = {
         Path("cluster", path.name): path for path in [HERE / "site.env", *HERE.glob("*.slurm")]
@@ -50,7 +58,7 @@ def lay_out(options: argparse.Namespace) -> int:
     for name, leads_to in links.items():
         link = directory / name
         if link.exists() and not link.is_symlink():
-            raise UserError(f"{link} is there, and no link; move it away")
+            raise UserError(str(link), "it exists and is not a link", "move it away", code="exists")
         link.unlink(missing_ok=True)
         link.symlink_to(leads_to)
     for target in kept:

@@ -206,8 +206,8 @@ def check_node(world: World, read: Sequence[str], report: Report) -> Findings:
     if visible < expected:
         if torch.version.cuda or torch.version.hip:
             driver = find_driver({})
-            is_known = driver and torch.version.cuda
-            outdated = outdated_driver(driver, torch.version.cuda) if is_known else None
+            cuda = torch.version.cuda
+            outdated = outdated_driver(driver, cuda) if driver and cuda else None
             why = "; ".join(outdated) if outdated else "see nvidia-smi on the node"
         else:
             why = "this torch is built without CUDA: make CUDA=lock"
