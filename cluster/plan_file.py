@@ -384,7 +384,7 @@ def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None)
                 name = command.section if len(entries) == 1 else f"{command.section}/{number}"
                 try:
                     configs = [kept(config, snapshot) for config in entry.config]
-                    members = _members(entry, kind, name=empty.name, before=before, configs=configs)
+                    members = _members(entry, kind, name, empty.name, before, configs)
                     stages.append(Stage(name, entry, kind, tuple(members)))
                 except SettingsError as error:
                     raise in_file(name, error) from None

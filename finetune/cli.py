@@ -12,9 +12,8 @@ from finetune.export import command as exporting
 from finetune.predict import command as predicting
 from finetune.probe import command as probing
 from finetune.tune import command as tuning
-from pretrain.ranks.world import rank_of
 from finetune.weights import command as importing
-from pretrain.cli import guarded
+from pretrain.ranks.world import rank_of
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,12 +18,7 @@ from data_prep.errors import SettingsError, UserError
 from data_prep.exit_codes import OK, run_command
 from data_prep.explain import Verbs, at_least, program
 from data_prep.interrupts import INTERRUPTED
-from data_prep.local_copy import local_copy
-from data_prep.manifest import load_manifest
 from data_prep.progress import doing
-from data_prep.settings import differences, dump, load_settings, near_path, read_lines
-from data_prep.limits import limit_remedy
-from data_prep.publish import Busy
 from data_prep.settings import differences, dump, load_settings, near_path
 from pretrain import start
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -47,7 +42,6 @@ from pretrain.config import (
     parse_length,
 )
 from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
-from pretrain.models.spec import Activation
 from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
@@ -466,7 +460,7 @@ def _widths(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from pretrain.data.order import epoch_length
-    from pretrain.engine.zero_cost import NUM_STATES, Cluster, Plan, in_hours, plan_of, print_plan
+    from pretrain.engine.zero_cost import Cluster, Plan, in_hours, plan_of, print_plan
     from pretrain.models.cost import cost_of
     from pretrain.models.listing import parse_channels
     from pretrain.models.presets import preset, spec_of

@@ -26,7 +26,6 @@ from pydantic import (
 
 from data_prep.clients import recorded, without_secrets
 from data_prep.errors import SettingsError, UserError
-from data_prep.errors import UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import Filter
 from data_prep.settings import Settings

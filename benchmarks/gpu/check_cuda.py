@@ -299,11 +299,7 @@ def auto_size(name: str, share: int, share_on_cpu: int, device: torch.device) ->
         model = build_model(spec_of(name), num_classes=1000, image_size=size, seed=0)
         began_s = time.perf_counter()
         found = micro_batch_size(
-            model,
-            settings=settings,
-            image_size=size,
-            device=device,
-            world=read_world(),
+            model, settings=settings, image_size=size, device=device, world=read_world()
         )
     return found > 0, f"{found:,} of a share of {share:,} in {time.perf_counter() - began_s:.1f} s"
 

@@ -49,7 +49,10 @@ TIMED_SAMPLES = 2048
 def start(options: argparse.Namespace) -> int:
     if options.probe and not options.pretrained:
         raise UserError(
-            "--probe: needs weights; name a run, or a folder of finetune import, as --from RUN"
+            "--probe",
+            "a probe needs weights",
+            "name a run, or a folder of finetune import, as --from RUN",
+            code="conflict",
         )
     keep("pictures that are packed stay; the same command goes on", ends_within_s=None)
     card = Checkpoint.open(options.pretrained).card if options.pretrained else None
