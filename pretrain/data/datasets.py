@@ -21,6 +21,7 @@ from braceexpand import braceexpand
 
 from data_prep import __version__
 from data_prep.clients import KINDS, is_command, is_record, recorded, shown
+from data_prep.errors import UserError
 from data_prep.manifest import (
     MANIFEST_NAME,
     CropPolicy,
