@@ -30,7 +30,6 @@ from typing import Any, Literal
 
 from cluster.slurm import taken_by
 from data_prep.build.config import BuildSettings
-from data_prep.build.destination import finished_manifest
 from data_prep.build.workplan import refuse_other_config
 from data_prep.commands import building
 from data_prep.errors import SettingsError, UserError
@@ -371,15 +370,9 @@ def _data_of(data: str) -> TrainingData:
 
 
 def _is_built(settings: BuildSettings) -> bool:
-    if settings.is_remote:
-        manifest = finished_manifest(settings)
-    else:
-        manifest = (
-            load_manifest(settings.out) if (Path(settings.out) / MANIFEST_NAME).exists() else None
-        )
-    if manifest is None:
+    if not (settings.directory / MANIFEST_NAME).exists():
         return False
-    refuse_other_config(settings, manifest)
+    refuse_other_config(settings, load_manifest(settings.directory))
     return True
 
 

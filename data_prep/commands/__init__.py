@@ -83,14 +83,7 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
     "config": {
         "config": {"nargs": "?", "help": "a YAML file with the settings"},
         "overrides": {"nargs": "*", "default": [], "help": "key.path=value, such as image_size=64"},
-        "--out": {
-            "metavar": "DIR",
-            "help": "the dataset directory, or its URL in a store (short for out=DIR)",
-        },
-        "--work": {
-            "metavar": "DIR",
-            "help": "if --out is a URL: where unfinished work lies (short for work=DIR)",
-        },
+        "--out": {"metavar": "DIR", "help": "the dataset directory (short for out=DIR)"},
         "--show": {"action": "store_true", "help": "print the resolved settings and stop"},
     },
     "workers": {
@@ -117,8 +110,6 @@ def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[st
         )
     if options.out:
         shortcuts = [*shortcuts, f"out={json.dumps(options.out)}"]
-    if options.work:
-        shortcuts = [*shortcuts, f"work={json.dumps(options.work)}"]
     return load_settings(schema, path=config, overrides=[*overrides, *shortcuts])
 
 

@@ -87,7 +87,7 @@ CASES: dict[str, Case] = {
     ),
     "cifar.tar.gz": (
         "cifar",
-        lambda root: test_cifar.archive(write_files(root, {"beside": b""}), "cifar-10-binary"),
+        lambda root: test_cifar.archive(write_files(root, {"beside": b""}), "cifar-10-python"),
         "",
     ),
     "stl10": (

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "mnist.gz": ("mnist", lambda root: write_files(root / "mnist", test_mnist.files())),
     "cifar": ("cifar", pickles),
     "cifar-10-python.tar.gz": ("cifar", lambda root: test_cifar.archive(root, "cifar-10-python")),
-    "cifar-100-binary.tar.gz": ("cifar", lambda root: test_cifar.archive(root, "cifar-100-binary")),
+    "cifar-100-python.tar.gz": ("cifar", lambda root: test_cifar.archive(root, "cifar-100-python")),
     "stl10": ("stl10", lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=True)),
     "stl10.tar.gz": (
         "stl10",
