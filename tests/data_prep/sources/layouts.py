@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -94,6 +95,9 @@ def written(out: Path, split: str) -> dict[str, Written]:
     return found
 
 
+WORK = TemporaryDirectory()
+
+
 def opened(kind: str, path: Path, **fields: object) -> Source:
     """Without its published sums, unless asked for."""
     words = (
@@ -102,7 +106,9 @@ def opened(kind: str, path: Path, **fields: object) -> Source:
         | fields
     )
     settings: TypeAdapter[SourceSettings] = TypeAdapter(SourceSettings)
-    return open_source(settings.validate_python(words), num_workers=1)
+    return open_source(
+        settings.validate_python(words), num_workers=1, work_directory=Path(WORK.name)
+    )
 
 
 def refuses(source: Source, message: str) -> None:

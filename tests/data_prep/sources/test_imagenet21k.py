@@ -177,7 +177,7 @@ def _link(_: bytes) -> bytes:
         (_link, "which is a link or device"),
         (
             lambda _: tar_of({}),
-            f"1 classes of this imagenet21k source hold no pictures ({SYNSETS[1]}.tar)",
+            f"1 classes of this imagenet21k source have no images ({SYNSETS[1]}.tar)",
         ),
     ],
 )
@@ -270,7 +270,7 @@ def _whole_twice(path: Path, _: dict[str, int]) -> Path:
 
 
 TARS, FOLDERS, TAR = synset_tars, synset_folders, f"{SYNSETS[1]}.tar"
-NEITHER = "1 entries that are neither folders nor files of its own"
+NEITHER = "are neither folders nor files"
 
 
 @pytest.mark.parametrize(
@@ -289,12 +289,12 @@ NEITHER = "1 entries that are neither folders nor files of its own"
         (
             FOLDERS,
             lambda source: (source / SYNSETS[1]).symlink_to("."),
-            f"({SYNSETS[1]}: a link to a folder that it lies in)",
+            f"({SYNSETS[1]}: a link to a folder that contains it)",
         ),
         (
             FOLDERS,
             lambda source: (source / "picture").write_bytes(b"\xff\xd8\xff"),
-            "1 pictures lie in",
+            "1 images are in",
         ),
         (
             TARS,

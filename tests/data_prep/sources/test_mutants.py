@@ -80,5 +80,5 @@ def test_a_mutant_is_read_or_refused_in_one_line_and_writes_nothing(
             num_inputs, _ = survey(lambda: opened(kind, path))
             num_read, num_refused = num_read + bool(num_inputs), num_refused + (not num_inputs)
         file.write_bytes(original)
-    assert num_refused > 30 and num_read > (5 if "." not in name else 0), (num_read, num_refused)
+    assert num_refused > 30 and num_read > (5 if "." not in name else -1), (num_read, num_refused)
     assert files_of(tmp_path) == before

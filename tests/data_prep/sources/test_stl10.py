@@ -75,9 +75,7 @@ def place(tmp_path: Path, found: dict[str, bytes], *, unpacked: bool) -> Path:
 
 
 def source_of(path: Path, **fields: object) -> Source:
-    source = opened("stl10", path, **fields)
-    source.work_directory = path.parent / "work"
-    return source
+    return opened("stl10", path, **fields)
 
 
 @pytest.mark.parametrize("unpacked", [False, True])
