@@ -245,5 +245,7 @@ def test_archives_with_a_stamp_need_no_second_listing_and_are_not_read_once_it_i
     with fails("changed", "source"):
         source.read(entry)
     (path / file).unlink()
-    with pytest.raises(SourceError, match=r"^source\.path: .* (is not there|lacks|holds no)"):
+    with pytest.raises(
+        SourceError, match=r"^source\.path: .* (does not exist|is not there|lacks|holds no)"
+    ):
         source.read(entry)
