@@ -188,13 +188,14 @@ def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifes
         shard.name: shard.sha256 for split in manifest.splits.values() for shard in split.shards
     }
     try:
-        hashes = sweep(
+        swept = sweep(
             partial(hash_of, plan),
             doubtful,
             title="reading again",
             unit="shards",
             num_workers=plan.settings.num_workers,
         )
+        hashes = list(swept)
         for shard, sha256 in zip(doubtful, hashes, strict=True):
             if sha256 != stored[shard.name]:
                 raise UserError(

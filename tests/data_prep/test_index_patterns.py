@@ -95,8 +95,8 @@ def test_every_wildcard_is_looked_up_in_s3(pattern: str, monkeypatch: pytest.Mon
     [
         (["--val", "SHARD"], "data_prep: splits: SHARD is named 2 times"),
         (["--train", "SHARD"], "data_prep: splits: SHARD is named 2 times"),
-        (["label=jpg"], ("data_prep: label: 'jpg' will not do; write cls, txt, none, or json:FIELD such as " "json:meta.class")),
-        (["label=json:.a"], ("data_prep: label: 'json:.a' will not do; write cls, txt, none, or json:FIELD such " "as json:meta.class")),
+        (["label=jpg"], ("data_prep: label: 'jpg' is not valid")),
+        (["label=json:.a"], ("data_prep: label: 'json:.a' is not valid")),
         (["splits.te-st=SHARD"], "data_prep: splits: 'te-st' is not a valid name"),
         (["splits.test=[]"], "data_prep: splits.test: [] has the wrong number of entries"),
         (["crop=centre"], "data_prep: crop: 'centre' is not one of its values; did you mean 'center'?"),

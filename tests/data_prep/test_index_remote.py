@@ -255,11 +255,12 @@ def test_all_damaged_shards_are_named_in_one_run(
     for name in NAMES[1:]:
         (shards / name).write_bytes(b"<html>please sign in</html>" * 50)
     for place in (shards, server[0]):
-        damaged = [f"{place}/{name}: is damaged at byte 0" for name in NAMES[1:]]
+        damaged = [f"{place}/{name}: the tar is damaged at byte 0" for name in NAMES[1:]]
         refused(
             index(tmp_path / "out", f"{place}/{PATTERN}"),
             f"data_prep: {damaged[0]}: ",
             f"(and 1 more: {damaged[1]}",
+            "[damaged]",
         )
         shutil.rmtree(tmp_path / "out")
 
