@@ -18,7 +18,7 @@ import os
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ from data_prep.publish import (
 )
 from data_prep.settings import Settings, printable
 from data_prep.sources import Arrangement, Source, SourceError, open_source
+from data_prep.workers import Pool
 
 INVENTORY_NAME = "inventory"
 NUM_NAMED = 20
@@ -115,7 +116,7 @@ def open_source_of(settings: BuildSettings) -> Source:
     )
 
 
-def prepare(settings: BuildSettings, source: Source, pool: Executor) -> Workplan:
+def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
     """Return the plan of this build. The caller holds the lock of the directory."""
     directory = settings.directory
     exclusions = load_exclusions(settings.exclude)
@@ -285,7 +286,7 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
 
 
 def _listed(
-    settings: BuildSettings, source: Source, pool: Executor, *, before: Workplan | None
+    settings: BuildSettings, source: Source, pool: Pool, *, before: Workplan | None
 ) -> Inventory:
     """Return the existing inventory if no container has changed, or else a new candidate."""
     outline = outline_of(settings, source)
@@ -327,7 +328,7 @@ def outline_of(settings: BuildSettings, source: Source) -> Outline:
     return replace(outline, containers=tuple(sorted(containers)))
 
 
-def _entries(source: Source, outline: Outline, pool: Executor, *, ahead: int) -> Iterator[Entries]:
+def _entries(source: Source, outline: Outline, pool: Pool, *, ahead: int) -> Iterator[Entries]:
     """Yield the entries of each container, in order; at most `ahead` wait in memory."""
     waiting: deque[Future[Entries]] = deque()
     damaged: list[UserError] = []

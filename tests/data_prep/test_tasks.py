@@ -501,7 +501,7 @@ def test_a_task_waits_for_the_plan_of_task_0(
 ) -> None:
     out = tmp_path / "animals"
     with running(source, out, "1/2") as waiting:
-        wait_until(lambda: (out / PARTS / "task-1").exists())
+        wait_until((out / PARTS / "task-1").exists)
         assert task(source, out, "0/2") == 0
         assert waiting.ended_well()
     assert merge(out) == 0
