@@ -18,18 +18,18 @@ findings: .venv/.installed
 	$(BIN)/python -m cluster run configs/plan/findings.yaml
 	$(BIN)/python benchmarks/findings.py
 
-# The twins of all sweeps of the papers, whole, in some 20 minutes; then what they have reached, for the tests that draw figures from it.
-# What is finished stays; `make clean-demos demos` begins anew.
-TWINS := $(wildcard configs/plan/[ab]_*_demo.yaml)
+# Runs the demo variants of all plans of the papers, in about 20 minutes, and collects their results for the tests of figures.
+# Finished members are kept; `make clean-demos demos` starts again.
+PLANS := $(wildcard configs/plan/[ab]_*.yaml)
 demos: .venv/.installed
 	@took= failed=; \
-	for plan in $(TWINS); do \
-	    began=$$(date +%s); $(BIN)/python -m cluster run $$plan; code=$$?; [ $$code -ne 130 ] || exit 130; \
+	for plan in $(PLANS); do \
+	    began=$$(date +%s); $(BIN)/python -m cluster run $$plan --demo; code=$$?; [ $$code -ne 130 ] || exit 130; \
 	    [ $$code -eq 0 ] || failed="$$failed $$plan"; \
 	    took="$$took$$(($$(date +%s) - began)) s  $$plan\n"; \
 	done; \
 	printf "\n$$took"; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
-	$(BIN)/python -m analysis points $(TWINS) --out tests/analysis/points/twins.parquet
+	$(BIN)/python -m analysis points $(PLANS) --demo --out tests/analysis/points/twins.parquet
 
 test: .venv/.installed
 	$(MAKE) --no-print-directory lint arrows
@@ -110,7 +110,7 @@ clean-demo:
 	rm -rf runs/demo data/demo-pretrain data/demo-transfer data/demo-pretrain-images data/demo-transfer-images
 
 clean-demos:
-	rm -rf $(TWINS:configs/plan/%.yaml=runs/plans/%) data/twins data/twins-transfer
+	rm -rf $(PLANS:configs/plan/%.yaml=runs/plans/%_demo) data/twins data/twins-transfer
 
 # make CUDA=cu126 (any word of `uv pip install --torch-backend`) installs that build of torch, once; install.sh has the details.
 ifeq ($(origin CUDA),command line)

@@ -3,7 +3,6 @@ time."""
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 
 from analysis.device import add_device
@@ -12,7 +11,7 @@ from analysis.matrices import command as matrices
 from analysis.output import add_out, check_out, write, written
 from analysis.scaling import command as scaling
 from analysis.sweeps import command as sweeps
-from data_prep.exit_codes import OK, exit_code_of, message_of
+from data_prep.exit_codes import OK, run_command
 from data_prep.explain import Verbs, program
 from data_prep.images.sheet import check_out as check_picture
 from data_prep.progress import doing
@@ -20,14 +19,10 @@ from data_prep.settings import near_path
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = program(
+    parser = program(
         "analysis", description="Tables and pictures of what was trained.", add_verbs=_add_verbs
-    ).parse_args(arguments)
-    try:
-        return int(options.run(options))
-    except (ValueError, OSError) as error:
-        print(f"analysis: {message_of(error)}", file=sys.stderr)
-        return exit_code_of(error)
+    )
+    return run_command("analysis", parser.parse_args(arguments))
 
 
 def _add_verbs(verbs: Verbs) -> None:

@@ -64,7 +64,8 @@ def measure(world: World, stage: int, precision: str) -> tuple[str, ...]:
     )
     KEPT.append(engine)
     batch = Prepared(torch.randn(BATCH, 3, SIZE, SIZE).to(engine.input_dtype), torch.arange(BATCH))
-    most, update = [0], engine._engine.step
+    most, updater = [0], engine._update or engine._engine
+    update = updater.step
 
     def observed_update() -> None:
         most[0] = max(
@@ -73,9 +74,9 @@ def measure(world: World, stage: int, precision: str) -> tuple[str, ...]:
         update()
 
     engine.train_step([batch], lr=1e-3)
-    engine._engine.step = observed_update
+    updater.step = observed_update
     engine.train_step([batch], lr=1e-3)
-    engine._engine.step = update
+    updater.step = update
     barrier()
     began = int(WIRE.read_text())
     for _ in range(3):

@@ -129,7 +129,7 @@ def prepare(place: Path, *, per_class: int) -> Bench:
         optimizer="lion",
         batch_size=BATCH,
         epochs=(EPOCHS,),
-        standardise=False,
+        standardize=False,
     )
     world = World(rank=0, local_rank=0, num_ranks=1, num_cores=len(os.sched_getaffinity(0)))
     backbone = open_backbone(

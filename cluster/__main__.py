@@ -10,6 +10,6 @@ from data_prep.interrupts import interruptible
 main = interruptible("wide-mlps", "cluster.cli")
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["submit"], ["doctor"]):  # which the scripts of that name start
-        sys.exit(interruptible(f"cluster/{sys.argv[1]}", f"cluster.{sys.argv[1]}")(sys.argv[2:]))
+    if sys.argv[1:2] in (["submit"], ["check"]):  # which the script cluster/submit starts
+        sys.exit(interruptible("cluster/submit", f"cluster.{sys.argv[1]}")(sys.argv[2:]))
     sys.exit(main())

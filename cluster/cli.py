@@ -5,8 +5,7 @@ import io
 import sys
 
 from cluster import init, plan
-from data_prep.errors import UserError
-from data_prep.exit_codes import exit_code_of, message_of
+from data_prep.exit_codes import run_command
 from data_prep.explain import Verbs, at_least, program
 
 
@@ -20,12 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.reconfigure(
             errors="backslashreplace"
         )  # as stderr: no name stops what only reports it
-    try:
-        return int(options.run(options))
-    except (UserError, OSError) as error:
-        more = "; fix that, and the same command resumes" if isinstance(error, OSError) else ""
-        print(f"wide-mlps: {message_of(error)}{more}", file=sys.stderr)
-        return exit_code_of(error)
+    return run_command("wide-mlps", options)
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -44,6 +38,9 @@ def add_verbs(verbs: Verbs) -> None:
     )
     for verb, run in ((listing, plan.show), (running, plan.run)):
         verb.add_argument("file", help="such as configs/plan/demo.yaml")
+        verb.add_argument(
+            "--demo", action="store_true", help="take the plan's `demo:` section, for two CPU cores"
+        )
         verb.epilog = f"{verb.prog} configs/plan/demo.yaml"
         verb.set_defaults(run=run, schema="cluster.plan_file:PlanSettings")
     running.add_argument(

@@ -1,47 +1,46 @@
-"""Whether the driver of a node's GPUs is new enough for torch's build of CUDA. Imports nothing that
-must be installed."""
+"""Compare the driver of the GPUs with torch's CUDA build, with the standard library only."""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 OLDEST = {11: "450.80", 12: "525.60", 13: "580.65"}
-"""Major version of CUDA -> the oldest driver that runs any minor version of it, as NVIDIA has
-them."""
+"""Major version of CUDA -> the oldest driver that runs any of its minor versions (NVIDIA)."""
 BUILD = "cu128"
-"""For drivers of CUDA 12; for those of CUDA 11 torch has none any more."""
+"""torch's build for drivers of CUDA 12. torch no longer has one for CUDA 11."""
 
 
-def known_driver(
+def find_driver(
     environment: Mapping[str, str], *, loaded: Path = Path("/proc/driver/nvidia/version")
 ) -> str | None:
-    """Of the nodes with GPUs as site.env has it, otherwise of this node."""
+    """Return CUDA_DRIVER of site.env, or else the driver that this node has loaded."""
+    if "CUDA_DRIVER" in environment:
+        return environment["CUDA_DRIVER"]
     try:
         found = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)\s", loaded.read_text())
     except OSError:
-        found = None
-    return environment.get("CUDA_DRIVER") or (found[1] if found else None)
+        return None
+    return found[1] if found else None
 
 
 def cuda_of_torch(venv: Path) -> str | None:
-    """Without an import of torch, which takes seconds; None: it is built without CUDA, or not
-    there."""
+    """Return torch's CUDA version without the seconds of an import; None without CUDA."""
     for path in venv.glob("lib/python3*/site-packages/torch/version.py"):
         if found := re.search(r"^cuda\b.*= *'([\d.]+)'", path.read_text(), flags=re.MULTILINE):
             return found[1]
     return None
 
 
-def too_old(driver: str, cuda: str) -> tuple[str, str] | None:
-    """What is wrong, and the remedy."""
+def outdated_driver(driver: str, cuda: str) -> tuple[str, str] | None:
+    """Return problem and fix if the driver is too old, otherwise None."""
     oldest = OLDEST.get(int(cuda.partition(".")[0]))
-    if oldest is None or _number(driver) >= _number(oldest):
+    if oldest is None or _parts(driver) >= _parts(oldest):
         return None
-    remedy = f"make CUDA={BUILD}, or a newer driver"
-    if _number(driver) < _number(OLDEST[12]):
-        remedy = f"a newer driver: {OLDEST[12]} at least, for make CUDA={BUILD}"
-    return f"its driver {driver} is older than {oldest}, which torch's CUDA {cuda} needs", remedy
+    fix = f"make CUDA={BUILD}, or a newer driver"
+    if _parts(driver) < _parts(OLDEST[12]):
+        fix = f"a newer driver: {OLDEST[12]} at least, for make CUDA={BUILD}"
+    return f"its driver {driver} is older than {oldest}, which torch's CUDA {cuda} needs", fix
 
 
-def _number(version: str) -> tuple[int, ...]:
+def _parts(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -16,17 +16,25 @@ from data_prep.errors import UserError
 from data_prep.publish import make_directory, write_atomic
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = ("doctor", "submit", "snapshot", "environment.sh", "rank.sh", "start.sh")
+PROGRAMS = ("submit", "snapshot", "environment.sh", "rank.sh", "start.sh")
 
 
 def lay_out(options: argparse.Namespace) -> int:
     """Typed again it adds what is missing and mends links."""
     directory, python = Path(options.directory), Path(sys.prefix, "bin/python")
     if (directory / "pretrain").is_dir():
-        raise UserError(f"{directory} holds the code itself: cluster/ and configs/ are there")
+        raise UserError(
+            str(directory),
+            "it is a checkout, which has cluster/ and configs/",
+            "choose an empty folder",
+            code="exists",
+        )
     if not python.exists():
         raise UserError(
-            f"no {python}; install wide-mlps into an environment of its own (python3 -m venv)"
+            str(python),
+            "no such file",
+            "install wide-mlps into its own environment (python3 -m venv)",
+            code="missing-path",
         )
     copies = {
         Path("cluster", path.name): path for path in [HERE / "site.env", *HERE.glob("*.slurm")]
@@ -50,11 +58,13 @@ def lay_out(options: argparse.Namespace) -> int:
     for name, leads_to in links.items():
         link = directory / name
         if link.exists() and not link.is_symlink():
-            raise UserError(f"{link} is there, and no link; move it away")
+            raise UserError(str(link), "it exists and is not a link", "move it away", code="exists")
         link.unlink(missing_ok=True)
         link.symlink_to(leads_to)
     for target in kept:
         print(f"kept, as you have edited it: {target}")
     print(f"{directory}: {len(copies)} configs and job scripts, Python of {sys.prefix}")
-    print(f"next: cd {directory}, describe your site in cluster/site.env, then cluster/doctor")
+    print(
+        f"next: cd {directory}, describe your site in cluster/site.env, then cluster/submit --check"
+    )
     return 0

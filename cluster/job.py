@@ -33,6 +33,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -68,9 +69,6 @@ BAD_INPUT, NAMED_BAD, BUSY = 2, 3, 75
 (pretrain/cli.py)."""
 PATIENCE = 18
 """How often SLURM is asked, ten seconds apart."""
-IN_CONTAINER = ["/bin/sh", "-c", 'PATH=/opt/wide-mlps/.venv/bin:$PATH exec python3 "$@"', "python3"]
-"""The environment of cluster/apptainer.def, if the image is one of these; otherwise the image's own
-python3."""
 
 
 class End(Exception):  # noqa: N818
@@ -120,7 +118,7 @@ class Job:
             f"{self.cache}/inductor",
         )
         environment["TORCH_EXTENSIONS_DIR"] = f"{self.cache}/extensions"
-        self.python, self.container_options, self.python_here = python_words()
+        self.python, self.srun_options, self.python_here = python_words()
 
     def receive(self, number: int, _frame: object) -> None:
         """USR2, because NCCL takes USR1; TERM as well, for at preemption sites send the one or the
@@ -191,7 +189,7 @@ class Job:
         ]
 
     # ---- ranks
-    # --------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def settle_ranks(self, per_node: int | None = None) -> None:
         """How many, and where they meet."""
@@ -289,7 +287,7 @@ class Job:
             "--distribution=block",
             "--open-mode=append",
             f"--output={log}-%4t.log",
-            *self.container_options,
+            *self.srun_options,
         ]
         options += [f"--gres=gpu:{self.gpus}"] if self.gpus else []
         follow = ["tail", "-q", "-s", "0.2", "-F", "-c", f"+{first.stat().st_size + 1}", str(first)]
@@ -409,7 +407,7 @@ class Job:
         raise self.start_again("stopped" if self.stopped else "failed")
 
     # ---- starts
-    # -------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def record(self, **values: object) -> None:
         """Or a job that cannot write would start again for ever."""
@@ -588,52 +586,26 @@ def free_port(port: int) -> int:
 
 
 def python_words() -> tuple[list[str], list[str], list[str]]:
-    """The words that start Python on a node under srun, options for that srun, and the words that
-    start it here, outside of srun.
+    """Return the words that start Python on a node under srun, options for that srun, and the words
+    that start Python in this script.
 
-    In a container the repository is seen at its own path, with CONTAINER_MOUNTS and NODE_SCRATCH;
-    variables of the job win over the image's own; packages in ~/.local are not used, for they would
-    shadow the locked ones. Pyxis makes containers in srun alone: there .venv if there is one,
-    otherwise a step of one task beside the others.
+    RANK_PYTHON and SRUN_OPTIONS (cluster/site.env) put Python into a container. Pyxis makes
+    containers only in srun, so with SRUN_OPTIONS this script uses .venv, or else a step of one
+    task.
     """
-    environment, here = os.environ, str(Path.cwd())
-    mounts = [
-        here,
-        *filter(
-            None,
-            [*environment.get("CONTAINER_MOUNTS", "").split(","), environment.get("NODE_SCRATCH")],
-        ),
-    ]
-    image = environment.get("APPTAINER_IMAGE")
-    if image:
-        program = "apptainer" if shutil.which("apptainer") else "singularity"
-        environment["PYTHONNOUSERSITE"] = "1"
-        for name in (
-            "PYTHONPATH",
-            "PYTHONSAFEPATH",
-            "PYTHONNOUSERSITE",
-        ):  # variables of this prefix win over the image's own
-            environment[f"{program.upper()}ENV_{name}"] = environment.get(name, "")
-        words = [program, "exec", "--bind", ",".join(mounts), "--pwd", here]
-        words += ["--nv"] if Path("/dev/nvidiactl").exists() else []
-        words += [image, *IN_CONTAINER]
-        return words, [], words
-    image = environment.get("PYXIS_IMAGE")
-    if image:
-        environment["PYTHONNOUSERSITE"] = "1"
-        pairs = ",".join(each if ":" in each else f"{each}:{each}" for each in mounts)
-        options = [
-            f"--container-image={image}",
-            f"--container-mounts={pairs}",
-            f"--container-workdir={here}",
-        ]
-        options += ["--container-env=PYTHONPATH,PYTHONSAFEPATH,PYTHONNOUSERSITE"]
-        if os.access(".venv/bin/python", os.X_OK):
-            return IN_CONTAINER, options, [".venv/bin/python"]
-        node = f"--nodelist={socket.gethostname().partition('.')[0]}"
-        alone = ["srun", "--overlap", "--export=ALL", "--nodes=1", "--ntasks=1", node]
-        return IN_CONTAINER, options, [*alone, *options, *IN_CONTAINER]
-    return [".venv/bin/python"], [], [".venv/bin/python"]
+    environment = os.environ
+    python = shlex.split(environment.get("RANK_PYTHON", "")) or [".venv/bin/python"]
+    options = shlex.split(environment.get("SRUN_OPTIONS", ""))
+    for name in ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONNOUSERSITE"):
+        for prefix in ("APPTAINERENV", "SINGULARITYENV"):  # these win over the image's own
+            environment[f"{prefix}_{name}"] = environment.get(name, "")
+    if not options:
+        return python, [], python
+    if os.access(".venv/bin/python", os.X_OK):
+        return python, options, [".venv/bin/python"]
+    node = f"--nodelist={socket.gethostname().partition('.')[0]}"
+    step = ["srun", "--overlap", "--export=ALL", "--nodes=1", "--ntasks=1", node, *options]
+    return python, options, [*step, *python]
 
 
 # ---- what the job scripts run

@@ -21,7 +21,7 @@ from types import FrameType
 from cluster.plan_file import Plan, Stage, load_checked
 from cluster.slurm import SlurmError, Submission, in_columns, jobs_of, slurm, writers_of
 from cluster.submit import NothingLeft, on_part_of_node, refuse_missing, submit
-from cluster.work import COMMANDS, Work
+from cluster.work import COMMANDS, Work, in_file
 from data_prep.errors import UserError
 from data_prep.exit_codes import FAILED, OK
 from data_prep.interrupts import INTERRUPTED, keep
@@ -29,7 +29,7 @@ from pretrain.ranks.preemption import heeded_signals
 
 
 def show(options: argparse.Namespace) -> int:
-    plan = load_checked(options.file)
+    plan = load_checked(options.file, is_demo=options.demo)
     rows = [["member", "state", "waits for", "writes", "overrides"]]
     for stage in plan.stages:
         after = ", ".join(each.name for each in plan.after(stage)) or "-"
@@ -48,9 +48,11 @@ def show(options: argparse.Namespace) -> int:
         f"{sum(row[1] == 'finished' for row in rows)} of {len(rows) - 1} finished",
         sep="\n",
     )
-    for line in plan.missing():
-        print(f"not there yet: {line}")
-    print(f"on SLURM: cluster/submit {plan.path}\nhere:     wide-mlps run {plan.path}")
+    for error in plan.missing():
+        print(f"missing: {error}")
+    if not plan.is_demo:
+        print(f"on SLURM: cluster/submit {plan.path}")
+    print(f"here:     wide-mlps run {shlex.join(plan.words)}")
     return OK
 
 
@@ -109,10 +111,10 @@ def num_gpus() -> int:
 def run(options: argparse.Namespace) -> int:
     """A member that fails does not stop the others of its grid; the stages after it mostly need it,
     and are left out."""
-    plan, ranks = load_checked(options.file), options.ranks or num_gpus() or 1
-    missing = plan.missing()
-    if missing:
-        raise UserError(f"{plan.path}: not started, for\n" + "\n".join(missing))
+    plan = load_checked(options.file, is_demo=options.demo)
+    ranks = options.ranks or num_gpus() or 1
+    if missing := plan.missing():
+        raise in_file(plan.path, *missing)
     outcomes = [["member", "outcome", "writes"]]
     here, failed = Here(), False
     for number, stage in enumerate(plan.stages, start=1):
@@ -147,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
         failed = any(row[1] not in ("finished", "finished before", "") for row in outcomes[1:])
         if failed:
             break
-    drawing = ["analysis", "figure", plan.path]
+    drawing = ["analysis", "figure", *plan.words]
     if options.dry_run:
         if plan.figure:
             print(f"$ {shlex.join(drawing)}")
@@ -158,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
             [
                 "figure",
                 f"failed with exit code {code}" if code else "drawn",
-                f"runs/plans/{Path(plan.path).stem}",
+                f"runs/plans/{plan.name}",
             ]
         )
         failed = code != 0
@@ -199,7 +201,7 @@ def _doubt(work: Work) -> Path:
 
 
 # ---- on SLURM
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
@@ -309,15 +311,16 @@ def submission(
 def _refuse_twice(todo: list[Stage]) -> None:
     works = [(stage, member.work) for stage in todo for member in stage.undone()]
     writers = writers_of([work.writes for _, work in works])
-    lines = [
-        f"{stage.name} is in the queue already: {writers[work.writes][0]} writes {work.writes}"
+    jobs = " ".join(jobs_of(writers.values()))
+    errors = [
+        UserError(
+            stage.name,
+            f"{writers[work.writes][0]} writes {work.writes} already",
+            f"wait for it, or: scancel {jobs}",
+            code="busy",
+        )
         for stage, work in works
         if work.writes in writers
     ]
-    if lines:
-        jobs = jobs_of(writers.values())
-        lines[20:] = [
-            f"nothing is submitted; squeue -j {','.join(jobs)} shows them, scancel {' '.join(jobs)}"
-            " makes room"
-        ]
-        raise UserError("\n".join(lines))
+    if errors:
+        raise in_file("cluster/submit", *errors[:20])

@@ -31,21 +31,21 @@ already.
 
 Long because it is one format: what a file may say, the members that follow from it, and all that
 can be wrong with it.
-"""
+"""  # noqa: E501 (a table)
 
 import itertools
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from cluster.work import COMMANDS, Kind, Work, in_file, kept, place_of
-from data_prep.errors import SettingsError
+from data_prep.errors import SettingsError, UserError
 from data_prep.settings import Settings, apply_override, load_settings, nearest, validate
 from pretrain.checkpoints.run import run_and_length
 from pretrain.config import parse_length
@@ -111,26 +111,36 @@ class Entry(Settings):
     @model_validator(mode="after")
     def _parts_fit(self) -> "Entry":
         for name in {"config", "seed", "name", *_EACH} & self.grid.keys():
-            raise ValueError(
-                f"grid.{name}: the name is taken; set {name if name == 'config' else 'another one'}"
+            raise UserError(
+                f"grid.{name}", "the name is reserved", "choose another name", code="bad-value"
             )
         if self.each_pretrained and self.each_finetuned:
-            raise ValueError(
-                "each_finetuned: true will not do with each_pretrained, which names the checkpoint,"
-                " too; make two entries"
+            raise UserError(
+                "each_finetuned",
+                "it excludes each_pretrained",
+                "write two entries",
+                code="conflict",
             )
         if self.checkpoints and not self.is_of_each:
-            raise ValueError(
-                "checkpoints: these are of runs; set each_pretrained, or name"
-                " pretrained=RUN@50epochs in a grid"
+            raise UserError(
+                "checkpoints",
+                "it needs each_pretrained or each_finetuned",
+                "set one of them, or put pretrained=RUN@50epochs into the grid",
+                code="missing-value",
             )
         if self.nodes is not None and self.gpus is not None:
-            raise ValueError(
-                "gpus: not valid with nodes, which books complete nodes. Leave out one of the two."
+            raise UserError(
+                "gpus",
+                "it excludes nodes, which books complete nodes",
+                "omit one of the two",
+                code="conflict",
             )
         if self.is_grid and self.run_dir is None:
-            raise ValueError(
-                "run_dir: null will not do with a grid; name its axes, such as runs/{name}/{seed}"
+            raise UserError(
+                "run_dir",
+                "a grid needs it",
+                "name its axes, for example runs/{name}/{seed}",
+                code="missing-value",
             )
         return self
 
@@ -144,9 +154,11 @@ def _entries(given: Any) -> Any:
     ]
     for entry in entries:
         if not isinstance(entry, dict):
-            raise ValueError(
-                f"{entry!r} will not do; give the path of a config, or {{config: PATH, overrides:"
-                " [key=value]}"
+            raise UserError(
+                "",
+                f"{entry!r} is not an entry",
+                "give the path of a config, or {config: PATH, overrides: [key=value]}",
+                code="bad-value",
             )
     return tuple(validate(Entry, entry) for entry in entries)
 
@@ -157,9 +169,34 @@ Entries = Annotated[
 ]
 
 
-VARIABLES = ("width", "hidden_width", "density", "channels", "tokens", "log_cs", "log2_omega", "gamma", "depth", "patch_size",
-             "mixing", "kind", "model", "parameters", "multiply_adds", "epochs", "images", "samples", "compute", "lr", "optimizer",
-             "global_batch_size", "augmented", "views", "task", "target")  # fmt: skip
+VARIABLES = (
+    "width",
+    "hidden_width",
+    "density",
+    "channels",
+    "tokens",
+    "log_cs",
+    "log2_omega",
+    "gamma",
+    "depth",
+    "patch_size",
+    "mixing",
+    "kind",
+    "model",
+    "parameters",
+    "multiply_adds",
+    "epochs",
+    "images",
+    "samples",
+    "compute",
+    "lr",
+    "optimizer",
+    "global_batch_size",
+    "augmented",
+    "views",
+    "task",
+    "target",
+)
 """What results differ in, besides the axes of their plan: columns of `analysis points`, and log_cs
 = ln(C / S), log2_omega rounded, mixing = normal or RP."""
 
@@ -183,12 +220,16 @@ class FigureSettings(Settings):
     @model_validator(mode="after")
     def _has_x(self) -> "FigureSettings":
         if (self.kind == "sweep") != (self.x is not None):
-            raise ValueError("x: is for kind sweep, which needs it; such as width")
+            raise UserError(
+                "x",
+                "it is required for kind sweep and not valid for others",
+                "set it, for example x: width",
+                code="conflict",
+            )
         return self
 
 
-class PlanSettings(Settings):
-    of_verb = "cluster/submit"
+class Sections(Settings):
     prepare: Entries = Field((), examples=["configs/data_prep/demo_pretrain.yaml"])
     """Datasets to make, by `data_prep build`."""
     pretrain: Entries = Field((), examples=["configs/pretrain/demo_mlp.yaml"])
@@ -207,7 +248,14 @@ class PlanSettings(Settings):
     figure: FigureSettings | None = Field(
         None, examples=[{"kind": "sweep", "x": "width", "hue": ["mixing"]}]
     )
-    """What is drawn of the results, last."""
+    """The figure of the results, drawn last."""
+
+
+class PlanSettings(Sections):
+    of_verb = "cluster/submit"
+    demo: Sections | None = Field(None, examples=[{"pretrain": "configs/pretrain/demo_mlp.yaml"}])
+    """A small variant on synthetic data for two CPU cores, run by `wide-mlps run PLAN --demo`. Its
+    sections replace those above; without `figure` it has the figure above."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +321,17 @@ class Plan:
     stages: tuple[Stage, ...]
     """Each after those that it waits for."""
     figure: FigureSettings | None = None
+    is_demo: bool = False
+
+    @property
+    def name(self) -> str:
+        """The file's name, which {name} in run_dir stands for; `_demo` is added for the demo."""
+        return Path(self.path).stem + "_demo" * self.is_demo
+
+    @property
+    def words(self) -> list[str]:
+        """The words by which a command gets this plan."""
+        return [self.path, *["--demo"] * self.is_demo]
 
     def after(self, stage: Stage) -> list[Stage]:
         """Those that write what it reads."""
@@ -298,25 +357,26 @@ class Plan:
             if tells_of(other) or any(is_read(place_of(work.writes)) for work in other.works)
         ]
 
-    def missing(self) -> list[str]:
-        """What unfinished members read that neither is there nor is written by a stage: a line
-        each."""
+    def missing(self) -> list[UserError]:
+        """Return an error for each input of unfinished members that is neither present nor written
+        by a stage."""
         written = [place_of(work.writes) for stage in self.stages for work in stage.works]
-        found: dict[str, None] = {}
+        found: dict[str, UserError] = {}
         for stage in self.stages:
             for member in stage.undone():
-                found |= dict.fromkeys(
-                    f"{stage.name}: {line}" for line in member.work.missing(written)
-                )
-        return list(found)
+                for error in member.work.missing(written):
+                    found.setdefault(str(error), in_file(stage.name, error))
+        return list(found.values())
 
     def stage(self, name: str) -> Stage:
         grids = {stage.name: stage for stage in self.stages if stage.entry.is_grid}
         if name in grids:
             return grids[name]
         raise SettingsError(
-            f"{self.path}: it has no grid {name!r};"
-            f" {nearest(name, list(grids)) if grids else 'it has none'}"
+            self.path,
+            f"it has no grid {name!r}",
+            nearest(name, list(grids)) if grids else "name a stage with a grid",
+            code="unknown-name",
         )
 
     @property
@@ -325,10 +385,22 @@ class Plan:
         return sorted({work.config for stage in self.stages for work in stage.works})
 
 
-def load_plan(path: str, *, snapshot: Path | None = None) -> Plan:
-    """With a snapshot, it and its members read what was kept at the submission."""
+def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None) -> Plan:
+    """Read a plan, or its `demo:` section. With a snapshot, it and its members read the files as
+    they were at the submission."""
     try:
-        settings = load_settings(PlanSettings, path=kept(path, snapshot), overrides=[])
+        complete = load_settings(PlanSettings, path=kept(path, snapshot), overrides=[])
+        settings: Sections = complete
+        if is_demo:
+            if complete.demo is None:
+                raise SettingsError(
+                    "demo",
+                    "the plan has no such section",
+                    "run it without --demo",
+                    code="missing-value",
+                )
+            settings = complete.demo
+        empty = Plan(path, (), settings.figure or complete.figure, is_demo)
         stages: list[Stage] = []
         for kind, command in COMMANDS.items():
             entries: tuple[Entry, ...] = getattr(settings, command.section)
@@ -337,24 +409,20 @@ def load_plan(path: str, *, snapshot: Path | None = None) -> Plan:
                 name = command.section if len(entries) == 1 else f"{command.section}/{number}"
                 try:
                     configs = [kept(config, snapshot) for config in entry.config]
-                    members = _members(
-                        entry, kind, name=Path(path).stem, before=before, configs=configs
-                    )
+                    members = _members(entry, kind, name, empty.name, before, configs)
                     stages.append(Stage(name, entry, kind, tuple(members)))
                 except SettingsError as error:
                     raise in_file(name, error) from None
-        return Plan(path, tuple(stages), settings.figure)
+        return replace(empty, stages=tuple(stages))
     except SettingsError as error:
         raise in_file(path, error) from None
 
 
-def load_checked(path: str) -> Plan:
-    """The plan, if all of it will do: every mistake in one message."""
-    plan = load_plan(path)
-    problems = [f"{path}: {problem}" for problem in _problems(plan)]
-    if problems:
-        more = f"\n... and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise SettingsError("\n".join(problems[:20]) + more)
+def load_checked(path: str, *, is_demo: bool = False) -> Plan:
+    """Read a plan and check all of it; one error names every mistake."""
+    plan = load_plan(path, is_demo=is_demo)
+    if errors := [*_problems(plan)]:
+        raise in_file(path, *errors[:20])
     return plan
 
 
@@ -367,102 +435,52 @@ def compressed(indices: Iterable[int]) -> str:
     return ",".join("-".join(map(str, span)) for span in spans)
 
 
-def _problems(plan: Plan) -> Iterable[str]:
-    """Everything that is wrong with its members."""
+def _problems(plan: Plan) -> Iterable[UserError]:
+    """Yield every error of the plan's members."""
     if not plan.stages:
-        yield (
-            f"nothing to do; give it {', '.join(command.section for command in COMMANDS.values())}"
-        )
+        sections = ", ".join(command.section for command in COMMANDS.values())
+        yield UserError("", "the plan has no entries", f"add one of {sections}", code="empty")
     seen = dict[Path, str]()
     for stage in plan.stages:
         for member in stage.members:
             name = f"{stage.name}: member {member.index}" if stage.entry.is_grid else stage.name
             try:
                 member.work.check()
-            except ValueError as error:
-                yield from (f"{name}: {line}" for line in str(error).splitlines())
+            except UserError as error:
+                yield in_file(name, error)
                 continue
-            yield from (f"{name}: {line}" for line in _not_kept(member.work, plan))
+            if lost := _unavailable(member.work, plan):
+                yield in_file(name, lost)
             place = place_of(member.work.writes)
             if place in seen:
-                mend = (
-                    "name each axis that differs in run_dir"
-                    if stage.entry.is_grid
-                    else "give one of them another"
-                )
-                yield f"{name}: writes {member.work.writes}, as {seen[place]} does; {mend}"
+                fix = "choose another one for one of them"
+                if stage.entry.is_grid:
+                    fix = "name each axis that differs in run_dir"
+                problem = f"{seen[place]} writes {member.work.writes}, too"
+                yield UserError(name, problem, fix, code="conflict")
             seen.setdefault(place, name)
-    if plan.figure is not None:
-        yield from (f"figure: {line}" for line in _not_drawn(plan, plan.figure))
 
 
-def _not_drawn(plan: Plan, figure: FigureSettings) -> Iterable[str]:
-    """A variable that there is not; and results on two datasets that nothing tells apart, which
-    would be one line."""
-    found = [
-        (stage, member)
-        for stage in plan.stages
-        if stage.kind not in ("build", "export")
-        for member in stage.members
-    ]
-    names = (*([figure.x] if figure.x else []), *figure.hue, *figure.facet)
-    axes = {name for _, member in found for name in member.labels}
-    for name in names:
-        if name not in axes and name not in VARIABLES:
-            yield (
-                f"{name}: no axis of this plan, and no variable;"
-                f" {nearest(name, [*axes, *VARIABLES])}"
-            )
-    if figure.kind not in ("sweep", "curves") or {"target", "task"} & set(names):
-        return
-    labels = {place_of(member.work.writes): member.labels for _, member in found}
-    together: dict[tuple[str | None, ...], set[str]] = {}
-    for stage, member in found:
-        is_asked = figure.task in (None, stage.kind) or (
-            figure.task == "scratch" and stage.kind == "tune"
-        )
-        judged = getattr(getattr(member.work.settings, "data", None), "eval_split", "") is not None
-        if is_asked and judged and member.work.datasets:
-            own = {
-                **labels.get(place_of(run_and_length(member.work.pretrained or "")[0]), {}),
-                **member.labels,
-            }
-            together.setdefault(
-                tuple(own.get(name) for name in names if name not in VARIABLES), set()
-            ).add(member.work.datasets[0])
-    if not together:
-        yield f"task: no member of this plan is a {figure.task} with a held-out split"
-    for datasets in [each for each in together.values() if len(each) > 1][:1]:
-        yield (
-            f"members that it draws together are of {' and '.join(sorted(datasets))}; set facet:"
-            " target, or draw one task"
-        )
-
-
-def _not_kept(work: Work, plan: Plan) -> Iterable[str]:
-    """Where it reads RUN@LENGTH of a run of this plan that will not keep it, which shows before
-    anything begins."""
+def _unavailable(work: Work, plan: Plan) -> UserError | None:
+    """Return the error of a member that reads a checkpoint which its run in this plan will not
+    keep."""
     run, words = run_and_length(work.pretrained or "")
-    for maker in (
-        each for stage in plan.stages if stage.kind in _EACH.values() for each in stage.works if run
-    ):
-        if place_of(run) not in map(place_of, maker.runs):
-            if place_of(run) == place_of(maker.writes):
-                yield (
-                    f"pretrained: {run} will hold a run for each of its repetitions; name one of"
-                    " them, or set each_finetuned"
-                )
-            continue
-        if not words:
-            continue
-        kept = (*maker.settings.checkpoint.keep_at, maker.settings.train.duration)  # type: ignore[attr-defined]
-        if parse_length(words).unit != "steps" and parse_length(words) not in map(
-            parse_length, kept
-        ):
-            yield (
-                f"pretrained: {run} will keep {', '.join(kept)}, not {words}; add it to its"
-                " checkpoint.keep_at"
-            )
+    for stage in plan.stages:
+        for maker in stage.works if run and stage.kind in _EACH.values() else ():
+            if place_of(run) not in map(place_of, maker.runs):
+                if place_of(run) == place_of(maker.writes):
+                    problem = f"{run} will have a run for each of its repetitions"
+                    fix = "name one of them, or set each_finetuned"
+                    return UserError("pretrained", problem, fix, code="conflict")
+                continue
+            if not words or parse_length(words).unit == "steps":
+                continue
+            kept = (*maker.settings.checkpoint.keep_at, maker.settings.train.duration)  # type: ignore[attr-defined]
+            if parse_length(words) not in map(parse_length, kept):
+                problem = f"{run} will keep {', '.join(kept)}, not {words}"
+                fix = "add it to checkpoint.keep_at of that run"
+                return UserError("pretrained", problem, fix, code="mismatch")
+    return None
 
 
 # ---- members of an entry
@@ -470,17 +488,23 @@ def _not_kept(work: Work, plan: Plan) -> Iterable[str]:
 
 
 def _members(
-    entry: Entry, kind: Kind, *, name: str, before: tuple[Stage, ...], configs: list[str]
+    entry: Entry, kind: Kind, stage: str, plan: str, before: tuple[Stage, ...], configs: list[str]
 ) -> Iterable[Member]:
     if kind == "build" and (entry.is_grid or entry.run_dir or entry.gpus is not None):
         raise SettingsError(
-            "grid, seeds, run_dir and gpus are for runs; give each dataset an entry"
+            "prepare",
+            "grid, seeds, run_dir and gpus are not supported for datasets",
+            "write an entry for each dataset",
+            code="unsupported",
         )
     axes = _axes(entry, kind, before)
     for index, choices in enumerate(itertools.product(*axes.values())):
-        labels = {"name": name} | {
-            axis: each.label for axis, each in zip(axes, choices, strict=True)
-        }
+        values = {axis: each.label for axis, each in zip(axes, choices, strict=True)}
+        labels = {"name": plan} | values
+        record = {"plan": plan, "stage": stage, "member": str(index), "labels": values}
+        recorded = (
+            () if kind == "build" else (f"record={json.dumps(record, separators=(',', ':'))}",)
+        )
         own = tuple(override for each in choices for override in each.overrides)
         defaults = tuple(override for each in choices for override in each.defaults)
         place = (
@@ -490,7 +514,10 @@ def _members(
         )
         config = configs[[choice.label for choice in axes["config"]].index(choices[0].label)]
         yield Member(
-            index, Work(kind, config, (*defaults, *entry.overrides, *own, *place)), own, labels
+            index,
+            Work(kind, config, (*defaults, *entry.overrides, *own, *place, *recorded)),
+            own,
+            labels,
         )
 
 
@@ -504,7 +531,12 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
     axes |= {name: _axis(name, given) for name, given in entry.grid.items()}
     if entry.seeds is not None:
         if not COMMANDS[kind].seed:
-            raise SettingsError(f"seeds: {COMMANDS[kind].section} draws nothing; leave them out")
+            raise SettingsError(
+                "seeds",
+                f"{COMMANDS[kind].section} uses no random numbers",
+                "omit them",
+                code="unsupported",
+            )
         axes["seed"] = [
             Choice(str(seed), (f"{COMMANDS[kind].seed}={seed}",)) for seed in entry.seeds
         ]
@@ -513,8 +545,10 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
         for label in labels:
             if labels.count(label) > 1:
                 raise SettingsError(
-                    f"{name}: two of its values are called {label!r}; write cases with names for"
-                    " them"
+                    name,
+                    f"two of its values have the label {label!r}",
+                    "write cases with own names",
+                    code="conflict",
                 )
     return axes
 
@@ -529,13 +563,18 @@ def _of_each(axis: str, entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> 
             if each.reads_checkpoint
         ]
         raise SettingsError(
-            f"each_{axis}: true is for {', '.join(readers)} beside a section {section!r}"
+            f"each_{axis}",
+            f"it needs a section {section!r} and one of {', '.join(readers)}",
+            "add the section, or omit it",
+            code="conflict",
         )
     for work in works:
         if not work.runs:
             raise SettingsError(
-                f"each_{axis}: {work.writes} has a run for each fold, which its dataset counts;"
-                " name them in a grid"
+                f"each_{axis}",
+                f"{work.writes} has a run for each fold of its dataset",
+                "list these runs in a grid",
+                code="unsupported",
             )
     above, found = (
         os.path.commonpath([Path(run).parent for work in works for run in work.runs]),
@@ -569,8 +608,10 @@ def _axis(name: str, given: Any) -> list[Choice]:
             for case, changes in given.items()
         ]
     raise SettingsError(
-        f"grid.{name}: {given!r} will not do; give a list of values, or cases such as {{small:"
-        " {model.width: 64}}"
+        f"grid.{name}",
+        f"{given!r} is not an axis",
+        "give a list of values, or cases, for example {small: {model.width: 64}}",
+        code="bad-value",
     )
 
 
@@ -580,7 +621,10 @@ def _label(name: str, value: Any) -> str:
     label = re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-")
     if isinstance(value, list | dict) or not label:
         raise SettingsError(
-            f"grid.{name}: {text} has no short name; write cases, {{some_name: {{{name}: {text}}}}}"
+            f"grid.{name}",
+            f"{text} has no short label",
+            f"write cases: {{some_name: {{{name}: {text}}}}}",
+            code="bad-value",
         )
     return label
 
@@ -602,6 +646,9 @@ def _filled(template: str, labels: dict[str, str]) -> str:
     for name in re.findall(r"\{([^{}]*)\}", template):
         if name not in labels:
             raise SettingsError(
-                f"run_dir: there is no axis {name!r}; {nearest(name, list(labels))}"
+                "run_dir",
+                f"the entry has no axis {name!r}",
+                nearest(name, list(labels)),
+                code="unknown-name",
             )
     return re.sub(r"\{([^{}]*)\}", lambda found: labels[found[1]], template)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 ALL_TASKS = "-"
 WARNING = "warning: "
-"""How cluster/submit begins what does not stop it; the doctor repeats it."""
+"""The prefix of a line of cluster/submit that does not stop a submission."""
 COMPLETE_NAMES = (
     "--container",
     "--export",
@@ -245,7 +245,7 @@ def hosts(names: str) -> list[str]:
 
 
 # ---- a submission
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ cd -P . || exit 1 # as realpath sees it, where a link leads here
 snapshot=$("$code/cluster/snapshot" --of-job "$kept" "$@") || { echo "not started; jobs are submitted from the repository root" >&2; exit 2; }
 # shellcheck source=cluster/environment.sh
 . "$snapshot/cluster/environment.sh" "$snapshot/cluster/site.env"
-export PYTHONPATH=$snapshot PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+export PYTHONPATH=$snapshot PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1 # packages in ~/.local would shadow the locked ones
 for python in .venv/bin/python python3 python3.{13..9} ''; do
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null && break
 done

@@ -35,7 +35,8 @@ from cluster.slurm import (
     writers_of,
 )
 from cluster.work import COMMANDS, Kind, Work
-from data_prep.errors import SettingsError
+from data_prep.errors import SettingsError, UserError
+from data_prep.exit_codes import message_of
 from data_prep.settings import near_path
 from pretrain.config import PretrainSettings, check_against_ranks
 
@@ -69,25 +70,41 @@ def examine(submission: Submission) -> Order:
     """Raises `ValueError` for what cannot run, `NothingLeft` for what need not."""
     if submission.script is None or not submission.arguments:
         raise SettingsError(
-            "usage: cluster/submit [sbatch options] cluster/NAME.slurm CONFIG [key=value ...], or"
-            " PLAN.yaml"
+            "usage",
+            "cluster/submit [sbatch options] cluster/NAME.slurm CONFIG [key=value ...]",
+            "or cluster/submit PLAN.yaml",
+            code="missing-value",
         )
     script = Path(submission.script)
     if not script.is_file():
         raise SettingsError(
-            f"{script}: no such file;"
-            f" {near_path(script) or 'name a job script, such as cluster/pretrain.slurm'}"
+            str(script),
+            "no such file",
+            near_path(script) or "choose a job script, for example cluster/pretrain.slurm",
+            code="missing-path",
         )
     kept = Path("cluster", script.name)
     if not kept.is_file() or not kept.samefile(script):
-        raise SettingsError(f"{script}: put it into cluster/, which is kept with the code")
+        raise SettingsError(
+            str(script),
+            "the job's snapshot would not have it",
+            "move it to cluster/",
+            code="missing-path",
+        )
     if {"-W", "--wait"} & set(submission.options):
         raise SettingsError(
-            "--wait: a job that starts again ends many times; squeue, or let others wait:"
-            " --dependency=afterok:JOB"
+            "--wait",
+            "a job that is requeued ends several times",
+            "use squeue, or --dependency=afterok:JOB for the job that waits",
+            code="unsupported",
         )
     if submission.arguments[0].startswith("-") and script.name != "data_prep.slurm":
-        raise SettingsError(f"{submission.arguments[0]}: sbatch's options stand before the script")
+        raise SettingsError(
+            submission.arguments[0],
+            "it follows the script",
+            "put options of sbatch before the script",
+            code="bad-syntax",
+        )
     check = _CHECKS.get(script.name)
     return check(submission) if check else Order(submission, {})  # a script of the site's own
 
@@ -96,8 +113,10 @@ def _run(submission: Submission, kind: Kind) -> Order:
     config, *words = submission.arguments
     if submission.option("--array", "-a") is not None:
         raise SettingsError(
-            f"--array: {submission.name} is one run, whose tasks would only fight over it; for"
-            " many: a plan"
+            "--array",
+            f"{submission.name} is one run",
+            "write a plan for several runs",
+            code="conflict",
         )
     again = f"finished before; name another {COMMANDS[kind].place} to do it anew"
     work = Work(kind, config, tuple(words))
@@ -111,7 +130,10 @@ def _data(submission: Submission) -> Order:
     tasks = indices(array) if array else [0]
     if tasks != list(range(tasks[0], tasks[0] + len(tasks))):
         raise SettingsError(
-            f"--array={array}: each task writes a part; give all of them, without gaps: --array=0-7"
+            "--array",
+            f"{array} has gaps, but each task writes a part",
+            "give all tasks, for example --array=0-7",
+            code="bad-value",
         )
     config, *words = submission.arguments
     work = Work("build", config, tuple(words))
@@ -131,9 +153,10 @@ def _of_work(submission: Submission, work: Work, *, again: str) -> Order:
     if writers:
         jobs = jobs_of([writers])
         raise SettingsError(
-            f"{work.writes}: {writers[0]} writes it already; squeue -j {','.join(jobs)} shows it,"
-            f" scancel {' '.join(jobs)} makes room, or let this one wait for it:"
-            f" --dependency=afterany:{':'.join(jobs)}"
+            work.writes,
+            f"{writers[0]} writes it already",
+            f"wait with --dependency=afterany:{':'.join(jobs)}, or scancel {' '.join(jobs)}",
+            code="busy",
         )
     return Order(submission, {work.writes: ALL_TASKS})
 
@@ -142,15 +165,19 @@ def _figure(submission: Submission) -> Order:
     """The configs of the plan are kept, too: whether its runs are finished is asked of these."""
     plan = load_checked(submission.arguments[0])
     if plan.figure is None:
-        raise SettingsError(f"{plan.path}: it has no `figure:`, so there is nothing to draw")
+        raise SettingsError(
+            f"{plan.path}: figure", "the plan has no such section", "add it", code="missing-value"
+        )
     return Order(submission, {}, tuple(plan.files))
 
 
 def _grid(submission: Submission) -> Order:
     if len(submission.arguments) != 2:
         raise SettingsError(
-            "cluster/grid.slurm PLAN STAGE: overrides are written in the plan file; cluster/submit"
-            " PLAN does it all"
+            "cluster/grid.slurm",
+            "its words are PLAN STAGE",
+            "write overrides into the plan; cluster/submit PLAN submits all stages",
+            code="bad-syntax",
         )
     path, name = submission.arguments
     plan = load_checked(path)
@@ -161,38 +188,38 @@ def _grid(submission: Submission) -> Order:
     beyond = compressed(index for index in chosen if index >= len(members))
     if beyond:
         raise SettingsError(
-            f"--array={array}: {name} has no member {beyond}; its members are 0 to"
-            f" {len(members) - 1}"
+            "--array",
+            f"{name} has no member {beyond}",
+            f"choose members from 0 to {len(members) - 1}",
+            code="unknown-name",
         )
     undone = [members[index] for index in chosen if not members[index].work.is_finished()]
     if not undone:
         raise NothingLeft(f"{path}: all {len(chosen)} members of {name} are finished")
-    refuse_missing(
-        submission, list(dict.fromkeys(line for member in undone for line in member.work.missing()))
-    )
+    missing = {str(error): error for member in undone for error in member.work.missing()}
+    refuse_missing(submission, [*missing.values()])
     writers = _writers(submission, [member.work.writes for member in undone])
     queued = compressed(member.index for member in undone if member.work.writes in writers)
     todo = [member for member in undone if member.work.writes not in writers]
     if queued:
         said = (
-            f"members {queued} are in the queue already, of job"
+            f"members {queued} are in the queue already, in job"
             f" {', '.join(jobs_of(writers.values()))}"
         )
         if array:
-            free = (
-                f"; without them: --array={stage.array(member.index for member in todo)}"
-                if todo
-                else ""
-            )
-            raise SettingsError(f"--array={array}: {said}{free}")
+            left = stage.array(member.index for member in todo)
+            fix = f"omit them: --array={left}" if todo else "wait for them"
+            raise SettingsError("--array", said, fix, code="busy")
         print(f"{path}: {said}", file=sys.stderr)
     if not todo:
         raise NothingLeft(f"{path}: all that is left of {name} is in the queue")
     limit = max_array_size()
     if limit is not None and todo[-1].index >= limit:
         raise SettingsError(
-            f"{path}: {name}: member {todo[-1].index:,} is beyond this cluster's arrays"
-            f" (MaxArraySize {limit:,}). Make two entries."
+            f"{path}: {name}",
+            f"member {todo[-1].index:,} is too large for this cluster (MaxArraySize {limit:,})",
+            "split the entry into two",
+            code="unsupported",
         )
     _warn_of_nodes(submission, [member.work for member in todo])
     if not array:
@@ -220,10 +247,20 @@ def indices(array: str) -> list[int]:
     for span in array.partition("%")[0].split(","):
         parts = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?(?::([0-9]*[1-9][0-9]*))?", span)
         if parts is None:
-            raise SettingsError(f"--array={array}: will not do; write it as 0-7, 0-7%2 or 1,4-6")
+            raise SettingsError(
+                "--array",
+                f"{array} is not valid",
+                "write it as 0-7, 0-7%2 or 1,4-6",
+                code="bad-syntax",
+            )
         first, last, step = int(parts[1]), int(parts[2] or parts[1]), int(parts[3] or 1)
         if last - first > MAX_INDICES:
-            raise SettingsError(f"--array={array}: no array of SLURM is that long")
+            raise SettingsError(
+                "--array",
+                f"{array} is longer than any array of SLURM",
+                "give fewer tasks",
+                code="bad-value",
+            )
         found |= set(range(first, last + 1, step))
     return sorted(found)
 
@@ -255,7 +292,10 @@ def _warn_of_nodes(submission: Submission, works: list[Work]) -> None:
         if given := os.environ.get(name):
             if not re.fullmatch(r"[0-9]*[1-9][0-9]*", given):
                 raise SettingsError(
-                    f"{name}: {given!r} will not do; write a whole number in cluster/site.env"
+                    name,
+                    f"{given!r} is not a whole number",
+                    "fix it in cluster/site.env",
+                    code="bad-value",
                 )
             speeds[field] = int(given)
     lines = (
@@ -267,14 +307,19 @@ def _warn_of_nodes(submission: Submission, works: list[Work]) -> None:
         print(f"cluster/submit: {WARNING}{line}", file=sys.stderr)
 
 
-def refuse_missing(submission: Submission, missing: list[str]) -> None:
+def refuse_missing(submission: Submission, missing: list[UserError]) -> None:
     waits = any(
         submission.option(*names) is not None
         for names in (("--dependency", "-d"), ("--begin", "-b"))
     )
     if missing and not waits and not {"-H", "--hold", "--test-only"} & set(submission.options):
+        first, *others = missing
         raise SettingsError(
-            "; ".join(missing) + "; or let the job wait for what makes it: --dependency=afterok:JOB"
+            first.field,
+            first.problem,
+            f"{first.fix}, or wait for its job: --dependency=afterok:JOB",
+            code=first.code,
+            others=others,
         )
 
 
@@ -369,7 +414,7 @@ def submit(submission: Submission) -> tuple[str, ...]:
     )
     config = next((word for word in arguments if not word.startswith("-")), "")
     if not Path(config).is_file():
-        raise SettingsError(f"{config}: no such file")
+        raise SettingsError(config, "no such file", "check the path", code="missing-path")
     kept = subprocess.run(
         ["cluster/snapshot", config, *order.reads], stdout=subprocess.PIPE, text=True, check=False
     )
@@ -430,9 +475,7 @@ def main(words: list[str]) -> int:
                 [word for word in words[:-1] if word != "--dry-run"],
                 dry_run="--dry-run" in words,
             )
-        if words and words[0].startswith(
-            "--check="
-        ):  # of the doctor: would it be taken, and does the batch split over so many ranks?
+        if words and words[0].startswith("--examine="):  # cluster/submit --check
             submission, ranks = read_submission(words[1:]), words[0].partition("=")[2]
             examine(submission)
             if ranks:
@@ -447,7 +490,7 @@ def main(words: list[str]) -> int:
         print(f"{left}, nothing is submitted", file=sys.stderr)
         return 0
     except ValueError as error:  # `UserError` is one; what does not fit the data is another
-        print(f"cluster/submit: {error}", file=sys.stderr)
+        print(f"cluster/submit: {message_of(error)}", file=sys.stderr)
         return 2
     except RefusedError:
         return 1

@@ -14,7 +14,7 @@ another file system is not there: a job is sent to many nodes, and some may lack
 `writes`, the paths that it `reads`, and whether it `can_stage` its data and `needs_one_rank`, and
 its `result`, the file that is written last. Every file, those that a plan names included, is the
 one that SNAPSHOT keeps. A mistake in the config: exit code 2, and the command's own words.
-"""
+"""  # noqa: E501 (a table)
 
 import argparse
 import contextlib
@@ -30,7 +30,6 @@ from typing import Any, Literal
 
 from cluster.slurm import taken_by
 from data_prep.build.config import BuildSettings
-from data_prep.build.destination import finished_manifest
 from data_prep.build.workplan import refuse_other_config
 from data_prep.commands import building
 from data_prep.errors import SettingsError, UserError
@@ -56,7 +55,7 @@ from pretrain.checkpoints.run import (
 )
 from pretrain.config import DataSettings, PretrainSettings
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
-from pretrain.engine.zero_cost import plan_of, slower_than_fewer
+from pretrain.engine.zero_cost import Cluster, plan_of, slower_than_fewer
 
 Kind = Literal["build", "pretrain", "probe", "tune", "knn", "evaluate", "export"]
 
@@ -128,8 +127,10 @@ class Work:
                 if options.task is not None or options.show:
                     option = "--show" if options.show else "--task"
                     raise SettingsError(
-                        f"{option}: a job builds the complete dataset. Leave {option} out; sbatch's"
-                        " --array splits it."
+                        option,
+                        "a job builds the complete dataset",
+                        f"omit {option}; --array of sbatch splits the work",
+                        code="conflict",
                     )
                 return building.settings_to_build(options)
             path = Path(self.config).absolute()
@@ -143,16 +144,22 @@ class Work:
                 for override in self.overrides:
                     if override.startswith("-"):
                         raise SettingsError(
-                            f"{override}: after CONFIG a job takes key=value alone; sbatch's"
-                            " options stand before the script, and ranks follow from --nodes and"
-                            " RANKS_PER_NODE (cluster/site.env)"
+                            override,
+                            "only key=value may follow CONFIG",
+                            (
+                                "put options of sbatch before the script; --nodes and "
+                                "RANKS_PER_NODE give the ranks"
+                            ),
+                            code="bad-syntax",
                         )
                     apply_override(tree, override, schema=schema)
                 settings = validate(schema, tree)
                 if getattr(settings, COMMANDS[self.kind].place) is None:
                     raise SettingsError(
-                        "run_dir: missing; a job's place is named beforehand, such as"
-                        " run_dir=runs/mine-views"
+                        "run_dir",
+                        "it is required for cluster jobs",
+                        "set it, for example run_dir=runs/mine-views",
+                        code="missing-value",
                     )
                 return settings
             except SettingsError:
@@ -259,13 +266,13 @@ class Work:
         data = _data_of(
             json.dumps(settings.data.model_dump(mode="json") | {"dataset": settings.data.dataset})
         )
-        size, cluster = (
-            data.image_size,
-            {"name": self.config, "num_nodes": [nodes], "gpus_per_node": gpus_per_node, **speeds},
+        plan = plan_of(
+            settings,
+            Cluster(gpus_per_node, **speeds),
+            num_classes=len(data.classes),
+            image_size=data.image_size,
         )
-        return slower_than_fewer(
-            plan_of(settings, num_classes=len(data.classes), image_size=size, **cluster), nodes
-        )
+        return slower_than_fewer(plan, nodes)
 
     @property
     def reads(self) -> list[str]:
@@ -280,18 +287,18 @@ class Work:
         """The datasets and the run."""
         return (*self.datasets, *([self.pretrained] if self.pretrained else []))
 
-    def missing(self, written: Sequence[Path] = ()) -> list[str]:
-        """What it reads, is not there and is not in one of those places that others will write: a
-        line each. What only a remote machine knows is taken to be there."""
+    def missing(self, written: Sequence[Path] = ()) -> list[UserError]:
+        """Return an error for each input that is neither present nor in one of the `written`
+        places. An input on a remote machine counts as present."""
         settings = self.settings
         if isinstance(settings, BuildSettings):
             source = getattr(settings.source, "path", None)
             is_there = source is None or "://" in str(source) or Path(source).exists()
-            return (
-                []
-                if is_there
-                else [f"source.path: {source} is not there; put it there, or name its place"]
+            fix = "download it, or set its path"
+            absent_source = UserError(
+                "source.path", f"{source}: no such file", fix, code="missing-path"
             )
+            return [] if is_there else [absent_source]
         there = [
             path
             for path in self.reads
@@ -299,14 +306,19 @@ class Work:
         ]
         absent = [path for path in self.reads if path not in there]
         found = [
-            f"{dataset} is no finished dataset (no {MANIFEST_NAME}); cluster/submit"
-            " cluster/data_prep.slurm CONFIG builds one"
+            UserError(
+                dataset,
+                f"it is not a complete dataset (no {MANIFEST_NAME})",
+                "build it: cluster/submit cluster/data_prep.slurm CONFIG",
+                code="unfinished",
+            )
             for dataset in self.datasets
             if f"{dataset}/{MANIFEST_NAME}" in absent
         ]
         if run_and_length(self.pretrained or "")[0] in absent:
             field = "start_from" if isinstance(settings, PretrainSettings) else "pretrained"
-            found.append(f"{field}: {self.pretrained} is not there; pretrain it first")
+            problem = f"{self.pretrained}: no such run or checkpoint"
+            found.append(UserError(field, problem, "pretrain it first", code="missing-path"))
         return found
 
     def state(self) -> str:
@@ -334,13 +346,15 @@ def place_of(path: str) -> Path:
     return Path(os.path.normpath(Path(path).absolute()))
 
 
-def in_file(path: str, error: SettingsError) -> SettingsError:
-    """The same mistakes, each with the file that they are in."""
-    return SettingsError(
-        "\n".join(
-            line if line.startswith(path) else f"{path}: {line}" for line in str(error).splitlines()
-        )
-    )
+def in_file(path: str, *errors: UserError) -> SettingsError:
+    """Return the errors as one, with the file (or the stage) in front of each field."""
+    found = []
+    for error in (each for given in errors for each in (given, *given.others)):
+        is_located = error.field == path or error.field.startswith(f"{path}:")
+        field = error.field if is_located else f"{path}: {error.field}".removesuffix(": ")
+        found.append(SettingsError(field, error.problem, error.fix, code=error.code))
+    first, *others = found
+    return SettingsError(first.field, first.problem, first.fix, code=first.code, others=others)
 
 
 @lru_cache
@@ -356,15 +370,9 @@ def _data_of(data: str) -> TrainingData:
 
 
 def _is_built(settings: BuildSettings) -> bool:
-    if settings.is_remote:
-        manifest = finished_manifest(settings)
-    else:
-        manifest = (
-            load_manifest(settings.out) if (Path(settings.out) / MANIFEST_NAME).exists() else None
-        )
-    if manifest is None:
+    if not (settings.directory / MANIFEST_NAME).exists():
         return False
-    refuse_other_config(settings, manifest)
+    refuse_other_config(settings, load_manifest(settings.directory))
     return True
 
 
@@ -417,7 +425,9 @@ def kept(file: str, snapshot: Path | None) -> str:
         if copied.is_file():
             return str(copied)
     if whole.is_file():
-        raise SettingsError(f"{file} was not kept at the submission; put it into configs/")
+        raise SettingsError(
+            file, "the job's snapshot does not have it", "put it into configs/", code="missing-path"
+        )
     return file
 
 
@@ -430,8 +440,10 @@ def _asked(words: list[str], snapshot: Path | None) -> Work:
     members = load_plan(words[1], snapshot=snapshot).stage(words[2]).members
     if int(words[3]) >= len(members):
         raise SettingsError(
-            f"{words[1]}: {words[2]} has no member {words[3]}; its members are 0 to"
-            f" {len(members) - 1}"
+            words[1],
+            f"{words[2]} has no member {words[3]}",
+            f"choose one of 0 to {len(members) - 1}",
+            code="unknown-name",
         )
     return members[int(words[3])].work
 

@@ -74,7 +74,8 @@ class UserError(ValueError):
         problem = f"{self.field}: {self.problem}" if self.field else self.problem
         if not self.fix:
             return problem
-        return f"{problem.rstrip('.')}. {self.fix[0].upper()}{self.fix[1:].rstrip('.')}."
+        fix = f"{self.fix[0].upper()}{self.fix[1:].rstrip('.')}"
+        return f"{problem.rstrip('.')}. {fix}{'' if fix.endswith('?') else '.'}"
 
     def __str__(self) -> str:
         return readable("\n".join(each._line() for each in (self, *self.others)))

@@ -1,25 +1,62 @@
 """Exit codes of data_prep, pretrain, finetune, analysis and wide-mlps; docs/cluster.md says what a
 SLURM job does with each.
 
-| code | name        | meaning                                                                              |
-|------|-------------|--------------------------------------------------------------------------------------|
-| 0    | OK          | finished; outside SLURM jobs also a run that a signal stopped after it had saved     |
-| 1    | FAILED      | failed, or found faults (`verify`); another attempt may succeed                      |
-| 2    | BAD_INPUT   | settings, weights or data are not valid; another attempt would fail in the same way  |
-| 75   | BUSY        | another process holds the run or dataset; try again later                            |
-| 130  | INTERRUPTED | Ctrl-C; in a SLURM job a run that a signal stopped after it had saved                |
+| code | name        | meaning                                                                |
+|------|-------------|------------------------------------------------------------------------|
+| 0    | OK          | finished; outside SLURM also a run that a signal stopped after a save  |
+| 1    | FAILED      | failed, or found faults (`verify`); another attempt may succeed        |
+| 2    | BAD_INPUT   | settings, weights or data are not valid; another attempt fails too     |
+| 75   | BUSY        | another process holds the run or dataset; try again later              |
+| 130  | INTERRUPTED | Ctrl-C; in a SLURM job a run that a signal stopped after a save        |
 """
+
+import argparse
+import sys
 
 from data_prep.errors import UserError
 from data_prep.interrupts import INTERRUPTED
-from data_prep.limits import limit_remedy
+from data_prep.limits import error_of_system, is_fixable
 from data_prep.publish import Busy
 
 OK, FAILED, BAD_INPUT, BUSY = 0, 1, 2, 75
-__all__ = ["BAD_INPUT", "BUSY", "FAILED", "INTERRUPTED", "OK", "exit_code_of", "message_of"]
-
+__all__ = [
+    "BAD_INPUT",
+    "BUSY",
+    "FAILED",
+    "INTERRUPTED",
+    "OK",
+    "exit_code_of",
+    "message_of",
+    "run_command",
+]
 
 _WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+
+
+def run_command(program: str, options: argparse.Namespace, *, rank: int = 0) -> int:
+    """Run the chosen command of a program and return its exit code.
+
+    An error that the user can fix is printed in one line; a mistake of ours keeps its traceback.
+    Before the start every rank finds the same error, so the first rank prints it. After the start
+    (`options.started`) a rank may be alone with its error.
+    """
+    try:
+        return int(options.run(options))
+    except (ValueError, OSError) as error:
+        is_started = getattr(options, "started", False)
+        is_expected = (
+            error.errno is None or is_fixable(error)
+            if isinstance(error, OSError)
+            else isinstance(error, UserError)
+        )
+        if is_started and not is_expected:
+            raise
+        of_all_ranks = isinstance(error, UserError) and error.of_all_ranks
+        is_alone = isinstance(error, OSError | Busy) or (is_started and not of_all_ranks)
+        if rank == 0 or is_alone:
+            name = program if rank == 0 else f"{program}, rank {rank}"
+            print(f"{name}: {message_of(error)}", file=sys.stderr)
+        return exit_code_of(error, is_started=is_started)
 
 
 def exit_code_of(error: ValueError | OSError, *, is_started: bool = False) -> int:
@@ -29,17 +66,12 @@ def exit_code_of(error: ValueError | OSError, *, is_started: bool = False) -> in
         return BUSY
     if isinstance(error, OSError):
         return BAD_INPUT if isinstance(error, _WRONG_PATH) and not is_started else FAILED
-    return (
-        FAILED
-        if is_started and not (isinstance(error, UserError) and error.is_final)
-        else BAD_INPUT
-    )
+    is_final = isinstance(error, UserError) and error.is_final
+    return FAILED if is_started and not is_final else BAD_INPUT
 
 
 def message_of(error: Exception) -> str:
-    """Return the error as programs print it: with its code, or with the fix if a limit of the shell
-    is its cause."""
-    if isinstance(error, UserError):
-        return error.with_codes()
-    remedy = limit_remedy(error)
-    return f"{error}; {remedy}" if remedy else str(error)
+    """Return the error as programs print it, with its code."""
+    if isinstance(error, OSError) and not isinstance(error, UserError):
+        error = error_of_system(error)
+    return error.with_codes() if isinstance(error, UserError) else str(error)

@@ -1,11 +1,10 @@
-"""What a verb can be given: each option and setting with its meaning, its type, its default and an
-example.
+"""Command lines of all programs, and `PROGRAM explain`: each option and setting of a command with
+its meaning, type, default and an example.
 
-`PROGRAM explain`, `--help`, completion, docs/settings.md and the schemas in configs/schemas/ have
-one source: the verb's parser, the settings that it names with
-`set_defaults(schema="module:Class")`, and the docstrings under their fields. These are parsed when
-somebody asks, so loading a config costs nothing more. The examples of a verb are its `epilog`, a
-line each.
+`explain`, `--help`, completion, the settings page and the JSON schemas have one source: the
+command's parser, the settings that it names with `set_defaults(schema="module:Class")`, and the
+docstrings under their fields. The docstrings are parsed on demand, so loading a config costs
+nothing more. The examples of a command are its `epilog`, one per line.
 """
 
 import argparse
@@ -27,11 +26,11 @@ from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from data_prep.errors import SettingsError
+from data_prep.errors import Code, SettingsError
 from data_prep.settings import (
     ALIASES,
     Settings,
@@ -43,8 +42,6 @@ from data_prep.settings import (
     tag_of,
     words_of,
 )
-
-Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 @dataclass(frozen=True)
@@ -93,31 +90,104 @@ class Explained:
 _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 # ---- the parser of a program
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def program(
-    name: str, *, description: str, add_verbs: Callable[[Verbs], None]
-) -> argparse.ArgumentParser:
-    """With what all programs have: --version, `explain`, examples and defaults in every help,
-    completion."""
+class Parser(argparse.ArgumentParser):
+    """Prints each mistake on the command line as a `SettingsError` prints: with field, fix and
+    code."""
+
+    def __init__(self, **facts: Any) -> None:
+        super().__init__(exit_on_error=False, **facts)
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.commands: dict[str, Parser] = {}
+        """The parsers of the commands, if this is a program's."""
+
+    def add_argument(self, *names: str, **facts: Any) -> argparse.Action:
+        if "choices" in facts:
+            facts.setdefault("type", one_of(facts["choices"]))
+        return super().add_argument(*names, **facts)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Take `key.path=value` after options too, which argparse would not."""
+        words = list(sys.argv[1:] if args is None else args)
+        self._check_command(next((word for word in words if not word.startswith("-")), None))
+        try:
+            options, rest = super().parse_known_args(words, namespace)
+        except argparse.ArgumentError as error:
+            problem, _, fix = error.message.partition(". ")
+            fix = fix or f"see {self.prog} --help"
+            self._fail(error.argument_name or "arguments", problem, fix, code="bad-value")
+        if not self.commands and not any(word.startswith("-") for word in rest):
+            if not hasattr(options, "overrides") and rest:
+                fix = f"write {self._shortest_line()}"
+                self._fail(rest[0], "is one word too many", fix, code="bad-syntax")
+            if rest:
+                options.overrides, rest = [*options.overrides, *rest], []
+        for option in (word.partition("=")[0] for word in rest if word.startswith("-")):
+            known = [name for action in self._actions for name in action.option_strings]
+            near = difflib.get_close_matches(option, known, n=1, cutoff=0.7)
+            fix = f"see {self.prog} --help; write settings without dashes, as key.path=value"
+            fix = f"did you mean {near[0]}?" if near else fix
+            self._fail(option, "this option does not exist", fix, code="unknown-key")
+        return options, rest
+
+    def _check_command(self, word: str | None) -> None:
+        if word is not None and self.commands and word not in self.commands:
+            fix = nearest(word, self.commands)
+            if re.search(r"[./=]", word):
+                fix = f"write the command first, such as {self.prog} {next(iter(self.commands))}"
+            self._fail("VERB", f"{word!r} is not a command", fix, code="unknown-name")
+
+    def error(self, message: str) -> NoReturn:
+        """Fail because a required argument is missing: argparse raises its other errors."""
+        fix = f"write {self._shortest_line()}; {self.prog} --help explains it"
+        self._fail("arguments", message, fix, code="missing-value")
+
+    def _fail(self, field: str, problem: str, fix: str, *, code: Code) -> NoReturn:
+        error = SettingsError(field, problem, fix, code=code)
+        self.exit(2, f"{self.prog.split()[0]}: {error.with_codes()}\n")
+
+    def _shortest_line(self) -> str:
+        words = [self.prog]
+        for action in self._actions:
+            if action.required:
+                words += [*action.option_strings[:1], str(action.metavar or action.dest.upper())]
+        return " ".join(words)
+
+
+class Verbs:
+    """The commands of a program, to which its modules add theirs."""
+
+    def __init__(self, parser: Parser):
+        self._subparsers = parser.add_subparsers(required=True, metavar="VERB")
+        self.choices = parser.commands
+
+    def add_parser(self, name: str, **facts: Any) -> Parser:
+        self.choices[name] = verb = self._subparsers.add_parser(name, **facts)
+        return verb
+
+
+def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) -> Parser:
+    """Return a parser with --version, `explain`, completion, and examples and defaults in every
+    help."""
     parser = Parser(prog=name, description=description)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    verbs = Verbs(parser)
     add_verbs(verbs)
     known = dict(verbs.choices)
     explain = verbs.add_parser(
         "explain",
-        help="what a verb can be given: meaning, type, default and example of each setting",
+        help="explain the settings of a command: meaning, type, default and example of each",
+        epilog=f"{name} explain {next(iter(known))}",
     )
-    explain.epilog = f"{name} explain {next(iter(known))}"
     explain.add_argument(
-        "verb", choices=list(known), metavar="VERB", help=f"one of {', '.join(known)}"
+        "verb", type=one_of(known), metavar="VERB", help=f"one of {', '.join(known)}"
     )
     explain.add_argument(
         "key",
         nargs="?",
-        help="a setting or its last word, a section, or an option; all of them without",
+        help="a setting or its last word, a section, or an option (default: all of them)",
     )
     explain.add_argument(
         "--json-schema",
@@ -127,87 +197,46 @@ def program(
     explain.set_defaults(run=partial(_explain, known), after_a_stop="nothing was changed")
     for word, verb in verbs.choices.items():
         verb.epilog = "\n  ".join(["examples:", *(verb.epilog or "").splitlines()])
-        verb.epilog += (
-            f"\nsettings: {name} explain {word} [KEY]" if schema_of(verb, resolve=False) else ""
-        )
-        verb.formatter_class = _Help
+        if schema_of(verb, resolve=False):
+            verb.epilog += f"\nsettings: {name} explain {word} [KEY]"
+        verb.description = textwrap.fill(verb.description or "", 100)
+        for action in verb._actions:
+            if not _names_default(action):
+                action.help = f"{action.help} (default: %(default)s)"
     if "_ARGCOMPLETE" in os.environ:  # the shell asks
-        import argcomplete
-
-        def keys(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
-            return [word.rstrip("=") for word in completions(known[parsed_args.verb], prefix)]
-
-        for verb in verbs.choices.values():
-            for action in verb._actions:
-                if action.dest in ("overrides", "key"):
-                    vars(action)["completer"] = (
-                        keys if action.dest == "key" else partial(completions, verb)
-                    )
-        argcomplete.autocomplete(parser)
+        _complete(parser, known)
     return parser
 
 
-class Parser(argparse.ArgumentParser):
-    """Its mistakes are one line with the remedy, as those in a config."""
+def _complete(parser: Parser, known: dict[str, Parser]) -> None:
+    import argcomplete
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """`key.path=value` may follow options, which argparse would not take; every other word that
-        is left is a mistake."""
-        options, rest = super().parse_known_args(args, namespace)
-        if rest and self._subparsers is None:
-            stray = [
-                word for word in rest if word.startswith("-") or not hasattr(options, "overrides")
-            ]
-            if stray:
-                self.error(f"unrecognized arguments: {stray[0]}")
-            options.overrides, rest = [*options.overrides, *rest], []
-        return options, rest
+    def keys(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+        return [word.rstrip("=") for word in completions(known[parsed_args.verb], prefix)]
 
-    def error(self, message: str) -> NoReturn:
-        about, _, rest = message.removeprefix("argument ").partition(": ")
-        choice, said = (
-            re.match(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", rest),
-            message.removeprefix("argument "),
-        )
-        if choice:
-            known = re.findall(r"[\w-]+", choice[2])
-            hint = (
-                f"{about} comes first"
-                if re.search(r"[./=]", choice[1])
-                else nearest(choice[1], known)
-            )
-            said = f"{about}: {choice[1]!r} is not one of them; {hint}"
-        elif about == "unrecognized arguments" and rest.startswith("--"):
-            word = rest.partition("=")[0]
-            near = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
-            setting = "settings are written without dashes, as key.path=value"
-            said = f"{word}: no such option; " + (
-                f"did you mean {near[0]}?" if near else f"{self.prog} --help lists them; {setting}"
-            )
-        elif about == "unrecognized arguments":
-            said = f"{rest}: is one word too many; write {self._wanted()}"
-        elif about == "the following arguments are required":
-            said = f"{rest} missing; write {self._wanted()}; {self.prog} --help explains"
-        elif number := re.fullmatch(r"invalid (int|float) value: (.*)", rest):
-            said = (
-                f"{about}: {number[2]} will not do; give a {'whole ' * (number[1] == 'int')}number"
-            )
-        elif rest.startswith("expected "):
-            said = f"{said}; {self.prog} --help explains"
-        self.exit(2, f"{self.prog}: {said}\n")
+    for verb in parser.commands.values():
+        for action in verb._actions:
+            if action.dest in ("overrides", "key"):
+                vars(action)["completer"] = (
+                    keys if action.dest == "key" else partial(completions, verb)
+                )
+    argcomplete.autocomplete(parser)
 
-    def _wanted(self) -> str:
-        """The least that must be written."""
-        needed = [action for action in self._actions if action.required]
-        words = [
-            [*action.option_strings[:1], str(action.metavar or action.dest.upper())]
-            for action in needed
-        ]
-        return " ".join([self.prog, *(word for each in words for word in each)])
+
+def one_of(words: Iterable[str]) -> Callable[[str], str]:
+    """Return the type of an option that takes one of these words."""
+
+    def word(text: str) -> str:
+        if text not in words:
+            fix = nearest(text, words)
+            raise argparse.ArgumentTypeError(f"{text!r} is not valid. {fix}")
+        return text
+
+    return word
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number."""
+    """Return the type of an option that is a whole number."""
 
     def number(word: str) -> int:
         try:
@@ -216,7 +245,7 @@ def at_least(least: int) -> Callable[[str], int]:
             value = least - 1
         if value < least:
             raise argparse.ArgumentTypeError(
-                f"{word!r} will not do; give a whole number from {least} up"
+                f"{word!r} is not valid. give a whole number of at least {least}"
             )
         return value
 
@@ -231,19 +260,8 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-class _Help(argparse.HelpFormatter):
-    """Keeps lines, and adds each default that the words do not mention."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        how = {"initial_indent": indent, "subsequent_indent": f"{indent}    ", **_WHOLE_WORDS}
-        return "\n".join(textwrap.fill(line, width, **how) for line in text.splitlines())
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        return (action.help or "") + " (default: %(default)s)" * (not _is_told(action))
-
-
-def _is_told(action: argparse.Action) -> bool:
-    """Whether there is no default, or the words mention it."""
+def _names_default(action: argparse.Action) -> bool:
+    """Return True if there is no default, or the help mentions it."""
     none = action.default is False or action.default in (None, "", [], {}, argparse.SUPPRESS)
     return none or "default" in (action.help or "")
 
@@ -261,8 +279,8 @@ def completions(verb: argparse.ArgumentParser, prefix: str, **_: object) -> list
     return [word for word in dict.fromkeys(found) if word.startswith(prefix)]
 
 
-# ---- what there is
-# ----------------------------------------------------------------------------------------------------
+# ---- options and settings of a command
+# --------------------------------------------------------------------------------------------------
 
 
 def schema_of(verb: argparse.ArgumentParser, *, resolve: bool = True) -> Any:
@@ -277,7 +295,7 @@ def options_of(verb: argparse.ArgumentParser) -> list[Explained]:
     for action in verb._actions:
         if action.dest in ("help", "overrides") or action.help == argparse.SUPPRESS:
             continue
-        meaning = argparse.HelpFormatter(verb.prog)._expand_help(action) if action.help else ""
+        meaning = (action.help or "") % {**vars(action), "prog": verb.prog}
         made: Any = getattr(action.type, "__annotations__", {}).get("return", action.type)
         kind = (
             {int: "whole number", float: "number", Path: "path"}.get(made, "text")
@@ -287,7 +305,7 @@ def options_of(verb: argparse.ArgumentParser) -> list[Explained]:
         kind = (
             _listed(map(str, action.choices)) if action.choices and action.dest != "verb" else kind
         )
-        default = None if action.required else "" if _is_told(action) else str(action.default)
+        default = None if action.required else "" if _names_default(action) else str(action.default)
         found.append(
             Explained(
                 ", ".join(action.option_strings) or str(action.metavar or action.dest),
@@ -451,8 +469,8 @@ def json_schema(schema: type[BaseModel]) -> str:
     return json.dumps(made, indent=1) + "\n"
 
 
-# ---- the verb
-# ---------------------------------------------------------------------------------------------------------
+# ---- the command
+# --------------------------------------------------------------------------------------------------
 
 
 def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
@@ -461,7 +479,10 @@ def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
     if options.json_schema:
         if schema is None:
             raise SettingsError(
-                f"--json-schema: {options.verb} has no settings; see {verb.prog} --help"
+                "--json-schema",
+                f"{options.verb} has no settings",
+                f"see {verb.prog} --help",
+                code="conflict",
             )
         print(json_schema(schema), end="")
         return 0
@@ -469,22 +490,7 @@ def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
     if key is not None:
         chosen = [each for each in known if each.is_meant_by(key.partition("=")[0])]
         if not chosen:
-            words = {
-                word
-                for each in known
-                for word in (*re.split(r"\.|, ", each.key), each.key, *each.short)
-            }
-            meant = [
-                word for word in ALIASES.get(key.rpartition(".")[2].lower(), ()) if word in words
-            ]
-            hint = (
-                f"did you mean {' or '.join(map(repr, meant))}?"
-                if meant
-                else nearest(key, sorted(words))
-            )
-            sections = sorted({each.key.partition(".")[0] for each in known})
-            hint = f"known: {', '.join(sections)}" if hint.startswith("known") else hint
-            raise SettingsError(f"{key}: unknown to {options.verb}; {hint}")
+            raise _unknown(options.verb, key, known)
     width = min(shutil.get_terminal_size((110, 24)).columns, 110)
     if key is None:
         print(verb.format_usage())
@@ -496,3 +502,14 @@ def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
             about = each.section
             print("\n".join(each.lines(width)), end="\n\n", flush=True)
     return 0
+
+
+def _unknown(verb: str, key: str, known: list[Explained]) -> SettingsError:
+    words = {
+        word for each in known for word in (*re.split(r"\.|, ", each.key), each.key, *each.short)
+    }
+    meant = [word for word in ALIASES.get(key.rpartition(".")[2].lower(), ()) if word in words]
+    fix = f"did you mean {' or '.join(map(repr, meant))}?" if meant else nearest(key, words)
+    if not fix.endswith("?"):
+        fix = nearest(key, {each.key.partition(".")[0] for each in known})
+    return SettingsError(key, f"{verb} has no such setting or option", fix, code="unknown-key")

@@ -1,9 +1,7 @@
-"""Pictures that belong to no dataset: in files, in folders and in plain tars, each with its name
-and its bytes.
+"""Images that belong to no dataset: files, folders and plain tars.
 
-Of a folder all that ends or begins as a picture does, sorted, with its folders; of a tar every
-member that ends so. Nothing is decoded here, and a folder is walked as it is asked for: it may hold
-any number of pictures.
+A folder yields everything that ends or begins like an image, sorted. A tar yields every member that
+ends like one. Nothing is decoded, and a folder is walked lazily: it may hold any number of images.
 """
 
 import os
@@ -12,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from data_prep.archives.files import ENDINGS, NOWHERE, walk_pictures
+from data_prep.archives.files import ENDINGS, NOWHERE, walk_images
 from data_prep.errors import UserError
 from data_prep.images import Rejection
 from data_prep.limits import limit_remedy
@@ -27,11 +25,11 @@ COMPRESSED: Final = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
 
 class Picture(NamedTuple):
     name: str
-    """The path of its file; in a tar TAR/MEMBER."""
+    """Path of the file, or TAR/MEMBER."""
     path: str
     offset: int = 0
     num_bytes: int | None = None
-    """None: the whole file."""
+    """None: the complete file."""
 
     def read(self) -> bytes:
         """Raises `Rejection`."""
@@ -53,14 +51,16 @@ class Picture(NamedTuple):
 def is_tar(path: Path) -> bool:
     if path.name.lower().endswith(COMPRESSED):
         raise UserError(
-            f"{path}: is compressed, and its pictures cannot be reached one by one; unpack it, or"
-            " make a plain .tar of it"
+            str(path),
+            "the file is compressed, so its images cannot be reached one by one",
+            "unpack it, or make a plain .tar of it",
+            code="unsupported",
         )
     return path.suffix.lower() == ".tar"
 
 
 def in_folder(folder: Path) -> Iterator[Picture]:
-    for name, _, num_bytes in walk_pictures(folder):
+    for name, _, num_bytes in walk_images(folder):
         if num_bytes >= 0 or (num_bytes == NOWHERE and name.lower().endswith(ENDINGS)):
             yield Picture(str(folder / name), str(folder / name))
 
@@ -69,7 +69,9 @@ def in_tar(path: Path) -> list[Picture]:
     try:
         found = [each for each in members(path, ignore_zeros=True) if _MEMBER.search(each.name)]
     except (TarError, OSError) as error:
-        raise UserError(f"{path}: {error}; copy it again, or leave it out") from None
+        raise UserError(
+            str(path), str(error), "copy it again, or leave it out", code="damaged"
+        ) from None
     return [
         Picture(f"{path}/{name}", str(path), offset, num_bytes) for name, offset, num_bytes in found
     ]

@@ -1,21 +1,19 @@
-"""Strict settings: YAML file + `key.path=value` overrides -> a frozen pydantic model, or one clear
-message.
+"""Strict settings: a YAML file and `key.path=value` overrides become a frozen pydantic model, or
+one `SettingsError`.
 
-Every command line of the project reads its configuration through `load_settings`. A mistake of the
-user becomes a `SettingsError` whose lines each name the field, the value and the remedy (with the
-nearest valid name). Nothing heavy is imported here: a bad config must cost well under a second.
+Every command line of the project reads its configuration through `load_settings`. The error names
+each wrong field, its value and the fix (with the nearest valid name). A bad config must cost well
+under a second, so this module imports nothing heavy.
 
-Long because every message about a setting is made here, with its remedy.
-
-YAML here is YAML 1.2 where PyYAML's 1.1 surprises: `1e-3` and `010` are decimal numbers, `off` and
-`1:30` are words.
+YAML is read as YAML 1.2 in the cases in which PyYAML's 1.1 surprises: `1e-3` and `010` are decimal
+numbers, `off` and `1:30` are words.
 """
 
 import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
@@ -24,7 +22,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from data_prep.errors import SettingsError, readable
+from data_prep.errors import Code, SettingsError, UserError, readable
 
 
 class Settings(BaseModel):
@@ -84,36 +82,29 @@ def verbs_of(keys: Set[str]) -> tuple[str, ...]:
 
 
 def refuse_of_another_verb(schema: type[Settings], keys: Set[str], path: str | Path | None) -> None:
-    """One line in the place of as many as the config has keys. `keys`: at the top of the file."""
+    """Fail with one line if the config belongs to another command. `keys`: at the top of the
+    file."""
     verbs = verbs_of(keys)
     if verbs and schema.of_verb not in ("", *verbs):
-        mine, theirs = schema.of_verb, " or ".join(verbs)
         raise SettingsError(
-            f"{path}: this is a config of {theirs}, not of {mine}; run {verbs[0]} {path}"
+            str(path),
+            f"is a config of {' or '.join(verbs)}, not of {schema.of_verb}",
+            f"run {verbs[0]} {path}",
+            code="wrong-command",
         )
 
 
 def validate(schema: type[S], tree: dict[str, Any]) -> S:
     try:
-        # Through JSON: there pydantic's strict mode takes lists for tuples and ints for floats, but
-        # never "3" for 3. What is not plain, such as YAML's dates, reaches the schema as text and
-        # fails there by field.
+        # JSON, because pydantic's strict mode then takes lists for tuples and ints for floats, but
+        # never "3" for 3. Values that JSON does not have, such as dates, fail as text.
         return schema.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
-        within = {
-            problem["loc"][:-1] for problem in problems
-        }  # a list is not too short as well because an entry is wrong
-        lines = [
-            _explain(schema, each)
-            for each in problems
-            if each["type"] != "too_short" or each["loc"] not in within
-        ]
-        raise SettingsError("\n".join(dict.fromkeys(lines))) from None
+        raise _explain(schema, error.errors(include_url=False)) from None
 
 
 def num_cores() -> int:
-    """Those that this process may run on."""
+    """Return how many cores this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
@@ -122,9 +113,8 @@ NumWorkers = Annotated[int, Field(ge=0), AfterValidator(lambda value: value or n
 
 
 def read_lines(field: str, file: str, *, spelled: bool = False) -> list[str]:
-    """The lines of the text file that a setting names, without the blank ones. With `spelled`, a
-    byte that is not UTF-8 stands as \\xe9, as in the classes of a manifest, which such lines are
-    compared with."""
+    """Return the lines of the text file that a setting names, without blank lines. `spelled`: write
+    a byte that is not UTF-8 as \\xe9, as a manifest writes class names."""
     try:
         data = Path(file).read_bytes()
         # Windows begins text files with a mark
@@ -132,10 +122,14 @@ def read_lines(field: str, file: str, *, spelled: bool = False) -> list[str]:
             "utf-8-sig", "backslashreplace" if spelled and b"\0" not in data else "strict"
         ).splitlines()
     except OSError as error:
-        raise SettingsError(f"{field}: {file} cannot be read ({error})") from None
+        code: Code = "missing-path" if isinstance(error, FileNotFoundError) else "unreadable"
+        fix = "choose a text file that exists and that you may read"
+        raise SettingsError(
+            field, f"{file} cannot be read ({error.strerror})", fix, code=code
+        ) from None
     except UnicodeDecodeError as error:
         raise SettingsError(
-            f"{field}: {file} cannot be read ({error}); write it as UTF-8"
+            field, f"{file} cannot be read ({error})", "write it as UTF-8", code="unreadable"
         ) from None
     return [line.strip() for line in lines if line.strip()]
 
@@ -144,37 +138,42 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        fix = near_path(path) or "choose a YAML file"
         if "=" in str(path):
-            raise SettingsError(
-                f"{path}: is no config file, which comes before every key=value; name it"
-            ) from None
+            fix = "write the config file before every key=value"
         raise SettingsError(
-            f"{path}: no such config file; {near_path(path) or 'name a YAML file'}"
+            str(path), "this config file does not exist", fix, code="missing-path"
         ) from None
     except IsADirectoryError:
-        own = path / "config.yaml"
-        hint = f"that of this run is {own}" if own.is_file() else "name a YAML file"
-        raise SettingsError(f"{path}: is a directory, no config file; {hint}") from None
+        config = path / "config.yaml"
+        fix = f"the config of this run is {config}" if config.is_file() else "choose a YAML file"
+        raise SettingsError(
+            str(path), "is a directory, not a config file", fix, code="unreadable"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(
-            f"{path}: cannot be read as a text file ({error}); name a YAML file"
+            str(path),
+            f"cannot be read as a text file ({error})",
+            "choose a YAML file",
+            code="unreadable",
         ) from None
     return parse_yaml(text, path)
 
 
 def parse_yaml(text: str, path: Path) -> dict[str, Any]:
+    fix = "correct the file"
     try:
         tree = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         for mark in (getattr(error, name, None) for name in ("context_mark", "problem_mark")):
             if mark is not None and without_commands(text) != text:
-                mark.buffer = None  # the lines around it may be of a command
-        raise SettingsError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+                mark.buffer = None  # the lines around it may belong to a command
+        problem = f"is not valid YAML ({' '.join(str(error).split())})"
+        raise SettingsError(str(path), problem, fix, code="bad-syntax") from None
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise SettingsError(
-            f"{path}: a config is a mapping of sections, but this is a {type(tree).__name__}"
-        )
+        problem = f"a config is a mapping of sections, but this file holds a {type(tree).__name__}"
+        raise SettingsError(str(path), problem, fix, code="bad-syntax")
     return tree
 
 
@@ -186,61 +185,57 @@ def without_commands(text: str) -> str:
 def apply_override(
     tree: dict[str, Any], override: str, *, schema: type[BaseModel] | None = None
 ) -> None:
-    """Sets one `key.path=value` in `tree`; the value is read as YAML. With a `schema`, the last
+    """Set one `key.path=value` in `tree`; the value is read as YAML. With a `schema`, the last
     word of a key is enough."""
     dotted, equals, text = override.partition("=")
-    known = without_commands(override)
+    public = without_commands(override)
     keys = dotted.strip().split(".")
-    if not equals or not all(keys) or known.find("=") < 0:
+    if not equals or not all(keys) or "=" not in public:
         fields = schema.model_fields.items() if schema is not None else ()
         example = next(
             (f"{name}={each.examples[0]}" for name, each in fields if each.examples),
             "optimizer.lr=1e-4",
         )
-        raise SettingsError(
-            f"override {known!r}: write it as key.path=value, such as {example}, and in quotes if"
-            " it has spaces"
-        )
+        fix = f"write a setting as key.path=value, such as {example}, in quotes if it has spaces"
+        raise SettingsError(public, "is not an override", fix, code="bad-syntax")
     if schema is not None and len(keys) == 1:
         meant = words_of(schema).get(keys[0], {})
         if len(meant) > 1:
-            raise SettingsError(
-                f"{keys[0]}: there are several; write"
-                f" {' or '.join(f'{key}={text}' for key in meant)}"
-            )
+            fix = f"write {' or '.join(f'{key}={text}' for key in meant)}"
+            raise SettingsError(keys[0], "several settings have this name", fix, code="unknown-key")
         for key, form in meant.items():
             keys, text = key.split("."), form.format(text)
     node = tree
     for depth, key in enumerate(keys[:-1]):
         child = node.setdefault(key, {})
         if not isinstance(child, dict):
-            raise SettingsError(
-                f"override {known!r}: {'.'.join(keys[: depth + 1])} is the value"
-                f" {without_commands(repr(child))}, not a section"
-            )
+            section = ".".join(keys[: depth + 1])
+            problem = f"{section} is the value {without_commands(repr(child))}, not a section"
+            fix = f"remove {section} from the config"
+            raise SettingsError(dotted, problem, fix, code="bad-value")
         node = child
     try:
         node[keys[-1]] = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
-        is_secret = "storage" in override or known != override
-        what = (
-            f"override {dotted}: what follows" if is_secret else f"override {override!r}: {text!r}"
-        )
-        raise SettingsError(f"{what} is not valid YAML; quote it") from None
+        is_secret = "storage" in override or public != override
+        problem = f"{'its value' if is_secret else repr(text)} is not valid YAML"
+        raise SettingsError(dotted, problem, "quote the value", code="bad-syntax") from None
 
 
-def nearest(word: str, known: list[str]) -> str:
-    """What to say about an unknown name: the nearest known one, or all of them."""
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the fix for an unknown name: the nearest known name, or all of them."""
     names, low = {name.lower(): name for name in known}, word.lower()
     near = [name for name in names if low and name.startswith(low)] or difflib.get_close_matches(
         low, names, n=1, cutoff=0.6
     )
-    return f"did you mean {names[near[0]]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    if near:
+        return f"did you mean {names[near[0]]!r}?"
+    return f"choose one of {', '.join(sorted(names.values()))}"
 
 
 def near_path(path: Path, *, of: str = "") -> str:
-    """Of a path that is not there: the one beside it that is named alike (and holds `of`), as a
-    question."""
+    """Return a question with the most similar name next to a missing path, or "". `of`: only
+    folders that hold this file."""
     names = sorted(
         each.name for each in path.parent.glob("*") if not of or Path(f"{each}{of}").exists()
     )
@@ -316,7 +311,7 @@ def _short(text: str, most: int = 100) -> str:
 
 
 # ---- names
-# ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 _LIKE_AN_ESCAPE = re.compile(r"\\(?=x[0-9a-f]{2})")
 
@@ -329,109 +324,145 @@ def printable(name: str) -> str:
     return readable(_LIKE_AN_ESCAPE.sub(r"\\x5c", name))
 
 
-# ---- messages
-# ---------------------------------------------------------------------------------------------------
+# ---- errors of pydantic
+# ------------------------------------------------------------------------------------------------
 
-_PLAIN = {
-    **dict.fromkeys(("int_type", "int_from_float"), "a whole number is needed"),
-    "float_type": "a number is needed",
-    "finite_number": "a finite number is needed",
-    "bool_type": "true or false is needed",
-    "string_type": "text is needed (quote it if it looks like a number)",
+_FIXES = {
+    **dict.fromkeys(("int_type", "int_from_float"), "give a whole number"),
+    "float_type": "give a number",
+    "finite_number": "give a finite number",
+    "bool_type": "give true or false",
+    "string_type": "give text (in quotes if it looks like a number)",
+    "string_pattern_mismatch": "give text that matches {pattern}",
     **dict.fromkeys(
-        ("model_type", "model_attributes_type", "dict_type"),
-        "a section (key: value lines) is needed",
+        ("model_type", "model_attributes_type", "dict_type"), "give a section (key: value lines)"
     ),
+    "greater_than": "give a number above {gt:g}",
+    "greater_than_equal": "give a number of at least {ge:g}",
+    "less_than": "give a number below {lt:g}",
+    "less_than_equal": "give a number of at most {le:g}",
+    "too_short": "give at least {min_length} entries",
+    "too_long": "give at most {max_length} entries",
 }
+"""Kind of pydantic's error -> fix, with the names of its context."""
 
 
-def _explain(schema: type[BaseModel], problem: Any) -> str:
-    """One line: field, value, remedy."""
-    kind, value, context = problem["type"], problem.get("input"), problem.get("ctx", {})
-    if without_commands(str(value)) != str(value):
-        value = without_commands(str(value))
-    location, models = _locate(schema, problem["loc"])
-    needed = [
-        name for model in models for name, each in model.model_fields.items() if each.is_required()
-    ]
-    beside = {
+def _explain(schema: type[BaseModel], problems: Sequence[Any]) -> SettingsError:
+    """Return one error for all problems that pydantic found."""
+    inside = {each["loc"][:-1] for each in problems}
+    first, *others = {
+        str(error): error
+        for problem in problems
+        # a list with a wrong entry is not too short as well
+        if problem["type"] != "too_short" or problem["loc"] not in inside
+        for error in _errors_of(schema, problem)
+    }.values()
+    return SettingsError(first.field, first.problem, first.fix, code=first.code, others=others)
+
+
+def _errors_of(schema: type[BaseModel], problem: Any) -> Iterator[UserError]:
+    kind, context, value = problem["type"], problem.get("ctx", {}), problem.get("input")
+    keys, models = _locate(schema, problem["loc"])
+    field = ".".join(keys) or "config"
+    parent = problem["loc"]
+    while parent and isinstance(parent[-1], int):  # entries of a list
+        parent = parent[:-1]
+    siblings = {
         name: each
-        for model in _locate(schema, problem["loc"][:-1])[1]
+        for model in _locate(schema, parent[:-1])[1]
         for name, each in model.model_fields.items()
     }
-    field = ".".join(location) or "config"
-    if kind == "extra_forbidden":
-        if alias := _alias(location, beside, schema):
-            return f"{field}: unknown key; did you mean {alias}?"
-        word, leaves = location[-1].lower(), words_of(schema) if len(location) == 1 else {}
-        best = difflib.get_close_matches(word, [*beside, *leaves], n=1, cutoff=0.75)
-        many = [leaf for leaf in leaves if leaf == f"{word}s"]
-        parts = many or [
-            leaf for leaf in leaves if f"_{word}_" in f"_{leaf}_" and word not in leaves
-        ]
-        found = [leaf for leaf in parts or best if leaf in leaves and leaf not in beside]
-        meant = [
-            key if form == "{}" else leaf for leaf in found for key, form in leaves[leaf].items()
-        ]
-        if 1 <= len(meant) <= 3:
-            return f"{field}: unknown key; did you mean {' or '.join(map(repr, meant))}?"
-        return f"{field}: unknown key; {nearest(location[-1], list(beside))}"
-    if kind == "missing":
-        field = ".".join([field, *needed[:1]])  # of a section that is not there at all
-        return f"{field}: missing; set it in the config or as {field}=VALUE"
-    if kind == "literal_error":
-        words = re.findall(r"'([^']*)'|(\d+)", context["expected"])
-        return (
-            f"{field}: {value!r} is not one of its values;"
-            f" {nearest(str(value), [word or number for word, number in words])}"
-        )
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
-        words = re.findall(r"'([^']*)'", context.get("expected_tags", ""))
-        tag = str(context.get("tag", ""))
-        hint = nearest(tag, words) if words else "set its kind"
-        return (
-            f"{field}.kind: {tag!r} is not one of its values; {hint}"
-            if tag
-            else f"{field}.kind: missing; set it"
-        )
+    setting = siblings.get(str(parent[-1])) if parent else None
     if kind == "value_error":
-        message = str(context["error"])
-        return (
-            message if message.startswith(field) else f"{field}: {message}" if location else message
+        yield from _of_validator(context["error"], ".".join(keys))
+    elif kind == "extra_forbidden":
+        fix = _fix_of_unknown_key(keys, siblings, schema)
+        yield SettingsError(field, "unknown key", fix, code="unknown-key")
+    elif kind in ("missing", "union_tag_not_found"):
+        required = [
+            name
+            for model in models
+            for name, each in model.model_fields.items()
+            if each.is_required()
+        ]
+        field = ".".join([field, *required[:1]])  # of a section that is missing as a whole
+        fix = f"set it in the config or as {field}=VALUE"
+        yield SettingsError(field, "missing", fix, code="missing-value")
+    elif kind == "union_tag_invalid":
+        fix = nearest(context["tag"], [str(tag_of(model)) for model in models])
+        yield _not_valid(f"{field}.kind", context["tag"], fix)
+    elif kind == "literal_error":
+        words = map(str, _words_in(setting.annotation)) if setting else ()
+        yield _not_valid(field, value, nearest(str(value), words))
+    else:
+        fix = _FIXES.get(kind, "").format_map(context) or problem["msg"]
+        if kind == "tuple_type":
+            fix = f"give a list, such as {in_yaml(example_of(setting) if setting else [])}"
+        elif kind.startswith("model_") and isinstance(value, str):
+            fix = _fix_of_word_for_section(field, value, models) or fix
+        if kind == "dict_type" and keys[-1].endswith("storage"):  # the value may be a secret
+            yield SettingsError(field, "its value is not valid", fix, code="bad-value")
+        else:
+            yield _not_valid(field, value, fix)
+
+
+def _not_valid(field: str, value: object, fix: str) -> SettingsError:
+    text = "null" if value is None else _short(without_commands(repr(value)), 60)
+    return SettingsError(field, f"{text} is not valid", fix, code="bad-value")
+
+
+def _of_validator(error: ValueError, prefix: str) -> Iterator[UserError]:
+    """Yield the errors that a validator of ours raised, whose fields are relative to its
+    section."""
+    if not isinstance(error, UserError) or not (error.field or error.fix):
+        field, colon, problem = str(error).partition(": ")
+        is_field = bool(colon) and re.fullmatch(r"[\w.]+", field) is not None
+        error = SettingsError(
+            field if is_field else "", problem if is_field else str(error), code="unspecified"
         )
-    if kind in ("too_short", "too_long"):
-        return (
-            f"{field}: {value!r} has the wrong number of entries;"
-            f" {problem['msg'][0].lower()}{problem['msg'][1:]}"
-        )
-    needed += [
-        name
-        for model in models
-        for name, each in model.model_fields.items()
-        if value in get_args(each.annotation)
+    for each in (error, *error.others):
+        field = each.field
+        if not field or f".{prefix}".endswith(f".{field}"):
+            field = prefix
+        elif prefix and not f"{field}.".startswith(f"{prefix}.") and "/" not in field:
+            field = f"{prefix}.{field}"
+        yield SettingsError(field or "config", each.problem, each.fix, code=each.code)
+
+
+def _fix_of_word_for_section(field: str, word: str, models: Sequence[type[BaseModel]]) -> str:
+    """Return the setting that a word in the place of a section means: its required one, or one that
+    has this word among its values."""
+    if len(models) != 1:
+        return ""
+    fields = models[0].model_fields.items()
+    names = [name for name, each in fields if each.is_required()]
+    names += [name for name, each in fields if word in get_args(each.annotation)]
+    return f"this is a section: write {field}.{names[0]}={word}" if names else ""
+
+
+def _words_in(annotation: Any) -> list[object]:
+    """Return all words of the Literals in an annotation."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [word for inner in get_args(annotation) for word in _words_in(inner)]
+
+
+def _fix_of_unknown_key(keys: list[str], siblings: Collection[str], schema: type[BaseModel]) -> str:
+    if alias := _alias(keys, siblings, schema):
+        return f"did you mean {alias}?"
+    word, leaves = keys[-1].lower(), words_of(schema) if len(keys) == 1 else {}
+    similar = difflib.get_close_matches(word, [*siblings, *leaves], n=1, cutoff=0.75)
+    plural = [leaf for leaf in leaves if leaf == f"{word}s"]
+    longer = [leaf for leaf in leaves if f"_{word}_" in f"_{leaf}_" and word not in leaves]
+    meant = [
+        key if form == "{}" else leaf
+        for leaf in plural or longer or similar
+        if leaf in leaves and leaf not in siblings
+        for key, form in leaves[leaf].items()
     ]
-    if (
-        kind.startswith("model_")
-        and isinstance(value, str)
-        and problem["loc"][-1] in beside
-        and len(models) == 1
-        and needed
-    ):
-        return (
-            f"{field}: {value!r} will not do, for it is a section; write"
-            f" {field}.{needed[0]}={value}"
-        )
-    if kind == "tuple_type":
-        such_as = (
-            f", such as {in_yaml(example_of(beside[location[-1]]))}"
-            if location[-1] in beside
-            else ""
-        )
-        problem["msg"] = f"a list is needed{such_as}"
-    if kind == "dict_type" and location[-1].endswith("storage"):  # it may be a secret
-        return f"{field}: will not do; {_PLAIN[kind]}"
-    reason = _PLAIN.get(kind) or re.sub("^(Input|String) should", "it must", problem["msg"])
-    return f"{field}: {'null' if value is None else _short(repr(value), 60)} will not do; {reason}"
+    if 1 <= len(meant) <= 3:
+        return f"did you mean {' or '.join(map(repr, meant))}?"
+    return nearest(keys[-1], siblings)
 
 
 ALIASES = {
@@ -534,7 +565,7 @@ def models_of(annotation: Any, *, in_lists: bool = True) -> list[type[BaseModel]
 
 
 # ---- YAML
-# -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,21 +1,23 @@
-"""Command line of the third floor: `finetune probe | tune | evaluate | predict | export`.
+"""Command line of the third floor: `finetune probe | tune | evaluate | predict | export | import`.
 
 Started by --ranks N, accelerate, torchrun or srun.
 """
 
 import argparse
 
+from data_prep.exit_codes import run_command
 from data_prep.explain import Verbs, program
 from finetune.evaluate import command as judging
 from finetune.export import command as exporting
 from finetune.predict import command as predicting
 from finetune.probe import command as probing
 from finetune.tune import command as tuning
-from pretrain.cli import guarded
+from finetune.weights import command as importing
+from pretrain.ranks.world import rank_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return guarded("finetune", _parser().parse_args(arguments))
+    return run_command("finetune", _parser().parse_args(arguments), rank=rank_of())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -24,5 +26,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_verbs(verbs: Verbs) -> None:
-    for room in (probing, tuning, judging, predicting, exporting):
+    for room in (probing, tuning, judging, predicting, exporting, importing):
         room.add_verbs(verbs)

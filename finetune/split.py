@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from data_prep.errors import UserError
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index
 from data_prep.progress import progress
 from pretrain.checkpoints.card import ModelCard
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 def check_split(manifest: Manifest, split: str, *, directory: Path | str) -> None:
     """It is there, it has labels, and it is not empty."""
     if not manifest.labelled_split(split, directory=directory).num_samples:
-        raise DatasetError(f"{directory}: split {split!r} is empty; choose another split")
+        raise DatasetError(
+            f"{directory}", f"split {split!r} is empty", "choose another split", code="empty"
+        )
 
 
 def check_apart(
@@ -50,15 +53,10 @@ def check_apart(
     for field, one, other in pairs:
         num_shared, tar = _shared_samples(directory, manifest, one, other)
         if num_shared:
-            share = (
-                f"{num_shared:,} of the {manifest.splits[one].num_samples:,} samples of {one!r} are"
-                f" in {other!r} as well"
-            )
-            why = f"(in {tar}, for one), so its accuracy would mean nothing"
-            raise DatasetError(
-                f"{field}: {share} {why}; choose splits that share none, or cut them with data_prep"
-                " subset"
-            )
+            shared = f"{num_shared:,} of the {manifest.splits[one].num_samples:,} samples"
+            problem = f"{shared} of {one!r} are also in {other!r}, for example in {tar}"
+            fix = "choose splits without shared samples, or make them with data_prep subset"
+            raise DatasetError(field, problem, fix, code="conflict")
 
 
 def _shared_samples(
@@ -94,9 +92,11 @@ def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -
             for number, (own, other) in pairs
             if own != other
         )
-    raise ValueError(
-        f"dataset: {dataset} has other classes than the checkpoint ({detail}); probe or tune on it"
-        " first"
+    raise UserError(
+        "dataset",
+        f"{dataset} has other classes than the checkpoint ({detail})",
+        "probe or tune on it first",
+        code="mismatch",
     )
 
 

@@ -44,7 +44,10 @@ def check_config(config: str, *, command: str) -> None:
     these."""
     if Path(config).is_dir() or is_on_hub(config):
         raise SettingsError(
-            f"config: {config} is not a config file. Write {command} pretrained={config}"
+            "config",
+            f"{config} is not a config file",
+            f"write {command} pretrained={config}",
+            code="wrong-command",
         )
 
 

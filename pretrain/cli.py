@@ -1,12 +1,11 @@
 """Command line of the second floor: `pretrain start | train | preview | show | models | widths |
-plan | import | sync | serve`.
+plan | sync | serve`.
 
 Heavy imports wait until the config is known to be good. Long because the options of all verbs of
 the floor stand here.
 """
 
 import argparse
-import errno
 import os
 import shutil
 import sys
@@ -16,26 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from data_prep.errors import SettingsError, UserError
-from data_prep.exit_codes import OK, exit_code_of, message_of
+from data_prep.exit_codes import OK, run_command
 from data_prep.explain import Verbs, at_least, program
 from data_prep.interrupts import INTERRUPTED
-from data_prep.limits import limit_remedy
-from data_prep.local_copy import local_copy
-from data_prep.manifest import load_manifest
 from data_prep.progress import doing
-from data_prep.publish import Busy
-from data_prep.settings import differences, dump, load_settings, near_path, read_lines
+from data_prep.settings import differences, dump, load_settings, near_path
 from pretrain import start
-from pretrain.checkpoints.card import CONFIG
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.mirror import bring
+from pretrain.checkpoints.remote import fetch_run
 from pretrain.checkpoints.run import (
     check_branch,
     check_length,
     check_resume,
     check_settings,
     finished_result,
-    is_begun,
     list_checkpoints,
     load_run_settings,
     run_and_length,
@@ -50,7 +43,6 @@ from pretrain.config import (
 )
 from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
-from pretrain.models.spec import Activation
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World, free_port, rank_of, read_alone, read_world
@@ -60,40 +52,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return guarded("pretrain", _parser().parse_args(arguments))
-
-
-def guarded(program: str, options: argparse.Namespace) -> int:
-    """Runs the chosen verb. What the user can mend is its message alone; a mistake of ours keeps
-    its traceback."""
-    try:
-        return int(options.run(options))
-    except (ValueError, OSError) as error:
-        message, is_started = message_of(error), getattr(options, "started", False)
-        # before the start every rank finds the same mistake, so the first one reports it; later a
-        # rank may be alone with its error
-        alone = isinstance(error, OSError | Busy) or (
-            is_started and not getattr(error, "of_all_ranks", False)
-        )
-        code, remedy = exit_code_of(error, is_started=is_started), limit_remedy(error)
-        if isinstance(error, OSError):
-            is_ours = error.errno not in _MENDABLE and remedy is None
-        else:
-            is_ours = is_started and not isinstance(error, UserError)
-        if is_ours:
-            raise
-        if isinstance(error, OSError):
-            message = f"{error}; {remedy or 'fix that'}, and the same command resumes"
-    rank = rank_of()
-    if rank == 0 or alone:
-        print(
-            f"{program}: {message}" if rank == 0 else f"{program}, rank {rank}: {message}",
-            file=sys.stderr,
-        )
-    return code
-
-
-_MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+    return run_command("pretrain", _parser().parse_args(arguments), rank=rank_of())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,7 +73,7 @@ def _add_verbs(verbs: Verbs) -> None:
     train.epilog = """pretrain train configs/pretrain/demo_mlp.yaml dataset=data/mine run_dir=runs/mine epochs=20
 pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_dir=runs/mine lr=3e-4 precision=fp32
 pretrain train runs/mine
-pretrain train runs/mine epochs=40"""
+pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
     train.add_argument(
         "--ranks",
         type=at_least(1),
@@ -182,9 +141,6 @@ pretrain train runs/mine epochs=40"""
             ),
         )
     )
-    _add_import(
-        verbs.add_parser("import", help="make a folder like a checkpoint of foreign weights")
-    )
     sync = verbs.add_parser(
         "sync",
         help="deliver what a run's journal still holds to MLflow, or write it for another tool",
@@ -247,7 +203,7 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
         "--nodes", default="1,2,4,8,16,32", help="with commas between (default: 1,2,4,8,16,32)"
     )
     verb.add_argument("--gpus", type=at_least(1), default=4, help="of a node (default: 4)")
-    precisions, optimizers = ("fp32", "tf32", "bf16", "fp16"), ("lion", "sgd", "adamw", "lamb")
+    precisions, optimizers = ("fp32", "tf32", "bf16", "fp16"), ("lion", "sgd", "adamw")
     verb.add_argument(
         "--precision", choices=precisions, help="of the passes (default: the config's, or bf16)"
     )
@@ -293,38 +249,6 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=_plan)
 
 
-def _add_import(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "file", type=Path, help="a torch or safetensors file of scaling_mlps, or of a timm mixer_*"
-    )
-    verb.add_argument("--out", type=Path, required=True, help="the folder to write")
-    verb.add_argument(
-        "--classes", help="names: a text file with one per line, or a dataset; or their number"
-    )
-    verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
-    verb.add_argument(
-        "--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)"
-    )
-    verb.add_argument(
-        "--activation",
-        choices=get_args(Activation),
-        help="not in the weights (default: of the config beside the file, or gelu)",
-    )
-    both = (
-        "of a training file that holds both: the running average, or the weights as trained"
-        " (default: ema, as timm)"
-    )
-    verb.add_argument("--weights", choices=("ema", "raw"), default="ema", help=both)
-    for name in ("mean", "std"):
-        verb.add_argument(
-            f"--{name}", type=float, nargs=3, help="of the colours, on the scale 0..1"
-        )
-    verb.epilog = (
-        "pretrain import B-12_Wi-1024_res_64_cifar10 --out runs/public --classes data/cifar10"
-    )
-    verb.set_defaults(run=_import)
-
-
 def world_of(options: argparse.Namespace) -> World:
     """Of the ranks about to be started with --ranks, as their first one; else of this process."""
     return World(rank=0, local_rank=0, num_ranks=options.ranks) if options.ranks else read_world()
@@ -350,7 +274,7 @@ def _train(options: argparse.Namespace) -> int:
     run_dir = Path(settings.run_dir)
     world = world_of(options)
     check_settings(run_dir, settings)
-    bring(settings, world)
+    fetch_run(settings, world)
     result = finished_result(run_dir, settings)
     if result is not None:
         if world.is_first:
@@ -536,108 +460,64 @@ def _widths(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from pretrain.data.order import epoch_length
-    from pretrain.engine.zero_cost import Plan, plan_of, print_plan
+    from pretrain.engine.zero_cost import Cluster, Plan, in_hours, plan_of, print_plan
+    from pretrain.models.cost import cost_of
     from pretrain.models.listing import parse_channels
     from pretrain.models.presets import preset, spec_of
 
-    cluster = {
-        "name": options.model,
-        "num_nodes": parse_channels(options.nodes, field="--nodes"),
-        "gpus_per_node": options.gpus,
-        "gbit_per_s": options.gbit,
-        "gbit_per_s_inside": options.gbit_inside,
-        "teraflops": options.teraflops,
-    }
-    given = {
-        "global_batch_size": options.batch,
-        "precision": options.precision,
-        "micro_batch_size": options.micro_batch,
-    }
-    given |= {"stage": options.zero, "num_states": NUM_STATES.get(options.optimizer)}
-    given = {name: value for name, value in given.items() if value is not None}
+    num_nodes = parse_channels(options.nodes, field="--nodes")
+    cluster = Cluster(options.gpus, options.gbit, options.gbit_inside, options.teraflops)
     classes, size, samples = options.classes, options.image_size, options.samples
+    settings = None
     if options.model.endswith((".yaml", ".yml")):
         settings = load_settings(PretrainSettings, path=options.model, overrides=options.overrides)
-        size, last_batch = size or settings.data.image_size, settings.data.last_batch
+        size = size or settings.data.image_size
         if not (samples and classes and size):
             try:
                 data = load_training_data(settings.data)
-            except ValueError as error:
-                raise UserError(
-                    f"{error} (or give --samples, --classes and --image-size)"
-                ) from None
-            samples, classes, size = (
-                samples or data.num_samples,
-                classes or len(data.classes),
-                size or data.image_size,
-            )
-        plan = replace(plan_of(settings, num_classes=classes, image_size=size, **cluster), **given)
-        samples = epoch_length(
-            samples, global_batch_size=plan.global_batch_size, last_batch=last_batch
-        )
-        length = parse_length(settings.train.duration)
-        plan = replace(
-            plan,
-            num_steps=length.steps(global_batch_size=plan.global_batch_size, num_samples=samples),
-        )
+            except UserError as error:
+                error.fix = f"{error.fix} (or give --samples, --classes and --image-size)".strip()
+                raise
+            samples = samples or data.num_samples
+            classes = classes or len(data.classes)
+            size = size or data.image_size
+        plan = plan_of(settings, cluster, num_classes=classes, image_size=size)
     else:
-        known, spec = (
-            preset(options.model),
+        known = preset(options.model)
+        cost = cost_of(
             spec_of(options.model),
-        )  # or a word on what is named like it
-        sizes = {
-            "num_classes": classes or known.num_classes,
-            "image_size": size or known.image_size,
-        }
-        plan = Plan(spec=spec, **{"global_batch_size": 4096} | cluster | sizes | given)
-    wrong = [
-        count for count in plan.num_nodes if plan.global_batch_size % (count * plan.gpus_per_node)
-    ]
+            num_classes=classes or known.num_classes,
+            image_size=size or known.image_size,
+        )
+        plan = Plan(cost, options.batch or 4096, cluster)
+    plan = replace(
+        plan,
+        global_batch_size=options.batch or plan.global_batch_size,
+        precision=options.precision or plan.precision,
+        num_states=NUM_STATES.get(options.optimizer, plan.num_states),
+        stage=plan.stage if options.zero is None else options.zero,
+        micro_batch_size=options.micro_batch or plan.micro_batch_size,
+    )
+    wrong = [count for count in num_nodes if plan.global_batch_size % (count * options.gpus)]
     if wrong:
-        gpus = f"{wrong[0]} x {plan.gpus_per_node} GPUs"
-        raise ValueError(
-            f"--batch: {plan.global_batch_size} does not split over {gpus}; choose another, or"
-            " other --nodes"
-        )
-    print_plan(plan, console())
-    return OK
-
-
-def _import(options: argparse.Namespace) -> int:
-    file: Path = options.file
-    if not file.is_file():
-        inside = sorted(
-            path
-            for ending in ("safetensors", "bin", "pth", "pt")
-            for path in file.glob(f"*.{ending}")
-        )
-        such_as = f", such as {inside[0]}" if inside else ""
-        near = f"give the file of weights in it{such_as}" if file.exists() else near_path(file)
         raise UserError(
-            f"{file}: is {'a directory' if file.exists() else 'not there'};"
-            f" {near or 'give a file of weights'}"
+            "--batch",
+            f"{plan.global_batch_size} does not split over {wrong[0]} x {options.gpus} GPUs",
+            "choose another batch, or other --nodes",
+            code="bad-value",
         )
-    if (options.mean is None) != (options.std is None):
-        raise UserError("--mean and --std: one is given without the other; give both")
-    for name, values in (("mean", options.mean), ("std", options.std)):
-        if values and not all(
-            0 <= value <= 1 and value >= (name == "std") * 1e-3 for value in values
-        ):
-            row = " ".join(f"{value:.4g}" for value in values)
-            raise UserError(
-                f"--{name}: {row} is not on the scale 0..1; divide what is meant for 0..255 by 255"
-            )
-    if (
-        options.classes is not None and not options.classes.isdigit()
-    ):  # they are there, and can be read
-        dataset = local_copy(options.classes, storage=None)
-        load_manifest(dataset) if dataset.is_dir() else read_lines("--classes", options.classes)
-    if not (options.out / CONFIG).exists():
-        is_begun(options.out, {}, record=CONFIG, what="these weights", field="out", alone=True)
-    with doing("loading torch"):
-        from pretrain.checkpoints.importing import import_weights
-
-    print("\n".join(import_weights(options)))
+    print_plan(plan, num_nodes, console())
+    if settings is not None:
+        samples = epoch_length(
+            samples, global_batch_size=plan.global_batch_size, last_batch=settings.data.last_batch
+        )
+        num_steps = parse_length(settings.train.duration).steps(
+            global_batch_size=plan.global_batch_size, num_samples=samples
+        )
+        console().print(
+            f"at least {in_hours(plan.gpu_hours(num_steps))} GPU-hours: {num_steps:,} steps of"
+            f" only compute, at {options.teraflops:g} TFLOP/s a GPU"
+        )
     return OK
 
 

@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from data_prep.clients import recorded, without_secrets
+from data_prep.errors import SettingsError, UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import Filter
 from data_prep.settings import Settings
@@ -32,6 +33,7 @@ from pretrain.auto_augment import parse_policy
 from pretrain.models.presets import NamedModel, expand_preset
 from pretrain.models.spec import ModelSpec, nearest_divisor
 from pretrain.ranks.settings import RanksSettings
+from pretrain.record import RecordSettings
 
 Interpolation = Literal["bilinear", "bicubic", "area", "random"]
 PaddingMode = Literal["constant", "reflect"]
@@ -41,7 +43,7 @@ LastBatch = Literal["carry", "drop", "pad"]
 MixWith = Literal["neighbour", "previous"]
 SinkName = Literal["tensorboard", "wandb"]
 
-MIRRORS = ("s3", "gs", "gcs", "az", "abfs", "abfss", "file")
+REMOTES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "file")
 """What can be written to, listed and pruned."""
 
 Unit = Literal["steps", "epochs", "samples"]
@@ -103,8 +105,8 @@ def _kept_out(remedy: str) -> AfterValidator:
 _ELSEWHERE = "give it in data.storage (params={NAME: VALUE} of http), or in a list as a variable"
 Address = Annotated[str, _kept_out(_ELSEWHERE), PlainSerializer(recorded, return_type=str)]
 """No dump of the settings holds a command."""
-_OF_MIRROR = (
-    "give credentials in checkpoint.mirror_storage, or where the store's own tools have them"
+_OF_REMOTE = (
+    "give credentials in checkpoint.remote_storage, or where the store's own tools have them"
 )
 OF_SERVER = (
     "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database its own, such as"
@@ -163,9 +165,11 @@ class PixelOrder(Settings):
     @model_validator(mode="after")
     def _there_is_an_order(self) -> Self:
         if self.permute == "before" and self.pixel_permutation is None:
-            raise ValueError(
-                "data.permute: before changes nothing without an order; set data.pixel_permutation,"
-                " such as 0"
+            raise SettingsError(
+                "data.permute",
+                "before changes nothing without an order",
+                "set data.pixel_permutation, such as 0",
+                code="conflict",
             )
         return self
 
@@ -259,23 +263,33 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     def _mixture_fits(self) -> "DataSettings":
         weights = [self.weight, *(other.weight for other in self.also)]
         if not self.also and self.weight is not None:
-            raise ValueError(
-                "data.weight: stands alone; it weighs `dataset` against those of data.also"
+            raise SettingsError(
+                "data.weight",
+                "a single dataset has no weight",
+                "set data.also, or leave it out",
+                code="conflict",
             )
         if None in weights and any(weight is not None for weight in weights):
-            raise ValueError(
-                "data.weight: give one to `dataset` and to each of data.also, or to none"
+            raise SettingsError(
+                "data.weight",
+                "some datasets have a weight and others have none",
+                "give one to `dataset` and to each of data.also, or to none",
+                code="conflict",
             )
         if self.also and self.fold is not None:
-            raise ValueError(
-                f"data.fold: {self.fold} will not do with data.also; train on one dataset's fold"
-                " alone"
+            raise SettingsError(
+                "data.fold",
+                f"{self.fold} is not valid with data.also",
+                "train on one dataset's fold alone",
+                code="conflict",
             )
         if self.also and self.last_batch != "carry":
-            fault = f"{self.last_batch!r} will not do with data.also"
-            raise ValueError(
-                f"data.last_batch: {fault}, whose datasets end at different times; leave it at"
-                " carry"
+            fault = f"{self.last_batch!r} is not valid with data.also"
+            raise SettingsError(
+                "data.last_batch",
+                f"{fault}, whose datasets end at different times",
+                "leave it at carry",
+                code="conflict",
             )
         return self
 
@@ -288,17 +302,21 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
                 if getattr(self, name) != field.default
             )
             if (name := next(changed, None)) is not None:
-                raise ValueError(
-                    f"data.{name}: changes nothing without a stream; set data.stream=true, or leave"
-                    " it out"
+                raise SettingsError(
+                    f"data.{name}",
+                    "changes nothing without a stream",
+                    "set data.stream=true, or leave it out",
+                    code="conflict",
                 )
             return self
         needed = {"num_classes": 1000, "samples_per_epoch": 1281167, "image_size": 64}
         for name, example in needed.items():
             if getattr(self, name) is None:
-                raise ValueError(
-                    f"data.{name}: missing; nothing else says it of a stream: set data.{name}, such"
-                    f" as {example}"
+                raise SettingsError(
+                    f"data.{name}",
+                    "a stream does not say it",
+                    f"set data.{name}, such as {example}",
+                    code="missing-value",
                 )
         other = {"also": (), "fold": None, "stage_dir": None, "last_batch": "carry"}
         if (
@@ -306,20 +324,22 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
                 (name for name, default in other.items() if getattr(self, name) != default), ""
             )
         ) != "":
-            raise ValueError(
-                f"data.{name}: will not do with data.stream; leave it out, or index the shards with"
-                " data_prep index"
+            raise SettingsError(
+                f"data.{name}",
+                "is not valid with data.stream",
+                "leave it out, or index the shards with data_prep index",
+                code="conflict",
             )
         if (self.eval_split is None) != (self.eval_dataset is None):
             fault = (
-                f"{self.eval_split or 'null'} will not do with data.eval_dataset"
+                f"{self.eval_split or 'null'} is not valid with data.eval_dataset"
                 f" {self.eval_dataset or 'null'}"
             )
             why = (
-                "a stream has no splits, and only an indexed dataset can be evaluated on; set both,"
+                "only an indexed dataset can be evaluated on, so set both,"
                 " or data.eval_split=null alone"
             )
-            raise ValueError(f"data.eval_split: {fault}: {why}")
+            raise SettingsError("data.eval_split", fault, why, code="conflict")
         return self
 
     @property
@@ -384,16 +404,20 @@ class AugmentSettings(Settings):
             ("crop_ratio", self.crop_ratio, 10.0),
         ):
             if bounds is not None and not 0 < bounds[0] <= bounds[1] <= top:
-                raise ValueError(
-                    f"augment.{name}: {list(bounds)} will not do; write [low, high] with 0 < low <="
-                    f" high <= {top:g}"
+                raise SettingsError(
+                    f"augment.{name}",
+                    f"{list(bounds)} is not valid",
+                    f"write [low, high] with 0 < low <= high <= {top:g}",
+                    code="bad-value",
                 )
         if self.crop_padding and self.crop_scale is not None:
-            crops_too = (
-                f"will not do with crop_scale {list(self.crop_scale)}, which crops too; set"
-                " crop_padding=0 or crop_scale=null"
+            crops_too = f"is not valid with crop_scale {list(self.crop_scale)}, which crops too"
+            raise SettingsError(
+                "augment.crop_padding",
+                f"{self.crop_padding} {crops_too}",
+                "set crop_padding=0 or crop_scale=null",
+                code="conflict",
             )
-            raise ValueError(f"augment.crop_padding: {self.crop_padding} {crops_too}")
         if self.auto_augment is not None:
             parse_policy(self.auto_augment)
         return self
@@ -454,8 +478,8 @@ class AugmentSettings(Settings):
 
 class OptimizerSettings(Settings):
     example_with: ClassVar = {"nesterov": "{}name=sgd"}
-    name: Literal["lion", "adamw", "sgd", "lamb"] = "lion"
-    """lion is the one of the papers' MLPs; lamb is for very large batches."""
+    name: Literal["lion", "adamw", "sgd"] = "lion"
+    """The papers' MLPs use lion."""
     lr: float = Field(1e-4, gt=0)
     """Learning rate after the warm-up, from which the schedule falls."""
     weight_decay: float = Field(1e-3, ge=0)
@@ -463,7 +487,7 @@ class OptimizerSettings(Settings):
     decay: Literal["matrices", "all"] = "matrices"
     """What is decayed: matrices only, or norms and biases, too, as in paper B's code."""
     betas: tuple[float, float] | None = Field(None, examples=[[0.9, 0.99]])
-    """By default (0.9, 0.99) for lion, (0.9, 0.999) for adamw and lamb."""
+    """By default (0.9, 0.99) for lion, (0.9, 0.999) for adamw."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """For sgd alone."""
     nesterov: bool = True
@@ -477,24 +501,33 @@ class OptimizerSettings(Settings):
     @model_validator(mode="after")
     def _betas_fit(self) -> "OptimizerSettings":
         if self.betas is not None and self.name == "sgd":
-            raise ValueError(
-                "optimizer.betas: sgd has none; set optimizer.momentum, or choose lion, adamw or"
-                " lamb"
+            raise SettingsError(
+                "optimizer.betas",
+                "sgd has no betas",
+                "set optimizer.momentum, or choose lion or adamw",
+                code="conflict",
             )
         if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(
-                f"optimizer.betas: {list(self.betas)} will not do; each must be in [0, 1), such as"
-                " [0.9, 0.99]"
+            raise SettingsError(
+                "optimizer.betas",
+                f"{list(self.betas)} is not valid",
+                "each must be in [0, 1), such as [0.9, 0.99]",
+                code="bad-value",
             )
         if self.name != "sgd" and self.momentum != 0.9:
             remedy = "set optimizer.betas, or leave it at 0.9"
-            raise ValueError(
-                f"optimizer.momentum: {self.momentum} changes nothing with {self.name}; {remedy}"
+            raise SettingsError(
+                "optimizer.momentum",
+                f"{self.momentum} changes nothing with {self.name}",
+                remedy,
+                code="conflict",
             )
         if not self.nesterov and self.name != "sgd":
-            raise ValueError(
-                f"optimizer.nesterov: false changes nothing with {self.name}; leave it out, or"
-                " choose sgd"
+            raise SettingsError(
+                "optimizer.nesterov",
+                f"false changes nothing with {self.name}",
+                "leave it out, or choose sgd",
+                code="conflict",
             )
         return self
 
@@ -521,7 +554,7 @@ def _number_or_auto(value: object) -> object:
     """The two forms have one message: pydantic would have one for each."""
     if value in (None, "auto") or (type(value) is int and value >= 1):
         return value
-    raise ValueError(f"{value!r} will not do; give a whole number of at least 1, or auto")
+    raise ValueError(f"{value!r} is not valid; give a whole number of at least 1, or auto")
 
 
 class TrainSettings(Settings):
@@ -589,9 +622,11 @@ class EngineSettings(PassSettings):
     def _graphs_can_be_recorded(self) -> "EngineSettings":
         if self.cuda_graphs and (self.zero_stage or not self.compile):
             remedy = "set both, or leave it out"
-            raise ValueError(
-                "engine.cuda_graphs: true needs engine.compile=true and engine.zero_stage=0;"
-                f" {remedy}"
+            raise SettingsError(
+                "engine.cuda_graphs",
+                "true needs engine.compile=true and engine.zero_stage=0",
+                remedy,
+                code="conflict",
             )
         return self
 
@@ -601,15 +636,17 @@ class EngineSettings(PassSettings):
         if self.zero_stage < least:
             less = "optimizer" if self.offload == "all" and self.zero_stage else "none"
             needed = f"engine.zero_stage {least} or more, not {self.zero_stage}"
-            raise ValueError(
-                f"engine.offload: {self.offload!r} needs {needed}; raise it, or set offload to"
-                f" {less}"
+            raise SettingsError(
+                "engine.offload",
+                f"{self.offload!r} needs {needed}",
+                f"raise it, or set offload to {less}",
+                code="conflict",
             )
         return self
 
 
 class CheckpointSettings(Settings):
-    example_with: ClassVar = {"mirror_storage": "{}mirror=s3://bucket/run"}
+    example_with: ClassVar = {"remote_storage": "{}remote=s3://bucket/run"}
     every: Cadence = "1 epochs"
     """How often a checkpoint is made; the end of training makes one, too."""
     keep_last: int = Field(2, ge=1)
@@ -624,42 +661,36 @@ class CheckpointSettings(Settings):
     """An evaluation with the highest top-1 so far makes a checkpoint, which stays until there is a
     better one; see RUN/checkpoints/best.json. By default wherever there is an evaluation
     (data.eval_split)."""
-    mirror: Annotated[str, _kept_out(_OF_MIRROR)] | None = Field(
+    remote: Annotated[str, _kept_out(_OF_REMOTE)] | None = Field(
         None, examples=["s3://bucket/runs/mine"]
     )
-    """A place in a store (s3, gs, az, file) for this run alone. Checkpoints, journal and config are
-    brought there behind training, and a start goes on from the newest checkpoint of both: run_dir
-    may lie on each node's own disk."""
-    mirror_storage: dict[str, Any] = Field(
+    """A folder in a bucket (s3, gs, az, file) for this run only. Checkpoints, event log and config
+    are uploaded in the background, and a start fetches the newest complete checkpoint. run_dir may
+    then be on each node's own disk."""
+    remote_storage: dict[str, Any] = Field(
         default_factory=dict, exclude=True, examples=[{"endpoint_url": "https://minio:9000"}]
     )
-    """Options for fsspec, as data.storage. They may be secrets, so no dump of the settings holds
-    them."""
+    """Options for fsspec, as data.storage. They may be secrets, so they are stored nowhere."""
     grace_s: float = Field(30.0, ge=1)
-    """Seconds from SIGTERM until this process is killed (Kubernetes gives 30, most spot offers
-    120): for so long a run that is stopped waits until its last checkpoint is in the mirror. If it
-    is not whole there by then, the one before counts there."""
+    """Seconds from SIGTERM until this process is killed (Kubernetes: 30, most spot offers: 120).
+    A stopped run waits that long for the upload of its last checkpoint. Without a complete upload
+    the next start on another disk resumes from an earlier checkpoint."""
 
     @model_validator(mode="after")
-    def _mirror_is_a_store(self) -> Self:
-        kind, _, place = (self.mirror or "s3://run").partition("://")
-        if kind not in MIRRORS or not place.strip("/"):
-            raise ValueError(
-                f"checkpoint.mirror: {kind!r} will not do; write s3://BUCKET/RUN, or gs, az, file"
-                " in the place of s3"
-            )
+    def _remote_is_a_bucket(self) -> Self:
+        kind, _, place = (self.remote or "s3://run").partition("://")
+        field = "checkpoint.remote"
+        if kind not in REMOTES or not place.strip("/"):
+            fix = "Write s3://BUCKET/RUN, or use gs, az or file instead of s3"
+            raise UserError(field, f"{kind!r} is not a bucket", fix, code="bad-value")
         if "?" in place:
-            raise ValueError(
-                "checkpoint.mirror: no more than an address belongs here; leave out what begins"
-                " with ?"
-            )
+            fix = "Remove the part that begins with ?"
+            raise UserError(field, "an address has no query", fix, code="bad-value")
         if (
-            self.mirror_storage and self.mirror is None and "mirror" not in self.model_fields_set
-        ):  # null goes on without it
-            raise ValueError(
-                "checkpoint.mirror_storage: there is no mirror; set checkpoint.mirror, or leave"
-                " it out"
-            )
+            self.remote_storage and self.remote is None and "remote" not in self.model_fields_set
+        ):  # null resumes without it
+            problem, fix = "checkpoint.remote is not set", f"Set {field}, or remove these options"
+            raise UserError("checkpoint.remote_storage", problem, fix, code="conflict")
         return self
 
 
@@ -689,16 +720,25 @@ class TrackingSettings(Settings):
     @model_validator(mode="after")
     def _sinks_need_a_deliverer(self) -> Self:
         if self.sinks and not self.enabled:
-            raise ValueError(
-                "sinks: are written by what delivers to MLflow; set enabled=true, or `pretrain sync"
-                " RUN --to` later"
+            raise SettingsError(
+                "sinks",
+                "tracking is off, which writes them",
+                "set enabled=true, or `pretrain sync RUN --to` later",
+                code="conflict",
             )
         return self
 
 
 def check_installed(*sinks: str) -> None:
-    if "wandb" in sinks and find_spec("wandb") is None:
-        raise ValueError("wandb: is not installed; pip install 'wide-mlps[wandb]'")
+    modules = {"wandb": "wandb", "tensorboard": "tensorboardX"}
+    for sink in sinks:
+        if find_spec(modules[sink]) is None:
+            raise UserError(
+                "sinks",
+                f"{modules[sink]} is not installed",
+                f"pip install 'wide-mlps[{sink}]'",
+                code="missing-library",
+            )
 
 
 Resume = Literal["auto", "must", "never"]
@@ -720,33 +760,40 @@ class TrainingSettings(Settings):
     train: TrainSettings
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
+    record: RecordSettings = RecordSettings()
 
     @model_validator(mode="after")
     def _batches_can_be_cut(self) -> Self:
         whole, local = self.train.global_batch_size, self.train.local_batch_size
         if isinstance(local, int) and whole % local:
             fault = f"{local} does not divide global_batch_size {whole}"
-            raise ValueError(
-                f"train.local_batch_size: {fault}; the nearest that does is"
-                f" {nearest_divisor(whole, local)}"
+            raise SettingsError(
+                "train.local_batch_size",
+                fault,
+                f"the nearest that does is {nearest_divisor(whole, local)}",
+                code="bad-value",
             )
         size, field = (
             (local, "local_batch_size") if isinstance(local, int) else (whole, "global_batch_size")
         )
         if self.augment.mixes_pairs and size % 2:
             off = " ".join(f"augment.{alpha}=0" for alpha in self.augment.mixing.values())
-            raise ValueError(
-                f"train.{field}: {size} is odd, but {_pairing(self.augment)}; make it even, or set"
-                f" {off}"
+            raise SettingsError(
+                f"train.{field}",
+                f"{size} is odd, but {_pairing(self.augment)}",
+                f"make it even, or set {off}",
+                code="conflict",
             )
         return self
 
     @model_validator(mode="after")
     def _stream_can_be_mixed(self) -> Self:
         if self.data.stream and self.augment.mixes_previous:
-            raise ValueError(
-                "augment.mix_with: 'previous' will not do with data.stream, whose ranks know no"
-                " order; set neighbour"
+            raise SettingsError(
+                "augment.mix_with",
+                "'previous' is not valid with data.stream, whose ranks know no order",
+                "set neighbour",
+                code="conflict",
             )
         return self
 
@@ -758,8 +805,10 @@ class TrainingSettings(Settings):
     @model_validator(mode="after")
     def _best_is_known(self) -> Self:
         if self.checkpoint.keep_best and self.data.eval_split is None:
-            why = "true will not do with data.eval_split null: nothing says which is best"
-            raise ValueError(f"checkpoint.keep_best: {why}; name a split, or set keep_best=false")
+            why = "true is not valid with data.eval_split null: nothing says which is best"
+            raise SettingsError(
+                "checkpoint.keep_best", why, "name a split, or set keep_best=false", code="conflict"
+            )
         return self
 
 
@@ -780,9 +829,11 @@ class PretrainSettings(TrainingSettings):
     @model_validator(mode="after")
     def _compiles(self) -> Self:
         if self.engine.compile and self.engine.zero_stage == 3:
-            raise ValueError(
-                "engine.compile: true will not do with engine.zero_stage 3, where it gains nothing;"
-                " change one of them"
+            raise SettingsError(
+                "engine.compile",
+                "true is not valid with engine.zero_stage 3, where it gains nothing",
+                "change one of them",
+                code="conflict",
             )
         return self
 
@@ -790,14 +841,18 @@ class PretrainSettings(TrainingSettings):
 def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optimizer.lr") -> None:
     first_lr, final_lr = schedule.warmup_from, schedule.final_lr
     if final_lr > lr:
-        raise ValueError(
-            f"schedule.final_lr: {final_lr} is above {field} {lr}; {schedule.name} falls, so set it"
-            " lower"
+        raise SettingsError(
+            "schedule.final_lr",
+            f"{final_lr} is above {field} {lr}",
+            f"{schedule.name} falls, so set it lower",
+            code="conflict",
         )
     if schedule.name == "constant" and final_lr:
-        raise ValueError(
-            f"schedule.final_lr: {final_lr} changes nothing with constant; leave it out, or choose"
-            " cosine or linear"
+        raise SettingsError(
+            "schedule.final_lr",
+            f"{final_lr} changes nothing with constant",
+            "leave it out, or choose cosine or linear",
+            code="conflict",
         )
     if (parse_length(schedule.cooldown).amount > 0) != (schedule.name == "wsd"):
         remedy = (
@@ -805,18 +860,25 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
             if schedule.name == "wsd"
             else "leave it out, or choose wsd"
         )
-        raise ValueError(
-            f"schedule.cooldown: {schedule.cooldown!r} will not do with {schedule.name}; {remedy}"
+        raise SettingsError(
+            "schedule.cooldown",
+            f"{schedule.cooldown!r} is not valid with {schedule.name}",
+            remedy,
+            code="conflict",
         )
     if first_lr is not None and first_lr > lr:
-        raise ValueError(
-            f"schedule.warmup_from: {first_lr} is above {field} {lr}; a warm-up rises, so set it"
-            " lower"
+        raise SettingsError(
+            "schedule.warmup_from",
+            f"{first_lr} is above {field} {lr}",
+            "a warm-up rises, so set it lower",
+            code="conflict",
         )
     if first_lr is not None and parse_length(schedule.warmup).amount == 0:
-        raise ValueError(
-            f"schedule.warmup_from: {first_lr} changes nothing without a warm-up; set"
-            " schedule.warmup='5 epochs'"
+        raise SettingsError(
+            "schedule.warmup_from",
+            f"{first_lr} changes nothing without a warm-up",
+            "set schedule.warmup='5 epochs'",
+            code="conflict",
         )
 
 
@@ -827,9 +889,11 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
     if whole % num_ranks:
         low, high = whole // num_ranks * num_ranks, -(-whole // num_ranks) * num_ranks
         near = f"{low} or {high}" if low else f"{high}"
-        raise ValueError(
-            f"train.global_batch_size: {whole} does not split over {num_ranks} ranks; the nearest"
-            f" that does is {near}"
+        raise SettingsError(
+            "train.global_batch_size",
+            f"{whole} does not split over {num_ranks} ranks",
+            f"the nearest that does is {near}",
+            code="conflict",
         )
     share = whole // num_ranks
     local = train.local_batch_size if isinstance(train.local_batch_size, int) else share
@@ -838,14 +902,18 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
             f"{local} does not divide a rank's share of {share} (global_batch_size {whole} on"
             f" {num_ranks} ranks)"
         )
-        raise ValueError(
-            f"train.local_batch_size: {fault}; the nearest that does is"
-            f" {nearest_divisor(share, local)}"
+        raise SettingsError(
+            "train.local_batch_size",
+            fault,
+            f"the nearest that does is {nearest_divisor(share, local)}",
+            code="bad-value",
         )
     if augment.mixes_pairs and local % 2:
-        raise ValueError(
-            f"train.local_batch_size: {local} on {num_ranks} ranks is odd, but {_pairing(augment)};"
-            " make it even"
+        raise SettingsError(
+            "train.local_batch_size",
+            f"{local} on {num_ranks} ranks is odd, but {_pairing(augment)}",
+            "make it even",
+            code="conflict",
         )
     return local
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 PROGRAMS = {
     **{name: f"{name}.cli" for name in ("data_prep", "pretrain", "finetune", "analysis")},
-    **{f"cluster/{name}": f"cluster.{name}" for name in ("submit", "doctor")},
+    "cluster/submit": "cluster.submit",
     "wide-mlps": "cluster.cli",
 }
 HEAVY = [

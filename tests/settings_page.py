@@ -43,11 +43,7 @@ after `eval "$(register-python-argcomplete data_prep pretrain finetune analysis 
 
 
 def verbs_of(name: str) -> dict[str, argparse.ArgumentParser]:
-    parser = program(name, description="", add_verbs=ADD_VERBS[name])
-    (verbs,) = [
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    ]
-    return dict(verbs.choices)
+    return dict(program(name, description="", add_verbs=ADD_VERBS[name]).commands)
 
 
 def pages() -> dict[Path, str]:

@@ -34,11 +34,11 @@ PROGRAMS = {
 @pytest.mark.parametrize(
     ("error", "before", "after"),
     [
-        (SettingsError("lr: bad"), BAD_INPUT, BAD_INPUT),
+        (SettingsError("lr", "is bad", code="bad-value"), BAD_INPUT, BAD_INPUT),
         (WeightsError("do not fit"), BAD_INPUT, BAD_INPUT),
         (CheckpointError("not written"), BAD_INPUT, FAILED),
-        (UserError("another node differs"), BAD_INPUT, FAILED),
-        (Busy("held"), BUSY, BUSY),
+        (UserError("model", "another node differs", code="mismatch"), BAD_INPUT, FAILED),
+        (Busy("out", "is held", code="busy"), BUSY, BUSY),
         (OSError(errno.ENOSPC, "disk full"), FAILED, FAILED),
         (FileNotFoundError(errno.ENOENT, "no such file"), BAD_INPUT, FAILED),
         (ValueError("from a library"), BAD_INPUT, FAILED),
@@ -53,7 +53,7 @@ def test_an_error_has_one_code(error: ValueError | OSError, before: int, after: 
     "typed",
     [
         "data_prep build nowhere.yaml", "pretrain train nowhere.yaml", "finetune probe nowhere.yaml", "analysis table nowhere",
-        "wide-mlps list nowhere.yaml", "data_prep verify nowhere", "pretrain import nowhere.pth --out o",
+        "wide-mlps list nowhere.yaml", "data_prep verify nowhere", "finetune import nowhere.pth --out o",
         "finetune evaluate nowhere.yaml",
     ],
 )  # fmt: skip

@@ -299,12 +299,7 @@ def auto_size(name: str, share: int, share_on_cpu: int, device: torch.device) ->
         model = build_model(spec_of(name), num_classes=1000, image_size=size, seed=0)
         began_s = time.perf_counter()
         found = micro_batch_size(
-            model,
-            settings=settings,
-            num_classes=1000,
-            image_size=size,
-            device=device,
-            world=read_world(),
+            model, settings=settings, image_size=size, device=device, world=read_world()
         )
     return found > 0, f"{found:,} of a share of {share:,} in {time.perf_counter() - began_s:.1f} s"
 
@@ -443,7 +438,7 @@ def checks() -> dict[str, Check]:
         found[f"pictures, {name}"] = partial(same_pictures, settings, from_px, to_px, tolerance)
     found["loss"] = loss_is_the_same
     found["LION of a shard"] = same_shards
-    for name in ("lion", "adamw", "lamb", "sgd"):
+    for name in ("lion", "adamw", "sgd"):
         found[f"optimizer {name}"] = partial(same_steps, name)
     for name, (spec, size) in models().items():
         found[f"model {name}"] = partial(same_gradients, spec, size, batch=8)

@@ -67,7 +67,6 @@ steps z3-offload engine.zero_stage=3 engine.precision=bf16 engine.offload=all
 steps auto engine.zero_stage=1 engine.precision=bf16 train.local_batch_size=auto
 steps recompute engine.zero_stage=1 engine.precision=bf16 engine.activation_checkpointing=true
 steps adamw-ema engine.zero_stage=1 engine.precision=bf16 optimizer.name=adamw train.ema_decay=0.9
-steps lamb engine.zero_stage=2 engine.precision=bf16 optimizer.name=lamb
 steps sgd engine.zero_stage=1 engine.precision=bf16 optimizer.name=sgd optimizer.lr=0.01
 mixer recipe engine.zero_stage=1 engine.precision=bf16 "$recipe"
 mixer recipe-compiled engine.zero_stage=1 engine.precision=bf16 engine.compile=true "$recipe"

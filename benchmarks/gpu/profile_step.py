@@ -82,7 +82,7 @@ def mark_phases(engine: DeepSpeedEngine) -> list[str]:
         (whole, "backward", "backward"),
     ]
     if update is not None:  # stages 1 and 2, without offload and fp16: sharded_update.py
-        marks += [(zero, "step", "update, gather"), (update, "_norm", "norm")]
+        marks += [(update, "step", "update, gather"), (update, "_norm", "norm")]
         marks += [
             (
                 update._plain,

@@ -1,2 +1,1 @@
-"""What archives are made of, whatever their layout: folders, zips, compressed tars, the inventory
-of all that they hold."""
+"""Parts that archive layouts share: folders, compressed tars, label tables, the inventory."""

@@ -1,135 +1,120 @@
-"""Picture files below a folder: listed with size and time of change, and read only if they are
-still the ones that were listed.
+"""Image files below a folder: listed with size and time of change, and read only if unchanged.
 
-What is no plain file (a pipe, a link to nowhere) is listed, too, and rejected with its reason when
-it is read; where only folders belong it may stand for one of them, and is refused. What begins with
-a dot is not there. A link to a folder is followed, unless it leads to a folder that it lies in.
+Pipes and broken links are listed, too; reading them is a rejection. Among the folders of classes or
+splits they are an error. Hidden files are ignored. A link to a folder is followed, unless it leads
+to a folder that contains the link.
 """
 
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from data_prep.archives.guard import OF_THE_MACHINE, SourceError
+from data_prep.archives.guard import OF_THE_MACHINE, SourceError, changed
 from data_prep.archives.inventory import Container, Entry
 from data_prep.images.rejection import Rejection
 from data_prep.manifest import PICTURES
 
 Row = tuple[str, int, int]
-"""Path below a folder, time of change in ns, bytes: as `Entries.of` takes them."""
-NOWHERE, NOT_PLAIN, NO_PICTURE = -1, -2, -3
-"""The sizes that are listed for what cannot be read, and for what need not be."""
+"""Path below a folder, time of change in ns, number of bytes (for `Entries.of`)."""
+NOWHERE, NOT_PLAIN, NO_IMAGE = -1, -2, -3
+"""Sizes that stand for broken links, for pipes and devices, and for files that are no images."""
 _WHY = {NOWHERE: "a link to nowhere", NOT_PLAIN: "a pipe or a device"}
-_UPWARD = "a link to a folder that it lies in"
+_UPWARD = "a link to a folder that contains it"
 ENDINGS = (*PICTURES, ".avif", ".heic", ".heif", ".jp2", ".jxl")
-"""With those of pictures that are not read here: they are rejected, not left out."""
+"""Endings of images, including unsupported formats: these are rejected, not left out."""
 _FIRST_BYTES = re.compile(
     rb"\xff\xd8\xff|\x89PNG|GIF8|BM....\0\0\0\0|II\*\0|MM\0\*|RIFF....WEBP|P[1-6]\s+[0-9#]|....ftyp(?:avi[fs]|hei[cfx]|mif1)|"
     rb"\0\0\0\x0c(?:JXL|jP)|\xff\x0a",
     re.DOTALL,
 )
-"""Of a picture without an ending, in every format that people download."""
+"""First bytes of images, for files without an ending."""
 
 
-def list_files(root: Path) -> list[Row]:
-    """Every file."""
-    return list(_walk(str(root), "", _above(root)))
+def walk_files(root: Path) -> Iterator[Row]:
+    """Yield every file, sorted within each folder."""
+    yield from _walk(str(root), "", _above(root))
 
 
-def walk_pictures(root: Path) -> Iterator[Row]:
-    """The same, as they are asked for; what neither ends nor begins as a picture does has the size
-    NO_PICTURE."""
-    for row in _walk(str(root), "", _above(root)):
+def walk_images(root: Path) -> Iterator[Row]:
+    """Yield every file; files that are no images, by ending and first bytes, are NO_IMAGE."""
+    for row in walk_files(root):
         name, _, num_bytes = row
-        # its ending first: a Path of each file would cost as much as the walk
-        yield (
-            row
-            if num_bytes < 0 or name.lower().endswith(ENDINGS) or is_picture(root / name)
-            else (name, 0, NO_PICTURE)
-        )
+        # the ending first: a Path per file would cost as much as the walk
+        is_input = num_bytes < 0 or name.lower().endswith(ENDINGS) or is_image(root / name)
+        yield row if is_input else (name, 0, NO_IMAGE)
 
 
 def read_file(root: Path, entry: Entry) -> bytes:
-    """The file of an entry of `list_files`, whose container is a folder below `root`."""
+    """Return the content of a listed file; the container is a folder below `root`."""
     if entry.num_bytes in _WHY:
         raise Rejection("not_a_file", _WHY[entry.num_bytes])
-    # unbuffered, and no Path: half the time of read_bytes() on small files
+    # unbuffered and without a Path: half the time of read_bytes() on small files
     with open(f"{root}/{entry.locator}", "rb", buffering=0) as file:
         data = file.read()
         changed_ns = _changed_ns(os.fstat(file.fileno()))
     if len(data) != entry.num_bytes or changed_ns != entry.offset:
-        raise SourceError(
-            f"{entry.locator}: {len(data):,} bytes, {entry.num_bytes:,} when it was listed, or"
-            " changed since; the source must stay as it is while it is read (and copies of it must"
-            " keep their times: cp -p, rsync -a); run the command again"
-        )
+        raise changed(entry.locator)
     return data
 
 
 def changed_in_folder(
-    root: Path,
-    container: Container,
-    listed: Iterable[Entry],
-    *,
-    walk: Callable[[Path], Iterable[Row]] = list_files,
+    container: Container, listed: Iterable[Entry], now: Iterable[Row]
 ) -> list[str]:
-    """The files of a container, a folder below `root`, that are not those that `walk` listed."""
+    """Return the files of a folder that were added, removed or changed since the listing."""
     before = {(entry.name, entry.offset, entry.num_bytes) for entry in listed}
     try:
-        now = set(walk(root / container.path))
+        changes = before ^ set(now)
     except FileNotFoundError:
-        now = set()
-    return sorted(
-        {
-            f"{container.path}/{name}".lstrip("/")
-            for name, _, num_bytes in before ^ now
-            if num_bytes != NO_PICTURE
-        }
-    )
+        changes = before
+    names = {name for name, _, num_bytes in changes if num_bytes != NO_IMAGE}
+    return sorted(f"{container.path}/{name}".lstrip("/") for name in names)
 
 
-def only_folders(place: Path, *, of: str, remedy: str = "move them") -> list[str]:
-    """The folders in `place`, where nothing else belongs that might be data."""
-    folders, files = sort_out(place)
-    refuse_loose(place, files, of=of, remedy=remedy)
+def only_folders(place: Path, *, of: str, fix: str = "move them into folders") -> list[str]:
+    """Return the folders in `place`; raise SourceError if image files are next to them."""
+    folders, files = folders_and_files(place)
+    refuse_loose_images(place, files, of=of, fix=fix)
     return folders
 
 
-def refuse_loose(place: Path, files: Iterable[str], *, of: str, remedy: str = "move them") -> None:
-    """Of the files in `place`, those that are pictures, which belong into folders."""
-    loose = [name for name in files if is_picture(place / name)]
+def refuse_loose_images(
+    place: Path, files: Iterable[str], *, of: str, fix: str = "move them into folders"
+) -> None:
+    loose = [name for name in files if is_image(place / name)]
     if loose:
         raise SourceError(
-            f"source.path: {len(loose):,} pictures lie in {place} itself, in no {of}"
-            f" ({', '.join(loose[:3])}); {remedy}"
+            "source.path",
+            f"{len(loose):,} images are in {place} itself, in no {of} ({', '.join(loose[:3])})",
+            fix,
+            code="unknown-format",
         )
 
 
-def sort_out(place: Path) -> tuple[list[str], list[str]]:
-    """The folders and the files right in `place`. What is neither may stand for a class or a split,
-    and is refused, and so is a link to all of them (issue 17: `all -> .` was a class that held
-    every picture again)."""
+def folders_and_files(place: Path) -> tuple[list[str], list[str]]:
+    """Return the folders and the files in `place`.
+
+    Anything else may stand for a class or a split, so it is an error. So is a link to a containing
+    folder (issue 17: `all -> .` was a class that held every image again)."""
     above = _above(place)
     kinds = {entry.name: kind_of(entry, above) for entry in _visible(place)}
     odd = [f"{name}: {kind}" for name, kind in kinds.items() if kind not in ("folder", "file")]
     if odd:
         raise SourceError(
-            f"source.path: {place} holds {len(odd):,} entries that are neither folders nor files of"
-            f" its own ({', '.join(odd[:3])}); each may stand for a class or a split: mend or"
-            " remove them"
+            "source.path",
+            f"{len(odd):,} entries of {place} are neither folders nor files ({', '.join(odd[:3])})",
+            "fix or remove them: each may stand for a class or a split",
+            code="unknown-format",
         )
-    folders, files = (
-        [name for name, kind in kinds.items() if kind == wanted] for wanted in ("folder", "file")
-    )
-    return folders, files
+    names = {kind: [name for name in kinds if kinds[name] == kind] for kind in ("folder", "file")}
+    return names["folder"], names["file"]
 
 
 def kind_of(
     path: "Path | os.DirEntry[str]", above: frozenset[tuple[int, int]] = frozenset()
 ) -> str:
-    """folder, file, or what is wrong with it; `above` are the folders that it lies in."""
+    """Return "folder", "file" or a problem. `above` has the folders that contain it."""
     status = _status(path)
     if status is None:
         return _WHY[NOWHERE]
@@ -138,7 +123,7 @@ def kind_of(
     return _UPWARD if _identity(status) in above else "folder"
 
 
-def is_picture(path: Path) -> bool:
+def is_image(path: Path) -> bool:
     if path.name.lower().endswith(ENDINGS):
         return True
     with open(path, "rb", buffering=0) as file:
@@ -146,12 +131,9 @@ def is_picture(path: Path) -> bool:
 
 
 def _above(folder: Path) -> frozenset[tuple[int, int]]:
-    """The folder and all that it lies in, by the name that it has here and by where it is."""
-    return frozenset(
-        map(
-            _identity, map(os.stat, {folder, *folder.absolute().parents, *folder.resolve().parents})
-        )
-    )
+    """Return the folder and all folders that contain it, with links resolved and not."""
+    folders = {folder, *folder.absolute().parents, *folder.resolve().parents}
+    return frozenset(_identity(path.stat()) for path in folders)
 
 
 def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[Row]:
@@ -170,17 +152,13 @@ def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterat
 
 
 def _visible(folder: str | Path) -> "list[os.DirEntry[str]]":
-    """What is in a folder, by name."""
-    with os.scandir(folder) as found:
-        return sorted(
-            (entry for entry in found if not entry.name.startswith(".")),
-            key=lambda entry: entry.name,
-        )
+    with os.scandir(folder) as entries:
+        found = [entry for entry in entries if not entry.name.startswith(".")]
+    return sorted(found, key=lambda entry: entry.name)
 
 
 def _status(path: "Path | os.DirEntry[str]") -> os.stat_result | None:
-    """Of what stands at the end of all links; None where that is nothing (or a loop, or
-    forbidden)."""
+    """Return the status with links resolved; None for broken, circular or forbidden links."""
     try:
         return path.stat()
     except OSError as error:
@@ -190,7 +168,7 @@ def _status(path: "Path | os.DirEntry[str]") -> os.stat_result | None:
 
 
 def _changed_ns(status: os.stat_result) -> int:
-    """As an inventory holds it: times after 2262 do not fit into 64 bits."""
+    """Return the time of change, at most 2262: later times do not fit into 64 bits."""
     return min(status.st_mtime_ns, (1 << 63) - 1)
 
 

@@ -1,8 +1,7 @@
-"""What every archive reader asks of its files: that they are there, whole, as published, and as
-they were when listed.
+"""Checks that all archive readers share: a file exists, is intact, as published, and unchanged.
 
-Whatever a damaged file makes a parser trip over becomes a `SourceError` here, so that no archive
-ends in a traceback.
+Parsers raise many kinds of exceptions on damaged files. Here they become a `SourceError`, so no
+archive ends in a traceback.
 """
 
 import errno
@@ -27,42 +26,46 @@ OF_THE_MACHINE = {
 
 
 class SourceError(UserError):
-    """An archive that is not there or not in its published layout; the text names the place and the
-    remedy."""
+    """An archive that is missing, damaged, changed or not in its published layout."""
+
+
+def damaged(
+    place: str | Path, problem: str, fix: str = "download it again", *, field: str = "source.path"
+) -> SourceError:
+    return SourceError(field, f"{place} {problem}", fix, code="damaged")
 
 
 @contextmanager
-def refusing(
-    place: str | Path, *, remedy: str = "download it again", field: str = "source.path"
+def report_damage(
+    place: str | Path, *, fix: str = "download it again", field: str = "source.path"
 ) -> Iterator[None]:
-    """Turns what parsing `place` raises into one line about it."""
+    """Turn exceptions of a parser into one SourceError about `place`."""
     try:
         yield
     except (SourceError, MemoryError):
         raise
     except FileNotFoundError:
-        raise SourceError(f"{field}: {place} is not there; {remedy}") from None
+        raise SourceError(field, f"{place} does not exist", fix, code="missing-path") from None
     except Exception as error:
-        # parsers of damaged data raise whatever they trip over (zlib.error, struct.error,
-        # OverflowError, EOFError)
+        # damaged data raises zlib.error, struct.error, OverflowError, EOFError and others
         if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
             raise
         detail = " ".join(str(error).split())[:120] or type(error).__name__
-        raise SourceError(f"{field}: {place} is cut or damaged ({detail}); {remedy}") from None
+        raise damaged(place, f"is damaged ({detail})", fix, field=field) from None
 
 
 def stamp_of(paths: Sequence[Path]) -> str:
-    """Size and time of every file: it changes when one of them does."""
+    """Return sizes and times of the files; they change if a file does."""
     stamps = []
     for path in paths:
-        with refusing(path):
+        with report_damage(path):
             status = path.stat()
             stamps.append(f"{status.st_size}-{status.st_mtime_ns}")
     return " ".join(stamps)
 
 
 def changed_since(paths: Sequence[Path], stamp: str) -> list[str]:
-    """Those of the files that are not as they were when all of them had this stamp."""
+    """Return the files that have changed since all of them had this stamp."""
     before = stamp.split()
     assert len(before) == len(paths), (stamp, paths)
     return [
@@ -72,19 +75,25 @@ def changed_since(paths: Sequence[Path], stamp: str) -> list[str]:
     ]
 
 
-def check_unchanged(place: str, stamp: str, now: str) -> None:
-    """`stamp` is that of the listing."""
-    if stamp != now:
-        raise SourceError(
-            f"{place}: the source has changed since it was listed; wait until it is complete,"
-            " remove the unfinished dataset and build again"
-        )
+def check_unchanged(place: str, stamp: str, paths: Sequence[Path]) -> None:
+    """Raise SourceError if the files do not have the stamp of the listing."""
+    if stamp_of(paths) != stamp:
+        raise changed(place)
+
+
+def changed(place: str) -> SourceError:
+    return SourceError(
+        "source",
+        f"{place} has changed since it was listed",
+        "keep the source unchanged (copies need cp -p or rsync -a), then build again; array tasks"
+        " need data_prep build CONFIG --plan first",
+        code="changed",
+    )
 
 
 def check_md5(path: Path, published: str | Mapping[str, str]) -> None:
-    """Refuses a file that is not, to the byte, the published one; or one of them, whatever it is
-    called."""
-    with refusing(path), open(path, "rb") as file:
+    """Raise SourceError unless the file is the published one, or one of several, by content."""
+    with report_damage(path), open(path, "rb") as file:
         found = hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
     sums = {path.name: published} if isinstance(published, str) else published
     if found not in sums.values():
@@ -93,7 +102,8 @@ def check_md5(path: Path, published: str | Mapping[str, str]) -> None:
 
 
 def wrong_sum(place: str, found: str, expected: str) -> SourceError:
-    return SourceError(
-        f"source.path: {place} has the MD5 {found}, published is {expected}; download it again, or"
-        " set source.md5=off if you know that it is another version"
+    return damaged(
+        place,
+        f"has the MD5 {found}, and {expected} is published",
+        "download it again, or set source.md5=off if it is another version",
     )

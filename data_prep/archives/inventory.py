@@ -1,12 +1,12 @@
-"""Every input of an archive, in one sorted order, as columns on disk.
+"""The inputs of a source in one sorted order, as columns on disk.
 
-    PARTS/inventory/containers.json   classes and containers; the digest of what is listed; the stamp: what changes with the files
-    PARTS/inventory/*.bin             container, label (int32), offset, size, name_end (int64) of each input; the names
+    PARTS/inventory/containers.json   classes, containers, hash of the listing, stamp of the files
+    PARTS/inventory/*.bin             container and label (int32), offset, size and name_end (int64)
+                                      of each input; the names
 
-Columns are memory-mapped: a listing of 14 million images costs 28 bytes an image and its name, on
-disk, and every worker and array task reads the one copy. Invariants: containers are sorted, entries
-are sorted by name within their container, so that a row number names the same input on every
-machine; `containers.json` is written last.
+Columns are memory-mapped: 14 million images cost 28 bytes each and their names, on disk, and all
+workers and tasks read one copy. Invariants: containers are sorted, and so are the entries of each
+by name, so a row number names the same input on every machine. `containers.json` is written last.
 """
 
 import hashlib
@@ -36,49 +36,43 @@ _COLUMNS = {
 
 
 class Container(NamedTuple):
-    """A part of the archive that is listed as a unit."""
+    """A part of the source that is listed as a unit."""
 
     path: str
-    """Relative to the source's root; entries are found again as `path/name`."""
+    """Path relative to the source's root; entries are `path/name`."""
     split: str
     label: int | None = None
-    """The label of all its entries, where one is known before they are listed."""
+    """Label of all its entries, if known before the listing."""
     offset: int = 0
     num_bytes: int = 0
-    """Where it lies, when it is a part of a larger file."""
+    """Place within a larger file."""
     stamp: str = ""
-    """Changes when the container does (size and time of its file); empty where only listing it can
-    show that."""
+    """Size and time of its file; "" if only a listing can show changes."""
 
 
 @dataclass(frozen=True)
 class Entries:
-    """What one container holds, as columns."""
+    """Entries of one container, as columns."""
 
     names: list[str]
     offsets: NDArray[np.int64]
-    """Where an entry lies: whatever number the source's `read` wants to have back."""
+    """A number per entry that the source's `read` needs."""
     sizes: NDArray[np.int64]
     labels: NDArray[np.int32]
 
     @classmethod
     def of(cls, rows: Sequence[tuple[str, int, int]], *, label: int | Sequence[int]) -> "Entries":
-        """From (name, offset, size) rows, with one label for all or one for each."""
-        labels = (
-            np.full(len(rows), label, np.int32)
-            if isinstance(label, int)
-            else np.array(label, np.int32)
-        )
+        """Make columns of (name, offset, size) rows, with one label for all or one for each."""
         return cls(
             names=[row[0] for row in rows],
             offsets=np.array([row[1] for row in rows], np.int64),
             sizes=np.array([row[2] for row in rows], np.int64),
-            labels=labels,
+            labels=np.broadcast_to(np.array(label, np.int32), len(rows)),
         )
 
 
 class Entry(NamedTuple):
-    """One input, as `read` gets it."""
+    """One input."""
 
     container: Container
     name: str
@@ -88,34 +82,32 @@ class Entry(NamedTuple):
 
     @property
     def locator(self) -> str:
-        """Where it is found again."""
+        """Path relative to the source's root."""
         return f"{self.container.path}/{self.name}" if self.container.path else self.name
 
     @property
     def path(self) -> str:
-        """What it is called in records."""
+        """Name in records."""
         return printable(self.locator)
 
 
 @dataclass(frozen=True)
 class Outline:
-    """Of an archive: its classes and its containers."""
+    """Classes and containers of a source."""
 
     classes: tuple[str, ...]
     containers: tuple[Container, ...]
     beside: tuple[tuple[str, str], ...] = ()
-    """Name and stamp of the files that say what entries are (labels, annotations), where no
-    container's stamp is of them, too."""
+    """Name and stamp of further files that decide labels, such as annotations."""
 
     def differs_from(self, other: "Outline") -> set[str]:
-        """What only one of them has, or has so."""
+        """Return the names of containers and files in which the outlines differ."""
         paths, others = ({part.path for part in outline.containers} for outline in (self, other))
         return (paths ^ others) | {name for name, _ in set(self.beside) ^ set(other.beside)}
 
 
 class Inventory:
-    """Read access to an inventory that `write_inventory` has made. ValueError or OSError if its
-    head is damaged."""
+    """Read access to an inventory. Raises ValueError or OSError if its head is damaged."""
 
     def __init__(self, directory: Path):
         head = unsealed(json.loads((directory / HEAD_NAME).read_text(encoding="utf-8")))
@@ -126,18 +118,12 @@ class Inventory:
             self.classes, self.containers, tuple((name, stamp) for name, stamp in head["beside"])
         )
         self.files: dict[str, str] = head["files"]
-        """Name of a column's file -> its sha256."""
+        """Column file -> sha256."""
         columns = {name: _map(directory / f"{name}.bin", dtype) for name, dtype in _COLUMNS.items()}
-        self.container_numbers, self.labels, self.sizes = (
-            columns["container"],
-            columns["label"],
-            columns["size"],
-        )
-        self._offsets, self._name_ends, self._names = (
-            columns["offset"],
-            columns["name_end"],
-            columns["names"],
-        )
+        self.container_numbers = columns["container"]
+        self.labels, self.sizes = columns["label"], columns["size"]
+        self._offsets, self._name_ends = columns["offset"], columns["name_end"]
+        self._names = columns["names"]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -154,63 +140,49 @@ class Inventory:
 
     def name(self, row: int) -> str:
         begin = int(self._name_ends[row - 1]) if row else 0
-        return (
-            self._names[begin : int(self._name_ends[row])]
-            .tobytes()
-            .decode("utf-8", "surrogateescape")
-        )
+        name = self._names[begin : int(self._name_ends[row])]
+        return name.tobytes().decode("utf-8", "surrogateescape")
 
     def rows_of_container(self, number: int) -> range:
-        """Rows of a container are consecutive."""
+        """Return the rows of a container, which are consecutive."""
         first, last = np.searchsorted(self.container_numbers, [number, number + 1])
         return range(int(first), int(last))
 
 
 @lru_cache(maxsize=2)
 def open_inventory(directory: Path, stamp: str) -> Inventory:  # noqa: ARG001 (another stamp is another inventory)
-    """One copy for each worker process; its columns are shared with all others by the page
-    cache."""
+    """Return the inventory, opened once per worker process."""
     return Inventory(directory)
 
 
 def write_inventory(directory: Path, outline: Outline, listed: Iterable[Entries]) -> Inventory:
-    """Spills what the containers of `outline` list, in their order, into `directory`."""
-    with atomic_directory(directory) as temporary:
-        digest, stamp = (
-            hashlib.sha256(canonical_json(outline.classes)),
-            hashlib.sha256(canonical_json(outline.beside)),
-        )
+    """Write the entries of the outline's containers, in their order, into `directory`."""
+    digest = hashlib.sha256(canonical_json(outline.classes))
+    stamp = hashlib.sha256(canonical_json(outline.beside))
+    hashes = {name: hashlib.sha256() for name in _COLUMNS}
+    with atomic_directory(directory) as temporary, ExitStack() as stack:
+        files = {
+            name: stack.enter_context(open(temporary / f"{name}.bin", "wb")) for name in _COLUMNS
+        }
         names_end = 0
-        with ExitStack() as stack:
-            files = {
-                name: stack.enter_context(open(temporary / f"{name}.bin", "wb"))
-                for name in _COLUMNS
-            }
-            of_files = {name: hashlib.sha256() for name in _COLUMNS}
-            for number, (container, entries) in enumerate(
-                zip(outline.containers, listed, strict=True)
-            ):
-                columns, names = _sorted_columns(number, entries, names_end)
-                contents = {name: column.tobytes() for name, column in columns.items()} | {
-                    "names": b"".join(names)
-                }
-                for name, data in contents.items():
-                    files[name].write(data)
-                    of_files[name].update(data)
-                names_end += sum(map(len, names))
-                digest.update(
-                    canonical_json([container.path, container.split, len(names)])
-                    + b"\0".join(names)
-                )
-                digest.update(columns["label"].tobytes() + columns["size"].tobytes())
-                stamp.update(container.stamp.encode() + columns["offset"].tobytes())
-        files_sha256 = {f"{name}.bin": each.hexdigest() for name, each in of_files.items()}
-        hashes = {"digest": digest.hexdigest(), "stamp": stamp.hexdigest(), "files": files_sha256}
+        for number, (container, entries) in enumerate(zip(outline.containers, listed, strict=True)):
+            columns, names = _sorted_columns(number, entries, names_end)
+            contents = {name: column.tobytes() for name, column in columns.items()}
+            contents["names"] = b"".join(names)
+            for name, data in contents.items():
+                files[name].write(data)
+                hashes[name].update(data)
+            names_end += len(contents["names"])
+            digest.update(canonical_json([container.path, container.split, len(names)]))
+            digest.update(b"\0".join(names) + contents["label"] + contents["size"])
+            stamp.update(container.stamp.encode() + contents["offset"])
         head = {
             "classes": outline.classes,
             "containers": outline.containers,
             "beside": outline.beside,
-            **hashes,
+            "digest": digest.hexdigest(),
+            "stamp": stamp.hexdigest(),
+            "files": {f"{name}.bin": each.hexdigest() for name, each in hashes.items()},
         }
         write_json(temporary / HEAD_NAME, sealed(head))
     return Inventory(directory)
@@ -219,7 +191,7 @@ def write_inventory(directory: Path, outline: Outline, listed: Iterable[Entries]
 def _sorted_columns(
     number: int, entries: Entries, names_end: int
 ) -> tuple[dict[str, NDArray[Any]], list[bytes]]:
-    """The columns of one container, its entries sorted by name, and the names."""
+    """Return the columns of one container, sorted by name, and the names."""
     order = sorted(range(len(entries.names)), key=entries.names.__getitem__)
     names = [entries.names[row].encode("utf-8", "surrogateescape") for row in order]
     columns = {

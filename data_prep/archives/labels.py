@@ -1,16 +1,15 @@
-"""A table of labels beside a folder of pictures: CSV or Parquet, a row for each picture with its
-file, its label and, where it has such a column, its split. Whatever is wrong with it is one line.
-"""
+"""A table of labels for a folder of images: CSV or Parquet, with a file, a label and, optionally, a
+split in each row."""
 
 import csv
 import glob
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from data_prep.archives.guard import SourceError, refusing
+from data_prep.archives.guard import SourceError, report_damage
 
 COLUMNS = {
     "file": (
@@ -29,9 +28,9 @@ COLUMNS = {
     "label": ("label", "class", "class_name", "category", "target", "species", "y"),
     "split": ("split", "set", "subset", "partition"),
 }
-"""What a column may be called, whether or not in capitals."""
+"""Usual names of the columns, in lower case."""
 NUM_TRIED = 10
-"""Rows whose files are looked for, where several columns may name them."""
+"""Rows whose files are looked up if several columns may name them."""
 _SPLITS = {"training": "train", "valid": "val", "validation": "val", "testing": "test"} | {
     name: name for name in ("train", "val", "test")
 }
@@ -50,9 +49,8 @@ def read_labels(
     columns: tuple[tuple[str, str], ...],
     folder: Path,
 ) -> tuple[Row, ...]:
-    """`columns`: (role, what the table calls it), where that is not the only one of `COLUMNS`;
-    `folder`: of the files."""
-    with refusing(path, remedy="give a CSV or Parquet file", field="source.labels"):
+    """Return the rows. `columns` has (role, name in the table); `folder` has the files."""
+    with report_damage(path, fix="give a CSV or Parquet file", field="source.labels"):
         names, cells = _parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _csv(path)
     at = {
         role: _column(path, role, dict(columns).get(role), names, cells[:NUM_TRIED], folder)
@@ -62,42 +60,43 @@ def read_labels(
     rows, seen = [], dict[str, int]()
     for number, cell in enumerate(cells, start=1):
         found = {role: cell[at[role] or 0] for role in roles}
-        lacking = [role for role in roles if not found[role]]
+        empty = [role for role in roles if not found[role]]
         file, split = str(PurePosixPath(found["file"])), found.get("split", "").lower()
-        fault = ""
-        if lacking:
-            fault = f"has no {lacking[0]}; fill it in, or remove the row"
+        problem = fix = ""
+        if empty:
+            problem, fix = f"has no {empty[0]}", "fill it in, or remove the row"
         elif file in seen:
-            fault = f"names {file} again, as row {seen[file]} does; keep one of them"
+            problem, fix = f"names {file} again, as row {seen[file]} does", "keep one of them"
         elif split and split not in _SPLITS:
-            fault = f"has the split {split!r}; write train, val or test"
-        if fault:
-            raise SourceError(f"source.labels: {path}: row {number} {fault}")
+            problem, fix = f"has the split {split!r}", "write train, val or test"
+        if problem:
+            problem = f"row {number} of {path} {problem}"
+            raise SourceError("source.labels", problem, fix, code="bad-value")
         seen[file] = number
         rows.append(Row(file, found["label"], _SPLITS.get(split, "")))
     if not any(row.split in ("", "train") for row in rows):
-        raise SourceError(
-            f"source.labels: {path} has no row {'of the split train' if rows else 'at all'}; add"
-            " some"
-        )
+        problem = f"{path} has no rows" + " of the split train" * bool(rows)
+        raise SourceError("source.labels", problem, "add rows", code="empty")
     return tuple(rows)
 
 
 def class_names(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Sorted; numbers by their value."""
-    names = {row.label for row in rows}
-    return tuple(
-        sorted(
-            names, key=(lambda name: (int(name), name)) if all(map(str.isdecimal, names)) else None
-        )
-    )
+    """Return the sorted class names; numbers are sorted by value."""
+    return sorted_names({row.label for row in rows})
+
+
+def sorted_names(names: Collection[str]) -> tuple[str, ...]:
+    if all(map(str.isdecimal, names)):
+        return tuple(sorted(names, key=lambda name: (int(name), name)))
+    return tuple(sorted(names))
 
 
 def rows_of_files(
     path: Path, rows: Iterable[Row], *, files: Iterable[str], folder: Path
 ) -> Mapping[str, Row]:
-    """The row of each picture file: it may leave the ending out, where that is clear. All rows have
-    a file, all files a row."""
+    """Return the row of each image file, or raise SourceError if rows and files do not match.
+
+    A row may leave out the ending of its file."""
     by_name = {file: file for file in files}
     stems: dict[str, str | None] = {}
     for file in by_name:
@@ -110,22 +109,14 @@ def rows_of_files(
             missing.append(row.file)
         else:
             found[name] = row
-    if missing:
-        wrong = (
-            f"{path} names {len(missing):,} files that are no pictures in {folder}"
-            f" ({', '.join(missing[:3])})"
-        )
-        raise SourceError(
-            f"source.labels: {wrong}; names count from source.path: correct the rows, or remove"
-            " them"
-        )
     without = [name for name in by_name if name not in found]
-    if without:
-        wrong = (
-            f"{len(without):,} pictures in {folder} have no row in {path}"
-            f" ({', '.join(without[:3])})"
-        )
-        raise SourceError(f"source.labels: {wrong}; add their rows, or move them elsewhere")
+    for names, problem, fix in (
+        (missing, "files that are not images in", "correct the rows: paths are relative to it"),
+        (without, "too few images of", "add their rows, or move the images elsewhere"),
+    ):
+        if names:
+            what = f"{path} names {problem} {folder} ({len(names):,}: {', '.join(names[:3])})"
+            raise SourceError("source.labels", what, fix, code="mismatch")
     return found
 
 
@@ -134,7 +125,10 @@ def _csv(path: Path) -> tuple[list[str], list[list[str]]]:
         text = path.read_bytes().decode("utf-8-sig")  # Windows begins text files with a mark
     except UnicodeDecodeError as error:
         raise SourceError(
-            f"source.labels: {path} is not UTF-8 (byte {error.start:,}); save it as CSV in UTF-8"
+            "source.labels",
+            f"{path} is not UTF-8 (byte {error.start:,})",
+            "save it as CSV in UTF-8",
+            code="unknown-format",
         ) from None
     head = text.partition("\n")[0]
     lines = [
@@ -143,7 +137,7 @@ def _csv(path: Path) -> tuple[list[str], list[list[str]]]:
         if any(map(str.strip, line))
     ]
     if not lines:
-        raise ValueError("it is empty")
+        raise SourceError("source.labels", f"{path} is empty", "add rows", code="empty")
     names = [name.strip() for name in lines[0]]
     return names, [
         [cell.strip() for cell in line] + [""] * (len(names) - len(line)) for line in lines[1:]
@@ -165,24 +159,25 @@ def _column(
 ) -> int | None:
     wanted = (given,) if given else COLUMNS[role]
     found = [place for place, name in enumerate(names) if name in wanted or name.lower() in wanted]
-    if role == "file" and len(found) > 1:  # of an id and a name, the one that there are files of
+    if role == "file" and len(found) > 1:  # ids and names may both be columns
         found = [
             place for place in found if all(_is_file(folder / row[place]) for row in rows)
         ] or found
     if len(found) > 1:
         keys = " or ".join(f"source.columns={{{role}: {names[place]}}}" for place in found)
-        raise SourceError(
-            f"source.labels: {path} has {len(found)} columns that may be the {role}; choose: {keys}"
-        )
+        problem = f"{path} has {len(found)} columns that may be the {role}"
+        raise SourceError("source.labels", problem, f"choose {keys}", code="conflict")
     if found or (role == "split" and not given):
         return found[0] if found else None
     lacks = f"column {given!r}" if given else f"column for the {role}, such as {role!r}"
     raise SourceError(
-        f"source.labels: {path} has no {lacks}, only {', '.join(names)}; set"
-        f" source.columns={{{role}: NAME}} to one"
+        "source.labels",
+        f"{path} has no {lacks}, only {', '.join(names)}",
+        f"set source.columns={{{role}: NAME}} to one of them",
+        code="unknown-name",
     )
 
 
 def _is_file(path: Path) -> bool:
-    """With an ending or without."""
+    """Return True if the file exists, with or without an ending."""
     return path.is_file() or any(path.parent.glob(f"{glob.escape(path.name)}.*"))

@@ -1,1 +1,1 @@
-"""From a source to a finished dataset: inventory, work plan, shards, array tasks, merge."""
+"""Build a dataset: plan, shards, array tasks, merge."""

@@ -1,52 +1,41 @@
-"""`data_prep build`: a work plan is cut into shards, the shards are written in any order by any
-number of workers or array tasks, and one manifest, written last, makes them a dataset.
+"""`data_prep build`: write a dataset on a local disk from a source.
 
-Steps of a build, under the sole lock of OUT:
+Steps, under the lock of OUT:
 
-1. the mark of ours, before the source is listed, then the plan (workplan.py), unless the manifest
-   stands already;
-2. write every shard whose record is missing (shards.py); then the source must be as it was when it
-   was listed;
-3. rejected.jsonl, annotations, then manifest.json; remove the records (merge.py).
+1. mark OUT as ours, then make the plan (workplan.py), unless the manifest exists already;
+2. write every shard without a record (shards.py), then compare the source with its listing;
+3. write rejected.jsonl, annotations and manifest.json, then remove the records (merge.py).
 
-Array tasks share step 2 (tasks.py). A kill anywhere leaves finished shards with their records; the
-same command goes on from there to the same bytes.
+Array tasks share step 2 (tasks.py). After a kill at any point the same command resumes and writes
+the same bytes.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
 from data_prep.archives.inventory import open_inventory
 from data_prep.build.config import BuildSettings
-from data_prep.build.destination import hand_over, occupied
 from data_prep.build.merge import check_reject_share, publish, refuse_changed, with_limit
 from data_prep.build.parts import forget_parts, own_place
-from data_prep.build.shards import (
-    Rejected,
-    Sample,
-    ShardRecord,
-    delivered,
-    finished_record,
-    write_shard,
-)
-from data_prep.build.workplan import ShardPlan, Workplan, prepare
+from data_prep.build.shards import Rejected, Sample, ShardRecord, finished_record, write_shard
+from data_prep.build.workplan import ShardPlan, Workplan, open_source_of, prepare
 from data_prep.images import Rejection, convert, naming
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
-from data_prep.sources import Source, open_source
+from data_prep.sources import Source
 from data_prep.workers import Pool, Tally, sweep, worker_pool
 
 MAX_INPUT_BYTES = 1 << 30
-"""A larger file is no picture, and is not read."""
+"""Larger files are rejected without being read."""
 
 
 def build(settings: BuildSettings) -> Manifest:
-    """The finished dataset of `settings.out`; safe to call again after any interruption."""
+    """Return the finished dataset at `settings.out`. You can repeat it after any interruption."""
     directory = settings.directory
-    source = open_source(settings.source, num_workers=settings.num_workers)
-    with own_place(directory), occupied(settings), worker_pool(settings.num_workers) as pool:
+    source = open_source_of(settings)
+    with own_place(directory), worker_pool(settings.num_workers) as pool:
         work = prepare(settings, source, pool)
         if (directory / MANIFEST_NAME).exists():
             manifest = with_limit(directory, load_manifest(directory), settings.max_reject_share)
@@ -54,40 +43,36 @@ def build(settings: BuildSettings) -> Manifest:
             records = write_shards(work, work.shards, source, pool)
             refuse_changed(work, source, pool)
             manifest = publish(work, source, records)
-        hand_over(settings)
         forget_parts(directory)
-    check_reject_share(settings.out, manifest)
+    check_reject_share(directory, manifest)
     return manifest
 
 
 def write_shards(
-    work: Workplan, plans: tuple[ShardPlan, ...], source: Source, pool: Pool
+    work: Workplan, plans: Sequence[ShardPlan], source: Source, pool: Pool
 ) -> list[ShardRecord]:
-    """The record of every shard of `plans`, in their order."""
-    total = sum(plan.stop - plan.start for plan in plans)
+    """Return the record of each planned shard, in order."""
     return list(
         sweep(
             partial(write_planned, work, source),
             plans,
             title="packing",
             unit="images",
-            total=total,
+            total=sum(plan.stop - plan.start for plan in plans),
             pool=pool,
         )
     )
 
 
 def write_planned(work: Workplan, source: Source, plan: ShardPlan) -> ShardRecord:
-    place, parts_id = work.settings, work.parts_id
-    done = finished_record(place, plan.name, plan_hash=parts_id)
+    done = finished_record(work.directory, plan.name, plan_hash=work.parts_id)
     if done is not None and done.num_inputs == plan.stop - plan.start:
         Tally.add(plan.stop - plan.start)
         return done
     rejected: list[Rejected] = []
     samples = _samples(work, source, plan, rejected)
-    return delivered(
-        place,
-        write_shard(work.directory, plan.name, samples, plan_hash=parts_id, rejected=rejected),
+    return write_shard(
+        work.directory, plan.name, samples, plan_hash=work.parts_id, rejected=rejected
     )
 
 
@@ -99,8 +84,7 @@ def _samples(
     for number, row in enumerate(order[plan.start : plan.stop].tolist()):
         Tally.add(1)
         entry = inventory.entry(row)
-        key, path = f"{plan.name}-{number:06d}", entry.path
-        data = b""
+        key, path, data = f"{plan.name}-{number:06d}", entry.path, b""
         try:
             if entry.num_bytes > MAX_INPUT_BYTES:
                 raise Rejection("too_large", f"{entry.num_bytes:,} bytes")
@@ -109,15 +93,7 @@ def _samples(
                 image = convert(data, work.settings)
         except Rejection as rejection:
             digest = hashlib.sha256(data).hexdigest()
-            rejected.append(
-                Rejected(
-                    key=key,
-                    path=path,
-                    reason=rejection.reason,
-                    detail=rejection.detail,
-                    sha256=digest,
-                )
-            )
+            rejected.append(Rejected.of(rejection, key=key, path=path, sha256=digest))
             continue
         label = work.labels[entry.label] if entry.label >= 0 else entry.label
         yield Sample(key=key, label=label, image=image, path=path)

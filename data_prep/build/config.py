@@ -1,5 +1,4 @@
-"""Settings of `data_prep build`: where the images come from, what each becomes, how the shards are
-cut."""
+"""Settings of `data_prep build`: the source, the stored image and the shards."""
 
 from functools import cached_property
 from pathlib import Path
@@ -7,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from data_prep.build.destination import Destination
+from data_prep.build.parts import LocalDirectory
+from data_prep.errors import UserError
 from data_prep.images import ImageSpec
 from data_prep.settings import NumWorkers, read_lines
 from data_prep.sources import SourceSettings, SyntheticSettings
@@ -15,15 +15,14 @@ from data_prep.sources import SourceSettings, SyntheticSettings
 DEFAULT_SHARD = 8192
 
 
-class BuildSettings(ImageSpec, Destination):
+class BuildSettings(ImageSpec):
     of_verb = "data_prep build"
     source: SourceSettings
     """Which archives or folders are read, by `kind`."""
-    out: str = Field(examples=["data/mine"])
-    """The dataset directory, or the URL of one in a store (s3://, gs://, az://, hf://; with
-    `work`)."""
+    out: LocalDirectory = Field(examples=["data/mine"])
+    """The dataset directory, on a local disk. `data_prep push` copies it to a bucket."""
     name: str | None = Field(None, examples=["my-pictures"])
-    """What the dataset is called in manifests and reports; by default the last part of `out`."""
+    """The dataset's name in manifests and reports; the last part of `out` by default."""
     classes: tuple[str, ...] | None = Field(None, min_length=1, examples=[["cat", "dog"]])
     """The classes to keep, by name; all by default."""
     classes_file: str | None = Field(None, examples=["classes.txt"])
@@ -37,7 +36,7 @@ class BuildSettings(ImageSpec, Destination):
     order: Literal["shuffled", "listed"] = "shuffled"
     """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""
     seed: int = Field(0, ge=0)
-    """Of the shuffled order."""
+    """Seed of the shuffled order."""
     max_reject_share: float = Field(0.01, ge=0, le=1)
     """A build that rejects a larger share of its inputs keeps them listed in rejected.jsonl, and
     fails."""
@@ -46,8 +45,7 @@ class BuildSettings(ImageSpec, Destination):
 
     @model_validator(mode="after")
     def _default_images_dir(self) -> "BuildSettings":
-        """Synthetic pictures are written beside the dataset unless `images_dir` names another
-        place."""
+        """Write synthetic images next to the dataset, unless `images_dir` is given."""
         if not isinstance(self.source, SyntheticSettings) or self.source.images_dir is not None:
             return self
         out = self.directory
@@ -64,57 +62,58 @@ class BuildSettings(ImageSpec, Destination):
             else getattr(self.source, "path", None)
         )
         if path is not None and self.directory.resolve().is_relative_to(Path(path).resolve()):
-            raise ValueError(
-                f"out: {self.out!r} is the source itself, or in it; name another directory"
+            raise UserError(
+                "out",
+                f"{self.out!r} is the source itself or a folder inside it",
+                "choose another directory",
+                code="conflict",
             )
         return self
 
     @model_validator(mode="after")
     def _one_class_list(self) -> "BuildSettings":
         if self.classes is not None and self.classes_file is not None:
-            raise ValueError("classes_file: classes is given, too; leave one of them out")
+            raise UserError(
+                "classes_file", "classes is given, too", "remove one of them", code="conflict"
+            )
         return self
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.out)
 
     @cached_property
     def kept_classes(self) -> frozenset[str] | None:
-        """The names to keep, or None for all."""
+        """Names of the classes to keep; None keeps all."""
         if self.classes_file is None:
             return None if self.classes is None else frozenset(self.classes)
         return frozenset(read_lines("classes_file", self.classes_file, spelled=True))
 
     @property
     def dataset_name(self) -> str:
-        return self.name or self.last_name
+        return self.name or Path(self.out).resolve().name
 
     @property
     def tables(self) -> dict[str, str]:
         """Files that the source reads besides its archives, by setting."""
-        names = (
-            ("labels", "real") if self.source.kind == "folder" else ("real",)
-        )  # labels of cifar are no file
-        return {
-            name: file for name in names if (file := getattr(self.source, name, None)) is not None
-        }
+        names = ["labels"] if self.source.kind == "folder" else []
+        files = {name: getattr(self.source, name, None) for name in [*names, "real"]}
+        return {name: file for name, file in files.items() if file is not None}
 
-    def settled(self) -> "BuildSettings":
-        """The same, wherever and under whatever name `merge` finds it."""
+    def resolved(self) -> "BuildSettings":
+        """Return the same config with absolute paths and class names, for `merge`."""
+        paths = {key: getattr(self.source, key, None) for key in ("path", "images_dir")}
         paths = {
-            key: getattr(self.source, key, None) for key in ("path", "images_dir")
-        } | self.tables
-        settled = {
-            key: str(Path(path).resolve()) for key, path in paths.items() if path is not None
+            key: str(Path(path).resolve())
+            for key, path in (paths | self.tables).items()
+            if path is not None
         }
-        source = self.source.model_copy(update=settled)
-        kept, out = self.kept_classes, self.out if self.is_remote else str(Path(self.out).resolve())
-        work = None if self.work is None else str(Path(self.work).resolve())
-        classes = {"classes": None if kept is None else tuple(sorted(kept)), "classes_file": None}
-        return self.model_copy(
-            update={
-                "name": self.dataset_name,
-                "out": out,
-                "work": work,
-                "out_storage": {},
-                "source": source,
-                **classes,
-            }
-        )
+        kept = self.kept_classes
+        changes = {
+            "name": self.dataset_name,
+            "out": str(self.directory.resolve()),
+            "source": self.source.model_copy(update=paths),
+            "classes": None if kept is None else tuple(sorted(kept)),
+            "classes_file": None,
+        }
+        return self.model_copy(update=changes)

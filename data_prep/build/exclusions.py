@@ -1,8 +1,7 @@
-"""Lists of inputs that are not to be used: what `dedup` writes and what `build` and `subset`
-honour.
+"""Lists of inputs to skip: `dedup` writes them, `build` and `subset` read them.
 
-A list is JSON lines; of each line only `path` counts here (where the sample came from, as in a
-shard's `.paths`); `dedup` says in further fields why.
+A list has one JSON object per line. Only its `path` is used, the origin of the sample as in a
+shard's `.paths`. Further fields say why `dedup` listed it.
 """
 
 import json
@@ -25,12 +24,11 @@ class Exclusions:
 
     @property
     def digest(self) -> str:
-        """The same for the same set of inputs, in whatever order they were listed; "" for none."""
+        """Hash of the set of paths, in any order; "" for none."""
         return hash_of_json(sorted(self.paths)) if self.paths else ""
 
     def rows(self, inventory: Inventory) -> NDArray[np.int64]:
-        """The rows of the inventory that are excluded; paths that it does not have are of other
-        datasets."""
+        """Return the excluded rows of the inventory. Unknown paths belong to other datasets."""
         numbers = {
             printable(container.path): number
             for number, container in enumerate(inventory.containers)
@@ -53,14 +51,17 @@ class Exclusions:
 
 
 def load_exclusions(files: tuple[str, ...]) -> Exclusions:
-    """The union of several lists."""
+    """Return the union of several lists."""
     paths: set[str] = set()
     for file in files:
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"exclude: {file} cannot be read ({error}); name a list that data_prep dedup wrote"
+                "exclude",
+                f"{file} cannot be read ({error})",
+                "give a list that data_prep dedup wrote",
+                code="unreadable",
             ) from None
         for number, line in enumerate(lines, start=1):
             try:
@@ -69,7 +70,10 @@ def load_exclusions(files: tuple[str, ...]) -> Exclusions:
                 path = None
             if not isinstance(path, str):
                 raise UserError(
-                    f'exclude: {file}, line {number}: not of the form {{"path": "..."}}'
+                    "exclude",
+                    f'line {number} of {file} is not of the form {{"path": "..."}}',
+                    "give a list that data_prep dedup wrote",
+                    code="bad-syntax",
                 )
             paths.add(path)
     return Exclusions(frozenset(paths))

@@ -1,9 +1,9 @@
-"""`data_prep merge`: the records of all shards become one dataset.
+"""`data_prep merge`: make one dataset of the shards of all tasks.
 
-Every part is verified before anything is written: a record of every planned shard, of this very
-build, the files as they were written, and the source, where it can be reached, as it was listed.
-Then, in this order: rejected.jsonl, annotations, the indices of `wids`, manifest.json; the parts
-are removed last. Where the manifest stands, the removal is all that may be left to do.
+Before anything is written, `merge` checks that every planned shard has a record of this build, that
+its files are intact, and that the source, if it can be reached, is as it was listed. It then writes
+rejected.jsonl, annotations, the indices for `wids` and manifest.json, and removes the parts. If the
+manifest exists already, only the parts are removed.
 """
 
 import hashlib
@@ -21,10 +21,15 @@ from numpy.typing import NDArray
 from data_prep import __version__
 from data_prep.archives.inventory import open_inventory
 from data_prep.build.config import BuildSettings
-from data_prep.build.destination import Destination, finished_manifest, hand_over, occupy
 from data_prep.build.parts import forget_parts, sole_builder
 from data_prep.build.shards import ShardRecord, damaged_files, load_record
-from data_prep.build.workplan import Workplan, load_begun, outline_of, refuse_damaged
+from data_prep.build.workplan import (
+    Workplan,
+    load_begun,
+    open_source_of,
+    outline_of,
+    refuse_damaged,
+)
 from data_prep.errors import UserError
 from data_prep.images.channels import channel_statistics
 from data_prep.manifest import (
@@ -39,87 +44,67 @@ from data_prep.manifest import (
     save_manifest,
 )
 from data_prep.publish import TEMPORARY_PREFIX, write_atomic
-from data_prep.sources import Source, SourceError, open_source
+from data_prep.sources import Source, SourceError
 from data_prep.workers import Pool, Tally, sweep, worker_pool
 
 NUM_COMPARISONS = 512
-"""About as many jobs compare a source with its listing, however many containers it has."""
+"""Approximate number of jobs that compare a source with its listing."""
 NUM_NAMED = 3
 WIDS_NAME = "wids.json"
 _Changes = tuple[int, tuple[str, ...]]
-"""Of one container: how many of its files have changed, and the first of them."""
+"""Number of changed files in one container, and the first of them."""
 
 
-class TooManyRejected(ValueError):  # noqa: N818
-    """The dataset is written and whole, but lost more inputs than the config allows."""
+class TooManyRejected(UserError):  # noqa: N818
+    """The dataset is complete, but more inputs were rejected than the config allows."""
 
-    def __init__(self, manifest: Manifest, message: str):
-        super().__init__(message)
-        self.manifest = manifest
+    manifest: Manifest
 
 
-def merge(place: Destination, *, num_workers: int, trust: bool = False) -> Manifest:
-    """Publishes the dataset that array tasks have written into `place`; with `trust`, without
-    reading the shards again."""
-    directory = place.directory
-    if (
-        place.is_remote
-        and not (directory / PARTS).is_dir()
-        and (finished := finished_manifest(place))
-    ):
-        check_reject_share(place.out, finished)
-        return finished
-    if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; name the one that the tasks wrote to")
+def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest:
+    """Publish the dataset that array tasks have written. With `trust`, do not hash the shards."""
     if not (directory / PARTS).is_dir() and not (directory / MANIFEST_NAME).exists():
         raise UserError(
-            f"{directory}: holds no parts of a build; run data_prep build CONFIG --task i/n first"
+            str(directory),
+            "no parts of a build are in this directory",
+            "run data_prep build CONFIG --task i/n first",
+            code="unfinished" if directory.is_dir() else "missing-path",
         )
     with sole_builder(directory):
-        occupy(place)
         work = None if (directory / MANIFEST_NAME).exists() else load_begun(directory)
         if work is None:
             manifest = load_manifest(directory)
         else:
-            if work.settings.out != place.out and place.is_remote:
-                raise UserError(
-                    f"work: {directory} is of {work.settings.out}; name that, or the other's --work"
-                )
-            work = work.under(work.settings.model_copy(update=place.model_dump()))
             refuse_damaged(work)
             records = _verified_records(work, num_workers=num_workers, trust=trust)
-            source = open_source(work.settings.source, num_workers=num_workers)
-            if _is_here(work.settings):
+            source = open_source_of(work.settings)
+            if _is_reachable(work.settings):
                 with worker_pool(num_workers) as pool:
                     refuse_changed(work, source, pool)
             manifest = publish(work, source, records)
-        hand_over(place)
         forget_parts(directory)
-    check_reject_share(place.out, manifest)
+    check_reject_share(directory, manifest)
     return manifest
 
 
-def _is_here(settings: BuildSettings) -> bool:
-    """Whether this machine sees the source's files, if it has any; an empty folder is where a disk
-    is not mounted."""
+def _is_reachable(settings: BuildSettings) -> bool:
+    """Return True if this machine sees the source's files. An empty folder may be a mount point."""
     path = getattr(settings.source, "path", None) or getattr(settings.source, "images_dir", None)
     if path is None:
         return False
     if Path(path).is_file() or (Path(path).is_dir() and any(Path(path).iterdir())):
         return True
     print(
-        (
-            f"data_prep: {path} is not here, so nothing can tell whether the source has changed "
-            "since the tasks listed it"
-        ),
+        f"data_prep: {path} cannot be reached, so changes of the source since its listing are "
+        "not detected",
         file=sys.stderr,
     )
     return False
 
 
 def refuse_changed(work: Workplan, source: Source, pool: Pool) -> None:
-    """A file that was replaced, added or removed between the listing and now may have been read in
-    either state."""
+    """Raise SourceError if files were replaced, added or removed since the listing: the shards may
+    then mix two states."""
     inventory = open_inventory(work.inventory_directory, work.stamp)
     count = len(inventory.containers)
     step = max(1, count // NUM_COMPARISONS)
@@ -132,22 +117,20 @@ def refuse_changed(work: Workplan, source: Source, pool: Pool) -> None:
         jobs_are="parts",
         pool=pool,
     )
-    found = set[_Changes]().union(*compared)  # an archive of many containers is one of it
-    number, what, names = (
-        sum(each[0] for each in found),
-        "files",
-        sorted(name for _, some in found for name in some),
-    )
-    if not found:  # a class that has come meanwhile is in no container that was listed
+    found = set[_Changes]().union(*compared)  # containers of one archive report the same change
+    number, what = sum(each[0] for each in found), "files"
+    names = sorted(name for _, some in found for name in some)
+    if not found:  # a new class is in no listed container
         names = sorted(inventory.outline.differs_from(outline_of(work.settings, source)))
         number, what = len(names), "folders, archives or lists of labels"
     if number:
         raise SourceError(
-            f"source: {number:,} {what} have changed since they were listed "
-            f"({', '.join(names[:NUM_NAMED])}), so what was written "
-            "may be a mixture; it must stay as it is while it is read (and copies keep its "
-            "times: cp -p, rsync -a); remove "
-            f"{work.directory} and build again"
+            "source",
+            f"{number:,} {what} have changed since they were listed "
+            f"({', '.join(names[:NUM_NAMED])}), so the shards may mix two states",
+            f"remove {work.directory} and build again; copies must keep their times (cp -p, "
+            "rsync -a)",
+            code="changed",
         )
 
 
@@ -162,55 +145,47 @@ def _changed_source(source: Source, directory: Path, stamp: str, numbers: range)
 
 
 def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[ShardRecord]:
-    directory, num_tasks = work.directory, work.num_tasks
+    directory = work.directory
+    planned = {plan.name for plan in work.shards}
+    tars = (path for path in directory.glob("*.tar") if not path.name.startswith(TEMPORARY_PREFIX))
+    if strangers := sorted({path.stem for path in tars} - planned):
+        raise UserError(
+            str(directory),
+            f"{strangers[0]}.tar does not belong to this build",
+            "move it elsewhere, then merge",
+            code="conflict",
+        )
     records: list[ShardRecord] = []
-    faults: dict[int, str] = {}
-    for number, plan in enumerate(work.shards):
+    faults: list[str] = []
+    for plan in work.shards:
         try:
             record = load_record(directory, plan.name)
         except FileNotFoundError:
-            faults[number] = f"{plan.name} is not written"
+            faults.append(f"{plan.name} is not written")
         except ValueError:
-            faults[number] = f"the record of {plan.name} is damaged, or of another"
+            faults.append(f"the record of {plan.name} is damaged, or of another shard")
         else:
             records.append(record)
             if record.plan_hash != work.parts_id or record.num_inputs != plan.stop - plan.start:
-                faults[number] = f"{plan.name} is of another build"
-            elif work.settings.is_remote and record.stored is None:
-                faults[number] = f"{plan.name} is not in the store"
-    tars = {
-        path.stem for path in directory.glob("*.tar") if not path.name.startswith(TEMPORARY_PREFIX)
-    }
-    strangers = sorted(tars - {plan.name for plan in work.shards})
-    if strangers:
-        raise UserError(
-            f"{directory}: {strangers[0]}.tar is no part of this build; move it elsewhere, "
-            "then merge"
-        )
+                faults.append(f"{plan.name} is of another build")
     if not faults:
-        check = partial(damaged_files, work.settings, trust=trust)
+        check = partial(damaged_files, directory, trust=trust)
         damaged = sweep(
             check, records, title="verifying parts", unit="shards", num_workers=num_workers
         )
-        faults = {
-            number: f"{files[0]} is not as it was written"
-            for number, files in enumerate(damaged)
-            if files
-        }
+        faults = [f"{files[0]} is not as it was written" for files in damaged if files]
     if faults:
-        tasks = ", ".join(
-            f"{number}/{num_tasks}" for number in sorted({number % num_tasks for number in faults})
-        )
         raise UserError(
-            f"{directory}: {len(faults)} of {len(work.shards)} shards cannot be merged "
-            f"({next(iter(faults.values()))}); "
-            f"run the tasks {tasks} again, they write only what is missing"
+            str(directory),
+            f"{len(faults)} of {len(work.shards)} shards cannot be merged ({faults[0]})",
+            "run all tasks again: they write only missing shards",
+            code="unfinished",
         )
     return records
 
 
 def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manifest:
-    """Writes what makes finished shards a dataset, the manifest last."""
+    """Make a dataset of finished shards; write the manifest last."""
     directory = work.directory
     manifest = manifest_of(
         work.settings,
@@ -240,22 +215,18 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
     save_manifest(directory, manifest)
     _name_repeats(work, records)
     extensions = sorted({f".{extension}" for record in records for extension in record.extensions})
-    if (
-        len(extensions) > 1
-    ):  # Hugging Face's `datasets` takes its columns from the first samples of the first shard
+    if len(extensions) > 1:  # `datasets` takes its columns from the first samples
         print(
-            f"data_prep: the shards mix {', '.join(extensions)}: this project and webdataset "
-            "read all of them, but Hugging Face's "
-            "datasets fails, or drops the images of one format without a word. If you need "
-            "it, build with encoding=jpeg (or raw).",
+            f"data_prep: the shards mix {', '.join(extensions)}. Hugging Face's datasets fails on "
+            "them, or silently drops the images of one format. If you need it, build with "
+            "encoding=jpeg or encoding=raw.",
             file=sys.stderr,
         )
     return manifest
 
 
 def _name_repeats(work: Workplan, records: list[ShardRecord]) -> None:
-    """Print how many images of each other split are also in `train`. Stored images are compared, so
-    resaved copies count."""
+    """Print how many images of each other split are also in `train`. Stored images are compared."""
     of_split: dict[str, list[NDArray[Any]]] = {}
     for plan, record in zip(work.shards, records, strict=True):
         of_split.setdefault(plan.split, []).append(
@@ -266,37 +237,26 @@ def _name_repeats(work: Workplan, records: list[ShardRecord]) -> None:
     for split, fingerprints in stored.items():
         if count := int(np.isin(fingerprints, train).sum()):
             print(
-                f"data_prep: {count:,} of {len(fingerprints):,} images of {split} are also "
-                "in train, so its accuracy is too high. "
-                f"List the copies with data_prep dedup {work.settings.out} --exact --out "
-                "duplicates.jsonl, then build elsewhere "
+                f"data_prep: {count:,} of {len(fingerprints):,} images of {split} are also in "
+                "train, so its accuracy is too high. List the copies with data_prep dedup "
+                f"{work.settings.out} --exact --out duplicates.jsonl, then build another dataset "
                 "with exclude=[duplicates.jsonl]",
                 file=sys.stderr,
             )
 
 
 def wids_index(name: str, split: Split) -> bytes:
-    """The file that the package `wids` asks for: its ShardListDataset has random access to these
-    tars, too."""
+    """Return the index with which the package `wids` reads these tars in random order."""
     shards = [
         {"url": shard.file, "nsamples": shard.num_samples, "filesize": shard.num_bytes}
         for shard in split.shards
     ]
-    return (
-        json.dumps(
-            {
-                "__kind__": "wids-shard-index-v1",
-                "wids_version": 1,
-                "name": name,
-                "shardlist": shards,
-            }
-        ).encode()
-        + b"\n"
-    )
+    head = {"__kind__": "wids-shard-index-v1", "wids_version": 1}
+    return json.dumps({**head, "name": name, "shardlist": shards}).encode() + b"\n"
 
 
 def write_rejected(directory: Path, records: Iterable[ShardRecord]) -> str:
-    """The line of every input that was not written, sorted; returns the file's sha256."""
+    """Write a line for every rejected input, sorted; return the file's sha256."""
     lines = [
         json.dumps(reject.model_dump(), sort_keys=True)
         for record in records
@@ -316,8 +276,8 @@ def manifest_of(
     classes: tuple[str, ...],
     **more: Any,
 ) -> Manifest:
-    """The manifest of shards whose splits `split_of` says; writes rejected.jsonl. `more` are
-    further fields of it."""
+    """Return the manifest and write rejected.jsonl. `split_of` maps shards to splits; `more` has
+    further fields of the manifest."""
     gathered: dict[str, list[ShardRecord]] = {split: [] for split in sorted(set(split_of.values()))}
     for record in records:
         gathered[split_of[record.shard.name]].append(record)
@@ -356,7 +316,7 @@ def manifest_of(
 
 
 def write_annotation(directory: Path, stem: str, bits: NDArray[np.bool_]) -> Annotation:
-    """Publishes a (samples, columns) matrix of bits, packed."""
+    """Write a (samples, columns) matrix of bits, packed."""
     buffer = io.BytesIO()
     np.save(buffer, np.packbits(bits, axis=1))
     data = buffer.getvalue()
@@ -367,22 +327,23 @@ def write_annotation(directory: Path, stem: str, bits: NDArray[np.bool_]) -> Ann
 
 
 def with_limit(directory: Path, manifest: Manifest, max_reject_share: float) -> Manifest:
-    """Of a finished dataset whose command is given again, perhaps with another limit, which a
-    `merge` shall go by, too."""
+    """Return the manifest with this limit, and save it if the limit is new."""
     if manifest.max_reject_share != max_reject_share:
         manifest = manifest.model_copy(update={"max_reject_share": max_reject_share})
         save_manifest(directory, manifest)
     return manifest
 
 
-def check_reject_share(out: Path | str, manifest: Manifest) -> None:
-    """Every time, not only when the dataset is written."""
+def check_reject_share(out: Path, manifest: Manifest) -> None:
+    """Raise TooManyRejected, every time that a command finds or makes the dataset."""
     share, allowed = manifest.num_rejected / max(1, manifest.num_read), manifest.max_reject_share
     if share > allowed:
-        raise TooManyRejected(
-            manifest,
-            f"{out}: {manifest.num_rejected:,} of {manifest.num_read:,} inputs were rejected "
-            f"({share:.1%}, allowed "
-            f"{allowed:.1%}); read {out}/{REJECTED_NAME}, then mend the source or raise "
+        error = TooManyRejected(
             "max_reject_share",
+            f"{manifest.num_rejected:,} of {manifest.num_read:,} inputs of {out} were rejected "
+            f"({share:.1%}, allowed {allowed:.1%})",
+            f"read {out}/{REJECTED_NAME}, then fix the source or raise max_reject_share",
+            code="too-many-faults",
         )
+        error.manifest = manifest
+        raise error

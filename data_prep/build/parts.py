@@ -1,15 +1,17 @@
-"""OUT/PARTS: what is kept of an unfinished dataset beside its shards, and who may write there.
+"""OUT/PARTS: the records of an unfinished dataset, and the locks of its writers.
 
-PARTS is made before anything else is written in OUT (`claim`) and goes last (`forget_parts`),
-begun.json last of what it holds. The lock of OUT is that of a build, a merge, an index or whoever
-plans; array tasks have locks of their own (tasks.py).
+`claim` makes PARTS before anything else is written in OUT. `forget_parts` removes PARTS last, with
+begun.json as its last file. A build, a merge, an index or a planner holds the lock of OUT. Array
+tasks have locks of their own (tasks.py).
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from data_prep.errors import UserError
 from data_prep.manifest import MANIFEST_NAME, PARTS, load_manifest
@@ -27,70 +29,87 @@ from data_prep.publish import (
 from data_prep.settings import S, Settings, differences
 
 BEGUN = "begun"
-"""The record of whose directory it is."""
+"""Name of the record that says which dataset is being written."""
 AT_WORK = "at-work"
-"""The directory, in that of a task, whose lock it holds while it writes shards."""
+"""Directory whose lock an array task holds while it writes shards."""
+
+
+def refuse_url(out: str) -> str:
+    """Return `out`; raise UserError if it is a URL."""
+    if "://" in out:
+        raise UserError(
+            "--out",
+            f"{out.partition('://')[0] + '://...'} is not a local directory",
+            "build on a local disk, then copy the dataset with data_prep push",
+            code="unsupported",
+        )
+    return out
+
+
+LocalDirectory = Annotated[str, AfterValidator(refuse_url)]
 
 
 def claim(directory: Path) -> None:
-    """Marks the place as ours before anything else is written in it; what others keep there is
-    neither deleted nor overwritten (issue 17: `parts/`, `.tmp-*`, `rejected.jsonl` of users were).
+    """Mark the directory as ours before anything else is written in it.
 
-    Array tasks claim side by side: whoever else has written here by the time of the listing had
-    made the mark before.
+    Files of others in the directory are neither deleted nor overwritten (issue 17: `parts/`,
+    `.tmp-*` and `rejected.jsonl` of users were). Array tasks may claim at the same time.
     """
     make_directory(directory)
     strangers = sorted({path.name for path in directory.iterdir()} - {LOCK})
     if strangers and not (directory / PARTS).is_dir():
         if not (directory / MANIFEST_NAME).exists():
             raise UserError(
-                f"out: {directory} holds {strangers[0]}, and no dataset was begun there; "
-                "name another directory, or move it"
+                "out",
+                f"{directory} holds {strangers[0]}, and no dataset was begun in it",
+                "choose another directory",
+                code="exists",
             )
         load_manifest(directory)  # or it is no manifest of ours
     (directory / PARTS).mkdir(exist_ok=True)
 
 
 def of_another(directory: Path, before: Mapping[str, Any], config: Mapping[str, Any]) -> UserError:
-    changes = differences(before, config) if before else "made by another verb"
-    what = f"of another config ({changes})" if changes else "of this config, but of other files"
-    return UserError(f"out: {directory} holds a dataset {what}; name another out")
+    changes = differences(before, config) if before else "made by another command"
+    what = f"another config ({changes})" if changes else "this config and other files"
+    return UserError(
+        "out", f"{directory} holds a dataset of {what}", "choose another directory", code="changed"
+    )
 
 
-def tasks_at_work(directory: Path) -> bool:
-    """Whether array tasks write shards there now; the caller holds the directory alone, so that
-    none begins meanwhile."""
-    return any(is_held(mark)[0] for mark in sorted((directory / PARTS).glob(f"task-*/{AT_WORK}")))
+def refuse_tasks_at_work(directory: Path) -> None:
+    """Raise Busy if array tasks are writing shards. The caller holds the lock of the directory."""
+    if any(is_held(mark)[0] for mark in sorted((directory / PARTS).glob(f"task-*/{AT_WORK}"))):
+        raise Busy(
+            "out",
+            f"array tasks are writing to {directory}",
+            "wait for them, or choose another directory",
+            code="busy",
+        )
 
 
 @contextmanager
 def sole_builder(directory: Path) -> Iterator[None]:
-    """Holds the directory against other builders and against array tasks."""
+    """Hold the directory against other builders and against array tasks."""
     with sole_writer(directory):
-        if tasks_at_work(directory):
-            raise Busy(
-                f"{directory}: array tasks are at work here; wait for them, or choose "
-                "another directory"
-            )
+        refuse_tasks_at_work(directory)
         yield
 
 
 @contextmanager
 def own_place(directory: Path) -> Iterator[None]:
-    """The directory, claimed, for this process alone."""
+    """Claim the directory and hold its lock."""
     claim(directory)
     with sole_builder(directory):
         try:
             yield
         finally:
-            with suppress(OSError):
-                (
-                    directory / PARTS
-                ).rmdir()  # where it is empty nothing has begun, or all is finished
+            with suppress(OSError):  # it is empty if nothing has begun, or all is finished
+                (directory / PARTS).rmdir()
 
 
 def forget_parts(directory: Path) -> None:
-    """Of a finished dataset, each whole or not at all; whatever remains goes the next time."""
+    """Remove the parts of a finished dataset; a later call removes what this one cannot."""
     parts = directory / PARTS
     for path in sorted(parts.glob("*"), key=lambda path: path == record_path(directory, BEGUN)):
         with suppress(OSError):
@@ -104,7 +123,7 @@ def write_record(directory: Path, name: str, record: Settings) -> None:
 
 
 def read_record(directory: Path, name: str, schema: type[S]) -> S:
-    """ValueError where it is not as it was written."""
+    """Return the record; raise ValueError if it is not as it was written."""
     return schema.model_validate_json(
         json.dumps(unsealed(json.loads(record_path(directory, name).read_text(encoding="utf-8"))))
     )

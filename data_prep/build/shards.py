@@ -1,14 +1,12 @@
-"""Writes one shard: a deterministic tar, its index, and the record of what went in.
+"""Write one shard: a deterministic tar, its index, and its record.
 
-The bytes of a shard are a function of its samples alone: fixed owner, mode and time. The files of a
-shard are published in this order, each atomically:
+The bytes of a shard depend only on its samples: owner, mode and time are fixed. The files appear in
+this order, each atomically:
 
 1. `X.tar`, the samples;
-2. `X.npy`, the index, and `X.paths`, where each sample came from;
-3. `PARTS/X.json`, the record, which carries its own hash. A shard with a record of the same build
-   is done; anything else is written anew;
-4. of a dataset that goes to a store: the tar is uploaded, the record says so, the tar here is
-   removed.
+2. `X.npy`, the index, and `X.paths`, the origin of each sample;
+3. `PARTS/X.json`, the record with its own hash. A shard with a record of the same build is
+   finished; any other shard is written again.
 """
 
 import hashlib
@@ -22,9 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.build.destination import Destination, deliver_tar, is_as_delivered
 from data_prep.build.parts import read_record, write_record
-from data_prep.images import EncodedImage
+from data_prep.images import EncodedImage, Rejection
 from data_prep.images.channels import ChannelSums, ChannelTotals
 from data_prep.manifest import INDEX_DTYPE, Shard
 from data_prep.publish import atomic_file, sha256_of, write_atomic
@@ -42,15 +39,19 @@ class Sample:
 
 class Rejected(Settings):
     key: str
-    """The key that the sample would have had."""
+    """Key that the sample would have had."""
     path: str
     reason: str
     detail: str
     sha256: str
 
+    @classmethod
+    def of(cls, rejection: Rejection, **more: str) -> "Rejected":
+        return cls(reason=rejection.reason, detail=rejection.detail, **more)
+
 
 class ShardRecord(Settings):
-    """All that the manifest needs to know of a shard, kept beside it until the manifest stands."""
+    """Facts of a shard that the manifest needs, kept until the manifest is written."""
 
     plan_hash: str
     num_inputs: int
@@ -59,11 +60,9 @@ class ShardRecord(Settings):
     channels: ChannelTotals
     rejected: tuple[Rejected, ...]
     extensions: tuple[str, ...] = ()
-    """Of the pictures, where they were built here."""
+    """Extensions of the images, if this program encoded them."""
     fingerprints: str = ""
-    """8 bytes of BLAKE2 for each stored image, in hexadecimal, if the images were built here."""
-    stored: str | None = None
-    """What the store calls its tar, which is then no longer here."""
+    """8 bytes of BLAKE2 per stored image, in hexadecimal, if this program encoded them."""
 
     @classmethod
     def of(
@@ -87,8 +86,7 @@ def write_shard(
     plan_hash: str,
     rejected: list[Rejected],
 ) -> ShardRecord:
-    """Consumes `samples` (which may append to `rejected` as it goes) into the shard `name` of
-    `directory`."""
+    """Write `samples` as the shard `name`. The iterator may append to `rejected` meanwhile."""
     channels = ChannelSums()
     rows: list[tuple[int, int, int]] = []
     paths: list[str] = []
@@ -100,8 +98,7 @@ def write_shard(
             offset = tar.add(f"{sample.key}.{sample.image.extension}", sample.image.data)
             tar.add(f"{sample.key}.cls", b"%d" % sample.label)
             if sample.image.extension != "ppm":
-                # Raw samples carry none: their members must all have one size, so that the shard is
-                # an array.
+                # Raw samples have none: the shard is an array of members of one size.
                 tar.add(f"{sample.key}.json", json.dumps({"path": sample.path}).encode())
             rows.append((offset, len(sample.image.data), sample.label))
             extensions.add(sample.image.extension)
@@ -128,7 +125,7 @@ def write_shard(
 
 
 def write_index(directory: Path, name: str, rows: NDArray[np.int64]) -> str:
-    """Publishes the index of a shard; returns its sha256."""
+    """Write the index of a shard; return its sha256."""
     buffer = io.BytesIO()
     np.save(buffer, rows.astype(INDEX_DTYPE))
     write_atomic(directory / f"{name}.npy", buffer.getvalue())
@@ -136,65 +133,50 @@ def write_index(directory: Path, name: str, rows: NDArray[np.int64]) -> str:
 
 
 def write_paths(directory: Path, name: str, paths: list[str]) -> str:
-    """Publishes where the samples of a shard came from; returns the file's sha256."""
+    """Write the origins of a shard's samples; return the file's sha256."""
     data = "".join(json.dumps(path) + "\n" for path in paths).encode()
     write_atomic(directory / f"{name}.paths", data)
     return hashlib.sha256(data).hexdigest()
 
 
 def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
-    """How many samples each class has; those without a label are not counted."""
+    """Count the labeled samples of each class."""
     seen, counts = np.unique(labels[labels >= 0], return_counts=True)
     return {str(label): int(count) for label, count in zip(seen, counts, strict=True)}
 
 
-def delivered(place: Destination, record: ShardRecord) -> ShardRecord:
-    """The record of a shard that is in the store, if the dataset goes to one."""
-    if not place.is_remote or record.stored is not None:
-        return record
-    record = record.model_copy(update={"stored": deliver_tar(place, record.shard)})
-    write_record(place.directory, record.shard.name, record)
-    (place.directory / record.shard.file).unlink()
-    return record
-
-
-def finished_record(place: Destination, name: str, *, plan_hash: str) -> ShardRecord | None:
-    """The record of a shard that this very build has finished before, with its files still as they
-    were."""
+def finished_record(directory: Path, name: str, *, plan_hash: str) -> ShardRecord | None:
+    """Return the record of a shard that this very build has finished, if its files are intact."""
     try:
-        record = load_record(place.directory, name)
+        record = load_record(directory, name)
     except (OSError, ValueError):
         return None
-    if record.plan_hash != plan_hash or damaged_files(place, record, trust=False):
-        return None
-    return delivered(place, record)
+    is_finished = record.plan_hash == plan_hash and not damaged_files(directory, record)
+    return record if is_finished else None
 
 
 def load_record(directory: Path, name: str) -> ShardRecord:
-    """ValueError where it is not as it was written, or was written of another shard (copied, such
-    as by a hand that mends)."""
+    """Return the record; raise ValueError if it is damaged or a copy of another shard's record."""
     record = read_record(directory, name, ShardRecord)
     if record.shard.name != name:
         raise ValueError(f"is the record of {record.shard.name}")
     return record
 
 
-def damaged_files(place: Destination, record: ShardRecord, *, trust: bool) -> list[str]:
-    """The files of a shard that are missing or not as they were written; with `trust`, by their
-    sizes. Of a tar in a store it is asked whether it is what was uploaded."""
-    directory, shard = place.directory, record.shard
-    hashes = {shard.index_file: shard.index_sha256, shard.paths_file: shard.paths_sha256}
+def damaged_files(directory: Path, record: ShardRecord, *, trust: bool = False) -> list[str]:
+    """Return the shard's files that are missing or changed; with `trust`, compare only sizes."""
+    shard = record.shard
+    hashes = {
+        shard.file: shard.sha256,
+        shard.index_file: shard.index_sha256,
+        shard.paths_file: shard.paths_sha256,
+    }
     damaged = []
-    if record.stored is None:
-        hashes = {shard.file: shard.sha256, **hashes}
-    elif not is_as_delivered(place, shard, record.stored):
-        damaged.append(shard.file)
     for file, sha256 in hashes.items():
         path = directory / file
-        try:
-            is_same = file != shard.file or path.stat().st_size == shard.num_bytes
-            if not (is_same and path.is_file() and (trust or sha256_of(path) == sha256)):
-                damaged.append(file)
-        except FileNotFoundError:
+        is_intact = path.is_file() and (
+            file != shard.file or path.stat().st_size == shard.num_bytes
+        )
+        if not is_intact or not (trust or sha256_of(path) == sha256):
             damaged.append(file)
     return damaged

@@ -1,17 +1,16 @@
-"""What a build is going to write, decided once and kept on disk, so that every worker and array
-task writes the same dataset.
+"""The plan of a build: kept on disk, so that all workers and array tasks write one dataset.
 
-    OUT/PARTS/begun.json       whose directory this is: the config, its hash and that of the plan, number of array tasks
+    OUT/PARTS/begun.json       config, plan hash, shards
     OUT/PARTS/inventory/       every input of the source (inventory.py)
     OUT/PARTS/order-SPLIT.npy  rows of the inventory in the order in which they are packed
-    OUT/PARTS/NAME.json        the record of a finished shard (shards.py)
+    OUT/PARTS/NAME.json        record of a finished shard (shards.py)
 
-The plan is a function of the config and of what the source lists, never of workers or tasks. Steps
-of `prepare`, under the sole lock of OUT:
+The plan depends only on the config and the source's listing, never on workers or tasks. Steps of
+`prepare`, under the lock of OUT:
 
 1. ask the source for its containers;
-2. an inventory of the same config and of unchanged containers stands: use it; else list everything;
-3. the plan's hash is of config and listing; a directory of another plan, finished or not: refuse;
+2. reuse an inventory of the same config and unchanged containers; otherwise list everything;
+3. fail if OUT has another plan, finished or not;
 4. write the order of every split, then `begun.json`.
 """
 
@@ -19,12 +18,13 @@ import os
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from data_prep.archives.inventory import (
@@ -50,19 +50,20 @@ from data_prep.publish import (
     sha256_of,
     withdraw,
 )
-from data_prep.settings import Settings, differences, printable
+from data_prep.settings import Settings, printable
 from data_prep.sources import Arrangement, Source, SourceError, open_source
+from data_prep.workers import Pool
 
 INVENTORY_NAME = "inventory"
 NUM_NAMED = 20
-"""Of what is damaged."""
+"""Damaged containers that one error names."""
 NUM_JOBS, LEAST_SHARD = 16, 512
-"""Shards of a small split, and the fewest samples that make one worth its files."""
+"""Shards of a small split, and the fewest samples of a shard."""
 CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
 
 
 class ShardPlan(Settings):
-    """One shard: the places `start` to `stop` of the order of `split`."""
+    """One shard: the positions `start` to `stop` in the order of `split`."""
 
     name: str
     split: str
@@ -73,19 +74,17 @@ class ShardPlan(Settings):
 class Workplan(Settings):
     settings: BuildSettings
     config: dict[str, Any]
-    """What decides the bytes, besides the source's files (`described`)."""
+    """Settings that decide the bytes (`described`)."""
     plan_hash: str
     stamp: str
-    """Of the source's files: shards that were made before they were touched are made anew."""
+    """Stamp of the source's files. If it changes, shards are written again."""
     decoder: str
     classes: tuple[str, ...]
     labels: tuple[int, ...]
-    """What each class of the inventory is called in the dataset: its label there, -1 where it is
-    left out."""
+    """Label in the dataset of each class of the inventory; -1 if the class is left out."""
     num_left_out: dict[str, int]
     num_held_out: int = 0
     shards: tuple[ShardPlan, ...]
-    num_tasks: int
     orders: dict[str, str] = Field(default_factory=dict)
     """Split -> sha256 of its order's file."""
 
@@ -95,8 +94,7 @@ class Workplan(Settings):
 
     @property
     def parts_id(self) -> str:
-        """What the record of a finished shard must say for the shard to be a part of this
-        dataset."""
+        """Identity of the plan in the records of finished shards."""
         return f"{self.plan_hash}-{self.stamp[:16]}"
 
     @property
@@ -107,51 +105,46 @@ class Workplan(Settings):
         return self.directory / PARTS / f"order-{split}.npy"
 
     def under(self, settings: BuildSettings) -> "Workplan":
-        """The same plan for a config that differs in what decides no byte, such as the name of the
-        directory."""
+        """Return the same plan for a config that differs only in settings that decide no byte."""
         return self.model_copy(update={"settings": settings})
 
 
-def prepare(
-    settings: BuildSettings, source: Source, pool: Executor, *, num_tasks: int = 1
-) -> Workplan:
-    """The plan of this build in `settings.out`; the caller holds the directory alone."""
+def open_source_of(settings: BuildSettings) -> Source:
+    """Open the source. It may unpack an archive into OUT/PARTS."""
+    return open_source(
+        settings.source, num_workers=settings.num_workers, work_directory=settings.directory / PARTS
+    )
+
+
+def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
+    """Return the plan of this build. The caller holds the lock of the directory."""
     directory = settings.directory
     exclusions = load_exclusions(settings.exclude)
     config = described(settings, source, exclusions)
     before, is_finished = load_begun(directory), (directory / MANIFEST_NAME).exists()
-    if (
-        before is not None
-        and not is_finished
-        and not any(record_path(directory, plan.name).exists() for plan in before.shards)
-    ):
-        record_path(
-            directory, BEGUN
-        ).unlink()  # it ended before its first shard: there is nothing to keep, or to be mixed with
+    if before and not is_finished and not _has_shards(before):
+        record_path(directory, BEGUN).unlink()  # nothing to keep, and nothing to mix with
         before = None
-    standing = load_manifest(directory) if is_finished else before
-    if standing is not None and standing.config != config:
-        raise of_another(directory, standing.config, config)
-    _check_decoder(directory, before)
-    if before is not None and (damaged := damaged_file(before)):
-        print(
-            (
-                f"data_prep: {damaged}: is damaged; the plan is made again, and finished shards "
-                "are kept"
-            ),
-            file=sys.stderr,
-        )
-        open_inventory.cache_clear()
-        before = None
+    existing = load_manifest(directory) if is_finished else before
+    if existing is not None and existing.config != config:
+        raise of_another(directory, existing.config, config)
+    if before is not None:
+        _check_decoder(before)
+        if damaged := damaged_file(before):
+            print(
+                f"data_prep: {damaged} is damaged; the plan is made again, and finished shards "
+                "are kept",
+                file=sys.stderr,
+            )
+            open_inventory.cache_clear()
+            before = None
     remove_leftovers(directory, directory / PARTS)
     inventory = _listed(settings, source, pool, before=before)
     plan_hash = hash_of_json([config, inventory.digest])
     try:
-        if standing is not None and standing.plan_hash != plan_hash:
-            raise of_another(directory, standing.config, config)
-        if (
-            inventory.directory.name == CANDIDATE_NAME
-        ):  # is known only now not to be another dataset's
+        if existing is not None and existing.plan_hash != plan_hash:
+            raise of_another(directory, existing.config, config)
+        if inventory.directory.name == CANDIDATE_NAME:
             place = inventory.directory.with_name(INVENTORY_NAME)
             if place.exists():
                 withdraw(place)
@@ -159,64 +152,63 @@ def prepare(
             inventory = Inventory(place)
     finally:
         remove_leftovers(directory, directory / PARTS)
-    if before is not None and (before.num_tasks, before.stamp) == (num_tasks, inventory.stamp):
+    if before is not None and before.stamp == inventory.stamp:
         return before.under(settings)
-    return _write_plan(
-        settings,
-        source,
-        inventory,
-        exclusions,
+    arrangement = source.arrange(inventory)
+    _refuse_empty(source, inventory, arrangement)
+    labels, classes, left_out = _renumber(settings, inventory, arrangement)
+    orders, shards = _write_orders(
+        settings, inventory, arrangement, _Dropped(labels, exclusions, left_out)
+    )
+    work = Workplan(
+        settings=settings.resolved(),
         config=config,
         plan_hash=plan_hash,
-        num_tasks=num_tasks,
+        stamp=inventory.stamp,
+        decoder=decoder_version(),
+        classes=classes,
+        labels=tuple(labels.tolist()),
+        num_left_out=dict(+left_out),
+        num_held_out=arrangement.num_held_out,
+        shards=tuple(shards),
+        orders=orders,
     )
+    write_record(directory, BEGUN, work)
+    return work.under(settings)
 
 
-def begun_by_others(settings: BuildSettings, source: Source, *, num_tasks: int) -> Workplan:
-    """The plan that other tasks are working on, if it is ours and the source is still as they found
-    it."""
-    directory = settings.directory
-    begun = load_begun(directory)
-    assert begun is not None  # whoever is at work has one
-    config = described(settings, source, load_exclusions(settings.exclude))
-    if begun.config != config:
-        raise UserError(
-            f"out: tasks of another config are at work in {directory} "
-            f"({differences(begun.config, config)}); name another out"
-        )
-    _check_decoder(directory, begun)
-    if begun.num_tasks != num_tasks:
-        raise UserError(
-            f"--task: {begun.num_tasks} tasks are at work in {directory}, not {num_tasks}; "
-            "wait until they end"
-        )
-    refuse_damaged(begun)
-    if Inventory(directory / PARTS / INVENTORY_NAME).outline != outline_of(settings, source):
-        raise SourceError(
-            "source: has changed since the first task listed it (or is a copy without its "
-            "times: cp -p, rsync -a keep them); "
-            f"stop the tasks, remove {directory} and begin again"
-        )
-    return begun.under(settings)
+def plan_that_fits(settings: BuildSettings, source: Source) -> Workplan | None:
+    """Return the plan in the directory if it is of this config and this source, and intact."""
+    begun = load_begun(settings.directory)
+    if begun is None:
+        return None
+    if begun.config != described(settings, source, load_exclusions(settings.exclude)):
+        return None
+    _check_decoder(begun)
+    if damaged_file(begun):
+        return None
+    outline = Inventory(begun.inventory_directory).outline
+    return begun.under(settings) if outline == outline_of(settings, source) else None
 
 
 def load_begun(directory: Path) -> Workplan | None:
-    """The plan that stands in `directory`, wherever it was made."""
+    """Return the plan in `directory`, wherever it was made."""
     try:
         begun = read_record(directory, BEGUN, Workplan)
-        place = "work" if begun.settings.is_remote else "out"
-        return begun.under(begun.settings.model_copy(update={place: str(directory)}))
     except FileNotFoundError:
         return None
     except ValueError:
         raise UserError(
-            f"{record_path(directory, BEGUN)}: is damaged. Remove it, then run the build "
-            "again: it keeps finished shards"
+            str(record_path(directory, BEGUN)),
+            "the file is damaged",
+            "remove it, then run the build again: it keeps finished shards",
+            code="damaged",
         ) from None
+    return begun.under(begun.settings.model_copy(update={"out": str(directory)}))
 
 
 def damaged_file(work: Workplan) -> Path | None:
-    """The first file of the plan, besides its record, that is not as it was written."""
+    """Return the first file of the plan, besides its record, that is not as it was written."""
     inventory = work.inventory_directory
     try:
         files = {inventory / name: digest for name, digest in Inventory(inventory).files.items()}
@@ -224,8 +216,7 @@ def damaged_file(work: Workplan) -> Path | None:
         return Path(error.filename or inventory)
     except (ValueError, KeyError):
         return inventory / HEAD_NAME
-    orders = {plan.split: work.orders.get(plan.split) for plan in work.shards}
-    files |= {work.order_path(split): digest or "" for split, digest in orders.items()}
+    files |= {work.order_path(split): digest for split, digest in work.orders.items()}
     return next(
         (path for path, digest in files.items() if not path.is_file() or sha256_of(path) != digest),
         None,
@@ -234,26 +225,34 @@ def damaged_file(work: Workplan) -> Path | None:
 
 def refuse_damaged(work: Workplan) -> None:
     if damaged := damaged_file(work):
-        remedy = (
-            f"End the tasks of {work.directory}, then run task 0/{work.num_tasks} again: it "
-            "makes the plan again"
-        )
-        raise UserError(f"{damaged}: is damaged. {remedy}")
-
-
-def _check_decoder(directory: Path, begun: Workplan | None) -> None:
-    """Shards of one dataset are made by the same libraries, or their pictures would differ a
-    little."""
-    if begun is not None and begun.decoder != decoder_version():
         raise UserError(
-            f"{directory}: was begun with {begun.decoder}, and here is {decoder_version()}; "
-            "go on in the environment that began it, or remove it and build anew"
+            str(damaged),
+            "the file is damaged",
+            "run data_prep build CONFIG --plan: it makes the plan again, and keeps finished shards",
+            code="damaged",
+        )
+
+
+def _has_shards(work: Workplan) -> bool:
+    return any(record_path(work.directory, plan.name).exists() for plan in work.shards)
+
+
+def _check_decoder(begun: Workplan) -> None:
+    """Raise UserError if other libraries began the dataset: their pixels differ slightly."""
+    if begun.decoder != decoder_version():
+        raise UserError(
+            "out",
+            f"{begun.directory} was begun with {begun.decoder}, and this environment has "
+            f"{decoder_version()}",
+            "continue in the first environment, or remove the directory and build again",
+            code="changed",
         )
 
 
 def refuse_other_config(settings: BuildSettings, manifest: Manifest) -> None:
-    """Raise `UserError` if another config made this finished dataset. The tables of a source that
-    is gone are not compared."""
+    """Raise UserError if another config made this finished dataset.
+
+    The tables of a source that no longer exists are not compared."""
     gone = [
         name
         for name, file in settings.tables.items()
@@ -273,9 +272,8 @@ def refuse_other_config(settings: BuildSettings, manifest: Manifest) -> None:
 
 
 def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -> dict[str, Any]:
-    """What decides the bytes of the dataset: not the number of workers, and no path of this
-    machine."""
-    others = {"out", "work", "out_storage", "num_workers", "max_reject_share", "classes_file"}
+    """Return the settings that decide the bytes of the dataset: no paths, no worker count."""
+    others = {"out", "num_workers", "max_reject_share", "classes_file"}
     kept, config = settings.kept_classes, settings.model_dump(mode="json", exclude=others)
     classes = None if kept is None else sorted(kept)
     of_files = {
@@ -288,10 +286,9 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
 
 
 def _listed(
-    settings: BuildSettings, source: Source, pool: Executor, *, before: Workplan | None
+    settings: BuildSettings, source: Source, pool: Pool, *, before: Workplan | None
 ) -> Inventory:
-    """The inventory of the source: the one that stands, if nothing says that it has changed, or
-    else a new candidate."""
+    """Return the existing inventory if no container has changed, or else a new candidate."""
     outline = outline_of(settings, source)
     directory = settings.directory / PARTS / INVENTORY_NAME
     if before is not None and (directory / HEAD_NAME).exists():
@@ -309,7 +306,7 @@ def _listed(
 
 
 def outline_of(settings: BuildSettings, source: Source) -> Outline:
-    """The containers that may hold what the config keeps, sorted."""
+    """Return the containers that may hold inputs that the config keeps, sorted."""
     outline = source.outline()
     outline = replace(outline, classes=tuple(map(printable, outline.classes)))
     kept, containers = settings.kept_classes, outline.containers
@@ -317,7 +314,10 @@ def outline_of(settings: BuildSettings, source: Source) -> Outline:
         unknown = sorted(kept - set(outline.classes))
         if unknown:
             raise UserError(
-                f"classes: {len(unknown)} are not in the source ({', '.join(unknown[:3])})"
+                "classes",
+                f"{len(unknown)} classes are not in the source ({', '.join(unknown[:3])})",
+                "use the names of the source",
+                code="unknown-name",
             )
         labels = {label for label, name in enumerate(outline.classes) if name in kept}
         containers = tuple(
@@ -328,10 +328,10 @@ def outline_of(settings: BuildSettings, source: Source) -> Outline:
     return replace(outline, containers=tuple(sorted(containers)))
 
 
-def _entries(source: Source, outline: Outline, pool: Executor, *, ahead: int) -> Iterator[Entries]:
-    """What the containers list, in their order; no more than `ahead` of them wait in memory."""
+def _entries(source: Source, outline: Outline, pool: Pool, *, ahead: int) -> Iterator[Entries]:
+    """Yield the entries of each container, in order; at most `ahead` wait in memory."""
     waiting: deque[Future[Entries]] = deque()
-    damaged: list[str] = []
+    damaged: list[UserError] = []
     with progress("listing", total=len(outline.containers), unit="folders or archives") as line:
         for number, container in enumerate(outline.containers):
             while number + len(waiting) < len(outline.containers) and len(waiting) < ahead:
@@ -340,130 +340,114 @@ def _entries(source: Source, outline: Outline, pool: Executor, *, ahead: int) ->
                 )
             try:
                 yield waiting.popleft().result()
-            except SourceError as error:  # all of them are named in one run
-                damaged.append(str(error))
+            except SourceError as error:  # one run names all of them
+                damaged.append(error)
             line.advance(note=container.path)
     if damaged:
-        raise SourceError(all_in_one(damaged))
+        raise all_in_one(damaged)
 
 
-def all_in_one(complaints: list[str]) -> str:
-    """The line about several damaged files."""
-    first, *others = complaints
-    return (
-        f"{first} (and {len(others):,} more: {'; '.join(others[: NUM_NAMED - 1])})"
-        if others
-        else first
-    )
+def all_in_one(errors: list[UserError]) -> UserError:
+    """Return one error that names several damaged files."""
+    first, *others = errors
+    if not others:
+        return first
+    more = "; ".join(f"{each.field}: {each.problem}" for each in others[: NUM_NAMED - 1])
+    problem = f"{first.problem} (and {len(others):,} more: {more})"
+    return type(first)(first.field, problem, first.fix, code=first.code)
 
 
-def _write_plan(
-    settings: BuildSettings,
-    source: Source,
-    inventory: Inventory,
-    exclusions: Exclusions,
-    *,
-    config: dict[str, Any],
-    plan_hash: str,
-    num_tasks: int,
-) -> Workplan:
-    arrangement = source.arrange(inventory)
-    _refuse_empty(source, inventory, arrangement)
-    labels, classes, left_out = _renumber(settings, inventory, arrangement)
-    directory, shards, orders = settings.directory, [], {}
-    dropped = exclusions.rows(inventory)
-    if exclusions.paths and not len(dropped):
+@dataclass
+class _Dropped:
+    """What a plan leaves out, and its counts so far."""
+
+    labels: NDArray[np.int32]
+    exclusions: Exclusions
+    counts: Counter[str]
+
+
+def _write_orders(
+    settings: BuildSettings, inventory: Inventory, arrangement: Arrangement, dropped: _Dropped
+) -> tuple[dict[str, str], list[ShardPlan]]:
+    """Write the order of each split; return the sha256 of each, and all shards."""
+    directory, shards, orders = settings.directory, list[ShardPlan](), dict[str, str]()
+    excluded, paths = dropped.exclusions.rows(inventory), dropped.exclusions.paths
+    if paths and not len(excluded):
         raise UserError(
-            f"exclude: none of the {len(exclusions.paths):,} listed paths is in this source "
-            f"(such as {min(exclusions.paths)}); "
-            "was the list made from another dataset?"
+            "exclude",
+            f"none of the {len(paths):,} listed paths is in this source (such as {min(paths)})",
+            "give a list that was made from this source",
+            code="mismatch",
         )
     for number, (split, chosen) in enumerate(sorted(arrangement.splits.items())):
         stored = inventory.labels[chosen]
-        rows = chosen[(stored < 0) | (labels[stored] >= 0)]
-        left_out["classes"] += len(chosen) - len(rows)
-        if len(dropped):
-            kept = rows[~np.isin(rows, dropped)]
-            left_out["excluded"] += len(rows) - len(kept)
-            rows = kept
+        rows = chosen[(stored < 0) | (dropped.labels[stored] >= 0)]
+        dropped.counts["classes"] += len(chosen) - len(rows)
+        kept = rows[~np.isin(rows, excluded)]
+        dropped.counts["excluded"] += len(rows) - len(kept)
         if settings.order == "shuffled":
-            generator = np.random.Generator(
-                np.random.Philox(np.random.SeedSequence([settings.seed, number]))
-            )
-            rows = generator.permutation(rows)
-        if not len(rows):
+            seed = np.random.SeedSequence([settings.seed, number])
+            kept = np.random.Generator(np.random.Philox(seed)).permutation(kept)
+        if not len(kept):
             raise UserError(
-                f"classes, exclude: they leave nothing of the split {split}; leave out less"
+                "classes",
+                f"classes and exclude leave no image in the split {split}",
+                "leave out less",
+                code="empty",
             )
-        with atomic_file(directory / PARTS / f"order-{split}.npy") as file:
-            np.save(file, rows)
-        orders[split] = sha256_of(directory / PARTS / f"order-{split}.npy")
-        size = shard_size(len(rows), most=settings.samples_per_shard)
-        for shard, start in enumerate(range(0, len(rows), size)):
-            stop = min(start + size, len(rows))
-            shards.append(
-                ShardPlan(name=f"{split}-{shard:06d}", split=split, start=start, stop=stop)
-            )
-    work = Workplan(
-        settings=settings.settled(),
-        config=config,
-        plan_hash=plan_hash,
-        stamp=inventory.stamp,
-        decoder=decoder_version(),
-        classes=classes,
-        labels=tuple(labels.tolist()),
-        num_left_out=dict(+left_out),
-        num_held_out=arrangement.num_held_out,
-        shards=tuple(shards),
-        num_tasks=num_tasks,
-        orders=orders,
-    )
-    write_record(directory, BEGUN, work)
-    return work.under(settings)
+        path = directory / PARTS / f"order-{split}.npy"
+        with atomic_file(path) as file:
+            np.save(file, kept)
+        orders[split] = sha256_of(path)
+        size = shard_size(len(kept), most=settings.samples_per_shard)
+        for shard, start in enumerate(range(0, len(kept), size)):
+            stop = min(start + size, len(kept))
+            name = f"{split}-{shard:06d}"
+            shards.append(ShardPlan(name=name, split=split, start=start, stop=stop))
+    return orders, shards
 
 
 def shard_size(num_samples: int, *, most: int) -> int:
-    """Samples of each shard of a split. A shard is one worker's job, so a small split has smaller
-    shards than the default ones: up to `NUM_JOBS` shards, however many workers there are, so that
-    their number decides no byte."""
-    return (
-        most if most != DEFAULT_SHARD else min(most, max(LEAST_SHARD, -(-num_samples // NUM_JOBS)))
-    )
+    """Return the samples per shard of a split.
+
+    A shard is one worker's job, so a small split has up to `NUM_JOBS` smaller shards. The number of
+    workers decides no byte.
+    """
+    if most != DEFAULT_SHARD:
+        return most
+    return min(most, max(LEAST_SHARD, -(-num_samples // NUM_JOBS)))
 
 
 def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement) -> None:
-    """A split or a class that is there, and of which nothing can be read: no class of val vanishes
-    behind its namesake of train."""
+    """Raise SourceError if a split, or a class within a split, has no readable image."""
     name, readable = source.describe()["kind"], inventory.sizes >= 0
     for split in sorted({container.split for container in inventory.containers}):
         rows = arrangement.splits.get(split)
         if rows is None or not readable[rows].any():
-            raise SourceError(
-                f"source.path: split {split} of this {name} source holds no pictures; "
-                "complete the archive"
-            )
+            problem = f"split {split} of this {name} source has no images"
+            raise SourceError("source.path", problem, "complete the archive", code="empty")
     counts = np.bincount(
         inventory.container_numbers[readable], minlength=len(inventory.containers)
     ).tolist()
-    labelled = [part.label is not None and part.label >= 0 for part in inventory.containers]
     empty = [
         part.path
-        for part, count, has in zip(inventory.containers, counts, labelled, strict=True)
-        if has and not count
+        for part, count in zip(inventory.containers, counts, strict=True)
+        if part.label is not None and part.label >= 0 and not count
     ]
     if empty:
         raise SourceError(
-            f"source.path: {len(empty)} classes of this {name} source hold no pictures "
-            f"({', '.join(empty[:3])}); "
-            "remove them, or complete the archive"
+            "source.path",
+            f"{len(empty)} classes of this {name} source have no images ({', '.join(empty[:3])})",
+            "remove them, or complete the archive",
+            code="empty",
         )
 
 
 def _renumber(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], tuple[str, ...], Counter[str]]:
-    """The label in the dataset of each class of the inventory (-1: left out), the dataset's
-    classes, what was left out so far."""
+) -> tuple[NDArray[np.int32], tuple[str, ...], Counter[str]]:
+    """Return the new label of each class (-1: left out), the dataset's classes, and counts of what
+    was left out."""
     kept = settings.kept_classes
     staying = set(
         range(len(inventory.classes)) if arrangement.labels is None else arrangement.labels

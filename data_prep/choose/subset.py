@@ -25,10 +25,8 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from data_prep import __version__
-from data_prep.build.destination import Destination, hand_over, occupied
 from data_prep.build.exclusions import Exclusions, load_exclusions
 from data_prep.build.merge import write_annotation, write_rejected
-from data_prep.build.parts import forget_parts, own_place
 from data_prep.build.shards import write_index, write_paths
 from data_prep.check.stored import known_files
 from data_prep.check.verify import stored_labels
@@ -36,7 +34,6 @@ from data_prep.choose.selection import Ids, per_class, ranking
 from data_prep.errors import UserError
 from data_prep.manifest import (
     MANIFEST_NAME,
-    PARTS,
     Manifest,
     Shard,
     Split,
@@ -48,7 +45,6 @@ from data_prep.manifest import (
 )
 from data_prep.progress import progress
 from data_prep.publish import LOCK, TEMPORARY_PREFIX, atomic_directory, hash_of_json, sole_maker
-from data_prep.remote import shown
 from data_prep.settings import Settings, nearest, read_lines
 
 
@@ -92,39 +88,6 @@ class Chosen:
     left_out: dict[str, int]
     excluded: frozenset[str]
     """The listed paths that the split has, of whatever class."""
-
-
-def subset_to(source: Path, place: Destination, selection: Selection) -> Manifest:
-    """The same in a directory, or in a store: there it is made in `work`, then uploaded, the
-    manifest last."""
-    if not place.is_remote:
-        return subset(source, Path(place.out), selection)
-    for shard in [
-        shard
-        for split in load_manifest(source).splits.values()
-        for shard in split.shards
-        if not shard.is_remote
-    ][:1]:
-        raise UserError(
-            f"out: {shown(place.out)} is a store, and {source / shard.file} lies on this disk,"
-            " where its readers may not find it; choose from a dataset whose shards are in a"
-            " store, or name a directory"
-        )
-    with own_place(place.directory), occupied(place):
-        made, in_store = place.directory / PARTS / place.last_name, place.directory / MANIFEST_NAME
-        manifest = subset(source, made, selection)
-        if in_store.exists():
-            finished = load_manifest(place.directory)
-            in_store.unlink()
-            if finished.plan_hash != manifest.plan_hash:
-                forget_parts(place.directory)
-                raise UserError(
-                    f"out: {shown(place.out)} holds another dataset ({finished.name}); name another"
-                    " place"
-                )
-        hand_over(place, made)
-        forget_parts(place.directory)
-    return manifest
 
 
 def subset(source: Path, out: Path, selection: Selection) -> Manifest:
@@ -326,7 +289,7 @@ def _excluded(
 
 
 # ---- writing
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class _Place(NamedTuple):

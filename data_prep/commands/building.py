@@ -6,17 +6,17 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep.commands import add_verb, counted, settings_of
 from data_prep.exit_codes import FAILED, OK
 from data_prep.explain import Verbs
 from data_prep.manifest import REJECTED_NAME, Manifest, load_rejected
-from data_prep.settings import S, dump, validate
+from data_prep.settings import S, dump
 
 if TYPE_CHECKING:
     from data_prep.build.config import BuildSettings
-    from data_prep.build.destination import Destination
 
 GOES_ON = "what is finished is kept, the same command goes on from there"
 REMEDIES = {
@@ -68,15 +68,15 @@ def add_verbs(verbs: Verbs) -> None:
         metavar="i/n",
         help="only the i-th of n parts (from 0), for job arrays; then: data_prep merge",
     )
+    build.add_argument(
+        "--plan",
+        action="store_true",
+        help="only make the plan that array tasks share (task 0 makes it otherwise)",
+    )
     words = "verify what array tasks have written, then publish the dataset"
     how = {"after_a_stop": GOES_ON, "examples": "data_prep merge data/mine"}
-    merge = add_verb(verbs, "merge", _merge, "workers", "storage", "json", help=words, **how)
-    merge.add_argument("dataset", help="the directory, or the URL, that the tasks wrote to")
-    merge.add_argument(
-        "--work",
-        metavar="DIR",
-        help="of a URL: the directory of unfinished work that the tasks shared",
-    )
+    merge = add_verb(verbs, "merge", _merge, "workers", "json", help=words, **how)
+    merge.add_argument("dataset", type=Path, help="the directory that the tasks wrote to")
     merge.add_argument(
         "--trust",
         action="store_true",
@@ -110,16 +110,23 @@ def settings_to_build(options: argparse.Namespace) -> "BuildSettings":
 
 def shown(settings: S) -> S:
     """Without what may be a secret."""
-    names = [name for name in ("storage", "out_storage") if hasattr(settings, name)]
-    return settings.model_copy(
-        update={name: dict.fromkeys(getattr(settings, name), "...") for name in names}
-    )
+    storage = getattr(settings, "storage", None)
+    return settings.model_copy(update={"storage": dict.fromkeys(storage, "...")} if storage else {})
 
 
 def _build(options: argparse.Namespace) -> int:
     settings = settings_to_build(options)
     if options.show:
         print(dump(shown(settings)), end="")
+        return OK
+    if options.plan:
+        from data_prep.build.tasks import plan_build
+
+        num_shards = len(plan_build(settings).shards)
+        if options.json:
+            print(json.dumps({"dataset": settings.out, "shards": num_shards}))
+        else:
+            print(f"{settings.out}: {num_shards} shards are planned; run the tasks, then merge")
         return OK
     if options.task is not None:
         from data_prep.build.tasks import ArrayTask, build_task
@@ -128,8 +135,7 @@ def _build(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps({"dataset": settings.out, "task": options.task, "shards": num_shards}))
             return OK
-        work = f" --work {settings.work}" if settings.work else ""
-        is_next = f"after the last task: data_prep merge {settings.out}{work}"
+        is_next = f"after the last task: data_prep merge {settings.out}"
         if "SLURM_ARRAY_JOB_ID" in os.environ:
             is_next = (
                 "when all tasks are done the merge publishes the dataset (cluster/data_prep.slurm"
@@ -142,19 +148,16 @@ def _build(options: argparse.Namespace) -> int:
         return OK
     from data_prep.build.build import build
 
-    return _published(lambda: build(settings), settings, as_json=options.json)
+    return _published(lambda: build(settings), settings.directory, as_json=options.json)
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from data_prep.build.destination import Destination
     from data_prep.build.merge import merge
 
-    given = {"out": options.dataset, "work": options.work, "out_storage": options.storage}
-    place, how = (
-        validate(Destination, given),
-        {"num_workers": options.workers, "trust": options.trust},
-    )
-    return _published(lambda: merge(place, **how), place, as_json=options.json)
+    def publish() -> Manifest:
+        return merge(options.dataset, num_workers=options.workers, trust=options.trust)
+
+    return _published(publish, options.dataset, as_json=options.json)
 
 
 def _index(options: argparse.Namespace) -> int:
@@ -169,18 +172,17 @@ def _index(options: argparse.Namespace) -> int:
 
     from data_prep.index.index import index
 
-    return _published(lambda: index(settings), settings, as_json=options.json)
+    return _published(lambda: index(settings), settings.directory, as_json=options.json)
 
 
-def _published(publish: Callable[[], Manifest], place: "Destination", *, as_json: bool) -> int:
+def _published(publish: Callable[[], Manifest], out: Path, *, as_json: bool) -> int:
     from data_prep.build.merge import TooManyRejected
-    from data_prep.remote import join, read_bytes
 
-    code, out = OK, place.out
+    code = OK
     try:
         manifest = publish()
     except TooManyRejected as error:
-        print(f"data_prep: {error}", file=sys.stderr)
+        print(f"data_prep: {error.with_codes()}", file=sys.stderr)
         manifest, code = error.manifest, FAILED
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
     if as_json:
@@ -193,7 +195,7 @@ def _published(publish: Callable[[], Manifest], place: "Destination", *, as_json
         print(
             json.dumps(
                 {
-                    "dataset": out,
+                    "dataset": str(out),
                     "splits": splits,
                     "content_hash": manifest.content_hash,
                     **counts,
@@ -213,11 +215,7 @@ def _published(publish: Callable[[], Manifest], place: "Destination", *, as_json
         f" {manifest.num_rejected:,}{where}"
     )
     if manifest.num_rejected:
-        if place.is_remote:
-            found = read_bytes(join(out, REJECTED_NAME), storage=place.out_storage)
-            rejects = [json.loads(line) for line in found.splitlines()]
-        else:
-            rejects = load_rejected(out, manifest)
+        rejects = load_rejected(out, manifest)
         [(reason, count)] = Counter(reject["reason"] for reject in rejects).most_common(1)
         example = next(reject for reject in rejects if reject["reason"] == reason)
         remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""

@@ -54,6 +54,27 @@ def add_verbs(verbs: Verbs) -> None:
         help="where the sheet goes",
     )
 
+    words = "copy a finished dataset to a bucket and verify it; the manifest is uploaded last"
+    push = add_verb(
+        verbs,
+        "push",
+        _push,
+        "storage",
+        help=words,
+        after_a_stop="run the same command again",
+        examples="data_prep push data/mine s3://bucket/mine",
+    )
+    push.add_argument("dataset", type=Path, help="the dataset directory")
+    push.add_argument("url", metavar="URL", help="the place in a bucket, such as s3://bucket/mine")
+
+
+def _push(options: argparse.Namespace) -> int:
+    from data_prep.push import push
+
+    manifest = push(options.dataset, options.url, storage=options.storage)
+    print(f"{options.url}: {manifest.num_written:,} samples")
+    return OK
+
 
 def _verify(options: argparse.Namespace) -> int:
     from data_prep.check.verify import verify

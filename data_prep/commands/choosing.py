@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from data_prep.clients import shown
-from data_prep.commands import add_verb, counted, directory_of, json_options, place, print_table
+from data_prep.commands import add_verb, counted, directory_of, place, print_table
 from data_prep.errors import UserError
 from data_prep.exit_codes import OK
 from data_prep.explain import Verbs, at_least
@@ -33,17 +33,7 @@ def add_verbs(verbs: Verbs) -> None:
         after_a_stop=after_a_stop,
         examples=examples,
     )
-    subset.add_argument(
-        "--out",
-        required=True,
-        metavar="DIR",
-        help="the new dataset directory, or its URL in a store",
-    )
-    subset.add_argument(
-        "--work", metavar="DIR", help="if --out is a URL: a directory to make it in"
-    )
-    words = "if --out is a URL: options for fsspec (by default those of --storage)"
-    subset.add_argument("--out-storage", type=json_options, metavar="JSON", help=words)
+    subset.add_argument("--out", required=True, metavar="DIR", help="the new dataset directory")
     subset.add_argument("--fraction", type=float, help="this share of every class, such as 0.1")
     subset.add_argument(
         "--count",
@@ -109,14 +99,12 @@ def add_verbs(verbs: Verbs) -> None:
 
 
 def _subset(options: argparse.Namespace) -> int:
-    from data_prep.build.destination import Destination
-    from data_prep.choose.subset import Selection, subset_to
+    from data_prep.build.parts import refuse_url
+    from data_prep.choose.subset import Selection, subset
 
     names = ("fraction", "count", "per_class", "split", "seed", "classes_file", "exclude")
     selection = validate(Selection, {name: getattr(options, name) for name in names})
-    storage = (options.out_storage or options.storage) if "://" in options.out else {}
-    to = validate(Destination, {"out": options.out, "work": options.work, "out_storage": storage})
-    manifest = subset_to(directory_of(options), to, selection)
+    manifest = subset(directory_of(options), Path(refuse_url(options.out)), selection)
     splits = {name: split.num_samples for name, split in manifest.splits.items()}
     excluded = manifest.source.get("exclude_paths")
     if options.json:

@@ -1,23 +1,18 @@
-"""`data_prep index`: a dataset out of shards that others have written. They are read where they
-are, and stay as they are.
+"""`data_prep index`: make a dataset of shards that others have written, and leave them unchanged.
 
-Steps, under the sole lock of OUT and after it was marked as ours (`claim`):
+Steps, under the lock of OUT, after OUT was marked as ours (`claim`):
 
-1. the patterns become a list of shards; another list or config has begun or finished here: refuse;
-2. ask for the version of every shard (size and time of change, or what the server says), so that a
-   missing one is found at once;
-3. the manifest stands: a shard of another version must still have the content it had, or it is
-   refused; nothing else to do;
-4. every shard without a record of this version is read (samples.py; a remote one is copied into
-   OUT/PARTS meanwhile), and leaves OUT/PARTS/NAME.npy, OUT/NAME.paths, then its record
-   OUT/PARTS/NAME.json;
-5. the classes are known now (until then the labels of a shard are numbers of its own; words are
-   numbered by the sorted set of all words): OUT/NAME.npy of every shard, rejected.jsonl,
-   versions.json, then manifest.json; the parts go.
+1. expand the patterns to a list of shards; fail if OUT has an index of another list or config;
+2. ask for the version of every shard (size and time of change, or the server's version), so that
+   missing shards are found at once;
+3. if the manifest exists, check that shards of another version still have the same content;
+4. read every shard without a record of its version (samples.py). A remote shard is copied into
+   OUT/PARTS meanwhile. This writes OUT/PARTS/NAME.npy, OUT/NAME.paths and then the record;
+5. number the classes: words are numbered by their sorted set. Write OUT/NAME.npy of every shard,
+   rejected.jsonl, versions.json and manifest.json, then remove the parts.
 
-Shards are named SPLIT-NUMBER in their sorted order. The plan's hash in the manifest is of config
-and contents, not of places: the same shards on disk, behind http or in s3 make the same dataset,
-but for `file`.
+Shards are named SPLIT-NUMBER in sorted order. The plan's hash depends on config and contents, not
+on places: shards on disk, behind http or in s3 make the same dataset, except for `file`.
 """
 
 import json
@@ -28,7 +23,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.build.destination import OWN_MARK, hand_over, occupied
 from data_prep.build.merge import check_reject_share, manifest_of, with_limit
 from data_prep.build.parts import (
     BEGUN,
@@ -63,7 +57,7 @@ VERSIONS_NAME = "versions.json"
 
 
 class UnfinishedIndex(Settings):
-    """Whose unfinished index this is."""
+    """Record of an index that has begun."""
 
     kind: str = "index"
     plan_hash: str
@@ -71,8 +65,7 @@ class UnfinishedIndex(Settings):
 
 
 class StockRecord(Settings):
-    """What is known of a shard before the classes are: its labels are still numbered as in
-    samples.py."""
+    """Facts of a shard before the classes are known; its labels are numbered as in samples.py."""
 
     plan_hash: str
     stamp: str | None
@@ -86,10 +79,10 @@ class StockRecord(Settings):
 
 
 def index(settings: IndexSettings) -> Manifest:
-    """The finished dataset of `settings.out`; safe to call again after any interruption."""
+    """Return the finished dataset at `settings.out`. You can repeat it after any interruption."""
     directory, shards = settings.directory, list_shards(settings)
     plan = _plan(settings, shards)
-    with own_place(directory), occupied(settings):
+    with own_place(directory):
         _refuse_unfinished_of_another(plan)
         remove_leftovers(directory, directory / PARTS)
         if (directory / MANIFEST_NAME).exists():
@@ -111,14 +104,13 @@ def index(settings: IndexSettings) -> Manifest:
                     num_workers=settings.num_workers,
                 )
             )
-            if damaged := sorted(each for each in found if isinstance(each, str)):
-                raise UserError(all_in_one(damaged))
+            if damaged := [each for each in found if isinstance(each, UserError)]:
+                raise all_in_one(damaged)
             manifest = publish(
                 plan, shards, [each for each in found if isinstance(each, StockRecord)]
             )
-        hand_over(settings)
         forget_parts(directory)
-    check_reject_share(settings.out, manifest)
+    check_reject_share(directory, manifest)
     return manifest
 
 
@@ -138,17 +130,13 @@ def _plan(settings: IndexSettings, shards: list[StockShard]) -> IndexPlan:
 
 
 def described(settings: IndexSettings) -> dict[str, Any]:
-    """For the manifest: how the shards were read."""
-    return {
-        "kind": "index",
-        **settings.model_dump(
-            mode="json", include={"label", "image_member", "ignore_zeros", "check"}
-        ),
-    }
+    """Return the settings by which the shards were read."""
+    included = {"label", "image_member", "check"}
+    return {"kind": "index", **settings.model_dump(mode="json", include=included)}
 
 
 def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[Shard]) -> str:
-    """Of the config and of what is in the shards, wherever they lie."""
+    """Return the hash of the config and of the shards' contents."""
     contents = [
         [mine.title, shard.name, shard.sha256] for mine, shard in zip(shards, stored, strict=True)
     ]
@@ -156,7 +144,6 @@ def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[S
 
 
 # ---- whose directory
-# --------------------------------------------------------------------------------------------
 
 
 def _refuse_unfinished_of_another(plan: IndexPlan) -> None:
@@ -166,7 +153,7 @@ def _refuse_unfinished_of_another(plan: IndexPlan) -> None:
         return
     except ValueError:
         begun = None
-    if {path.stem for path in (plan.directory / PARTS).glob("*.json")} <= {BEGUN, OWN_MARK}:
+    if {path.stem for path in (plan.directory / PARTS).glob("*.json")} <= {BEGUN}:
         return  # it ended before its first shard
     if begun is None or begun.plan_hash != plan.hash:
         raise of_another(plan.directory, begun.config if begun else {}, plan.config)
@@ -182,8 +169,8 @@ def _refuse_another(plan: IndexPlan, shards: list[StockShard], manifest: Manifes
 
 
 def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifest) -> None:
-    """A shard of another version than it was may still be the same (a copy, a touch): then its
-    content says so."""
+    """Raise UserError if a shard's content has changed. A copied or touched shard has another
+    version, so its content is hashed."""
     path = plan.directory / VERSIONS_NAME
     try:
         known = dict(json.loads(path.read_bytes()))
@@ -200,32 +187,29 @@ def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifes
     stored = {
         shard.name: shard.sha256 for split in manifest.splits.values() for shard in split.shards
     }
-    num_workers = plan.settings.num_workers
     try:
-        hashes = sweep(
+        swept = sweep(
             partial(hash_of, plan),
             doubtful,
             title="reading again",
             unit="shards",
-            num_workers=num_workers,
+            num_workers=plan.settings.num_workers,
         )
-        changed = [
-            shard.place
-            for shard, sha256 in zip(doubtful, hashes, strict=True)
-            if sha256 != stored[shard.name]
-        ]
+        hashes = list(swept)
+        for shard, sha256 in zip(doubtful, hashes, strict=True):
+            if sha256 != stored[shard.name]:
+                raise UserError(
+                    shard.place,
+                    "the shard has changed since it was indexed",
+                    f"restore it, or remove {plan.directory} and index again",
+                    code="changed",
+                )
     finally:
         forget_parts(plan.directory)
-    if changed:
-        raise UserError(
-            f"{changed[0]}: has changed since it was indexed; remove {plan.directory} and index"
-            " again, or put it back"
-        )
     write_json(path, stamps)
 
 
 # ---- one shard, in a worker process
-# -------------------------------------------------------------------------------
 
 
 def hash_of(plan: IndexPlan, shard: StockShard) -> str:
@@ -234,37 +218,36 @@ def hash_of(plan: IndexPlan, shard: StockShard) -> str:
 
 
 def _known(shard: StockShard, plan: IndexPlan) -> StockRecord | None:
-    """What an interrupted index has found out about a shard that is still the same."""
-    parts = plan.directory / PARTS
+    """Return the record that an interrupted index made of this shard, if both are unchanged."""
     try:
         found = read_record(plan.directory, shard.name, StockRecord)
-        whole = (
-            sha256_of(parts / f"{shard.name}.npy") == found.rows_sha256
-            and sha256_of(plan.directory / found.record.shard.paths_file)
-            == found.record.shard.paths_sha256
+        rows_path = plan.directory / PARTS / f"{shard.name}.npy"
+        stored = found.record.shard
+        is_intact = (
+            stored.name == shard.name
+            and found.plan_hash == plan.hash
+            and found.stamp is not None
+            and sha256_of(rows_path) == found.rows_sha256
+            and sha256_of(plan.directory / stored.paths_file) == stored.paths_sha256
         )
     except (OSError, ValueError):
         return None
-    if (
-        not whole
-        or found.record.shard.name != shard.name
-        or found.plan_hash != plan.hash
-        or found.stamp is None
-    ):
-        return None
-    return found if version_of(shard, plan.settings).stamp == found.stamp else None
+    if is_intact and version_of(shard, plan.settings).stamp == found.stamp:
+        return found
+    return None
 
 
-def read(plan: IndexPlan, shard: StockShard) -> StockRecord | str:
-    """The record of the shard; of a tar that is cut or damaged the complaint, so that one run names
-    all of them."""
+def read(plan: IndexPlan, shard: StockShard) -> StockRecord | UserError:
+    """Return the record of the shard, or the error of a damaged tar: one run names all of them."""
     if known := _known(shard, plan):
         return known
     with opened(shard, plan.directory, plan.settings) as (path, version):
         try:
             contents = read_shard(path, plan, name=shard.title)
         except TarError as error:
-            return f"{shard.place}: {error.or_fix('fetch or write it again')}"
+            problem, _, fix = str(error).partition("; ")
+            fix = error.fix or fix or "fetch or write it again"
+            return UserError(shard.place, f"the tar {problem}", fix, code="damaged")
         num_bytes, sha256 = path.stat().st_size, sha256_of(path)
     rows = np.array([row[1:] for row in contents.rows], INDEX_DTYPE).reshape(-1, 3)
     rows_sha256 = write_index(plan.directory / PARTS, shard.name, rows)
@@ -296,7 +279,6 @@ def read(plan: IndexPlan, shard: StockShard) -> StockRecord | str:
 
 
 # ---- the dataset
-# -------------------------------------------------------------------------------------------------
 
 
 def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord]) -> Manifest:
@@ -325,21 +307,14 @@ def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord])
     save_manifest(plan.directory, manifest)
     if not is_raw and len(raw_sizes) == 1 and None not in raw_sizes:
         size = raw_sizes.pop()
-        _report(
-            f"all pictures are raw ones of {size} px; with image_size={size} they would be read at"
-            " memory speed"
-        )
-    cut = [
-        (shard.place, part.goes_on_at)
-        for shard, part in zip(shards, found, strict=True)
-        if part.goes_on_at
-    ]
+        _report(f"all images are raw, {size} px; image_size={size} would read them faster")
+    pairs = zip(shards, found, strict=True)
+    cut = [(shard.place, part.goes_on_at) for shard, part in pairs if part.goes_on_at]
     if cut:
         place, at = cut[0]
         _report(
-            f"{len(cut):,} of {len(shards):,} shards go on behind their end mark ({place} at byte"
-            f" {at:,}), as tars put together with cat do; nothing behind it was read."
-            " ignore_zeros=true reads on"
+            f"{len(cut):,} of {len(shards):,} shards have data after their end mark ({place} at "
+            f"byte {at:,}), as cat makes them. Nothing after the mark was read; write one tar"
         )
     return manifest
 
@@ -355,26 +330,33 @@ def _refuse_empty_or_mixed(
     for split in sorted({shard.split for shard in shards}):
         if not any(part.record.num_inputs for shard, part in pairs if shard.split == split):
             raise UserError(
-                f"splits.{split}: its shards hold no samples; a sample is KEY.jpg with KEY.cls or"
-                " KEY.json"
+                f"splits.{split}",
+                "the shards hold no samples",
+                "a sample is KEY.jpg with KEY.cls or KEY.json",
+                code="empty",
             )
     with_words = next((shard.place for shard, part in pairs if part.names), None)
     with_numbers = next((shard.place for shard, part in pairs if part.has_numbers), None)
     if with_words is not None and with_numbers is not None:
         raise UserError(
-            f"label: {plan.settings.label} is a word in {with_words} and a number in"
-            f" {with_numbers}; give the words in classes_file, in the order of their numbers"
+            "label",
+            f"{plan.settings.label} is a word in {with_words} and a number in {with_numbers}",
+            "list the words in classes_file, in the order of their numbers",
+            code="conflict",
         )
 
 
 def _with_classes(
     plan: IndexPlan, found: list[StockRecord]
 ) -> tuple[tuple[str, ...], list[ShardRecord]]:
-    """The classes of the dataset, and the records with the index written in their numbers."""
+    """Return the classes and the records; write each index with the class numbers."""
     words = sorted({word for part in found for word in part.names})
     if len(words) > MAX_CLASSES:
         raise UserError(
-            f"label: {plan.settings.label} has {len(words):,} different values; is that the class?"
+            "label",
+            f"{plan.settings.label} has {len(words):,} different values",
+            "choose the field of the class",
+            code="bad-value",
         )
     number_of = {word: number for number, word in enumerate(words)}
     top, records = -1, []

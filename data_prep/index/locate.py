@@ -1,11 +1,10 @@
-"""Which shards the patterns of an index name, where they lie, which version of each stands there
-now.
+"""Shards that the patterns of an index name, their places and their versions.
 
     a/{000..146}.tar, a/*.tar, https://host/{train,val}-{0..9}.tar, s3://bucket/*.tar
 
-Braces are expanded as the shell does it, before anything is looked up; `*`, `?` and `[...]` are
-looked up where files can be listed (everywhere but on a web server). What a pattern names is
-sorted, so the same files give the same dataset.
+Braces are expanded as the shell does it, before anything is looked up. `*`, `?` and `[...]` need a
+place that can list its files, so not a web server. Names are sorted: the same files give the same
+dataset.
 """
 
 import contextlib
@@ -35,26 +34,24 @@ from data_prep.remote import Version
 MAX_SHARDS = 1_000_000
 _RANGE = re.compile(r"{(-?\d+)\.\.(-?\d+)")
 _REMEDY = (
-    "a manifest is for everybody to read: give it through storage ({params: {NAME: VALUE}} of"
-    " http), ~/.netrc or AWS_*; signed URLs expire: index what they sign as s3://, or fetch the"
-    " shards"
+    "manifests are public: give the secret through storage ({params: {NAME: VALUE}} for http), "
+    "~/.netrc or AWS_*; index signed URLs as s3://, or copy the shards"
 )
 NUM_QUESTIONS = 8
-"""To servers at a time."""
+"""Parallel requests to servers."""
 
 
 @dataclass(frozen=True)
 class StockShard:
     name: str
-    """Of its index: SPLIT-NUMBER."""
+    """SPLIT-NUMBER."""
     split: str
     place: str
-    """A local path or a URL, as it was given."""
+    """A local path or a URL, as given."""
     file: str
-    """The same for the manifest: relative to the dataset directory, or a URL."""
+    """The place for the manifest: relative to the dataset directory, or a URL."""
     title: str
-    """What stands for it in the paths of samples: its name, with as many folders before it as tell
-    all shards apart."""
+    """Name in the paths of samples, with as many folders as needed to be unique."""
 
     @property
     def is_remote(self) -> bool:
@@ -62,34 +59,32 @@ class StockShard:
 
 
 def list_shards(settings: IndexSettings) -> list[StockShard]:
-    """Every shard of every split, in their order in the dataset."""
+    """Return every shard of every split, in the order of the dataset."""
     places: list[tuple[str, int, str]] = []
     for split, patterns in sorted(settings.splits.items()):
         found = sorted(
             place for pattern in patterns for place in expand(pattern, storage=settings.storage)
         )
         places += [(split, number, place) for number, place in enumerate(found)]
-    double, count = Counter(
+    twice, count = Counter(
         place if "://" in place else str(Path(place).resolve()) for _, _, place in places
     ).most_common(1)[0]
     if count > 1:
         raise UserError(
-            f"splits: {double} is named {count} times; every shard belongs to one split, once"
+            "splits",
+            f"{twice} is named {count} times",
+            "name every shard once, in one split",
+            code="conflict",
         )
-    odd = next(
-        (place for _, _, place in places if place.encode(errors="ignore").decode() != place), None
-    )
-    if odd is not None:
-        raise UserError(f"splits: {odd} is not named in UTF-8; rename it, or name a link to it")
+    for _, _, place in places:
+        if place.encode(errors="ignore").decode() != place:
+            raise UserError(
+                "splits",
+                f"{place} has a name that is not UTF-8",
+                "rename it, or name a link to it",
+                code="unsupported",
+            )
     directory = settings.directory
-    local = next(
-        (place for _, _, place in places if settings.is_remote and "://" not in place), None
-    )
-    if local is not None:
-        raise UserError(
-            f"splits: {local} lies on this disk, and who reads {remote.shown(settings.out)} may not"
-            " have it; upload it first"
-        )
     titles = _titles([place for _, _, place in places])
     return [
         StockShard(f"{split}-{number:06d}", split, place, _file(place, directory), title)
@@ -105,13 +100,14 @@ def version_of(shard: StockShard, settings: IndexSettings) -> Version:
     try:
         status = Path(shard.place).stat()
     except FileNotFoundError:
-        raise UserError(f"{shard.place}: there is no such file") from None
+        raise UserError(
+            shard.place, "the file does not exist", "correct the pattern", code="missing-path"
+        ) from None
     return Version(status.st_size, str(status.st_mtime_ns))
 
 
 def versions_of(shards: list[StockShard], settings: IndexSettings) -> dict[str, Version]:
-    """By name; asked for side by side, as most of the time goes by in waiting. A missing shard is
-    found before any is read."""
+    """Return the version of each shard by name. Missing shards are found before any is read."""
     with (
         ThreadPoolExecutor(NUM_QUESTIONS) as pool,
         progress("looking for", total=len(shards), unit="shards") as line,
@@ -133,8 +129,7 @@ def versions_of(shards: list[StockShard], settings: IndexSettings) -> dict[str, 
 def opened(
     shard: StockShard, directory: Path, settings: IndexSettings
 ) -> Iterator[tuple[Path, Version]]:
-    """A local file with the content of the shard, and the version that it is of; it must not change
-    within the block."""
+    """Yield a local file with the shard's content, and its version. It must stay unchanged."""
     if shard.is_remote:
         place = directory / PARTS / f"{TEMPORARY_PREFIX}{shard.name}.tar"
         with remote.copied(
@@ -145,7 +140,12 @@ def opened(
     before = version_of(shard, settings)
     yield Path(shard.place), before
     if version_of(shard, settings) != before:
-        raise UserError(f"{shard.place}: changes while it is read; index it when it is complete")
+        raise UserError(
+            shard.place,
+            "the file changes while it is read",
+            "index it when it is complete",
+            code="changed",
+        )
 
 
 def _file(place: str, directory: Path) -> str:
@@ -158,7 +158,7 @@ def _file(place: str, directory: Path) -> str:
 
 
 def _titles(places: list[str]) -> list[str]:
-    """The last parts of the paths, as few as tell them apart."""
+    """Return the last parts of the paths, as few as make them unique."""
     parts = [
         (urlsplit(place).path if "://" in place else str(Path(place).resolve())).split("/")
         for place in places
@@ -171,49 +171,56 @@ def _titles(places: list[str]) -> list[str]:
 
 
 # ---- patterns
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
-    """The local paths or the URLs that `pattern` names, sorted."""
+    """Return the local paths or URLs that `pattern` names, sorted."""
     if pattern.startswith("pipe:"):
         raise UserError(
-            "pipe: webdataset's commands are not run here; give what they read, as local files or"
-            f" {clients.SCHEMES}"
+            "splits",
+            "commands of webdataset (pipe:) are not run",
+            f"give their input as local files or {clients.SCHEMES}",
+            code="unsafe",
         )
     if "://" in pattern:
         _check_url(pattern)
         found = [file for part in braces(pattern) for file in _listed(part, storage)]
     else:
         found = [file for part in braces(pattern) for file in _local(part)]
-    if len(set(found)) != len(found):
-        double = next(file for file in found if found.count(file) > 1)
-        raise UserError(f"{pattern}: names {double} twice; name every shard once")
+    file, count = Counter(found).most_common(1)[0]
+    if count > 1:
+        raise UserError(
+            pattern, f"the pattern names {file} twice", "name every shard once", code="conflict"
+        )
     for file in found:
         if urlsplit(file).path.lower().endswith(COMPRESSED):
             raise UserError(
-                f"{file}: is compressed, so its pictures cannot be reached one by one; decompress"
-                " it to a plain .tar"
+                file,
+                "the file is compressed, so its images cannot be reached one by one",
+                "decompress it to a plain .tar",
+                code="unsupported",
             )
     return sorted(found)
 
 
 def braces(pattern: str) -> list[str]:
-    """Every word that the braces of `pattern` stand for, as webdataset has them."""
+    """Return every word that the braces of `pattern` stand for, as webdataset expands them."""
     sizes = [abs(int(last) - int(first)) for first, last in _RANGE.findall(pattern)]
+    words: list[str] = []
     try:
-        words = (
-            []
-            if max(sizes, default=0) >= MAX_SHARDS
-            else list(islice(braceexpand(pattern, escape=False), MAX_SHARDS + 1))
-        )
+        if max(sizes, default=0) < MAX_SHARDS:
+            words = list(islice(braceexpand(pattern, escape=False), MAX_SHARDS + 1))
     except ValueError:
         raise UserError(
-            f"{pattern}: its braces do not match; write ranges as {{000..146}} and choices as"
-            " {a,b}"
+            pattern,
+            "the braces do not match",
+            "write ranges as {000..146} and choices as {a,b}",
+            code="bad-syntax",
         ) from None
     if not 0 < len(words) <= MAX_SHARDS:
-        raise UserError(f"{pattern}: stands for more than {MAX_SHARDS:,} shards; is a range wrong?")
+        problem = f"the pattern stands for more than {MAX_SHARDS:,} shards"
+        raise UserError(pattern, problem, "correct its range", code="bad-value")
     return words
 
 
@@ -221,45 +228,47 @@ def _local(path: str) -> list[str]:
     if Path(path).is_file():
         return [path]
     if Path(path).is_dir():
-        raise UserError(f"{path}: is a folder; name its shards, such as {path.rstrip('/')}/*.tar")
-    if not glob.has_magic(path):
-        raise UserError(
-            f"{path}: no such file; a pattern may hold *, {{000..146}} or {{a,b}}, and is best"
-            " quoted"
-        )
+        name_shards = f"name its shards, for example {path.rstrip('/')}/*.tar"
+        raise UserError(path, "this is a folder", name_shards, code="bad-value")
     found = [name for name in glob.glob(path, recursive=True) if Path(name).is_file()]  # noqa: PTH207 (** and absolute patterns)
     if not found:
-        raise UserError(f"{path}: no file has such a name")
+        raise UserError(
+            path,
+            "no such file exists",
+            "use *, {000..146} or {a,b} in patterns, and quote them",
+            code="missing-path",
+        )
     return found
 
 
 def _listed(url: str, storage: dict[str, Any]) -> list[str]:
     if url.startswith("file://"):
         return _local(url.removeprefix("file://"))
-    can_list = urlsplit(url).scheme not in ("http", "https")
-    if not any(
-        character in (url if can_list else urlsplit(url).path)
-        for character in ("*?[" if can_list else "*[")
-    ):
+    if urlsplit(url).scheme in ("http", "https"):
+        if any(character in urlsplit(url).path for character in "*["):
+            raise UserError(
+                url,
+                "a web server does not list its files",
+                "name them, for example shard-{000..146}.tar",
+                code="unsupported",
+            )
         return [url]
-    if not can_list:
-        raise UserError(
-            f"{url}: a web server cannot be asked for its files; name them, such as"
-            " shard-{000..146}.tar"
-        )
+    if not any(character in url for character in "*?["):
+        return [url]
     found = remote.listing(url, storage=storage)
     if not found:
-        raise UserError(f"{url}: no object has such a name")
+        raise UserError(url, "no object has such a name", "correct the URL", code="missing-path")
     return found
 
 
 def _check_url(url: str) -> None:
-    """A manifest is for everybody to read: it must hold no password and no key; nor may an error
-    show one."""
-    parts = urlsplit(url)
-    if parts.scheme not in clients.KINDS and parts.scheme != "file":
+    """Raise UserError for unknown schemes and for secrets: manifests and errors are public."""
+    scheme = urlsplit(url).scheme
+    if scheme not in clients.KINDS and scheme != "file":
         raise UserError(
-            f"{remote.shown(url)}: {parts.scheme}:// is not read; copy the shards here, or use"
-            f" {clients.SCHEMES}"
+            remote.shown(url),
+            f"{scheme}:// is not supported",
+            f"copy the shards to a local disk, or use {clients.SCHEMES}",
+            code="unsupported",
         )
     clients.without_secrets(url, remedy=_REMEDY)

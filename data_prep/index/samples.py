@@ -1,10 +1,9 @@
-"""What a stock WebDataset shard holds: one pass over its headers gathers members into samples by
-webdataset's rule, a second one looks at every sample and either gives its row of the index or says
-why it has none.
+"""Read a stock WebDataset shard: gather members into samples, then check every sample.
 
-The key is the name up to the first dot of its last part. Members are bytes to us: pictures are
-decoded, labels are digits or JSON, and nothing else is opened (stock webdataset would unpickle
-`.pyd`). Invariant: every key is a row or a line of `rejected`.
+One pass over the headers gathers members by webdataset's rule: the key is the name up to the first
+dot of its last part. A second pass gives every sample a row of the index, or a reason why it has
+none. Members are bytes: images are decoded, labels are digits or JSON, and nothing else is opened
+(webdataset would unpickle `.pyd`). Invariant: every key is a row or a line of `rejected`.
 """
 
 import hashlib
@@ -45,13 +44,13 @@ LIKELY = (
     "label_id",
     "y",
 )
-"""What the key of a label is called in the JSON of others, the likeliest first."""
+"""Usual keys of labels in JSON, the likeliest first."""
 MAX_CLASSES = 1 << 20
 UNLABELLED = -1
 _NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
 MAX_PICTURE_BYTES, MAX_LABEL_BYTES = 1 << 30, 1 << 24
 NUM_FOR_STATISTICS = 256
-"""Of a shard, where not every picture is decoded."""
+"""Images per shard that check=header decodes."""
 _META = re.compile(r"__[^/]*__($|/)")
 _MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -64,21 +63,21 @@ _MAGIC = {
 
 @dataclass(frozen=True)
 class IndexPlan:
-    """What a worker needs to know, but for the shard; picklable."""
+    """What a worker needs besides the shard. Picklable."""
 
     settings: IndexSettings
     names: tuple[str, ...] | None
-    """Of the classes, where a file gives them."""
+    """Class names, if a file gives them."""
     hash: str = ""
-    """Of the config and of the list of shards."""
+    """Hash of the config and the list of shards."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What decides the index, besides the shards."""
+    """Settings that decide the index."""
 
     @cached_property
     def numbers(self) -> dict[str, int] | None:
-        return (
-            None if self.names is None else {name: number for number, name in enumerate(self.names)}
-        )
+        if self.names is None:
+            return None
+        return {name: number for number, name in enumerate(self.names)}
 
     @property
     def directory(self) -> Path:
@@ -90,8 +89,7 @@ class StockSample:
     key: str
     members: list[tuple[str, Member]] = field(default_factory=list)
     num_runs: int = 0
-    """More than 1: other keys stand between its members, and a stock reader takes it for several
-    samples."""
+    """More than 1 if other keys are between its members; webdataset then sees several samples."""
 
 
 class IndexRow(NamedTuple):
@@ -107,13 +105,13 @@ class Contents:
     rejected: list[Rejected] = field(default_factory=list)
     num_without_key: int = 0
     goes_on_at: int | None = None
-    """Where something stands behind the end mark that was not read."""
+    """Place of data after the end mark, which is not read."""
     names: dict[str, int] = field(default_factory=dict)
-    """The labels that are words, numbered as they came; `rows` has these numbers."""
+    """Labels that are words, numbered in the order of the shard, as in `rows`."""
     has_numbers: bool = False
     channels: ChannelSums = field(default_factory=ChannelSums)
     raw_size: int | None = None
-    """Where every picture is a raw one of this size, at the places that a shard of ours has."""
+    """Size of the images if all are raw, of one size, and placed as in our shards."""
 
     def number(self, label: int | str) -> int:
         if isinstance(label, str):
@@ -123,10 +121,9 @@ class Contents:
 
 
 def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
-    """Everything that an index says of the shard; `name` stands for it in the paths. Raises
-    TarError."""
+    """Return the index of the shard. `name` is its name in the paths. Raises TarError."""
     found = Contents()
-    samples = gather(path, found, ignore_zeros=plan.settings.ignore_zeros)
+    samples = gather(path, found)
     chosen = _for_statistics(len(samples), plan, name)
     sizes: set[int | None] = set()
     descriptor = os.open(path, os.O_RDONLY)
@@ -148,20 +145,18 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
                 )
     finally:
         os.close(descriptor)
-    all_may_go = plan.settings.max_reject_share == 1
-    if (
-        not found.rows
-        and not all_may_go
-        and {each.reason for each in found.rejected} == {"no_label"}
-    ):
+    reasons = {each.reason for each in found.rejected}
+    if not found.rows and plan.settings.max_reject_share < 1 and reasons == {"no_label"}:
         first = found.rejected[0]
-        raise UserError(f"label: {first.path}: {first.detail}")
+        raise UserError(
+            "label", f"{first.path}: {first.detail}", "set label to it", code="missing-value"
+        )
     found.raw_size = _raw_size(found.rows, sizes)
     return found
 
 
-def gather(path: Path, found: Contents, *, ignore_zeros: bool) -> list[StockSample]:
-    """The samples in the order of their first members; `found` counts what belongs to none."""
+def gather(path: Path, found: Contents) -> list[StockSample]:
+    """Return the samples in the order of their first members; count members without a key."""
     with open(path, "rb") as file:
         head = file.read(8)
     kind = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
@@ -171,7 +166,7 @@ def gather(path: Path, found: Contents, *, ignore_zeros: bool) -> list[StockSamp
     samples: dict[str, StockSample] = {}
 
     def of_samples() -> Iterator[Member]:
-        found.goes_on_at = yield from members(path, ignore_zeros=ignore_zeros)
+        found.goes_on_at = yield from members(path)
 
     for key, run in runs(member for member in of_samples() if not _META.match(member.name)):
         if not key:
@@ -194,10 +189,8 @@ def _picture(sample: StockSample, plan: IndexPlan) -> Member:
         raise Rejection(
             "interleaved", f"its members stand in {sample.num_runs} places with others between them"
         )
-    pictures, listed = (
-        _pictures(sample, plan),
-        " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes)),
-    )
+    pictures = _pictures(sample, plan)
+    listed = " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))
     if len(pictures) > 1:
         raise Rejection("several_images", f"{len(pictures)} members of {listed} are pictures"[:200])
     if not pictures:
@@ -228,7 +221,7 @@ def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:
 
 
 def _where_else(descriptor: int, sample: StockSample) -> str:
-    """What may hold the label, and the setting that takes it from there."""
+    """Say which members may hold the label, and the setting that reads it."""
     small = {
         suffix: _read(descriptor, member)
         for suffix, member in sample.members
@@ -236,17 +229,11 @@ def _where_else(descriptor: int, sample: StockSample) -> str:
     }
     with suppress(ValueError, RecursionError):
         tree = json.loads(small.get("json", b"null"))
-        keys = (
-            [key for key, value in tree.items() if isinstance(value, int | str)]
-            if isinstance(tree, dict)
-            else []
-        )
-        likely = sorted(
-            keys,
-            key=lambda key: LIKELY.index(key.lower()) if key.lower() in LIKELY else len(LIKELY),
-        )
-        if likely and (likely[0].lower() in LIKELY or "txt" not in small):
-            return f"found .json with keys {', '.join(keys)}: label=json:{likely[0]}"
+        fields = tree.items() if isinstance(tree, dict) else ()
+        keys = [key for key, value in fields if isinstance(value, int | str)]
+        usual = [key for name in LIKELY for key in keys if key.lower() == name]
+        if usual or (keys and "txt" not in small):
+            return f"found .json with keys {', '.join(keys)}: label=json:{[*usual, *keys][0]}"
     if "txt" in small:
         return f"found .txt ({small['txt'][:40].decode(errors='replace').strip()}): label=txt"
     suffixes = " ".join(f".{printable(suffix)}" for suffix, _ in sample.members)
@@ -254,18 +241,17 @@ def _where_else(descriptor: int, sample: StockSample) -> str:
 
 
 def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> int | None:
-    """The size of the picture where it is a raw one; raises Rejection."""
+    """Return the size of a raw image, None for others; raise Rejection."""
     settings = plan.settings
     if decoded:
         image, _ = decode(data, max_pixels=settings.max_pixels)
-        found.channels.add(
-            resize(
-                image,
-                size=settings.image_size,
-                crop=settings.crop,
-                interpolation=settings.interpolation,
-            )
+        small = resize(
+            image,
+            size=settings.image_size,
+            crop=settings.crop,
+            interpolation=settings.interpolation,
         )
+        found.channels.add(small)
     else:
         size_of(data, max_pixels=settings.max_pixels)
     header = re.match(rb"P6\n([0-9]{1,5}) ([0-9]{1,5})\n255\n", data)
@@ -275,7 +261,7 @@ def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> in
 
 
 def _raw_size(rows: list[IndexRow], sizes: set[int | None]) -> int | None:
-    """A raw shard is an array: pictures of one size, at one distance from each other."""
+    """Return the images' size if the shard is an array: one size, one distance."""
     if not rows or len(sizes) != 1 or None in sizes or len({row.num_bytes for row in rows}) != 1:
         return None
     stride = BLOCK * (3 + -(-rows[0].num_bytes // BLOCK))
@@ -302,23 +288,21 @@ def _read(descriptor: int, member: Member) -> bytes:
 def _rejected(
     descriptor: int, sample: StockSample, plan: IndexPlan, bad: Rejection, name: str
 ) -> Rejected:
-    """The hash is that of the picture, or of the first member where there is none."""
+    """Return the line of a rejected sample, with the hash of its image or first member."""
     member = (_pictures(sample, plan) or [sample.members[0][1]])[0]
     data = read_member(descriptor, member.offset, min(member.num_bytes, MAX_PICTURE_BYTES))
     key = printable(sample.key)
     digest = hashlib.sha256(data).hexdigest()
-    return Rejected(
-        key=key, path=f"{name}/{key}", reason=bad.reason, detail=bad.detail, sha256=digest
-    )
+    return Rejected.of(bad, key=key, path=f"{name}/{key}", sha256=digest)
 
 
 # ---- labels: the digits of KEY.cls, an integer or a word in KEY.json or KEY.txt
-# --------------------------------------------
 
 
 def label_of(data: bytes, kind: str, *, classes: dict[str, int] | None) -> int | str:
-    """A number, or a word where `classes` does not number the words; `kind`: cls, txt or
-    json:FIELD.SUBFIELD. Raises Rejection."""
+    """Return a number, or a word if `classes` is None. `kind` is cls, txt or json:FIELD.SUBFIELD.
+
+    Raises Rejection."""
     value: int | str
     if kind.startswith("json:"):
         value = _field(data, kind.partition(":")[2])

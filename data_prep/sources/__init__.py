@@ -1,9 +1,10 @@
-"""One file per archive layout; each turns what people download into a `Source`.
+"""One module per archive layout.
 
-A new layout is a file here with its settings section (a `kind`) and a class that satisfies
-`Source`, and a line in either list below.
+To add a layout, add a module with a settings section (a `kind`) and a subclass of `Source`, and a
+line to both lists below.
 """
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -58,7 +59,10 @@ _SOURCES: dict[type[Any], type[Any]] = {
 }
 
 
-def open_source(settings: SourceSettings, *, num_workers: int) -> Source:
+def open_source(
+    settings: SourceSettings, *, num_workers: int, work_directory: Path | None = None
+) -> Source:
+    """Open the source. `work_directory` is for archives that must be unpacked before reading."""
     source: Source = _SOURCES[type(settings)](settings)
-    source.num_workers = num_workers
+    source.num_workers, source.work_directory = num_workers, work_directory
     return source

@@ -53,7 +53,9 @@ class Source(ABC):
 
     settings: Settings
     num_workers = 1
-    """Processes that a source may use which has to make its pictures first."""
+    """Processes for a source that makes its images first."""
+    work_directory: Path | None = None
+    """Where a source unpacks an archive, if it has to; the build removes it at the end."""
 
     def __init__(self, settings: Settings):
         self.settings = settings

@@ -1,10 +1,8 @@
-"""CIFAR-10 and CIFAR-100, python and binary versions: the .tar.gz as it is downloaded, or the
-folder that it unpacks to.
+"""CIFAR-10 and CIFAR-100, python version: the .tar.gz as downloaded, or its folder.
 
-The names of its files show which of the four it is. MD5: of the whole .tar.gz, or of each file of a
-folder of the python version; no sums are published of the files of the binary version. The sums are
-checked before an archive is opened or a pickle looked at, and of a pickle nothing is imported or
-called, whatever it names (`_Unpickler`).
+The names of the files show which of the two it is. MD5 sums (of the .tar.gz, or of each file of a
+folder) are checked before an archive is opened or a pickle is read. No pickle can import or call
+anything (`_Unpickler`).
 """
 
 import io
@@ -17,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from data_prep.archives.guard import SourceError, check_md5, refusing
+from data_prep.archives.guard import SourceError, check_md5, report_damage
 from data_prep.archives.gzipped import read_members
 from data_prep.settings import Settings
 from data_prep.sources.base import Md5Policy
@@ -29,9 +27,7 @@ _TEN = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_ba
 
 CIFAR_ARCHIVES = {
     "cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
-    "cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530",
     "cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85",
-    "cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8",
 }
 CIFAR_FILES = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
@@ -45,21 +41,20 @@ CIFAR_FILES = {
     "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
     "meta": "7973b15100ade9c7d40fb424638fde48",
 }
-"""MD5 sums, from torchvision 0.26 (torchvision/datasets/cifar.py); of the binary archives from the
-table on https://www.cs.toronto.edu/~kriz/cifar.html."""
+"""MD5 sums, from torchvision 0.26 (torchvision/datasets/cifar.py)."""
 
 
 Kind = Literal["fine", "coarse"]
 
 
 class Labels(NamedTuple):
-    """Where the labels of one kind stand."""
+    """Places of the labels of one kind."""
 
     names_file: str
     names_key: str
-    """Of the class names in that file, a pickle; empty where it holds a name on each line."""
-    place: str | int
-    """The key of the labels in a pickle of records, or their byte in a binary record."""
+    """Key of the class names in that file."""
+    key: str
+    """Key of the labels in a file of records."""
 
 
 @dataclass(frozen=True)
@@ -83,24 +78,11 @@ _VERSIONS = (
         labels={"fine": Labels("batches.meta", "label_names", "labels")},
     ),
     Version(
-        "cifar-10-binary.tar.gz",
-        batches={f"{name}.bin": "train" for name in _TEN} | {"test_batch.bin": "test"},
-        labels={"fine": Labels("batches.meta.txt", "", 0)},
-    ),
-    Version(
         "cifar-100-python.tar.gz",
         batches={"train": "train", "test": "test"},
         labels={
             "fine": Labels("meta", "fine_label_names", "fine_labels"),
             "coarse": Labels("meta", "coarse_label_names", "coarse_labels"),
-        },
-    ),
-    Version(
-        "cifar-100-binary.tar.gz",
-        batches={"train.bin": "train", "test.bin": "test"},
-        labels={
-            "fine": Labels("fine_label_names.txt", "", 1),
-            "coarse": Labels("coarse_label_names.txt", "", 0),
         },
     ),
 )
@@ -112,7 +94,7 @@ _ALL_FILES = frozenset(name for version in _VERSIONS for name in version.files)
 
 
 class CifarSettings(Settings):
-    """CIFAR-10 or CIFAR-100, python or binary version; the content shows which."""
+    """CIFAR-10 or CIFAR-100, python version; the content shows which."""
 
     kind: Literal["cifar"]
     path: str = Field(examples=["downloads/cifar-10-python.tar.gz"])
@@ -141,15 +123,13 @@ class CifarSource(RecordSource):
                 f"source.labels: {self.path} is CIFAR-10, which has no {kind} labels; leave the"
                 " setting out"
             )
-        file, key, place = version.labels[kind]
-        with refusing(self.path / file):
-            classes = _class_names(contents[file], key)
+        names_file, names_key, key = version.labels[kind]
+        with report_damage(self.path / names_file):
+            classes = _class_names(contents[names_file], names_key)
         batches = {}
         for name, split in version.batches.items():
-            with refusing(self.path / name):
-                pixels, labels = _records(
-                    contents.pop(name), place, num_label_bytes=len(version.labels)
-                )
+            with report_damage(self.path / name):
+                pixels, labels = _records(contents.pop(name), key)
             batches[name] = Batch(split, pixels.reshape(-1, *_PICTURE), labels)
         return Records(classes, batches)
 
@@ -164,7 +144,7 @@ class CifarSource(RecordSource):
         for path in self.files():
             if is_published and path.name in CIFAR_FILES:
                 check_md5(path, CIFAR_FILES[path.name])
-            with refusing(path):
+            with report_damage(path):
                 contents[path.name] = path.read_bytes()
         return contents
 
@@ -186,30 +166,18 @@ class CifarSource(RecordSource):
 
 
 def _class_names(data: bytes, key: str) -> tuple[str, ...]:
-    """From a pickle under `key`, or from lines."""
-    if not key:
-        return tuple(data.decode("ascii").split())
     names = _fields(data)[key]
     if not (isinstance(names, list) and all(isinstance(name, bytes | str) for name in names)):
         raise ValueError(f"{key} is no list of names")
     return tuple(_text(name) for name in names)
 
 
-def _records(
-    data: bytes, place: str | int, *, num_label_bytes: int
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """(records, 3072) pixels and (records,) labels. A binary record is its label bytes, then the
-    picture."""
-    if isinstance(place, int):
-        stride = num_label_bytes + _NUM_PICTURE_BYTES
-        if len(data) % stride:
-            raise ValueError(f"{len(data):,} bytes are not a whole number of records of {stride:,}")
-        rows = np.frombuffer(data, np.uint8).reshape(-1, stride)
-        return rows[:, num_label_bytes:], rows[:, place].astype(np.int64)
+def _records(data: bytes, key: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return the (records, 3072) pixels and the (records,) labels."""
     fields = _fields(data)
-    labels, pixels = fields[place], fields["data"]
+    labels, pixels = fields[key], fields["data"]
     if not (isinstance(labels, list) and all(type(label) is int for label in labels)):
-        raise ValueError(f"{place} is no list of integers")
+        raise ValueError(f"{key} is no list of integers")
     if not isinstance(pixels, _PickledArray):
         raise ValueError("data is no array")
     return pixels.rows(), np.array(labels, np.int64)

@@ -14,11 +14,11 @@ import numpy as np
 from pydantic import Field
 
 from data_prep.archives.files import (
-    NO_PICTURE,
+    NO_IMAGE,
     changed_in_folder,
     only_folders,
     read_file,
-    walk_pictures,
+    walk_images,
 )
 from data_prep.archives.guard import SourceError, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
@@ -82,7 +82,7 @@ class FolderSource(Source):
             "move them into a folder for each class, or name a table of their labels:"
             " source.labels=FILE.csv"
         )
-        top = only_folders(self.path, of="class", remedy=give_table)
+        top = only_folders(self.path, of="class", fix=give_table)
         splits = [name for name in SPLIT_NAMES if name in top]
         others = [name for name in top if name not in splits]
         if splits and others:
@@ -112,10 +112,10 @@ class FolderSource(Source):
         return Outline(classes=classes, containers=tuple(containers))
 
     def entries(self, container: Container) -> Entries:
-        listed = list(walk_pictures(self.path / container.path))
+        listed = list(walk_images(self.path / container.path))
         if container.label is not None:
             return Entries.of(listed, label=container.label)
-        rows = self._rows([name for name, _, num_bytes in listed if num_bytes != NO_PICTURE])
+        rows = self._rows([name for name, _, num_bytes in listed if num_bytes != NO_IMAGE])
         numbers = {name: label for label, name in enumerate(class_names(rows.values()))}
         return Entries.of(
             listed,
@@ -125,7 +125,7 @@ class FolderSource(Source):
         )
 
     def arrange(self, inventory: Inventory) -> Arrangement:
-        is_input = inventory.sizes != NO_PICTURE
+        is_input = inventory.sizes != NO_IMAGE
         others = (
             PurePosixPath(printable(inventory.name(row))).suffix.lower()
             for row in np.flatnonzero(~is_input).tolist()
@@ -157,7 +157,7 @@ class FolderSource(Source):
         return read_file(self.path, entry)
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
-        return changed_in_folder(self.path, container, listed, walk=walk_pictures)
+        return changed_in_folder(container, listed, walk_images(self.path / container.path))
 
     def _table(self) -> tuple[Row, ...]:
         file = Path(self.settings.labels or "")

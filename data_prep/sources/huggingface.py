@@ -16,9 +16,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from data_prep.archives.guard import SourceError, changed_since, check_unchanged, refusing, stamp_of
+from data_prep.archives.guard import (
+    SourceError,
+    changed_since,
+    check_unchanged,
+    report_damage,
+    stamp_of,
+)
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
-from data_prep.archives.labels import COLUMNS
+from data_prep.archives.labels import COLUMNS, sorted_names
 from data_prep.images.rejection import MAX_DETAIL_CHARACTERS, Rejection
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container, hold_out
@@ -100,8 +106,8 @@ class HuggingFaceSource(Source):
 
     def read(self, entry: Entry) -> bytes:
         file, stamp = self._file(entry.container), entry.container.stamp
-        check_unchanged(entry.locator, stamp, stamp_of([file]))
-        with refusing(file):
+        check_unchanged(entry.locator, stamp, [file])
+        with report_damage(file):
             value = _column(file, stamp, entry.container.offset, self._named(file, stamp, "image"))[
                 entry.offset
             ].as_py()
@@ -124,7 +130,7 @@ class HuggingFaceSource(Source):
         """Of each split."""
         found = dict[str, list[Path]]()
         if (self.path / "dataset_dict.json").is_file():
-            with refusing(self.path / "dataset_dict.json", remedy="save it again"):
+            with report_damage(self.path / "dataset_dict.json", fix="save it again"):
                 folders = {
                     str(name): self.path / str(name)
                     for name in json.loads((self.path / "dataset_dict.json").read_bytes())["splits"]
@@ -132,7 +138,7 @@ class HuggingFaceSource(Source):
         else:
             folders = {"train": self.path} if (self.path / "state.json").is_file() else {}
         for name, folder in folders.items():
-            with refusing(folder / "state.json", remedy="save it again"):
+            with report_damage(folder / "state.json", fix="save it again"):
                 state = json.loads((folder / "state.json").read_bytes())
                 files = [folder / Path(each["filename"]).name for each in state["_data_files"]]
                 found.setdefault(_split_of(state.get("_split") or name), []).extend(files)
@@ -221,11 +227,7 @@ def _class_names(places: tuple[tuple[Path, str, str], ...]) -> tuple[str, ...]:
             "source.path: some of its files have integers as labels, others words; build either"
             " alone"
         )
-    return tuple(
-        sorted(
-            found, key=(lambda name: (int(name), name)) if all(map(str.isdecimal, found)) else None
-        )
-    )
+    return sorted_names(found)
 
 
 def _split_of(word: str) -> str:
@@ -238,7 +240,7 @@ def _open(file: Path) -> Any:
     """Of Parquet the file, of Arrow a stream of batches; either has its schema."""
     from pyarrow import ipc, memory_map, parquet
 
-    with refusing(file, remedy="save or fetch it again"):
+    with report_damage(file, fix="save or fetch it again"):
         return (
             parquet.ParquetFile(file)
             if file.suffix == ".parquet"
@@ -261,7 +263,7 @@ def _features(schema: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=NUM_HELD)
 def _column(file: Path, stamp: str, group: int, column: str) -> Any:  # noqa: ARG001
-    with refusing(file, remedy="save or fetch it again"):
+    with report_damage(file, fix="save or fetch it again"):
         opened = _open(file)
         return (
             opened.read_row_group(group, columns=[column])

@@ -8,7 +8,7 @@ were unpacked.
 Labels are the places of the sorted wnids, as everywhere. With `real` (real.json, from "Are we done
 with ImageNet?") the split val gets the annotation `real`: a bit for each class that is right, none
 for the pictures that have no right class.
-"""
+"""  # noqa: E501 (a table)
 
 import hashlib
 import io
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from data_prep.archives.files import kind_of
-from data_prep.archives.guard import SourceError, check_md5, refusing, stamp_of
+from data_prep.archives.guard import SourceError, check_md5, report_damage, stamp_of
 from data_prep.archives.gzipped import read_members
 from data_prep.archives.inventory import Container, Entries, Inventory, Outline
 from data_prep.settings import Settings
@@ -257,7 +257,7 @@ def load_devkit(path: Path, *, must_be_published: bool) -> Devkit:
     files = {}
     if path.is_dir():
         for file in files_of(path):
-            with refusing(file, remedy=f"unpack {DEVKIT}.tar.gz whole"):
+            with report_damage(file, fix=f"unpack {DEVKIT}.tar.gz whole"):
                 files[file.name] = file.read_bytes()
     else:
         if must_be_published:
@@ -268,7 +268,7 @@ def load_devkit(path: Path, *, must_be_published: bool) -> Devkit:
     wnid_of_number = _wnids(files[_META], path)
     wnids = tuple(sorted(wnid_of_number.values()))
     labels = {wnid: label for label, wnid in enumerate(wnids)}
-    with refusing(path / _TRUTH):
+    with report_damage(path / _TRUTH):
         return Devkit(
             wnids, tuple(labels[wnid_of_number[int(line)]] for line in files[_TRUTH].split())
         )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from data_prep.archives.guard import SourceError, refusing, wrong_sum
+from data_prep.archives.guard import SourceError, report_damage, wrong_sum
 from data_prep.settings import Settings
 from data_prep.sources.base import Md5Policy
 from data_prep.sources.records import Batch, Records, RecordSource
@@ -122,12 +122,12 @@ class MnistSource(RecordSource):
         )
 
     def _read(self, path: Path, *, num_dimensions: int) -> NDArray[np.uint8]:
-        with refusing(path):
+        with report_damage(path):
             stored = path.read_bytes()
             data = gzip.decompress(stored) if path.suffix == ".gz" else stored
         if self.settings.md5 == "published":
             self._check_published(path, stored, data)
-        with refusing(path):
+        with report_damage(path):
             return parse_idx(data, num_dimensions=num_dimensions)
 
     def _check_published(self, path: Path, stored: bytes, data: bytes) -> None:

@@ -63,7 +63,7 @@ class RecordSource(Source):
         )
 
     def read(self, entry: Entry) -> bytes:
-        check_unchanged(entry.locator, entry.container.stamp, stamp_of(self.files()))
+        check_unchanged(entry.locator, entry.container.stamp, self.files())
         return self._picture(entry.container, entry.offset)
 
     def _batch(self, container: Container) -> Batch:

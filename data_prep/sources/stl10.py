@@ -1,13 +1,14 @@
-"""STL-10, binary version: stl10_binary.tar.gz as downloaded, or the folder stl10_binary that it
-unpacks to.
+"""STL-10, binary version: stl10_binary.tar.gz as downloaded, or its folder stl10_binary.
 
-Pictures stand as bytes, colour by colour and column by column. Labels count from 1 in the files and
-from 0 here; the 100,000 pictures of the split `unlabelled` have -1. The ten folds of 1,000 training
-pictures are the annotation `folds` of `train`, a column for each. MD5: of the .tar.gz, or of the
-.bin files of the folder; no sums are published of its two text files. Reading from the .tar.gz
-takes milliseconds a picture (gzipped.py); the folder is read at the speed of the disk.
+Pixels are stored channel by channel and column by column. Labels count from 1 in the files and from
+0 in datasets; the 100,000 images of the split `unlabelled` have -1. The annotation `folds` of
+`train` has a column for each of the ten folds of 1,000 images. MD5 sums are of the .tar.gz, or of
+the .bin files of the folder. The .tar.gz is unpacked once into the work directory (3.1 GB), which
+the build removes at the end.
 """
 
+import shutil
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,16 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from data_prep.archives.guard import SourceError, check_md5, check_unchanged, refusing, stamp_of
-from data_prep.archives.gzipped import open_gzipped_tar
+from data_prep.archives.guard import (
+    SourceError,
+    check_md5,
+    check_unchanged,
+    report_damage,
+    stamp_of,
+)
+from data_prep.archives.gzipped import unpack_members, unpacked_bytes
 from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.images import ppm
+from data_prep.publish import hash_of_json
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Md5Policy, Source
 from data_prep.sources.records import check_labels
-from data_prep.tar import Member
 
 ARCHIVE: Final = "stl10_binary.tar.gz"
+MAX_BYTES: Final = 1 << 32
 _SIDE: Final = 96
 _STRIDE: Final = 3 * _SIDE * _SIDE
 _PPM_BYTES: Final = len(b"P6\n96 96\n255\n") + _STRIDE
@@ -72,17 +80,17 @@ class Stl10Source(Source):
         stamp = stamp_of(self.files())
         if self.settings.md5 == "published":
             self._check_sums()
-        files, classes, containers = self._files(), self._classes(), []
+        if not self.path.is_dir():
+            self._unpack()
+        classes, containers = self._classes(), []
         for name, split in self.splits.items():
-            _, offset, num_bytes = files[name]
+            num_bytes = self._num_bytes(name)
             if num_bytes == 0 or num_bytes % _STRIDE:
                 raise SourceError(
                     f"source.path: {name} has {num_bytes:,} bytes, which is not a number of"
                     f" pictures of {_STRIDE:,}; download it again"
                 )
-            containers.append(
-                Container(path=name, split=split, offset=offset, num_bytes=num_bytes, stamp=stamp)
-            )
+            containers.append(Container(path=name, split=split, num_bytes=num_bytes, stamp=stamp))
         if len(set(classes)) != len(classes) or not classes:
             raise SourceError(
                 f"source.path: {_CLASSES} names no classes, or one twice; download it again"
@@ -107,9 +115,9 @@ class Stl10Source(Source):
 
     def read(self, entry: Entry) -> bytes:
         container = entry.container
-        check_unchanged(entry.locator, container.stamp, stamp_of(self.files()))
-        data = self._read(container.path, container.offset + entry.offset * _STRIDE, _STRIDE)
-        with refusing(entry.locator):  # cut since that moment
+        check_unchanged(entry.locator, container.stamp, self.files())
+        data = self._read(container.path, entry.offset * _STRIDE, _STRIDE)
+        with report_damage(entry.locator):  # cut since that moment
             return ppm(np.frombuffer(data, np.uint8).reshape(3, _SIDE, _SIDE).transpose(2, 1, 0))
 
     def annotations(
@@ -121,9 +129,9 @@ class Stl10Source(Source):
 
     def _folds(self) -> NDArray[np.bool_]:
         """(training pictures, 10): who belongs to which fold."""
-        count = self._files()["train_X.bin"].num_bytes // _STRIDE
+        count = self._num_bytes("train_X.bin") // _STRIDE
         bits = np.zeros((count, _NUM_FOLDS), np.bool_)
-        with refusing(_FOLDS):
+        with report_damage(_FOLDS):
             folds = [
                 [int(word) for word in line.split()] for line in self._small(_FOLDS).splitlines()
             ]
@@ -134,11 +142,10 @@ class Stl10Source(Source):
         return bits
 
     def _classes(self) -> tuple[str, ...]:
-        with refusing(_CLASSES):
+        with report_damage(_CLASSES):
             return tuple(self._small(_CLASSES).decode("ascii").split())
 
     # ---- the two forms of the archive
-    # ---------------------------------------------------------------------------
 
     def files(self) -> list[Path]:
         if self.path.is_dir():
@@ -156,30 +163,50 @@ class Stl10Source(Source):
             if md5 is not None:
                 _check_once(path, md5, stamp_of([path]))
 
-    def _files(self) -> dict[str, Member]:
+    @property
+    def _folder(self) -> Path:
+        """The folder with the files, once `_unpack` has made it."""
         if self.path.is_dir():
-            return {
-                name: Member(name, 0, (self.path / name).stat().st_size) for name in self.needed
-            }
-        files = open_gzipped_tar(self.path).files
-        missing = [name for name in self.needed if name not in files]
-        if missing:
+            return self.path
+        assert self.work_directory is not None
+        identity = [stamp_of([self.path]), self.needed, self.settings.md5]
+        return self.work_directory / f"unpacked-{hash_of_json(identity)[:16]}"
+
+    def _unpack(self) -> None:
+        if self._folder.is_dir():
+            return
+        num_bytes = unpacked_bytes(self.path)
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._folder.parent).free
+        if free < num_bytes:
             raise SourceError(
-                f"source.path: {self.path} lacks {', '.join(missing[:3])}; give {ARCHIVE} as"
-                " downloaded"
+                "source.path",
+                f"{self.path} needs {num_bytes:,} bytes unpacked in {self._folder.parent}, and"
+                f" {free:,} are free",
+                "free some space, or unpack it elsewhere and give the folder",
+                code="no-space",
             )
-        return files
+        print(f"data_prep: unpacking {self.path} into {self._folder}", file=sys.stderr)
+        unpack_members(self.path, self.needed, self._folder, max_bytes=MAX_BYTES)
+
+    def _num_bytes(self, name: str) -> int:
+        try:
+            return (self._folder / name).stat().st_size
+        except FileNotFoundError:
+            raise SourceError(
+                "source.path",
+                f"{self.path} lacks {name}",
+                f"give {ARCHIVE} as downloaded",
+                code="missing-path",
+            ) from None
 
     def _read(self, name: str, offset: int, num_bytes: int) -> bytes:
-        if self.path.is_dir():
-            with refusing(self.path / name), open(self.path / name, "rb", buffering=0) as file:
-                file.seek(offset)
-                return file.read(num_bytes) or b""
-        return open_gzipped_tar(self.path).read(offset, num_bytes)
+        with report_damage(self.path / name), open(self._folder / name, "rb", buffering=0) as file:
+            file.seek(offset)
+            return file.read(num_bytes) or b""
 
     def _small(self, name: str) -> bytes:
-        _, offset, num_bytes = self._files()[name]
-        return self._read(name, offset, num_bytes)
+        return self._read(name, 0, self._num_bytes(name))
 
 
 @lru_cache(maxsize=16)

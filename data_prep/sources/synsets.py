@@ -14,10 +14,10 @@ from pathlib import Path
 
 from data_prep.archives.files import (
     changed_in_folder,
-    list_files,
+    folders_and_files,
     read_file,
-    refuse_loose,
-    sort_out,
+    refuse_loose_images,
+    walk_files,
 )
 from data_prep.archives.guard import SourceError, changed_since, stamp_of
 from data_prep.archives.inventory import Container, Entries, Entry
@@ -43,7 +43,7 @@ class SynsetSource(Source):
     def rows(self, container: Container) -> list[tuple[str, int, int]]:
         """As `Entries.of` takes them."""
         if _is_folder(container):
-            return list_files(self.root / container.path)
+            return list(walk_files(self.root / container.path))
         file, place = _file_of(self.root, container), self.root / container.path
         found = _visible(file, place, start=container.offset, num_bytes=container.num_bytes or None)
         if len({member.name for member in found}) < len(found):
@@ -66,7 +66,7 @@ class SynsetSource(Source):
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
         if _is_folder(container):
-            return changed_in_folder(self.root, container, listed)
+            return changed_in_folder(container, listed, walk_files(self.root / container.path))
         return changed_since([_file_of(self.root, container)], container.stamp)
 
 
@@ -76,10 +76,10 @@ def find_synsets(root: Path, place: str, *, split: str) -> dict[str, Container]:
     if path.is_file():
         return _tar_of_tars(path, place, split)
     prefix = f"{place}/" if place else ""
-    inside, files = sort_out(path)
+    inside, files = folders_and_files(path)
     tars = [name for name in files if name.endswith(".tar")]
     others = [name for name in files if not name.endswith(".tar")]
-    refuse_loose(path, others, of="synset")
+    refuse_loose_images(path, others, of="synset")
     odd = [name for name in others if _WNID.match(name)]
     if odd:
         raise SourceError(

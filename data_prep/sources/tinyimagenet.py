@@ -21,8 +21,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from data_prep.archives.files import ENDINGS, Row, changed_in_folder, kind_of, list_files, read_file
-from data_prep.archives.guard import SourceError, changed_since, check_unchanged, refusing, stamp_of
+from data_prep.archives.files import ENDINGS, Row, changed_in_folder, kind_of, read_file, walk_files
+from data_prep.archives.guard import (
+    SourceError,
+    changed_since,
+    check_unchanged,
+    report_damage,
+    stamp_of,
+)
 from data_prep.archives.inventory import Container, Entries, Entry, Inventory, Outline
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container
@@ -100,12 +106,12 @@ class TinyImageNetSource(Source):
     def read(self, entry: Entry) -> bytes:
         if self.path.is_dir():
             return read_file(self.path, entry)
-        check_unchanged(entry.locator, entry.container.stamp, self._stamp)
+        check_unchanged(entry.locator, entry.container.stamp, [self.path])
         return self._tree().read(entry.locator)
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
         if self.path.is_dir():
-            return changed_in_folder(self.path, container, listed)
+            return changed_in_folder(container, listed, walk_files(self.path / container.path))
         return changed_since([self.path], container.stamp)
 
     @property
@@ -167,7 +173,7 @@ def _val_labels(tree: "FolderTree") -> dict[str, int]:
 
 def _lines(tree: "FolderTree", name: str) -> list[str]:
     data = tree.read(name)
-    with refusing(name):
+    with report_damage(name):
         return [line.strip() for line in data.decode("ascii").splitlines() if line.strip()]
 
 
@@ -187,10 +193,10 @@ class FolderTree:
 
     def names(self) -> list[str]:
         """The path of each file."""
-        return [name for name, _, _ in list_files(self.root)]
+        return [name for name, _, _ in walk_files(self.root)]
 
     def subfolders(self, folder: str) -> list[str]:
-        with refusing(self.root / folder):
+        with report_damage(self.root / folder):
             inside = (
                 path for path in (self.root / folder).iterdir() if not path.name.startswith(".")
             )
@@ -198,11 +204,11 @@ class FolderTree:
 
     def files(self, folder: str) -> list[Row]:
         """(name, time of change, bytes) of each file in `folder`, which must exist."""
-        with refusing(self.root / folder):
-            return [row for row in list_files(self.root / folder) if "/" not in row[0]]
+        with report_damage(self.root / folder):
+            return [row for row in walk_files(self.root / folder) if "/" not in row[0]]
 
     def read(self, path: str) -> bytes:
-        with refusing(self.root / path):
+        with report_damage(self.root / path):
             return (self.root / path).read_bytes()
 
 
@@ -214,7 +220,7 @@ class ZipTree(FolderTree):
         self._members: dict[str, zipfile.ZipInfo] = {}
         self._folders: dict[str, list[Row]] = {}
         """The files of each."""
-        with refusing(path):
+        with report_damage(path):
             self._zip = zipfile.ZipFile(path)
             for member in self._zip.infolist():
                 self._add(member)
@@ -242,7 +248,7 @@ class ZipTree(FolderTree):
             raise SourceError(
                 f"source.path: {self.root}: {path} is encrypted; repack it without a password"
             )
-        with refusing(f"{self.root}: {path}"):
+        with report_damage(f"{self.root}: {path}"):
             return self._zip.read(self._members[path])
 
     def _add(self, member: zipfile.ZipInfo) -> None:

@@ -42,7 +42,7 @@ def add_verbs(verbs: Verbs) -> None:
         help="a YAML file, such as configs/evaluate/demo.yaml; or settings alone",
     )
     evaluate.epilog = """finetune evaluate pretrained=runs/mine dataset=data/mine views=10
-finetune evaluate configs/evaluate/demo.yaml pretrained=runs/mine dataset=data/mine run_dir=runs/mine-views"""
+finetune evaluate configs/evaluate/demo.yaml pretrained=runs/mine run_dir=runs/mine-views"""
     add_common(evaluate, _evaluate, schema="finetune.evaluate.config:EvaluateSettings")
 
 
@@ -52,7 +52,12 @@ def _evaluate(options: argparse.Namespace) -> int:
     bare = [word for word in overrides if "=" not in word]
     if bare:
         meant = f"pretrained={bare[0]} data.dataset={bare[1] if len(bare) > 1 else 'DATASET'}"
-        raise SettingsError(f"{bare[0]}: which setting is it? Write finetune evaluate {meant}")
+        raise SettingsError(
+            bare[0],
+            "is not of the form key=value",
+            f"write finetune evaluate {meant}",
+            code="bad-syntax",
+        )
     settings = load_settings(EvaluateSettings, path=config, overrides=overrides)
     if options.show:
         return show(

@@ -58,8 +58,12 @@ class ViewSettings(AugmentSettings):
     def _of_one_picture(self) -> "ViewSettings":
         for name, field in self.mixing.items():
             value = getattr(self, field)
-            why = f"{name} mixes two pictures, and an answer is about one"
-            raise ValueError(f"augment.{field}: {value:g} will not do ({why}); leave it at 0")
+            raise UserError(
+                f"augment.{field}",
+                f"{value:g} is not valid: {name} mixes two images, and a prediction is for one",
+                f"set augment.{field}=0",
+                code="conflict",
+            )
         return self
 
 
@@ -104,14 +108,18 @@ class EvaluateSettings(ShortRunSettings):
     @model_validator(mode="after")
     def _views_are_asked_for(self) -> "EvaluateSettings":
         if self.include_plain and not self.views:
-            raise ValueError(
-                "include_plain: true, but views is 0, which takes the plain picture alone; set"
-                " views, such as views=100"
+            raise UserError(
+                "include_plain",
+                "is true, but views is 0, so only the plain image is evaluated",
+                "set views, for example views=100",
+                code="conflict",
             )
         if self.augment != ViewSettings() and not self.views:
-            raise ValueError(
-                "augment: is set, but views is 0, which augments nothing; set views, such as"
-                " views=100"
+            raise UserError(
+                "augment",
+                "is set, but views is 0, so nothing is augmented",
+                "set views, for example views=100",
+                code="conflict",
             )
         return self
 

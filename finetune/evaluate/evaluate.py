@@ -85,7 +85,10 @@ def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] 
             return None  # nothing is collective from here on, so nobody waits for the pictures
         if not len(answers):
             raise DatasetError(
-                "evaluation: no picture of the split decodes; run data_prep verify on the dataset"
+                "data.split",
+                "no image of the split decodes",
+                "run data_prep verify on the dataset",
+                code="damaged",
             )
         return report(evaluation, answers, reader, tracker, seconds=time.perf_counter() - began_s)
 

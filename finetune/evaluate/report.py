@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
 from data_prep.images.lettering import legible, short
 from data_prep.publish import atomic_file, write_atomic
@@ -54,9 +54,6 @@ ROWS_PER_GROUP = 65_536
 MOST_NAMED, MOST_COUNTED, MOST_SHOWN, NUM_BLOCKS = 40, 12, 200, 100
 """So many classes have their names written; have their shares written into the cells; have a cell
 each. Else: so many blocks."""
-FEW_PER_CLASS, FEW_PER_BIN = 50, 10
-"""With fewer pictures a share looks more exact than it is: cells have counts, bars of the
-calibration are pale."""
 
 
 def report(
@@ -261,8 +258,7 @@ def draw(
 
 
 def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
-    """Rows are the true classes; colour is the share of the row. Where classes are small, cells
-    have counts."""
+    """Draw a row for each true class; color is the fraction of the row."""
     size = len(confusion.names)
     counts = confusion.matrix(num_blocks=None if size <= MOST_SHOWN else NUM_BLOCKS)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -292,24 +288,12 @@ def draw_confusion(confusion: Confusion, *, title: str) -> Figure:
             axis.set_major_formatter(
                 FuncFormatter(lambda place, _: f"{max(0, round(place * size / NUM_BLOCKS)):,}")
             )
-    is_few = counts.sum(axis=1).max(initial=0) < FEW_PER_CLASS
-    bar.set_label("share of the class's pictures" + ("; in the cells: how many" if is_few else ""))
-    for (row, column), share in (
-        np.ndenumerate(shares)
-        if max(shares.shape) <= (MOST_NAMED if is_few else MOST_COUNTED)
-        else ()
-    ):
-        if share > 0:
-            words = f"{counts[row, column]:.0f}" if is_few else f"{share:.0%}"
-            axes.text(
-                column,
-                row,
-                words,
-                ha="center",
-                va="center",
-                fontsize=7,
-                color="white" if share > 0.35 else "black",
-            )
+    bar.set_label("fraction of the class's images")
+    if max(shares.shape) <= MOST_COUNTED:
+        for (row, column), share in np.ndenumerate(shares):
+            color = "white" if share > 0.35 else "black"
+            words = f"{share:.0%}" if share else ""
+            axes.text(column, row, words, ha="center", va="center", fontsize=7, color=color)
     return figure
 
 
@@ -317,56 +301,15 @@ def draw_calibration(bins: Calibration, *, title: str) -> Figure:
     figure = Figure(figsize=(5.2, 5.6))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     edges = np.linspace(0, 1, len(bins.counts) + 1)
-    filled, width = bins.counts > 0, edges[1]
-    lefts, accuracies, confidences = (
-        edges[:-1][filled],
-        bins.accuracies[filled],
-        bins.confidences[filled],
-    )
-    style: dict[str, Any] = {
-        "width": width,
-        "align": "edge",
-        "edgecolor": "white",
-        "linewidth": 0.8,
-    }
-    few = bins.counts[filled] < FEW_PER_BIN
-    for chosen, note, alpha in (
-        (~few, "", 1.0),
-        (few, f", fewer than {FEW_PER_BIN} pictures", 0.3),
-    ):
-        if chosen.any():
-            places, lower = lefts[chosen], np.minimum(accuracies, confidences)[chosen]
-            above.bar(
-                places,
-                accuracies[chosen],
-                color=BLUE,
-                alpha=alpha,
-                label=f"accuracy{note}",
-                **style,
-            )
-            gap = style | {
-                "color": "none",
-                "edgecolor": RED,
-                "hatch": "////",
-                "linewidth": 0.6,
-                "label": f"gap{note}",
-            }
-            above.bar(
-                places, np.abs(confidences - accuracies)[chosen], bottom=lower, alpha=alpha, **gap
-            )
-    above.plot(
-        [0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="confidence = accuracy"
-    )
-    facts = (
-        f"ECE {bins.expected_error:.2%}, largest gap {bins.max_error:.1%}, {len(bins.counts)} bins"
-    )
+    style: dict[str, Any] = {"width": edges[1], "align": "edge", "edgecolor": "white"}
+    above.bar(edges[:-1], np.nan_to_num(bins.accuracies), color=BLUE, label="accuracy", **style)
+    above.plot(bins.confidences, bins.accuracies, "o", color=RED, label="mean confidence")
+    above.plot([0, 1], [0, 1], color="black", linestyle=":", label="confidence = accuracy")
+    facts = f"ECE {bins.expected_error:.2%}, largest gap {bins.max_error:.1%}"
     above.set(title=f"{title}\n{facts}", ylabel="accuracy", ylim=(0, 1))
-    above.yaxis.set_major_formatter("{x:.0%}")
     above.legend(loc="upper left")
     below.bar(edges[:-1], bins.counts, color=GREY, **style)
-    below.set(ylabel="images", xlabel="confidence: the probability of the answer", xlim=(0, 1))
-    below.xaxis.set_major_formatter("{x:.0%}")
-    below.yaxis.set_major_formatter("{x:,.0f}")
+    below.set(ylabel="images", xlabel="confidence: the probability of the prediction", xlim=(0, 1))
     return figure
 
 
@@ -374,21 +317,7 @@ def draw_views(curve: Sequence[Moment], *, title: str) -> Figure:
     figure = Figure(figsize=(6.4, 3.0))
     figure.suptitle(title, fontsize=9, x=0.01, ha="left")
     counts = [moment.num_views for moment in curve]
-    marked = [count for count in counts if count == counts[-1] or 1.3 * count < counts[-1]]
-    panels = zip(figure.subplots(1, 2), ("top1", "loss"), (BLUE, RED), (".1%", ".3f"), strict=True)
-    for axes, name, colour, form in panels:
-        values = [getattr(moment, name) for moment in curve]
-        axes.plot(counts, values, marker="o", markersize=4, color=colour)
-        axes.annotate(
-            format(values[-1], form),
-            (counts[-1], values[-1]),
-            xytext=(0, 7),
-            textcoords="offset points",
-            ha="center",
-        )
+    for axes, name, color in zip(figure.subplots(1, 2), ("top1", "loss"), (BLUE, RED), strict=True):
+        axes.plot(counts, [getattr(moment, name) for moment in curve], marker="o", color=color)
         axes.set(title=name.replace("1", "-1"), xlabel="views", xscale="log")
-        axes.set_xticks(marked, [f"{count:,}" for count in marked])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(f"{{x:{form}}}")
-        axes.margins(0.12, 0.2)
     return figure

@@ -63,7 +63,12 @@ def _export(options: argparse.Namespace) -> int:
     )
     if config is None:
         if len(words) < 2:
-            raise SettingsError(f"out: missing; write finetune export {words[0]} DIRECTORY")
+            raise SettingsError(
+                "out",
+                "is missing",
+                f"write finetune export {words[0]} DIRECTORY",
+                code="missing-value",
+            )
         words[:2] = [f"pretrained={json.dumps(words[0])}", f"out={json.dumps(words[1])}"]
     if options.formats is not None:
         words.append(f"formats={json.dumps([word.strip() for word in options.formats.split(',')])}")
@@ -85,7 +90,12 @@ def _export(options: argparse.Namespace) -> int:
             "sees pixels in an order of its own (data.pixel_permutation"
             f" {source.card.pixel_permutation}), which others do not have"
         )
-        raise UserError(f"pretrained: {settings.pretrained} {why}; export a run without it")
+        raise UserError(
+            "pretrained",
+            f"{settings.pretrained} {why}",
+            "export a run without it",
+            code="unsupported",
+        )
     if settings.push_to is not None:
         check_name(settings.push_to, field="push_to")
         check_access(settings.push_to, private=settings.private)
@@ -132,7 +142,9 @@ def _is_whole(settings: ExportSettings, source: Checkpoint) -> bool:
     out = Path(settings.out)
     fault = fault_of(out, needed=tuple(json.loads((out / HASHES).read_text())))
     if fault is not None:
-        raise UserError(f"out: {out} holds this export, but {fault} since; name another out")
+        raise UserError(
+            "out", f"{out} holds this export, but {fault}", "choose another out", code="damaged"
+        )
     return True
 
 
@@ -144,8 +156,10 @@ def _check_libraries(settings: ExportSettings) -> None:
         others = ",".join(each for each in ("timm", *settings.graphs) if each != graph)
         if missing:
             raise UserError(
-                f"formats: {graph} needs {missing}; pip install 'wide-mlps[{graph}]', or take"
-                f" --formats {others}"
+                "formats",
+                f"{graph} needs {missing}",
+                f"pip install 'wide-mlps[{graph}]', or use --formats {others}",
+                code="missing-library",
             )
 
 
@@ -155,4 +169,9 @@ def _check_space(out: Path, *, num_bytes: int) -> None:
     free = shutil.disk_usage(out.absolute().parent).free
     if free < num_bytes:
         sizes = f"{num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
-        raise UserError(f"out: {out} would take {sizes}; free some, or name another disk")
+        raise UserError(
+            "out",
+            f"{out} would take {sizes}",
+            "free some space, or choose another disk",
+            code="no-space",
+        )

@@ -1,11 +1,12 @@
 """Settings of `finetune export`, and what it writes. No torch here.
 
-OUT/model.safetensors   the checkpoint's, byte for byte; under timm's names where timm has the architecture itself
+OUT/model.safetensors   the checkpoint's, byte for byte; with timm's names if timm has the model
 OUT/config.json         our card and timm's words for it
 OUT/README.md           a model card for the hub, see model_card.py
 OUT/model.onnx          and model.onnx.data, where they are too large for one file
 OUT/model.pt2           a torch.export program
-OUT/export.json         what was made of which weights, by which versions, and how far the graphs' answers are from the model's
+OUT/export.json         weights, versions, and the largest difference of the graphs' logits
+OUT/record.json         the record of the export; it is not pushed
 OUT/sha256.json         of all of these, written last
 """
 
@@ -14,9 +15,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from data_prep.errors import UserError
 from data_prep.settings import Settings
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import is_begun
+from pretrain.record import RecordSettings
 
 Format = Literal["timm", "onnx", "torch"]
 README, ONNX, PT2, RECORD = "README.md", "model.onnx", "model.pt2", "export.json"
@@ -53,18 +56,24 @@ class ExportSettings(Settings):
     private: bool = True
     """Whether a repository that is made is private; with true, one that is public already is
     refused."""
+    record: RecordSettings = RecordSettings()
 
     @model_validator(mode="after")
     def _graphs_are_asked_for(self) -> "ExportSettings":
         if self.with_preprocessing and not self.graphs:
-            raise ValueError(
-                "with_preprocessing: true changes nothing without a graph; add onnx or torch to"
-                " formats"
+            raise UserError(
+                "with_preprocessing",
+                "true has no effect without a graph",
+                "add onnx or torch to formats",
+                code="conflict",
             )
         if self.push_to is None and (self.revision is not None or not self.private):
             field = "private" if self.revision is None else "revision"
-            raise ValueError(
-                f"{field}: changes nothing without push_to; set push_to=USER/NAME, or leave it out"
+            raise UserError(
+                field,
+                "has no effect without push_to",
+                f"set push_to=USER/NAME, or remove {field}",
+                code="conflict",
             )
         return self
 

@@ -31,11 +31,12 @@ from finetune.runs import results_of, run_of
 from pretrain.checkpoints.card import CONFIG, MODEL, config_of, timms_own
 from pretrain.checkpoints.checkpoint import HASHES, Checkpoint
 from pretrain.checkpoints.files import load_model, write_tensors
-from pretrain.checkpoints.foreign import to_timm
 from pretrain.checkpoints.run import CONFIG_FILE
+from pretrain.checkpoints.timm_weights import to_timm
 from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import TIMM_NORM_EPS, MixerSpec
+from pretrain.record import write_record
 from pretrain.tracking.run_tags import git_commit
 
 SCHEMA_VERSION = 1
@@ -68,12 +69,15 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
             write_json(directory / RECORD, record(facts, checks))
             names = sorted(file.name for file in directory.iterdir())
             write_json(directory / HASHES, {name: sha256_of(directory / name) for name in names})
+            write_record(directory, "export", settings.record, seed=None, weights=source)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(
-            f"out: {out} cannot be written, for the disk is full; free some space, or name another"
-            " disk (nothing is left there)"
+            "out",
+            f"{out} cannot be written: the disk is full",
+            "free some space, or choose another disk",
+            code="no-space",
         ) from None
     where = (
         f" of {run.name}, step {card.step:,}"
@@ -99,8 +103,10 @@ def _write_weights(
         shutil.copyfile(source / MODEL, directory / MODEL)
         if sha256_of(directory / MODEL) != facts.weights_sha256:
             raise UserError(
-                f"{source / MODEL}: has changed while it was copied; nothing is published, try"
-                " again"
+                str(source / MODEL),
+                "changed while it was copied",
+                "run the same command again",
+                code="changed",
             )
         return {}
     import timm  # takes seconds, which no other export need spend

@@ -73,11 +73,9 @@ def dense(model: ImageModel, *, label: str) -> ImageModel:
         return model
     num_bytes = sum(4 * each.in_features * each.out_features for each in layers.values())
     if num_bytes > MOST_DENSE_BYTES:
-        raise UserError(
-            "formats: neither onnx nor torch has sparse matrices, and as dense ones those of"
-            f" {label} take {num_bytes / 1e9:,.0f} GB, more than {MOST_DENSE_BYTES / 1e9:.0f}; take"
-            " --formats timm"
-        )
+        size = f"{num_bytes / 1e9:,.0f} GB, more than {MOST_DENSE_BYTES / 1e9:.0f}"
+        problem = f"onnx and torch have no sparse matrices; dense ones of {label} take {size}"
+        raise UserError("formats", problem, "use --formats timm", code="unsupported")
     copied = copy.deepcopy(model)
     for name, layer in layers.items():
         filled = nn.Linear(layer.in_features, layer.out_features, device="meta")
@@ -130,7 +128,12 @@ def agreement(
                 f"{tuple(found_BK.shape)} for a batch of {len(x)}, the model"
                 f" {tuple(wanted_BK.shape)}"
             )
-            raise UserError(f"{graph}: gives {shapes}; nothing is published")
+            raise UserError(
+                "formats",
+                f"{graph} gives {shapes}",
+                f"please report it, and remove {graph} from formats",
+                code="mismatch",
+            )
         off, largest = float((found_BK - wanted_BK).abs().max()), float(wanted_BK.abs().max())
         relative = off / max(largest, 1e-6)
         if not relative <= TOLERANCE:  # so that NaN fails, too
@@ -138,8 +141,12 @@ def agreement(
                 f"its answers are off by {off:.2g}, {relative:.2g} of the largest logit, more than"
                 f" {TOLERANCE:g}"
             )
-            advice = f"Please report it, and leave {graph} out of --formats"
-            raise UserError(f"{graph}: {fault}; nothing is published. {advice}")
+            raise UserError(
+                "formats",
+                f"{graph}: {fault}",
+                f"please report it, and remove {graph} from formats",
+                code="mismatch",
+            )
         max_abs, max_rel = max(max_abs, off), max(max_rel, relative)
     return Agreement(max_abs, max_rel)
 
@@ -204,8 +211,10 @@ def _quiet(graph: str) -> Iterator[None]:
         except (RuntimeError, torch.onnx.OnnxExporterError) as error:
             why = (str(error) or type(error).__name__).strip().splitlines()[0][:160]
             raise UserError(
-                f"{graph}: torch makes no graph of this model ({why}); leave {graph} out of"
-                " --formats"
+                "formats",
+                f"torch cannot write this model as {graph} ({why})",
+                f"remove {graph} from formats",
+                code="unsupported",
             ) from error
         finally:
             for each, level in zip(loggers, levels, strict=True):

@@ -7,9 +7,9 @@ Pure: facts in, text out. No torch here.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import yaml
+from huggingface_hub import EvalResult, ModelCardData
 
 from finetune.export.config import ONNX, PT2, ExportSettings
 from finetune.runs import TASKS, Result, Run
@@ -47,7 +47,6 @@ class Facts:
 
 def readme(facts: Facts) -> str:
     card, given = facts.card, facts.settings.license
-    front = yaml.safe_dump(front_matter(facts), sort_keys=False, allow_unicode=True, width=120)
     num_classes = f"{len(card.classes):,} classes"
     about = f"An image classifier for {num_classes}, trained and exported with wide-mlps."
     if card.origin:
@@ -62,7 +61,8 @@ def readme(facts: Facts) -> str:
             " `license` above."
         )
     return f"""---
-{front}---
+{front_matter(facts).to_yaml()}
+---
 
 # {card.model.label} · {card.dataset}
 
@@ -84,7 +84,8 @@ def readme(facts: Facts) -> str:
 
 ## Limitations
 
-Intended use, biases, and what the pictures show: {UNKNOWN}. The model answers with one of its {num_classes} for any picture.
+Intended use, biases, and what the pictures show: {UNKNOWN}.
+The model predicts one of its {num_classes} for any picture.
 
 ## License
 
@@ -92,35 +93,32 @@ Intended use, biases, and what the pictures show: {UNKNOWN}. The model answers w
 """
 
 
-def front_matter(facts: Facts) -> dict[str, Any]:
-    card, own = (
-        facts.card,
-        {each[1:5]: each for each in facts.results if each.is_of_these_weights}.values(),
-    )  # each once
-    front: dict[str, Any] = {
-        "license": facts.settings.license,
-        "library_name": "timm" if timms_own(card) else "wide-mlps",
-        "pipeline_tag": "image-classification",
-        "tags": ["image-classification", "timm", "wide-mlps", card.model.kind.replace("_", "-")],
-        "datasets": [card.dataset],
-    }
-    if own:
-        results = [
-            {
-                "task": {"type": "image-classification"},
-                "dataset": {"name": each.dataset, "type": each.dataset, "split": each.split},
-                "metrics": [
-                    {"type": "accuracy", "name": each.metric, "value": round(each.value, 6)}
-                ],
-            }
-            for each in own
+def front_matter(facts: Facts) -> ModelCardData:
+    """Return the hub's metadata, with the results of exactly these weights."""
+    card = facts.card
+    own = {each[1:5]: each for each in facts.results if each.is_of_these_weights}  # each once
+    return ModelCardData(
+        license=facts.settings.license,
+        library_name="timm" if timms_own(card) else "wide-mlps",
+        pipeline_tag="image-classification",
+        tags=["image-classification", "timm", "wide-mlps", card.model.kind.replace("_", "-")],
+        datasets=[card.dataset],
+        model_name=card.model.label,
+        metrics=["accuracy"] if own else None,
+        eval_results=[
+            EvalResult(
+                task_type="image-classification",
+                dataset_type=each.dataset,
+                dataset_name=each.dataset,
+                dataset_split=each.split,
+                metric_type="accuracy",
+                metric_name=each.metric,
+                metric_value=round(each.value, 6),
+            )
+            for each in own.values()
         ]
-        # the hub's own form of results; only of the weights as they are here
-        front |= {
-            "metrics": ["accuracy"],
-            "model-index": [{"name": card.model.label, "results": results}],
-        }
-    return front
+        or None,
+    )
 
 
 def _model_rows(facts: Facts) -> list[tuple[str, str]]:

@@ -65,16 +65,25 @@ def add_verbs(verbs: Verbs) -> None:
 
 def _predict(options: argparse.Namespace) -> int:
     if options.out is None and options.features is None:
-        raise SettingsError("--out: missing; name the file to write, such as --out predictions.csv")
+        raise SettingsError(
+            "--out",
+            "is missing",
+            "choose a file, for example --out predictions.csv",
+            code="missing-value",
+        )
     if options.out == options.features:
-        raise SettingsError(f"--features: {options.features} is --out, too; name two files")
+        raise SettingsError(
+            "--features", f"{options.features} is also --out", "choose two files", code="conflict"
+        )
     for option, endings in (("out", (".csv", ".parquet")), ("features", (".parquet",))):
         path = getattr(options, option)
         if path is not None:
             if path.suffix not in endings or path.is_dir():
                 raise SettingsError(
-                    f"--{option}: {path} will not do; name a file that ends in"
-                    f" {' or '.join(endings)}"
+                    f"--{option}",
+                    f"{path} is not a file name with a known ending",
+                    f"choose a name that ends in {' or '.join(endings)}",
+                    code="bad-value",
                 )
             check_place(path.parent, field=f"--{option}")
     inputs = inputs_of([_here(place) for place in options.pictures], split=options.split)
@@ -85,8 +94,10 @@ def _predict(options: argparse.Namespace) -> int:
     card, num_classes = checkpoint.card, len(checkpoint.card.classes)
     if (options.top or 1) > num_classes:
         raise SettingsError(
-            f"--top: {options.top} will not do, for {options.pretrained} has {num_classes:,}"
-            " classes; leave it out"
+            "--top",
+            f"{options.top} is more than the {num_classes:,} classes of {options.pretrained}",
+            "remove --top",
+            code="bad-value",
         )
     for part in {each.directory: each for each in inputs if isinstance(each, Part)}.values():
         warn_once(card.other_pixels(part.manifest, dataset=str(part.directory)), world)
@@ -140,7 +151,10 @@ def inputs_of(paths: Sequence[Path], *, split: str | None) -> list[Input]:
         found += [] if is_dataset else [list(group)]
     if split is not None and not any(isinstance(each, Part) for each in found):
         raise SettingsError(
-            f"--split: {split} will not do, for PICTURES are no datasets of data_prep; leave it out"
+            "--split",
+            f"{split} is not valid: PICTURES names no dataset",
+            "remove --split",
+            code="conflict",
         )
     return found
 
@@ -148,12 +162,17 @@ def inputs_of(paths: Sequence[Path], *, split: str | None) -> list[Input]:
 def _there(path: Path) -> Path:
     if ":/" in str(path):  # Path makes one slash of two
         raise SettingsError(
-            f"PICTURES: {path} is not on this disk; fetch it, or index it first: data_prep index"
-            " ... label=none"
+            "PICTURES",
+            f"{path} is not on this disk",
+            "download it, or index it first with data_prep index ... label=none",
+            code="unsupported",
         )
     if not path.is_dir() and not path.is_file():
         raise SettingsError(
-            f"PICTURES: there is no {path}; name picture files, folders, tars or datasets"
+            "PICTURES",
+            f"{path} does not exist",
+            "choose image files, folders, tars or datasets",
+            code="missing-path",
         )
     return path
 
@@ -177,5 +196,5 @@ def _count(path: Path) -> int:
             if any(path.glob("*.tar"))
             else "name another, or leave it out"
         )
-        raise SettingsError(f"PICTURES: {path} holds no pictures; {remedy}")
+        raise SettingsError("PICTURES", f"{path} holds no images", remedy, code="empty")
     return count

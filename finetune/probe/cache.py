@@ -118,33 +118,28 @@ class Cache:
         return rows * num_features * _BYTES[self.settings.feature_dtype] / 1e9
 
     @cached_property
-    def fault(self) -> str:
-        """Why it does not fit, and the remedy; "" where it does. What a killed start of this run
-        has left makes way."""
+    def fault(self) -> tuple[str, str] | None:
+        """Problem and fix if the features do not fit. The space of a killed start is free again."""
         settings, place = self.settings, self.settings.features_place.absolute()
         above = next(path for path in (place, *place.parents) if path.exists())
         left = sum(
             file.stat().st_blocks * 512
             for file in place.glob(f"{self.temporary_of(place / '*').name}/*")
         )
-        free_gb, allowed_gb = (
-            (shutil.disk_usage(above).free + left) / 1e9,
-            getattr(settings, "cache_gb", math.inf),
-        )
+        free_gb = (shutil.disk_usage(above).free + left) / 1e9
+        allowed_gb = getattr(settings, "cache_gb", math.inf)
         if self.missing_gb <= min(free_gb, allowed_gb):
-            return ""
-        found, remedy = (
-            f"{settings.features_place} has room for {free_gb:.3g}",
-            "name another features_dir",
+            return None
+        limit, fix = (
+            f"{settings.features_place} has {free_gb:.3g} GB",
+            "choose another features_dir",
         )
         if allowed_gb < free_gb:
-            found, remedy = f"cache_gb allows {allowed_gb:g}", "raise cache_gb"
+            limit, fix = f"cache_gb allows {allowed_gb:g}", "raise cache_gb"
         if hasattr(settings, "features"):
-            stream = "features=stream" + (
-                " optimizer=lion" if getattr(settings, "optimizer", "") == "lbfgs" else ""
-            )
-            remedy = f"set {stream}, which keeps none, or {remedy}"
-        return f"they would take {self.missing_gb:.3g} GB more, and {found}; {remedy}"
+            is_lbfgs = getattr(settings, "optimizer", "") == "lbfgs"
+            fix = f"set features=stream{' optimizer=lion' if is_lbfgs else ''}, or {fix}"
+        return f"need {self.missing_gb:.3g} GB more, but {limit}", fix
 
 
 def check_room(
@@ -158,5 +153,6 @@ def check_room(
         ("fp32", "bf16") if settings.feature_precision == "auto" else (settings.feature_precision,)
     )
     caches = [Cache(settings, manifest, replace(fed, precision=precision)) for precision in chosen]
-    if settings.must_keep and all(cache.fault for cache in caches):
-        raise UserError(f"features: {caches[0].fault}")
+    fault = caches[0].fault
+    if settings.must_keep and fault and all(cache.fault for cache in caches):
+        raise UserError("features", *fault, code="no-space")

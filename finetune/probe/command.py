@@ -72,14 +72,21 @@ def _run(verb: str, options: argparse.Namespace) -> int:
         card = checkpoint.card
         if data.image_size not in (None, card.image_size):
             trained = f"{settings.pretrained} was trained at {card.image_size}"
-            raise SettingsError(f"data.image_size: {data.image_size}, but {trained}; leave it out")
+            raise SettingsError(
+                "data.image_size",
+                f"{data.image_size} is set, but {trained}",
+                "remove data.image_size",
+                code="mismatch",
+            )
         warn_once(card.other_pixels(manifest, dataset=data.dataset), world)
     if isinstance(settings, KnnSettings):
         settings.check_against(manifest)
     elif holdout is None and manifest.splits[data.train_split].num_samples < 2:
         raise DatasetError(
-            f"data.train_split: {data.train_split!r} has one sample, and one must be held out; take"
-            " another"
+            "data.train_split",
+            f"{data.train_split!r} has one sample, and one must be held out",
+            "choose another split",
+            code="empty",
         )
     check_room(settings, manifest, checkpoint)
     if options.ranks:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from data_prep.errors import UserError
 from data_prep.manifest import DatasetError, Manifest
 from finetune.config import ChannelStats, ShortRunSettings
 from pretrain.config import AugmentSettings, ReadingSettings, ScheduleSettings, check_schedule
@@ -77,8 +78,11 @@ class FeatureDataSettings(ReadingSettings):
     @model_validator(mode="after")
     def _test_is_kept_apart(self) -> "FeatureDataSettings":
         if self.train_split == self.test_split:
-            raise ValueError(
-                f"data.test_split: {self.test_split!r} is the training split too; test on another"
+            raise UserError(
+                "data.test_split",
+                f"{self.test_split!r} is also the training split",
+                "choose another split",
+                code="conflict",
             )
         return self
 
@@ -165,7 +169,7 @@ class ProbeSettings(FeatureSettings):
     """Of sgd."""
     tolerance: float = Field(1e-5, gt=0)
     """lbfgs has converged where no entry of the gradient is larger."""
-    standardise: bool = True
+    standardize: bool = True
     """Features to mean 0 and deviation 1 over the training split (the saved head undoes it); false
     takes them as they are."""
     views: int = Field(0, ge=0, le=10_000)
@@ -213,22 +217,40 @@ class ProbeSettings(FeatureSettings):
         )
         for name, values, words, is_good in rules:
             if not values:
-                raise ValueError(f"{name}: [] has the wrong number of entries; name one at least")
+                raise UserError(
+                    name, "the list is empty", "give at least one value", code="bad-value"
+                )
             if not is_good:
-                raise ValueError(f"{name}: {list(values)} will not do; every {words}")
+                raise UserError(
+                    name,
+                    f"{list(values)} is not valid: every {words}",
+                    "change these values",
+                    code="bad-value",
+                )
             if len(set(values)) < len(values):
-                raise ValueError(f"{name}: {list(values)} will not do; name each value once")
+                raise UserError(
+                    name,
+                    f"{list(values)} repeats a value",
+                    "give each value once",
+                    code="bad-value",
+                )
         if self.optimizer == "lbfgs" and len(self.epochs) > 1:
-            raise ValueError(
-                "epochs: lbfgs takes one limit of passes. Set one number, or several weight_decays"
+            raise UserError(
+                "epochs",
+                "lbfgs takes one limit of passes",
+                "set one number, or several weight_decays",
+                code="conflict",
             )
         for name in _NOT_FOR_LBFGS:
             if (
                 self.optimizer == "lbfgs"
                 and getattr(self, name) != type(self).model_fields[name].default
             ):
-                raise ValueError(
-                    f"{name}: lbfgs does not use it. Set optimizer=lion, or remove {name}"
+                raise UserError(
+                    name,
+                    "lbfgs does not use it",
+                    f"set optimizer=lion, or remove {name}",
+                    code="conflict",
                 )
         for lr in self.lrs:
             check_schedule(self.schedule, lr, field="lrs")
@@ -237,29 +259,39 @@ class ProbeSettings(FeatureSettings):
     @model_validator(mode="after")
     def _views_are_augmented(self) -> "ProbeSettings":
         if self.views and self.augment is None:
-            raise ValueError(
-                f"views: {self.views} will not do without augment; say how views are made, or set"
-                " views=0"
+            raise UserError(
+                "views",
+                f"{self.views} needs augment",
+                "set augment, for example augment.crop_scale=[0.4,1.0], or set views=0",
+                code="conflict",
             )
         if self.augment is not None and not self.views:
-            raise ValueError(
-                "augment: has no effect without views; set views=10, for example, or leave"
-                " augment out"
+            raise UserError(
+                "augment",
+                "has no effect without views",
+                "set views=10, for example, or remove augment",
+                code="conflict",
             )
         for way, field in (self.augment.mixing if self.augment else {}).items():
-            raise ValueError(
-                f"augment.{field}: {way} will not do here: kept features have one label each; set"
-                f" augment.{field}=0"
+            raise UserError(
+                f"augment.{field}",
+                f"{way} is not valid: features have one label each",
+                f"set augment.{field}=0",
+                code="conflict",
             )
         if self.features == "stream" and self.optimizer == "lbfgs":
-            raise ValueError(
-                "features: stream is not valid with lbfgs, which needs many passes. Set"
-                " optimizer=lion"
+            raise UserError(
+                "features",
+                "stream is not valid with lbfgs, which needs many passes",
+                "set optimizer=lion",
+                code="conflict",
             )
         if self.views and self.optimizer == "lbfgs":
-            raise ValueError(
-                f"views: {self.views} is not valid with lbfgs, which needs fixed features. Set"
-                " optimizer=lion"
+            raise UserError(
+                "views",
+                f"{self.views} is not valid with lbfgs, which needs fixed features",
+                "set optimizer=lion",
+                code="conflict",
             )
         return self
 
@@ -267,8 +299,11 @@ class ProbeSettings(FeatureSettings):
     def _holdout_is_kept_apart(self) -> "ProbeSettings":
         for name in ("train_split", "test_split"):
             if self.holdout_split is not None and self.holdout_split == getattr(self.data, name):
-                raise ValueError(
-                    f"holdout_split: {self.holdout_split!r} is data.{name} too; choose with another"
+                raise UserError(
+                    "holdout_split",
+                    f"{self.holdout_split!r} is also data.{name}",
+                    "choose another split",
+                    code="conflict",
                 )
         return self
 
@@ -290,9 +325,11 @@ class KnnSettings(FeatureSettings):
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> "KnnSettings":
         if min(self.neighbours, default=0) < 1 or len(set(self.neighbours)) < len(self.neighbours):
-            raise ValueError(
-                f"neighbours: {list(self.neighbours)} will not do; name one at least, each once,"
-                " from 1 on"
+            raise UserError(
+                "neighbours",
+                f"{list(self.neighbours)} is not valid",
+                "give different numbers, each at least 1",
+                code="bad-value",
             )
         return self
 
@@ -301,6 +338,8 @@ class KnnSettings(FeatureSettings):
         num_training = manifest.split(split, directory=self.data.dataset).num_samples
         if most > num_training:
             raise DatasetError(
-                f"neighbours: {most} is more than the {num_training:,} samples of {split!r}; leave"
-                " it out"
+                "neighbours",
+                f"{most} is more than the {num_training:,} samples of {split!r}",
+                "set smaller numbers",
+                code="bad-value",
             )

@@ -1,35 +1,29 @@
-"""The features of a split, plain or in augmented views: found on disk, or computed once and kept
-there.
+"""The features of a split, plain or in augmented views: found on disk, or computed once and kept.
 
     FEATURES/NAME-KEY/
-      rank-0000.npy ...   (rows, D): of each rank that computed them its rows, in the split's order
-      features.json       what the key was made of, the rows of a block, and the sha256 of each file; written last
+      features.npy     (N, D), in the split's order
+      features.json    key, rows of a block, sha256 of each block of rows; written last
 
-The key (cache.py) is the hash of everything that the numbers depend on. Ranks take blocks of rows
-in turn (`Table` knows which row is in which file), so any number of ranks finds what any other
-number has written.
+The key (cache.py) is the hash of everything that the numbers depend on. One file has all rows, so
+any number of ranks finds the features that any other number has written.
 
-How features come about, on any number of ranks and nodes that share the directory:
+Features are made on any number of ranks and nodes that share the directory:
 
-1. the first rank makes a directory under a temporary name, which is a function of the key and the
-   run directory, and looks whether there is room for all rows;
-2. every rank sends its pictures through the frozen model and writes its own file, which it hashes
-   as it does, and syncs; views that are missing are made together, so that pictures are read and
-   decoded once for several;
-3. when all have, the first rank adds features.json and renames the directory. Another job may have
-   been faster: what it published is the same, and stays.
+1. The first rank creates a directory under a temporary name, a function of the key and the run
+   directory, checks the free space, and creates the file of each missing view at its full size.
+2. Each rank sends its blocks of images through the frozen model, writes them into their slices of
+   the file and hashes them. Up to ten views are made together, so images are decoded once for them.
+3. When all ranks are done, the first rank adds features.json and renames the directory. If another
+   job was faster, its equal features stay.
 
-A kill before 3 leaves a temporary name, which the same command removes when it begins again;
-nothing reads it. An error of one rank is the end of all. Features are trusted when their files are
-what features.json says. Ranks take the files in turn, and each file is read by one of them: what
-one rank has written is read by one, however many there are, before any other goes on. Every rank
-maps the whole table; none holds it.
-B batch, D features, N samples.
+A kill before step 3 leaves a temporary name. Nothing reads it, and the same command removes it.
+An error of one rank ends all ranks. Before features are used, the ranks read all blocks once, each
+rank its share, and compare them with their hashes. Every rank maps the table; none holds it.
+B batch, D features, N samples, n chosen samples.
 """
 
 import errno
 import hashlib
-import io
 import json
 import math
 import os
@@ -51,7 +45,7 @@ from torch import Tensor
 
 from data_prep.errors import UserError
 from data_prep.manifest import DatasetError, Manifest
-from data_prep.publish import make_directory, sha256_of, sync, write_json
+from data_prep.publish import make_directory, sync, write_json
 from finetune.probe.cache import Cache
 from finetune.probe.config import FeatureSettings
 from finetune.session import Backbone, PatientGroup
@@ -69,7 +63,7 @@ LEAST, MOST = 512, 8192
 """Pictures of a forward pass, where settings give no number."""
 VIEWS_AT_ONCE = 10
 """Made in one pass over the pictures; a kill costs at most so many."""
-FACTS = "features.json"
+FACTS, VALUES = "features.json", "features.npy"
 VISIBLE_WITHIN_S = 60.0
 """How long another node's file may stay unseen: network file systems remember what was not
 there."""
@@ -78,9 +72,7 @@ Result = TypeVar("Result")
 
 def undecodable(shard: str, key: str, *, dataset: str) -> DatasetError:
     remedy = f"leave it out with data_prep subset {dataset} --exclude"
-    return DatasetError(
-        f"{shard}: {key} does not decode, and a feature cannot be made up; {remedy}"
-    )
+    return DatasetError(shard, f"{key} does not decode", remedy, code="damaged")
 
 
 class ElsewhereError(UserError):
@@ -91,41 +83,27 @@ class ElsewhereError(UserError):
 
 @dataclass(frozen=True)
 class Table:
-    """The features of a split in one view. Block b of the rows is in file b mod the number of
-    files."""
+    """The features of a split in one view."""
 
-    files: tuple[Tensor, ...]
-    """Memory-mapped, (rows, D) each."""
+    values_ND: Tensor
+    """Memory-mapped."""
     labels_N: Tensor
-    rows_per_block: int = 1
 
     def __len__(self) -> int:
         return len(self.labels_N)
 
     @property
     def num_features(self) -> int:
-        return self.files[0].shape[1]
+        return self.values_ND.shape[1]
 
     def chunks(self, size: int) -> Iterator[Tensor]:
         """All rows in the split's order."""
-        for ids in torch.split(torch.arange(len(self)), size):
+        for part in torch.split(self.values_ND, size):
             PROGRESS.touch()
-            yield self.files[0][ids[0] : ids[-1] + 1] if len(self.files) == 1 else self.gather(ids)
+            yield part
 
     def gather(self, ids_n: Tensor, *, out: Tensor | None = None) -> Tensor:
-        if len(self.files) == 1:
-            return torch.index_select(self.files[0], 0, ids_n, out=out)
-        found_nD = (
-            torch.empty(len(ids_n), self.num_features, dtype=self.files[0].dtype)
-            if out is None
-            else out
-        )
-        block_n = ids_n // self.rows_per_block
-        row_n = block_n // len(self.files) * self.rows_per_block + ids_n % self.rows_per_block
-        for number, file in enumerate(self.files):
-            (places,) = (block_n % len(self.files) == number).nonzero(as_tuple=True)
-            found_nD[places] = file[row_n[places]]
-        return found_nD
+        return torch.index_select(self.values_ND, 0, ids_n, out=out)
 
 
 @dataclass(frozen=True)
@@ -209,12 +187,9 @@ class FeatureMaker:
     def _compute(self, reader: ShardReader, split: str, wanted: dict[Path, int | None]) -> None:
         world, block, num_features = self.world, self.batch_size, self.num_features
         dtype = np.dtype(self.settings.feature_dtype).newbyteorder("<")
-        rounds, rest = divmod(
-            reader.num_samples, block * world.num_ranks
-        )  # ranks take blocks in turn
-        shape = (rounds * block + min(block, max(0, rest - world.rank * block)), num_features)
+        shape = (reader.num_samples, num_features)
         temporary = [self.cache.temporary_of(place) for place in wanted]
-        files = [_File(directory, shape, dtype, rank=world.rank) for directory in temporary]
+        files = [_File(directory, shape, dtype) for directory in temporary]
         num_bytes = reader.num_samples * num_features * dtype.itemsize * len(files)
 
         def lay_out() -> None:
@@ -225,8 +200,9 @@ class FeatureMaker:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             for file in files:
                 file.directory.mkdir()
+                file.create()
 
-        def write() -> list[str]:
+        def write() -> list[dict[int, str]]:
             with ExitStack() as opened:
                 for file in files:
                     opened.enter_context(file.opened())
@@ -236,11 +212,13 @@ class FeatureMaker:
         def publish() -> None:
             assert hashes is not None
             for number, (place, view) in enumerate(wanted.items()):
-                of_files = {_name(rank): of_rank[number] for rank, of_rank in enumerate(hashes)}
+                of_rows: dict[int, str] = {}
+                for of_rank in hashes:
+                    of_rows |= of_rank[number]
                 facts = {
                     "key": self.cache.key(split, view),
                     "rows_per_block": block,
-                    "sha256": of_files,
+                    "sha256": [of_rows[row] for row in range(0, reader.num_samples, block)],
                 }
                 _publish(files[number].directory, place, facts)
 
@@ -261,7 +239,7 @@ class FeatureMaker:
                     "make room, name another features_dir, or set feature_dtype=float16 or fewer"
                     " views"
                 )
-                raise UserError(f"features_dir: {lack}; {advice}") from None
+                raise UserError("features_dir", lack, advice, code="no-space") from None
             raise
 
     def _together(self, work: Callable[[], Result], *, on_first: bool = False) -> Result | None:
@@ -275,7 +253,9 @@ class FeatureMaker:
         except Exception as error:  # noqa: BLE001 (whatever it is: the others wait for this rank below)
             fault = error
         if self.group.any_rank(fault is not None):
-            raise fault or ElsewhereError("features: another rank could not go on; see its message")
+            raise fault or ElsewhereError(
+                "features", "another rank failed", "see its message", code="another-rank"
+            )
         return result
 
     def _write_all(
@@ -323,8 +303,9 @@ class FeatureMaker:
         """Computes a batch; what is returned waits for it and writes it."""
         vectors = self.backbone.extract(view_of(batch, view, augmentation))[:count]
         vectors = vectors.to(getattr(torch, self.settings.feature_dtype))
+        row = int(batch.samples[0])
         if not vectors.is_cuda:
-            return lambda: file.write(vectors.numpy())
+            return lambda: file.write(vectors.numpy(), row)
         host = torch.empty_like(vectors, device="cpu", pin_memory=True).copy_(
             vectors, non_blocking=True
         )
@@ -333,58 +314,52 @@ class FeatureMaker:
 
         def finish() -> None:
             arrived.synchronize()
-            file.write(host.numpy())
+            file.write(host.numpy(), row)
 
         return finish
 
 
 class _File:
-    """One rank's file of one view: written from the beginning to the end, and hashed on the way."""
+    """The file of one view, into which each rank writes slices of rows and hashes them."""
 
-    def __init__(
-        self, directory: Path, shape: tuple[int, int], dtype: "np.dtype[Any]", *, rank: int
-    ):
-        self.directory, self._shape, self._dtype, self._rank = directory, shape, dtype, rank
-        self._digest, self._num_rows, self._flusher = hashlib.sha256(), 0, Flusher(FLUSHED_BYTES)
+    def __init__(self, directory: Path, shape: tuple[int, int], dtype: "np.dtype[Any]"):
+        self.directory, self._shape, self._dtype = directory, shape, dtype
+        self._hashes: dict[int, str] = {}
+        """By first row."""
+        self._flusher = Flusher(FLUSHED_BYTES)
+
+    def create(self) -> None:
+        """Create the file at its full size."""
+        path = self.directory / VALUES
+        np.lib.format.open_memmap(path, "w+", self._dtype, self._shape)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        header = io.BytesIO()
-        facts = {"descr": self._dtype.str, "fortran_order": False, "shape": self._shape}
-        np.lib.format.write_array_header_1_0(header, facts)
-        with open(_seen(self.directory) / _name(self._rank), "wb", buffering=0) as self._file:
-            self._put(header.getbuffer())
+        values = np.lib.format.open_memmap(_seen(self.directory / VALUES), "r")
+        self._start = values.offset
+        with open(self.directory / VALUES, "r+b", buffering=0) as self._file:
             yield
 
-    def write(self, rows_BD: NDArray[Any]) -> None:
-        """The next rows."""
-        first, end = self._num_rows, self._num_rows + len(rows_BD)
+    def write(self, rows_BD: NDArray[Any], first: int) -> None:
+        """Write rows from number `first` on."""
         if not np.isfinite(rows_BD).all():
             is_half = self._dtype.itemsize == 2
-            words = (
-                "beyond what float16 holds; set feature_dtype=float32" if is_half else "not finite"
-            )
-            raise UserError(
-                f"features: of rows {first:,} to {end - 1:,} of rank {self._rank} some are {words}"
-            )
-        self._put(np.ascontiguousarray(rows_BD, self._dtype).reshape(-1).view(np.uint8).data)
-        self._num_rows = end
-
-    def finish(self) -> str:
-        """Its sha256, when the disk has it."""
-        assert self._num_rows == self._shape[0], (self._num_rows, self._shape)
-        flush(self._file.fileno())
-        return self._digest.hexdigest()
-
-    def _put(self, data: memoryview) -> None:
-        self._digest.update(data)
+            problem = "does not fit into float16" if is_half else "is not finite"
+            fix = "set feature_dtype=float32" if is_half else "check the weights"
+            rows = f"a feature of samples {first:,} to {first + len(rows_BD) - 1:,}"
+            raise UserError("feature_dtype", f"{rows} {problem}", fix, code="not-finite")
+        data = np.ascontiguousarray(rows_BD, self._dtype).reshape(-1).view(np.uint8).data
+        self._hashes[first] = hashlib.sha256(data).hexdigest()
         self._flusher.wrote(len(data), self._file.fileno())
+        offset = self._start + first * self._shape[1] * self._dtype.itemsize
         while data:
-            data = data[self._file.write(data) :]
+            written = os.pwrite(self._file.fileno(), data, offset)
+            data, offset = data[written:], offset + written
 
-
-def _name(rank: int) -> str:
-    return f"rank-{rank:04d}.npy"
+    def finish(self) -> dict[int, str]:
+        """Return the hashes of this rank's slices by first row, when the disk has them."""
+        flush(self._file.fileno())
+        return self._hashes
 
 
 def _publish(temporary: Path, place: Path, facts: dict[str, Any]) -> None:
@@ -403,31 +378,36 @@ def _publish(temporary: Path, place: Path, facts: dict[str, Any]) -> None:
 
 def _fault(place: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     """What keeps features from being used; None where they are whole; "" where there are none. Only
-    a part of the files is read: `num_parts` readers see all of them."""
+    a part of the blocks is read: `num_parts` readers see all of them."""
     if not place.exists():
         return ""
     try:
         facts = json.loads((place / FACTS).read_text())
-        hashes, _ = facts["sha256"], int(facts["rows_per_block"])
-        for name, expected in sorted(hashes.items())[part::num_parts]:
-            if sha256_of(place / name, after_each_piece=PROGRESS.touch) != expected:
-                return f"{name} has changed"
+        hashes, block = list(facts["sha256"]), int(facts["rows_per_block"])
     except OSError as error:
         return str(error)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError):
         return f"{FACTS} is damaged"
-    return None
+    try:
+        values_ND = np.load(place / VALUES, mmap_mode="r")
+        blocks = list(enumerate(hashes))[part::num_parts]
+        is_whole = len(hashes) == -(-len(values_ND) // block)
+        for number, expected in blocks if is_whole else ():
+            PROGRESS.touch()
+            rows = values_ND[number * block : (number + 1) * block]
+            is_whole = is_whole and hashlib.sha256(rows).hexdigest() == expected
+        return None if is_whole else f"{VALUES} has changed"
+    except OSError as error:
+        return str(error)
+    except ValueError:
+        return f"{VALUES} has changed"
 
 
 def _table(place: Path, labels_N: Tensor) -> Table:
-    facts = json.loads(_seen(place / FACTS).read_text())
-    # writing to them would change nothing on disk
-    files = [
-        torch.from_numpy(np.load(_seen(place / name), mmap_mode="c"))
-        for name in sorted(facts["sha256"])
-    ]
-    assert sum(map(len, files)) == len(labels_N), (place, len(labels_N))
-    return Table(tuple(files), labels_N, facts["rows_per_block"])
+    # writing to the mapped rows changes nothing on disk
+    values_ND = torch.from_numpy(np.load(_seen(place / VALUES), mmap_mode="c"))
+    assert len(values_ND) == len(labels_N), (place, len(labels_N))
+    return Table(values_ND, labels_N)
 
 
 def _seen(path: Path) -> Path:
@@ -437,7 +417,10 @@ def _seen(path: Path) -> Path:
         if time.monotonic() > deadline_s:
             remedy = "name a features_dir that all nodes share"
             raise UserError(
-                f"{path}: was written by another node, and this one does not see it; {remedy}"
+                str(path),
+                "another node wrote it, and this node does not see it",
+                remedy,
+                code="missing-path",
             )
         sorted(
             path.parent.parent.iterdir()

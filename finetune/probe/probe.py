@@ -27,7 +27,8 @@ from data_prep.images.lettering import legible
 from data_prep.manifest import load_manifest
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import FeatureMaker
-from finetune.probe.heads import Candidate, Score, judge, minimise, train_heads
+from finetune.probe.heads import Candidate, Score, judge, train_heads
+from finetune.probe.lbfgs import minimize
 from finetune.probe.rows import Rows, Standard
 from finetune.probe.source import Cached, Streamed, source_of
 from finetune.session import PatientGroup, open_backbone, register, session
@@ -64,7 +65,7 @@ class Outcome(NamedTuple):
     judged: list[Judged]
     best: Judged
     classifier: tuple[Tensor, Tensor]
-    """(weight_KD, bias_K) of plain features: standardisation is folded in."""
+    """(weight_KD, bias_K) of plain features: standardization is folded in."""
     result: dict[str, Any]
 
 
@@ -105,7 +106,7 @@ def choose_and_test(
 ) -> Outcome | None:
     """On the first rank; collective up to the choice, with shared rows to the end."""
     none = Standard.none(source.num_features)
-    standard = source.standard() if settings.standardise else none
+    standard = source.standard() if settings.standardize else none
     kept, held = held_out(source.num_train, settings)
     holdout = source.rows("plain", standard=standard, chosen_n=held)
     kept_rows = source.rows("train", standard=standard, chosen_n=kept)
@@ -138,7 +139,7 @@ def choose_and_test(
 
 
 def folded(head_EK: Tensor, standard: Standard) -> tuple[Tensor, Tensor]:
-    """(weight_KD, bias_K): gives plain features the answers that the head gives standardised
+    """(weight_KD, bias_K): gives plain features the answers that the head gives standardized
     ones."""
     num_features = len(standard.mean_D)
     weight_DK, bias_K = head_EK[:num_features].cpu().double(), head_EK[num_features].cpu().double()
@@ -160,7 +161,7 @@ def held_out(num_samples: int, settings: ProbeSettings) -> tuple[Tensor | None, 
 
 @torch.no_grad()
 def scores_on_test(classifier: tuple[Tensor, Tensor], rows: Rows) -> dict[str, Any]:
-    """`rows` are not standardised. The mean over classes is of those that have samples."""
+    """`rows` are not standardized. The mean over classes is of those that have samples."""
     weight_DK, bias_K = classifier[0].T.to(rows.device), classifier[1].to(rows.device)
     num_features, num_classes = weight_DK.shape
     right_K, number_K = (
@@ -265,24 +266,20 @@ def heads_of(
             Head(head, each.epochs * num_batches)
             for head, each in zip(heads_GEK, candidates, strict=True)
         ]
-    heads_GEK, ways = minimise(
+    heads_GEK, ends = minimize(
         rows, candidates, tolerance=settings.tolerance, num_classes=num_classes
     )
-    for each, way in zip(candidates, ways, strict=True):
-        advice = "; more epochs, or a larger tolerance, or a larger decay would end it sooner"
-        if way.is_stuck:
-            advice = (
-                ", and single precision sees no way down any more; such a head is mostly as good,"
-                " and a larger tolerance or decay"
+    for each, end in zip(candidates, ends, strict=True):
+        if not end.has_converged:
+            fix = "increase epochs, tolerance or weight_decays"
+            if end.is_stuck:
+                fix = "single precision finds no lower loss; increase tolerance or weight_decays"
+            print(
+                f"lbfgs: weight decay {each.weight_decay:g} has a gradient of"
+                f" {end.largest_gradient:.1e} after {end.num_passes} passes, above tolerance"
+                f" {settings.tolerance:g}. To converge, {fix}."
             )
-            advice += " would end it sooner"
-        if not way.has_converged:
-            where = (
-                f"the gradient is {way.steepest:.1e} after {way.num_passes} passes, not yet"
-                f" {settings.tolerance:g}"
-            )
-            print(f"lbfgs, weight decay {each.weight_decay:g}: {where}{advice}")
-    return [Head(head, way.num_passes) for head, way in zip(heads_GEK, ways, strict=True)]
+    return [Head(head, end.num_passes) for head, end in zip(heads_GEK, ends, strict=True)]
 
 
 def judged_candidates(
@@ -341,8 +338,10 @@ def best_of(judged: list[Judged], *, num_held: int) -> Judged:
     if not usable:
         lowest = judged[0].candidate.lr
         raise UserError(
-            f"lrs: all {len(judged)} candidates have diverged, down to {lowest:g}; choose smaller"
-            " ones"
+            "lrs",
+            f"all {len(judged)} candidates have diverged, down to {lowest:g}",
+            "choose smaller values",
+            code="not-finite",
         )
 
     highest = max(each.score.top1 for each in usable)

@@ -1,4 +1,4 @@
-"""Batches of features on the device, standardised, with the column of ones that a bias is the
+"""Batches of features on the device, standardized, with the column of ones that a bias is the
 weight of.
 
 Tables are memory-mapped files (one for each view). On a GPU those that fit lie there; of the
@@ -75,12 +75,12 @@ class OnDevice:
         if id(table) not in self._placed:
             if self._room is None:
                 self._room = ROOM_SHARE * torch.cuda.mem_get_info(self.device)[0]
-            num_bytes = sum(file.nbytes for file in table.files)
+            num_bytes = table.values_ND.nbytes
             if num_bytes > self._room:
                 return None
             self._room -= num_bytes
             placed = torch.empty(
-                len(table), table.num_features, dtype=table.files[0].dtype, device=self.device
+                len(table), table.num_features, dtype=table.values_ND.dtype, device=self.device
             )
             for number, part in enumerate(table.chunks(CHUNK)):
                 placed[number * CHUNK :][: len(part)] = part.to(self.device)
@@ -151,7 +151,7 @@ class Rows:
 
         def gather(ids: Tensor) -> Tensor:
             pinned = torch.empty(
-                len(ids), table.num_features, dtype=table.files[0].dtype, pin_memory=True
+                len(ids), table.num_features, dtype=table.values_ND.dtype, pin_memory=True
             )
             return table.gather(ids, out=pinned)
 

@@ -181,7 +181,7 @@ def _streams(settings: ProbeSettings, maker: FeatureMaker) -> bool:
     """The same on all ranks; the first prints it."""
     gigabytes = maker.cache.missing_gb
     chosen = maker.group.any_rank(
-        settings.features == "stream" or (not settings.must_keep and maker.cache.fault != "")
+        settings.features == "stream" or (not settings.must_keep and maker.cache.fault is not None)
     )
     if maker.world.is_first:
         cache = f"a cache in {settings.features_place} would take {gigabytes:.2g} GB more"

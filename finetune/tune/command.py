@@ -19,7 +19,7 @@ from finetune.tune.config import (
 from finetune.verbs import add_common, check_config, launch_ranks, show, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
-from pretrain.checkpoints.mirror import bring
+from pretrain.checkpoints.remote import fetch_run
 from pretrain.checkpoints.run import (
     check_length,
     check_settings,
@@ -42,8 +42,8 @@ def add_verbs(verbs: Verbs) -> None:
     tune.add_argument(
         "config", help="a YAML file, such as configs/finetune/demo.yaml, or the directory of a run"
     )
-    tune.epilog = """finetune tune configs/finetune/demo.yaml pretrained=runs/mine dataset=data/others run_dir=runs/tuned epochs=10
-finetune tune configs/finetune/demo.yaml pretrained=runs/mine dataset=data/others run_dir=runs/tuned seeds=[0,1,2] --ranks 2
+    tune.epilog = """finetune tune configs/finetune/demo.yaml pretrained=runs/mine epochs=10
+finetune tune configs/finetune/demo.yaml run_dir=runs/tuned seeds=[0,1,2] --ranks 2
 finetune tune runs/tuned epochs=20"""
     add_common(tune, _tune, schema="finetune.tune.config:TuneSettings")
 
@@ -58,11 +58,11 @@ def _tune(options: argparse.Namespace) -> int:
         return show(settings)
     world, run_dir = world_of(options), Path(settings.run_dir)
     check_settings(run_dir, settings)
-    bring(settings, world)
+    fetch_run(settings, world)
     check_kind(settings)
     repeats = repeats_of(settings)
     for each in repeats if repeats != [settings] else []:
-        bring(each, world)
+        fetch_run(each, world)
     is_done = is_finished(settings)
     goes_on = not is_done and all(
         map(list_checkpoints, unfinished_of(repeats))
@@ -117,12 +117,9 @@ def _tune(options: argparse.Namespace) -> int:
         return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
     finished = tune_repeatedly(settings, checked, checkpoint, world)
     if world.is_first:
-        stopped = "stopped; the same command goes on from there"
-        print(
-            f"{run_dir}:"
-            " "
-            f"{in_words(finished_result(run_dir) or {}, baselines=checked[0][1].baselines) if finished else stopped}"
-        )
+        result = finished_result(run_dir) if finished else None
+        words = in_words(result, baselines=checked[0][1].baselines) if result else None
+        print(f"{run_dir}: {words or 'stopped; the same command resumes'}")
     return leave(finished, run_dir=None, is_first=world.is_first)
 
 

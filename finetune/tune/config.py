@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from data_prep.errors import SettingsError
+from data_prep.errors import SettingsError, UserError
 from data_prep.manifest import load_manifest
 from data_prep.remote import join
 from data_prep.settings import read_yaml
@@ -79,24 +79,32 @@ class TuneSettings(TrainingSettings):
     def _parts_fit(self) -> "TuneSettings":
         seeds = self.seeds
         if seeds is not None and (not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0):
-            raise ValueError(
-                f"seeds: {list(seeds)} will not do; give different whole numbers from 0 on, such as"
-                " [0, 1, 2]"
+            raise UserError(
+                "seeds",
+                f"{list(seeds)} is not valid",
+                "give different integers from 0 on, for example [0, 1, 2]",
+                code="bad-value",
             )
         if self.data.stream:
             remedy = (
                 "index its shards (data_prep index), or go on with pretrain train and start_from"
             )
-            raise ValueError(f"data.stream: true will not do for a tuning; {remedy}")
+            raise UserError(
+                "data.stream", "true is not supported by tune", remedy, code="unsupported"
+            )
         if self.folds and self.data.fold is not None:
-            raise ValueError(
-                f"folds: true repeats on every fold, but data.fold is {self.data.fold}; leave one"
-                " of them out"
+            raise UserError(
+                "folds",
+                f"true repeats on every fold, but data.fold is {self.data.fold}",
+                "remove one of them",
+                code="conflict",
             )
         if self.train.ema_decay is not None:
-            raise ValueError(
-                f"train.ema_decay: {self.train.ema_decay} will not do; tuning has no moving"
-                " average, leave it out"
+            raise UserError(
+                "train.ema_decay",
+                "tune has no moving average",
+                "remove train.ema_decay",
+                code="unsupported",
             )
         return self
 
@@ -104,17 +112,21 @@ class TuneSettings(TrainingSettings):
         """The same task in the words of the one training loop."""
         size = self.data.image_size or card.image_size
         if size != card.image_size:
-            raise ValueError(
-                f"data.image_size: {size}, but {self.pretrained} was trained at {card.image_size};"
-                " leave it out"
+            raise UserError(
+                "data.image_size",
+                f"{size} is set, but {self.pretrained} was trained at {card.image_size}",
+                "remove data.image_size",
+                code="mismatch",
             )
         order = card.model_dump(include={*PixelOrder.model_fields})
         own = self.data.model_dump(include={*PixelOrder.model_fields} & self.data.model_fields_set)
         if own != {name: order[name] for name in own}:
             name = next(name for name in own if own[name] != order[name])
-            raise ValueError(
-                f"data.{name}: {own[name]}, but {self.pretrained} was trained with {order[name]};"
-                " leave it out"
+            raise UserError(
+                f"data.{name}",
+                f"{own[name]} is set, but {self.pretrained} was trained with {order[name]}",
+                f"remove data.{name}",
+                code="mismatch",
             )
         same = {name: getattr(self, name) for name in TrainingSettings.model_fields}
         same |= {
@@ -139,7 +151,12 @@ def repeats_of(settings: TuneSettings) -> list[TuneSettings]:
         manifest.split(split, directory=directory)
         folds = range(num_folds(Part(settings.data.directory, manifest, split)))
         if not folds:
-            raise ValueError(f"folds: split {split!r} of {directory} has none; leave it out")
+            raise UserError(
+                "folds",
+                f"split {split!r} of {directory} has no folds",
+                "remove folds",
+                code="conflict",
+            )
     return [
         _repeat(settings, seed=seed, fold=fold)
         for fold in folds
@@ -154,9 +171,9 @@ def _repeat(settings: TuneSettings, *, seed: int | None, fold: int | None) -> Tu
         if number is not None
     ]
     train, data, checkpoint = settings.train, settings.data, settings.checkpoint
-    if checkpoint.mirror is not None:
+    if checkpoint.remote is not None:
         checkpoint = checkpoint.model_copy(
-            update={"mirror": join(checkpoint.mirror, "-".join(names))}
+            update={"remote": join(checkpoint.remote, "-".join(names))}
         )
     return settings.model_copy(
         update={
@@ -185,7 +202,10 @@ def check_kind(settings: TuneSettings) -> None:
             else f"a run for each of the seeds {list(begun)}"
         )
         raise SettingsError(
-            f"seeds: {settings.run_dir} holds {holds}; name another run_dir, or set seeds as it was"
+            "seeds",
+            f"{settings.run_dir} holds {holds}",
+            "choose another run_dir, or set seeds as before",
+            code="changed",
         )
 
 

@@ -18,7 +18,7 @@ from finetune.tune.config import TuneEngineSettings, TuneSettings, summary
 from pretrain.augment.augmentation import Normalisation, Prepared
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
-from pretrain.checkpoints.mirror import Mirror
+from pretrain.checkpoints.remote import Remote
 from pretrain.checkpoints.run import finished_result, save_result
 from pretrain.data.datasets import TrainingData
 from pretrain.data.order import BatchPlan
@@ -45,6 +45,8 @@ from pretrain.tracking.tracker import Tracker
 
 
 class Tuning(Task):
+    name = "tune"
+
     def __init__(
         self,
         settings: TuneSettings,
@@ -95,7 +97,10 @@ class Tuning(Task):
         if isinstance(card.model, TimmModelSpec) and not cast(Any, model).layers():
             does = "timm does not split its weights into layers, as tune needs them"
             raise UserError(
-                f"pretrained: {settings.pretrained}: {does}; probe, knn and evaluate take it"
+                "pretrained",
+                f"{settings.pretrained} cannot be tuned: {does}",
+                "use probe, knn or evaluate",
+                code="unsupported",
             )
         model.reset_classifier(num_classes)
         if settings.new_head == "torch":
@@ -155,10 +160,11 @@ def tune_repeatedly(
         with entered(place) as tracker:
             if any_rank(stop.raised_by is not None, device=accelerator.device) or tracker is None:
                 raise Interrupted
-            mirror = Mirror.of(settings) if world.is_first else None
-            failed = "the mirror could not be written; see the message of the first rank"
+            remote = Remote.of(settings) if world.is_first else None
             on_all_ranks(
-                lambda: mirror.begin() if mirror else None, device=accelerator.device, failed=failed
+                lambda: remote.send_records() if remote else None,
+                device=accelerator.device,
+                failed="the remote could not be written; see the message of the first rank",
             )
             for each, data in repeats:
                 if finished_result(Path(each.run_dir), each) is not None:
@@ -172,8 +178,8 @@ def tune_repeatedly(
                 )  # grows with further seeds and with their length
                 tracker.metrics(_scores(result, names=FIGURES), step=num_steps)
                 save_result(run_dir, result)
-                if mirror is not None:
-                    mirror.send_records()
+                if remote is not None:
+                    remote.send_records()
                 if settings.init == "pretrained":
                     register(
                         tracker,

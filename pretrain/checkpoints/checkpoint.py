@@ -12,7 +12,7 @@ on. No torch here.
 
 A folder of weights that was imported or exported is a checkpoint without what only a resume needs.
 How one is written: files.py.
-"""
+"""  # noqa: E501 (a table)
 
 import json
 import sys
@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import SettingsError
+from data_prep.errors import Code, SettingsError
 from data_prep.manifest import MANIFEST_NAME
 from data_prep.progress import doing
 from data_prep.publish import sha256_of
@@ -66,10 +66,8 @@ class Checkpoint:
         if is_on_hub(name):
             place, origin = fetch(name, files=(MODEL, CONFIG, HASHES))
             if not (place / MODEL).is_file() or not (place / CONFIG).is_file():
-                raise CheckpointError(
-                    f"{name}: has no {MODEL} with a {CONFIG}, and no other file is read; name"
-                    " another"
-                )
+                problem, fix = f"has no {MODEL} with a {CONFIG}", "Choose another repository"
+                raise CheckpointError(name, problem, fix, code="unknown-format")
         place = checkpoint_at(str(place)) or Path(place)
         if not (place / MODEL).is_file():
             newest = cls.newest(place, to_read=True)
@@ -83,10 +81,10 @@ class Checkpoint:
                 else None
             )
         if fault is not None:
-            remedy = (
-                "remove it, and it is fetched again" if origin else "copy it again, or use another"
+            fix = "Remove it to fetch it again" if origin else "Copy it again, or use another"
+            raise CheckpointError(
+                str(place), f"the checkpoint is damaged ({fault})", fix, code="damaged"
             )
-            raise CheckpointError(f"{place}: no checkpoint there is whole ({fault}); {remedy}")
         return cls.read(place, origin=origin)
 
     @classmethod
@@ -109,11 +107,16 @@ class Checkpoint:
                     file=sys.stderr,
                 )
         if found or (checkpoints_dir(run_dir) / LATEST).exists():
-            remedy = (
-                "use another" if to_read else f"move {checkpoints_dir(run_dir)} away to begin anew"
+            last = (
+                "use another run"
+                if to_read
+                else f"move {checkpoints_dir(run_dir)} away to begin again"
             )
             raise CheckpointError(
-                f"{run_dir}: no checkpoint there is whole ({fault}); copy it again, or {remedy}"
+                str(run_dir),
+                f"every checkpoint is damaged ({fault})",
+                f"Copy one again, or {last}",
+                code="damaged",
             )
         return None
 
@@ -199,7 +202,9 @@ def check_source(run_dir: Path, pretrained: str | None) -> None:
         )
         if now["weights_step"] == begun["weights_step"]:
             steps = f"holds other weights now than those that {run_dir} began with"
-        raise SettingsError(f"pretrained: {pretrained} {steps}; name another run_dir")
+        raise SettingsError(
+            "pretrained", f"{pretrained} {steps}", "Choose another run_dir", code="changed"
+        )
 
 
 def fault_of(directory: Path, *, needed: tuple[str, ...]) -> str | None:
@@ -218,28 +223,22 @@ def fault_of(directory: Path, *, needed: tuple[str, ...]) -> str | None:
 
 def _no_checkpoint(place: Path) -> CheckpointError:
     repetitions = [str(each) for each in sorted(place.glob("*/")) if list_checkpoints(each)]
+    problem, fix = "holds no checkpoint", "Give a run directory (runs/NAME)"
+    code: Code = "empty"
     if repetitions:
         names = ", ".join(repetitions[:3]) + (", ..." if len(repetitions) > 3 else "")
-        return CheckpointError(
-            f"{place}: holds no checkpoint itself, but its repetitions do; name one of them:"
-            f" {names}"
-        )
-    if not place.exists():
-        why = (
-            "is not there;"
-            f" {near_path(place) or 'give a run directory (runs/NAME), or a folder of weights'}"
-        )
+        problem, fix = "only its repetitions hold checkpoints", f"Choose one of them: {names}"
+    elif not place.exists():
+        problem, code = "does not exist", "missing-path"
+        fix = near_path(place) or f"{fix}, or a folder of weights"
     elif place.is_file():
-        why = (
-            "is a file; give the directory that it is in, or for foreign weights what pretrain"
-            f" import {place} --out DIR makes"
-        )
+        problem, code = "is a file", "wrong-command"
+        fix = f"Give its directory. Convert foreign weights by finetune import {place} --out DIR"
     elif (place / MANIFEST_NAME).exists():
-        why = "is a dataset, and holds no checkpoint; give a run directory (runs/NAME)"
+        problem, code = "is a dataset, and holds no checkpoint", "wrong-command"
     elif (place / CONFIG_FILE).exists():
-        why = "holds no checkpoint yet; let this run go on to its first one, or give another"
+        problem, code = "holds no checkpoint yet", "unfinished"
+        fix = "Continue this run to its first checkpoint, or choose another run"
     else:
-        why = (
-            "holds no checkpoint; give a run directory (runs/NAME) or one of its checkpoints/step-*"
-        )
-    return CheckpointError(f"{place}: {why}")
+        fix += " or one of its checkpoints/step-*"
+    return CheckpointError(str(place), problem, fix, code=code)

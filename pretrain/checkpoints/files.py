@@ -40,8 +40,8 @@ from torch import Tensor
 from data_prep.publish import atomic_directory, sha256_of, withdraw, write_atomic, write_json
 from pretrain.checkpoints.card import CONFIG, MODEL, ModelCard, WeightsError, config_of, is_of_timm
 from pretrain.checkpoints.checkpoint import HASHES, LATEST, OPTIMIZER, TRAINER, Checkpoint
-from pretrain.checkpoints.foreign import by_our_names, model_of_timm
 from pretrain.checkpoints.run import checkpoint_dir, checkpoints_dir, list_checkpoints, step_of
+from pretrain.checkpoints.timm_weights import by_our_names, model_of_timm
 from pretrain.checkpoints.weights import (
     check_finite,
     check_fit,
@@ -76,7 +76,7 @@ _TYPES = {
 
 
 # ---- tensors
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def flush(descriptor: int) -> None:
@@ -245,25 +245,15 @@ class Retention:
         )
 
 
-def settle(
-    run_dir: Path, snapshot: Snapshot, retention: Retention, *, spared: int | None = None
-) -> None:
-    """Steps 3 to 5."""
+def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
+    """Do steps 3 to 5."""
     newest, trainer = snapshot.place(run_dir), snapshot.trainer
     best = published_best(run_dir, trainer.best, newest_step=trainer.step)
     write_atomic(checkpoints_dir(run_dir) / LATEST, newest.name.encode() + b"\n")
     write_best(run_dir, best)
-    prune(run_dir, newest, retention, spared=spared)
-
-
-def prune(run_dir: Path, newest: Path, retention: Retention, *, spared: int | None = None) -> None:
-    """`spared`: the step of one that is being read, whose turn comes later."""
-    best = _read_best(run_dir)
-    for path in superfluous(
-        list_checkpoints(run_dir), newest=newest, retention=retention, best=best
-    ):
-        if step_of(path) != spared:
-            withdraw(path)
+    found = list_checkpoints(run_dir)
+    for path in superfluous(found, newest=newest, retention=retention, best=read_best(run_dir)):
+        withdraw(path)
 
 
 def superfluous(
@@ -289,7 +279,7 @@ def published_best(
     published = {
         step_of(path) for path in list_checkpoints(run_dir) if step_of(path) <= newest_step
     }
-    found = (best, _read_best(run_dir))
+    found = (best, read_best(run_dir))
     return next((each for each in found if each is not None and each.step in published), None)
 
 
@@ -299,11 +289,11 @@ def write_best(run_dir: Path, best: Best | None) -> None:
     if best is None:
         if path.exists():
             withdraw(path)
-    elif _read_best(run_dir) != best:
+    elif read_best(run_dir) != best:
         write_json(path, asdict(best))
 
 
-def _read_best(run_dir: Path) -> Best | None:
+def read_best(run_dir: Path) -> Best | None:
     try:
         return Best(**json.loads((checkpoints_dir(run_dir) / BEST).read_text()))
     except (FileNotFoundError, ValueError, TypeError):

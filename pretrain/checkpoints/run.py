@@ -10,8 +10,9 @@ RUN/bad_samples/      see bad_samples.py; only where there are any
 RUN/skipped_steps/    see skipped_steps.py; only where there are any
 RUN/stacks/           see stacks.py; only where a run hung, or a rank fell silent
 RUN/starts/           see starts.py
-RUN/mirror/           see mirror.py; only with checkpoint.mirror
+RUN/remote/           see remote.py; only with checkpoint.remote
 RUN/weights.json      sha256 and step of the weights that it began with, if it began with any
+RUN/record.json       task, plan, labels, seed and parents; see pretrain/record.py
 RUN/result.json       written last; a run that has it is finished
 """
 
@@ -44,19 +45,48 @@ from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.starts import started
+from pretrain.record import RECORD
 
 RESULT, CONFIG_FILE, WEIGHTS = "result.json", "config.yaml", "weights.json"
 
 MAY_CHANGE = (
-    "run_dir", "resume", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "features",
-    "cache_gb", "chunk_mb",
-    "tracking.enabled", "tracking.peak_teraflops", "tracking.sinks",
-    "engine.zero_stage", "engine.offload", "engine.activation_checkpointing", "engine.compile", "engine.cuda_graphs",
-    "engine.timeout_s", "engine.heartbeat_timeout_s", "engine.hang_timeout_s", "engine.lock_wait_s",
-    "data.cache_dir", "data.cache_gb", "data.check", "data.max_bad_share", "data.stage_dir",
-    "train.duration", "train.local_batch_size", "train.log_every_steps", "train.eval_every", "train.loader_threads",
-    "train.max_skipped_steps", "train.prefetch_batches",
-)  # fmt: skip
+    "run_dir",
+    "resume",
+    "record",
+    "seeds",
+    "ranks",
+    "checkpoint",
+    "local_batch_size",
+    "feature_batch_size",
+    "features_dir",
+    "features",
+    "cache_gb",
+    "chunk_mb",
+    "tracking.enabled",
+    "tracking.peak_teraflops",
+    "tracking.sinks",
+    "engine.zero_stage",
+    "engine.offload",
+    "engine.activation_checkpointing",
+    "engine.compile",
+    "engine.cuda_graphs",
+    "engine.timeout_s",
+    "engine.heartbeat_timeout_s",
+    "engine.hang_timeout_s",
+    "engine.lock_wait_s",
+    "data.cache_dir",
+    "data.cache_gb",
+    "data.check",
+    "data.max_bad_share",
+    "data.stage_dir",
+    "train.duration",
+    "train.local_batch_size",
+    "train.log_every_steps",
+    "train.eval_every",
+    "train.loader_threads",
+    "train.max_skipped_steps",
+    "train.prefetch_batches",
+)
 """Settings that may differ when a run goes on: they do not change what is learned (numbers differ
 by rounding at most, as they do with another number of ranks or, on CPUs, of threads; see
 `num_cpu_threads`). What `train.duration` changes, and what it may not be, is the business of
@@ -136,9 +166,9 @@ def checkpoint_at(place: str) -> Path | None:
         step = data.steps(words, global_batch_size=begun["train"]["global_batch_size"])
     found = checkpoint_dir(Path(name), step)
     if not found.is_dir():
-        mirror = read_yaml(Path(name) / CONFIG_FILE).get("checkpoint", {}).get("mirror")
+        remote = read_yaml(Path(name) / CONFIG_FILE).get("checkpoint", {}).get("remote")
         copied = (
-            f"copy it from {mirror}/checkpoints/{found.name} if it is there, " if mirror else ""
+            f"copy it from {remote}/checkpoints/{found.name} if it is there, " if remote else ""
         )
         kept = ", ".join(f"{step_of(each):,}" for each in list_checkpoints(Path(name))) or "none"
         remedy = f"{copied}or add {words!r} to its checkpoint.keep_at before it gets there"
@@ -283,7 +313,7 @@ def is_worthless(run_dir: Path) -> bool:
 
 def forget(run_dir: Path) -> None:
     """What was begun with other settings: the next run there is one of its own, in MLflow, too."""
-    for name in ("tracking", "micro_batch.json", "bad_samples", "skipped_steps", WEIGHTS):
+    for name in ("tracking", "micro_batch.json", "bad_samples", "skipped_steps", WEIGHTS, RECORD):
         if (run_dir / name).exists():
             withdraw(run_dir / name)
 

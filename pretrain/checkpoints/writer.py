@@ -1,18 +1,17 @@
-"""When a checkpoint is due, how all ranks make one together, and how the first rank brings it to
-disk while training goes on.
+"""When a checkpoint is due, how the ranks make it together, and how the first rank writes it.
 
-A checkpoint's way: 1. `make_room` waits until none is being written; 2. the ranks make the snapshot
-(which may reuse the memory of the one before); 3. `submit` hands it over, in place of one that
-could not be written; 4. a thread syncs the event log, then publishes the checkpoint. A failed write
-is reported, and the next checkpoint replaces it: a full disk costs a checkpoint, never the run.
-Only the last one is retried, by `finish`, and the run does not count as hung meanwhile. What
-training loses is the snapshot, and the wait for the write before it, if that is still under way
-(usage/checkpoint_stall_s). 5. With checkpoint.mirror another thread brings it to a store
-(mirror.py).
+The path of a checkpoint:
+1. `make_room` waits until no checkpoint is being written.
+2. All ranks make the snapshot, which may reuse the memory of the previous one.
+3. `submit` hands it to a thread of the first rank, which syncs the event log, publishes the
+   checkpoint (files.py) and offers it to the uploader (uploader.py).
 
-The best is the best evaluation so far. best.json names the best checkpoint that was published.
+Training waits for steps 1 and 2 only (usage/checkpoint_stall_s). A failed write is reported, and
+the next checkpoint replaces it: a full disk costs a checkpoint, never the run. Only the last
+checkpoint is retried, by `finish`.
 
-Figures wait in `news` for the trainer's thread, which alone uses the tracker.
+The best checkpoint is the one with the best evaluation. best.json names the best one that was
+published. Figures wait in `news` for the trainer's thread, which alone uses the tracker.
 """
 
 import errno
@@ -30,14 +29,14 @@ from pretrain.checkpoints.files import (
     Retention,
     Snapshot,
     TrainerState,
-    prune,
     publish,
     published_best,
     settle,
     write_best,
 )
-from pretrain.checkpoints.mirror import GRACE_SHARE, Mirror, MirrorWriter
+from pretrain.checkpoints.remote import Remote
 from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints
+from pretrain.checkpoints.uploader import Uploader
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.engine.step import Engine
@@ -46,29 +45,30 @@ from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
 
-_REMEDIES = {
-    errno.ENOSPC: "free some space there",
-    errno.EDQUOT: "free some of your quota there",
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable again"),
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "put the directory back in its place"),
-    errno.EXDEV: "let all of the run lie on one file system",
+_FIXES = {
+    errno.ENOSPC: "Free some space on it",
+    errno.EDQUOT: "Free some of your quota on it",
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Make it writable again"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "Put the directory back in its place"),
+    errno.EXDEV: "Keep all of the run on one file system",
 }
 FINAL_S = 120.0
-"""How long the end of training waits for a file system that refuses; one that is merely slow has
-all the time it needs."""
+"""How long the end of training waits for a file system that refuses. A slow one has all the time
+that it needs."""
 RETRY_S = 10.0
 """The pause between two attempts to write the last checkpoint."""
+_GRACE_FRACTION = 0.9
+"""The fraction of checkpoint.grace_s for the upload. The rest is for the last lines."""
 _LOOK_S = 0.2
 
 
 class EventLog(Protocol):
     def sync(self) -> None:
-        """Bring all events to disk."""
+        """Write all events to disk."""
 
 
 class Saver:
-    """All ranks' side: every rank has one, and calls it at the same steps. Only the first rank's
-    writer writes."""
+    """Every rank has one and calls it at the same steps. Only the first rank's writer writes."""
 
     def __init__(
         self,
@@ -94,26 +94,33 @@ class Saver:
             data.settings.eval_split is not None if wanted.keep_best is None else wanted.keep_best
         )
         self._longest_wait_s = settings.engine.timeout_s / 2
-        """For the write before: well before the other ranks give up a collective."""
+        """How long a checkpoint waits for the previous one, before the other ranks give up a
+        collective."""
         self._engine, self._world, self._card = engine, world, card
-        self._grace_s, self.mirror = wanted.grace_s, Mirror.of(settings)
-        mirror = self.mirror if world.is_first else None
+        self._grace_s = wanted.grace_s
+        self._deadline_s: float | None = None
+        self.remote = Remote.of(settings)
         self.writer = CheckpointWriter(
-            Path(settings.run_dir), self._retention, log=log, mirror=mirror
+            Path(settings.run_dir),
+            self._retention,
+            log=log,
+            uploader=(
+                Uploader(self.remote, self._retention) if self.remote and world.is_first else None
+            ),
         )
         self.saved_step = 0
-        """Where training went on from, then the last one handed to the writer."""
+        """The step from which training resumed, then the last one handed to the writer."""
         self.best: Best | None = None
-        """The best evaluation so far; after `finish`, on the first rank, the best checkpoint that
+        """The best evaluation so far. After `finish`, on the first rank, the best checkpoint that
         was published."""
 
     def go_on(self, start: TrainerState) -> None:
         self.saved_step, self.best = start.step, start.best
-        if self.writer.mirror is not None:
-            self.writer.mirror.start()
+        if self.writer.uploader is not None:
+            self.writer.uploader.start()
 
     def judge(self, step: int, *, top1: float) -> None:
-        """What an evaluation found; every rank has the same scores."""
+        """Note an evaluation. Every rank has the same scores."""
         if self._keep_best and (self.best is None or top1 > self.best.score):
             self.best = Best(step, top1)
 
@@ -127,8 +134,9 @@ class Saver:
         )
 
     def save(self, state: TrainerState, *, is_last: bool = False) -> None:
-        """Every rank calls it at the same step, at which no update is under way. The last one is
-        never left out. `state.best` is filled in here."""
+        """Make a checkpoint, on every rank at the same step, between two updates. `state.best` is
+        set by this method. A checkpoint is skipped if the previous one is still being written,
+        unless it is the last one."""
         began_s, step = time.monotonic(), state.step
         if step == self.saved_step:
             return
@@ -137,15 +145,15 @@ class Saver:
             self._world.is_first and not self.writer.make_room(timeout_s=self._longest_wait_s),
             device=self._engine.device,
         ):
-            what = (
-                "waiting for it"
-                if is_last
-                else f"that of step {step} is left out: make checkpoint.every longer"
-            )
-            self._warn(
-                f"the checkpoint before is still being written after {self._longest_wait_s:,.0f} s;"
-                f" {what}, or use a faster file system"
-            )
+            if self._world.is_first:
+                skipped = "" if is_last else f"; the checkpoint of step {step} is skipped"
+                print(
+                    "WARNING: checkpoint.every: the previous checkpoint is still being written"
+                    f" after {self._longest_wait_s:,.0f} s{skipped}. Use a longer interval or a"
+                    " faster file system",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if not is_last:
                 return
         engine = self._engine.export_state()
@@ -156,49 +164,40 @@ class Saver:
         self.saved_step = step
 
     def finish(self, stop: StopFlag | None = None) -> None:
-        """Returns when all is on disk, and in the mirror, unless a `stop` leaves no time for that.
-        The other ranks wait for the first one, however long it takes, while it is alive."""
+        """Wait until the last checkpoint is on disk. The other ranks wait for the first one as
+        long as it is alive. `stop`: set if the run was stopped, and has checkpoint.grace_s left.
+        """
         PROGRESS.mark("writing the last checkpoint")
+        if stop is not None:
+            left_s = _GRACE_FRACTION * self._grace_s - stop.ignored_s(0)
+            self._deadline_s = time.monotonic() + left_s
+
+        def write() -> None:
+            if self._world.is_first:
+                self.best = self.writer.finish(self.best)
+
         on_all_ranks(
-            lambda: self._finish(stop) if self._world.is_first else None,
+            write,
             device=self._engine.device,
             failed="the last checkpoint could not be written; see the message of the first rank",
         )
 
-    def _finish(self, stop: StopFlag | None) -> None:
-        began_s = time.monotonic()
-        self.best = self.writer.finish(self.best)
-        if self.writer.mirror is not None:
-
-            def left_s() -> float:
-                passed_s = max(
-                    time.monotonic() - began_s, stop.ignored_s(0) if stop else 0
-                )  # another rank may have been told
-                return GRACE_SHARE * self._grace_s - passed_s
-
-            self.writer.mirror.catch_up(left_s if stop else None)
-            self.writer.tidy()
-            self.writer.raise_defect()
-
     def close(self, *, finished: bool) -> None:
-        """When nothing more is written in the run's directory."""
+        """Wait for the upload, once nothing more is written in RUN."""
+        if self.remote is None:
+            return
+        uploader = self.writer.uploader
         on_all_ranks(
             lambda: (
-                self.writer.mirror.close(finished=finished)
-                if self.writer.mirror is not None
-                else None
+                uploader.close(finished=finished, deadline_s=self._deadline_s) if uploader else None
             ),
             device=self._engine.device,
-            failed="the mirror is not complete; see the message of the first rank",
+            failed="the remote is not complete; see the message of the first rank",
         )
-
-    def _warn(self, text: str) -> None:
-        if self._world.is_first:
-            print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
 class CheckpointWriter:
-    """The first rank's side: writes snapshots one at a time, in a thread of its own."""
+    """The first rank's side: writes one snapshot at a time, each in a thread."""
 
     def __init__(
         self,
@@ -206,160 +205,115 @@ class CheckpointWriter:
         retention: Retention,
         *,
         log: EventLog | None = None,
-        mirror: Mirror | None = None,
+        uploader: Uploader | None = None,
     ):
         self._run_dir, self._retention, self._log = run_dir, retention, log
-        self._changed = threading.Condition()
+        self.uploader = uploader
         self._snapshot: Snapshot | None = None
-        """The snapshot that waits, is being written, or could not be written."""
-        self._is_published = False
-        """Of the snapshot's steps the first two are done, though a later one failed."""
-        self._num_failures = 0
+        self._thread: threading.Thread | None = None
         self._fault: OSError | None = None
         """Why the snapshot could not be written."""
         self._defect: Exception | None = None
-        self._news: dict[str, float] = {}
-        self._thread: threading.Thread | None = None
-        self.mirror = MirrorWriter(mirror, retention, report=self.report) if mirror else None
+        """Our own mistake, which ends training at the next checkpoint."""
+        self._num_failures = 0
+        self._lock, self._news = threading.Lock(), dict[str, float]()
 
-    def make_room(self, *, timeout_s: float) -> bool:
-        """Waits until the last snapshot is written, or has failed. False: neither yet, and a new
-        one has to be left out."""
-        with self._changed:
-            has_room = self._changed.wait_for(self._has_room, timeout_s)
-            self.raise_defect()
-            return has_room
+    def make_room(self, *, timeout_s: float | None) -> bool:
+        """Wait until no snapshot is being written; False if one still is."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        if self._defect is not None:
+            raise self._defect
+        return self._thread is None or not self._thread.is_alive()
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Hand over a snapshot, in place of the one that could not be written."""
-        with self._changed:
-            assert self._has_room()
-            self._snapshot, self._is_published, self._fault = snapshot, False, None
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="checkpoint-writer", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify_all()
+        """Begin to write a snapshot. It replaces the previous one if that one failed."""
+        assert self.make_room(timeout_s=0)
+        self._snapshot = snapshot
+        self._thread = threading.Thread(
+            target=self._work, args=(snapshot,), name="checkpoint-writer", daemon=True
+        )
+        self._thread.start()
 
     def report(self, figures: dict[str, float]) -> None:
-        with self._changed:
+        with self._lock:
             self._news |= figures
 
     def news(self) -> dict[str, float]:
-        """Figures of what has happened since the last call."""
-        with self._changed:
+        """Return figures since the last call."""
+        with self._lock:
             found, self._news = self._news, {}
-            return found
+        return found | (self.uploader.news() if self.uploader else {})
 
     def wait(self, timeout_s: float) -> None:
-        """For a write that is under way, before the process ends for another reason."""
+        """Wait for a write or an upload before the process ends for another reason."""
         end_s = time.monotonic() + timeout_s
-        with self._changed:
-            self._changed.wait_for(self._has_room, timeout_s)
-        if self.mirror is not None:
-            self.mirror.wait(max(0.0, end_s - time.monotonic()))
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        if self.uploader is not None:
+            self.uploader.wait(max(0.0, end_s - time.monotonic()))
 
     def finish(self, best: Best | None) -> Best | None:
-        """Return the best checkpoint on disk once the last snapshot is there. Raise an error after
-        FINAL_S of failed writes."""
-        give_up_at_s, retry_at_s = time.monotonic() + FINAL_S, 0.0
-        with self._changed:
-            while self._snapshot is not None:
-                if self._fault is None:  # it is being written, and reports its own progress
-                    self._changed.wait()
-                elif time.monotonic() > give_up_at_s:
-                    step, self._snapshot = self._snapshot.trainer.step, None
-                    before = list_checkpoints(self._run_dir)[-1:]
-                    resumes = (
-                        f". The same command then resumes from {before[0].name}" if before else ""
-                    )
-                    raise CheckpointError(
-                        f"{checkpoints_dir(self._run_dir)}: the last checkpoint (step {step}) could"
-                        f" not be written {_in_words(self._fault)}{resumes}"
-                    )
-                elif time.monotonic() < retry_at_s:
-                    PROGRESS.touch()  # the run waits, and does not hang
-                    self._changed.wait(_LOOK_S)
-                else:
-                    self._fault, retry_at_s = None, time.monotonic() + RETRY_S
-                    self._changed.notify_all()
-            self.raise_defect()
-        published = published_best(self._run_dir, best) if best is not None else None
-        if best is not None:
-            write_best(self._run_dir, published)
+        """Return the best checkpoint on disk once the last snapshot is on disk. Failed writes are
+        retried for FINAL_S."""
+        give_up_at_s = time.monotonic() + FINAL_S
+        self.make_room(timeout_s=None)
+        while self._fault is not None and self._snapshot is not None:
+            if time.monotonic() > give_up_at_s:
+                raise self._last_failed(self._snapshot.trainer.step, self._fault)
+            self.submit(self._snapshot)
+            self.make_room(timeout_s=None)
+            retry_at_s = time.monotonic() + RETRY_S
+            while self._fault is not None and time.monotonic() < min(retry_at_s, give_up_at_s):
+                PROGRESS.touch()  # the run waits, and does not hang
+                time.sleep(_LOOK_S)
+        if best is None:
+            return None
+        published = published_best(self._run_dir, best)
+        write_best(self._run_dir, published)
         return published
 
-    def tidy(self) -> None:
-        """What the mirror was reading when its turn came."""
-        for newest in list_checkpoints(self._run_dir)[-1:]:
-            prune(self._run_dir, newest, self._retention)
-
-    def _has_room(self) -> bool:
-        return self._snapshot is None or self._fault is not None
-
-    def raise_defect(self) -> None:
-        for found in (self._defect, self.mirror.defect if self.mirror else None):
-            if found is not None:
-                raise found
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while self._snapshot is None or self._fault is not None:
-                    self._changed.wait()
-                snapshot = self._snapshot
-            fault, defect = None, None
-            try:
-                self._write(snapshot)
-            except OSError as error:
-                fault = error
-                self._warn(snapshot.trainer.step, error)
-            except Exception as error:  # noqa: BLE001 (it belongs to the trainer, who meets it at the next checkpoint)
-                defect = error
-            with self._changed:
-                self._fault, self._defect = fault, defect
-                if fault is None:
-                    self._snapshot = None
-                else:
-                    self._num_failures += 1
-                    self._news["usage/checkpoint_failures"] = float(self._num_failures)
-                self._changed.notify_all()
-
-    def _write(self, snapshot: Snapshot) -> None:
-        if not self._is_published:
+    def _work(self, snapshot: Snapshot) -> None:
+        try:
             if self._log is not None:
                 self._log.sync()
             began_s, num_bytes = time.monotonic(), publish(self._run_dir, snapshot)
-            self._is_published = True
+            write_s = time.monotonic() - began_s
             self.report(
-                {
-                    "usage/checkpoint_write_s": time.monotonic() - began_s,
-                    "usage/checkpoint_gb": num_bytes / 1e9,
-                }
+                {"usage/checkpoint_write_s": write_s, "usage/checkpoint_gb": num_bytes / 1e9}
             )
-        settle(
-            self._run_dir,
-            snapshot,
-            self._retention,
-            spared=self.mirror.holding if self.mirror else None,
-        )
-        if self.mirror is not None:
-            self.mirror.offer()
+            settle(self._run_dir, snapshot, self._retention)
+            self._fault = None
+        except OSError as error:
+            self._fault = error
+            self._num_failures += 1
+            self.report({"usage/checkpoint_failures": float(self._num_failures)})
+            self._warn(snapshot.trainer.step, error)
+        except Exception as error:  # noqa: BLE001 (the trainer raises it at the next checkpoint)
+            self._defect = error
+        if self.uploader is not None:
+            self.uploader.offer()
 
     def _warn(self, step: int, error: OSError) -> None:
         PROGRESS.touch()
         print(
             f"WARNING: {checkpoints_dir(self._run_dir)}: the checkpoint of step {step} could not be"
-            f" written {_in_words(error)}. The next checkpoint replaces it; the last one is retried"
-            f" for up to {FINAL_S:.0f} s",
+            f" written ({error.strerror or error}). {_fix_of(error)}. The next checkpoint replaces"
+            f" it; the last one is retried for up to {FINAL_S:.0f} s",
             file=sys.stderr,
             flush=True,
         )
 
+    def _last_failed(self, step: int, error: OSError) -> CheckpointError:
+        earlier = list_checkpoints(self._run_dir)[-1:]
+        resumes = f". The same command then resumes from {earlier[0].name}" if earlier else ""
+        return CheckpointError(
+            str(checkpoints_dir(self._run_dir)),
+            f"the last checkpoint (step {step}) could not be written ({error.strerror or error})",
+            _fix_of(error) + resumes,
+            code="no-space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "no-access",
+        )
 
-def _in_words(error: OSError) -> str:
-    remedy = limit_remedy(error) or _REMEDIES.get(
-        error.errno or 0, "see what is wrong with that file system"
-    )
-    return f"({error.strerror or error}); {remedy}"
+
+def _fix_of(error: OSError) -> str:
+    return limit_remedy(error) or _FIXES.get(error.errno or 0, "Check the file system")

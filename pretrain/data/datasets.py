@@ -21,6 +21,7 @@ from braceexpand import braceexpand
 
 from data_prep import __version__
 from data_prep.clients import KINDS, is_command, is_record, recorded, shown
+from data_prep.errors import UserError
 from data_prep.manifest import (
     MANIFEST_NAME,
     CropPolicy,
@@ -487,12 +488,13 @@ def num_folds(part: Part) -> int:
 def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
     keeping = [part for part in parts if part.manifest.encoding == "keep"]
     if data.image_size is None and keeping:
-        raise ValueError(
-            f"data.image_size: missing; {keeping[0].directory} keeps the pictures' own sizes, so"
-            " say what the model is fed, "
-            "such as"
-            " "
-            f"{next((part.manifest.image_size for part in parts if part not in keeping), keeping[0].manifest.image_size)}"
+        sized = [part.manifest.image_size for part in parts if part not in keeping]
+        example = (*sized, keeping[0].manifest.image_size)[0]
+        raise UserError(
+            "data.image_size",
+            f"it is required because {keeping[0].directory} keeps the images' own sizes",
+            f"set it, for example data.image_size={example}",
+            code="missing-value",
         )
     stored = {part.manifest.image_size for part in parts if part not in keeping}
     if keeping and stored - {data.image_size}:

@@ -17,11 +17,9 @@ any stage.
 import datetime
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,64 +52,13 @@ from pretrain.optim import set_lr
 from pretrain.ranks.preemption import Interrupted
 from pretrain.ranks.world import World
 
-
-def _import_deepspeed() -> Any:
-    """deepspeed without mlflow (its autotuner imports it if it can, which costs four seconds),
-    without Muon (whose module loads torch's compiler, and which no config of ours can name), and
-    without its greetings."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found nothing better
-    hidden = sys.modules.get("mlflow")
-    sys.modules["mlflow"] = None  # type: ignore[assignment]
-    for name, only in (("muon_optimizer", "MuonWithAuxAdam"), ("original_muon", "muon_update")):
-        module = ModuleType(f"deepspeed.runtime.zero.muon.{name}")
-        setattr(module, only, type(only, (), {}))  # of which no optimizer is an instance
-        sys.modules.setdefault(module.__name__, module)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), _no_compiler():
-            warnings.simplefilter("ignore")
-            import deepspeed
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # once more: the import sets it
-    finally:
-        if hidden is None:
-            del sys.modules["mlflow"]
-        else:
-            sys.modules["mlflow"] = hidden
-    return deepspeed
-
-
-@contextmanager
-def _no_compiler() -> Iterator[None]:
-    """What is marked here as "not to be compiled" stays as it is. torch's own mark loads its
-    compiler when the function is first called, which took a third of a rank's start, and nothing is
-    compiled but blocks of the model (`engine.compile`) and the loss on GPUs, in which no such
-    function is."""
-
-    def unchanged(function: Any = None, **_: Any) -> Any:
-        return function if function is not None else unchanged
-
-    places: list[tuple[Any, str]] = [(torch, "_disable_dynamo"), (torch.compiler, "disable")]
-    marks = [getattr(module, name) for module, name in places]
-    try:
-        for module, name in places:
-            setattr(module, name, unchanged)
-        yield
-    finally:
-        for (module, name), mark in zip(places, marks, strict=True):
-            setattr(module, name, mark)
-
-
-for _method in (
-    Optimizer.add_param_group,
-    Optimizer.zero_grad,
-    Optimizer.state_dict,
-    Optimizer.load_state_dict,
-):
-    _plain: Any = getattr(_method, "__wrapped__", _method)
-    # what torch's mark would make when the method is first called, and keep under this name
-    _plain.__dynamo_disable = _plain
-deepspeed = _import_deepspeed()
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found none better
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # DeepSpeed's autotuner imports mlflow
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import deepspeed
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # not earlier: the import sets it
 DynamicLossScaler = deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
 
 
@@ -122,8 +69,10 @@ def start_distributed(world: World, *, timeout_s: float) -> torch.device:
     gpu = world.gpu(num_gpus)
     if on_gpu and gpu is None:
         raise UserError(
-            f"--ranks: local rank {world.local_rank} has no GPU, {num_gpus} are visible; start one"
-            " rank per GPU"
+            "--ranks",
+            f"local rank {world.local_rank} has no GPU, {num_gpus} are visible",
+            "start one rank per GPU",
+            code="missing-device",
         )
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if on_gpu:
@@ -184,10 +133,9 @@ class DeepSpeedEngine:
         if settings.zero_stage == 0 and self._dtype != torch.float32:
             _autocast(model, device=device, dtype=self._dtype)
         config = deepspeed_config(settings, plan, model, on_gpu=device.type == "cuda")
-        with _no_compiler():
-            self._engine, self._optimizer, _, _ = deepspeed.initialize(
-                model=model, optimizer=make_optimizer(model), config=config
-            )
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=make_optimizer(model), config=config
+        )
         if (
             settings.zero_stage == 1
             and settings.precision == "bf16"
@@ -206,7 +154,6 @@ class DeepSpeedEngine:
             self._update = ShardedUpdate(
                 self._optimizer, clip_norm=settings.gradient_clip_norm, world=world
             )
-            self._optimizer.step = self._update.step
             # alone there is nothing to reduce: DeepSpeed would copy each gradient three times
             self._engine.enable_backward_allreduce = world.num_ranks > 1 or settings.zero_stage > 1
             if self._optimizer.overlap_comm:
@@ -216,8 +163,6 @@ class DeepSpeedEngine:
         self._average = (
             WeightAverage(self._state.weights(), decay=ema_decay) if ema_decay is not None else None
         )
-        if hasattr(self._state.plain, "bind"):
-            self._state.plain.bind(self._state.my_segments())
         if settings.compile:
             self._compile()
 
@@ -228,10 +173,12 @@ class DeepSpeedEngine:
         if (
             self.plan.accumulation_steps > 1
         ):  # a replay writes gradients where those of the last one lie
-            fault = f"true will not do with {self.plan.accumulation_steps} micro-batches a step"
+            fault = f"true is not valid with {self.plan.accumulation_steps} micro-batches a step"
             raise SettingsError(
-                f"engine.cuda_graphs: {fault}; leave train.local_batch_size out, or set"
-                " cuda_graphs=false"
+                "engine.cuda_graphs",
+                fault,
+                "leave train.local_batch_size out, or set cuda_graphs=false",
+                code="bad-value",
             )
         self._engine.module.compile(mode="reduce-overhead", dynamic=False)
 
@@ -258,7 +205,6 @@ class DeepSpeedEngine:
         return scaler
 
     # ---- training
-    # ------------------------------------------------------------------------------------------------
 
     def train_step(self, micro_batches: Sequence[Prepared], *, lr: float) -> StepResult:
         assert len(micro_batches) == self.plan.accumulation_steps, len(micro_batches)
@@ -288,9 +234,12 @@ class DeepSpeedEngine:
         return StepResult(loss=total, gradient_norm=norm, applied=applied)
 
     def _update_sharded(self) -> tuple[Tensor | float, Tensor | bool]:
-        self._engine.step()
         if self._update is not None:
+            self._update.step()
+            self._optimizer.zero_grad()
+            self._engine.micro_steps += 1
             return self._update.norm, self._update.norm.isfinite()
+        self._engine.step()
         applied = not self._optimizer.overflow
         if not applied:
             self._state.forget_gradients()
@@ -320,7 +269,6 @@ class DeepSpeedEngine:
         return norm, True
 
     # ---- evaluation
-    # ----------------------------------------------------------------------------------------------
 
     def logits(self, images: Tensor) -> Tensor:
         if self._engine.module.training:
@@ -353,7 +301,6 @@ class DeepSpeedEngine:
         self._state.refresh_working_weights()
 
     # ---- state
-    # ---------------------------------------------------------------------------------------------------
 
     def export_state(self) -> EngineState:
         average_over_ranks(self._engine.module)

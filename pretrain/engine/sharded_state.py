@@ -89,10 +89,6 @@ class ShardedState:
                 dict.fromkeys(self._optimizer.averaged_gradients)
             )
 
-    def my_segments(self) -> dict[Tensor, list[Segment]]:
-        """This rank's part of every tensor that is stepped."""
-        return {tensor: list(layout[self.world.rank]) for tensor, layout in self.layouts.items()}
-
     # ---- the optimizer's state
     # -------------------------------------------------------------------------------------
 

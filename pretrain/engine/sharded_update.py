@@ -1,9 +1,9 @@
 """The update of ZeRO stages 1 and 2 on the device: norm, clipping, guard, optimizer, working
 weights. The host waits for nothing.
 
-It takes the place of the sharded optimizer's own `step`, which reads two numbers on the host before
-it may go on, computes the norm in fp64, and goes over gradients and weights four times more than it
-must. What leads there stays DeepSpeed's.
+The engine calls it instead of DeepSpeed's own step, which reads two numbers on the host, computes
+the norm in fp64, and passes over gradients and weights four times more than needed. Backward passes
+and the reduction stay DeepSpeed's.
 
 1. The reduction has left this rank's share of the averaged gradients, for each flat shard a row of
    pieces.

@@ -132,8 +132,10 @@ def checkpoint_activations(model: Any) -> None:
         model.set_grad_checkpointing(True)
     except (AttributeError, ValueError) as error:
         raise SettingsError(
-            f"engine.activation_checkpointing: true will not do with this model ({error}); set it"
-            " to false"
+            "engine.activation_checkpointing",
+            f"true is not valid with this model ({error})",
+            "set it to false",
+            code="conflict",
         ) from None
 
 

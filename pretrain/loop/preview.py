@@ -29,7 +29,10 @@ def preview(
     """The first `count` pictures of an epoch."""
     if count < 2 or count % 2:
         raise UserError(
-            f"count: {count}; choose an even number, because MixUp takes pictures in pairs"
+            "count",
+            f"{count} is not valid, because MixUp takes images in pairs",
+            "choose an even number",
+            code="bad-value",
         )
     batch_size, seed, normalisation = (
         settings.train.global_batch_size,

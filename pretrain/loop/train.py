@@ -25,12 +25,12 @@ from data_prep.errors import UserError
 from data_prep.manifest import accuracy
 from data_prep.progress import doing
 from data_prep.publish import hash_of_json
-from data_prep.settings import Settings, flatten
+from data_prep.settings import flatten
 from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
-from pretrain.checkpoints.mirror import Mirror
+from pretrain.checkpoints.remote import Remote
 from pretrain.checkpoints.run import (
     CONFIG_FILE,
     checkpoint_dir,
@@ -39,7 +39,7 @@ from pretrain.checkpoints.run import (
     save_result,
     step_of,
 )
-from pretrain.config import PretrainSettings
+from pretrain.config import PretrainSettings, TrainingSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan
@@ -52,18 +52,12 @@ from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
-from pretrain.ranks.collectives import (
-    any_rank,
-    barrier,
-    highest,
-    lowest_over_ranks,
-    on_all_ranks,
-    same_on_all_ranks,
-)
+from pretrain.ranks.collectives import any_rank, barrier, highest, on_all_ranks, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag, entered
 from pretrain.ranks.world import World
+from pretrain.record import RecordedTask, write_record
 from pretrain.tracking.node import NodeSampler, node_name, node_report
 from pretrain.tracking.run_tags import datasets_of, training_tags
 from pretrain.tracking.tracker import RunIdentity, Tracker
@@ -73,6 +67,8 @@ class Task(ABC):
     """What differs between pretraining and fine-tuning; `settings` and `data` have been checked. No
     attribute needs other ranks."""
 
+    name: RecordedTask = "pretrain"
+    """Task that the run's record states."""
     parent_key: str | None = None
     """Of the run that this one is a child of, where none is in `parent_dir`."""
     parent_dir: Path | None = None
@@ -88,7 +84,7 @@ class Task(ABC):
         settings: PretrainSettings,
         data: TrainingData,
         *,
-        config: Settings,
+        config: TrainingSettings,
         normalisation: Normalisation,
         tags: dict[str, str],
     ):
@@ -136,13 +132,17 @@ class Pretraining(Task):
             int(self.start.sha256[:14], 16) if self.start else 0, device=device
         ):
             raise UserError(
-                f"start_from: the ranks find different weights in {self.settings.start_from}; name"
-                " one of its checkpoints"
+                "start_from",
+                f"the ranks find different weights in {self.settings.start_from}",
+                "choose one of its checkpoints",
+                code="mismatch",
             )
         if not same_on_all_ranks(int(self.data.content_hash[:14], 16), device=device):
             raise UserError(
-                "data.dataset: is not the same for all ranks; mend the node whose files, or WDS_*"
-                " variables, differ"
+                "data.dataset",
+                "the ranks read different datasets",
+                "fix the node whose files or WDS_* variables differ",
+                code="mismatch",
             )
         return device
 
@@ -203,6 +203,10 @@ def train(task: Task, world: World) -> Outcome:
             run_dir, task.config, is_first=world.is_first, ranks=engine, stop=stop, weights=weights
         )
     ):
+        if world.is_first:
+            config = task.config
+            seed = config.train.seed
+            write_record(run_dir, task.name, config.record, seed=seed, weights=task.start)
         log_to(run_dir / "logs" / f"rank-{world.rank}.log")
         device = task.join_ranks(world)
         if engine.compile and device.type == "cpu" and world.is_first:
@@ -263,11 +267,15 @@ def log_to(path: Path) -> None:
 
 def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) -> Trainer:
     """Called by all ranks together."""
-    size: Any = {"num_classes": len(task.data.classes), "image_size": task.data.image_size}
     model = task.model()
     num_weights = num_parameters(model)  # before ZeRO cuts the weights up
     local_batch_size = micro_batch_size(
-        model, settings=task.settings, **size, device=device, world=world, remedy=task.remedy
+        model,
+        settings=task.settings,
+        image_size=task.data.image_size,
+        device=device,
+        world=world,
+        remedy=task.remedy,
     )
     settings = task.settings
     if settings.train.local_batch_size == "auto":  # logged is what it came to
@@ -305,12 +313,6 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
     if threads is not None:
         tracker.params({"num_cpu_threads": threads})
     PROGRESS.mark("reading the newest checkpoint")
-    if (mirror := trainer.saver.mirror) is not None:
-        on_all_ranks(
-            lambda: mirror.begin() if trainer.world.is_first else None,
-            device=device,
-            failed=f"{mirror}: no start could begin there; see the message of the first rank",
-        )
     outcome = trainer.fit(restore(trainer, branch_of=task.start if task.is_branch else None))
     PROGRESS.mark("closing its journal")
     if trainer.world.is_first and outcome.finished:
@@ -341,7 +343,7 @@ def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> Trainer
     run branches from."""
     device = trainer.engine.device
     own = agreed_checkpoint(
-        trainer.run_dir, trainer.world, device=device, mirror=trainer.saver.mirror
+        trainer.run_dir, trainer.world, device=device, remote=trainer.saver.remote
     )
     newest = own or branch_of
     if newest is None:
@@ -354,13 +356,17 @@ def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> Trainer
     )
     if newest.card.pixels_hash != trainer.data.pixels_hash:
         raise CheckpointError(
-            f"{place}: was trained on other pictures than the dataset has now; bring them back, or"
-            " name another run_dir"
+            str(place),
+            "the checkpoint was trained on other images than the dataset has now",
+            "restore the dataset, or choose another run_dir",
+            code="changed",
         )
     if state.samples_consumed != state.step * trainer.plan.global_batch_size:
         raise CheckpointError(
-            f"{place}: was made with another global batch size; set it back, or name another"
-            " run_dir"
+            str(place),
+            "the checkpoint was made with another train.global_batch_size",
+            "restore that size, or choose another run_dir",
+            code="changed",
         )
     trainer.engine.import_state(engine)
     before, now = state.num_cpu_threads, num_cpu_threads(device)
@@ -382,20 +388,20 @@ def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> Trainer
 
 
 def agreed_checkpoint(
-    run_dir: Path, world: World, *, device: torch.device, mirror: Mirror | None = None
+    run_dir: Path, world: World, *, device: torch.device, remote: Remote | None = None
 ) -> Checkpoint | None:
-    """The newest whole one, on which all ranks agree. One rank of each node reads it all to verify
-    it; the others of a node see the same disks, and if they do not, its hashes differ. With a
-    mirror each node has disks of its own, and is given what it lacks.
+    """Return the newest whole checkpoint, on which all ranks agree. One rank of each node verifies
+    it; the other ranks of a node see the same disks, and if they do not, its hashes differ. With a
+    remote each node has disks of its own: the first rank chooses, and the other nodes fetch.
     """
 
-    def own() -> Checkpoint | None:
-        return (
-            Checkpoint.newest(run_dir) if mirror is None else mirror.newest(is_first=world.is_first)
-        )
+    def newest_here() -> Checkpoint | None:
+        if remote is not None:
+            return remote.newest() if world.is_first else None
+        return Checkpoint.newest(run_dir) if world.local_rank == 0 else None
 
     found = on_all_ranks(
-        lambda: own() if world.local_rank == 0 else None,
+        newest_here,
         device=device,
         failed=f"{run_dir}: another rank finds no whole checkpoint; see its message",
     )
@@ -407,26 +413,19 @@ def agreed_checkpoint(
         " retry"
     )
     place = checkpoint_dir(run_dir, step)
-    if mirror is not None:
-        mark = _mark_of(found) if found and found.directory == place else -1
-        holder = lowest_over_ranks(world.rank if mark >= 0 else world.num_ranks, device=device)
-        lacks = world.local_rank == 0 and mark != highest(
-            mark if world.rank == holder else -1, device=device
+    if remote is not None:
+        fetches = world.local_rank == 0 and not world.is_first
+        found = on_all_ranks(
+            lambda: remote.receive(step) if fetches else found, device=device, failed=differ
         )
-        if any_rank(lacks, device=device):  # that has not come to the mirror yet
-            on_all_ranks(
-                lambda: mirror.give(place) if world.rank == holder else None,
-                device=device,
-                failed=f"{mirror}: {differ}",
-            )
-            found = on_all_ranks(
-                lambda: mirror.receive(step) if lacks else found,
-                device=device,
-                failed=f"{mirror}: {differ}",
-            )
     newest = on_all_ranks(lambda: found or Checkpoint.read(place), device=device, failed=differ)
     if not same_on_all_ranks(_mark_of(newest), device=device):
-        raise CheckpointError(differ)
+        raise CheckpointError(
+            str(run_dir),
+            "the ranks do not see the same checkpoints",
+            "check that all nodes share the run directory, and run the same command again",
+            code="mismatch",
+        )
     return newest
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from data_prep.errors import UserError
 from pretrain.models.spec import (
     AnySpec,
     MixerSpec,
@@ -293,9 +294,11 @@ def tokens_for(omega: float, *, num_channels: int, gamma: float = 1.0) -> int:
     found = round(d / (2 * (num_channels + math.sqrt(num_channels**2 + d))))
     if found < 1:
         least = gamma * (num_channels + num_channels**2) / 2
-        raise ValueError(
-            f"omega: {omega:g} is too small for num_channels {num_channels} with gamma {gamma:g}:"
-            f" not one token is left; give {math.ceil(least)} or more"
+        raise UserError(
+            "omega",
+            f"{omega:g} is too small for num_channels {num_channels} with gamma {gamma:g}",
+            f"give {math.ceil(least)} or more",
+            code="bad-value",
         )
     return found
 
@@ -350,4 +353,6 @@ def width_and_connections(spec: AnySpec, *, image_size: int) -> tuple[int | None
 def _check_positive(**given: float) -> None:
     for name, value in given.items():
         if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name}: {value} will not do; give a number greater than 0")
+            raise UserError(
+                name, f"{value} is not valid", "give a number greater than 0", code="bad-value"
+            )

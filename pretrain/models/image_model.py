@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from data_prep.errors import UserError
 from pretrain.models.layers.linear import Linear
 from pretrain.models.spec import Activation
 
@@ -78,8 +79,8 @@ class ImageModel(nn.Module, ABC):
         """A new head whose outputs start at zero; with 0 classes none at all, and the model returns
         pooled features."""
         if global_pool not in (None, "", "avg"):
-            raise ValueError(
-                f"global_pool: {global_pool!r} will not do; these models take the mean (avg)"
+            raise UserError(
+                "global_pool", f"{global_pool!r} is not valid", "use avg", code="bad-value"
             )
         self.num_classes = num_classes
         self.head = (
@@ -151,8 +152,11 @@ class ImageModel(nn.Module, ABC):
         """In training, blocks keep their input alone and are computed a second time in the backward
         pass."""
         if enable and any(isinstance(module, _BatchNorm) for module in self.blocks.modules()):
-            raise ValueError(
-                "set_grad_checkpointing: batch norm would count every batch twice; use norm: layer"
+            raise UserError(
+                "set_grad_checkpointing",
+                "batch norm would count every batch twice",
+                "use norm: layer",
+                code="conflict",
             )
         self.grad_checkpointing = enable
 
@@ -177,5 +181,10 @@ def taken_blocks(indices: int | Sequence[int] | None, *, num_blocks: int) -> lis
         return list(range(num_blocks))
     wanted = range(-indices, 0) if isinstance(indices, int) else indices
     if not wanted or not all(-num_blocks <= number < num_blocks for number in wanted):
-        raise ValueError(f"indices: {indices} will not do; there are {num_blocks} blocks")
+        raise UserError(
+            "indices",
+            f"{indices} is not valid",
+            f"use numbers below {num_blocks}",
+            code="bad-value",
+        )
     return [number % num_blocks for number in wanted]

@@ -67,12 +67,14 @@ def list_models(
     meant unless given; and the names of those that cannot take images of the size asked for."""
     for field, value in (("--classes", num_classes), ("--image-size", image_size)):
         if value is not None and value < 1:
-            raise UserError(f"{field}: {value} will not do; give 1 or more")
+            raise UserError(field, f"{value} is not valid", "give 1 or more", code="bad-value")
     names = [name for name in PRESETS if fnmatchcase(name, match)]
     if not names:
         raise UserError(
-            f"--match: no model is named like {match!r};"
-            f" {nearest(match.strip('*?'), list(PRESETS))}"
+            "--match",
+            f"no model is named like {match!r}",
+            nearest(match.strip("*?"), list(PRESETS)),
+            code="unknown-name",
         )
     found, unfit, reason = [], [], ""
     for name in names:
@@ -85,7 +87,9 @@ def list_models(
             reason = str(error)
     if not found:
         raise UserError(
-            f"--image-size: {image_size} suits none of these models ({unfit[-1]}: {reason})"
+            "--image-size",
+            f"{image_size} suits none of these models ({unfit[-1]}: {reason})",
+            code="bad-value",
         )
     return found, unfit
 
@@ -172,7 +176,10 @@ def parse_power(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise UserError(
-            f"--omega: {text!r} is not a positive number; write it as 262144, 2.6e5 or 2^18"
+            "--omega",
+            f"{text!r} is not a positive number",
+            "write it as 262144, 2.6e5 or 2^18",
+            code="bad-value",
         )
     return value
 
@@ -192,7 +199,10 @@ def parse_densities(text: str) -> list[float]:
     wrong = [density for density in found if not 0 < density <= 1]
     if wrong:
         raise UserError(
-            f"--density: {wrong[0]:g} is not a share of connections; give numbers above 0, up to 1"
+            "--density",
+            f"{wrong[0]:g} is not a share of connections",
+            "give numbers above 0, up to 1",
+            code="bad-value",
         )
     return found
 
@@ -202,7 +212,9 @@ def _numbers(text: str, *, field: str, pattern: str, example: str) -> list[str]:
     wrong = [word for word in words if not re.fullmatch(pattern, word)]
     if wrong:
         raise UserError(
-            f"{field}: {wrong[0]!r} will not do; give numbers with commas between them, such as"
-            f" {example}"
+            field,
+            f"{wrong[0]!r} is not valid",
+            f"give numbers with commas between them, such as {example}",
+            code="bad-value",
         )
     return words

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
+from data_prep.errors import SettingsError
 from data_prep.settings import Settings, nearest, validate
 from pretrain.models.spec import AnySpec, ModelSpec
 
@@ -41,8 +42,11 @@ def spec_of(name: str, **changes: Any) -> AnySpec:
 
 def preset(name: object) -> Preset:
     if not isinstance(name, str) or name not in PRESETS:
-        raise ValueError(
-            f"model.preset: {name!r} is not a known model; {nearest(str(name), list(PRESETS))}"
+        raise SettingsError(
+            "model.preset",
+            f"{name!r} is not a known model",
+            nearest(str(name), list(PRESETS)),
+            code="unknown-name",
         )
     return PRESETS[name]
 
@@ -55,16 +59,20 @@ def expand_preset(model: object) -> object:
     would be that model still.
     """
     if isinstance(model, str):
-        raise ValueError(
-            f"model: {model!r} will not do; for a named model write model='{{preset: {model}}}'"
+        raise SettingsError(
+            "model",
+            f"{model!r} is not valid",
+            f"for a named model write model='{{preset: {model}}}'",
+            code="bad-value",
         )
     if not isinstance(model, dict) or "preset" not in model:
         return model
     if "kind" in model:
-        raise ValueError(
-            f"model.preset: {model['preset']!r} is given beside kind {model['kind']!r}, which are"
-            f" two models; for the named one write model='{{preset: {model['preset']}}}', or remove"
-            " kind and its fields"
+        raise SettingsError(
+            "model.preset",
+            f"{model['preset']!r} is given beside kind {model['kind']!r}, which are two models",
+            f"write model='{{preset: {model['preset']}}}', or remove kind and its fields",
+            code="conflict",
         )
     return {
         **preset(model["preset"]).fields,

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from data_prep.errors import SettingsError
 from data_prep.settings import Settings
 
 Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
@@ -27,9 +28,11 @@ def _block_numbers(given: object) -> object:
     if isinstance(given, list | tuple) and all(type(each) is int for each in given):
         return tuple(given)
     if given != "all":
-        raise ValueError(
-            f"model.permuted_blocks: {given!r} will not do; give block numbers such as [0, 3],"
-            " or all"
+        raise SettingsError(
+            "model.permuted_blocks",
+            f"{given!r} is not valid",
+            "give block numbers such as [0, 3], or all",
+            code="bad-value",
         )
     return given
 
@@ -75,19 +78,25 @@ class MlpSpec(Settings):
         if self.bottleneck == "none":
             check_unread(self.expansion, where="bottleneck none")
         if self.depth % max(1, self.skip):
-            raise ValueError(
-                f"model.skip_every: {self.skip} does not divide depth {self.depth}; the layers end"
-                " within a skip path"
+            raise SettingsError(
+                "model.skip_every",
+                f"{self.skip} does not divide depth {self.depth}",
+                "choose a divisor",
+                code="conflict",
             )
         if self.norm_place == "after" and self.skip > 1:
-            raise ValueError(
-                f"model.norm_place: after will not do with skip_every {self.skip}; set that to 0"
-                " or 1"
+            raise SettingsError(
+                "model.norm_place",
+                f"after is not valid with skip_every {self.skip}",
+                "set that to 0 or 1",
+                code="conflict",
             )
         if self.activation_first and self.bottleneck == "inverted":
-            raise ValueError(
-                "model.activation_first: true is for the standard MLP; set bottleneck to none, or"
-                " remove it"
+            raise SettingsError(
+                "model.activation_first",
+                "true is for the standard MLP",
+                "set bottleneck to none, or remove it",
+                code="conflict",
             )
         return self
 
@@ -154,15 +163,19 @@ class MixerSpec(Settings):
         wrong = [block for block in self._numbered_blocks if not 0 <= block < self.depth]
         if wrong:
             remedy = f"with depth {self.depth} give numbers from 0 to {self.depth - 1}, or all"
-            raise ValueError(f"model.permuted_blocks: there is no block {wrong[0]}; {remedy}")
+            raise SettingsError(
+                "model.permuted_blocks", f"there is no block {wrong[0]}", remedy, code="bad-value"
+            )
         if self.layers_per_mixing == 1:
             check_unread(self.expansion, where="layers_per_mixing 1")
         elif self.token_hidden and self.channel_hidden:
             check_unread(self.expansion, where="token_hidden and channel_hidden")
         if self.layers_per_mixing == 1 and (self.token_hidden or self.channel_hidden):
-            raise ValueError(
-                "model.layers_per_mixing: 1 leaves nothing hidden; remove token_hidden and"
-                " channel_hidden, or set 2"
+            raise SettingsError(
+                "model.layers_per_mixing",
+                "1 leaves nothing hidden",
+                "remove token_hidden and channel_hidden, or set 2",
+                code="conflict",
             )
         return self
 
@@ -256,8 +269,11 @@ class SparseMlpSpec(Settings):
     @model_validator(mode="after")
     def _parts_fit(self) -> "SparseMlpSpec":
         if self.outer_activation and self.expansion is None:
-            raise ValueError(
-                "model.outer_activation: true is for a hidden layer; set expansion, or remove it"
+            raise SettingsError(
+                "model.outer_activation",
+                "true is for a hidden layer",
+                "set expansion, or remove it",
+                code="conflict",
             )
         return self
 
@@ -272,9 +288,11 @@ class SparseMlpSpec(Settings):
         check_patch_size(self.patch_size, image_size=image_size)
         width = self.width_at(image_size=image_size)
         if self.density * width < 1:
-            raise ValueError(
-                f"model.density: {self.density:g} leaves most of {width} entries without a"
-                f" connection; give {1 / width:.2g} or more"
+            raise SettingsError(
+                "model.density",
+                f"{self.density:g} leaves most of {width} entries without a connection",
+                f"give {1 / width:.2g} or more",
+                code="bad-value",
             )
 
     def hidden_width(self, width: int) -> int:
@@ -328,9 +346,11 @@ class TimmSpec(Settings):
         if self.name == "vit_b_4":
             check_patch_size(4, image_size=image_size)
         elif self.name == "resnet152_64" and image_size < 7:
-            raise ValueError(
-                f"data.image_size: {image_size} is less than the stem of a ResNet takes; give 7 or"
-                " more"
+            raise SettingsError(
+                "data.image_size",
+                f"{image_size} is less than the stem of a ResNet takes",
+                "give 7 or more",
+                code="bad-value",
             )
 
 
@@ -368,18 +388,22 @@ class TimmModelSpec(Settings):
 
 def check_unread(expansion: float, *, where: str) -> None:
     if expansion != EXPANSION:
-        raise ValueError(
-            f"model.expansion: {expansion:g} changes nothing with {where}; leave it at"
-            f" {EXPANSION:g}"
+        raise SettingsError(
+            "model.expansion",
+            f"{expansion:g} changes nothing with {where}",
+            f"leave it at {EXPANSION:g}",
+            code="conflict",
         )
 
 
 def check_patch_size(patch_size: int, *, image_size: int) -> None:
     if image_size % patch_size:
         near = nearest_divisor(image_size, patch_size)
-        raise ValueError(
-            f"model.patch_size: {patch_size} does not divide image size {image_size}; the nearest"
-            f" that does is {near}"
+        raise SettingsError(
+            "model.patch_size",
+            f"{patch_size} does not divide image size {image_size}",
+            f"the nearest that does is {near}",
+            code="conflict",
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
+from data_prep.errors import UserError
 from pretrain.models.build import build, build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.presets import PRESETS
@@ -51,10 +52,10 @@ def _one_side(img_size: int | tuple[int, int], in_chans: int) -> int:
     """Of the images, if they are what these models take."""
     height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
     if in_chans != 3:
-        raise ValueError(f"in_chans: {in_chans} will not do; these models take RGB images")
+        raise UserError("in_chans", f"{in_chans} is not valid", "use 3 (RGB)", code="bad-value")
     if height != width:
-        raise ValueError(
-            f"img_size: {height} x {width} will not do; these models take square images"
+        raise UserError(
+            "img_size", f"{height} x {width} is not valid", "use square images", code="bad-value"
         )
     return height
 

@@ -2,7 +2,6 @@
 all of them, per group."""
 
 from pretrain.optim.build import build_optimizer, counts_steps, parameter_groups, set_lr
-from pretrain.optim.lamb import Lamb
 from pretrain.optim.lion import Lion
 
-__all__ = ["Lamb", "Lion", "build_optimizer", "counts_steps", "parameter_groups", "set_lr"]
+__all__ = ["Lion", "build_optimizer", "counts_steps", "parameter_groups", "set_lr"]

@@ -14,14 +14,13 @@ from torch.optim import Optimizer
 
 from data_prep.errors import UserError
 from pretrain.config import OptimizerSettings
-from pretrain.optim.lamb import Lamb
 from pretrain.optim.lion import Lion
 
 
 def counts_steps(optimizer: Any) -> bool:
     """Whether its state has, beside tensors as large as the weights, a `step`, which a checkpoint's
     restorer must set."""
-    return isinstance(optimizer, torch.optim.AdamW | Lamb)
+    return isinstance(optimizer, torch.optim.AdamW)
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
@@ -33,8 +32,6 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
             return torch.optim.AdamW(
                 groups, lr=settings.lr, betas=settings.betas or (0.9, 0.999), fused=True
             )
-        case "lamb":
-            return Lamb(groups, lr=settings.lr, betas=settings.betas or (0.9, 0.999))
         case "sgd":
             return DecoupledSgd(
                 groups, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov
@@ -75,16 +72,17 @@ class DecoupledSgd(torch.optim.SGD):
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Groups by (decayed or not) x learning rate; `lr_scale` is what `set_lr` multiplies with,
-    `is_decayed` holds with a decay of 0, too."""
+    """Groups by (decayed or not) x learning rate; `set_lr` multiplies with `lr_scale`."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     known: dict[str, int] = getattr(model, "layers", dict)()
     layers = {name: known.get(name, _layer(name)) for name, _ in model.named_parameters()}
     num_layers = 1 + max(layers.values())
     if num_layers == 1 and settings.layer_decay < 1:
         raise UserError(
-            f"optimizer.layer_decay: {settings.layer_decay} will not do, the model has no blocks in"
-            " a row; leave it out"
+            "optimizer.layer_decay",
+            f"{settings.layer_decay} is not valid, the model has no blocks in a row",
+            "leave it out",
+            code="conflict",
         )
     for name, parameter in model.named_parameters():
         scale = _lr_scale(name, settings, layer=layers[name], num_layers=num_layers)
@@ -95,7 +93,6 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
         {
             "params": parameters,
             "weight_decay": settings.weight_decay if decayed else 0.0,
-            "is_decayed": decayed,
             "lr_scale": scale,
         }
         for (decayed, scale), parameters in sorted(groups.items(), key=lambda item: item[0])

@@ -1,9 +1,7 @@
 """Which elements of which parameter a flat tensor holds: ZeRO's optimizers step 1-D shards, not
 parameters.
 
-Pure integers, the same computation on every rank. A `Layout` holds it for the ranks of one flat
-tensor; an optimizer that needs norms of whole parameters (it has a method `bind`) is handed this
-rank's `Segment`s. Padding belongs to no segment.
+Pure integers, the same computation on every rank. Padding belongs to no segment.
 """
 
 from collections.abc import Sequence

@@ -49,6 +49,7 @@ class Progress:
         self._touched_s: float | None = None
         """When something last happened, without all pauses until then; None: nothing has begun, and
         nothing can stall."""
+        self._num_trusted = 0
         self._paused_s = 0.0
         """How long this process could not run in all; only the watching thread writes it."""
 
@@ -67,6 +68,16 @@ class Progress:
         yield
         self.mark(before)
 
+    @contextmanager
+    def trusting(self) -> Iterator[None]:
+        """Work that has a time limit of its own, such as a transfer: no hang while it lasts."""
+        self._num_trusted += 1
+        try:
+            yield
+        finally:
+            self._num_trusted -= 1
+            self.touch()
+
     def touch(self) -> None:
         """From any thread: the work of this stage progresses."""
         self._touched_s = time.monotonic() - self._paused_s
@@ -78,7 +89,9 @@ class Progress:
 
     def standing(self) -> Standing:
         mark, touched_s = self._mark, self._touched_s
-        stalled_s = 0.0 if touched_s is None else time.monotonic() - self._paused_s - touched_s
+        stalled_s = 0.0
+        if touched_s is not None and not self._num_trusted:
+            stalled_s = time.monotonic() - self._paused_s - touched_s
         return Standing(*mark, max(0.0, round(stalled_s, 3)))
 
 

@@ -49,7 +49,10 @@ TIMED_SAMPLES = 2048
 def start(options: argparse.Namespace) -> int:
     if options.probe and not options.pretrained:
         raise UserError(
-            "--probe: needs weights; name a run, or a folder of pretrain import, as --from RUN"
+            "--probe",
+            "a probe needs weights",
+            "name a run, or a folder of finetune import, as --from RUN",
+            code="conflict",
         )
     keep("pictures that are packed stay; the same command goes on", ends_within_s=None)
     card = Checkpoint.open(options.pretrained).card if options.pretrained else None
@@ -59,7 +62,12 @@ def start(options: argparse.Namespace) -> int:
         or "pictures"
     )
     if not re.fullmatch(r"[\w-]+", name):
-        raise UserError(f"--name: {name!r} will not do; write it with letters, digits, - and _")
+        raise UserError(
+            "--name",
+            f"{name!r} is not valid",
+            "write it with letters, digits, - and _",
+            code="bad-value",
+        )
     is_url = "://" in str(options.place)
     typed = str(options.place if is_url else options.place.resolve())
     directory, elsewhere = (
@@ -73,8 +81,10 @@ def start(options: argparse.Namespace) -> int:
             directory = Path("data") / f"{name}-dataset"
         if directory.resolve().is_relative_to(options.place.resolve()):
             raise UserError(
-                f"{options.place}: the dataset would be among the pictures, in {directory};"
-                f" {elsewhere}"
+                str(options.place),
+                f"the dataset would be among the pictures, in {directory}",
+                elsewhere,
+                code="bad-value",
             )
         check_place(directory, field="dataset", remedy=elsewhere)
         code = _build(options, directory, card=card)
@@ -99,8 +109,10 @@ def start(options: argparse.Namespace) -> int:
         values = recipe.tuning(data, name=name, pretrained=options.pretrained, card=card)
     if verb == "probe" and data.judged is None:
         raise UserError(
-            f"{directory}: has no split to test on; build it with source.val_share=0.1, or tune"
-            " (without --probe)"
+            str(directory),
+            "the dataset has no split to test on",
+            "build it with source.val_share=0.1, or tune (without --probe)",
+            code="bad-value",
         )
     config, path = recipe.render(verb, values), Path(f"{values['run_dir']}.yaml")
     ranks = recipe.num_ranks(machine, batch=values["batch"])
@@ -116,8 +128,10 @@ def start(options: argparse.Namespace) -> int:
             verbs := verbs_of(kept.keys()) or (shlex.join(command[:2]),)
         ):
             raise UserError(
-                f"--name: {path} is a config of {verbs[0]}; choose another name, or replace the"
-                " config with --new"
+                "--name",
+                f"{path} is a config of {verbs[0]}",
+                "choose another name, or replace the config with --new",
+                code="bad-value",
             )
         changes = differences(parse_yaml(config, path), kept)
         print(
@@ -149,14 +163,18 @@ def start(options: argparse.Namespace) -> int:
 def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) -> int:
     place = options.place
     if not place.is_dir():
-        other = (
-            "is a file; give the folder that it lies in"
-            if place.exists()
-            else "is not there; give a folder of pictures"
-        )
+        if place.exists():
+            raise UserError(
+                str(place),
+                "it is a file",
+                "give its folder, or a dataset of data_prep",
+                code="unreadable",
+            )
         raise UserError(
-            f"{place}: {other}, or a dataset of"
-            f" data_prep{f'; {near}' if (near := near_path(place)) else ''}"
+            str(place),
+            "it does not exist",
+            near_path(place) or "give a folder of images, or a dataset of data_prep",
+            code="missing-path",
         )
     with doing("looking at the pictures"):
         pictures = Pictures.of(place)
@@ -164,8 +182,10 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
         table = next(iter(sorted([*place.glob("*.csv"), *place.glob("*.parquet")])), "FILE.csv")
         loose = f"{pictures.num_loose:,} pictures lie in it, in no folder of a class"
         raise UserError(
-            f"{place}: {loose}; make one for each class, or name a table with file and label:"
-            f" --labels {table}"
+            str(place),
+            loose,
+            f"make one for each class, or name a table with file and label: --labels {table}",
+            code="unknown-format",
         )
     size, reason = recipe.image_size(pictures)
     made = {

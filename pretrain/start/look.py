@@ -44,7 +44,9 @@ class Pictures:
                 " --out data/NAME"
             )
             remedy = index if any(folder.glob("*.tar")) else "give another"
-            raise UserError(f"{folder}: holds no pictures that can be read; {remedy}")
+            raise UserError(
+                str(folder), "the folder has no images that can be read", remedy, code="empty"
+            )
         width, height = (round(statistics.median(side)) for side in zip(*sizes, strict=True))
         num_loose = sum(Path(each.path).parent == folder for each in found)
         return cls(len(found), num_loose, width, height)

@@ -26,8 +26,8 @@ EXPECTED = (
 )
 WEIGHTS = (
     "RUN is one of your runs, hf-hub:USER/NAME, timm:NAME (for example timm:mixer_b16_224), or a"
-    " folder of pretrain import:\ngithub.com/gregorbachmann/scaling_mlps links the public ones:"
-    " pretrain import FILE --out runs/public, then --from runs/public"
+    " folder of finetune import:\ngithub.com/gregorbachmann/scaling_mlps links the public ones:"
+    " finetune import FILE --out runs/public, then --from runs/public"
 )
 """Sources of pretrained weights."""
 _MODELS = (

@@ -1,366 +1,360 @@
-"""Carries a run's journal to the MLflow store, in a process of its own.
+"""Delivers event logs to MLflow, in processes that training never waits for.
 
-Its imports, retries and stalls cost training nothing, and a dead server costs nothing but time:
-what was not delivered stays in the journal and goes out when the server is back, when the run is
-resumed, or when `pretrain sync RUN_DIR` is called.
+    RUN/tracking/delivered.json     the position of a run's delivery (`Position`)
+    RUN/tracking/delivery.log       faults of the delivery
 
-    RUN/tracking/delivered.json     the run's id in the store, how many bytes of the journal have arrived, the hash of the last of
-                                    these bytes, and which files are owed
+1. Each trainer starts a deliverer, which lives until the trainer has closed the pipe and the run is
+   delivered, or until time is up.
+2. One deliverer of each tracking database has the turn (queue.py): it imports mlflow and delivers
+   all runs in the queue. The others wait and take over when that process ends.
+3. Events that could not be delivered stay in the event log. The next deliverer of the same database
+   sends them, or `pretrain sync RUN`.
 
-The journal is synced before its events are sent. If it still returns from a power cut without the
-bytes that were delivered (it is shorter, or other bytes are in their place), it is sent again from
-its beginning.
+The event log is synced before its events are sent. If a power cut then loses delivered bytes (the
+log is shorter, or has other bytes at that position), the log is sent again from its beginning.
 
-Delivery is idempotent: metrics and pictures carry the journal's times, so what is sent twice stands
-once, and the run is found by its key. A run that is resumed goes on in the same MLflow run; where
-the store has lost that, all of the journal is sent again. Files are sent after the figures and are
-owed until they arrive: a store for files that is out of order holds up no figure. The status is the
-journal's. If the journal has no end and the trainer is gone, a run with a result.json is FINISHED,
-any other FAILED.
+Delivery is idempotent: metrics and images carry the times of the event log, so a repeated event is
+stored once, and the run is found by its key. A resumed run continues the same MLflow run; if the
+database has lost the run, the complete log is sent again. Files are sent after metrics and are owed
+until they arrive. A run whose trainer is gone and whose log has no end is FINISHED if it has a
+result.json, else FAILED.
 """
 
 import hashlib
 import json
 import os
-import random
 import select
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from data_prep import console
 from data_prep.errors import UserError
-from data_prep.publish import (
-    Busy,
-    Superseded,
-    check_not_superseded,
-    sole_writer,
-    use_workspace,
-    write_json,
-)
+from data_prep.publish import Busy, sole_writer, write_json
 from pretrain.checkpoints.run import RESULT
 from pretrain.ranks.preemption import SIGNALS
 from pretrain.ranks.starts import is_at_work
+from pretrain.tracking.queue import Queue
 from pretrain.tracking.sinks import Sinks
-from pretrain.tracking.tracker import RunIdentity, Status, readable_events
+from pretrain.tracking.tracker import JOURNAL, RunIdentity, readable_events
+
+if TYPE_CHECKING:
+    from pretrain.tracking.store import Store
 
 POLL_S = 1.0
+_MAX_WAIT_S = 60.0
 _BATCH_EVENTS = 200
-_ATTEMPTS = 3
 _FILES = ("artifact", "image", "version")
 _TAIL_BYTES = 4096
-"""How many of the last delivered bytes are hashed. Each line has its time, so no other line has the
-same hash."""
+"""Number of delivered bytes that are hashed. Each line has its time, so no other line has the same
+hash."""
+
+
+@dataclass
+class Position:
+    """The position of a run's delivery, as RUN/tracking/delivered.json has it."""
+
+    run_id: str | None = None
+    offset: int = 0
+    """Number of bytes of the event log that have arrived."""
+    tail_sha256: str = ""
+    """Hash of the last of these bytes."""
+    owed: list[dict[str, Any]] = field(default_factory=list)
+    """Events whose files have not arrived."""
+    has_ended: bool = False
+    """True if the delivered bytes contain the end of the run."""
+    status: str = ""
+    """The status of the MLflow run."""
+
+    @staticmethod
+    def path(run_dir: Path) -> Path:
+        return run_dir / "tracking" / "delivered.json"
+
+    @staticmethod
+    def read(run_dir: Path) -> "Position":
+        path = Position.path(run_dir)
+        return Position(**json.loads(path.read_text())) if path.exists() else Position()
+
+    def is_complete(self, run_dir: Path) -> bool:
+        """Return True if nothing remains to be delivered, the final status included."""
+        has_news = (run_dir / JOURNAL).stat().st_size > self.offset
+        return not has_news and not self.owed and self.status not in ("", "RUNNING")
 
 
 class Delivery:
-    """Carries the journal of one run to its store, from where the last delivery stopped."""
+    """Delivers the event log of one run, from where the last delivery stopped."""
 
-    def __init__(self, run_dir: Path):
-        from pretrain.tracking.store import (
-            Store,
-        )  # and mlflow, for seconds, in which a deliverer already ignores signals
-
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
-        self.directory = run_dir / "tracking"
-        self.identity = RunIdentity.model_validate_json(
-            (self.directory / "identity.json").read_text()
-        )
-        self._position_path, self._journal_path = (
-            self.directory / "delivered.json",
-            self.directory / "journal.jsonl",
-        )
-        position = (
-            json.loads(self._position_path.read_text()) if self._position_path.exists() else {}
-        )
-        self.run_id: str | None = position.get("run_id")
-        self.offset: int = position.get("offset", 0)
-        self.ended = False
-        """Whether the journal, as far as it has arrived, holds the end of the run."""
-        self._tail = b""
-        """The last bytes that were delivered."""
-        if self._journal_path.exists():
-            with open(self._journal_path, "rb") as journal:
-                delivered = journal.read(self.offset)
-            if len(delivered) < self.offset or position.get(
-                "tail_sha256", _sha256(delivered)
-            ) != _sha256(delivered):
-                self.offset, delivered = 0, b""
-            kinds = [event["event"] for event in readable_events(delivered.splitlines())]
-            self.ended = [kind for kind in kinds if kind in ("start", "end")][-1:] == ["end"]
-            self._tail = delivered[-_TAIL_BYTES:]
+    def __init__(self, run_dir: Path, store: "Store"):
+        self.run_dir, self.store = run_dir, store
+        self.identity = RunIdentity.read(run_dir)
+        self.position = Position.read(run_dir)
         self.num_bytes_sent = 0
-        """Of the journal, by this delivery."""
-        self._owed: list[dict[str, Any]] = position.get("owed", [])
-        self._status: str | None = None
-        """The status that this delivery has given the run."""
-        self.store = Store(self.identity.uri)
-        self._is_known = self.run_id is None
-        """Whether the store has the run, as far as has been asked."""
+        self._is_checked = False
 
-    def deliver(self, *, wait: bool = False) -> None:
-        """Sends all complete lines; raises what the store raises, having kept what arrived, and
-        `Busy` while another process writes to the store, unless it is to `wait` for that one."""
-        if self._has_news():
-            with self.store.lease(wait=wait):
-                self._deliver()
-
-    def _has_news(self) -> bool:
-        if not self._journal_path.exists():
-            return False
-        return (
-            not self._is_known
-            or bool(self._owed)
-            or self._journal_path.stat().st_size > self.offset
-        )
-
-    def _deliver(self) -> None:
-        if not self._is_known:
-            if not self.store.has_run(self.run_id or ""):  # the store was made anew
-                self.run_id, self.offset, self.ended, self._owed, self._status = (
-                    None,
-                    0,
-                    False,
-                    [],
-                    None,
-                )
-                self._tail = b""
-                self._keep_position()
-            self._is_known = True
-        with open(self._journal_path, "rb") as journal:
-            journal.seek(self.offset)
-            while True:
-                lines = [
-                    line
-                    for line in (journal.readline() for _ in range(_BATCH_EVENTS))
-                    if line.endswith(b"\n")
-                ]
-                if not lines:
-                    break
+    def deliver(self) -> None:
+        """Send all complete lines, the status and the files. Raises the database's errors, having
+        kept the position of all that arrived."""
+        with open(self.run_dir / JOURNAL, "rb") as journal:
+            self._check_position(journal)
+            while lines := _complete_lines(journal, self.position.offset):
                 os.fsync(journal.fileno())
-                # after the reading: what was written before the fence is in the next journal, too
-                check_not_superseded(self.directory)
-                events = readable_events(lines)
-                self._send(events)
-                self._owed += [
-                    event
-                    for event in events
-                    if event["event"] in _FILES and event not in self._owed
-                ]
-                self._owed.sort(
-                    key=lambda event: event["event"] == "version"
-                )  # a registry in trouble holds up no file
-                num_bytes = sum(len(line) for line in lines)
-                self._tail = (self._tail + b"".join(lines))[-_TAIL_BYTES:]
-                self.offset += num_bytes
+                self._send(readable_events(lines))
+                num_bytes = sum(map(len, lines))
                 self.num_bytes_sent += num_bytes
-                self._keep_position()
-                journal.seek(self.offset)
-        while self._owed:
-            self._send_file(self._owed[0], self._opened())
-            del self._owed[0]
-            self._keep_position()
+                self.position.offset += num_bytes
+                self.position.tail_sha256 = _tail_hash(journal, self.position.offset)
+                self._save()
+        if not self.position.has_ended:
+            is_finished = (self.run_dir / RESULT).exists()
+            without_end = "FINISHED" if is_finished else "FAILED"
+            self._set_status("RUNNING" if is_at_work(self.run_dir) else without_end)
+        while self.position.owed:
+            self._send_file(self.position.owed[0])
+            del self.position.owed[0]
+            self._save()
 
-    def set_status(self, status: Status | str, *, wait: bool = False) -> None:
-        if self.run_id is not None and self._status != status:
-            with self.store.lease(wait=wait):
-                check_not_superseded(self.directory)
-                self.store.adopt(
-                    self.run_id, self.identity
-                )  # the parent may have been delivered meanwhile
-                self.store.set_status(self.run_id, status)
-                self._status = status
+    def _check_position(self, journal: IO[bytes]) -> None:
+        """Start at the beginning if the database has lost the run, or the disk has lost delivered
+        bytes."""
+        if self._is_checked:
+            return
+        known = self.position
+        if known.run_id is not None and not self.store.has_run(known.run_id):
+            self.position = Position()
+        elif _tail_hash(journal, known.offset) != (known.tail_sha256 or _tail_hash(journal, 0)):
+            self.position = Position(run_id=known.run_id, owed=known.owed, status=known.status)
+        self._is_checked = True
 
-    def _keep_position(self) -> None:
-        position = {
-            "run_id": self.run_id,
-            "offset": self.offset,
-            "tail_sha256": _sha256(self._tail),
-            "owed": self._owed,
-        }
-        write_json(self._position_path, position)
+    def _save(self) -> None:
+        write_json(Position.path(self.run_dir), asdict(self.position))
+
+    def _run_id(self) -> str:
+        """Return the id of the MLflow run, which is found in the database or created."""
+        if self.position.run_id is None:
+            self.position.run_id = self.store.open_run(self.identity)
+            self.position.status = "RUNNING"
+        return self.position.run_id
+
+    def _set_status(self, status: str) -> None:
+        run_id = self._run_id()
+        if self.position.status != status:
+            self.store.adopt(run_id, self.identity)  # the parent may have arrived meanwhile
+            self.store.set_status(run_id, status)
+            self.position.status = status
+            self._save()
 
     def _send(self, events: list[dict[str, Any]]) -> None:
-        status = None
+        run_id, status = self._run_id(), None
         for event in events:
-            match event["event"]:
-                case "start":
-                    run_id = self._opened()
-                    self.store.log_params(run_id, event["params"], event["tags"])
-                    self.store.log_datasets(run_id, event.get("datasets", []))
-                    status = "RUNNING"
-                case "params":
-                    self.store.log_params(self._opened(), event["params"], event.get("tags", {}))
-                case "end":
-                    status = event["status"]
-        metrics = [event for event in events if event["event"] == "metrics"]
-        if metrics:
-            self.store.log_metrics(self._opened(), metrics)
+            if event["event"] in ("start", "params"):
+                self.store.log_params(run_id, event["params"], event.get("tags", {}))
+            if event["event"] == "start":
+                self.store.log_datasets(run_id, event.get("datasets", []))
+            if event["event"] in ("start", "end"):
+                status = event.get("status", "RUNNING")
+        self.store.log_metrics(run_id, [each for each in events if each["event"] == "metrics"])
         if status is not None:
-            self.set_status(status)
-            self.ended = status != "RUNNING"
+            self._set_status(status)
+            self.position.has_ended = status != "RUNNING"
+        owed = self.position.owed
+        owed += [each for each in events if each["event"] in _FILES and each not in owed]
+        owed.sort(key=lambda event: event["event"] == "version")  # no file waits for a registry
 
-    def _opened(self) -> str:
-        """The run's id, known from before, found in the store, or new."""
-        if self.run_id is None:
-            self.run_id = self.store.open_run(
-                self.identity, check=partial(check_not_superseded, self.directory)
-            )
-        return self.run_id
-
-    def _send_file(self, event: dict[str, Any], run_id: str) -> None:
-        """One that is gone by now (the run's folder was tidied) is owed no longer."""
-        if not Path(event["path"]).exists():
-            return
-        match event["event"]:
-            case "version":
-                self.store.register(run_id, event)
-            case _:
-                self.store.log_file(
-                    run_id, Path(event["path"]), folder=event.get("folder", "pictures")
-                )
+    def _send_file(self, event: dict[str, Any]) -> None:
+        path = Path(event["path"])
+        if path.exists() and event["event"] == "version":
+            self.store.register(self._run_id(), event)
+        elif path.exists():
+            self.store.log_file(self._run_id(), path, folder=event.get("folder", "pictures"))
 
 
-def _sha256(delivered: bytes) -> str:
-    return hashlib.sha256(delivered[-_TAIL_BYTES:]).hexdigest()
+def _complete_lines(journal: IO[bytes], offset: int) -> list[bytes]:
+    journal.seek(offset)
+    lines = [journal.readline() for _ in range(_BATCH_EVENTS)]
+    return [line for line in lines if line.endswith(b"\n")]
 
 
-def _status_without_end(run_dir: Path) -> Status:
-    """Return the status of a run whose trainer is gone and whose journal has no end."""
-    return "FINISHED" if (run_dir / RESULT).exists() else "FAILED"
+def _tail_hash(journal: IO[bytes], offset: int) -> str:
+    start = max(0, offset - _TAIL_BYTES)
+    journal.seek(start)
+    return hashlib.sha256(journal.read(offset - start)).hexdigest()
+
+
+class Deliveries:
+    """The deliveries of all runs in a queue, while this process has the turn."""
+
+    def __init__(self, queue: Queue, store: "Store"):
+        self._queue, self._store = queue, store
+        self._deliveries = dict[str, Delivery]()
+        self._faults = dict[str, str]()
+
+    def deliver(self) -> bool:
+        """Deliver the news of all runs. Returns False if one failed (see its log)."""
+        has_failed = False
+        for key, run_dir in self._queue.runs().items():
+            if not (run_dir / JOURNAL).exists():
+                continue  # the run was removed, or is on a disk of another node
+            try:
+                if key not in self._deliveries:
+                    self._deliveries[key] = Delivery(run_dir, self._store)
+                delivery = self._deliveries[key]
+                delivery.deliver()
+                self._faults.pop(key, None)
+                if delivery.position.is_complete(run_dir):
+                    self._queue.remove(key)
+                    del self._deliveries[key]
+            except Exception as error:  # noqa: BLE001
+                # the event log keeps the events, and the next round tries again
+                has_failed, fault = True, self._store.fault_of(error)
+                if fault != self._faults.get(key):  # an outage of a day is one line
+                    self._faults[key] = fault
+                    with suppress(OSError), open(_log(run_dir), "a") as log:
+                        print(f"{time.strftime('%F %T')} {fault}", file=log)
+        return not has_failed
+
+
+def _log(run_dir: Path) -> Path:
+    return run_dir / "tracking" / "delivery.log"
+
+
+class _Trainer:
+    """The trainer at the other end of the pipe."""
+
+    def __init__(self, pipe: IO[bytes], *, close_timeout_s: float):
+        self._pipe, self._close_timeout_s = pipe, close_timeout_s
+        self._closed_at_s: float | None = None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the trainer ends, but at most for this time."""
+        if self._closed_at_s is not None:
+            time.sleep(min(timeout_s, 4 * POLL_S))
+        elif select.select([self._pipe], [], [], timeout_s)[0]:
+            self._closed_at_s = time.monotonic()
+
+    def has_ended(self, *, fraction: float = 0.0) -> bool:
+        """Return True if the trainer has ended, and this fraction of the time limit has passed."""
+        ended_s = self._closed_at_s
+        limit_s = fraction * self._close_timeout_s
+        return ended_s is not None and time.monotonic() - ended_s >= limit_s
+
+
+def deliver_while_training(
+    run_dir: Path, pipe: IO[bytes], *, close_timeout_s: float, sinks: Sequence[str] = ()
+) -> int:
+    """Run a deliverer until the trainer has closed the pipe and the run is delivered (0), or
+    until time is up (1)."""
+    identity = RunIdentity.read(run_dir)
+    queue = Queue(identity.uri, run_dir)
+    trainer = _Trainer(pipe, close_timeout_s=close_timeout_s)
+    with ExitStack() as stack:
+        others = None
+        if sinks:
+            stack.enter_context(sole_writer(run_dir / "tracking", wait=True))
+            others = stack.enter_context(closing(Sinks(run_dir, sinks)))
+        deliveries: Deliveries | None = None
+        turn, has_asked, wait_s = stack.enter_context(ExitStack()), False, POLL_S
+        while True:
+            queue.add(identity.run_key, run_dir)
+            if not has_asked and trainer.has_ended(fraction=0.5):
+                with suppress(Busy):
+                    stack.enter_context(queue.request())
+                    has_asked = True
+            if not has_asked and queue.is_requested():
+                deliveries = None
+                turn.close()
+            elif deliveries is None:
+                with suppress(Busy):
+                    turn.enter_context(queue.turn())
+                    deliveries = Deliveries(queue, _open_store(identity.uri))
+            if others is not None:
+                others.write()
+            has_failed = deliveries is not None and not deliveries.deliver()
+            wait_s = min(_MAX_WAIT_S, 2 * wait_s) if has_failed else POLL_S
+            if trainer.has_ended() and Position.read(run_dir).is_complete(run_dir):
+                queue.remove(identity.run_key)
+                return 0
+            if trainer.has_ended(fraction=1.0):
+                return 1
+            trainer.wait(wait_s)
+
+
+def _open_store(uri: str) -> "Store":
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    from pretrain.tracking.store import Store  # imports mlflow, for seconds
+
+    return Store(uri)
 
 
 def sync(run_dir: Path) -> int:
-    """Delivers what an earlier delivery could not; returns the number of journal bytes that
-    arrived."""
-    with sole_writer(run_dir / "tracking"):
-        delivery, attempt = Delivery(run_dir), 1
+    """Deliver the events that an earlier delivery could not; returns the number of bytes of the
+    event log that arrived."""
+    identity, before = RunIdentity.read(run_dir), Position.read(run_dir).offset
+    queue = Queue(identity.uri, run_dir)
+    queue.add(identity.run_key, run_dir)
+    with queue.request(wait=True):
         while True:
-            try:
-                delivery.deliver(wait=True)
-                if not delivery.ended and not is_at_work(
-                    run_dir
-                ):  # it died, and so did its deliverer
-                    delivery.set_status(_status_without_end(run_dir), wait=True)
-                return delivery.num_bytes_sent
-            except UserError:
-                raise
-            except Exception as error:
-                if type(error).__module__ == "builtins" and not isinstance(error, OSError):
-                    raise  # not of the store: a mistake of ours
-                if attempt == _ATTEMPTS or isinstance(error, OSError):
-                    fault = delivery.store.fault_of(error)
-                    raise UserError(
-                        f"{run_dir}: the store does not take it ({fault}); sync again later"
-                    ) from error
-            time.sleep(POLL_S)  # two that write at once may be in each other's way
-            attempt += 1
+            with suppress(Busy), queue.turn():
+                return _deliver_one(run_dir, queue)
+            position = Position.read(run_dir)
+            if position.is_complete(run_dir):  # `pretrain serve` has delivered it
+                return max(0, position.offset - before)
+            time.sleep(POLL_S)
+
+
+def _deliver_one(run_dir: Path, queue: Queue) -> int:
+    store = _open_store(RunIdentity.read(run_dir).uri)
+    delivery = Delivery(run_dir, store)
+    try:
+        delivery.deliver()
+    except UserError:
+        raise
+    except Exception as error:
+        fault = store.fault_of(error)
+        raise UserError(
+            delivery.identity.uri,
+            f"the tracking database does not take the events ({fault})",
+            f"run the same command again later: pretrain sync {run_dir}",
+            code="unreachable",
+        ) from error
+    if delivery.position.is_complete(run_dir):
+        queue.remove(delivery.identity.run_key)
+    return delivery.num_bytes_sent
 
 
 def write_sinks(run_dir: Path, *names: str) -> int:
-    """All that the journal has, for other tools; the number of its events."""
+    """Write the complete event log for other tools; returns the number of its events."""
     with sole_writer(run_dir / "tracking"), closing(Sinks(run_dir, names)) as sinks:
         return sinks.write()
 
 
-def deliver_while_training(
-    run_dir: Path, trainer: IO[bytes], *, close_timeout_s: float, sinks: Sequence[str] = ()
-) -> int:
-    """The deliverer's whole work: until the trainer closes its end of the pipe, then until all has
-    arrived or time is up."""
-    with ExitStack() as stack:
-        stack.enter_context(
-            sole_writer(run_dir / "tracking", wait=True)
-        )  # for the deliverer of a trainer that was killed just now
-        others = stack.enter_context(closing(Sinks(run_dir, sinks)))
-        delivery, wait_s, closed_at_s, fault, reported = Delivery(run_dir), POLL_S, None, "", ""
-        while True:
-            if closed_at_s is not None:
-                time.sleep(min(wait_s, 4.0))
-            elif select.select([trainer], [], [], wait_s)[
-                0
-            ]:  # end of file: the trainer is done, or dead
-                closed_at_s, wait_s = time.monotonic(), POLL_S
-            try:
-                others.write()
-                delivery.deliver()
-                if not delivery.ended:
-                    # also where nothing is new: the one before may have reported FAILED, after this
-                    # trainer had started
-                    delivery.set_status(
-                        "RUNNING" if closed_at_s is None else _status_without_end(run_dir)
-                    )
-                if closed_at_s is not None:
-                    return 0
-                wait_s, reported = POLL_S, ""
-            except Superseded:
-                return 0
-            except Busy as error:  # the next turn is soon, and uneven, as others wait with us
-                wait_s, fault = (
-                    random.uniform(0.05, 0.5),
-                    f"others still write to the store ({error})",
-                )
-            except Exception as error:  # noqa: BLE001
-                # whatever the store raises, the journal keeps the events, and the next round tries
-                # again
-                fault = delivery.store.fault_of(error)
-                if fault != reported:  # an outage of a day is one line
-                    _report(fault)
-                wait_s, reported = min(60.0, wait_s * 2), fault
-            if closed_at_s is not None and time.monotonic() - closed_at_s > close_timeout_s:
-                if fault != reported:
-                    _report(fault)
-                return 1
-
-
 def _main() -> int:
+    """Arguments: the run directory, the time limit after the trainer's end, the sinks."""
     os.nice(10)  # training comes first
-    for number in (
-        SIGNALS
-    ):  # SLURM sends a stop to every process of the step; this one goes on until the pipe closes
+    for number in SIGNALS:  # SLURM signals every process of a step; the pipe ends this process
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, SIGNALS
-    )  # the trainer blocks them, so that none ends this process while it imports
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the trainer has blocked them
     run_dir, flags = Path(sys.argv[1]), os.O_WRONLY | os.O_APPEND | os.O_CREAT
     try:
-        log = os.open(run_dir / "tracking" / "delivery.log", flags, 0o666)
+        log = os.open(_log(run_dir), flags, 0o666)
     except OSError:
-        log = os.open(
-            os.devnull, flags
-        )  # the trainer's journal meets the same disk, and reports it
+        log = os.open(os.devnull, flags)  # the event log meets the same disk, and reports it
     os.dup2(log, 1)
     os.dup2(log, 2)
     console.install()
+    sinks = [name for name in sys.argv[3].split(",") if name]
     try:
-        return _deliver(run_dir)
-    except OSError as error:
-        _report(f"{error}; delivery has ended, and the trainer starts it again")
-        return 1
-
-
-def _report(fault: str) -> None:
-    print(f"{time.strftime('%F %T')} {fault}", file=sys.stderr, flush=True)
-
-
-def _deliver(run_dir: Path) -> int:
-    if sys.argv[4:]:
-        use_workspace(Path(sys.argv[4]), under=run_dir)
-    with suppress(Superseded):
-        check_not_superseded(
-            run_dir
-        )  # started again by a trainer that has woken up, it does not even take the lock
-        sinks = [name for name in sys.argv[3].split(",") if name]
         return deliver_while_training(
             run_dir, sys.stdin.buffer, close_timeout_s=float(sys.argv[2]), sinks=sinks
         )
-    return 0
+    except (OSError, UserError) as error:
+        print(f"{time.strftime('%F %T')} {error}; this deliverer has ended", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

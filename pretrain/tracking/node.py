@@ -3,13 +3,11 @@ MLflow's System metrics tab knows.
 
 sampler = NodeSampler(run_dir)
 tracker.sample_system(sampler.sample)       # on the first rank's node: a thread, every 10 s
-report=node_report(world, run_dir)          # on another node's first rank: with its heartbeat, which the first rank receives
+report=node_report(world, run_dir)          # on the other nodes: sent with the heartbeats
 
-GPUs' figures are the driver's own, from libnvidia-ml, which comes with it: no further dependency,
-and no CUDA context.
+GPU metrics come from the driver, through NVML, without a CUDA context.
 """
 
-import ctypes
 import os
 import platform
 import threading
@@ -17,11 +15,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from ctypes import byref, c_uint, c_ulonglong, c_void_p
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pynvml
 
 from pretrain.ranks.world import World
 
@@ -33,7 +31,7 @@ class NodeSampler:
     since the sample before."""
 
     def __init__(self, run_dir: Path):
-        self._run_dir, self._nvml = run_dir, open_nvml()
+        self._run_dir, self._gpus = run_dir, open_gpus()
         self._first_traffic = self._traffic = _network()
         self._traffic_s = time.monotonic()
         psutil.cpu_percent()  # the first call has nothing to compare with
@@ -59,7 +57,7 @@ class NodeSampler:
             values[f"network_{name}_megabytes"] = (now - first) / 1e6
             values[f"network_{name}_megabytes_per_s"] = (now - before) / 1e6 / elapsed_s
         self._traffic, self._traffic_s = traffic, now_s
-        return values | (self._nvml.values() if self._nvml else {})
+        return values | gpu_values(self._gpus)
 
 
 def node_name(world: World) -> str | None:
@@ -94,19 +92,6 @@ def node_report(world: World, run_dir: Path) -> Callable[[], dict[str, Any]]:
     return report
 
 
-SHARED = ("nfs", "nfs4", "lustre", "beegfs", "cifs", "smb3", "9p", "fuse.sshfs")
-"""File systems of many nodes on which SQLite's locks are known to be slow or to stay on one
-node."""
-
-
-def shared_kind(path: Path, *, mounts: Callable[..., Any] = psutil.disk_partitions) -> str | None:
-    """The kind of the path's file system, if it is one of those."""
-    whole = path.absolute()
-    above = [mount for mount in mounts(all=True) if whole.is_relative_to(mount.mountpoint)]
-    kind = str(max(above, key=lambda mount: len(mount.mountpoint)).fstype) if above else ""
-    return kind if kind in SHARED else None
-
-
 def _network() -> tuple[int, int]:
     """(bytes sent, bytes received) by all interfaces but loopback."""
     counters = psutil.net_io_counters(pernic=True)
@@ -115,61 +100,40 @@ def _network() -> tuple[int, int]:
 
 
 # ---- GPUs
-# ---------------------------------------------------------------------------------------------------------------
-
-LIBRARY = "libnvidia-ml.so.1"
-_TEMPERATURE_OF_THE_CHIP = 0
+# --------------------------------------------------------------------------------------------------
 
 
-class _Utilization(ctypes.Structure):
-    _fields_ = (("gpu", c_uint), ("memory", c_uint))
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
-
-
-class Nvml:
-    def __init__(self, library: Any):
-        self._library, count = library, c_uint()
-        library.nvmlDeviceGetCount_v2(byref(count))
-        handles = [(c_void_p(), number) for number in range(count.value)]
-        self._handles = [
-            handle
-            for handle, number in handles
-            if library.nvmlDeviceGetHandleByIndex_v2(number, byref(handle)) == 0
-        ]
-
-    def values(self) -> dict[str, float]:
-        """Without what the driver does not know: a part of a GPU, for instance, has no
-        utilisation."""
-        library, values = self._library, dict[str, float]()
-        for number, handle in enumerate(self._handles):
-            use, memory, power_mw, temperature_c = _Utilization(), _Memory(), c_uint(), c_uint()
-            prefix = f"gpu_{number}_"
-            if library.nvmlDeviceGetUtilizationRates(handle, byref(use)) == 0:
-                values[prefix + "utilization_percentage"] = use.gpu
-            if library.nvmlDeviceGetMemoryInfo(handle, byref(memory)) == 0 and memory.total:
-                values[prefix + "memory_usage_megabytes"] = memory.used / 1e6
-                values[prefix + "memory_usage_percentage"] = 100 * memory.used / memory.total
-            if library.nvmlDeviceGetPowerUsage(handle, byref(power_mw)) == 0:
-                values[prefix + "power_usage_watts"] = power_mw.value / 1e3
-            if (
-                library.nvmlDeviceGetTemperature(
-                    handle, _TEMPERATURE_OF_THE_CHIP, byref(temperature_c)
-                )
-                == 0
-            ):
-                values[prefix + "temperature_celsius"] = temperature_c.value
-        return values
-
-
-def open_nvml(path: str = LIBRARY) -> Nvml | None:
-    """None where there is no driver, or no GPU."""
+def open_gpus() -> list[Any]:
+    """Return NVML's handles of the GPUs; none without a driver or a visible GPU."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return None
+        return []
     try:
-        library = ctypes.CDLL(path)
-        return Nvml(library) if library.nvmlInit_v2() == 0 else None
-    except (OSError, AttributeError):
-        return None
+        pynvml.nvmlInit()
+        return [
+            pynvml.nvmlDeviceGetHandleByIndex(number)
+            for number in range(pynvml.nvmlDeviceGetCount())
+        ]
+    except pynvml.NVMLError:
+        return []
+
+
+def gpu_values(gpus: list[Any]) -> dict[str, float]:
+    """Return the metrics of the GPUs; those that the driver does not know are skipped (a MIG
+    instance has no utilization)."""
+    values = dict[str, float]()
+    for number, gpu in enumerate(gpus):
+        prefix = f"gpu_{number}_"
+        with suppress(pynvml.NVMLError):
+            use = pynvml.nvmlDeviceGetUtilizationRates(gpu)
+            values[prefix + "utilization_percentage"] = use.gpu
+        with suppress(pynvml.NVMLError):
+            memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
+            values[prefix + "memory_usage_megabytes"] = memory.used / 1e6
+            values[prefix + "memory_usage_percentage"] = 100 * memory.used / memory.total
+        with suppress(pynvml.NVMLError):
+            values[prefix + "power_usage_watts"] = pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
+        with suppress(pynvml.NVMLError):
+            values[prefix + "temperature_celsius"] = pynvml.nvmlDeviceGetTemperature(
+                gpu, pynvml.NVML_TEMPERATURE_GPU
+            )
+    return values

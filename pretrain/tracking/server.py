@@ -1,16 +1,10 @@
-"""`pretrain serve FOLDER`: MLflow's page of the runs in a folder, and the one writer of their
-embedded store while it lasts.
+"""`pretrain serve FOLDER`: MLflow's page of the runs in a folder.
 
-1. The lease of the store is taken, and kept: no deliverer writes to the file any more (store.py).
-2. `mlflow server` is started on it, in a process group of its own, and is waited for until it
-   answers. It prints into `mlflow.db.log`.
-3. Its address is left beside the store. Deliverers, on whatever node, ask that first and write
-   through the server.
-4. At a signal the address goes, then the server, then the lease: what deliverers could not send
-   waits in their journals.
-
-Killed at any point it leaves no lock (the kernel frees that), and at worst an address that nobody
-answers at: deliverers then go back to the file.
+1. It asks for the turn of the database (queue.py) and keeps it: no deliverer writes to the file.
+2. It starts `mlflow server` on the database, in its own process group, and waits until the server
+   answers. The server prints into `mlflow.db.log`.
+3. It delivers the event logs of all runs in the queue, from whatever node, through the server.
+4. At a signal the server ends, then the turn: the deliverers of the runs continue.
 """
 
 import os
@@ -18,15 +12,17 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 
 from data_prep.errors import UserError
-from data_prep.publish import sole_writer, write_atomic
 from pretrain.ranks.launch import describe, end_with_parent
-from pretrain.tracking.store import EmbeddedStore, runs_page
+from pretrain.tracking.delivery import Deliveries
+from pretrain.tracking.queue import SQLITE, Queue
+from pretrain.tracking.store import Store, files_of, open_database, runs_page
 
 READY_S = 180.0
 """A server needs half a minute, on a busy node more."""
@@ -48,76 +44,76 @@ def _heed(handler: Callable[[int, FrameType | None], None] | signal.Handlers) ->
 
 
 def serve(folder: Path, *, host: str, port: int) -> None:
-    """Until a signal; raises UserError where the server ends by itself."""
-    store = EmbeddedStore(folder / "mlflow.db")
-    with sole_writer(
-        store.files,
-        wait=True,
-        notice=f"{store.path}: waiting for others that deliver to it, or serve it",
-    ):
-        store.open()
-        address = f"http://{host}:{port}"
-        with _server(store, host=host, port=port) as server:
+    """Serve until a signal; raises UserError if the server ends by itself."""
+    database = (folder / "mlflow.db").absolute()
+    log, address = database.with_name("mlflow.db.log"), f"http://{host}:{port}"
+    queue = Queue(f"{SQLITE}{database}", folder)
+    with ExitStack() as stack:
+        stack.enter_context(queue.request(wait=True))
+        stack.enter_context(queue.turn(wait=True))
+        open_database(database)
+        server = _start(database, log=log, host=host, port=port)
+        try:
             _heed(_stop)
             began_s = time.monotonic()
-            try:
-                while not store.answers(address):
-                    if server.poll() is not None or time.monotonic() - began_s > READY_S:
-                        end = (
-                            describe(server.returncode)
-                            if server.poll() is not None
-                            else f"no answer in {READY_S:.0f} s"
-                        )
-                        raise UserError(
-                            f"mlflow server: {end}; see {store.log}; is {host}:{port} taken? --port"
-                            " takes another"
-                        )
-                    time.sleep(0.5)
-                write_atomic(store.address, address.encode())
-                print(
-                    f"{folder}: {runs_page(address)} shows the runs; Ctrl-C ends the server",
-                    flush=True,
-                )
-                raise UserError(
-                    f"mlflow server: {describe(server.wait())}; see {store.log}, and run the same"
-                    " command again"
-                )
-            except _Stopped:
-                print(f"{folder}: no longer served; runs write to {store.path} again", flush=True)
-            finally:
-                _heed(signal.SIG_IGN)
-                store.address.unlink(missing_ok=True)
-                _end(server)
+            while not _answers(address) and server.poll() is None:
+                if time.monotonic() - began_s > READY_S:
+                    break
+                time.sleep(0.5)
+            else:
+                if server.poll() is None:
+                    print(
+                        f"{folder}: {runs_page(address)} shows the runs; Ctrl-C ends the server",
+                        flush=True,
+                    )
+            deliveries = Deliveries(queue, Store(f"{SQLITE}{database}", served_at=address))
+            while server.poll() is None and _answers(address):
+                deliveries.deliver()
+                time.sleep(1.0)
+            end = "no answer" if server.poll() is None else describe(server.returncode)
+            raise UserError(
+                address,
+                f"mlflow server ended ({end}; see {log})",
+                "run the same command again, or choose another --port",
+                code="unreachable",
+            )
+        except _Stopped:
+            print(f"{folder}: no longer served; runs write to {database} again", flush=True)
+        finally:
+            _heed(signal.SIG_IGN)
+            _end(server)
 
 
-def _server(store: EmbeddedStore, *, host: str, port: int) -> subprocess.Popen[bytes]:
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=60):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _start(database: Path, *, log: Path, host: str, port: int) -> subprocess.Popen[bytes]:
     options = {
-        "--backend-store-uri": store.uri,
-        "--artifacts-destination": store.files.as_uri(),
+        "--backend-store-uri": f"{SQLITE}{database}",
+        "--artifacts-destination": files_of(database).as_uri(),
         "--host": host,
         "--port": str(port),
         "--workers": "1",  # more would be as many writers
         "--allowed-hosts": ",".join(f"{name}:{port}" for name in (host, "localhost", "127.0.0.1")),
     }
-    words = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "server",
-        *(word for pair in options.items() for word in pair),
-    ]
-    with open(store.log, "wb") as log:
+    words = [word for pair in options.items() for word in pair]
+    with open(log, "wb") as file:
         return subprocess.Popen(
-            words,
+            [sys.executable, "-m", "mlflow", "server", *words],
             start_new_session=True,
-            stdout=log,
-            stderr=log,
-            preexec_fn=end_with_parent,  # noqa: PLW1509
-        )  # (no threads here)
+            stdout=file,
+            stderr=file,
+            preexec_fn=end_with_parent,  # noqa: PLW1509 (no threads run yet)
+        )
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """With its workers and theirs."""
+    """End the server with all its workers."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(server.pid, number)

@@ -8,12 +8,11 @@ is doubled, whatever was killed. Figures go to both; pictures to TensorBoard, pa
 
 import os
 import shutil
-import struct
-import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
+import numpy as np
 from PIL import Image
 
 from pretrain.tracking.tracker import RunIdentity, image_name, readable_events
@@ -61,82 +60,29 @@ def open_sink(name: str, run_dir: Path) -> Sink:
 
 
 class TensorBoard:
-    """Records of an event file: length, its checksum, a protocol buffer `Event`, its checksum.
-    Written by hand, since the package `tensorboard` would bring a second PIL."""
+    """The event files of TensorBoard, with metrics and images."""
 
     def __init__(self, folder: Path):
-        # a reader that is open now must not take it for the file that it knows
-        self._file: IO[bytes] = open(
-            folder / f"events.out.tfevents.{time.time_ns()}.wide-mlps", "wb"
-        )
-        self._record(time.time(), 0, _field(3, b"brain.Event:2"))
+        from tensorboardX import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
 
     def write(self, event: dict[str, Any]) -> None:
+        time_s = event["time_ms"] / 1000
         if event["event"] == "metrics":
-            values = [
-                _field(1, name.encode()) + b"\x15" + struct.pack("<f", value)
-                for name, value in event["values"].items()
-            ]
+            for name, value in event["values"].items():
+                self._writer.add_scalar(name, value, event["step"], walltime=time_s)
         elif event["event"] == "image" and Path(event["path"]).exists():
-            with Image.open(event["path"]) as picture:
-                width, height = picture.size
-            image = (
-                b"\x08"
-                + _varint(height)
-                + b"\x10"
-                + _varint(width)
-                + _field(4, Path(event["path"]).read_bytes())
+            with Image.open(event["path"]) as image:
+                values_HWC = np.asarray(image.convert("RGB"))
+            name = image_name(event["key"]).replace(":", "/")
+            self._writer.add_image(
+                name, values_HWC, event["step"], walltime=time_s, dataformats="HWC"
             )
-            values = [
-                _field(1, image_name(event["key"]).replace(":", "/").encode()) + _field(4, image)
-            ]
-        else:
-            return
-        summary = b"".join(_field(1, value) for value in values)
-        self._record(event["time_ms"] / 1000, event["step"], _field(5, summary))
-        self._file.flush()
+        self._writer.flush()
 
     def close(self) -> None:
-        self._file.close()
-
-    def _record(self, wall_time_s: float, step: int, what: bytes) -> None:
-        message = b"\x09" + struct.pack("<d", wall_time_s) + b"\x10" + _varint(step) + what
-        length = struct.pack("<Q", len(message))
-        self._file.write(length + _checksum(length) + message + _checksum(message))
-
-
-def _field(number: int, content: bytes) -> bytes:
-    """Of a protocol buffer: bytes with their length before them."""
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _varint(value: int) -> bytes:
-    parts = []
-    while value > 127:
-        parts.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*parts, value])
-
-
-def _table() -> list[int]:
-    rows = []
-    for value in range(256):
-        for _ in range(8):
-            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)  # noqa: PLW2901
-        rows.append(value)
-    return rows
-
-
-_CRC32C = _table()
-
-
-def _checksum(content: bytes) -> bytes:
-    """CRC-32C, masked as TensorFlow's records have it."""
-    crc = 0xFFFFFFFF
-    for byte in content:
-        crc = _CRC32C[(crc ^ byte) & 255] ^ crc >> 8
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+        self._writer.close()
 
 
 class Wandb:

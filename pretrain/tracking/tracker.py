@@ -1,30 +1,26 @@
-"""The trainer's side of tracking: what is worth knowing goes into the run's journal, and no call
-waits for a disk or a network.
+"""The trainer's side of tracking: events go into the run's event log, and no call waits for a disk
+or a network.
 
-    RUN/tracking/identity.json      who the run is, in any store
-    RUN/tracking/journal.jsonl      one event a line
-    RUN/tracking/pictures/          what was drawn
-    RUN/tracking/delivered.json     see delivery.py, which runs in a process of its own and carries the journal to MLflow
-    RUN/tracking/delivery.log       what went wrong on the way
+    RUN/tracking/identity.json      identity of the run in every tracking database
+    RUN/tracking/journal.jsonl      the event log, one event a line
+    RUN/tracking/pictures/          images
+    RUN/tracking/delivered.json     position of the delivery, which runs in its own process
+    RUN/tracking/delivery.log       faults of the delivery
 
-The deliverer runs as long as the pipe to it is open. When that closes without an `end` event, the
-trainer has died: FAILED. A deliverer that dies itself (killed, its disk full for a while) is
-started again with the next event, at most once a minute.
-
-The journal's lines leave in the order in which they came, from whatever thread. Where the disk will
-not take them (full, read-only, gone) they wait in memory and go out when it is back: a write that
-stopped in the middle of a line goes on from there, so no line is ever half but the last, and that
-one only until the disk is back. Each start goes on in a copy of the file, in its place, without the
-half line that a kill may have left: an earlier start that wakes up again appends to a file that
-nobody finds any more.
+1. A deliverer (delivery.py) runs until the trainer closes the pipe and all events have arrived. If
+   it dies, it is started again after a minute.
+2. Lines are written in the order in which the calls came, from all threads. If the disk takes no
+   lines (full, read-only, gone), they wait in memory. A write that stopped within a line continues
+   at that byte, so only the last line can be incomplete.
+3. Each start continues in a copy of the file without the incomplete last line of a killed start. An
+   earlier start that wakes up appends to a file that has no name any more.
 
 The events: start (params, tags, datasets), params (and tags), metrics, artifact, image, version,
-end. Each has the time at which it happened, which is what makes a second delivery harmless.
+end. Each has its time, so a repeated delivery changes nothing.
 """
 
 import atexit
 import json
-import math
 import os
 import signal
 import subprocess
@@ -44,19 +40,20 @@ from data_prep.clients import without_secrets
 from data_prep.errors import UserError
 from data_prep.images.sheet import save_sheet
 from data_prep.limits import cause_of
-from data_prep.publish import Superseded, atomic_file, workspace_of, write_json
+from data_prep.publish import atomic_file, write_json
 from data_prep.settings import Settings
 from pretrain.checkpoints.card import CONFIG
 from pretrain.config import OF_SERVER, TrackingSettings
 from pretrain.ranks.launch import describe
 from pretrain.ranks.preemption import SIGNALS
-from pretrain.tracking.node import EVERY_S, shared_kind
+from pretrain.tracking.node import EVERY_S
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 IDENTITY = Path("tracking") / "identity.json"
+JOURNAL = Path("tracking") / "journal.jsonl"
 RESTART_S = 60.0
-"""How long after its start a deliverer that has died is started again."""
+"""Pause before a deliverer that has died is started again."""
 STUCK_S = 10.0
 """How much longer than its own time limit a deliverer may take before it is ended."""
 DRAWING_S = 10.0
@@ -109,29 +106,25 @@ class RunIdentity(Settings):
         path = run_dir / IDENTITY
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, identity.model_dump(mode="json"))
-        if identity.uri.startswith("sqlite:///") and (
-            kind := shared_kind(Path(identity.uri.removeprefix("sqlite:///")))
-        ):
-            slow = (
-                f"{identity.uri} lies on {kind}, where its locks are slow and may not reach other"
-                " nodes"
-            )
-            print(
-                f"tracking: {slow}; of many runs at once: sbatch cluster/mlflow.slurm, or"
-                " MLFLOW_TRACKING_URI",
-                file=sys.stderr,
-            )
         return identity
 
     @staticmethod
     def known(run_dir: Path) -> "RunIdentity | None":
-        """That of a run that has been begun."""
+        """Return the identity of a run; None if the run has not begun."""
+        return RunIdentity.read(run_dir) if (run_dir / IDENTITY).exists() else None
+
+    @staticmethod
+    def read(run_dir: Path) -> "RunIdentity":
         path = run_dir / IDENTITY
         try:
-            return RunIdentity.model_validate_json(path.read_bytes()) if path.exists() else None
+            return RunIdentity.model_validate_json(path.read_bytes())
         except ValidationError:
-            fix = "Restore it, or remove it: tracking then shows the run as a new one"
-            raise UserError(f"{path}: is damaged. {fix}") from None
+            raise UserError(
+                str(path),
+                "the file is damaged",
+                "restore or remove it; without it, tracking shows the run as a new one",
+                code="damaged",
+            ) from None
 
 
 class Tracker:
@@ -149,23 +142,17 @@ class Tracker:
         settings: TrackingSettings = TrackingSettings(),  # noqa: B008 (frozen)
     ):
         self._journal: Journal | None = None
-        self._deliverer: subprocess.Popen[bytes] | None = None
-        self._lock, self._closing, self._threads = (
-            threading.RLock(),
-            threading.Event(),
-            list[threading.Thread](),
-        )
+        self._deliverer: _Deliverer | None = None
+        self._lock, self._closing = threading.RLock(), threading.Event()
+        self._threads = list[threading.Thread]()
         if run_dir is None:
             return
-        self.run_dir, self._close_timeout_s, self._settings = run_dir, close_timeout_s, settings
-        self._log, self._has_reported = run_dir / "tracking" / "delivery.log", False
-        self._journal = Journal(run_dir / "tracking" / "journal.jsonl")
-        self._journal.append(
-            {"event": "start", "params": params, "tags": tags, "datasets": list(datasets)}
-        )
+        self.run_dir = run_dir
+        self._journal = Journal(run_dir / JOURNAL)
+        self._append({"event": "start", "params": params, "tags": tags, "datasets": [*datasets]})
         if settings.enabled:
-            self._start_deliverer()
-        self._started_s = time.monotonic()
+            words = [str(run_dir), str(close_timeout_s), ",".join(settings.sinks)]
+            self._deliverer = _Deliverer(run_dir, words, close_timeout_s=close_timeout_s)
 
     def params(self, values: dict[str, Any], *, tags: Mapping[str, str] | None = None) -> None:
         """What became known after the start; a tag may change later."""
@@ -217,7 +204,7 @@ class Tracker:
             path = self.run_dir / "tracking" / "pictures" / f"{key}-{step:08d}.png"
             try:
                 save_sheet(draw(), path)
-            except (OSError, Superseded) as error:
+            except (OSError, UserError) as error:
                 print(
                     f"tracking: {path}: cannot be written ({error}). Training continues without it",
                     file=sys.stderr,
@@ -267,7 +254,6 @@ class Tracker:
         self._closing.set()
         self._join()
         self._append({"event": "end", "status": status})
-        self._join()  # a deliverer may be starting again
         with self._lock:
             journal, self._journal = self._journal, None
         if journal is None:
@@ -277,89 +263,17 @@ class Tracker:
                 f"tracking: {journal.path} could not take its last lines; they are lost",
                 file=sys.stderr,
             )
-        deliverer = self._deliverer
-        if deliverer is None:
-            return
-        assert deliverer.stdin is not None
-        deliverer.stdin.close()
-        try:
-            end = describe(deliverer.wait(self._close_timeout_s + STUCK_S))
-        except subprocess.TimeoutExpired:
-            # stuck in the store's client; what it has not confirmed stays in the journal
-            deliverer.kill()
-            end = "no answer of the store"
-        if deliverer.wait() != 0:
-            said = []
-            with suppress(OSError):
-                said = (
-                    self._log.read_bytes()[self._log_start :]
-                    .decode(errors="replace")
-                    .split("\n")[-3:-1]
-                )
-            reason = "; ".join([f"delivery ended with {end}", *said])
+        if self._deliverer is not None and (end := self._deliverer.close()) != "":
             print(
-                f"tracking: MLflow has not received everything yet ({self._log}: {reason}); later:"
-                f" pretrain sync {self.run_dir}",
+                f"tracking: MLflow has not received everything yet (the deliverer ended with {end};"
+                f" see {self._deliverer.log}); later: pretrain sync {self.run_dir}",
                 file=sys.stderr,
             )
 
     def _append(self, event: dict[str, Any]) -> None:
         with self._lock:
-            if self._journal is None:
-                return
-            self._journal.append(event)
-            dead = self._deliverer
-            if (
-                dead is not None
-                and time.monotonic() - self._started_s >= RESTART_S
-                and dead.poll() is not None
-            ):
-                self._started_s = math.inf  # nobody starts a second one meanwhile
-                self._start(lambda: self._deliver_again(dead))
-
-    def _start_deliverer(self) -> None:
-        self._log_start = self._log.stat().st_size if self._log.exists() else 0
-        workspace = [str(found)] if (found := workspace_of(self.run_dir)) else []
-        # SLURM sends a stop to every process of the step. The deliverer inherits this mask until it
-        # ignores the signals itself.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            self._deliverer = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "pretrain.tracking.delivery"),
-                    *(
-                        str(self.run_dir),
-                        str(self._close_timeout_s),
-                        ",".join(self._settings.sinks),
-                        *workspace,
-                    ),
-                ],
-                stdin=subprocess.PIPE,
-                # Ctrl-C is the trainer's business; it closes the pipe when it is done
-                start_new_session=True,
-                env={
-                    name: value
-                    for name, value in os.environ.items()
-                    if name not in ("RANK", "LOCAL_RANK")
-                },
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _deliver_again(self, dead: subprocess.Popen[bytes]) -> None:
-        """In a thread: training does not wait for the disk that a program is read from."""
-        if not self._has_reported:
-            self._has_reported = True
-            how = (
-                f"has ended ({describe(dead.poll())}; see {self._log}) and is started again, at"
-                " most once a minute"
-            )
-            print(f"tracking: what delivers to MLflow {how}", file=sys.stderr)
-        with suppress(OSError):  # a machine that can start nothing now may do so in a minute
-            self._start_deliverer()
-            assert dead.stdin is not None
-            dead.stdin.close()
-        self._started_s = time.monotonic()
+            if self._journal is not None:
+                self._journal.append(event)
 
     def _join(self) -> None:
         for thread in self._threads:
@@ -380,8 +294,65 @@ class Tracker:
             self._threads[-1].start()
 
 
+class _Deliverer:
+    """The process that delivers, and the thread that starts it again if it dies: training does not
+    wait for the disk that a program is read from."""
+
+    def __init__(self, run_dir: Path, words: list[str], *, close_timeout_s: float):
+        self.log = run_dir / "tracking" / "delivery.log"
+        self._words, self._close_timeout_s = words, close_timeout_s
+        self._read_end, self._write_end = os.pipe()  # the processes get the same read end
+        self._closing = threading.Event()
+        self.process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._keep_running, name="tracking", daemon=True)
+        self._thread.start()
+
+    def close(self) -> str:
+        """Tell the deliverer that the trainer has ended, and wait for it. Returns how the process
+        ended; an empty text if everything has arrived."""
+        self._closing.set()
+        os.close(self._write_end)
+        self._thread.join(self._close_timeout_s + STUCK_S)
+        process = self.process
+        if process is not None and self._thread.is_alive():
+            process.kill()  # it is stuck in the client of the database
+            self._thread.join(STUCK_S)
+            return "no answer of the database"
+        os.close(self._read_end)
+        if process is None:
+            return "no start"
+        return describe(process.returncode) if process.returncode != 0 else ""
+
+    def _keep_running(self) -> None:
+        # SLURM sends a stop to every process of the step; the process inherits this mask
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        without = ("RANK", "LOCAL_RANK")
+        environment = {name: text for name, text in os.environ.items() if name not in without}
+        has_warned = False
+        while True:
+            with suppress(OSError):  # a machine that can start nothing now may do so in a minute
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "pretrain.tracking.delivery", *self._words],
+                    stdin=self._read_end,
+                    start_new_session=True,  # Ctrl-C is for the trainer, which closes the pipe
+                    env=environment,
+                )
+                self.process.wait()
+            if self._closing.is_set():
+                return
+            if not has_warned and self.process is not None and self.process.returncode != 0:
+                has_warned = True
+                print(
+                    f"tracking: the deliverer has ended ({describe(self.process.returncode)}; see"
+                    f" {self.log}) and is started again, at most once a minute",
+                    file=sys.stderr,
+                )
+            if self._closing.wait(RESTART_S):
+                return
+
+
 class Journal:
-    """The file, and the thread that appends to it."""
+    """The event log, and the thread that appends to it."""
 
     def __init__(self, path: Path):
         self.path = path

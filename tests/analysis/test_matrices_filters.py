@@ -156,7 +156,7 @@ def test_what_has_no_filters_is_one_clear_line(
         ),
         ("damaged/checkpoints/step-00000010", "model.safetensors has changed"),
         ("nan", "stem.weight has numbers that are not finite; give an earlier checkpoint"),
-        ("empty", "holds no checkpoint; give a run directory"),
+        ("empty", "holds no checkpoint. Give a run directory"),
     ):
         assert main(["filters", str(tmp_path / name), "--out", str(tmp_path / "x")]) == 2
         error = capsys.readouterr().err

@@ -69,7 +69,7 @@ def folder(installed: Path, tmp_path: Path) -> Path:
     done = run(tmp_path, f"{installed}/bin/wide-mlps", "init", ".")
     assert (
         done.returncode == 0
-        and "describe your site in cluster/site.env, then cluster/doctor" in done.stdout
+        and "describe your site in cluster/site.env, then cluster/submit --check" in done.stdout
     ), done.stderr
     for name in ("squeue", "scancel", "sbatch"):
         stand_in(tmp_path, name, STAND_IN)
@@ -115,7 +115,7 @@ def test_every_command_of_the_readme_works_there(folder: Path) -> None:
     commands = [
         line.partition("#")[0].split() for line in re.findall(r"^cluster/.*", section, re.MULTILINE)
     ]
-    assert [words[0] for words in commands] == ["cluster/doctor", *["cluster/submit"] * 4]
+    assert commands[0][:2] == ["cluster/submit", "--check"]
     for program, *words in commands[1:]:
         assert (folder / words[-1]).is_file()
         if (
@@ -207,10 +207,10 @@ def test_where_it_cannot_be_laid_out_one_line_says_why(
             "half/cluster: cannot be made, for a file is in its place; name another directory",
         ),
         (tmp_path / "own", "move it away"),
-        (tmp_path / "taken", "taken/cluster/site.env'; mend that, and the same command goes on"),
+        (tmp_path / "taken", "taken/cluster/site.env'; fix that, and the same command resumes"),
         (
             Path("/sys/mine"),
-            "Operation not permitted: '/sys/mine'; mend that, and the same command goes on",
+            "Operation not permitted: '/sys/mine'; fix that, and the same command resumes",
         ),
     ):
         assert main(["init", str(place)]) == (1 if "not permitted" in words else 2)

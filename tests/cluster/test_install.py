@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.doctor import check_driver
-from cluster.driver import cuda_of_torch, known_driver, too_old
+from cluster.check import check_driver
+from cluster.driver import cuda_of_torch, find_driver, outdated_driver
 from cluster.slurm import read_submission
 from tests.ranks import REPOSITORY
 
@@ -198,7 +198,7 @@ def test_plain_pillow_can_be_chosen_and_the_choice_is_kept(
     ],
 )
 def test_a_driver_that_is_too_old_has_a_remedy(driver: str, cuda: str, remedy: str | None) -> None:
-    fault = too_old(driver, cuda)
+    fault = outdated_driver(driver, cuda)
     assert (fault is None) == (remedy is None)
     assert fault is None or fault[1].startswith(str(remedy))
 
@@ -207,13 +207,13 @@ def test_the_driver_is_that_of_site_env_or_of_this_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = tmp_path / "version"
-    assert known_driver({}, loaded=loaded) is None
+    assert find_driver({}, loaded=loaded) is None
     loaded.write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build "
         " (dvs-builder)  Thu\nGCC version:\n"
     )
-    assert known_driver({}, loaded=loaded) == "570.86.15"
-    assert known_driver({"CUDA_DRIVER": "535.1"}, loaded=loaded) == "535.1"
+    assert find_driver({}, loaded=loaded) == "570.86.15"
+    assert find_driver({"CUDA_DRIVER": "535.1"}, loaded=loaded) == "535.1"
     monkeypatch.chdir(REPOSITORY)
     assert str(cuda_of_torch(Path(".venv"))).startswith("13.")
     (finding,) = check_driver(read_submission([]), {"CUDA_DRIVER": "570.86"})
@@ -222,10 +222,7 @@ def test_the_driver_is_that_of_site_env_or_of_this_node(
     assert [
         each.verdict for each in check_driver(read_submission([]), {"CUDA_DRIVER": "600.1"})
     ] == ["ok"]
-    assert (
-        check_driver(read_submission([]), {"CUDA_DRIVER": "570.86", "APPTAINER_IMAGE": "x.sif"})
-        == []
-    )
+    assert not [*check_driver(read_submission([]), {"CUDA_DRIVER": "570.86", "RANK_PYTHON": "x"})]
 
 
 def test_every_package_of_the_lock_can_be_had_on_aarch64() -> None:

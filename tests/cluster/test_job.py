@@ -467,52 +467,22 @@ def test_an_error_of_the_supervisor_is_a_failed_start_and_three_are_the_end(
     )
 
 
-def test_python_in_a_container_sees_the_repository_the_mounts_and_our_variables(
+def test_python_is_started_by_the_words_of_the_site(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(tmp_path, "apptainer", 'echo "$@" >drawn; exit 3')
-    for name, value in (
-        ("APPTAINER_IMAGE", "/x y.sif"),
-        ("CONTAINER_MOUNTS", "/data,/a:/b"),
-        ("NODE_SCRATCH", "/scratch"),
-    ):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK_PYTHON", "apptainer exec '/x y.sif' /opt/python")
     python, options, here = jobs.python_words()
-    assert python[:6] == [
-        "apptainer",
-        "exec",
-        "--bind",
-        f"{tmp_path},/data,/a:/b,/scratch",
-        "--pwd",
-        str(tmp_path),
-    ]
-    assert "/x y.sif" in python and options == [] and here == python
-    assert (
-        os.environ["APPTAINERENV_PYTHONPATH"] == str(tmp_path)
-        and os.environ["APPTAINERENV_PYTHONNOUSERSITE"] == "1"
-    )
+    assert here == python == ["apptainer", "exec", "/x y.sif", "/opt/python"] and options == []
+    assert os.environ["APPTAINERENV_PYTHONPATH"] == str(tmp_path)
     job.python_here = here
-    assert (
-        jobs.draw(job, ["analysis", "figure", "plan.yaml"]) == 3
-    )  # the figure of a plan is drawn there, too
-    assert (
-        Path("drawn")
-        .read_text()
-        .endswith(
-            f"/x y.sif {' '.join(jobs.IN_CONTAINER)} -m analysis figure plan.yaml"
-            f" --kept={job.snapshot}\n"
-        )
-    )
-    monkeypatch.delenv("APPTAINER_IMAGE")
-    monkeypatch.setenv("PYXIS_IMAGE", "/x.sqsh")
+    assert jobs.draw(job, ["analysis", "figure", "plan.yaml"]) == 3
+    drawn = f"exec /x y.sif /opt/python -m analysis figure plan.yaml --kept={job.snapshot}\n"
+    assert Path("drawn").read_text() == drawn
+    monkeypatch.setenv("SRUN_OPTIONS", "--container-image=/x.sqsh")
     python, options, here = jobs.python_words()
-    assert options[:2] == [
-        "--container-image=/x.sqsh",
-        f"--container-mounts={tmp_path}:{tmp_path},/data:/data,/a:/b,/scratch:/scratch",
-    ]
-    assert (
-        here[:2] == ["srun", "--overlap"] and here[-len(python) :] == python and options[0] in here
-    )
+    assert options == ["--container-image=/x.sqsh"]
+    assert here[:2] == ["srun", "--overlap"] and here[-len(python) - 1 :] == [*options, *python]
     (tmp_path / ".venv/bin").mkdir(parents=True)
     stand_in(tmp_path / ".venv/bin", "python", "true")
     assert jobs.python_words()[2] == [".venv/bin/python"]

@@ -105,7 +105,7 @@ def test_skypilots_addresses_become_those_of_torchrun(tmp_path: Path) -> None:
         "--master-port": "29500",
     }
     settings = settings_of(words[13:])
-    assert settings.checkpoint.mirror == sky()["envs"]["MIRROR"]
+    assert settings.checkpoint.remote == sky()["envs"]["REMOTE"]
     assert words[10:13] == ["-m", "pretrain", "train"]
 
 
@@ -113,7 +113,7 @@ def test_what_kubernetes_starts_is_a_command_of_ours() -> None:
     trainer = documents()["TrainJob"]["spec"]["trainer"]
     words = [*trainer["command"], *trainer["args"]]
     assert words[:4] == ["torchrun", "-m", "pretrain", "train"]
-    assert settings_of(words[4:]).checkpoint.mirror
+    assert settings_of(words[4:]).checkpoint.remote
 
 
 def test_images_hold_one_list_of_packages_and_steps() -> None:

@@ -41,7 +41,7 @@ def test_shell_files_are_clean() -> None:
     assert {
         "install.sh",
         ".ci/run",
-        "cluster/doctor",
+        "cluster/submit",
         "cluster/pretrain.slurm",
         "tests/slurm/lab.sh",
     } <= set(names)

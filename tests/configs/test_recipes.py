@@ -304,7 +304,7 @@ ROWS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "probe/cifar10_b12_wi1024_paper": [
         (
             "B A.3: LION 1e-5, 50 epochs, frozen body",
-            {"optimizer": "lion", "lrs": [1e-5], "epochs": [50], "standardise": False, "views": 50},
+            {"optimizer": "lion", "lrs": [1e-5], "epochs": [50], "standardize": False, "views": 50},
         ),
         (
             f"{CODE}: constant rate, smoothing 0.3, clip 1, batch 4,096, no decay",

@@ -29,7 +29,7 @@ from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import run_and_length
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import load_training_data
-from pretrain.engine.zero_cost import in_hours, plan_of, slower_than_fewer
+from pretrain.engine.zero_cost import Cluster, in_hours, plan_of, slower_than_fewer
 from pretrain.loop.train import Pretraining, train
 from pretrain.models.cost import cost_of
 from pretrain.models.presets import spec_of
@@ -276,8 +276,12 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
     os.chdir(place)
     try:
         return {
-            path.stem: load_checked(f"configs/plan/{path.name}")
+            plan.name: plan
             for path in sorted(FOLDER.glob("[ab]_*.yaml"))
+            for plan in (
+                load_checked(f"configs/plan/{path.name}", is_demo=is_demo)
+                for is_demo in (False, True)
+            )
         }
     finally:
         os.chdir(here)
@@ -344,19 +348,18 @@ def test_no_config_asks_for_nodes_that_make_it_slower(plans: dict[str, Plan]) ->
             settings, more = cast(PretrainSettings, work.settings), more + 1
             _, num_classes, size = of_dataset(settings)
             sizes = {"num_classes": num_classes, "image_size": settings.data.image_size or size}
-            plan = plan_of(settings, name=name, num_nodes=[nodes], gpus_per_node=4, **sizes)
+            plan = plan_of(settings, Cluster(4), **sizes)
             assert slower_than_fewer(plan, nodes) is None, name
-            assert slower_than_fewer(replace(plan, spec=spec_of("mlp_b12_wi1024")), nodes), (
-                "another model would be"
-            )
+            other = replace(plan, cost=cost_of(spec_of("mlp_b12_wi1024"), **sizes))
+            assert slower_than_fewer(other, nodes), "another model would be"
     assert more > 40, "Mixers at 224 px have operations enough"
 
 
-def test_each_figure_and_table_is_a_file_with_a_twin(plans: dict[str, Plan]) -> None:
+def test_each_figure_and_table_has_a_plan_with_a_demo(plans: dict[str, Plan]) -> None:
     assert set(plans) == {name for sweep in MEMBERS for name in (sweep, f"{sweep}_demo")}
     for name, plan in plans.items():
         found = {stage.name: len(stage.members) for stage in plan.stages if stage.kind != "build"}
-        if not name.endswith("_demo"):
+        if not plan.is_demo:
             assert found == MEMBERS[name], name
             continue
         kinds = {stage.kind for stage in plans[name.removesuffix("_demo")].stages}
@@ -364,15 +367,14 @@ def test_each_figure_and_table_is_a_file_with_a_twin(plans: dict[str, Plan]) -> 
             name
         )
         assert {stage.kind for stage in plan.stages} <= kinds and sum(found.values()) <= 6, name
-    for name, plan in plans.items():
+    for name in MEMBERS:
+        assert plans[name].figure is not None, name
         lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
-        assert len(lines) <= 65 and max(map(len, lines)) <= 140, name
-        verb = "wide-mlps run" if name.endswith("_demo") else "cluster/submit"
-        assert f"# command   {verb} configs/plan/{name}.yaml" in lines, name
-        assert plan.figure is not None, name
-        assert [
-            sum(line.startswith(f"# {word} ") for line in lines) for word in ("hardware", "result")
-        ] == [1, 1], name
+        assert max(map(len, lines)) <= 140, name
+        for command in ("cluster/submit {}", "wide-mlps run {} --demo"):
+            assert f"# command   {command.format(plans[name].path)}" in lines, name
+        for word in ("hardware", "result"):
+            assert sum(line.startswith(f"# {word} ") for line in lines) == 2, name
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -451,14 +453,14 @@ OMEGA = {
 }
 
 
-def test_the_first_member_of_each_twin_trains_for_two_steps(
+def test_the_first_member_of_each_demo_trains_for_two_steps(
     plans: dict[str, Plan], shapes: Path, tmp_path: Path
 ) -> None:
     """In one process."""
     firsts = [
         next(stage for stage in plan.stages if stage.kind == "pretrain").works[0]
-        for name, plan in plans.items()
-        if "_demo" in name
+        for plan in plans.values()
+        if plan.is_demo
     ]
     commands = [_two_steps(work, shapes, tmp_path / "runs") for work in firsts]
     output = new_output()
@@ -476,20 +478,22 @@ def test_the_first_member_of_each_twin_trains_for_two_steps(
     )
 
 
-def test_the_kept_points_are_of_the_members_that_the_twins_have(plans: dict[str, Plan]) -> None:
+def test_the_kept_points_are_of_the_members_that_the_demos_have(plans: dict[str, Plan]) -> None:
     """Else `make clean-demos demos` renews them."""
     kept = {
         (each.plan, each.stage, each.member): each.label_of
         for each in read_points([REPOSITORY / POINTS])
     }
-    for name, plan in ((name, plan) for name, plan in plans.items() if name.endswith("_demo")):
+    for name, plan in ((name, plan) for name, plan in plans.items() if plan.is_demo):
         stages = [stage for stage in plan.stages if stage.kind in STAGES]
         there = {
             (name, stage.name, each.index): each.labels
             for stage in stages
             for each in stage.members
         }
-        is_run = "not yet run" not in (FOLDER / f"{name}.yaml").read_text()
+        is_run = (
+            "not yet run" not in Path(REPOSITORY, plan.path).read_text().rpartition("# command ")[2]
+        )
         assert {place for place in kept if place[0] == name} == (
             there.keys() if is_run else set()
         ), name
@@ -500,15 +504,13 @@ def test_the_kept_points_are_of_the_members_that_the_twins_have(plans: dict[str,
 
 
 @pytest.mark.processes
-def test_a_twin_runs_whole_by_the_real_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_demo_runs_by_the_real_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From nothing to the points of its figure: two widths, at both lengths that they keep, and a
     probe of each."""
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
-    plan = "configs/plan/b_scaling_demo.yaml"
-    command = [sys.executable, "-m", "cluster", "run", plan]
+    plan = "configs/plan/b_scaling.yaml"
+    command = [sys.executable, "-m", "cluster", "run", plan, "--demo"]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -520,7 +522,7 @@ def test_a_twin_runs_whole_by_the_real_commands(
     assert Path("runs/plans/b_scaling_demo/figure.json").is_file()
     reached = {
         (each.task, each.width, each.epochs): each.error or 0.0
-        for each in collect([load_checked(plan)])
+        for each in collect([load_checked(plan, is_demo=True)])
     }
     for task in ("pretrain", "probe"):
         assert {(task, width, epochs) for width in (32, 128) for epochs in (2, 6)} <= reached.keys()

@@ -224,7 +224,7 @@ def test_a_missing_picture_is_a_reject_and_mistakes_are_one_line(
         pack(tmp_path / "none", out), "is neither a folder of save_to_disk nor of Parquet files"
     )
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
-    refused(pack(tmp_path / "cut.parquet", out), "is cut or damaged")
+    refused(pack(tmp_path / "cut.parquet", out), "is damaged")
     assert pack(file, out, choice, "max_reject_share=1", "source.val_share=0") == 0
     assert load_manifest(out).num_written == 1 and load_manifest(out).num_rejected == 2
     reasons = {

@@ -31,7 +31,6 @@ from tests.data_prep.samples import (
 from tests.data_prep.stock import (
     hashes,
     index,
-    last_line,
     paths,
     read,
     rejects,
@@ -40,6 +39,7 @@ from tests.data_prep.stock import (
     write_stock,
     write_tar,
 )
+from tests.errors import printed_errors
 from tests.moments import Strike
 
 # stock webdataset leaves the files that it has read to the garbage collector
@@ -212,32 +212,15 @@ def test_a_hint_at_what_most_rejects_need_helps(
             assert index(tmp_path / reason / "better", shard, f"image_member={words}") == 0
 
 
-def test_a_tar_behind_a_tar_is_told_of_and_read_on_demand(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
-) -> None:
+def test_a_tar_after_a_tar_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = [write_stock(tmp_path / f"{name}.tar", [sample(n) for n in numbers]) for name, numbers in
             (("a", (0, 1)), ("b", (2, 3, 4)))]  # fmt: skip
     shard = tmp_path / "ab.tar"
     shard.write_bytes(b"".join(path.read_bytes() for path in both))
     assert index(tmp_path / "first", shard) == 0
     assert read(tmp_path / "first")[1] == [0, 1]
-    assert (
-        f"1 of 1 shards go on behind their end mark ({shard} at byte {both[0].stat().st_size:,})"
-        in last_line(capsys)
-    )
-    assert index(tmp_path / "whole", shard, "ignore_zeros=true") == 0
-    assert index(tmp_path / "apart", both) == 0  # as the two are by themselves
-    assert read(tmp_path / "whole")[1] == [0, 1, 2, 0, 1]
-    np.testing.assert_array_equal(read(tmp_path / "whole")[0], read(tmp_path / "apart")[0])
-    assert "end mark" not in capsys.readouterr().err
-    assert main(["verify", str(tmp_path / "whole"), "--workers", "1"]) == 0
-    whole = shard.stat().st_size
-    with shard.open("ab") as file:
-        file.write(b"no tar" * 1000)
-    refused(
-        index(tmp_path / "garbage", shard, "ignore_zeros=true"),
-        f"ab.tar: is damaged at byte {whole:,}:",
-    )
+    at = both[0].stat().st_size
+    assert f"have data after their end mark ({shard} at byte {at:,})" in capsys.readouterr().err
 
 
 # ---- whole or not at all
@@ -280,7 +263,7 @@ def test_a_damaged_shard_is_one_line_and_no_dataset(
     write_stock(tmp_path / "in" / "0.tar", [sample(1)])
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
-    refused(index(tmp_path / "out", tmp_path / "in" / "*.tar"), f"data_prep: {path}: {words}")
+    refused(index(tmp_path / "out", tmp_path / "in" / "*.tar"), f"data_prep: {path}: ", "[damaged]")
     assert not (tmp_path / "out" / "manifest.json").exists()
     path.write_bytes(whole)
     record = (
@@ -364,11 +347,7 @@ def test_a_changed_shard_is_refused_but_a_touched_one_is_not(
     before = files_of(out)
     capsys.readouterr()
     assert index(out, path) == 2
-    assert (
-        last_line(capsys)
-        == f"data_prep: {path}: has changed since it was indexed; remove {out} and index again, or"
-        " put it back"
-    )
+    assert printed_errors(capsys.readouterr().err) == [(str(path), "changed")]
     assert files_of(out) == before
 
 
@@ -384,16 +363,16 @@ def test_another_config_or_other_shards_are_refused(
     attempts = [
         ([path], "crop=squash", "of another config (crop: squash, was center)"),
         ([path], "name=other", "of another config (name: other, was stock)"),
-        ([path, other], "seed=0", "of this config, but of other files"),
-        ([other], "seed=0", "of this config, but of other files"),
+        ([path, other], "seed=0", "of this config and other files"),
+        ([other], "seed=0", "of this config and other files"),
     ]
     for shards, word, why in attempts:
-        refused(index(out, shards, word), f"out: {out} holds a dataset {why}; name another out")
+        refused(index(out, shards, word), f"out: {out} holds a dataset {why}")
     assert files_of(out) == before
     assert build(write_classes(tmp_path / "source", {"ant": 2}), out) == 2
     write_stock(path, [])
     broken = tmp_path / "broken"
-    refused(index(broken, path), "splits.train: its shards hold no samples")
+    refused(index(broken, path), "splits.train: ", "[empty]")
     refused(
         index(broken, path, "crop=squash"),
         "holds a dataset of another config (crop: squash, was center)",

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.errors import UserError
+from data_prep.errors import Code, UserError
 from data_prep.index.locate import braces, expand
 from tests.data_prep.conftest import Refused
 from tests.data_prep.stock import index, sample, write_stock
+from tests.errors import fails
 
 
 def test_a_literal_range() -> None:
@@ -29,101 +30,47 @@ def test_globs_are_sorted_and_files_with_odd_names_are_found(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("pattern", "words"),
+    ("pattern", "code"),
     [
-        ("no-such.tar", "no-such.tar: no such file; a pattern may hold"),
-        (
-            "pipe:curl -s https://host/a.tar",
-            "pipe: webdataset's commands are not run here; give what they read",
-        ),
-        ("pipe:cat a.tar", "pipe: webdataset's commands are not run here"),
-        ("{tmp}/*.zip", "/*.zip: no file has such a name"),
-        ("{tmp}", ": is a folder; name its shards, such as {tmp}/*.tar"),
-        ("s-{{0..3.tar", "its braces do not match; write ranges as {{000..146}}"),
-        ("s-0..3}}.tar", "its braces do not match; write ranges as"),
-        ("s-{{0..99999999999}}.tar", "stands for more than 1,000,000 shards; is a range wrong?"),
-        (
-            "s-{{0..9999}}{{0..9999}}.tar",
-            "stands for more than 1,000,000 shards; is a range wrong?",
-        ),
-        ("https://host/{{a,a}}.tar", "names https://host/a.tar twice; name every shard once"),
-        ("https://host/*.tar", "a web server cannot be asked for its files; name them"),
-        (
-            "https://host/a.tar.gz",
-            "is compressed, so its pictures cannot be reached one by one; decompress it",
-        ),
-        (
-            "ftp://host/a.tar",
-            (
-                "ftp:// is not read; copy the shards here, or use http(s)://, s3://, gs://, az://"
-                " or hf://"
-            ),
-        ),
-        (
-            "https://me:word@host/a.tar",
-            (
-                "https://host/a.tar: holds a password, which would stand in records; a manifest is"
-                " for everybody"
-            ),
-        ),
-        (
-            "https://host/a.tar?X-Amz-Signature=ab",
-            "https://host/a.tar: holds X-Amz-Signature, which would stand in records",
-        ),
-        (
-            "https://host/a.tar?download=true&api_key=word",
-            "https://host/a.tar: holds api_key, which would stand in",
-        ),
-        (
-            "https://host/a.tar?X-Amz-Credential=word&auth=word",
-            "a.tar: holds X-Amz-Credential, which would stand in",
-        ),
-        (
-            "https://host/a.tar?download=word",
-            (
-                "https://host/a.tar: holds download, which would stand in records; a manifest is"
-                " for everybody"
-            ),
-        ),
-        (
-            "https://host/a.tar?word",
-            (
-                "https://host/a.tar: holds a query, which would stand in records; a manifest is for"
-                " everybody"
-            ),
-        ),
-        (
-            "https://host/a.tar#key=word",
-            (
-                "https://host/a.tar: holds key, which would stand in records; a manifest is for"
-                " everybody"
-            ),
-        ),
-        (
-            "https://host/a.tar{{?key=word,}}",
-            (
-                "https://host/a.tar{{: holds key, which would stand in records; a manifest is for"
-                " everybody"
-            ),
-        ),
-        (
-            "https://host/{{0..3.tar?key=word",
-            ": holds key, which would stand in records; a manifest is for everybody",
-        ),
-        (
-            "s3://bucket/a.tar?X-Amz-Signature=word",
-            "s3://bucket/a.tar: holds X-Amz-Signature, which would stand in",
-        ),
-        (
-            "gs://me:word@bucket/a.tar?key=word",
-            "gs://bucket/a.tar: holds a password, which would stand in",
-        ),
+        ("no-such.tar", "missing-path"),
+        ("pipe:curl -s https://host/a.tar", "unsafe"),
+        ("pipe:cat a.tar", "unsafe"),
+        ("{tmp}/*.zip", "missing-path"),
+        ("{tmp}", "bad-value"),
+        ("s-{{0..3.tar", "bad-syntax"),
+        ("s-0..3}}.tar", "bad-syntax"),
+        ("s-{{0..99999999999}}.tar", "bad-value"),
+        ("s-{{0..9999}}{{0..9999}}.tar", "bad-value"),
+        ("https://host/{{a,a}}.tar", "conflict"),
+        ("https://host/*.tar", "unsupported"),
+        ("https://host/a.tar.gz", "unsupported"),
+        ("ftp://host/a.tar", "unsupported"),
     ],
 )
-def test_a_mistake_in_a_pattern_is_one_line(tmp_path: Path, pattern: str, words: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_a_mistake_in_a_pattern_is_one_line(tmp_path: Path, pattern: str, code: Code) -> None:
+    with fails(code):
         expand(pattern.format(tmp=tmp_path), storage={})
-    assert words.format(tmp=tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "https://me:word@host/a.tar",
+        "https://host/a.tar?X-Amz-Signature=ab",
+        "https://host/a.tar?download=true&api_key=word",
+        "https://host/a.tar?X-Amz-Credential=word&auth=word",
+        "https://host/a.tar?download=word",
+        "https://host/a.tar?word",
+        "https://host/a.tar#key=word",
+        "https://host/a.tar{{?key=word,}}",
+        "https://host/{{0..3.tar?key=word",
+        "s3://bucket/a.tar?X-Amz-Signature=word",
+        "gs://me:word@bucket/a.tar?key=word",
+    ],
+)
+def test_a_secret_in_a_url_is_refused_and_not_repeated(pattern: str) -> None:
+    with pytest.raises(UserError) as caught:
+        expand(pattern.format(), storage={})
     assert "word" not in str(caught.value).replace("password", "")
 
 
@@ -146,11 +93,11 @@ def test_every_wildcard_is_looked_up_in_s3(pattern: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--val", "SHARD"], "data_prep: splits: SHARD is named 2 times; every shard belongs to one split, once"),
-        (["--train", "SHARD"], "data_prep: splits: SHARD is named 2 times; every shard belongs to one split, once"),
-        (["label=jpg"], ("data_prep: label: 'jpg' will not do; write cls, txt, none, or json:FIELD such as " "json:meta.class")),
-        (["label=json:.a"], ("data_prep: label: 'json:.a' will not do; write cls, txt, none, or json:FIELD such " "as json:meta.class")),
-        (["splits.te-st=SHARD"], "data_prep: splits: 'te-st' will not do; a split is called with letters, digits and _"),
+        (["--val", "SHARD"], "data_prep: splits: SHARD is named 2 times"),
+        (["--train", "SHARD"], "data_prep: splits: SHARD is named 2 times"),
+        (["label=jpg"], ("data_prep: label: 'jpg' is not valid")),
+        (["label=json:.a"], ("data_prep: label: 'json:.a' is not valid")),
+        (["splits.te-st=SHARD"], "data_prep: splits: 'te-st' is not a valid name"),
         (["splits.test=[]"], "data_prep: splits.test: [] has the wrong number of entries"),
         (["crop=centre"], "data_prep: crop: 'centre' is not one of its values; did you mean 'center'?"),
         (["classes_file=SHARD"], "data_prep: classes_file: SHARD cannot be read"),

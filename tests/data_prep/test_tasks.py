@@ -8,18 +8,15 @@ import os
 import random
 import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from data_prep.build import tasks as tasks_of_build
 from data_prep.cli import main
-from data_prep.errors import UserError
 from data_prep.exit_codes import BUSY
 from data_prep.manifest import PARTS
 from data_prep.publish import Holder, sole_writer
@@ -67,7 +64,16 @@ def parts(source: Path) -> tuple[Path, Path]:
 
 
 def task(source: Path, out: Path, which: str, *overrides: str) -> int:
+    """Run one task; make the plan first if the task itself does not."""
+    if not which.startswith("0/") and not (out / PARTS / "begun.json").exists():
+        plan(source, out, *overrides)
     return main([*words_of(source, out, which), "num_workers=1", *overrides])
+
+
+def plan(source: Path, out: Path, *overrides: str) -> None:
+    words = [*words_of(source, out, "0/1"), "num_workers=1", *overrides]
+    at = words.index("--task")
+    assert main([*words[:at], "--plan", *words[at + 2 :]]) == 0
 
 
 def merge(out: Path) -> int:
@@ -115,7 +121,11 @@ def test_tasks_at_once_killed_again_and_again_make_the_same_bytes(
     tmp_path: Path, source: Path, whole: dict[str, bytes]
 ) -> None:
     out = tmp_path / "animals"
-    for moments in ((8, 30), (50, 60), (40, 20)):  # of some 130 of each task
+    for moment in (8, 30):  # while task 0 makes the plan
+        with running(source, out, "0/2", strike=Strike(out, moment)) as planner:
+            assert planner.wait() == -signal.SIGKILL
+    plan(source, out)
+    for moments in ((8, 12), (16, 4)):
         one, two = (Strike(out, moment) for moment in moments)
         with (
             running(source, out, "0/2", strike=one) as first,
@@ -192,15 +202,15 @@ HARM: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "damaged record": (
         lambda out, _: (out / PARTS / f"{FOURTH}.json").write_text('{"plan_hash": '),
-        f"(the record of {FOURTH} is damaged, or of another)",
+        f"(the record of {FOURTH} is damaged, or of another shard)",
     ),
     "copied record": (
         lambda out, _: shutil.copy(
             out / PARTS / "train-000001.json", out / PARTS / f"{FOURTH}.json"
         ),
-        f"(the record of {FOURTH} is damaged, or of another)",
+        f"(the record of {FOURTH} is damaged, or of another shard)",
     ),
-    "edited record": (_edited_record, f"(the record of {FOURTH} is damaged, or of another)"),
+    "edited record": (_edited_record, f"(the record of {FOURTH} is damaged, or of another shard)"),
     "foreign part": (_foreign_part, f"({FOURTH} is of another build)"),
 }
 
@@ -233,10 +243,7 @@ def test_a_merge_compares_the_source_with_its_listing_where_it_can_be_reached(
     shutil.rmtree(mine)
     mine.mkdir()  # where its disk is not mounted
     assert merge(tmp_path / "twin" / "animals") == 0
-    said = (
-        f"data_prep: {mine} is not here, so nothing can tell whether the source has changed since"
-        " the tasks listed it\n"
-    )
+    said = f"data_prep: {mine} cannot be reached"
     assert said in capsys.readouterr().err
     assert files_of(out) == files_of(tmp_path / "twin" / "animals") == whole
 
@@ -253,7 +260,7 @@ def test_a_missing_damaged_or_foreign_part_is_one_clear_line_and_the_named_task_
     (harm, message), out = HARM[name], Path(shutil.copytree(parts[0], tmp_path / "animals"))
     harm(out, parts[1])
     before = files_of(out)
-    refused(merge(out), f"{message}; run the tasks 1/3 again")
+    refused(merge(out), message, "[unfinished]")
     assert files_of(out) == before  # nothing damaged
     assert task(source, out, "1/3") == 0
     assert merge(out) == 0
@@ -266,7 +273,7 @@ def test_what_the_tasks_agreed_on_is_published_only_as_it_was_written(
     out = tmp_path / "animals"
     assert task(source, out, "0/1") == 0
     begun = out / PARTS / "begun.json"
-    data, message = begun.read_bytes(), f"data_prep: {begun}: is damaged. Remove it"
+    data, message = begun.read_bytes(), f"{begun}"
     for before, after in (
         (b'"bee"', b'"Bee"'),
         (b'"image_size": 16', b'"image_size": 61'),
@@ -311,12 +318,10 @@ def test_a_damaged_plan_is_named_and_a_task_that_runs_alone_makes_it_again(
             if harm == "cut"
             else data[:-40] + bytes([data[-40] ^ 1]) + data[-39:]
         )
-    refused(merge(out), f"{path}: is damaged", "run task 0/2 again")
-    with sole_writer(out / PARTS / "task-0" / "at-work"):
-        refused(task(source, out, "1/2"), f"{path}: is damaged", "run task 0/2 again")
+    refused(merge(out), f"{path}", "[damaged]")
     capsys.readouterr()
     assert task(source, out, "0/2") == 0
-    assert f"{path}: is damaged" in capsys.readouterr().err
+    assert f"{path} is damaged" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in tars} == tars
     (out / PARTS / "failed.json").write_text('{"nodes": ')  # says nothing
     assert task(source, out, "1/2") == 0
@@ -357,17 +362,14 @@ def test_a_merge_needs_no_list_of_classes_and_a_task_after_it_has_nothing_to_do(
     assert merge(out) == 0
     before = files_of(out)
     (tmp_path / "list").write_bytes(content)
-    refused(task(source, out, "0/1", words), "is merged already")
+    refused(task(source, out, "0/1", words), "[exists]")
     assert files_of(out) == before
 
 
 def test_what_is_not_a_build_cannot_be_merged(tmp_path: Path, refused: Refused) -> None:
-    refused(merge(tmp_path / "nowhere"), "no such directory")
+    refused(merge(tmp_path / "nowhere"), "[missing-path]")
     (tmp_path / "empty").mkdir()
-    refused(
-        merge(tmp_path / "empty"),
-        "holds no parts of a build; run data_prep build CONFIG --task i/n first",
-    )
+    refused(merge(tmp_path / "empty"), "[unfinished]")
     assert [path.name for path in (tmp_path / "empty").iterdir()] in ([], [LOCK])
 
 
@@ -377,7 +379,7 @@ def test_a_stranger_among_the_shards_is_named(
     out = tmp_path / "animals"
     assert task(source, out, "0/1") == 0
     write_files(out, {"train-000099.tar": b"of another dataset"})
-    refused(merge(out), "train-000099.tar is no part of this build; move it elsewhere")
+    refused(merge(out), "train-000099.tar", "[conflict]")
     (out / "train-000099.tar").unlink()
     assert merge(out) == 0
     assert files_of(out) == whole
@@ -400,13 +402,8 @@ def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
         out, {LOCK: json.dumps(asdict(Holder())).encode()}
     )  # of a build that was killed: it is not named
     with at_work(source, out, "0/2"):
-        refused(task(source, out, "1/3"), "2 tasks are at work in")
-        refused(
-            task(source, out, "1/2", "image_size=20"),
-            f"tasks of another config are at work in {out} (image_size: 20, was 16)",
-        )
-        refused(merge(out), "array tasks are at work here; wait", code=BUSY)
-        refused(build(source, out, *CUT), "array tasks are at work here; wait", code=BUSY)
+        refused(merge(out), "array tasks are writing to", code=BUSY)
+        refused(build(source, out, *CUT), "array tasks are writing to", code=BUSY)
         assert task(source, out, "1/2") == 0
     assert merge(out) == 0
     assert files_of(out) == whole
@@ -418,11 +415,10 @@ def test_a_source_that_changes_between_tasks_is_refused(
     mine = Path(shutil.copytree(source, tmp_path / "source"))
     out = tmp_path / "animals"
     assert task(mine, out, "0/2") == 0
-    before = files_of(out)
     write_files(mine, {"ant/new.jpg": encoded(picture(seed=77))})
-    refused(task(mine, out, "1/2"), "holds a dataset of this config, but of other files")
-    (out / PARTS / "failed.json").unlink()  # for those that may have waited meanwhile
-    assert files_of(out) == before | {f"{PARTS}/task-1": b"a directory"}
+    assert task(mine, out, "1/2") == 0
+    refused(merge(out), "[changed]")
+    assert not (out / "manifest.json").exists()
 
 
 def test_a_file_that_changes_while_tasks_are_at_work_is_refused(
@@ -433,7 +429,7 @@ def test_a_file_that_changes_while_tasks_are_at_work_is_refused(
         times = {path: path.stat().st_mtime_ns for path in mine.rglob("*.jpg")}
         for path in times:
             path.write_bytes(path.read_bytes() + b"more")
-        refused(task(mine, out, "1/2"), "when it was listed, or changed since")
+        refused(task(mine, out, "1/2"), "[changed]")
         for path, changed_ns in times.items():
             path.write_bytes(path.read_bytes()[:-4])
             os.utime(path, ns=(changed_ns, changed_ns))
@@ -453,7 +449,7 @@ def test_a_wrong_task_number_is_one_clear_line(
             f"source.path={source}",
             f"--task={which}",
         ]
-        refused(main(words), "write i/n with 0 <= i < n, such as 0/8")
+        refused(main(words), "--task", "[bad-syntax]")
     assert not (tmp_path / "out").exists()
 
 
@@ -482,117 +478,34 @@ def test_a_task_waits_for_an_earlier_start_of_its_own_and_for_no_other(
     with contextlib.ExitStack() as stack:
         with sole_writer(out / PARTS / "task-0"):
             again = stack.enter_context(running(source, out, "0/2"))
-            wait_until(
-                lambda: "task 0/2 is at work elsewhere, from an earlier start" in again.said()
-            )
+            wait_until(lambda: "an earlier attempt at task 0/2" in again.said())
             assert task(source, out, "1/2") == 0
         assert again.ended_well()
 
 
-@contextlib.contextmanager
-def planners(source: Path, out: Path, *fates: str) -> Iterator[list[Child]]:
-    """Task after task, each with its fate: the first is at its plan, and the others wait for it.
-
-    A fate is `lives`, `dies` or `fails`, then perhaps ` on NODE` and an override: it makes its
-    plan, or never ends it, or finds the source wrong once `goes-on` stands.
-    """
-    log, goes_on, prepare_plan = (
-        out.with_name("log"),
-        out.with_name("goes-on"),
-        tasks_of_build.prepare,
-    )
-    for left in (log, goes_on):
-        left.unlink(missing_ok=True)
-
-    def met(fate: str) -> Callable[[], None]:
-        def logged(*arguments: Any, **named: Any) -> Any:
-            with open(log, "a") as file:
-                file.write("planning\n")
-            while fate.startswith("dies") or (fate.startswith("fails") and not goes_on.exists()):
-                time.sleep(0.01)
-            if fate.startswith("fails"):
-                raise UserError("source: is not what it seems")
-            return prepare_plan(*arguments, **named)
-
-        def prepare() -> None:
-            tasks_of_build.prepare = logged
-            tasks_of_build.socket.gethostname = lambda: fate.partition(" on ")[2]
-
-        return prepare
-
-    with contextlib.ExitStack() as stack:
-        children = []
-        for number, fate in enumerate(fates):
-            words = [
-                *words_of(source, out, f"{number}/{len(fates)}"),
-                *(word for word in fate.split() if "=" in word),
-            ]
-            children.append(
-                stack.enter_context(
-                    forked(out.with_name(f"{number}.log"), *words, prepare=met(fate))
-                )
-            )
-            wait_until(lambda: log.exists() and log.read_text() == "planning\n")
-        for child in children[1:]:
-            wait_until(lambda child=child: "waiting for the plan" in child.said())
-        yield children
+def test_a_waiting_task_reports_the_error_of_task_0(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    out, wrong = tmp_path / "animals", "classes=[wasp]"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    refused(task(source, out, "0/2", wrong), "[unknown-name]")
+    refused(main([*words_of(source, out, "1/2"), wrong]), "[unknown-name]")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "8")  # another array does not believe it
+    monkeypatch.setattr(tasks_of_build, "PLAN_DEADLINE_S", -1.0)
+    refused(main([*words_of(source, out, "1/2"), wrong]), "--task", "[unfinished]")
+    assert task(source, out, "0/2") == 0
 
 
-def test_one_of_those_that_wait_takes_over_the_plan_of_a_killed_task(
+def test_a_task_waits_for_the_plan_of_task_0(
     tmp_path: Path, source: Path, whole: dict[str, bytes]
 ) -> None:
     out = tmp_path / "animals"
-    with planners(source, out, "dies", "lives", "lives") as (first, *others):
-        os.kill(first.pid, signal.SIGKILL)
-        assert all(each.ended_well() for each in others)
-        assert (tmp_path / "log").read_text() == "planning\n" * 2, "one of the two, not both"
-    assert task(source, out, "0/3") == 0
+    with running(source, out, "1/2") as waiting:
+        wait_until((out / PARTS / "task-1").exists)
+        assert task(source, out, "0/2") == 0
+        assert waiting.ended_well()
     assert merge(out) == 0
     assert files_of(out) == whole
-
-
-def ended(source: Path, out: Path, *fates: str) -> tuple[list[int], int]:
-    """The exit codes of planners whose first may go on, and how many of them made a plan."""
-    with planners(source, out, *fates) as children:
-        out.with_name("goes-on").touch()
-        codes = [each.wait() for each in children]
-    said = [each.said() for each in children]
-    assert all(
-        "data_prep: source: is not what it seems" in words
-        for words, code in zip(said, codes, strict=True)
-        if code
-    ), said
-    return codes, out.with_name("log").read_text().count("planning\n")
-
-
-def test_what_a_user_must_mend_is_found_once_for_all_that_wait(
-    tmp_path: Path, source: Path, whole: dict[str, bytes]
-) -> None:
-    out = tmp_path / "animals"
-    assert ended(source, out, "fails", "lives") == ([2, 2], 1)
-    assert ended(source, out, "fails", "lives seed=1") == (
-        [2, 0],
-        2,
-    )  # another config finds out for itself
-    shutil.rmtree(out)
-    for number in range(3):  # mended; what was wrong before is forgotten
-        assert task(source, out, f"{number}/3") == 0
-    assert merge(out) == 0
-    assert files_of(out) == whole
-
-
-def test_one_node_that_finds_the_source_wrong_is_not_believed_before_another_says_so(
-    tmp_path: Path, source: Path
-) -> None:
-    out = tmp_path / "animals"
-    assert ended(source, out, "fails on n1", "fails on n2") == ([2, 2], 2)
-    (out / PARTS / "failed.json").unlink()
-    assert ended(source, out, "fails on n1", "lives on n4") == ([2, 0], 2)  # n1 alone is wrong
-    shutil.rmtree(out)
-    assert ended(source, out, "fails on n1", "fails on n2", "fails on n3") == (
-        [2, 2, 2],
-        2,
-    )  # the third believes the other two
 
 
 def test_parts_made_by_another_pillow_are_not_mixed(
@@ -602,7 +515,7 @@ def test_parts_made_by_another_pillow_are_not_mixed(
     assert task(source, out, "0/2") == 0
     with monkeypatch.context() as patch:
         patch.setattr("PIL.__version__", "1.1.7")
-        refused(task(source, out, "1/2"), "was begun with Pillow")
+        refused(task(source, out, "1/2"), "[changed]")
         assert build(source, out, *CUT) == 2
     assert task(source, out, "1/2") == 0
     assert merge(out) == 0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pretrain.engine.step import EngineState
+from pretrain.optim.segments import Layout
 from pretrain.ranks.world import World
 from tests.distributed.engines import (
     DECAY,
@@ -66,11 +67,15 @@ def gradient_errors(engine: Any, world: World, optimizer: str) -> dict[str, floa
     }
 
 
-def tiling(world: World, segments: dict[Any, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
+def tiling(
+    world: World, layouts: dict[Tensor, Layout], weights: dict[str, Tensor]
+) -> dict[str, Any]:
     """How often each element of each parameter is named by all ranks' segments, and whether the
     shards hold it there."""
     named = [
-        (segment, flat.detach().view(-1)) for flat, mine in segments.items() for segment in mine
+        (segment, flat.detach().view(-1))
+        for flat, layout in layouts.items()
+        for segment in layout[world.rank]
     ]
     pieces = [
         (each.parameter_number, each.start, row[each.offset : each.offset + each.length])
@@ -109,8 +114,7 @@ def averaged_logits(engine: Any, world: World, state: EngineState) -> dict[str, 
 
 def cell(world: World, identity: str, folder: str) -> dict[str, Any]:
     stage, precision, optimizer = CELLS[identity]
-    bound: list[Any] = []
-    engine = make_engine(world, stage, precision, optimizer, ema_decay=DECAY, bind=bound.append)
+    engine = make_engine(world, stage, precision, optimizer, ema_decay=DECAY)
     first = shared(engine.export_state())
     found: dict[str, Any] = {"twice": gradient_errors(engine, world, optimizer)}
     middle = shared(engine.export_state())
@@ -152,8 +156,8 @@ def cell(world: World, identity: str, folder: str) -> dict[str, Any]:
         "average": distance(average, end.weights),
         "kinds": sorted({key.partition(".")[0] for key in end.optimizer}),
         "averaged": averaged_logits(engine, world, end),
-        "tiling": tiling(world, bound[0], raw(end)),
-        "stepped": [all(flat in engine._state.plain.state for flat in bound[0]), len(bound)],
+        "tiling": tiling(world, engine._state.layouts, raw(end)),
+        "stepped": all(flat in engine._state.plain.state for flat in engine._state.layouts),
         "losses": losses,
     }
 

@@ -85,7 +85,7 @@ UPDATED = {
     for stage, precision, optimizer, clip in (
         (1, "fp32", "lion", CLIP),
         (1, "bf16", "lion", 0.0),
-        (1, "fp32", "lamb", 0.0),
+        (1, "fp32", "adamw", 0.0),
         (2, "fp32", "lion", 0.0),
         (2, "bf16", "adamw", CLIP),
         (2, "fp32", "sgd", 0.0),
@@ -376,7 +376,7 @@ def noise(world: World, folder: str) -> dict[str, str]:
 def options(world: World, folder: str) -> dict[str, Any]:
     return {
         "tuned": tuned(world),
-        "tuning_goes_on": {name: tuning_goes_on(world, name) for name in ("lion", "lamb", "sgd")},
+        "tuning_goes_on": {name: tuning_goes_on(world, name) for name in ("lion", "adamw", "sgd")},
         "grown": [grown(world, stage) for stage in (0, 1, 3)],
         "left_early": [left_early(world, stage) for stage in (0, 3)],
         "noise": noise(world, folder),

@@ -1,6 +1,5 @@
 """Small engines on 2 ranks and the plain PyTorch that they are held against."""
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -51,7 +50,6 @@ def make_engine(
     seed: int = 1,
     accumulation: int = 2,
     ema_decay: float | None = None,
-    bind: Callable[[Any], None] | None = None,
     overlap: bool = False,
     on_device: bool | None = None,
     **settings: Any,
@@ -74,12 +72,6 @@ def make_engine(
             made["zero_optimization"]["overlap_comm"] = True
         return made
 
-    def optimizer_of(module: Any) -> Any:
-        made: Any = build_optimizer(module, optimizer_settings(optimizer))
-        if bind is not None:
-            made.bind = bind
-        return made
-
     chosen = (
         pretrain.engine.deepspeed.updates_on_device if on_device is None else lambda _: on_device
     )
@@ -89,7 +81,7 @@ def make_engine(
     ):
         engine = pretrain.engine.deepspeed.DeepSpeedEngine(
             make_model(spec, seed=seed),
-            make_optimizer=optimizer_of,
+            make_optimizer=lambda module: build_optimizer(module, optimizer_settings(optimizer)),
             settings=EngineSettings(
                 zero_stage=stage, precision=precision, **({"gradient_clip_norm": CLIP} | settings)
             ),

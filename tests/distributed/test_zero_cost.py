@@ -89,7 +89,9 @@ def cell(
         world=world,
     )
     batch = Prepared(torch.randn(4, 3, SIZE, SIZE).to(engine.input_dtype), torch.arange(4))
-    batches, most, update = [batch] * accumulation_steps, [0], engine._engine.step
+    batches, most = [batch] * accumulation_steps, [0]
+    updater: Any = engine._update or engine._engine
+    update = updater.step
 
     def observed_update() -> None:
         now = storages()
@@ -99,7 +101,7 @@ def cell(
         update()
 
     engine.train_step(batches, lr=1e-3)
-    engine._engine.step = observed_update
+    updater.step = observed_update
     traffic["bytes"] = 0.0
     engine.train_step(batches, lr=1e-3)
     training = Training(

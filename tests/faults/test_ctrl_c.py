@@ -49,7 +49,7 @@ VERBS = {
         "",
     ),
     "import": (
-        "pretrain import {folder}/model.safetensors --out {here}/out",
+        "finetune import {folder}/model.safetensors --out {here}/out",
         SLEEPING,
         "nothing is saved",
     ),
@@ -92,9 +92,7 @@ try:
 finally:
     os.abort()  # as C++ does where it imports, and has an exception
 """
-PROGRAMS = {f"cluster {name}": f"cluster/{name}" for name in ("submit", "doctor")} | {
-    "cluster": "wide-mlps"
-}
+PROGRAMS = {"cluster submit": "cluster/submit", "cluster": "wide-mlps"}
 
 
 @pytest.mark.parametrize("words", ["data_prep", "pretrain", "finetune", "analysis", *PROGRAMS])

@@ -45,8 +45,8 @@ def on_its_own_disk(program: str, words: list[str], strike: Strike | None) -> in
 
     def save(saver: Saver, state: TrainerState, *, is_last: bool = False) -> None:
         really(saver, state, is_last=is_last)
-        if saver.writer.mirror is not None and not is_last:
-            assert saver.writer.make_room(timeout_s=20) and saver.writer.mirror.wait(20)
+        if saver.writer.uploader is not None and not is_last:
+            assert saver.writer.make_room(timeout_s=20) and saver.writer.uploader.wait(20)
 
     Saver.save = save  # type: ignore[method-assign]
     return trainings.main(program, words, strike)
@@ -60,10 +60,10 @@ def test_every_disk_is_lost_twice_and_the_bits_are_those_of_an_undisturbed_run(
     config, undisturbed = write_config(tmp_path, dataset=shapes), tmp_path / "undisturbed"
     words = [str(config), *WORDS]
     finish(Run(["train", *words, f"run_dir={undisturbed}"], ranks=2, journal_only=True))
-    mirrored = [
+    with_remote = [
         *words,
-        "checkpoint.mirror=s3://pictures/runs/mine",
-        f"checkpoint.mirror_storage={store}",
+        "checkpoint.remote=s3://pictures/runs/mine",
+        f"checkpoint.remote_storage={store}",
     ]
 
     def life(place: str, strike: Strike | None = None) -> Run:
@@ -71,7 +71,7 @@ def test_every_disk_is_lost_twice_and_the_bits_are_those_of_an_undisturbed_run(
             "tests.faults.test_lost_disks:on_its_own_disk",
             {0: strike} if strike else {},
         )
-        given = ["train", *mirrored, f"run_dir={tmp_path / place}"]
+        given = ["train", *with_remote, f"run_dir={tmp_path / place}"]
         return Run(given, ranks=2, journal_only=True, target=target, strikes=strikes)
 
     killed = life("first", Strike(tmp_path / "first", 1, step=9))
@@ -106,7 +106,7 @@ def test_every_disk_is_lost_twice_and_the_bits_are_those_of_an_undisturbed_run(
 
 
 def fetched(store: str, place: Path) -> Path:
-    """A copy of the mirror, by the store's own client."""
+    """A copy of the remote, by the store's own client."""
     import boto3
 
     options = json.loads(store)

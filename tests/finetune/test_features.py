@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.errors import UserError
-from data_prep.manifest import DatasetError, load_manifest, save_manifest
+from data_prep.manifest import load_manifest, save_manifest
 from finetune.probe import features
 from finetune.probe.cache import check_room
 from finetune.probe.features import FACTS
@@ -23,6 +22,7 @@ from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
 from pretrain.models.presets import preset, spec_of
 from tests.conftest import Capture, Patch
+from tests.errors import fails
 from tests.finetune.tiny import (
     CPU,
     CROPS,
@@ -118,7 +118,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(
         "feature_batch_size": 3,
         "weight_decays": (1.0,),
         "batch_size": 7,
-        "standardise": False,
+        "standardize": False,
     }
     assert path(**same) == plain and path(seed=5) == plain and path(view=0, **same) == viewed
     others = [
@@ -154,12 +154,12 @@ def test_damaged_features_are_computed_again(
     maker = maker_of(feature_settings(other_shapes, tmp_path, folder))
     good = whole(maker.tables("val", [None])[0]).clone()
     (place,) = (tmp_path / "features").iterdir()
-    file = place / "rank-0000.npy"
+    file = place / "features.npy"
     content = file.read_bytes()
     assert np.load(file).shape == (35, 24)
     for harm, words in (
-        (lambda: file.write_bytes(content[:-4]), "rank-0000.npy has changed"),
-        (lambda: file.write_bytes(content[:-4] + b"\0\0\0\1"), "rank-0000.npy has changed"),
+        (lambda: file.write_bytes(content[:-4]), "features.npy has changed"),
+        (lambda: file.write_bytes(content[:-4] + b"\0\0\0\1"), "features.npy has changed"),
         (file.unlink, "No such file"),
         ((place / FACTS).unlink, "No such file"),
         *(
@@ -202,10 +202,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
     folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(features.shutil, "disk_usage", lambda place: Mock(free=35 * 24 * 4 - 1))
-    with pytest.raises(
-        UserError,
-        match=r"features_dir: .* has no room for .* GB of features .No space left on device.; make",
-    ):
+    with fails("no-space", "features_dir"):
         maker_of(feature_settings(other_shapes, tmp_path, folder)).tables("val", [None])
     assert list((tmp_path / "features").iterdir()) == []
 
@@ -235,29 +232,23 @@ def test_what_a_cache_would_take_is_what_it_takes_and_what_does_not_fit_is_refus
             settings.model_copy(update={"cache_gb": 0.0, "features": "auto"}), manifest, checkpoint
         )  # it streams
         small = settings.model_copy(update={"cache_gb": left_gb * 0.999})
-        with pytest.raises(
-            UserError,
-            match=r"cache_gb allows .*; set features=stream, which keeps none, or raise cache_gb",
-        ):
+        with fails("no-space", "features") as lack:
             check_room(small, manifest, checkpoint)
-        with pytest.raises(
-            UserError, match=r"cache_gb allows [0-9.e-]+; set features=stream optimizer=lion"
-        ):
+        assert "raise cache_gb" in lack.value.fix
+        with fails("no-space", "features") as lack:
             check_room(
                 small.model_copy(update={"features": "auto", "optimizer": "lbfgs"}),
                 manifest,
                 checkpoint,
             )
+        assert "features=stream optimizer=lion" in lack.value.fix
         with monkeypatch.context() as patch:
             patch.setattr("shutil.disk_usage", Mock(return_value=Mock(free=left_gb * 0.999e9)))
-            with pytest.raises(
-                UserError,
-                match=r"has room for .*; set features=stream.* or name another features_dir",
-            ):
+            with fails("no-space", "features"):
                 check_room(settings, manifest, checkpoint)
             left = maker.cache.temporary_of(maker.cache.place_of(split, view))
             left.mkdir(parents=True)
-            (left / "rank-0000.npy").write_bytes(bytes(10_000))  # of a killed start of this run
+            (left / "features.npy").write_bytes(bytes(10_000))  # of a killed start of this run
             check_room(settings, manifest, checkpoint)
             shutil.rmtree(left)
         maker.tables(split, [view])
@@ -271,8 +262,9 @@ def test_a_picture_that_does_not_decode_is_named(
         np.array([34])
     )
     spoil(monkeypatch, 34)  # of the last batch, which is padded with it
-    with pytest.raises(DatasetError, match=f"{shard}: {key} does not decode.*data_prep subset"):
+    with fails("damaged", shard) as damaged:
         maker_of(feature_settings(other_shapes, tmp_path, folder)).tables("val", [None])
+    assert key in damaged.value.problem
     assert list((tmp_path / "features").iterdir()) == []
 
 
@@ -322,7 +314,7 @@ def test_half_precision_and_pixels(other_shapes: Path, tmp_path: Path) -> None:
     )
     assert half.dtype == torch.float16 and half.shape == (35, 3 * 16 * 16)
     torch.testing.assert_close(half.float(), full, rtol=1e-3, atol=1e-3)
-    with pytest.raises(UserError, match="beyond what float16 holds; set feature_dtype=float32"):
+    with fails("not-finite", "feature_dtype"):
         maker_of(settings, extract=lambda images: images.flatten(1) * 1e6, image_size=20).tables(
             "val", [None]
         )

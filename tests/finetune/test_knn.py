@@ -18,6 +18,7 @@ from finetune.probe.features import Table
 from finetune.probe.knn import accuracies, answers, neighbours_of, unit_rows
 from pretrain.ranks.world import World
 from tests.conftest import Capture, Patch
+from tests.errors import printed_errors
 from tests.finetune.tiny import ALONE, CPU, Largest
 from tests.training import Run, finish
 
@@ -29,7 +30,7 @@ def table(count: int, *, seed: int) -> Table:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
     centres = torch.randn(CLASSES, 9, generator=torch.Generator().manual_seed(0))
-    return Table((centres[labels] + 1.5 * torch.randn(count, 9, generator=generator),), labels)
+    return Table(centres[labels] + 1.5 * torch.randn(count, 9, generator=generator), labels)
 
 
 def settings_of(**changes: Any) -> KnnSettings:
@@ -42,8 +43,8 @@ def settings_of(**changes: Any) -> KnnSettings:
 @pytest.mark.parametrize("chunk", [7, 23, 1000])
 def test_answers_are_scikit_learns(weights: Any, chunk: int) -> None:
     train, test = table(150, seed=1), table(80, seed=2)
-    (queries,) = unit_rows(torch.split(test.files[0], 1000), device=CPU)
-    parts = unit_rows(torch.split(train.files[0], chunk), device=CPU)
+    (queries,) = unit_rows(torch.split(test.values_ND, 1000), device=CPU)
+    parts = unit_rows(torch.split(train.values_ND, chunk), device=CPU)
     similarities, places = neighbours_of(queries, parts, count=max(COUNTS))
     found = answers(
         similarities,
@@ -58,9 +59,11 @@ def test_answers_are_scikit_learns(weights: Any, chunk: int) -> None:
     }
     for count in COUNTS:
         peer = KNeighborsClassifier(count, metric="cosine", weights=by_hand[weights])
-        peer.fit(train.files[0].double().numpy(), train.labels_N.numpy())
-        assert found[count].tolist() == peer.predict(test.files[0].double().numpy()).tolist(), count
-        distances, _ = peer.kneighbors(test.files[0].double().numpy())
+        peer.fit(train.values_ND.double().numpy(), train.labels_N.numpy())
+        assert found[count].tolist() == peer.predict(test.values_ND.double().numpy()).tolist(), (
+            count
+        )
+        distances, _ = peer.kneighbors(test.values_ND.double().numpy())
         np.testing.assert_allclose(1 - similarities[:, :count].numpy(), distances, atol=1e-5)
 
 
@@ -78,8 +81,8 @@ def test_ranks_and_chunks_change_nothing(monkeypatch: Patch) -> None:
     peer = KNeighborsClassifier(
         20, metric="cosine", weights=lambda distances: np.exp((1 - distances) / 0.07)
     )
-    peer.fit(train.files[0].numpy(), train.labels_N.numpy())
-    assert whole[20] == pytest.approx(peer.score(test.files[0].numpy(), test.labels_N.numpy()))
+    peer.fit(train.values_ND.numpy(), train.labels_N.numpy())
+    assert whole[20] == pytest.approx(peer.score(test.values_ND.numpy(), test.labels_N.numpy()))
     monkeypatch.setattr(knn_room, "block_sizes", Mock(return_value=(10, 7)))
     parts = [accuracies(train, test, world=World(rank, rank, 3), **shared) for rank in range(3)]  # type: ignore[arg-type]
     for count in COUNTS:
@@ -91,12 +94,12 @@ def test_of_rows_that_are_equally_near_the_first_ones_count_whatever_the_blocks(
     is a tie."""
     train, test = table(40, seed=1), table(90, seed=2)
     places = torch.from_numpy(np.random.default_rng(0).permutation(np.tile(np.arange(40), 4)))
-    (queries,) = unit_rows(torch.split(test.files[0], 1000), device=CPU)
-    by_row = unit_rows(torch.split(train.files[0], 1000), device=CPU)
+    (queries,) = unit_rows(torch.split(test.values_ND, 1000), device=CPU)
+    by_row = unit_rows(torch.split(train.values_ND, 1000), device=CPU)
     cosines = (queries @ next(by_row).T)[:, places].numpy()
     expected = np.argsort(-cosines.round(9), axis=1, kind="stable")[:, :30]
     for size in (1, 7, 33, 160):
-        parts = unit_rows(torch.split(train.files[0][places], size), device=CPU)
+        parts = unit_rows(torch.split(train.values_ND[places], size), device=CPU)
         similarities, rows = neighbours_of(queries, parts, count=30)
         np.testing.assert_array_equal(rows.numpy(), expected)
         np.testing.assert_allclose(
@@ -107,7 +110,7 @@ def test_of_rows_that_are_equally_near_the_first_ones_count_whatever_the_blocks(
 @pytest.mark.parametrize(("num_train", "num_test"), [(4000, 4), (300, 3000)])
 def test_no_table_and_no_product_is_larger_than_asked(num_train: int, num_test: int) -> None:
     train, test = (
-        Table((torch.randn(count, 512),), torch.zeros(count, dtype=torch.int64))
+        Table(torch.randn(count, 512), torch.zeros(count, dtype=torch.int64))
         for count in (num_train, num_test)
     )
     settings = settings_of(chunk_mb=1)
@@ -125,10 +128,7 @@ def test_the_command_judges_and_refuses(
         " {enabled: false}\n"
     )
     assert main(["knn", "knn.yaml"]) == 2
-    assert (
-        "neighbours: 200 is more than the 60 samples of 'train'; leave it out"
-        in capsys.readouterr().err
-    )
+    assert printed_errors(capsys.readouterr().err) == [("neighbours", "bad-value")]
     output = finish(
         Run(
             ["knn", "knn.yaml", "neighbours=[5, 60]", "weights=uniform"],

@@ -204,7 +204,7 @@ def blobs(count: int, *, seed: int, spread: float = 3.0) -> Table:
     values = (centres[labels] + torch.randn(count, FEATURES, generator=generator)) * torch.arange(
         1.0, 1 + FEATURES
     )
-    return Table((values + 5,), labels)
+    return Table(values + 5, labels)
 
 
 def standard_of(table: Table) -> Standard:

@@ -24,7 +24,7 @@ of a scatter.
 
 The kernels are torch's (MKL on a CPU, cuSPARSE on CUDA, not yet run there). Half precision is
 computed in fp32 inside. There are no second derivatives.
-"""
+"""  # noqa: E501 (a table)
 
 import warnings
 from collections.abc import Sequence
@@ -36,6 +36,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils.flop_counter import register_flop_formula
+
+from data_prep.errors import UserError
 
 if TYPE_CHECKING:  # half a second, which a training without init_gain need not spend
     from scipy.sparse import csr_matrix
@@ -98,8 +100,11 @@ class Connections:
         elif count and not 0 <= self.columns.min() <= self.columns.max() < self.num_inputs:
             fault = f"columns name inputs outside 0 ... {self.num_inputs - 1}"
         if fault is not None:
-            raise ValueError(
-                f"{prefix[:-1]}: {fault}; the weights are damaged, copy them again or use others"
+            raise UserError(
+                prefix[:-1],
+                f"the weights are damaged: {fault}",
+                "copy the weights again, or use others",
+                code="damaged",
             )
 
 
@@ -140,9 +145,11 @@ def _draw_places(size: int, *, density: float) -> Tensor:
 def _starts(counts: Tensor) -> Tensor:
     starts = pad(counts.cumsum(0), (1, 0))
     if starts[-1] > MOST_CONNECTIONS:
-        raise ValueError(
-            f"model.density: leaves {int(starts[-1])} connections in one layer, more than"
-            f" {MOST_CONNECTIONS}; take a smaller density or width"
+        raise UserError(
+            "model.density",
+            f"it leaves {int(starts[-1])} connections in one layer, more than {MOST_CONNECTIONS}",
+            "take a smaller density or width",
+            code="bad-value",
         )
     return starts.int()
 
@@ -162,7 +169,7 @@ def largest_singular_value(matrix: "csr_matrix") -> float:
 
 
 # ---- the product
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 with warnings.catch_warnings():  # once per process torch warns that compressed rows are in beta
@@ -271,7 +278,7 @@ def _sampled_flops(
 
 
 # ---- the layers
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 IN_MASKED, IN_SPARSE = ("weight", "mask"), ("values", "row_starts", "columns")

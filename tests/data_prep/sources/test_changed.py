@@ -3,7 +3,6 @@ been read: what was written may be a mixture.
 """
 
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +32,7 @@ from tests.data_prep.sources.layouts import (
     synset_tars,
     whole_tar,
 )
+from tests.errors import fails
 
 COUNTS = dict.fromkeys(SYNSETS, 2)
 Case = tuple[str, Callable[[Path], Path], str]
@@ -87,7 +87,7 @@ CASES: dict[str, Case] = {
     ),
     "cifar.tar.gz": (
         "cifar",
-        lambda root: test_cifar.archive(write_files(root, {"beside": b""}), "cifar-10-binary"),
+        lambda root: test_cifar.archive(write_files(root, {"beside": b""}), "cifar-10-python"),
         "",
     ),
     "stl10": (
@@ -242,10 +242,10 @@ def test_archives_with_a_stamp_need_no_second_listing_and_are_not_read_once_it_i
     entry = listed(source)[0]
     with open(path / file, "ab") as changed:
         changed.write(b"more")
-    with pytest.raises(
-        SourceError, match=f"{re.escape(entry.locator)}: the source has changed since it was listed"
-    ):
+    with fails("changed", "source"):
         source.read(entry)
     (path / file).unlink()
-    with pytest.raises(SourceError, match=r"^source\.path: .* (is not there|lacks|holds no)"):
+    with pytest.raises(
+        SourceError, match=r"^source\.path: .* (does not exist|is not there|lacks|holds no)"
+    ):
         source.read(entry)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.archives.files import sort_out
+from data_prep.archives.files import folders_and_files
 from data_prep.manifest import Manifest, load_manifest, load_paths
 from data_prep.sources import SourceError
 from data_prep.sources.synsets import find_synsets
@@ -177,7 +177,7 @@ def _link(_: bytes) -> bytes:
         (_link, "which is a link or device"),
         (
             lambda _: tar_of({}),
-            f"1 classes of this imagenet21k source hold no pictures ({SYNSETS[1]}.tar)",
+            f"1 classes of this imagenet21k source have no images ({SYNSETS[1]}.tar)",
         ),
     ],
 )
@@ -230,9 +230,10 @@ def test_a_folder_of_synset_tars_is_scanned_once_and_no_tar_is_opened_for_a_pict
 ) -> None:
     source, scanned, opened = FORMS["tars"](tmp_path), [], []
     monkeypatch.setattr(
-        "data_prep.sources.synsets.sort_out", lambda path: (scanned.append(path), sort_out(path))[1]
+        "data_prep.sources.synsets.folders_and_files",
+        lambda path: (scanned.append(path), folders_and_files(path))[1],
     )
-    monkeypatch.setattr("data_prep.archives.files.is_picture", opened.append)
+    monkeypatch.setattr("data_prep.archives.files.is_image", opened.append)
     (source / "LICENSE").write_text("free")
     assert len(find_synsets(source, "", split="train")) == len(SYNSETS)
     assert (scanned, opened) == ([source], [source / "LICENSE"])
@@ -269,7 +270,7 @@ def _whole_twice(path: Path, _: dict[str, int]) -> Path:
 
 
 TARS, FOLDERS, TAR = synset_tars, synset_folders, f"{SYNSETS[1]}.tar"
-NEITHER = "1 entries that are neither folders nor files of its own"
+NEITHER = "are neither folders nor files"
 
 
 @pytest.mark.parametrize(
@@ -288,12 +289,12 @@ NEITHER = "1 entries that are neither folders nor files of its own"
         (
             FOLDERS,
             lambda source: (source / SYNSETS[1]).symlink_to("."),
-            f"({SYNSETS[1]}: a link to a folder that it lies in)",
+            f"({SYNSETS[1]}: a link to a folder that contains it)",
         ),
         (
             FOLDERS,
             lambda source: (source / "picture").write_bytes(b"\xff\xd8\xff"),
-            "1 pictures lie in",
+            "1 images are in",
         ),
         (
             TARS,

@@ -230,9 +230,7 @@ def test_what_a_header_claims_is_counted_before_it_is_read(
     tracemalloc.start()
     with pytest.raises(
         SourceError,
-        match=(
-            r"bomb\.tar\.gz (unpacks to more than 1,048,576 bytes|is cut or damaged .*33,554,432)"
-        ),
+        match=(r"bomb\.tar\.gz (unpacks to more than 1,048,576 bytes|is damaged .*33,554,432)"),
     ):
         gzipped.read_members(path, {"header"})
     assert tracemalloc.get_traced_memory()[1] < 2 << 20

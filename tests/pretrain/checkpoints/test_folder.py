@@ -1,6 +1,7 @@
 """Folders of weights: what is saved is what is loaded, by us and by timm, and only whole."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
-from data_prep.errors import UserError
 from pretrain.checkpoints.card import CheckpointError, ModelCard, config_of, read_card
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import Snapshot, TrainerState, load_model, publish, save_folder
@@ -19,6 +19,7 @@ from pretrain.engine.step import EngineState
 from pretrain.models.build import build_model
 from pretrain.models.presets import spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
+from tests.errors import fails
 from tests.pretrain.checkpoints.tiny import card_of
 
 SPECS: list[AnySpec] = [
@@ -136,14 +137,10 @@ def test_what_does_not_fit_is_counted_and_named_in_the_order_of_the_model() -> N
         "head.bias": torch.zeros(()),
     }
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(UserError) as caught:
+    with fails("mismatch", "X") as caught:
         load_strictly(model, weights, source="X", label="B-2/Wi-4")
-    assert (
-        str(caught.value)
-        == "weights of X do not fit B-2/Wi-4: 4 missing (stem.bias, blocks.0.norm.bias,"
-        " blocks.1.norm.bias, ...), 1 unknown (a), 2 of another shape (stem.weight: 4x12, needed"
-        " 4x48, head.bias: a single number, needed 3)"
-    )
+    counts = re.findall(r"(\d+) (?:missing|unknown|of another shape)", caught.value.problem)
+    assert counts == ["4", "1", "2"]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -164,12 +161,10 @@ def test_a_sparse_model_takes_either_storage_and_any_number_of_connections(
         for name, tensor in given.state_dict().items()
         if not name.endswith(("1.linear.weight", "1.linear.values"))
     }
-    with pytest.raises(
-        UserError, match=r"do not fit MODEL: 1 missing \(blocks.1.linear.(weight|values)\)$"
-    ):
+    with fails("mismatch", "FILE"):
         load_strictly(model, short, source="FILE", label="MODEL")
     other = given.state_dict() | {"blocks.0.linear.row_starts": torch.zeros(9, dtype=torch.int32)}
-    with pytest.raises(UserError, match=r"blocks.0.linear.row_starts"):
+    with fails("mismatch", "FILE"):
         load_strictly(model, other, source="FILE", label="MODEL")
 
 
@@ -178,12 +173,10 @@ def test_weights_that_are_not_numbers_are_neither_loaded_nor_saved(tmp_path: Pat
     weights = random_weights(card)
     weights["head.bias"][1] = torch.inf
     model = build_model(card.model, num_classes=3, image_size=16)
-    with pytest.raises(
-        UserError, match=r"of X hold NaN or infinite numbers in 1 of 22 tensors \(head.bias\)"
-    ):
+    with fails("not-finite", "X"):
         load_strictly(model, weights, source="X", label="")
-    with pytest.raises(UserError, match="hold NaN"):
+    with fails("not-finite", str(tmp_path / "folder")):
         save_folder(tmp_path / "folder", card=card, weights=weights)
-    with pytest.raises(UserError, match=r"do not fit B-2/Wi-12: 22 missing"):
+    with fails("mismatch", str(tmp_path / "folder")):
         save_folder(tmp_path / "folder", card=card, weights={})
     assert list(tmp_path.iterdir()) == []

@@ -254,8 +254,8 @@ def test_a_directory_is_of_what_its_record_says(
         is_begun(out, {}, record="evaluation.json", what="an evaluation")
 
 
-def test_a_checkpoint_that_is_in_the_mirror_alone_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("checkpoint: {mirror: 's3://bucket/run'}\n")
+def test_a_checkpoint_that_is_in_the_remote_alone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("checkpoint: {remote: 's3://bucket/run'}\n")
     with pytest.raises(
         SettingsError,
         match=r"copy it from s3://bucket/run/checkpoints/step-00000005 if it is there, or add",

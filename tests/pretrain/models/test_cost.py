@@ -30,6 +30,7 @@ from pretrain.models.spec import (
     StructuredMlpSpec,
     TimmSpec,
 )
+from tests.errors import fails
 
 KNOWN = {  # name: (parameters, multiply-adds), with the preset's own classes and image size
     "mlp_b6_wi256": (6_559_464, 6_547_456),
@@ -380,15 +381,12 @@ def test_models_without_such_sizes_have_none() -> None:
 
 def test_impossible_sizes_are_named() -> None:
     assert tokens_for(8256, num_channels=128) == 1
-    with pytest.raises(
-        ValueError, match=r"omega: 100 is too small for num_channels 128 .* give 8256 or more"
-    ):
+    with fails("bad-value", "omega") as caught:
         tokens_for(100, num_channels=128)
-    with pytest.raises(
-        ValueError, match=r"num_channels: 0 will not do; give a number greater than 0"
-    ):
+    assert "8256" in caught.value.fix
+    with fails("bad-value", "num_channels"):
         tokens_for(100, num_channels=0)
-    with pytest.raises(ValueError, match=r"density: nan"):
+    with fails("bad-value", "density"):
         sparse_width(100, density=float("nan"))
 
 

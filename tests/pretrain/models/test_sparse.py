@@ -27,6 +27,7 @@ from pretrain.models.layers.sparse import (
 )
 from pretrain.models.spec import SparseMlpSpec
 from pretrain.optim import build_optimizer
+from tests.errors import fails
 
 FIELDS = {"kind": "sw_mlp", "patch_size": 4, "num_channels": 5, "depth": 2, "density": 0.3}
 BOTH = pytest.mark.parametrize("storage", ["masked", "sparse"])
@@ -270,13 +271,10 @@ def test_a_pattern_that_comes_alone_leaves_the_weights(storage: str) -> None:
 
 @BOTH
 def test_a_damaged_pattern_is_refused(storage: str) -> None:
-    for name, value, words in (
-        ("columns", 99, "outside 0 ... 19"),
-        ("row_starts", -1, "do not rise"),
-    ):
+    for name, value in (("columns", 99), ("row_starts", -1)):
         weights = tiny(storage="sparse").state_dict()
         weights[f"blocks.1.linear.{name}"][1] = value
-        with pytest.raises(ValueError, match=f"blocks.1.linear: .*{words}"):
+        with fails("damaged", "blocks.1.linear"):
             tiny(storage=storage).load_state_dict(weights)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
 from pretrain.models.presets import PRESETS
+from tests.errors import fails
 
 TINY = {"num_channels": 12, "depth": 3}
 
@@ -39,8 +40,8 @@ def test_a_model_is_made_for_other_classes_and_images_and_with_other_fields() ->
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("mlp_b6_wi256", {"in_chans": 1}, "in_chans: 1 will not do"),
-        ("mlp_b6_wi256", {"img_size": (16, 32)}, "img_size: 16 x 32 will not do"),
+        ("mlp_b6_wi256", {"in_chans": 1}, "in_chans: "),
+        ("mlp_b6_wi256", {"img_size": (16, 32)}, "img_size: "),
         ("mlp_b6_wi256", {"dpth": 3}, "model.dpth: unknown key; did you mean 'depth'"),
         ("mixer_ss_w", {"img_size": 30}, "model.patch_size: 4 does not divide image size 30"),
     ],
@@ -73,7 +74,7 @@ def test_intermediates_are_what_hooks_see_and_lie_as_the_patches_lie() -> None:
         images(), indices=[1], output_fmt="NLC", intermediates_only=True
     )
     assert torch.equal(rows, maps[1].flatten(2).transpose(1, 2))
-    with pytest.raises(ValueError, match="there are 3 blocks"):
+    with fails("bad-value", "indices"):
         model.forward_intermediates(images(), indices=[3])
 
 

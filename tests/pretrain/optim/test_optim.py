@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from pretrain.config import OptimizerSettings, ScheduleSettings, parse_length
 from pretrain.models.build import build, build_model
 from pretrain.models.spec import MlpSpec
-from pretrain.optim import Lamb, Lion, build_optimizer, lion, parameter_groups, set_lr
+from pretrain.optim import Lion, build_optimizer, lion, parameter_groups, set_lr
 from pretrain.optim.schedule import Schedule
 
 SHAPES = [(7, 5), (3,), (600, 1100), (0, 4)]
@@ -239,35 +239,6 @@ def test_adamw_is_its_formula_beside_a_plain_shrinking() -> None:
         optimizer.step()
         value = [v * (1 - 0.1 * 0.5) - 0.1 * d for v, d in zip(value, direction, strict=True)]
         assert holder.matrix.flatten().tolist() == pytest.approx(value, rel=1e-5)
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_lamb_is_its_formula_and_scales_matrices_alone(decay: float) -> None:
-    holder = one_matrix(1.0, -2.0)
-    holder.bias = nn.Parameter(torch.tensor([0.5, 0.25]))
-    optimizer = build_optimizer(
-        holder, OptimizerSettings(name="lamb", lr=0.1, weight_decay=decay, betas=(0.8, 0.95))
-    )
-    matrix, bias = [1.0, -2.0], [0.5, 0.25]
-    for gradient, direction in zip(
-        GRADIENTS, adams_directions(list(GRADIENTS), beta1=0.8, beta2=0.95, eps=1e-6), strict=True
-    ):
-        holder.matrix.grad, holder.bias.grad = torch.tensor([gradient]), torch.tensor(gradient)
-        optimizer.step()
-        whole = [d + decay * w for d, w in zip(direction, matrix, strict=True)]
-        ratio = math.hypot(*matrix) / math.hypot(*whole)
-        matrix = [w - 0.1 * ratio * d for w, d in zip(matrix, whole, strict=True)]
-        bias = [w - 0.1 * d for w, d in zip(bias, direction, strict=True)]
-        assert holder.matrix.flatten().tolist() == pytest.approx(matrix, rel=1e-5)
-        assert holder.bias.tolist() == pytest.approx(bias, rel=1e-5)
-
-
-def test_lamb_takes_the_whole_step_where_a_norm_is_zero() -> None:
-    fresh, settled = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
-    optimizer = Lamb([fresh, settled], lr=0.1)
-    fresh.grad, settled.grad = torch.ones(3), torch.zeros(3)
-    optimizer.step()
-    assert fresh.tolist() == pytest.approx([-0.1] * 3) and settled.tolist() == [1.0] * 3
 
 
 def test_groups_decay_matrices_alone_and_scale_the_head() -> None:

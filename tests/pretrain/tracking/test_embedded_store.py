@@ -1,7 +1,6 @@
 """The SQLite store: one whole file whoever starts together, left alone where it is not whole, made
 anew from the journals."""
 
-import errno
 import multiprocessing
 import os
 import re
@@ -12,16 +11,16 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from mlflow import MlflowClient
 
-from data_prep.errors import UserError
 from pretrain.tracking import store
 from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
-from pretrain.tracking.store import EmbeddedStore, Store
+from pretrain.tracking.queue import Queue, database_path
+from pretrain.tracking.store import open_database
 from pretrain.tracking.tracker import Journal, RunIdentity
+from tests.errors import fails
 
 NUM_POINTS = 30
 FORK = multiprocessing.get_context("fork")
@@ -98,6 +97,7 @@ def test_runs_that_start_together_have_one_whole_store(tmp_path: Path) -> None:
     assert sync_apart(*run_dirs) == [0, 0]
     assert sorted(runs_in(tmp_path / "mlflow.db")) == ["ext0", "ext1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".mlflow.db.queue",
         "ext0",
         "ext1",
         "mlartifacts",
@@ -106,8 +106,8 @@ def test_runs_that_start_together_have_one_whole_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quickly")
-def test_of_eight_deliverers_one_writes_at_a_time_and_no_point_is_lost(tmp_path: Path) -> None:
-    """As while a sweep trains: none is told of a lock, nobody meets another in the file."""
+def test_one_of_eight_deliverers_delivers_all_runs(tmp_path: Path) -> None:
+    """As while a sweep trains: one process writes at a time, and no metric is lost."""
     run_dirs = [tmp_path / f"run{number}" for number in range(8)]
     for run_dir in run_dirs:
         write_run(run_dir)
@@ -116,12 +116,12 @@ def test_of_eight_deliverers_one_writes_at_a_time_and_no_point_is_lost(tmp_path:
     def deliver(run_dir: Path) -> None:
         send = Delivery._send
 
-        def alone(self: Delivery, events: list[dict[str, Any]]) -> None:
-            inside.mkdir()  # fails where another is at it
+        def send_alone(self: Delivery, events: list[dict[str, Any]]) -> None:
+            inside.mkdir()  # fails if another process is sending
             send(self, events)
             inside.rmdir()
 
-        Delivery._send = alone  # type: ignore[method-assign]
+        Delivery._send = send_alone  # type: ignore[method-assign]
         reader, writer = os.pipe()
         os.close(writer)  # the trainer has ended
         assert deliver_while_training(run_dir, open(reader, "rb"), close_timeout_s=300) == 0
@@ -133,6 +133,21 @@ def test_of_eight_deliverers_one_writes_at_a_time_and_no_point_is_lost(tmp_path:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 8
     assert sorted(runs_in(tmp_path / "mlflow.db")) == sorted(path.name for path in run_dirs)
+    assert Queue(f"sqlite:///{tmp_path}/mlflow.db", tmp_path).runs() == {}
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_run_whose_deliverer_was_killed_is_delivered_by_another(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        write_run(tmp_path / name)
+    identity = RunIdentity.read(tmp_path / "first")
+    queue = Queue(identity.uri, tmp_path / "first")
+    queue.add(identity.run_key, tmp_path / "first")  # as far as its deliverer came
+    reader, writer = os.pipe()
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        assert deliver_while_training(tmp_path / "second", pipe, close_timeout_s=300) == 0
+    assert sorted(runs_in(tmp_path / "mlflow.db")) == ["first", "second"]
 
 
 @pytest.mark.usefixtures("quickly")
@@ -147,57 +162,18 @@ def test_a_damaged_store_is_made_anew_from_the_journals_by_the_remedy_that_is_gi
     assert sync_apart(parent, child) == [0, 0]
     with open(store, "r+b") as file:
         file.truncate(4096 * 3)
-    (tmp_path / "mlflow.db-journal").write_bytes(b"of the old one")
-    with pytest.raises(UserError, match=r"damaged|never finished") as told:
+    with fails("damaged", str(store)) as told:
         sync(child)
-    remedy = re.search(r"mkdir .* && mv [^;]*", str(told.value))
+    remedy = re.search(r"[mM]kdir .* && mv [^;]*", str(told.value))
     assert remedy is not None and "\n" not in str(told.value)
-    subprocess.run(remedy[0], shell=True, check=True)
+    subprocess.run(remedy[0].lower()[:1] + remedy[0][1:], shell=True, check=True)
     assert sync_apart(child) == [0] and sync_apart(parent) == [0]
     runs = runs_in(store)
     assert sorted(runs) == ["child", "parent"]
     assert runs["child"].data.tags["mlflow.parentRunId"] == runs["parent"].info.run_id
 
 
-def test_a_store_that_is_moved_away_meanwhile_gets_nothing_more(
-    new_store: Path, tmp_path: Path
-) -> None:
-    shutil.copy(new_store, tmp_path / "mlflow.db")
-    write_run(tmp_path / "run")
-    delivery = Delivery(tmp_path / "run")
-    delivery.deliver()
-    offset = delivery.offset
-    os.rename(tmp_path / "mlflow.db", tmp_path / "elsewhere.db")
-    write_run(tmp_path / "run")
-    with pytest.raises(UserError, match="moved or removed"):
-        delivery.deliver()
-    assert delivery.offset == offset and not (tmp_path / "mlflow.db").exists()
-
-
-def test_an_experiment_that_another_process_makes_meanwhile_is_used(
-    new_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(new_store, tmp_path / "mlflow.db")
-    first, second = (
-        RunIdentity.of(tmp_path / name, experiment="tests", uri=None)
-        for name in ("first", "second")
-    )
-    Store(first.uri).open_run(first)
-    real, asked = MlflowClient.get_experiment_by_name, list[str]()
-
-    def not_yet(client: MlflowClient, name: str) -> Any:
-        asked.append(name)
-        return real(client, name) if len(asked) > 1 else None
-
-    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", not_yet)
-    Store(second.uri).open_run(second)
-    client = MlflowClient(tracking_uri=second.uri)
-    experiments = [each.experiment_id for each in client.search_experiments()]
-    assert len(client.search_runs(experiments)) == 2 and len(asked) == 2
-
-
-# ---- without mlflow
-# ---------------------------------------------------------------------------------------------------
+# ---- databases that MLflow did not make
 
 
 def database(
@@ -211,129 +187,42 @@ def database(
         connection.commit()
 
 
-@pytest.fixture
-def makes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The stores that are made, in no time, of a schema of ours."""
-    made = list[Path]()
-
-    def make(path: Path, *, files: Path) -> None:
-        made.append(path)
-        database(path)
-
-    monkeypatch.setattr(store, "make_database", make)
-    monkeypatch.setattr(store, "schema_revisions", lambda: ["two", "one"])
-    return made
-
-
-@pytest.mark.parametrize("has_links", [True, False])
-def test_of_two_that_make_a_store_at_once_the_first_has_made_that_of_both(
-    tmp_path: Path, makes: list[Path], monkeypatch: pytest.MonkeyPatch, has_links: bool
-) -> None:
-    """No lock keeps them apart: they may be on two nodes of which neither sees the other's."""
-    path, make, published = tmp_path / "mlflow.db", store.make_database, list[os.stat_result]()
-
-    def make_slowly(aside: Path, *, files: Path) -> None:
-        monkeypatch.setattr(store, "make_database", make)
-        EmbeddedStore(path).open()
-        published.append(path.stat())
-        make(aside, files=files)
-
-    monkeypatch.setattr(store, "make_database", make_slowly)
-    if not has_links:
-        monkeypatch.setattr(store.os, "link", Mock(side_effect=PermissionError("no links here")))
-    EmbeddedStore(path).open()
-    assert [(each.st_ino, each.st_mtime_ns) for each in published] == [
-        (path.stat().st_ino, path.stat().st_mtime_ns)
-    ]
-    assert len(makes) == 2 and sorted(path.name for path in tmp_path.iterdir()) == [
-        "mlartifacts",
-        "mlflow.db",
-    ]
-
-
-def test_who_dies_while_making_a_store_leaves_none(
+def test_a_process_that_dies_while_making_a_database_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(path: Path, *, files: Path) -> None:
-        database(path, tables=("_alembic_tmp_experiments",))
+        database(path)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(store, "make_database", die)
     with pytest.raises(KeyboardInterrupt):
-        EmbeddedStore(tmp_path / "mlflow.db").open()
+        open_database(tmp_path / "mlflow.db")
     assert [path.name for path in tmp_path.iterdir()] == ["mlartifacts"]
 
 
-@pytest.mark.usefixtures("makes")
-@pytest.mark.parametrize("has_links", [True, False])
-def test_a_disk_that_fills_up_leaves_no_part_of_a_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
-) -> None:
-    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(store.os, "link", Mock(side_effect=PermissionError("no links here")))
-    monkeypatch.setattr(*((store, "sync") if has_links else (store.os, "fsync")), full)
-    with pytest.raises(OSError, match="No space left"):
-        EmbeddedStore(tmp_path / "mlflow.db").open()
-    assert [path.name for path in tmp_path.iterdir()] == ["mlartifacts"]
-
-
-@pytest.mark.usefixtures("makes")
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    "spoil",
     [
-        (
-            lambda path: database(path, tables=("runs", "_alembic_tmp_experiments")),
-            "never finished: mkdir",
-        ),
-        (lambda path: database(path, revision=None), "never finished: mkdir"),
-        (lambda path: path.touch(), "never finished: mkdir"),
-        (
-            lambda path: path.write_bytes(b"no database at all, but something else" * 99),
-            "damaged .*mkdir",
-        ),
-        (
-            lambda path: sqlite3.connect(path).execute("create table other (x)").connection.close(),
-            "no store of MLflow",
-        ),
-        (lambda path: database(path, revision="three"), "newer MLflow"),
-        (lambda path: database(path, revision="one"), "mlflow db upgrade sqlite:///"),
-        (lambda path: path.mkdir(), "cannot be read"),
+        lambda path: database(path, revision=None),
+        lambda path: path.touch(),
+        lambda path: path.write_bytes(b"no database at all, but something else" * 99),
+        lambda path: sqlite3.connect(path).execute("create table other (x)").connection.close(),
+        lambda path: database(path, revision="another"),
+        lambda path: path.mkdir(),
     ],
 )
-def test_what_is_no_whole_store_of_this_schema_is_named_and_left_alone(
-    tmp_path: Path, spoil: Callable[[Path], object], words: str
+def test_an_unusable_database_is_named_and_left_alone(
+    tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
     path = tmp_path / "mlflow.db"
     spoil(path)
     before = path.read_bytes() if path.is_file() else None
-    with pytest.raises(UserError, match=words) as told:
-        EmbeddedStore(path).open()
-    assert "\n" not in str(told.value) and (path.read_bytes() if path.is_file() else None) == before
-
-
-def test_a_locked_store_is_said_to_be_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "LOCKED_S", 0.0)
-    path = tmp_path / "mlflow.db"
-    database(path)
-    with closing(sqlite3.connect(path)) as writer:
-        writer.execute("begin exclusive")
-        with pytest.raises(UserError, match=r"database is locked.*try again"):
-            EmbeddedStore(path).open()
-
-
-def test_what_a_store_that_is_gone_has_left_is_not_rolled_back_into_a_new_one(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "mlflow.db-journal").touch()
-    with pytest.raises(UserError, match=r"mlflow\.db-journal.*move it away"):
-        EmbeddedStore(tmp_path / "mlflow.db").open()
+    with fails("damaged", str(path)):
+        open_database(path)
+    assert (path.read_bytes() if path.is_file() else None) == before
 
 
 def test_only_a_file_is_embedded() -> None:
-    assert [
-        EmbeddedStore.of(uri) is None for uri in ("http://host", "sqlite://", "sqlite:///:memory:")
-    ] == [True] * 3
-    found = EmbeddedStore.of("sqlite:////a/b.db?timeout=3")
-    assert found is not None and found.path == Path("/a/b.db")
+    for uri in ("http://host", "sqlite://", "sqlite:///:memory:"):
+        assert database_path(uri) is None
+    assert database_path("sqlite:////a/b.db?timeout=3") == Path("/a/b.db")

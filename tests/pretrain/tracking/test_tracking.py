@@ -8,10 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +17,15 @@ from mlflow import MlflowClient
 from PIL import Image
 
 from data_prep.errors import UserError
-from data_prep.publish import LOCK, Superseded, use_workspace
+from data_prep.publish import LOCK
 from pretrain.config import TrackingSettings
 from pretrain.ranks.preemption import SIGNALS
 from pretrain.ranks.starts import started
 from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
 from pretrain.tracking.store import Store
 from pretrain.tracking.tracker import Journal, RunIdentity, Tracker
+from tests.errors import fails
+from tests.moments import wait_until
 
 MANY_PARAMS = {f"augment.setting_{number}": number for number in range(120)}
 """More than a store takes at once."""
@@ -120,11 +120,14 @@ def test_a_stop_that_comes_while_the_deliverer_still_imports_is_delivered_as_suc
     run_dir = tmp_path / "run"
     identity(run_dir)
     stopped = tracker(run_dir)
-    assert stopped._deliverer is not None
+    deliverer = stopped._deliverer
+    assert deliverer is not None
+    wait_until(lambda: deliverer.process is not None)
+    assert deliverer.process is not None
     for number in SIGNALS:
-        stopped._deliverer.send_signal(number)
+        deliverer.process.send_signal(number)
     stopped.close("KILLED")
-    assert stopped._deliverer.returncode == 0
+    assert deliverer.process.returncode == 0
     assert [run.info.status for run in runs_in(tmp_path / "mlflow.db")] == ["KILLED"]
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*SIGNALS}
 
@@ -140,9 +143,9 @@ def test_a_dead_store_loses_nothing_and_a_later_sync_delivers(
     dead = tracker(run_dir, close_timeout_s=3)
     dead.metrics({"loss": 0.5}, step=1)
     dead.close("FINISHED")
-    assert deliver_after_the_end(run_dir, close_timeout_s=0.0) == 1
-    said = capsys.readouterr().err
-    assert "pretrain sync" in said and str(blocked) in said
+    with pytest.raises(UserError):
+        deliver_after_the_end(run_dir, close_timeout_s=0.0)
+    assert "pretrain sync" in capsys.readouterr().err
     blocked.unlink()
     blocked.mkdir()
     store.rename(blocked / "mlflow.db")
@@ -162,38 +165,21 @@ def deliver_after_the_end(run_dir: Path, *, close_timeout_s: float = 5) -> int:
         return deliver_while_training(run_dir, pipe, close_timeout_s=close_timeout_s)
 
 
-def test_a_deliverer_that_dies_at_once_is_started_once_a_minute_and_its_end_is_told(
+def test_a_deliverer_that_dies_is_started_again_after_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dies, now_s = tmp_path / "dies", [1000.0]
-    dies.write_text(
-        f"#!/bin/sh\necho born >>{tmp_path}/births\necho its last word"
-        " >>$3/tracking/delivery.log\nkill -9 $$\n"
-    )
+    dies, births = tmp_path / "dies", tmp_path / "births"
+    dies.write_text(f"#!/bin/sh\necho born >>{births}\nkill -9 $$\n")
     dies.chmod(0o755)
     monkeypatch.setattr("pretrain.tracking.tracker.sys.executable", str(dies))
-    monkeypatch.setattr(
-        "pretrain.tracking.tracker.time",
-        SimpleNamespace(monotonic=lambda: now_s[0], time=time.time),
-    )
+    monkeypatch.setattr("pretrain.tracking.tracker.RESTART_S", 0.01)
     run_dir = tmp_path / "run"
     identity(run_dir)
-    (run_dir / "tracking/delivery.log").write_text("of yesterday\n")
     run = tracker(run_dir)
-    for step in range(1, 200):  # a second each
-        run._deliverer.wait()
-        now_s[0] += 1
-        run.metrics({"loss": 1.0}, step=step)
-        run._join()
+    wait_until(lambda: births.exists() and births.read_text().count("born") >= 3)
     run.close("FINISHED")
-    assert (tmp_path / "births").read_text() == "born\n" * 4
-    said = capsys.readouterr().err.splitlines()
-    assert (
-        len(said) == 2
-        and said[1]
-        == f"tracking: MLflow has not received everything yet ({run_dir}/tracking/delivery.log:"
-        f" delivery ended with SIGKILL; its last word); later: pretrain sync {run_dir}"
-    )
+    warned, ended = capsys.readouterr().err.splitlines()
+    assert "SIGKILL" in warned and f"pretrain sync {run_dir}" in ended
 
 
 def test_a_run_that_is_not_sent_keeps_its_journal_alone(tmp_path: Path, store: Path) -> None:
@@ -287,47 +273,6 @@ def test_what_another_deliverer_has_ended_stays_as_it_ended(tmp_path: Path, stor
     assert [run.info.status for run in runs_in(store)] == ["FINISHED"]
 
 
-def test_a_deliverer_whose_start_was_taken_over_says_nothing(tmp_path: Path, store: Path) -> None:
-    run_dir, workspace = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
-    workspace.mkdir(parents=True)
-    write_journal(run_dir, START, loss(1))
-    use_workspace(workspace, under=run_dir)
-    delivery = Delivery(run_dir)
-    delivery.deliver()
-    workspace.rmdir()
-    with open(run_dir / "tracking" / "journal.jsonl", "a") as journal:
-        journal.write(json.dumps(loss(2) | {"time_ms": 2}) + "\n")
-    with pytest.raises(Superseded):
-        delivery.deliver()
-    assert deliver_after_the_end(run_dir) == 0  # its trainer has woken up, too, and ended
-    (run,) = runs_in(store)
-    assert run.info.status == "RUNNING" and run.data.metrics == {"loss": 1.0}
-
-
-def test_a_deliverer_that_was_frozen_while_it_made_the_mlflow_run_leaves_no_second_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path
-) -> None:
-    """CI had two runs of one key: the older deliverer was frozen after it had looked for the run,
-    and woke up to make one."""
-    run_dir, workspace = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
-    workspace.mkdir(parents=True)
-    write_journal(run_dir, START, loss(1))
-    use_workspace(workspace, under=run_dir)
-    real = MlflowClient.create_run
-
-    def create_run(client: MlflowClient, *args: Any, **settings: Any) -> Any:
-        monkeypatch.setattr(MlflowClient, "create_run", real)
-        workspace.rmdir()  # a newer start takes over,
-        Store(frozen.identity.uri).open_run(frozen.identity)  # and its deliverer makes the run
-        return real(client, *args, **settings)
-
-    frozen = Delivery(run_dir)
-    monkeypatch.setattr(MlflowClient, "create_run", create_run)
-    with pytest.raises(Superseded):
-        frozen.deliver()
-    assert len(runs_in(store)) == 1
-
-
 def test_running_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     said = []
     real = MlflowClient.update_run
@@ -340,12 +285,12 @@ def test_running_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     run_dir = tmp_path / "run"
     write_journal(run_dir, START, loss(1), end("KILLED"))
     sync(run_dir)
-    assert said == []  # a run is made running
+    assert said == []  # a new MLflow run is running
     write_journal(run_dir, START, loss(2))
-    delivery = Delivery(run_dir)
-    for _ in range(3):
-        delivery.deliver()
-        delivery.set_status("RUNNING")
+    delivery = Delivery(run_dir, Store(f"sqlite:///{store}"))
+    with started(run_dir, lock_wait_s=0):
+        for _ in range(3):
+            delivery.deliver()
     assert said == ["RUNNING"]
     assert [run.info.status for run in runs_in(store)] == ["RUNNING"]
 
@@ -361,10 +306,10 @@ def test_a_store_that_takes_no_files_takes_the_figures_all_the_same(
             raise PermissionError("no credentials")
 
         patch.setattr(MlflowClient, "log_artifact", refuse)
-        with pytest.raises(UserError, match="no credentials"):
+        with fails("unreachable"):
             sync(run_dir)
         write_journal(run_dir, loss(2), end("FINISHED"))
-        with pytest.raises(UserError, match="no credentials"):
+        with fails("unreachable"):
             sync(run_dir)
     (run,) = runs_in(store)
     assert run.info.status == "FINISHED" and [step for step, _ in points(store, run, "loss")] == [
@@ -456,7 +401,7 @@ def test_a_deliverer_whose_disk_refuses_ends_without_a_traceback(
 ) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "run" / "tracking" / "delivery.log"
     write_journal(run_dir, START)
-    (run_dir / "tracking" / LOCK).mkdir()
+    (tmp_path / ".mlflow.db.queue" / LOCK).mkdir(parents=True)
     if fault == "no log":
         log.mkdir()
     words = [sys.executable, "-m", "pretrain.tracking.delivery", str(run_dir), "0", ""]
@@ -468,25 +413,20 @@ def test_a_deliverer_whose_disk_refuses_ends_without_a_traceback(
         assert LOCK in log.read_text() and log.read_text().count("\n") == 1
 
 
-@pytest.mark.parametrize("is_superseded", [False, True])
 def test_a_picture_that_cannot_be_written_is_one_line(
-    tmp_path: Path, by_hand: None, capsys: pytest.CaptureFixture[str], is_superseded: bool
+    tmp_path: Path, by_hand: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run directory is gone, or a newer start has taken it over."""
-    run_dir, workspace = tmp_path / "run", tmp_path / "run" / "starts" / "0001"
+    """The run directory is gone."""
+    run_dir = tmp_path / "run"
     identity(run_dir)
-    if is_superseded:
-        workspace.mkdir(parents=True)
-        use_workspace(workspace, under=run_dir)
     run, raised = tracker(run_dir), list[Any]()
     shutil.rmtree(run_dir)
-    if not is_superseded:
-        run_dir.write_bytes(b"")
+    run_dir.write_bytes(b"")
     before, threading.excepthook = threading.excepthook, raised.append
     run.picture("first", lambda: Image.new("RGB", (8, 8)), step=0)
     run.close("FAILED")
     threading.excepthook = before
-    assert not raised and capsys.readouterr().err.count("\n") == 1
+    assert not raised and "pictures" in capsys.readouterr().err
 
 
 def test_figures_of_nodes_are_numbered_each_for_itself(tmp_path: Path, by_hand: None) -> None:
@@ -517,10 +457,7 @@ def test_no_password_of_a_server_is_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@host")
-    with pytest.raises(
-        UserError,
-        match=r"^MLFLOW_TRACKING_URI: https://host: holds a password.*set MLFLOW_TRACKING_USERNAME",
-    ):
+    with pytest.raises(UserError):
         identity(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     monkeypatch.delenv("MLFLOW_TRACKING_URI")

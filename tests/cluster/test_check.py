@@ -1,5 +1,4 @@
-"""The doctor against stand-ins of SLURM's commands: what it concludes from their answers, and that
-it never submits."""
+"""`cluster/submit --check` against stand-ins of SLURM's commands; it never submits."""
 
 import os
 import shutil
@@ -7,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.doctor import (
+from cluster.check import (
     check_job,
     check_locks,
     check_python,
     check_slurm,
-    judge_time_limit,
+    check_time_limit,
     main,
-    minutes_of,
+    read_minutes,
 )
 from cluster.slurm import Submission, read_submission
 from tests.cluster.checkouts import run, stand_in
@@ -70,12 +69,12 @@ def test_file_systems_with_node_local_locks_are_reported(
         f"proc /proc proc rw 0 0\n/dev/a / ext4 rw,nolock 0 0\n/dev/c {tmp_path} ext4 rw 0 0\nx"
         f" {place} x {options} 0 0\n"
     )
-    monkeypatch.setattr("cluster.doctor.MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr("cluster.check.MOUNTS", tmp_path / "mounts")
     monkeypatch.chdir(tmp_path / "a folder")
     words = ["cluster/pretrain.slurm", MLP, f"run_dir={tmp_path}/a folder/named/x"]
-    found = check_locks(read_submission(words), {})
+    found = [*check_locks(read_submission(words), {})]
     assert [each.verdict for each in found] == ["warning"] * warned
-    assert all(f"{tmp_path}/a folder{point} is mounted with" in each.found for each in found)
+    assert all(f"{tmp_path}/a folder{point} is mounted with" in each.text for each in found)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +82,11 @@ def test_file_systems_with_node_local_locks_are_reported(
     [
         ([], "submission", "ok", "would take every job script", ""),
         (["cluster/pretrain.slurm", MLP], "submission", "ok", "on nodes n1 in partition low", ""),
-        ([], "time limit", "warning", "lasts 30 min", "up to 2 d"),
-        (["-t", "3-0"], "time limit", "FAULT", "lasts 3 d", "at most 2 d"),
-        (["--time=8"], "time limit", "FAULT", "lasts 8 min", "5 min before"),
-        (["-t6:00:00"], "time limit", "ok", "lasts 6 h, saves 5 min before", ""),
-        (["--time=12h"], "time limit", "FAULT", "12h is no time", "hours:minutes:seconds"),
+        ([], "time limit", "warning", ": 30 min for each attempt", "up to 2 d"),
+        (["-t", "3-0"], "time limit", "FAULT", ": 3 d for", "at most 2 d"),
+        (["--time=8"], "time limit", "FAULT", ": 8 min for", "5 min before"),
+        (["-t6:00:00"], "time limit", "ok", ": 6 h for", ""),
+        (["--time=12h"], "time limit", "FAULT", "12h is not a time", "hours:minutes:seconds"),
         (
             ["-p", "nowhere", "cluster/probe.slurm"],
             "submission",
@@ -96,7 +95,7 @@ def test_file_systems_with_node_local_locks_are_reported(
             "SBATCH_PARTITION",
         ),
         (["--partition=high"], "partition", "FAULT", "high is DRAIN", "another partition"),
-        (["--partition=high"], "time limit", "ok", "high has none", ""),
+        (["--partition=high"], "time limit", "ok", "high: no limit for", ""),
         (
             ["cluster/pretrian.slurm"],
             "submission",
@@ -112,7 +111,7 @@ def test_what_is_concluded_from_slurms_answers(
     (finding,) = [
         each for each in check_slurm(read_submission(words), os.environ) if each.check == check
     ]
-    assert finding.verdict == verdict and found in finding.found and remedy in finding.remedy
+    assert finding.verdict == verdict and found in finding.text and remedy in finding.fix
     assert (
         all("--test-only" in line for line in Path("calls").read_text().splitlines() if line)
         if Path("calls").exists()
@@ -127,15 +126,15 @@ def test_without_slurm_there_is_one_clear_line(
     (down,) = check_slurm(Submission(), os.environ)
     assert (
         down.verdict == "FAULT"
-        and "does not answer" in down.found
-        and "unable to contact" in down.found
+        and "does not answer" in down.text
+        and "unable to contact" in down.text
     )
     monkeypatch.setenv("PATH", "/nowhere")
     (finding,) = check_slurm(Submission(), os.environ)
     assert (
         finding.verdict == "FAULT"
-        and "no sbatch, srun" in finding.found
-        and "make study" in finding.remedy
+        and "sbatch, srun" in finding.text
+        and "wide-mlps run" in finding.fix
     )
 
 
@@ -152,25 +151,25 @@ def test_without_slurm_there_is_one_clear_line(
     ],
 )
 def test_durations_are_read_as_slurm_reads_them(text: str, minutes: float | None) -> None:
-    assert minutes_of(text) == minutes
-    assert judge_time_limit("p", {"MaxTime": "UNLIMITED"}, asked=None).verdict == "ok"
+    assert read_minutes(text) == minutes
+    assert check_time_limit("p", {"MaxTime": "UNLIMITED"}, asked=None).verdict == "ok"
 
 
 @pytest.mark.parametrize(
     ("made", "environment", "verdict", "found"),
     [
-        (("requirements.lock", ".venv/bin/python", ".venv/.installed"), {}, "ok", "whole"),
-        (("requirements.lock",), {}, "FAULT", "no .venv"),
-        ((".venv/bin/python", "requirements.lock"), {}, "FAULT", "half installed"),
+        (("requirements.lock", ".venv/bin/python", ".venv/.installed"), {}, "ok", "complete"),
+        (("requirements.lock",), {}, "FAULT", "there is no .venv"),
+        ((".venv/bin/python", "requirements.lock"), {}, "FAULT", "incomplete"),
         (
             (".venv/bin/python", ".venv/.installed", "requirements.lock", "newer"),
             {},
             "FAULT",
             "older than",
         ),
-        ((), {"APPTAINER_IMAGE": "/x.sif"}, "FAULT", "/x.sif: no such readable image"),
-        ((), {"APPTAINER_IMAGE": "/x.sif", "PYXIS_IMAGE": "y"}, "FAULT", "both"),
-        ((), {"PYXIS_IMAGE": "python:3.11"}, "ok", "in the container python:3.11"),
+        ((), {"RANK_PYTHON": "env /x.sif python"}, "FAULT", "/x.sif is not readable"),
+        ((), {"RANK_PYTHON": "no-such-program exec python"}, "FAULT", "is not in PATH"),
+        ((), {"RANK_PYTHON": "/opt/python", "SRUN_OPTIONS": "--container-image=x"}, "ok", "/opt"),
     ],
 )
 def test_an_environment_that_is_not_whole_is_a_fault(
@@ -188,11 +187,7 @@ def test_an_environment_that_is_not_whole_is_a_fault(
     if "newer" in made:
         os.utime(".venv/.installed", (1, 1))
     (finding,) = check_python(Submission(), environment)
-    assert (
-        finding.verdict == verdict
-        and found in finding.found
-        and (verdict == "ok" or finding.remedy)
-    )
+    assert finding.verdict == verdict and found in finding.text and (verdict == "ok" or finding.fix)
 
 
 def test_the_given_job_is_checked_as_it_will_be(slurm: Path, shapes: Path) -> None:
@@ -205,12 +200,12 @@ def test_the_given_job_is_checked_as_it_will_be(slurm: Path, shapes: Path) -> No
         (job, "FAULT", "is no finished dataset"),
     ):
         finding, *more = check_job(read_submission(words), os.environ)
-        assert (finding.check, finding.verdict) == ("config", verdict) and found in finding.found, (
+        assert (finding.check, finding.verdict) == ("config", verdict) and found in finding.text, (
             finding
         )
         assert [each.verdict for each in more] == ["warning"] * ("--gpus-per-node=1" in words), more
         assert all(
-            "2 nodes would take" in each.found and "use --nodes=1" in each.remedy for each in more
+            "2 nodes would take" in each.text and "use --nodes=1" in each.fix for each in more
         )
     assert not Path("jobs").exists(), "nothing is kept"
 
@@ -239,29 +234,27 @@ def test_a_whole_visit_submits_nothing_leaves_nothing_and_fits_the_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "70")
     before = sorted(slurm.iterdir())
-    assert main([MLP]) == 1 and "name the job script before it" in capsys.readouterr().err
     assert main(["-p", "nowhere"]) == 1
     said = capsys.readouterr().out
-    assert "jobs will not run well" in said and max(map(len, said.splitlines()[:-1])) <= 70
+    assert "faults: 1" in said and max(map(len, said.splitlines()[:-1])) <= 70
     assert sorted(slurm.iterdir()) == sorted([*before, slurm / "calls"])
-    assert main(["--help"]) == 0 and capsys.readouterr().out.startswith("cluster/doctor ")
 
 
 def test_site_env_counts_less_than_what_is_given_and_may_not_be_broken(slurm: Path) -> None:
     (slurm / "cluster").unlink()
     (slurm / "cluster").mkdir()
     for path in (REPOSITORY / "cluster").iterdir():
-        if path.name not in ("site.env", "doctor"):
+        if path.name not in ("site.env", "submit"):
             (slurm / "cluster" / path.name).symlink_to(path)
-    shutil.copy(REPOSITORY / "cluster/doctor", slurm / "cluster/doctor")
+    shutil.copy(REPOSITORY / "cluster/submit", slurm / "cluster/submit")
     site = slurm / "cluster/site.env"
     site.write_text("export SBATCH_TIMELIMIT=3-0 PREFLIGHT=1\n")
-    done = run(slurm, "cluster/doctor")
-    assert done.returncode == 1 and "a start of a job lasts 3 d" in done.stdout, done
+    done = run(slurm, "cluster/submit", "--check")
+    assert done.returncode == 1 and "partition low: 3 d for" in done.stdout, done
     show = (
         '. cluster/environment.sh cluster/site.env; echo "$PREFLIGHT'
         ' $SBATCH_TIMELIMIT,$JOB_SETTINGS_GIVEN"'
     )
     assert run(slurm, "bash", "-c", show, PREFLIGHT="0").stdout == "0 3-0, PREFLIGHT\n"
     site.write_text("export A='x\n")
-    assert "bash cannot read it" in run(slurm, "cluster/doctor").stdout
+    assert "bash cannot read it" in run(slurm, "cluster/submit", "--check").stdout

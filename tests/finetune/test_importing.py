@@ -1,4 +1,4 @@
-"""`pretrain import`: the folder serves every later stage, and holds what the file and its
+"""`finetune import`: the folder serves every later stage, and holds what the file and its
 surroundings say."""
 
 import json
@@ -15,17 +15,17 @@ from torch.nn.functional import cross_entropy
 import pretrain.models.timm_names  # noqa: F401  (registers the names)
 from analysis.matrices.filters import first_layer
 from data_prep.manifest import load_manifest
+from finetune.cli import main
 from finetune.evaluate.config import Evaluation
 from finetune.evaluate.evaluate import evaluate_checkpoint
 from finetune.probe.probe import probe
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
-from pretrain.cli import main
 from pretrain.data.reader import open_split
 from pretrain.models.spec import MlpSpec
 from pretrain.ranks.world import World
+from tests.finetune.test_foreign import Theirs
 from tests.finetune.tiny import evaluation_settings, feature_settings
-from tests.pretrain.checkpoints.test_foreign import Theirs
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
@@ -231,5 +231,5 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     (tmp_path / "full" / "thesis.tex").touch()
     before = sorted(tmp_path.rglob("*"))
     assert main(["import", "weights", "--out", "out", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"pretrain: {message}")
+    assert capsys.readouterr().err.startswith(f"finetune: {message}")
     assert sorted(tmp_path.rglob("*")) == before

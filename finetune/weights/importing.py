@@ -1,4 +1,4 @@
-"""`pretrain import`: a file of foreign weights -> a folder that the later stages and timm take like
+"""`finetune import`: a file of foreign weights -> a folder that the later stages and timm take like
 a checkpoint of ours.
 
 Beside names and shapes (foreign.py) it needs what neither holds: normalisation, class names,
@@ -19,13 +19,13 @@ from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
 from data_prep.settings import read_lines
+from finetune.weights.foreign import Family, Foreign, convert
+from finetune.weights.reading import Kind, read_weights
 from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CONFIG, ModelCard, config_of
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
-from pretrain.checkpoints.foreign import Family, Foreign, convert
 from pretrain.checkpoints.run import is_begun
-from pretrain.checkpoints.weights import Kind, read_weights
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.models.spec import Activation

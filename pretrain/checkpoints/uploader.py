@@ -1,0 +1,151 @@
+"""The thread of the first rank that keeps the remote of a run up to date (`checkpoint.remote`).
+
+Each round uploads the checkpoints that the retention rules keep, newest first, removes those that
+no rule keeps, and uploads the records. A round begins when a checkpoint has appeared in RUN, and
+every RECORDS_S. If the bucket refuses, training continues, and the next round tries again.
+"""
+
+import math
+import sys
+import threading
+import time
+from pathlib import Path
+
+from data_prep.errors import UserError
+from data_prep.remote import StoppedError
+from pretrain.checkpoints.card import CheckpointError
+from pretrain.checkpoints.checkpoint import HASHES
+from pretrain.checkpoints.files import Retention, read_best, superfluous
+from pretrain.checkpoints.remote import FIELD, Remote
+from pretrain.checkpoints.run import checkpoint_dir, list_checkpoints
+from pretrain.ranks.hangs import PROGRESS
+
+RECORDS_S = 60.0
+_RECORDS_BYTES = 8 << 20
+"""A longer event log is uploaded less often, in proportion."""
+FINAL_S = 120.0
+"""How long the end of training waits for a bucket that refuses."""
+_LOOK_S = 1.0
+
+
+class Uploader:
+    def __init__(self, remote: Remote, retention: Retention):
+        self._remote, self._retention = remote, retention
+        self._changed, self._stop = threading.Condition(), threading.Event()
+        self._is_offered = self._is_working = False
+        self._fault, self._num_failures = "", 0
+        self._news: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._work, name="uploader", daemon=True)
+
+    def start(self) -> None:
+        self.offer()
+        self._thread.start()
+
+    def offer(self) -> None:
+        """Begin a round: RUN has something new."""
+        with self._changed:
+            self._is_offered = True
+            self._changed.notify_all()
+
+    def news(self) -> dict[str, float]:
+        """Return figures of the uploads since the last call."""
+        with self._changed:
+            found, self._news = self._news, {}
+            return found
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the remote is up to date; False if it is not."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not (self._is_offered or self._is_working or self._fault),
+                timeout_s if self._thread.is_alive() else 0,
+            )
+
+    def close(self, *, finished: bool, deadline_s: float | None = None) -> None:
+        """Wait for the last checkpoint and the last records. A slow bucket has all the time that
+        it needs until the deadline; one that refuses has FINAL_S."""
+        self.offer()
+        began_s = time.monotonic()
+        while not self.wait(_LOOK_S) and self._thread.is_alive():
+            PROGRESS.touch()
+            limit_s = began_s + FINAL_S if self._fault else math.inf
+            if time.monotonic() > (limit_s if deadline_s is None else deadline_s):
+                break
+            if self._fault:
+                self.offer()
+        self._stop.set()
+        if self.wait(0):
+            return
+        problem = f"the last upload failed: {self._fault or 'the bucket is too slow'}"
+        if finished:
+            fix = "Run the same command again to upload the rest"
+            raise CheckpointError(FIELD, problem, fix, code="unreachable")
+        self._warn(f"{problem}. Complete are the steps {[*self._remote.complete]}")
+
+    def _work(self) -> None:
+        pause_s = 0.0
+        while not self._stop.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_offered, pause_s)
+                self._is_offered, self._is_working = False, True
+            fault, pause_s = "", RECORDS_S
+            try:
+                pause_s *= max(1.0, self._upload_all() / _RECORDS_BYTES)
+            except (OSError, UserError, StoppedError) as error:
+                fault = str(error) or "it was stopped"
+            with self._changed:
+                self._note(fault)
+                self._is_working = False
+                self._changed.notify_all()
+
+    def _upload_all(self) -> int:
+        """Do one round; return the size of the records in bytes."""
+        remote, places = self._remote, list_checkpoints(self._remote.run_dir)
+        if places:
+            remote.list_complete()
+            dropped = self._dropped(places, newest=places[-1])
+            for place in reversed(places):
+                if place not in dropped:
+                    self._upload(place)
+            self._prune(places[-1])
+        return remote.send_records()
+
+    def _upload(self, place: Path) -> None:
+        began_s = time.monotonic()
+        try:
+            is_new = self._remote.upload(place, stop=self._stop)
+        except FileNotFoundError:
+            if place.exists():
+                raise
+            return  # a newer checkpoint has replaced it
+        if is_new:
+            with self._changed:
+                self._news["usage/remote_upload_s"] = time.monotonic() - began_s
+
+    def _prune(self, newest: Path) -> None:
+        """Remove the checkpoints that no rule keeps, and incomplete ones, hashes first."""
+        names, remote = self._remote.list_complete(), self._remote
+        places = [checkpoint_dir(remote.run_dir, step) for step in remote.complete]
+        if newest in places:
+            dropped = {path.name for path in self._dropped(places, newest=newest)}
+            kept = {path.name for path in places} - dropped
+            gone = [name for name in names if name.split("/")[0] not in kept]
+            gone.sort(key=lambda name: not name.endswith(HASHES))
+            remote.remove(*(f"checkpoints/{name}" for name in gone))
+
+    def _dropped(self, places: list[Path], *, newest: Path) -> list[Path]:
+        best = read_best(self._remote.run_dir)
+        return superfluous(places, newest=newest, retention=self._retention, best=best)
+
+    def _note(self, fault: str) -> None:
+        if fault:
+            self._num_failures += 1
+            self._news["usage/remote_failures"] = float(self._num_failures)
+        if fault and not self._fault:
+            self._warn(f"{fault}. Training continues, and the upload is tried again")
+        elif self._fault and not fault:
+            self._warn("uploads work again")
+        self._fault = fault
+
+    def _warn(self, text: str) -> None:
+        print(f"WARNING: {self._remote}: {text}", file=sys.stderr, flush=True)
