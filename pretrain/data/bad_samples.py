@@ -87,8 +87,11 @@ class BadSamples(BadSampleLog):
                 self.note(bad, candidate, known_as=bad.sample)
                 return candidate
         raise DatasetError(
-            f"{bad.shard}: {bad.key} does not decode ({bad.reason}), nor do others of that shard;"
-            " rebuild it"
+            bad.shard,
+            f"{bad.key} does not decode ({bad.reason}), and neither do {MAX_ATTEMPTS} other samples"
+            " of the shard",
+            "build the dataset again",
+            code="damaged",
         )
 
 
@@ -116,12 +119,10 @@ def check_share(num_bad: int, *, num_seen: int, num_samples: int, max_share: flo
     """`num_bad` of the `num_seen` samples that all ranks have trained on since they started; judged
     against an epoch at least."""
     if num_bad > max_share * max(num_seen, num_samples):
-        too_many = (
-            f"{num_bad:,} of {num_seen:,} samples do not decode, more than"
-            f" data.max_bad_share={max_share:g} allows"
+        raise TooManyBadSamples(
+            "data.max_bad_share",
+            f"{num_bad:,} of {num_seen:,} samples do not decode, more than {max_share:g} of them",
+            "read RUN/bad_samples/, run data_prep verify, and exclude the samples with data_prep"
+            " subset, or raise the fraction",
+            code="too-many-faults",
         )
-        remedy = (
-            "run data_prep verify on the dataset, then subset with an exclusion list, or raise the"
-            " share"
-        )
-        raise TooManyBadSamples(f"{too_many}; their names are in RUN/bad_samples/ ({remedy})")
