@@ -37,17 +37,15 @@ class BadSampleLog:
         self._known = set[Hashable]()
         self._lock = threading.Lock()
 
-    def note(self, bad: Unreadable, stand_in: int, *, known_as: Hashable) -> None:
-        """Once, whatever else it is called: datasets of a mixture have shards and keys of the same
-        names."""
+    def note(self, bad: Unreadable, stand_in: int | None, *, known_as: Hashable) -> None:
+        """Log the bad sample once. Datasets of a mixture may have shards and keys of equal names,
+        so `known_as` identifies the sample. In a stream it is skipped, without a stand-in."""
         with self._lock:
             if known_as in self._known:
                 return
             self._known.add(known_as)
-            print(
-                f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; sample {stand_in} stands in",
-                file=sys.stderr,
-            )
+            instead = "it is skipped" if stand_in is None else f"sample {stand_in} stands in"
+            print(f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; {instead}", file=sys.stderr)
             if self._log is not None:
                 line = {
                     "sample": bad.sample,
