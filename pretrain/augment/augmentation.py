@@ -180,15 +180,16 @@ class Augmentation:
         """In one pass; and the weights where the pictures are."""
         size, dtype, area = self.image_size, self.dtype, self._area
         if self._kernels:
-            how = {
-                "size": size,
-                "colours_23": self._colours_23,
-                "weights": weights,
-                "dtype": dtype,
-                "area": area,
-            }
-            pictures, sent = self._kernels.crop_mix_normalise(self._move(images_BHWC), boxes, **how)
-            return pictures, sent
+            made: tuple[Tensor, Tensor | None] = self._kernels.crop_mix_normalise(
+                self._move(images_BHWC),
+                boxes,
+                size=size,
+                colours_23=self._colours_23,
+                weights=weights,
+                dtype=dtype,
+                area=area,
+            )
+            return made
         mean, scale = (tuple(values.flatten().tolist()) for values in (self._mean, self._scale))
         out = self._buffers.empty(len(images_BHWC), 3, size, size, dtype=dtype)
         pictures = on_cpu.crop_mix_normalise(
@@ -208,8 +209,14 @@ class Augmentation:
         self, images_BHWC: Tensor, boxes: Boxes, *, cubic: Flags | None, levels: bool = False
     ) -> Tensor:
         if self._kernels:
-            how = {"size": self.image_size, "cubic": cubic, "area": self._area, "levels": levels}
-            pictures, _ = self._kernels.crop_mix_normalise(images_BHWC, boxes, **how)
+            pictures, _ = self._kernels.crop_mix_normalise(
+                images_BHWC,
+                boxes,
+                size=self.image_size,
+                cubic=cubic,
+                area=self._area,
+                levels=levels,
+            )
             return torch.as_tensor(pictures)
         if self._on_cpu and cubic is None and not levels:
             return on_cpu.crop(images_BHWC, boxes, size=self.image_size, area=self._area)

@@ -300,7 +300,7 @@ def test_folds_and_seeds_that_will_not_do(
 ) -> None:
     for dataset, words, complaint in (
         (other_shapes, ["folds=true"], "finetune: folds: "),
-        (folded[0], ["data.fold=3"], "has 3 folds, numbered from 0"),
+        (folded[0], ["data.fold=3"], "finetune: data.fold: "),
         (folded[0], ["data.fold=1", "folds=true"], "finetune: folds: "),
         (other_shapes, ["seeds=[1,1]"], "finetune: seeds: "),
         (other_shapes, ["data.eval_split=train"], "finetune: data.eval_split: "),
