@@ -252,7 +252,7 @@ def compute_features(reader: ShardReader) -> None:
     maker.backbone.extract = lambda images: images.float().flatten(1)  # type: ignore[misc]
     maker.settings.feature_dtype = "float32"  # type: ignore[misc]
     file = nn.Module()
-    file.write = lambda values: rows.append(np.array(values))  # type: ignore[assignment]
+    file.write = lambda values, row: rows.append(np.array(values))  # type: ignore[assignment]
     with (
         evaluation_batches(
             reader, local_batch_size=50, world=World(0, 0, 1), num_threads=2, pin=True
