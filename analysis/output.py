@@ -3,7 +3,7 @@
 NAME.parquet              the numbers, a row each
 NAME.png, NAME.svg        the picture; of several NAME-WHICH.png; a sheet of pictures as PNG alone
 NAME.json                 the facts, the sha256 of all that was read, the commit; written last: where it stands, the rest is whole
-"""
+"""  # noqa: E501 (a table)
 
 import argparse
 import json

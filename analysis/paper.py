@@ -6,7 +6,7 @@ is missing and the command for it, and all that can be drawn, beside what the pa
 
 An experiment is drawn by its own command, so the page shows what that shows; where it fails, the
 page has its words.
-"""
+"""  # noqa: E501 (a table)
 
 import base64
 import html

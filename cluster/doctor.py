@@ -99,7 +99,7 @@ def in_lines(finding: Finding, *, width: int) -> str:
 
 
 # ---- Python
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def check_python(_: Submission, environment: Mapping[str, str]) -> list[Finding]:
@@ -172,7 +172,7 @@ def check_driver(_: Submission, environment: Mapping[str, str]) -> list[Finding]
 
 
 # ---- file systems
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 MOUNTS = Path("/proc/self/mounts")
 LOCAL_LOCKS = ("localflock", "nolock", "local_lock=all", "local_lock=flock")
@@ -232,7 +232,7 @@ def local_locks(path: str, mounts: str) -> tuple[str, str] | None:
 
 
 # ---- SLURM
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def check_slurm(submission: Submission, environment: Mapping[str, str]) -> list[Finding]:
@@ -360,7 +360,7 @@ def in_words(minutes: float) -> str:
 
 
 # ---- one submission
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def check_job(submission: Submission, environment: Mapping[str, str]) -> list[Finding]:

@@ -31,7 +31,7 @@ already.
 
 Long because it is one format: what a file may say, the members that follow from it, and all that
 can be wrong with it.
-"""
+"""  # noqa: E501 (a table)
 
 import itertools
 import json
@@ -157,9 +157,34 @@ Entries = Annotated[
 ]
 
 
-VARIABLES = ("width", "hidden_width", "density", "channels", "tokens", "log_cs", "log2_omega", "gamma", "depth", "patch_size",
-             "mixing", "kind", "model", "parameters", "multiply_adds", "epochs", "images", "samples", "compute", "lr", "optimizer",
-             "global_batch_size", "augmented", "views", "task", "target")  # fmt: skip
+VARIABLES = (
+    "width",
+    "hidden_width",
+    "density",
+    "channels",
+    "tokens",
+    "log_cs",
+    "log2_omega",
+    "gamma",
+    "depth",
+    "patch_size",
+    "mixing",
+    "kind",
+    "model",
+    "parameters",
+    "multiply_adds",
+    "epochs",
+    "images",
+    "samples",
+    "compute",
+    "lr",
+    "optimizer",
+    "global_batch_size",
+    "augmented",
+    "views",
+    "task",
+    "target",
+)
 """What results differ in, besides the axes of their plan: columns of `analysis points`, and log_cs
 = ln(C / S), log2_omega rounded, mixing = normal or RP."""
 

@@ -14,7 +14,7 @@ another file system is not there: a job is sent to many nodes, and some may lack
 `writes`, the paths that it `reads`, and whether it `can_stage` its data and `needs_one_rank`, and
 its `result`, the file that is written last. Every file, those that a plan names included, is the
 one that SNAPSHOT keeps. A mistake in the config: exit code 2, and the command's own words.
-"""
+"""  # noqa: E501 (a table)
 
 import argparse
 import contextlib

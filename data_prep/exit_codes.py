@@ -8,7 +8,7 @@ SLURM job does with each.
 | 2    | BAD_INPUT   | settings, weights or data are not valid; another attempt would fail in the same way  |
 | 75   | BUSY        | another process holds the run or dataset; try again later                            |
 | 130  | INTERRUPTED | Ctrl-C; in a SLURM job a run that a signal stopped after it had saved                |
-"""
+"""  # noqa: E501 (a table)
 
 from data_prep.errors import UserError
 from data_prep.interrupts import INTERRUPTED

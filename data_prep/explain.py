@@ -262,7 +262,7 @@ def completions(verb: argparse.ArgumentParser, prefix: str, **_: object) -> list
 
 
 # ---- what there is
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def schema_of(verb: argparse.ArgumentParser, *, resolve: bool = True) -> Any:
@@ -452,7 +452,7 @@ def json_schema(schema: type[BaseModel]) -> str:
 
 
 # ---- the verb
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ of the dataset (but for the versions.json of an index, which only `index` reads,
 reads), and its own hash; readers check each small file (all but the tars) when they open it. What
 is trained on is known by `content_hash`, wherever it lies and whatever it is called: it keys
 orders, caches and results; `pixels_hash` those that depend on what readers make of it.
-"""
+"""  # noqa: E501 (a table)
 
 import hashlib
 import itertools

@@ -134,17 +134,41 @@ def _spread(given: dict[str, str]) -> float:
 
 
 _PLAIN = (
-    "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast", "Brightness",
-    "Sharpness", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel",
-)  # fmt: skip
+    "AutoContrast",
+    "Equalize",
+    "Invert",
+    "Rotate",
+    "Posterize",
+    "Solarize",
+    "SolarizeAdd",
+    "Color",
+    "Contrast",
+    "Brightness",
+    "Sharpness",
+    "ShearX",
+    "ShearY",
+    "TranslateXRel",
+    "TranslateYRel",
+)
 _HAS_INCREASING = ("Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness")
 _INCREASING = tuple(f"{name}Increasing" if name in _HAS_INCREASING else name for name in _PLAIN)
 _WEIGHTED = {
-    "Rotate": 3.0, "ShearX": 2.0, "ShearY": 2.0, "TranslateXRel": 1.0, "TranslateYRel": 1.0,
-    "ColorIncreasing": 0.25, "SharpnessIncreasing": 0.25, "AutoContrast": 0.25,
-    "SolarizeIncreasing": 0.05, "SolarizeAdd": 0.05, "ContrastIncreasing": 0.05, "BrightnessIncreasing": 0.05,
-    "Equalize": 0.05, "PosterizeIncreasing": 0.05, "Invert": 0.05,
-}  # fmt: skip
+    "Rotate": 3.0,
+    "ShearX": 2.0,
+    "ShearY": 2.0,
+    "TranslateXRel": 1.0,
+    "TranslateYRel": 1.0,
+    "ColorIncreasing": 0.25,
+    "SharpnessIncreasing": 0.25,
+    "AutoContrast": 0.25,
+    "SolarizeIncreasing": 0.05,
+    "SolarizeAdd": 0.05,
+    "ContrastIncreasing": 0.05,
+    "BrightnessIncreasing": 0.05,
+    "Equalize": 0.05,
+    "PosterizeIncreasing": 0.05,
+    "Invert": 0.05,
+}
 
 _ORIGINAL = """
 PosterizeOriginal 0.4 8, Rotate 0.6 9 | Solarize 0.6 5, AutoContrast 0.6 5 | Equalize 0.8 8, Equalize 0.6 3
@@ -155,7 +179,7 @@ Equalize 0.0 7, Equalize 0.8 8 | Invert 0.6 4, Equalize 1.0 8 | Color 0.6 4, Con
 Color 0.8 8, Solarize 0.8 7 | Sharpness 0.4 7, Invert 0.6 8 | ShearX 0.6 5, Equalize 1.0 9 | Color 0.4 0, Equalize 0.6 3
 Equalize 0.4 7, Solarize 0.2 4 | Solarize 0.6 5, AutoContrast 0.6 5 | Invert 0.6 4, Equalize 1.0 8 | Color 0.6 4, Contrast 1.0 8
 Equalize 0.8 8, Equalize 0.6 3
-"""
+"""  # noqa: E501 (a table)
 _V0 = """
 Equalize 0.8 1, ShearY 0.8 4 | Color 0.4 9, Equalize 0.6 3 | Color 0.4 1, Rotate 0.6 8 | Solarize 0.8 3, Equalize 0.4 7
 Solarize 0.4 2, Solarize 0.6 2 | Color 0.2 0, Equalize 0.8 8 | Equalize 0.4 8, SolarizeAdd 0.8 3 | ShearX 0.2 9, Rotate 0.6 8
@@ -164,7 +188,7 @@ Posterize 0.4 6, AutoContrast 0.4 7 | Solarize 0.6 8, Color 0.6 9 | Solarize 0.2
 Rotate 1.0 7, TranslateYRel 0.8 9 | ShearX 0.0 0, Solarize 0.8 4 | ShearY 0.8 0, Color 0.6 4 | Color 1.0 0, Rotate 0.6 2
 Equalize 0.8 4, Equalize 0.0 8 | Equalize 1.0 4, AutoContrast 0.6 2 | ShearY 0.4 7, SolarizeAdd 0.6 7
 Posterize 0.8 2, Solarize 0.6 10 | Solarize 0.6 8, Equalize 0.6 1 | Color 0.8 6, Rotate 0.4 5
-"""
+"""  # noqa: E501 (a table)
 _CIFAR10 = """
 Invert 0.1 0, ContrastIncreasing 0.2 6 | Rotate 0.7 2, ShiftX 0.3 9 | SharpnessIncreasing 0.8 1, SharpnessIncreasing 0.9 3
 ShearY 0.5 8, ShiftY 0.7 9 | AutoContrast 0.5 0, Equalize 0.9 0 | ShearY 0.2 7, PosterizeRounded 0.3 7
@@ -176,7 +200,7 @@ ColorIncreasing 0.9 9, Equalize 0.6 0 | AutoContrast 0.8 0, SolarizeFraction 0.2
 BrightnessIncreasing 0.1 3, ColorIncreasing 0.7 0
 SolarizeFraction 0.4 5, AutoContrast 0.9 0 | ShiftY 0.9 9, ShiftY 0.7 9 | AutoContrast 0.9 0, SolarizeFraction 0.8 3
 Equalize 0.8 0, Invert 0.1 0 | ShiftY 0.7 9, AutoContrast 0.9 0
-"""
+"""  # noqa: E501 (a table)
 _SEARCHED = {
     "cifar10": _CIFAR10,
     "original": _ORIGINAL,

@@ -114,7 +114,7 @@ def _add_verbs(verbs: Verbs) -> None:
     train.epilog = """pretrain train configs/pretrain/demo_mlp.yaml dataset=data/mine run_dir=runs/mine epochs=20
 pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_dir=runs/mine lr=3e-4 precision=fp32
 pretrain train runs/mine
-pretrain train runs/mine epochs=40"""
+pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
     train.add_argument(
         "--ranks",
         type=at_least(1),

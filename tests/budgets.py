@@ -1,15 +1,15 @@
 """Count the non-whitespace characters of each package and compare them with its budget.
 
-`make lint` prints the table and fails if a package is above its budget. Shorter names and denser
-lines are not savings: delete a concept, or raise the budget with an incident or an issue cited in
-CONTRIBUTING.
+`make lint` prints the table and fails if a package is above its ceiling, which falls with every
+change until it reaches the target. Shorter names and denser lines are not savings: delete a
+concept, or raise a number with an incident or an issue cited in CONTRIBUTING.
 """
 
 import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
-BUDGETS = {
+TARGETS = {
     "data_prep": 335_000,
     "pretrain": 480_000,
     "finetune": 185_000,
@@ -17,6 +17,15 @@ BUDGETS = {
     "cluster": 98_000,
     "benchmarks": 125_000,
     "tests": 1_050_000,
+}
+CEILINGS = {
+    "data_prep": 447_000,
+    "pretrain": 689_000,
+    "finetune": 246_000,
+    "analysis": 225_000,
+    "cluster": 135_000,
+    "benchmarks": 232_000,
+    "tests": 1_530_000,
 }
 
 
@@ -31,12 +40,12 @@ def package_size(package: str) -> int:
 
 
 def main() -> int:
-    sizes = {package: package_size(package) for package in BUDGETS}
+    sizes = {package: package_size(package) for package in TARGETS}
     for package, size in sizes.items():
-        excess = size - BUDGETS[package]
-        note = f"  {excess:,} over" if excess > 0 else ""
-        print(f"{package:10}{size:10,} of {BUDGETS[package]:9,} characters{note}")
-    return int(any(size > BUDGETS[package] for package, size in sizes.items()))
+        excess = size - CEILINGS[package]
+        note = f"  {excess:,} over the ceiling" if excess > 0 else ""
+        print(f"{package:10}{size:10,} characters, target {TARGETS[package]:9,}{note}")
+    return int(any(size > CEILINGS[package] for package, size in sizes.items()))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ whole sample    of all N pictures in one pass, from X'X, X'Y, Y'Y and row sums: 
 
 HSIC1 does not change where a constant is added to all rows of X; rows are centred roughly, which
 only keeps digits. L layers, N pictures, D entries.
-"""
+"""  # noqa: E501 (a table)
 
 from collections.abc import Iterable
 from dataclasses import dataclass

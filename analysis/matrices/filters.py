@@ -7,7 +7,7 @@ Locality, of a neuron whose pixels have energies e, their squared weights summed
                  three colours 3 / 5 where it is Gaussian, 15 / 19 where it is uniform
     radius       root mean square distance of the energy from its centre, of the side. All alike sqrt(1/6) = 0.41
     neighbours   correlation between the weights of pixels side by side (above each other): noise 0, smooth nearly 1
-"""
+"""  # noqa: E501 (a table)
 
 from collections.abc import Sequence
 from dataclasses import dataclass

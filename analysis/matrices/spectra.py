@@ -14,7 +14,7 @@ A row for each matrix W and step; of the effective matrix both ranks are `copies
     the shorter side is too long distance        Kolmogorov's, of the squared singular values to
     Marchenko and Pastur's law of W's own variance drift           |W - W0|_F / |W0|_F; null where
     the initial W0 is not known
-"""
+"""  # noqa: E501 (a table)
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache

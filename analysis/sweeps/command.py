@@ -29,8 +29,12 @@ def add_verbs(verbs: Verbs) -> None:
             "analysis sweep runs/plans/a_fig6_textC5.parquet --x log_cs --hue mixing --facet target"
         ),
     )
-    sweep.add_argument("--x", required=True, help="a variable: width, hidden_width, density, channels, log_cs, depth, gamma, "
-                       "patch_size, global_batch_size, ..., or an axis of the plan")  # fmt: skip
+    sweep.add_argument(
+        "--x",
+        required=True,
+        help="a variable: width, hidden_width, density, channels, log_cs, depth, gamma, "
+        "patch_size, global_batch_size, ..., or an axis of the plan",
+    )
     sweep.add_argument(
         "--task",
         help="results of this alone: pretrain, scratch, probe, knn, tune, evaluate (default: all)",

@@ -7,7 +7,7 @@ Columns are memory-mapped: a listing of 14 million images costs 28 bytes an imag
 disk, and every worker and array task reads the one copy. Invariants: containers are sorted, entries
 are sorted by name within their container, so that a row number names the same input on every
 machine; `containers.json` is written last.
-"""
+"""  # noqa: E501 (a table)
 
 import hashlib
 import json

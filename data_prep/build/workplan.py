@@ -13,7 +13,7 @@ of `prepare`, under the sole lock of OUT:
 2. an inventory of the same config and of unchanged containers stands: use it; else list everything;
 3. the plan's hash is of config and listing; a directory of another plan, finished or not: refuse;
 4. write the order of every split, then `begun.json`.
-"""
+"""  # noqa: E501 (a table)
 
 import os
 import sys

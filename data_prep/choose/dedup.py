@@ -184,7 +184,7 @@ def _join_equal_bits(hashes: Hashes, left: Ids, like: Ids, distance: NDArray[np.
 
 
 # ---- the list
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def exclusion_lines(found: Duplicates, *, storage: Storage | None = None) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ A picture of nearly one colour has signs of noise alone, and of line art, text a
 on an even ground the low frequencies show the ground: such pictures are `plain`, and compared by
 pixels only. Of 1,797 scanned digits (scikit-learn's) 201 were taken for near duplicates otherwise,
 of 2,000 rendered numbers 956; with it 1 and 0. Coloured photographs on white are judged.
-"""
+"""  # noqa: E501 (a table)
 
 import hashlib
 import io

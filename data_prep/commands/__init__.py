@@ -74,18 +74,33 @@ def directory_of(options: argparse.Namespace, dataset: Path | str | None = None)
 _WORKERS = "processes (default: one per core)"
 _STORAGE = 'of URLs: options for fsspec, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\''
 SHARED: dict[str, dict[str, dict[str, Any]]] = {
-    "dataset": {"dataset": {"type": place, "help": "the directory that build, merge, index or subset wrote, or its URL"}},
+    "dataset": {
+        "dataset": {
+            "type": place,
+            "help": "the directory that build, merge, index or subset wrote, or its URL",
+        }
+    },
     "config": {
         "config": {"nargs": "?", "help": "a YAML file with the settings"},
         "overrides": {"nargs": "*", "default": [], "help": "key.path=value, such as image_size=64"},
-        "--out": {"metavar": "DIR", "help": "the dataset directory, or its URL in a store (short for out=DIR)"},
-        "--work": {"metavar": "DIR", "help": "if --out is a URL: where unfinished work lies (short for work=DIR)"},
+        "--out": {
+            "metavar": "DIR",
+            "help": "the dataset directory, or its URL in a store (short for out=DIR)",
+        },
+        "--work": {
+            "metavar": "DIR",
+            "help": "if --out is a URL: where unfinished work lies (short for work=DIR)",
+        },
         "--show": {"action": "store_true", "help": "print the resolved settings and stop"},
     },
-    "workers": {"--workers": {"type": at_least(1), "default": num_cores(), "metavar": "N", "help": _WORKERS}},
-    "storage": {"--storage": {"type": json_options, "default": {}, "metavar": "JSON", "help": _STORAGE}},
+    "workers": {
+        "--workers": {"type": at_least(1), "default": num_cores(), "metavar": "N", "help": _WORKERS}
+    },
+    "storage": {
+        "--storage": {"type": json_options, "default": {}, "metavar": "JSON", "help": _STORAGE}
+    },
     "json": {"--json": {"action": "store_true", "help": "print the result as JSON"}},
-}  # fmt: skip
+}
 """Options that several verbs have, by the word that a verb asks for them with."""
 
 

@@ -8,7 +8,7 @@ were unpacked.
 Labels are the places of the sorted wnids, as everywhere. With `real` (real.json, from "Are we done
 with ImageNet?") the split val gets the annotation `real`: a bit for each class that is right, none
 for the pictures that have no right class.
-"""
+"""  # noqa: E501 (a table)
 
 import hashlib
 import io

@@ -42,7 +42,7 @@ def add_verbs(verbs: Verbs) -> None:
         help="a YAML file, such as configs/evaluate/demo.yaml; or settings alone",
     )
     evaluate.epilog = """finetune evaluate pretrained=runs/mine dataset=data/mine views=10
-finetune evaluate configs/evaluate/demo.yaml pretrained=runs/mine dataset=data/mine run_dir=runs/mine-views"""
+finetune evaluate configs/evaluate/demo.yaml pretrained=runs/mine dataset=data/mine run_dir=runs/mine-views"""  # noqa: E501 (a table)
     add_common(evaluate, _evaluate, schema="finetune.evaluate.config:EvaluateSettings")
 
 

@@ -7,7 +7,7 @@ OUT/model.onnx          and model.onnx.data, where they are too large for one fi
 OUT/model.pt2           a torch.export program
 OUT/export.json         what was made of which weights, by which versions, and how far the graphs' answers are from the model's
 OUT/sha256.json         of all of these, written last
-"""
+"""  # noqa: E501 (a table)
 
 from pathlib import Path
 from typing import Any, ClassVar, Literal

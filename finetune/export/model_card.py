@@ -89,7 +89,7 @@ Intended use, biases, and what the pictures show: {UNKNOWN}. The model answers w
 ## License
 
 {terms}
-"""
+"""  # noqa: E501 (a table)
 
 
 def front_matter(facts: Facts) -> dict[str, Any]:

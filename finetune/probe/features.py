@@ -25,7 +25,7 @@ what features.json says. Ranks take the files in turn, and each file is read by 
 one rank has written is read by one, however many there are, before any other goes on. Every rank
 maps the whole table; none holds it.
 B batch, D features, N samples.
-"""
+"""  # noqa: E501 (a table)
 
 import errno
 import hashlib

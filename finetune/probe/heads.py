@@ -68,7 +68,7 @@ class Update:
     lion    w -= lr (sign(0.9 m + 0.1 g) + decay w), then m = 0.99 m + 0.01 g; sign(0) is 0
     sgd     torch's: g += decay w, m = momentum m + g, w -= lr m; with Nesterov's momentum w -= lr (g + momentum m)
     adamw   torch's, with betas of 0.9 and 0.999 and eps 1e-8
-    """
+    """  # noqa: E501 (a table)
 
     def __init__(self, weights_EC: Tensor, settings: ProbeSettings, *, num_features: int):
         self.weights_EC, self._settings, self._num_features, self._num_steps = (

@@ -44,7 +44,7 @@ def add_verbs(verbs: Verbs) -> None:
     )
     tune.epilog = """finetune tune configs/finetune/demo.yaml pretrained=runs/mine dataset=data/others run_dir=runs/tuned epochs=10
 finetune tune configs/finetune/demo.yaml pretrained=runs/mine dataset=data/others run_dir=runs/tuned seeds=[0,1,2] --ranks 2
-finetune tune runs/tuned epochs=20"""
+finetune tune runs/tuned epochs=20"""  # noqa: E501 (a table)
     add_common(tune, _tune, schema="finetune.tune.config:TuneSettings")
 
 
@@ -121,7 +121,7 @@ def _tune(options: argparse.Namespace) -> int:
         print(
             f"{run_dir}:"
             " "
-            f"{in_words(finished_result(run_dir) or {}, baselines=checked[0][1].baselines) if finished else stopped}"
+            f"{in_words(finished_result(run_dir) or {}, baselines=checked[0][1].baselines) if finished else stopped}"  # noqa: E501
         )
     return leave(finished, run_dir=None, is_first=world.is_first)
 

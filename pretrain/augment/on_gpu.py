@@ -135,10 +135,22 @@ def _empty(images_BHWC: Tensor, size: int, dtype: torch.dtype, mixing: int, leve
 
 @triton.jit
 def _gather(
-    images, boxes, colours, out, count, stored, size, blocks,
-    TAPS: tl.constexpr, MIXING: tl.constexpr, AREA: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
-    NORMALISED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    images,
+    boxes,
+    colours,
+    out,
+    count,
+    stored,
+    size,
+    blocks,
+    TAPS: tl.constexpr,
+    MIXING: tl.constexpr,
+    AREA: tl.constexpr,
+    CUBIC: tl.constexpr,
+    LEVELS: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     number = tl.program_id(0) // blocks * (2 if MIXING == 1 else 1)
     pixel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     is_pixel = pixel < size * size

@@ -91,9 +91,15 @@ TIMM_MIXERS = {
 widths be chosen."""
 
 _TIMM_KEYS = (
-    "architecture", "num_classes", "num_features", "global_pool", "label_names", "label_descriptions", "model_args",
+    "architecture",
+    "num_classes",
+    "num_features",
+    "global_pool",
+    "label_names",
+    "label_descriptions",
+    "model_args",
     "pretrained_cfg",
-)  # fmt: skip
+)
 
 
 def timms_own(card: ModelCard) -> tuple[str, dict[str, Any]] | None:
@@ -191,9 +197,13 @@ def read_card(directory: Path) -> ModelCard:
 # -----------------------------------------------------------------------------------
 
 _SYNSETS = {
-    1000: "imagenet", 11221: "imagenet21k_miil", 11821: "imagenet12k", 21841: "imagenet22k", 21842: "imagenet22k_ms",
+    1000: "imagenet",
+    11221: "imagenet21k_miil",
+    11821: "imagenet12k",
+    21841: "imagenet22k",
+    21842: "imagenet22k_ms",
     21843: "imagenet21k_goog",
-}  # fmt: skip
+}
 """timm's lists of WordNet's names, by how many classes they have, as timm itself tells them
 apart."""
 

@@ -12,7 +12,7 @@ on. No torch here.
 
 A folder of weights that was imported or exported is a checkpoint without what only a resume needs.
 How one is written: files.py.
-"""
+"""  # noqa: E501 (a table)
 
 import json
 import sys

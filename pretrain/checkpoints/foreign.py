@@ -9,7 +9,7 @@ equal in what they compute.
 
 The last of them is a two-way street: `to_timm` gives a Mixer of ours timm's names. What names and
 shapes do not show is given: how an image was made a vector, and the activation.
-"""
+"""  # noqa: E501 (a table)
 
 import math
 import re

@@ -9,7 +9,7 @@ Nothing but these files and sha256.json is fetched, and none of them is code or 
 whatever is made of the weights. Endpoint, cache, offline mode and token are the library's own
 (HF_ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE; HF_TOKEN or `hf auth login`); the token is never looked
 at. No torch, except to find the weights that timm means by a name without a tag.
-"""
+"""  # noqa: E501 (a table)
 
 import difflib
 import logging

@@ -37,7 +37,7 @@ next one. A store that refuses (down, full, credentials that expired) costs trai
 tried again with growing pauses, warned of, and named at the end.
 
 Long because one protocol is easier to hold to in one place.
-"""
+"""  # noqa: E501 (a table)
 
 import json
 import re

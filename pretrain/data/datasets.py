@@ -487,12 +487,11 @@ def num_folds(part: Part) -> int:
 def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
     keeping = [part for part in parts if part.manifest.encoding == "keep"]
     if data.image_size is None and keeping:
+        sized = [part.manifest.image_size for part in parts if part not in keeping]
+        example = (*sized, keeping[0].manifest.image_size)[0]
         raise ValueError(
             f"data.image_size: missing; {keeping[0].directory} keeps the pictures' own sizes, so"
-            " say what the model is fed, "
-            "such as"
-            " "
-            f"{next((part.manifest.image_size for part in parts if part not in keeping), keeping[0].manifest.image_size)}"
+            f" say what the model is fed, such as {example}"
         )
     stored = {part.manifest.image_size for part in parts if part not in keeping}
     if keeping and stored - {data.image_size}:

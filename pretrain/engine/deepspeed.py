@@ -12,6 +12,8 @@ updates; in fp16, with offload and at stage 3 DeepSpeed does, twice.
 
 State leaves and enters whole (see sharded_state.py), so a checkpoint fits any number of ranks and
 any stage.
+
+Long because everything that touches DeepSpeed is in this file.
 """
 
 import datetime
@@ -258,7 +260,7 @@ class DeepSpeedEngine:
         return scaler
 
     # ---- training
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def train_step(self, micro_batches: Sequence[Prepared], *, lr: float) -> StepResult:
         assert len(micro_batches) == self.plan.accumulation_steps, len(micro_batches)
@@ -353,7 +355,7 @@ class DeepSpeedEngine:
         self._state.refresh_working_weights()
 
     # ---- state
-    # ---------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def export_state(self) -> EngineState:
         average_over_ranks(self._engine.module)

@@ -14,7 +14,7 @@ gamma = 1; elsewhere it agrees if q^2 is read as p gamma m, and not as p m (meas
 are a matrix and its transpose alike).
 
 Shapes: B batch, S0 patches, C channels, M width, K classes.
-"""
+"""  # noqa: E501 (a table)
 
 from typing import Any
 

@@ -11,7 +11,7 @@ so that a Monarch layer whose blocks are all equal is a Kronecker layer.
 
 Shapes: B batch, H rows and V columns in (V = W, or 3 W in colour, colour by colour), S rows and C
 columns out, K classes.
-"""
+"""  # noqa: E501 (a table)
 
 import torch
 from torch import Tensor, nn

@@ -13,7 +13,7 @@ the squares of the norms are then summed over pieces and ranks in one exchange p
 every rank takes part, whatever it owns. No step waits for the device, except where an offloaded
 optimizer exchanges over NCCL. As torch's own fused optimizers do, it divides gradients by
 `grad_scale` and changes nothing where `found_inf` is 1, if it has these attributes.
-"""
+"""  # noqa: E501 (a table)
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -29,7 +29,7 @@ people, to which anybody may append (logs/, stacks/, bad_samples/, skipped_steps
 of checked/ (first_read.py), which are appended and right for every reader, since each names the
 file, its size and its time; and what is named by its content (cached features). All that is
 protected is on one file system.
-"""
+"""  # noqa: E501 (a table)
 
 import errno
 import os

@@ -158,7 +158,8 @@ def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Below the ports that Linux gives to connections (32768 on), or one of those could take it before the caller does."""
+    """Below the ports that Linux gives to connections (32768 on), or one of those could take it
+    before the caller does."""
     for port in random.SystemRandom().sample(range(20000, 32768), 100):
         with socket.socket() as probe:
             try:

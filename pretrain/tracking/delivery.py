@@ -17,7 +17,7 @@ the store has lost that, all of the journal is sent again. Files are sent after 
 owed until they arrive: a store for files that is out of order holds up no figure. The status is the
 journal's. If the journal has no end and the trainer is gone, a run with a result.json is FINISHED,
 any other FAILED.
-"""
+"""  # noqa: E501 (a table)
 
 import hashlib
 import json

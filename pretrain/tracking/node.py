@@ -7,7 +7,7 @@ report=node_report(world, run_dir)          # on another node's first rank: with
 
 GPUs' figures are the driver's own, from libnvidia-ml, which comes with it: no further dependency,
 and no CUDA context.
-"""
+"""  # noqa: E501 (a table)
 
 import ctypes
 import os
@@ -115,7 +115,7 @@ def _network() -> tuple[int, int]:
 
 
 # ---- GPUs
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 LIBRARY = "libnvidia-ml.so.1"
 _TEMPERATURE_OF_THE_CHIP = 0

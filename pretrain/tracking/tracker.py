@@ -20,7 +20,7 @@ nobody finds any more.
 
 The events: start (params, tags, datasets), params (and tags), metrics, artifact, image, version,
 end. Each has the time at which it happened, which is what makes a second delivery harmless.
-"""
+"""  # noqa: E501 (a table)
 
 import atexit
 import json

@@ -41,4 +41,4 @@ whatever happens.
 A file is trusted while its size is the manifest's and its mtime is the mark: whoever writes to it
 moves its mtime, and then the hash is read again. (Bits that the disk itself loses do not show.) Its
 atime is its last use, set by us.
-"""
+"""  # noqa: E501 (a table)

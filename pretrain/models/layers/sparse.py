@@ -24,7 +24,7 @@ of a scatter.
 
 The kernels are torch's (MKL on a CPU, cuSPARSE on CUDA, not yet run there). Half precision is
 computed in fp32 inside. There are no second derivatives.
-"""
+"""  # noqa: E501 (a table)
 
 import warnings
 from collections.abc import Sequence
@@ -162,7 +162,7 @@ def largest_singular_value(matrix: "csr_matrix") -> float:
 
 
 # ---- the product
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 with warnings.catch_warnings():  # once per process torch warns that compressed rows are in beta
@@ -271,7 +271,7 @@ def _sampled_flops(
 
 
 # ---- the layers
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 IN_MASKED, IN_SPARSE = ("weight", "mask"), ("values", "row_starts", "columns")
