@@ -19,8 +19,8 @@ TARGETS = {
     "tests": 1_050_000,
 }
 CEILINGS = {
-    "data_prep": 447_000,
-    "pretrain": 689_000,
+    "data_prep": 450_000,
+    "pretrain": 690_000,
     "finetune": 246_000,
     "analysis": 225_000,
     "cluster": 135_000,
