@@ -145,8 +145,8 @@ def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
     }
     yield
-    if "tests.training" in sys.modules:  # which imports torch
-        sys.modules["tests.training"].end_commands()
+    if training := sys.modules.get(f"{__package__}.training"):  # which imports torch
+        training.end_commands()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     for name, value in before.items():
