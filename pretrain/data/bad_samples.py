@@ -37,17 +37,15 @@ class BadSampleLog:
         self._known = set[Hashable]()
         self._lock = threading.Lock()
 
-    def note(self, bad: Unreadable, stand_in: int, *, known_as: Hashable) -> None:
-        """Once, whatever else it is called: datasets of a mixture have shards and keys of the same
-        names."""
+    def note(self, bad: Unreadable, stand_in: int | None, *, known_as: Hashable) -> None:
+        """Log the bad sample once. Datasets of a mixture may have shards and keys of equal names,
+        so `known_as` identifies the sample. In a stream it is skipped, without a stand-in."""
         with self._lock:
             if known_as in self._known:
                 return
             self._known.add(known_as)
-            print(
-                f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; sample {stand_in} stands in",
-                file=sys.stderr,
-            )
+            instead = "it is skipped" if stand_in is None else f"sample {stand_in} stands in"
+            print(f"bad sample: {bad.shard}: {bad.key}: {bad.reason}; {instead}", file=sys.stderr)
             if self._log is not None:
                 line = {
                     "sample": bad.sample,
@@ -87,8 +85,11 @@ class BadSamples(BadSampleLog):
                 self.note(bad, candidate, known_as=bad.sample)
                 return candidate
         raise DatasetError(
-            f"{bad.shard}: {bad.key} does not decode ({bad.reason}), nor do others of that shard;"
-            " rebuild it"
+            bad.shard,
+            f"{bad.key} does not decode ({bad.reason}), and neither do {MAX_ATTEMPTS} other samples"
+            " of the shard",
+            "build the dataset again",
+            code="damaged",
         )
 
 
@@ -116,12 +117,10 @@ def check_share(num_bad: int, *, num_seen: int, num_samples: int, max_share: flo
     """`num_bad` of the `num_seen` samples that all ranks have trained on since they started; judged
     against an epoch at least."""
     if num_bad > max_share * max(num_seen, num_samples):
-        too_many = (
-            f"{num_bad:,} of {num_seen:,} samples do not decode, more than"
-            f" data.max_bad_share={max_share:g} allows"
+        raise TooManyBadSamples(
+            "data.max_bad_share",
+            f"{num_bad:,} of {num_seen:,} samples do not decode, more than {max_share:g} of them",
+            "read RUN/bad_samples/, run data_prep verify, and exclude the samples with data_prep"
+            " subset, or raise the fraction",
+            code="too-many-faults",
         )
-        remedy = (
-            "run data_prep verify on the dataset, then subset with an exclusion list, or raise the"
-            " share"
-        )
-        raise TooManyBadSamples(f"{too_many}; their names are in RUN/bad_samples/ ({remedy})")

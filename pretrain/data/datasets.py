@@ -21,7 +21,7 @@ from braceexpand import braceexpand
 
 from data_prep import __version__
 from data_prep.clients import KINDS, is_command, is_record, recorded, shown
-from data_prep.errors import UserError
+from data_prep.errors import SettingsError
 from data_prep.manifest import (
     MANIFEST_NAME,
     CropPolicy,
@@ -48,7 +48,7 @@ from pretrain.data.order import (
     hex_key,
     mixture_weights,
 )
-from pretrain.data.store.directory import StoreDirectory
+from pretrain.data.store import ShardStore
 from pretrain.models.spec import ModelSpec
 
 FOLDS = "folds"
@@ -86,7 +86,7 @@ class Part:
     """None: they keep their numbers."""
     fold: int | None = None
     """Trained on alone, of a split with the annotation `folds`."""
-    staged: StoreDirectory | None = None
+    staged: ShardStore | None = None
     """Where shards and indices are read instead, if they were brought to this node's disk."""
 
     @property
@@ -275,13 +275,11 @@ class StreamData(TrainingData):
 
     def check_ranks(self, num_ranks: int) -> None:
         if len(self.urls) < num_ranks:
-            few = (
-                f"{len(self.urls)} shard{'s' * (len(self.urls) > 1)} for {num_ranks} ranks, of"
-                " which each reads its own"
-            )
-            raise ValueError(
-                f"data.dataset: {few}; cut them into more, or index them (data_prep index): then"
-                " ranks share shards"
+            raise SettingsError(
+                "data.dataset",
+                f"each rank reads its own shards, but {num_ranks} ranks have {len(self.urls)}",
+                "write more shards, or index them with data_prep index, so that ranks share shards",
+                code="mismatch",
             )
 
     @property
@@ -311,12 +309,12 @@ def load_training_data(data: DataSettings) -> TrainingData:
     found = [Part(data.directory, manifest, data.train_split, fold=data.fold)]
     count = num_folds(found[0])
     if data.fold is not None and data.fold >= count:
-        has = (
-            f"has {count} folds, numbered from 0" if count else "has no folds; leave data.fold out"
-        )
-        raise ValueError(
-            f"data.fold: {data.fold} will not do, split {data.train_split!r} of {data.dataset}"
-            f" {has}"
+        raise SettingsError(
+            "data.fold",
+            f"split {data.train_split!r} of {data.dataset} has {count} folds, so fold {data.fold}"
+            " does not exist",
+            f"choose a fold from 0 to {count - 1}" if count else "remove data.fold",
+            code="unknown-name",
         )
     for number, other in enumerate(data.also):
         directory = data.directory_of(other.dataset)
@@ -352,9 +350,12 @@ def _load_stream(data: DataSettings) -> StreamData:
         )
         evaluated, classes = Part(directory, of_evaluation, data.eval_split), of_evaluation.classes
         if len(classes) != data.num_classes:
-            raise ValueError(
-                f"data.num_classes: {data.num_classes:,}, but {data.eval_dataset} has"
-                f" {len(classes):,}; set that"
+            raise SettingsError(
+                "data.num_classes",
+                f"the value is {data.num_classes:,}, but {data.eval_dataset} has {len(classes):,}"
+                " classes",
+                f"set data.num_classes={len(classes)}",
+                code="mismatch",
             )
     named = re.search(
         r"([\w.+-]+?)[-_]?\d*\.(tar|tgz)\b", next((url for url in urls if not is_command(url)), "")
@@ -386,47 +387,57 @@ def expand_shards(words: str) -> tuple[str, ...]:
 
     def value(match: re.Match[str]) -> str:
         if (found := os.environ.get(name := f"WDS_{match[1]}")) is None:
-            raise ValueError(
-                f"data.dataset: ${{{match[1]}}} stands for {name}, which is not set; export it, or"
-                " write what it means"
+            raise SettingsError(
+                "data.dataset",
+                f"${{{match[1]}}} means the variable {name}, which is not set",
+                f"export {name}, or write its value",
+                code="missing-value",
             )
         return found
 
     urls: list[str] = []
     for part in words.split("::"):
         if is_record(part):
-            raise ValueError(
-                f"data.dataset: {part} only records a command. Give the command again:"
-                " data.dataset='pipe:COMMAND'"
+            raise SettingsError(
+                "data.dataset",
+                f"{part} is only the record of a command",
+                "give the command again as data.dataset='pipe:COMMAND'",
+                code="missing-value",
             )
         for _ in range(10):
             part = re.sub(r"\$\{(\w+)\}", value, part)  # noqa: PLW2901
         try:
             urls += braceexpand(part)
         except ValueError:
-            fault = f"data.dataset: {shown(part)}: its braces do not match"
-            raise ValueError(f"{fault}; write ranges as {{000..146}}") from None
+            problem, fix = (
+                f"the braces of {shown(part)} do not match",
+                "write {000..146} for ranges",
+            )
+            raise SettingsError("data.dataset", problem, fix, code="bad-syntax") from None
     for url in urls:
         scheme = urlsplit(url).scheme
         path = Path(unquote(urlsplit(url).path) if scheme == "file" else url)
         if scheme not in _OPENED:
-            raise ValueError(
-                f"data.dataset: {scheme}: is not read; write a path, a URL, or a command as"
-                " 'pipe:COMMAND'"
+            raise SettingsError(
+                "data.dataset",
+                f"{scheme}: addresses are not supported",
+                "write a path, a URL, or a command as 'pipe:COMMAND'",
+                code="unsupported",
             )
         if scheme not in ("", "file") or path.is_file():
             continue
         if (path / MANIFEST_NAME).is_file():
-            raise ValueError(
-                f"data.dataset: {path} is an indexed dataset; leave data.stream out, and it resumes"
-                " exactly"
+            raise SettingsError(
+                "data.dataset",
+                f"{path} is an indexed dataset, not a list of shards",
+                "remove data.stream; indexed datasets resume exactly",
+                code="conflict",
             )
-        hint = (
-            f"name its shards, such as {path}/{{000..146}}.tar"
-            if path.is_dir()
-            else "correct the list (a range is {000..146}, not *), or put it there"
-        )
-        raise ValueError(f"data.dataset: {url or recorded(words)!r} is no file; {hint}")
+        fix = "correct the list (a range is {000..146}, not *), or create the file"
+        if path.is_dir():
+            fix = f"name the shards in the folder, for example {path}/{{000..146}}.tar"
+        problem = f"{url or recorded(words)!r} is not a file"
+        raise SettingsError("data.dataset", problem, fix, code="missing-path")
     return tuple(urls)
 
 
@@ -437,24 +448,29 @@ def check_against_data(
     model.check(image_size=data.image_size)
     batch = train.global_batch_size
     if batch > data.num_samples:
-        fix = (
-            f"Set it to at most {data.num_samples:,}, such as"
-            f" {1 << (data.num_samples.bit_length() - 1)}"
-        )
-        raise ValueError(
-            f"train.global_batch_size: {batch:,} is more than the {data.num_samples:,} samples of"
-            f" an epoch. {fix}"
+        raise SettingsError(
+            "train.global_batch_size",
+            f"{batch:,} is more than the {data.num_samples:,} samples of an epoch",
+            f"set at most {data.num_samples:,}, for example"
+            f" {1 << (data.num_samples.bit_length() - 1)}",
+            code="bad-value",
         )
     steps = data.steps(train.duration, global_batch_size=batch)
     if steps < 1:
-        raise ValueError(f"train.duration: {train.duration!r} is no step at all; make it longer")
+        raise SettingsError(
+            "train.duration",
+            f"{train.duration!r} is shorter than one step",
+            "set a longer duration",
+            code="bad-value",
+        )
     warmup = fit_warmup(data.steps(schedule.warmup, global_batch_size=batch), num_steps=steps)
     cooldown = data.steps(schedule.cooldown, global_batch_size=batch)
     if warmup + cooldown > steps:
-        parts = f"{cooldown} steps after {warmup} of warm-up" if warmup else f"{cooldown} steps"
-        raise ValueError(
-            f"schedule.cooldown: {schedule.cooldown!r} is {parts}, but the run has {steps}; make it"
-            " shorter"
+        raise SettingsError(
+            "schedule.cooldown",
+            f"{warmup} steps of warm-up and {cooldown} of cooldown exceed the run's {steps}",
+            "set a shorter cooldown",
+            code="conflict",
         )
     return steps
 
@@ -469,14 +485,13 @@ def _labelled(manifest: Manifest, split: str, *, field: str, directory: str) -> 
     try:
         content = manifest.labelled_split(split, directory=directory)
     except DatasetError as error:
-        without = (
-            ", or do without: data.eval_split=null"
-            if field == "data.eval_split" and split not in manifest.splits
-            else ""
-        )
-        raise ValueError(f"{field}: {error}{without}") from None
+        fix = "choose another split"
+        if field == "data.eval_split":
+            fix = "choose another split, or set data.eval_split=null to train without evaluation"
+        raise SettingsError(field, str(error).rstrip("."), fix, code=error.code) from None
     if content.num_samples == 0:
-        raise ValueError(f"{field}: split {split!r} of {directory} is empty; choose another")
+        problem = f"split {split!r} of {directory} is empty"
+        raise SettingsError(field, problem, "choose another split", code="empty")
 
 
 def num_folds(part: Part) -> int:
@@ -490,7 +505,7 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
     if data.image_size is None and keeping:
         sized = [part.manifest.image_size for part in parts if part not in keeping]
         example = (*sized, keeping[0].manifest.image_size)[0]
-        raise UserError(
+        raise SettingsError(
             "data.image_size",
             f"it is required because {keeping[0].directory} keeps the images' own sizes",
             f"set it, for example data.image_size={example}",
@@ -498,19 +513,22 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
         )
     stored = {part.manifest.image_size for part in parts if part not in keeping}
     if keeping and stored - {data.image_size}:
-        reason = (
-            f"some pictures are stored at {min(stored)} px, and {keeping[0].directory} must be read"
-            " at the same size"
+        raise SettingsError(
+            "data.image_size",
+            f"data.also has images of {min(stored)} px, so {keeping[0].directory} must be read at"
+            f" {min(stored)} px, not at {data.image_size}",
+            f"set data.image_size={min(stored)}",
+            code="mismatch",
         )
-        wrong = f"{data.image_size} will not do with data.also, where {reason}"
-        raise ValueError(f"data.image_size: {wrong}; set data.image_size={min(stored)}")
     first = parts[0].stored_size(data.image_size)
     for part in parts:
         if (size := part.stored_size(data.image_size)) != first:
-            sizes = (
-                f"{part.directory} stores pictures of {size} px, {parts[0].directory} of {first} px"
+            raise SettingsError(
+                "data.also",
+                f"{part.directory} has images of {size} px, but {parts[0].directory} of {first} px",
+                "build one dataset again with the size of the other",
+                code="mismatch",
             )
-            raise ValueError(f"data.also: {sizes}; build one of them anew at the size of the other")
 
 
 def _check_names(parts: Sequence[Part]) -> None:
@@ -524,13 +542,12 @@ def _check_names(parts: Sequence[Part]) -> None:
     for part in unnamed[1:]:
         mine, others = len(part.manifest.classes), len(unnamed[0].manifest.classes)
         if mine != others:
-            classes = (
-                f"the classes of {part.directory} and of {unnamed[0].directory} are bare numbers,"
-                f" {mine:,} and {others:,} of them"
-            )
-            raise ValueError(
-                f"data.also: {classes}, and can hardly mean the same; index them again with a"
-                " classes_file each"
+            raise SettingsError(
+                "data.also",
+                f"{part.directory} and {unnamed[0].directory} have {mine:,} and {others:,} classes"
+                " without names, so equal numbers may mean different classes",
+                "index both datasets again with a classes_file",
+                code="mismatch",
             )
 
 

@@ -1,9 +1,8 @@
 """`data.check: first-read`: hash each local shard once in a run, in the background, and stop the
 run at the first wrong shard.
 
-1. The shards that training and evaluation read in place are divided among the ranks. A rank skips
-   the shards that its node has
-   staged: staged and downloaded shards are hashed as they arrive.
+1. The local shards that at least one node reads in place are divided among all ranks. Staged and
+   downloaded shards are hashed as they arrive.
 2. On each rank a thread of the lowest priority hashes its shards. RUN/checked/rank-R.jsonl gets a
    line for each correct shard (path, size, mtime, sha256), so later starts of this run do not hash
    that shard again.
@@ -38,17 +37,17 @@ from pretrain.ranks.world import World
 
 class FirstRead(threading.Thread):
     def __init__(self, parts: Sequence[Part], *, run_dir: Path, world: World, device: torch.device):
-        """All ranks call this with the same parts, because they agree on the parts that a rank
-        reads in place."""
+        """All ranks call this with the same number of parts, because the ranks agree part by part
+        whether a rank reads the part in place."""
         super().__init__(name="first-read", daemon=True)
         self._checked, self._rank = run_dir / "checked", world.rank
-        parts = [part for part in parts if any_rank(part.staged is None, device=device)]
-        shards = {
-            ((part.directory / shard.file).absolute(), shard.sha256): part.directory
-            for part in parts
-            for shard in part.content.shards
-            if shard.num_samples and not shard.is_remote
-        }
+        shards: dict[tuple[Path, str], Path] = {}
+        for part in parts:
+            is_read_in_place = any_rank(part.staged is None, device=device)
+            for shard in part.content.shards if is_read_in_place else ():
+                if shard.num_samples and not shard.is_remote:
+                    path = (part.directory / shard.file).absolute()
+                    shards[path, shard.sha256] = part.directory
         self._shards = list(shards.items())[world.rank :: world.num_ranks]
         self._fault: Exception | None = None
 
@@ -78,14 +77,18 @@ class FirstRead(threading.Thread):
                 sha256 = expected if line in known else sha256_of(path)
             except OSError as error:
                 raise DatasetError(
-                    f"{path}: cannot be read ({cause_of(error)}). Run data_prep verify {dataset}"
+                    str(path),
+                    f"the shard cannot be read ({cause_of(error)})",
+                    f"run data_prep verify {dataset}",
+                    code="unreadable",
                 ) from None
             if sha256 != expected:
                 raise DatasetError(
-                    f"{path}: its bytes are no longer those of the manifest (sha256"
-                    f" {sha256[:12]}..., not {expected[:12]}...). Run data_prep verify {dataset},"
-                    " restore the file, and repeat the command. Checkpoints of this run may have"
-                    " been trained on the wrong bytes"
+                    str(path),
+                    f"the shard has sha256 {sha256[:12]}..., not the manifest's {expected[:12]}...,"
+                    " and checkpoints of this run may have been trained on wrong bytes",
+                    f"run data_prep verify {dataset}, restore the file, and repeat the command",
+                    code="damaged",
                 )
             if line not in known:
                 self._remember(line)

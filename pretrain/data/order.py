@@ -42,6 +42,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from data_prep.errors import UserError
 from pretrain.config import LastBatch, Shuffle
 
 Ids = NDArray[np.int64]
@@ -140,7 +141,8 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.length == 0:
-            raise ValueError("data: the split is empty; an order needs at least one sample")
+            problem = "an order needs at least one sample, but the split is empty"
+            raise UserError("data", problem, "choose another split", code="empty")
 
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
         """(epoch, sample id) of positions on the endless line."""
@@ -244,9 +246,8 @@ def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tu
     reduced = wanted // np.gcd.reduce(wanted)
     if reduced.sum() > LARGEST_SUM:
         shares = " : ".join(map(str, reduced.tolist()))
-        raise ValueError(
-            f"data.weight: shares of {shares} are too fine; give weights with fewer digits"
-        )
+        problem = f"the ratio {shares} has too many digits"
+        raise UserError("data.weight", problem, "use weights with fewer digits", code="bad-value")
     return tuple(reduced.tolist())
 
 

@@ -49,8 +49,7 @@ from pretrain.config import ReadingSettings
 from pretrain.data.bus_error import name_dataset
 from pretrain.data.datasets import Part
 from pretrain.data.order import Ids, hash64
-from pretrain.data.store.directory import File, tar_of
-from pretrain.data.store.store import ShardStore
+from pretrain.data.store import File, ShardStore, tar_of
 
 BLOCK = 512
 """Of a tar: every member begins at a multiple of it."""
@@ -163,7 +162,7 @@ class ShardReader:
         batch = torch.empty(len(ids), size, size, 3, dtype=torch.uint8)
         for bad in self.read(places, batch):
             part, _ = self._placed[places.shards[bad.place]]
-            raise _damaged(bad.shard, f"{bad.key} does not decode ({bad.reason})", part)
+            raise _damaged(bad.shard, f"sample {bad.key} does not decode ({bad.reason})", part)
         return batch
 
     def read(self, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
@@ -320,24 +319,28 @@ def _index_size(part: Part, shard: Shard) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise _damaged(path, f"index cannot be read ({cause_of(error)})", part) from None
+        raise _damaged(path, f"the index cannot be read ({cause_of(error)})", part) from None
 
 
-def _damaged(path: Path | str, what: str, part: Part) -> DatasetError:
-    return DatasetError(f"{path}: {what}; run data_prep verify {part.directory}")
+def _damaged(path: Path | str, problem: str, part: Part) -> DatasetError:
+    return DatasetError(
+        str(path), problem, f"run data_prep verify {part.directory}", code="damaged"
+    )
 
 
 def _check_index(index: Ids, path: Path, part: Part, shard: Shard, *, raw_size: int | None) -> None:
     offsets, lengths, labels = index[:, _OFFSET], index[:, _LENGTH], index[:, _LABEL]
     if offsets.min() < 0 or lengths.min() < 0 or (offsets + lengths).max() > shard.num_bytes:
-        raise _damaged(path, "its index leads out of the shard", part)
+        raise _damaged(path, "the index has samples outside the shard", part)
     lowest, num_classes = -1 if part.content.num_unlabelled else 0, len(part.manifest.classes)
     if labels.min() < lowest or labels.max() >= max(1, num_classes):
-        raise _damaged(path, f"has labels beyond the {num_classes:,} classes of the manifest", part)
+        raise _damaged(
+            path, f"the index has labels beyond the manifest's {num_classes:,} classes", part
+        )
     if raw_size is not None:
         length = len(ppm_header(raw_size, raw_size)) + 3 * raw_size**2
         if (lengths != length).any() or (offsets % BLOCK).any():
-            raise _damaged(path, f"is not of a raw shard of {raw_size} px", part)
+            raise _damaged(path, f"the index is not one of a raw shard of {raw_size} px", part)
 
 
 class MappedShards:
@@ -355,7 +358,7 @@ class MappedShards:
         for number in np.flatnonzero(~self.is_remote).tolist():
             self._check_local(number)
         if store is not None and self.any_remote:
-            store.when_full(self._let_go)
+            store.add_reader(self)
 
     @contextmanager
     def reading(self, numbers: Ids) -> Iterator[None]:
@@ -381,25 +384,18 @@ class MappedShards:
         remote = [number for number in numbers if self.is_remote[number]]
         if self._store is None or not remote:
             return
-        files, max_bytes = (
-            {number: self._file(number) for number in remote},
-            self._store.directory.max_bytes,
-        )
+        files, max_bytes = {each: self._file(each) for each in remote}, self._store.max_bytes
         num_bytes = sum({file.name: file.num_bytes for file in files.values()}.values())
         if max_bytes is not None and num_bytes > max_bytes:
-            needs = (
-                f"the samples that come next lie in {len(remote):,} remote shards of"
-                f" {num_bytes / 1e9:.3g} GB together"
-            )
-            remedy = (
-                "data.shuffle=block (with smaller data.block_size and data.window_blocks), which"
-                " needs few shards at a time"
-            )
             raise UserError(
-                f"data.cache_gb: {max_bytes / 1e9:g} will not do: {needs}; raise it, or, to train,"
-                f" set {remedy}"
+                "data.cache_gb",
+                f"the next samples are in {len(remote):,} remote shards of {num_bytes / 1e9:.3g} GB"
+                f" together, but the cache has {max_bytes / 1e9:g} GB",
+                "raise data.cache_gb, or train with data.shuffle=block, which needs few shards at a"
+                " time (with smaller data.block_size and data.window_blocks)",
+                code="no-space",
             )
-        self._let_go(but=frozenset(remote))
+        self.release_idle(kept=frozenset(remote))
         self._store.fetch_ahead(
             [file for number, file in files.items() if not self._mapped[number]]
         )
@@ -409,11 +405,11 @@ class MappedShards:
         with self._lock:
             self._release(list(self._held))
 
-    def _let_go(self, *, but: frozenset[int] = frozenset()) -> None:
-        """What nobody reads from at this moment."""
+    def release_idle(self, *, kept: frozenset[int] = frozenset()) -> None:
+        """Unmap and release the remote shards that no thread reads from at this moment."""
         with self._lock:
             idle = [
-                number for number in self._held if number not in but and not self._users[number]
+                number for number in self._held if number not in kept and not self._users[number]
             ]
             for number in idle:
                 self.files.unmap(number)
@@ -455,10 +451,11 @@ class MappedShards:
         try:
             num_bytes = path.stat().st_size
         except OSError as error:
-            raise _damaged(path, f"cannot be read ({cause_of(error)})", part) from None
+            raise _damaged(path, f"the shard cannot be read ({cause_of(error)})", part) from None
         if num_bytes != shard.num_bytes:
-            difference = f"{num_bytes:,} bytes, the manifest says {shard.num_bytes:,}"
-            raise DatasetError(f"{path}: {difference}; it was cut or changed, rebuild it")
+            problem = f"the shard has {num_bytes:,} bytes, not the manifest's {shard.num_bytes:,}"
+            fix = "restore the shard, or build the dataset again"
+            raise DatasetError(str(path), problem, fix, code="damaged")
 
 
 class FileRange:

@@ -33,16 +33,16 @@ class RealLabels:
         """None where the split has no such annotation."""
         if NAME not in part.content.annotations:
             return None
-        bits, num_classes = (
-            load_annotation(part.directory, part.content, NAME),
-            len(part.manifest.classes),
-        )
+        bits = load_annotation(part.directory, part.content, NAME)
+        num_classes = len(part.manifest.classes)
         if bits.shape[1] != num_classes:
-            differs = (
-                f"its annotation {NAME!r} is of {bits.shape[1]:,} classes, the dataset has"
-                f" {num_classes:,}"
+            raise DatasetError(
+                str(part.directory),
+                f"the annotation {NAME!r} has {bits.shape[1]:,} classes, but the dataset"
+                f" {num_classes:,}",
+                "build the dataset again",
+                code="mismatch",
             )
-            raise DatasetError(f"{part.directory}: {differs}; build it again")
         column_of = torch.full((num_answers,), -1)
         column_of[list(part.classes or range(num_classes))] = torch.arange(num_classes)
         return cls(bits, column_of.to(device))

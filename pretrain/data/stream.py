@@ -1,28 +1,30 @@
-"""`data.stream`: stock shards that are trained on as they come, opened, grouped and decoded by the
-package webdataset.
+"""`data.stream`: train on shards as they come, without an index.
 
-Each pass over the shards deals them out anew, to all ranks and to the few that a rank reads side by
-side; when a rank's shards end, its next pass begins, so every rank has as many steps as the others.
-What a start reads is a function of (list, seed, ranks, position it starts from): it neither knows
-nor skips what an earlier start has read.
+The package webdataset opens the shards, groups members into samples, shuffles them in a buffer and
+decodes labels. Each pass over the shards deals them out again, to all ranks and to the few shards
+that a rank reads at the same time. A rank begins its next pass when its shards end, so every rank
+has as many steps as the others. The samples are a function of (list, seed, ranks, first position).
+A resumed run neither knows nor skips what an earlier attempt has read.
 
-How a batch comes about: 1. a thread for each shard that is open gathers samples; 2. they are taken
-in turn, through webdataset's shuffle buffer; 3. threads of the loader decode them; 4. the last
-looks after what did not decode, and calls `finish`. A shard that breaks is opened again, and what
-it has given already passed over; a sample that cannot be used is noted, counted, and the next one
-of its batch shown in its place; a batch without one that can be used takes the next samples.
+How a batch is made:
 
-Long because whatever ends, breaks or is silent between a shard and a batch is met here.
+1. One thread for each open shard gathers samples. A shard that breaks is opened again, and samples
+   that it has given are skipped.
+2. The samples of the open shards alternate, and pass through webdataset's shuffle buffer.
+3. Threads of the loader decode chunks of samples, in order.
+4. One thread (the taker) copies decoded samples into batches. It logs, counts and skips samples
+   that cannot be used.
+5. Threads of the loader call `finish`.
 """
 
+import gzip
+import io
 import itertools
 import json
 import random
-import re
 import signal
 import subprocess
 import sys
-import tarfile
 import threading
 import zlib
 from collections import deque
@@ -30,24 +32,24 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from tarfile import EOFHeaderError, HeaderError, ReadError, SubsequentHeaderError  # type: ignore[attr-defined]
 from typing import IO, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from data_prep import remote
 from data_prep.clients import client
 from data_prep.errors import UserError
 from data_prep.images import Rejection, decode_square
+from data_prep.limits import cause_of
 from data_prep.manifest import PICTURES
+from data_prep.tar import walk
 from pretrain.data.bad_samples import BadSampleLog, BadSamples
 from pretrain.data.datasets import STORES, StreamData, TrainingData
 from pretrain.data.loader import (
-    SMALLEST_PART,
     Batch,
     BatchSource,
     BufferPool,
@@ -57,22 +59,21 @@ from pretrain.data.loader import (
 )
 from pretrain.data.order import BatchPlan, Ids, Line, hash64, hex_key, permute
 from pretrain.data.reader import ShardReader, Unreadable
-from pretrain.data.store.store import ShardStore
+from pretrain.data.store import ShardStore
 from pretrain.ranks.world import World
 
 T = TypeVar("T")
 NUM_OPEN = 4
-"""Shards that a rank reads side by side, where it has as many; one, where they are not shuffled."""
+"""Shards that a rank reads at the same time; one shard without shuffle."""
 CHUNK, CHUNKS_AHEAD = 16, 4
-"""Samples that pass from thread to thread at once; and how many such are read ahead of each
-shard."""
+"""Samples that pass from thread to thread at once, and chunks that are read ahead of each shard."""
 NUM_NAMED = 1 << 16
 """Positions whose shard and key are remembered, for the log of skipped steps."""
 MOST_IN_A_ROW = 1000
-"""Samples without one that can be used, before a rank gives up."""
+"""Samples in a row that cannot be used before a rank fails."""
 _DRAINED_BYTES, _LAST_WORDS_S = 1 << 20, 1.0
-_META = re.compile(r"__[^/]*__($|/)")
-"""Members that are of no sample."""
+_BUFFER_BYTES = 1 << 18
+_GZIP = b"\x1f\x8b"
 
 
 class Sample(NamedTuple):
@@ -81,92 +82,91 @@ class Sample(NamedTuple):
     members: dict[str, bytes]
 
 
+class Decoded(NamedTuple):
+    shard: str
+    key: str
+    image_HWC: NDArray[np.uint8] | None
+    """None if the sample cannot be used."""
+    label: int
+    reason: str
+
+
 class Stream:
-    """What one rank reads, in the place of a `ShardReader`. Its samples are known by the positions
-    that they came to stand at."""
+    """The samples that one rank reads. A sample is known by the position that it gets."""
 
     def __init__(self, data: StreamData, *, seed: int, world: World, log: Path | None = None):
-        self.num_samples, self.stored_size, self.parts = (
-            data.num_samples,
-            data.image_size,
-            data.parts,
-        )
-        self._data, self._settings, self._world, self.bad_samples = (
-            data,
-            data.settings,
-            world,
-            BadSampleLog(log),
-        )
+        self.num_samples, self.stored_size = data.num_samples, data.image_size
+        self.parts, self.bad_samples = data.parts, BadSampleLog(log)
+        self._data, self._settings, self._world = data, data.settings, world
         self._key = int(hash64(hex_key(data.content_hash), seed) >> 1)
         self._classes = {name: number for number, name in enumerate(data.classes)}
         self._stop, self._commands = threading.Event(), set[Any]()
-        self._named: dict[int, tuple[str, str]] = {}
-        self._naming = threading.Lock()
+        self._names: dict[int, tuple[str, str]] = {}
+        """(shard, key) of the last positions; only the taker writes it."""
 
     def names(self, ids: Ids) -> list[tuple[str, str]]:
         return [
-            self._named.get(position, ("not known any more", str(position)))
+            self._names.get(position, ("not known any more", str(position)))
             for position in ids.tolist()
         ]
+
+    def remember(self, position: int, sample: Decoded) -> None:
+        self._names[position] = sample.shard, sample.key
+        if len(self._names) > NUM_NAMED:
+            del self._names[next(iter(self._names))]
 
     def end_waits(self) -> None:
         self._stop.set()
         for command in list(self._commands):
-            _end(command.proc)  # which may be silent
+            _end(command.proc)  # a silent command would never end
 
     close = end_waits
 
     # ---- from the list of shards to samples
-    # ----------------------------------------------------------------------
 
     def samples(self, *, consumed: int) -> Generator[Sample]:
-        """Without end, of a start at this position. Raises what keeps a shard from being read."""
+        """Yield samples without end, for an attempt that begins at this position."""
         import webdataset  # type: ignore[import-untyped]
 
         is_shuffled, count = self._settings.shuffle != "none", len(self._data.urls)
         num_open = min(NUM_OPEN, count // self._world.num_ranks) if is_shuffled else 1
         lanes = [
-            self._ahead(self._lane(number, num_open, consumed=consumed))
+            self._read_ahead(self._lane(number, num_open, consumed=consumed))
             for number in range(num_open)
         ]
         try:
-            in_turn = (
+            alternating = (
                 sample
                 for lane in itertools.cycle(lanes)
                 for sample in itertools.islice(lane, CHUNK)
             )
-            size = self._settings.shuffle_buffer if is_shuffled else 0
+            if not is_shuffled or not (size := self._settings.shuffle_buffer):
+                yield from alternating
+                return
             generator = random.Random(int(hash64(self._key, consumed, self._world.rank)))
-            yield from (
-                webdataset.shuffle(size, initial=size, rng=generator)(in_turn) if size else in_turn
-            )
+            yield from webdataset.shuffle(size, initial=size, rng=generator)(alternating)
         finally:
             self.end_waits()
             for lane in lanes:
                 lane.close()
 
-    def _ahead(self, samples: Iterator[Sample]) -> Generator[Sample]:
-        """They are read ahead in a thread of their own."""
+    def _read_ahead(self, samples: Iterator[Sample]) -> Generator[Sample]:
         with ThreadPoolExecutor(1, thread_name_prefix="stream") as thread:
-            chunks = deque(
-                thread.submit(list, itertools.islice(samples, CHUNK)) for _ in range(CHUNKS_AHEAD)
+            chunks = (
+                thread.submit(list, itertools.islice(samples, CHUNK)) for _ in itertools.count()
             )
-            while True:
-                yield from chunks.popleft().result()
-                chunks.append(thread.submit(list, itertools.islice(samples, CHUNK)))
+            yield from _in_order(chunks, num_ahead=CHUNKS_AHEAD)
 
     def shards(self, lane: int, num_open: int, *, consumed: int) -> Iterator[str]:
-        """Of one of the `num_open` that this rank reads side by side; without end."""
+        """Yield the shards of one of the `num_open` lanes of this rank, without end."""
         urls, first = self._data.urls, self._world.rank + self._world.num_ranks * lane
         for number in itertools.count():
             order = np.arange(len(urls))
             if self._settings.shuffle != "none":
-                order = permute(
-                    order, size=len(urls), key=int(hash64(self._key, consumed, number) >> 1)
-                )
-            yield from (
-                urls[each] for each in order[first :: self._world.num_ranks * num_open].tolist()
-            )
+                key = int(hash64(self._key, consumed, number) >> 1)
+                order = permute(order, size=len(urls), key=key)
+            for each in order[first :: self._world.num_ranks * num_open].tolist():
+                yield urls[each]
 
     def _lane(self, lane: int, num_open: int, *, consumed: int) -> Iterator[Sample]:
         num_empty = 0
@@ -177,79 +177,59 @@ class Stream:
                 yield sample
             if num_empty > len(self._data.urls):
                 raise UserError(
-                    f"data.dataset: {remote.shown(url)} and the shards before it hold no samples; a"
-                    " sample is KEY.jpg, KEY.cls"
+                    "data.dataset",
+                    f"{remote.shown(url)} and the shards before it have no samples",
+                    "use tars with KEY.jpg and KEY.cls for each sample",
+                    code="empty",
                 )
 
     def _samples_of(self, url: str) -> Iterator[Sample]:
+        """Yield the samples of a shard. If it breaks, open it again and skip what was given."""
         source: Iterator[Sample] | None = None
         num_given = 0
 
         def take() -> Sample | None:
             nonlocal source
             if source is None:
-                source = self._opened(url)
-                for _ in itertools.islice(source, num_given):
-                    pass  # what was given before it broke
+                source = itertools.islice(self._opened(url), num_given, None)
             try:
                 return next(source, None)
             except BaseException:
                 source = None
                 raise
 
-        def report(words: str) -> None:
-            print(f"pretrain: {words}", file=sys.stderr, flush=True)
+        def report(problem: str) -> None:
+            print(f"pretrain: {problem}", file=sys.stderr, flush=True)
 
         while (sample := remote.tried(url, take, report=report, stop=self._stop)) is not None:
             num_given += 1
             yield sample
 
     def _opened(self, url: str) -> Iterator[Sample]:
-        """The samples of a shard by webdataset's rules, without what training does not look at."""
+        """Yield the samples of a shard, without the members that training does not read."""
         from webdataset.tariterators import group_by_keys  # type: ignore[import-untyped]
 
-        shard, wanted, chosen = (
-            remote.shown(url),
-            self._settings.label.partition(":")[0],
-            self._settings.image_member,
-        )
+        label, shard = self._settings.label.partition(":")[0], remote.shown(url)
         with self._stream(url) as stream:
             try:
-                for found in group_by_keys(_members(shard, stream)):
+                for group in group_by_keys(_members(shard, stream)):
                     members = {
-                        name: data for name, data in found.items() if isinstance(data, bytes)
+                        name: data for name, data in group.items() if isinstance(data, bytes)
                     }
-                    kept = {
-                        name: data
-                        for name, data in members.items()
-                        if name == wanted or _is_picture(name, chosen)
-                    }
-                    if len(kept) < 2:  # the message of why it cannot be used names the others
-                        kept |= {
-                            name: data if name == "json" else b""
-                            for name, data in members.items()
-                            if name not in kept
-                        }
-                    yield Sample(shard, found["__key__"], kept)
-            except (
-                tarfile.TarError,
-                zlib.error,
-                EOFError,
-                ValueError,
-            ) as error:  # with the stream's own words behind it
-                raise remote.RemoteError(str(error.args[0])) from None
+                    used = [name for name in members if name == label or self._is_image(name)]
+                    if len(used) < 2:  # the message names the other members
+                        used = list(members)
+                    kept = {name: members[name] for name in used}
+                    yield Sample(shard, group["__key__"], kept)
+            except (zlib.error, EOFError, ValueError, gzip.BadGzipFile) as error:
+                raise remote.RemoteError(str(error.args[0])) from None  # args[1:] hold the URL
 
     @contextmanager
     def _stream(self, url: str) -> Iterator[IO[bytes]]:
-        if (scheme := urlsplit(url).scheme) in STORES or (
-            scheme in ("http", "https") and self._settings.storage
-        ):
-            whole = (
-                {"block_size": 0} if scheme not in STORES else {}
-            )  # a web server may know no ranges
-            with closing(
-                client(url, self._settings.storage, retries=False).open(url, "rb", **whole)
-            ) as file:
+        scheme, storage = urlsplit(url).scheme, self._settings.storage
+        if scheme in STORES or (scheme in ("http", "https") and storage):
+            whole = {"block_size": 0} if scheme not in STORES else {}  # web servers without ranges
+            with closing(client(url, storage, retries=False).open(url, "rb", **whole)) as file:
                 yield file
             return
         from webdataset import gopen
@@ -258,80 +238,75 @@ class Stream:
             stream = gopen(url)
         except PermissionError as error:
             raise UserError(
-                f"data.dataset: {remote.shown(url)}: cannot be read ({error.strerror}); mend its"
-                " rights"
+                "data.dataset",
+                f"{remote.shown(url)} cannot be read ({cause_of(error)})",
+                "make the file readable",
+                code="unreadable",
             ) from None
-        if not hasattr(stream, "proc"):
-            with closing(stream):
-                yield stream
-            return
-        self._commands.add(stream)
+        with self._command(stream) if hasattr(stream, "proc") else closing(stream) as opened:
+            yield opened
+
+    @contextmanager
+    def _command(self, pipe: Any) -> Iterator[IO[bytes]]:
+        """Yield the output of a `pipe:` command, and check its exit status.
+
+        webdataset's own checks would show the command with its secrets.
+        """
+        status = None
+        self._commands.add(pipe)
         try:
-            yield (
-                stream.stream
-            )  # without webdataset's words around it, which show the whole command, secrets and all
-            while stream.stream.read(_DRAINED_BYTES):
-                # behind the end of the tar: else our closing would end the command, and its status
-                # say nothing
-                pass
-            status = stream.proc.wait()
+            yield pipe.stream
+            while pipe.stream.read(_DRAINED_BYTES):
+                pass  # closing the pipe before the output ends would end the command with an error
+            status = pipe.proc.wait()
         except remote.RemoteError:
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # the output that ended too soon is a consequence
-                if status := stream.proc.wait(timeout=_LAST_WORDS_S):
-                    raise remote.RemoteError(f"its command ended with {status}") from None
-            raise
+            with suppress(subprocess.TimeoutExpired):  # an output that is cut may be its effect
+                status = pipe.proc.wait(timeout=_LAST_WORDS_S)
+            if not status:
+                raise
         finally:
-            self._commands.discard(stream)
-            _end(stream.proc)
+            self._commands.discard(pipe)
+            _end(pipe.proc)
             with suppress(OSError):
-                stream.close()
+                pipe.close()
         if status:
             raise remote.RemoteError(f"its command ended with {status}")
 
-    # ---- from samples to pictures and labels
-    # ----------------------------------------------------------------------
+    # ---- from samples to images and labels
 
-    def decode(
-        self, samples: list[Sample], positions: Ids, images_BHWC: Tensor
-    ) -> tuple[list[int], list[Unreadable]]:
-        """Fills the pictures; (labels, what could not be used)."""
-        manifest, images = self._data.parts[0].manifest, images_BHWC.numpy()
-        labels, bad = [0] * len(samples), []
-        for place, sample in enumerate(samples):
+    def decode(self, samples: list[Sample]) -> list[Decoded]:
+        manifest, decoded, shape = (
+            self._data.parts[0].manifest,
+            list[Decoded](),
+            (self.stored_size, self.stored_size, 3),
+        )
+        for sample in samples:
             try:
-                labels[place] = self._label(sample)
+                label, image_HWC = self._label(sample), np.empty(shape, np.uint8)
                 decode_square(
-                    self._picture(sample),
-                    images[place],
+                    self._image(sample),
+                    image_HWC,
                     crop=manifest.crop,
                     interpolation=manifest.interpolation,
                 )
+                decoded.append(Decoded(sample.shard, sample.key, image_HWC, label, ""))
             except Rejection as error:
-                bad.append(
-                    Unreadable(place, int(positions[place]), sample.shard, sample.key, str(error))
-                )
-        with self._naming:
-            self._named |= {
-                position: (each.shard, each.key)
-                for position, each in zip(positions.tolist(), samples, strict=True)
-            }
-        return labels, bad
+                decoded.append(Decoded(sample.shard, sample.key, None, 0, str(error)))
+        return decoded
 
-    def forget_names(self) -> None:
-        with self._naming:
-            while len(self._named) > NUM_NAMED:
-                del self._named[next(iter(self._named))]
+    def _is_image(self, name: str) -> bool:
+        chosen = self._settings.image_member
+        if chosen is None:
+            return f".{name.rpartition('.')[2]}" in PICTURES
+        return name == chosen.lower().lstrip(".")
 
-    def _picture(self, sample: Sample) -> bytes:
-        found = [name for name in sample.members if _is_picture(name, self._settings.image_member)]
-        if len(found) == 1:
-            return sample.members[found[0]]
-        listed = " ".join(f".{name}" for name in sample.members)
+    def _image(self, sample: Sample) -> bytes:
+        images = [name for name in sample.members if self._is_image(name)]
+        if len(images) == 1:
+            return sample.members[images[0]]
         raise Rejection(
-            "several_images" if found else "no_image",
-            f"of {listed}; data.image_member names the picture's ending"[:200],
+            "several_images" if images else "no_image",
+            f"among {_listed(sample)}: set data.image_member to the ending of the image"[:200],
         )
 
     def _label(self, sample: Sample) -> int:
@@ -339,7 +314,7 @@ class Stream:
 
         kind, _, path = self._settings.label.partition(":")
         if kind not in sample.members:
-            raise Rejection("no_label", f"no member ends in .{kind}; {_where_else(sample)}")
+            raise Rejection("no_label", f"no member ends in .{kind}; {_label_hint(sample)}")
         try:
             value = basichandlers(f".{kind}", sample.members[kind])
             for key in path.split(".") if path else ():
@@ -353,40 +328,60 @@ class Stream:
         if type(value) is not int or not 0 <= value < len(self._classes):
             raise Rejection(
                 "bad_label",
-                f"{str(value)[:40]!r} is no number from 0 to {len(self._classes) - 1} and no class"
-                " of data.eval_dataset",
+                f"{str(value)[:40]!r} is neither a number from 0 to {len(self._classes) - 1} nor a"
+                " class of data.eval_dataset",
             )
         return value
 
 
-class _Header(tarfile.TarInfo):
-    """To tarfile one that is damaged or missing is the end of the archive, and the samples behind
-    it would be lost unseen."""
-
-    @classmethod
-    def fromtarfile(cls, tarfile: tarfile.TarFile) -> "_Header":
-        try:
-            return super().fromtarfile(tarfile)
-        except (EOFHeaderError, SubsequentHeaderError):
-            raise
-        except HeaderError as error:
-            raise ReadError(f"is damaged or cut behind byte {tarfile.offset:,} ({error})") from None
+def _in_order(jobs: Iterator[Future[list[T]]], *, num_ahead: int) -> Generator[T]:
+    """Yield the items of all results in the order of the jobs, with `num_ahead` jobs under way."""
+    submitted = deque(itertools.islice(jobs, num_ahead))
+    while submitted:
+        yield from submitted.popleft().result()
+        submitted.extend(itertools.islice(jobs, 1))
 
 
 def _members(shard: str, stream: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """Those that webdataset looks at, up to the end mark."""
-    with tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Header) as archive:
-        for member in archive:
-            if member.isreg() and not _META.match(member.name):
-                data = archive.extractfile(member)
-                assert data is not None
-                yield {"fname": member.name, "data": data.read(), "__url__": shard}
-            archive.members = []  # type: ignore[attr-defined]
+    """Yield the regular files of a tar or tar.gz, up to its end mark, as webdataset groups them."""
+    first, position = stream.read(len(_GZIP)), 0
+    content = io.BufferedReader(_Rest(first, stream), _BUFFER_BYTES)
+    if first == _GZIP:
+        content = io.BufferedReader(gzip.GzipFile(fileobj=content), _BUFFER_BYTES)  # type: ignore[arg-type]
+
+    def read(offset: int, num_bytes: int) -> bytes:
+        nonlocal position
+        data = content.read(offset - position + num_bytes)[offset - position :]
+        position = offset + num_bytes
+        return data
+
+    for member in walk(read, refuse_links=False):
+        data = read(member.offset, member.num_bytes)
+        if len(data) < member.num_bytes:
+            raise EOFError(f"is cut in member {member.name}")
+        is_meta = member.name.startswith("__") and member.name.split("/")[0].endswith("__")
+        if not is_meta:
+            yield {"fname": member.name, "data": data, "__url__": shard}
+
+
+class _Rest(io.RawIOBase):
+    """A stream whose first bytes were read already."""
+
+    def __init__(self, first: bytes, stream: IO[bytes]):
+        self._first, self._stream = first, stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data, self._first = self._first or self._stream.read(len(buffer)), b""
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def _end(command: "subprocess.Popen[bytes]") -> None:
-    """With all that it has started: the members of a shell's pipeline outlive their shell, and keep
-    its output open."""
+    """Kill the command and all processes that it has started: members of a pipeline outlive their
+    shell, and keep its output open."""
     with suppress(psutil.Error, ProcessLookupError):
         command.send_signal(signal.SIGSTOP)  # it starts no more
         for each in psutil.Process(command.pid).children(recursive=True):
@@ -395,21 +390,17 @@ def _end(command: "subprocess.Popen[bytes]") -> None:
     command.kill()
 
 
-def _is_picture(name: str, chosen: str | None) -> bool:
-    return (
-        f".{name.rpartition('.')[2]}" in PICTURES
-        if chosen is None
-        else name == chosen.lower().lstrip(".")
-    )
+def _listed(sample: Sample) -> str:
+    return " ".join(f".{name}" for name in sample.members)
 
 
-def _where_else(sample: Sample) -> str:
-    """The setting that may help."""
+def _label_hint(sample: Sample) -> str:
+    """Return the setting that may help."""
     with suppress(ValueError):
         tree = json.loads(sample.members.get("json", b"{}"))
         if keys := [key for key, value in tree.items() if isinstance(value, int | str)]:
             return f".json has {', '.join(keys)}: set data.label=json:FIELD"[:200]
-    return f"it has {' '.join(f'.{name}' for name in sample.members)}: set data.label"[:200]
+    return f"the sample has {_listed(sample)}: set data.label"[:200]
 
 
 class StreamBatches(Generic[T]):
@@ -428,27 +419,21 @@ class StreamBatches(Generic[T]):
         finish: Callable[[Batch], T],
         waits: Waits[T],
     ):
-        self._stream, self._finish, self._waits, self._pin, self._num_threads = (
-            stream,
-            finish,
-            waits,
-            pin,
-            num_threads,
-        )
-        self._positions, self._samples = (
-            plan.sequence(consumed=consumed, rank=rank),
-            stream.samples(consumed=consumed),
-        )
+        self._stream, self._finish, self._waits, self._pin = stream, finish, waits, pin
+        self._positions = plan.sequence(consumed=consumed, rank=rank)
         self._buffers, self._pool = BufferPool(), lone_threads(num_threads, pin=pin)
         self._taker = lone_threads(1, pin=pin)
-        self._ahead: deque[Future[T]] = deque()
-        for _ in range(prefetch):
-            self._request()
+        self._samples = stream.samples(consumed=consumed)
+        chunks = iter(lambda: list(itertools.islice(self._samples, CHUNK)), [])
+        jobs = (self._pool.submit(stream.decode, chunk) for chunk in chunks)
+        self._decoded = _in_order(jobs, num_ahead=2 * num_threads)
+        self._num_in_a_row = 0
+        self._ahead = deque(self._taker.submit(self._take) for _ in range(prefetch))
 
     def __next__(self) -> T:
-        batch = self._waits(self._ahead.popleft())
-        self._request()
-        return batch
+        finished: Any = self._waits(self._ahead.popleft())  # type: ignore[arg-type]
+        self._ahead.append(self._taker.submit(self._take))
+        return self._waits(finished)
 
     def end_waits(self) -> None:
         self._stream.end_waits()
@@ -459,91 +444,42 @@ class StreamBatches(Generic[T]):
             pool.shutdown(wait=True, cancel_futures=True)
         self._samples.close()
 
-    def _request(self) -> None:
-        done: Future[T] = Future()
-        self._ahead.append(done)
-        self._taker.submit(_for(done, self._take), next(self._positions), done)
-
-    def _take(self, positions: Ids, done: Future[T], num_passed: int = 0) -> None:
-        """In the taker's thread, so that batches take their samples in their order; but for one
-        whose first were all of no use (`num_passed`), which takes the next that come."""
-        samples = list(itertools.islice(self._samples, len(positions)))
-        assert len(samples) == len(positions), "the stream has ended with an error"
-        images = self._buffers.pictures(len(samples), self._stream.stored_size, pin=self._pin)
-        num_parts = max(1, min(self._num_threads, len(samples) // SMALLEST_PART))
-        parts = [
-            slice(len(samples) * part // num_parts, len(samples) * (part + 1) // num_parts)
-            for part in range(num_parts)
-        ]
-        decoded = [
-            self._pool.submit(self._stream.decode, samples[part], positions[part], images[part])
-            for part in parts
-        ]
-        self._pool.submit(
-            _for(done, self._put_together), positions, images, parts, decoded, done, num_passed
-        )  # which begins when all of them have
-
-    def _put_together(
-        self,
-        positions: Ids,
-        images: Tensor,
-        parts: list[slice],
-        decoded: list[Future[tuple[list[int], list[Unreadable]]]],
-        done: Future[T],
-        num_passed: int,
-    ) -> None:
-        found = [each.result() for each in decoded]
-        labels = torch.tensor([label for some, _ in found for label in some])
-        bad = {
-            part.start + each.place: each
-            for part, (_, some) in zip(parts, found, strict=True)
-            for each in some
-        }
-        if len(bad) == len(positions):
-            num_passed += len(bad)
-            for each in bad.values():
-                self._stream.bad_samples.note(
-                    each, int(positions[0]), known_as=(each.shard, each.key)
-                )
-            if num_passed > MOST_IN_A_ROW:
-                fault = f"none of {num_passed:,} samples in a row can be used"
-                raise UserError(
-                    f"data.dataset: {fault}; the last is {each.shard}: {each.key}: {each.reason}"
-                )
-            self._taker.submit(_for(done, self._take), positions, done, num_passed)
-            return
-        for place, each in bad.items():
-            stand_in = next(
-                other % len(positions)
-                for other in itertools.count(place + 1)
-                if other % len(positions) not in bad
-            )
-            images[place], labels[place] = images[stand_in], labels[stand_in]
-            self._stream.bad_samples.note(
-                each, int(positions[stand_in]), known_as=(each.shard, each.key)
-            )
-        self._stream.forget_names()
+    def _take(self) -> Future[T]:
+        """Called by the taker only, so batches take samples in their order."""
+        positions, num_bad = next(self._positions), 0
+        images = self._buffers.pictures(len(positions), self._stream.stored_size, pin=self._pin)
+        images_BHWC, labels = images.numpy(), list[int]()
+        for place, position in enumerate(positions.tolist()):
+            while (sample := next(self._decoded)).image_HWC is None:
+                num_bad += 1
+                self._skip(sample, position)
+            self._num_in_a_row = 0
+            images_BHWC[place] = sample.image_HWC
+            labels.append(sample.label)
+            self._stream.remember(position, sample)
+        labels_B = torch.tensor(labels)
         batch = Batch(
             images_BHWC=images,
-            labels_B=labels.pin_memory() if self._pin else labels,
+            labels_B=labels_B.pin_memory() if self._pin else labels_B,
             epochs=positions // self._stream.num_samples,
             samples=positions,
             mix_keys=positions // 2,
-            num_bad=len(bad) + num_passed,
+            num_bad=num_bad,
         )
-        done.set_result(self._finish(batch))
+        return self._pool.submit(self._finish, batch)
 
-
-def _for(done: Future[Any], work: Callable[..., None]) -> Callable[..., None]:
-    """What goes wrong belongs to whoever waits for the batch."""
-
-    def run(*arguments: Any) -> None:
-        try:
-            work(*arguments)
-        except BaseException as error:  # noqa: BLE001
-            done.set_exception(error)
-
-    return run
+    def _skip(self, sample: Decoded, position: int) -> None:
+        bad = Unreadable(0, position, sample.shard, sample.key, sample.reason)
+        self._stream.bad_samples.note(bad, None, known_as=(sample.shard, sample.key))
+        self._num_in_a_row += 1
+        if self._num_in_a_row > MOST_IN_A_ROW:
+            raise UserError(
+                "data.dataset",
+                f"{self._num_in_a_row:,} samples in a row cannot be used; the last is"
+                f" {sample.shard}: {sample.key}: {sample.reason}",
+                "change data.label, data.image_member or the shards",
+                code="too-many-faults",
+            )
 
 
 def open_reader(

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from data_prep.errors import UserError
 from data_prep.manifest import load_manifest
 from data_prep.settings import num_cores
 from pretrain.config import ReadingSettings
@@ -105,9 +106,11 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if get_worker_info() is not None:
-            raise ValueError(
-                "num_workers: ShardBatches has threads of its own; say DataLoader(batches,"
-                " batch_size=None)"
+            raise UserError(
+                "num_workers",
+                "ShardBatches has threads of its own, so a DataLoader must not have workers",
+                "use DataLoader(batches, batch_size=None)",
+                code="conflict",
             )
         part, count = self.shards.part, len(self.shards)
         key = int(hash64(hex_key(part.manifest.content_hash), self.seed) >> 1)

@@ -43,7 +43,7 @@ from pretrain.config import PretrainSettings, TrainingSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan
-from pretrain.data.store.staging import staged
+from pretrain.data.staging import staged
 from pretrain.engine.micro_batch import REMEDY, micro_batch_size
 from pretrain.engine.step import Engine
 from pretrain.loop.peak import find_peak

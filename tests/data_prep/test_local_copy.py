@@ -67,7 +67,7 @@ def test_every_verb_and_a_training_read_a_url_as_the_directory_whatever_the_netw
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("pretrain.data.store.store.SILENCE_S", 1)
+    monkeypatch.setattr("pretrain.data.store.SILENCE_S", 1)
     before, url, storage = files_of(shapes), store.url("some", "deep"), json.dumps(store.storage)
     for path in sorted(shapes.iterdir()):
         write_bytes(path.read_bytes(), f"{url}/{path.name}", storage=store.storage)

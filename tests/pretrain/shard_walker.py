@@ -10,8 +10,8 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 from data_prep import remote
-from pretrain.data.store import store
-from pretrain.data.store.directory import File
+from pretrain.data import store
+from pretrain.data.store import File
 from tests.forked import begin, wait
 
 

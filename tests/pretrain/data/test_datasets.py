@@ -17,6 +17,7 @@ from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.data.order import BatchPlan
 from pretrain.data.reader import ShardReader
 from tests.data_prep.samples import change_manifest, write_classes
+from tests.errors import fails
 from tests.pretrain.data.tiny import loaded, opened, packed
 from tests.training import finish, start, write_config
 
@@ -136,10 +137,7 @@ def test_the_hash_names_datasets_splits_and_weights(animals: tuple[Path, Path]) 
 
 def test_pictures_of_other_sizes_do_not_mix(animals: tuple[Path, Path], tmp_path: Path) -> None:
     small = folder_dataset(tmp_path, {"ant": 3}, size=8)
-    with pytest.raises(
-        ValueError,
-        match=r"data\.also: .* stores pictures of 8 px, .* of 16 px; build one of them anew",
-    ):
+    with fails("mismatch", "data.also"):
         mixed((animals[0], small))
 
 
@@ -182,10 +180,7 @@ def test_classes_that_are_but_numbers_are_not_taken_for_each_other(
         )
 
     assert len(together("eight", "eight_too").classes) == 8
-    with pytest.raises(
-        ValueError,
-        match=r"data\.also: the classes of .*nine and of .*eight are bare numbers, 9 and 8",
-    ):
+    with fails("mismatch", "data.also"):
         together("eight", "nine")
     named = load_training_data(
         DataSettings(dataset=str(shapes), also=(MixedDataset(dataset=str(tmp_path / "nine")),))
@@ -229,17 +224,15 @@ def test_a_mixture_with_stored_sizes_is_told_which_size_will_do(
     shapes: Path, kept: Path, more: dict[str, int]
 ) -> None:
     for order in ((shapes, kept), (kept, shapes)):
-        with pytest.raises(
-            ValueError, match=rf"^data.image_size: .*{kept}.*(such as|set data.image_size=) ?16$"
-        ):
+        with fails("mismatch" if more else "missing-value", "data.image_size") as caught:
             load_training_data(settings(*order, **more))
+        assert caught.value.fix.endswith("data.image_size=16")
 
 
 def test_a_kept_size_is_proposed_where_none_is_said(kept: Path) -> None:
-    with pytest.raises(
-        ValueError, match=rf"data.image_size: missing; {kept} keeps .*, such as 24$"
-    ):
+    with fails("missing-value", "data.image_size") as caught:
         load_training_data(settings(kept))
+    assert caught.value.fix.endswith("data.image_size=24")
 
 
 @pytest.mark.parametrize(("image_size", "is_said"), [(16, False), (12, False), (24, True)])

@@ -17,6 +17,7 @@ from pretrain.data.loader import LOOK_AHEAD, MOST_IDLE, Batch, BufferPool, evalu
 from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import Places, ShardReader
 from pretrain.ranks.world import World
+from tests.errors import fails
 from tests.pretrain.data.tiny import loaded
 
 
@@ -60,10 +61,10 @@ def test_an_error_while_loading_reaches_the_trainer(
     reader: ShardReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(ids: np.ndarray, batch: object) -> None:
-        raise DatasetError("shard 3: sample 7 does not decode")
+        raise DatasetError("shard 3", "sample 7 does not decode", code="damaged")
 
     monkeypatch.setattr(reader, "read", broken)
-    with pytest.raises(DatasetError, match="sample 7 does not decode"):
+    with fails("damaged", "shard 3"):
         samples_of(reader, ranks=1, local=24, consumed=0, steps=1)
 
 

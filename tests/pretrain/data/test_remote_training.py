@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_prep.errors import UserError
 from data_prep.manifest import load_manifest
 from pretrain.checkpoints.run import list_checkpoints
 from pretrain.config import DataSettings
 from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import ShardReader
-from pretrain.data.store.store import ShardStore
+from pretrain.data.store import ShardStore
 from pretrain.tracking.run_tags import shown_command
 from tests.data_prep.samples import encoded, files_of, picture
 from tests.data_prep.stock import Web, forget_credentials, index, s3_server, web, write_stock
+from tests.errors import fails
 from tests.pretrain.data.tiny import few_files, loaded, opened
 from tests.training import finish, start, write_config
 
@@ -128,7 +128,7 @@ def test_look_ahead_keeps_up_with_a_rank_that_reads_every_nth_sample(
     """However many samples are located together: shards are let go on the way, and a few at a time
     are enough."""
     monkeypatch.setattr("pretrain.data.loader.LOOK_AHEAD", 2 * PER_SHARD)
-    monkeypatch.setattr("pretrain.data.store.store.WAIT_S", 3)
+    monkeypatch.setattr("pretrain.data.store.WAIT_S", 3)
     found = batches_of(
         far(4), Order(96, 3, "none"), steps=2 * NUM_SHARDS, plan=BatchPlan(12, 6, 2), rank=1
     )
@@ -141,7 +141,7 @@ def test_training_and_evaluation_share_a_store_that_holds_either(
     far: Callable[..., ShardReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What one reader keeps for later makes room for what the other needs now."""
-    monkeypatch.setattr("pretrain.data.store.store.WAIT_S", 3)
+    monkeypatch.setattr("pretrain.data.store.WAIT_S", 3)
     readers = [far(4)]
     readers.append(far(4, store=readers[0]._store))
     ids, found = [np.arange(start * PER_SHARD, (start + 3) * PER_SHARD) for start in (0, 4)], []
@@ -158,9 +158,7 @@ def test_training_and_evaluation_share_a_store_that_holds_either(
 def test_a_cache_too_small_for_the_order_is_one_clear_error(
     far: Callable[..., ShardReader],
 ) -> None:
-    with pytest.raises(
-        UserError, match=r"data\.cache_gb: .* 8 remote shards .* set data\.shuffle=block"
-    ):
+    with fails("no-space", "data.cache_gb"):
         batches_of(far(3), Order(96, 3), steps=1)
 
 
