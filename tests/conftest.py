@@ -93,6 +93,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
 
 
+def pytest_collection_finish() -> None:
+    _started.clear()  # the processes of xdist themselves
+
+
 @cache
 def _starts(code: Any) -> bool:
     return STARTS.search(inspect.getsource(code)) is not None
@@ -145,8 +149,8 @@ def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
     }
     yield
-    if "tests.training" in sys.modules:  # which imports torch
-        sys.modules["tests.training"].end_commands()
+    if training := sys.modules.get(f"{__package__}.training"):  # which imports torch
+        training.end_commands()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     for name, value in before.items():

@@ -348,7 +348,7 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, shapes: Path, capsy
     )
     for words, message in (
         ([str(mixer), str(other), str(shapes)], "has no mixings"),
-        ([str(mixer), str(tmp_path / "none"), str(shapes)], "is not there"),
+        ([str(mixer), str(tmp_path / "none"), str(shapes)], "does not exist"),
         ([str(mixer), str(mixer), str(shapes), "--split", "test"], "test"),
         ([str(mixer), str(mixer), str(shapes), "--out", "x.png"], "has an ending"),
         (

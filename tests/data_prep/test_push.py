@@ -9,6 +9,7 @@ from data_prep.cli import main
 from tests.errors import fails
 
 
+@pytest.mark.processes
 def test_a_pushed_dataset_is_complete_and_another_one_is_kept(
     shapes: Path, other_shapes: Path, tmp_path: Path
 ) -> None:

@@ -262,9 +262,9 @@ def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(
         (["augment.flip_probability=0"], "finetune: augment: "),
         (["run_dir=/proc/evaluation"], "/proc cannot be written to; name another run_dir"),
         (["dataset=OTHER"], "finetune: dataset: "),
-        (["pretrained=/nowhere"], "/nowhere: is not there; give a run directory"),
-        (["pretrained=CUT"], "no checkpoint there is whole (model.safetensors has changed)"),
-        (["viewss=3"], "did you mean"),
+        (["pretrained=/nowhere"], "finetune: /nowhere: "),
+        (["pretrained=CUT"], "model.safetensors has changed"),
+        (["viewss=3"], "finetune: viewss: "),
     ],
 )
 def test_a_mistake_is_one_line(
