@@ -337,9 +337,7 @@ def load_plan(path: str, *, snapshot: Path | None = None) -> Plan:
                 name = command.section if len(entries) == 1 else f"{command.section}/{number}"
                 try:
                     configs = [kept(config, snapshot) for config in entry.config]
-                    members = _members(
-                        entry, kind, name=Path(path).stem, before=before, configs=configs
-                    )
+                    members = _members(entry, kind, name, Path(path).stem, before, configs)
                     stages.append(Stage(name, entry, kind, tuple(members)))
                 except SettingsError as error:
                     raise in_file(name, error) from None
@@ -470,7 +468,7 @@ def _not_kept(work: Work, plan: Plan) -> Iterable[str]:
 
 
 def _members(
-    entry: Entry, kind: Kind, *, name: str, before: tuple[Stage, ...], configs: list[str]
+    entry: Entry, kind: Kind, stage: str, plan: str, before: tuple[Stage, ...], configs: list[str]
 ) -> Iterable[Member]:
     if kind == "build" and (entry.is_grid or entry.run_dir or entry.gpus is not None):
         raise SettingsError(
@@ -478,9 +476,12 @@ def _members(
         )
     axes = _axes(entry, kind, before)
     for index, choices in enumerate(itertools.product(*axes.values())):
-        labels = {"name": name} | {
-            axis: each.label for axis, each in zip(axes, choices, strict=True)
-        }
+        values = {axis: each.label for axis, each in zip(axes, choices, strict=True)}
+        labels = {"name": plan} | values
+        record = {"plan": plan, "stage": stage, "member": str(index), "labels": values}
+        recorded = (
+            () if kind == "build" else (f"record={json.dumps(record, separators=(',', ':'))}",)
+        )
         own = tuple(override for each in choices for override in each.overrides)
         defaults = tuple(override for each in choices for override in each.defaults)
         place = (
@@ -490,7 +491,10 @@ def _members(
         )
         config = configs[[choice.label for choice in axes["config"]].index(choices[0].label)]
         yield Member(
-            index, Work(kind, config, (*defaults, *entry.overrides, *own, *place)), own, labels
+            index,
+            Work(kind, config, (*defaults, *entry.overrides, *own, *place, *recorded)),
+            own,
+            labels,
         )
 
 

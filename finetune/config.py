@@ -11,6 +11,7 @@ from data_prep.settings import Settings
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.config import PixelOrder, ReadingSettings, TrackingSettings
 from pretrain.ranks.settings import RanksSettings
+from pretrain.record import RecordSettings
 
 _STATS = (
     "Mean and deviation that pictures are normalised with: the checkpoint's, or those of the"
@@ -26,6 +27,7 @@ class ShortRunSettings(Settings):
     data: ReadingSettings
     ranks: RanksSettings = RanksSettings()
     tracking: TrackingSettings = TrackingSettings()
+    record: RecordSettings = RecordSettings()
 
 
 @dataclass(frozen=True)

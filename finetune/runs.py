@@ -1,7 +1,8 @@
 """A finished run as others read it: what it did, on what, from which weights, and what it reached.
 No torch, no MLflow, no store.
 
-    RUN/config.yaml              the resolved settings; `pretrained` names what the run started from
+    RUN/record.json              task, plan, labels, seed, and the run whose weights it began with
+    RUN/config.yaml              the resolved settings
     RUN/result.json              once it is finished
     RUN/tracking/identity.json   the keys of the run and of the one whose weights it started from
     RUN/tracking/journal.jsonl   parameters and tags of its start, then its curves
@@ -21,18 +22,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from data_prep.errors import UserError
 from data_prep.manifest import DatasetError, Manifest, load_manifest
 from data_prep.settings import flatten, read_yaml
 from pretrain.checkpoints.card import CheckpointError, ModelCard, read_card
-from pretrain.checkpoints.run import (
-    CONFIG_FILE,
-    begun_with,
-    finished_result,
-    list_checkpoints,
-    run_and_length,
-)
+from pretrain.checkpoints.run import CONFIG_FILE, begun_with, finished_result, list_checkpoints
 from pretrain.config import Length
 from pretrain.data.datasets import Part
+from pretrain.record import RECORD, RunRecord, read_record
 from pretrain.tracking.tracker import readable_events
 
 Curve = tuple[list[int], list[float]]
@@ -64,6 +61,7 @@ ACCURACIES = {
 @dataclass(frozen=True)
 class Run:
     directory: Path
+    record: RunRecord
     settings: Mapping[str, Any]
     result: Mapping[str, Any] = field(default_factory=dict)
     """Empty while the run is unfinished."""
@@ -82,13 +80,10 @@ class Run:
 
     @property
     def task(self) -> Task:
-        if "init" in self.settings:
-            return "tune" if self.settings["init"] == "pretrained" else "scratch"
-        signs: dict[str, Task] = {"lrs": "probe", "neighbours": "knn", "split": "evaluate"}
-        return next(
-            (task for sign, task in signs.items() if sign in {**self.settings, **self.data}),
-            "pretrain",
-        )
+        """The recorded task; `scratch` for a tuning that began with no weights."""
+        task = self.record.task
+        assert task != "export"  # an export has no settings in CONFIG_FILE
+        return "scratch" if task == "tune" and not self.record.parents else task
 
     @property
     def is_group(self) -> bool:
@@ -116,9 +111,8 @@ class Run:
 
     @property
     def pretrained(self) -> Path | None:
-        """The run or checkpoint that this one started from; a branch, RUN@50epochs, from RUN."""
-        path = self.settings.get("pretrained") or self.settings.get("start_from")
-        return self.path_of(run_and_length(str(path))[0]) if path else None
+        """The run, or the folder of weights, that this one started from."""
+        return Path(self.record.parents[0].run) if self.record.parents else None
 
     def path_of(self, words: str) -> Path:
         """A path of the settings. A relative one is relative to where the command was typed, as far
@@ -291,7 +285,9 @@ class Result(NamedTuple):
 
 def read_run(directory: Path) -> Run:
     """Raises where its settings cannot be read."""
-    settings = read_yaml(directory / CONFIG_FILE)
+    record, settings = read_record(directory), read_yaml(directory / CONFIG_FILE)
+    if record is None:
+        raise UserError(str(directory / RECORD), "does not exist", code="missing-path")
     start = next(iter(_events(directory, limit=1)), {})
     try:
         identity = json.loads((directory / "tracking" / "identity.json").read_text())
@@ -305,6 +301,7 @@ def read_run(directory: Path) -> Run:
     )  # it may grow
     return Run(
         directory,
+        record,
         settings,
         result=finished_result(directory) or {},
         params={name: str(value) for name, value in params.items()},

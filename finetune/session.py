@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,13 @@ from torch import Tensor
 
 from data_prep.errors import UserError
 from data_prep.manifest import Manifest
-from data_prep.settings import Settings, flatten
+from data_prep.settings import flatten
 from finetune.config import ChannelStats, Fed, ShortRunSettings
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import CONFIG_FILE, claim
-from pretrain.config import AugmentSettings, TrackingSettings
+from pretrain.config import AugmentSettings, TrackingSettings, TrainingSettings
 from pretrain.data.datasets import Part
 from pretrain.engine.step import keep_freed_memory, working_in
 from pretrain.models.build import pooled_features
@@ -39,6 +39,7 @@ from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.world import World
+from pretrain.record import RecordedTask, write_record
 from pretrain.tracking.run_tags import dataset_of, run_tags, target_of, with_note
 from pretrain.tracking.tracker import RunIdentity, Tracker
 
@@ -203,7 +204,7 @@ def open_backbone(
 
 @contextmanager
 def recorded(
-    settings: Settings,
+    settings: ShortRunSettings | TrainingSettings,
     *,
     run_dir: Path,
     ranks: RanksSettings,
@@ -226,6 +227,10 @@ def recorded(
     with claim(
         run_dir, settings, is_first=True, ranks=ranks, stop=stop, begin=begin, weights=weights
     ):
+        task = cast(RecordedTask, tags["task"].removesuffix("_seeds"))
+        seed = getattr(settings, "seed", None)
+        started_from = checkpoint if tags.get("init") != "scratch" else None
+        write_record(run_dir, task, settings.record, seed=seed, weights=started_from)
         card, manifest = checkpoint.card if checkpoint else None, used[0][0].manifest
         RunIdentity.of(
             run_dir,

@@ -32,6 +32,7 @@ from pretrain.auto_augment import parse_policy
 from pretrain.models.presets import NamedModel, expand_preset
 from pretrain.models.spec import ModelSpec, nearest_divisor
 from pretrain.ranks.settings import RanksSettings
+from pretrain.record import RecordSettings
 
 Interpolation = Literal["bilinear", "bicubic", "area", "random"]
 PaddingMode = Literal["constant", "reflect"]
@@ -720,6 +721,7 @@ class TrainingSettings(Settings):
     train: TrainSettings
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
+    record: RecordSettings = RecordSettings()
 
     @model_validator(mode="after")
     def _batches_can_be_cut(self) -> Self:

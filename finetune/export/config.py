@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from data_prep.settings import Settings
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import is_begun
+from pretrain.record import RecordSettings
 
 Format = Literal["timm", "onnx", "torch"]
 README, ONNX, PT2, RECORD = "README.md", "model.onnx", "model.pt2", "export.json"
@@ -53,6 +54,7 @@ class ExportSettings(Settings):
     private: bool = True
     """Whether a repository that is made is private; with true, one that is public already is
     refused."""
+    record: RecordSettings = RecordSettings()
 
     @model_validator(mode="after")
     def _graphs_are_asked_for(self) -> "ExportSettings":

@@ -36,6 +36,7 @@ from pretrain.checkpoints.run import CONFIG_FILE
 from pretrain.models.cost import num_parameters
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import TIMM_NORM_EPS, MixerSpec
+from pretrain.record import write_record
 from pretrain.tracking.run_tags import git_commit
 
 SCHEMA_VERSION = 1
@@ -68,6 +69,7 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
             write_json(directory / RECORD, record(facts, checks))
             names = sorted(file.name for file in directory.iterdir())
             write_json(directory / HASHES, {name: sha256_of(directory / name) for name in names})
+            write_record(directory, "export", settings.record, seed=None, weights=source)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

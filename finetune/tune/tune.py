@@ -45,6 +45,8 @@ from pretrain.tracking.tracker import Tracker
 
 
 class Tuning(Task):
+    name = "tune"
+
     def __init__(
         self,
         settings: TuneSettings,

@@ -12,6 +12,7 @@ RUN/stacks/           see stacks.py; only where a run hung, or a rank fell silen
 RUN/starts/           see starts.py
 RUN/mirror/           see mirror.py; only with checkpoint.mirror
 RUN/weights.json      sha256 and step of the weights that it began with, if it began with any
+RUN/record.json       task, plan, labels, seed and parents; see pretrain/record.py
 RUN/result.json       written last; a run that has it is finished
 """
 
@@ -44,11 +45,12 @@ from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.starts import started
+from pretrain.record import RECORD
 
 RESULT, CONFIG_FILE, WEIGHTS = "result.json", "config.yaml", "weights.json"
 
 MAY_CHANGE = (
-    "run_dir", "resume", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "features",
+    "run_dir", "resume", "record", "seeds", "ranks", "checkpoint", "local_batch_size", "feature_batch_size", "features_dir", "features",
     "cache_gb", "chunk_mb",
     "tracking.enabled", "tracking.peak_teraflops", "tracking.sinks",
     "engine.zero_stage", "engine.offload", "engine.activation_checkpointing", "engine.compile", "engine.cuda_graphs",
@@ -283,7 +285,7 @@ def is_worthless(run_dir: Path) -> bool:
 
 def forget(run_dir: Path) -> None:
     """What was begun with other settings: the next run there is one of its own, in MLflow, too."""
-    for name in ("tracking", "micro_batch.json", "bad_samples", "skipped_steps", WEIGHTS):
+    for name in ("tracking", "micro_batch.json", "bad_samples", "skipped_steps", WEIGHTS, RECORD):
         if (run_dir / name).exists():
             withdraw(run_dir / name)
 

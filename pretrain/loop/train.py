@@ -25,7 +25,7 @@ from data_prep.errors import UserError
 from data_prep.manifest import accuracy
 from data_prep.progress import doing
 from data_prep.publish import hash_of_json
-from data_prep.settings import Settings, flatten
+from data_prep.settings import flatten
 from pretrain.augment.augmentation import Normalisation
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
@@ -39,7 +39,7 @@ from pretrain.checkpoints.run import (
     save_result,
     step_of,
 )
-from pretrain.config import PretrainSettings
+from pretrain.config import PretrainSettings, TrainingSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan
@@ -64,6 +64,7 @@ from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag, entered
 from pretrain.ranks.world import World
+from pretrain.record import RecordedTask, write_record
 from pretrain.tracking.node import NodeSampler, node_name, node_report
 from pretrain.tracking.run_tags import datasets_of, training_tags
 from pretrain.tracking.tracker import RunIdentity, Tracker
@@ -73,6 +74,8 @@ class Task(ABC):
     """What differs between pretraining and fine-tuning; `settings` and `data` have been checked. No
     attribute needs other ranks."""
 
+    name: RecordedTask = "pretrain"
+    """Task that the run's record states."""
     parent_key: str | None = None
     """Of the run that this one is a child of, where none is in `parent_dir`."""
     parent_dir: Path | None = None
@@ -88,7 +91,7 @@ class Task(ABC):
         settings: PretrainSettings,
         data: TrainingData,
         *,
-        config: Settings,
+        config: TrainingSettings,
         normalisation: Normalisation,
         tags: dict[str, str],
     ):
@@ -203,6 +206,10 @@ def train(task: Task, world: World) -> Outcome:
             run_dir, task.config, is_first=world.is_first, ranks=engine, stop=stop, weights=weights
         )
     ):
+        if world.is_first:
+            config = task.config
+            seed = config.train.seed
+            write_record(run_dir, task.name, config.record, seed=seed, weights=task.start)
         log_to(run_dir / "logs" / f"rank-{world.rank}.log")
         device = task.join_ranks(world)
         if engine.compile and device.type == "cpu" and world.is_first:

@@ -14,6 +14,7 @@ from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.files import Snapshot, TrainerState, publish
 from pretrain.engine.step import EngineState
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
+from tests.records import write_record_of
 
 WriteRun = Callable[..., Path]
 
@@ -60,6 +61,7 @@ def write_run(tmp_path: Path) -> WriteRun:
         run = tmp_path / "runs" / name
         (run / "tracking").mkdir(parents=True)
         (run / "config.yaml").write_text(yaml.safe_dump(settings))
+        write_record_of(run, settings)
         events: list[dict[str, Any]] = [
             {"event": "start", "params": {}, "tags": tags or {}, "time_ms": 1}
         ]

@@ -21,6 +21,7 @@ from pretrain.models.mixer import Mixer
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
 from tests.analysis.conftest import write_checkpoint
 from tests.conftest import Capture, Patch
+from tests.records import write_record_of
 
 GENERATOR = np.random.default_rng(0)
 S, C, H, V = 4, 3, 5, 2
@@ -161,6 +162,7 @@ def write_trained(run: Path, spec: AnySpec, *, grown: float) -> None:
         name: x * grown if x.is_floating_point() else x for name, x in model.state_dict().items()
     }
     write_checkpoint(run, spec, weights, image_size=8)
+    write_record_of(run, {})
     (run / "config.yaml").write_text(
         yaml.safe_dump({"train": {"seed": 5, "duration": "1 epochs"}, "run_dir": str(run)})
     )

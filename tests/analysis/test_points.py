@@ -22,6 +22,7 @@ from pretrain.checkpoints.files import Snapshot, TrainerState, publish
 from pretrain.config import PretrainSettings
 from pretrain.engine.step import EngineState
 from tests.ranks import REPOSITORY
+from tests.records import write_record_of
 
 PLAN = """
 pretrain:
@@ -66,6 +67,7 @@ def write_run(
     run, settings = Path(work.writes), work.settings
     (run / "tracking").mkdir(parents=True)
     (run / "config.yaml").write_text(dump(settings))
+    write_record_of(run, settings.model_dump(mode="json"), root=Path.cwd())
     events = [
         {"event": "metrics", "step": step, "values": values, "time_ms": 2}
         for step, values in (metrics or {}).items()

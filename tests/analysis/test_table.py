@@ -20,6 +20,7 @@ from finetune.tune.config import TuneSettings, repeats_of
 from pretrain.config import PretrainSettings
 from tests.analysis.conftest import WriteRun
 from tests.conftest import REPOSITORY, Capture, Patch
+from tests.records import record_of
 
 FLIPPED = {"augment.flip_probability": "0.5", "augment.crop_scale": "None"}
 PLAIN = {
@@ -66,7 +67,14 @@ def run(
     tags = {"model": "B-12/Wi-1024"} | more.get("tags", {})
     result = {} if top1 is None else {metric: top1}
     return Run(
-        Path(key), settings, result=result, params=params, tags=tags, key=key, parent_key=parent_key
+        Path(key),
+        record_of(settings),
+        settings,
+        result=result,
+        params=params,
+        tags=tags,
+        key=key,
+        parent_key=parent_key,
     )
 
 
@@ -586,11 +594,19 @@ def test_each_member_of_the_papers_plans_is_in_one_cell_and_each_cell_of_theirs_
             params = {name: str(value) for name, value in flatten(dump).items()}
             keys = {"key": str(each.run_dir), "parent_key": work.pretrained or ""}
             runs[keys["key"]] = Run(
-                Path(keys["key"]), dump, result=result, params=params, tags=tags, began_ms=1, **keys
+                Path(keys["key"]),
+                record_of(dump),
+                dump,
+                result=result,
+                params=params,
+                tags=tags,
+                began_ms=1,
+                **keys,
             )
         if place in firsts:
             written = write_run(place, dump, result=result, tags=tags, **keys)
-            assert replace(read_run(written), directory=Path(keys["key"])) == runs[keys["key"]]
+            own = {"directory": Path(keys["key"]), "record": record_of(dump)}
+            assert replace(read_run(written), **own) == runs[keys["key"]]
     assert len(runs) == 24 + (3 + 3 * 5 * 3 * 2) + 3 * 5 + 18 + 9 + 182
     bodies = [run for run in runs.values() if run.tags["target"] == "imagenet21k"]
     of_targets = {

@@ -14,6 +14,7 @@ from finetune.runs import runs_below
 from pretrain.config import PretrainSettings
 from pretrain.models.cost import cost_of, width_and_connections
 from tests.ranks import REPOSITORY
+from tests.records import write_record_of
 
 
 @pytest.fixture
@@ -27,6 +28,7 @@ def write_run(place: Path, name: str, top1: float | None) -> None:
     (place / name / "config.yaml").write_text(
         yaml.safe_dump({"run_dir": name, "data": {"eval_split": "val"}})
     )
+    write_record_of(place / name, {})
     if top1 is not None:
         (place / name / "result.json").write_text(json.dumps({"eval/top1": top1, "step": 10}))
 

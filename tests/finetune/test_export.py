@@ -35,10 +35,12 @@ from pretrain.checkpoints.files import save_folder
 from pretrain.checkpoints.run import list_checkpoints
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec, StructuredMlpSpec
+from pretrain.record import Parent, RunRecord, read_record
 from tests.conftest import Capture, Patch
 from tests.finetune.tiny import MEAN, STD, export_of, model_of, write_folder
 from tests.forked import begin, environments, new_output, wait
 from tests.moments import Strike
+from tests.records import write_record_of
 from tests.training import finish, start, write_config
 
 FAMILIES: dict[str, AnySpec] = {
@@ -100,6 +102,7 @@ def run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         data = {"dataset": str(shapes), **settings["data"]}
         whole = settings | {"pretrained": str(folder / source), "data": data}
         (folder / name / "config.yaml").write_text(yaml.safe_dump(whole))
+        write_record_of(folder / name, whole)
         if result is not None:
             (folder / name / "result.json").write_text(json.dumps(result))
     return folder / "run"
@@ -418,6 +421,11 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
         ("top-1", round(trained["eval/top1"], 6)),
         ("top-5", round(trained["eval/top5"], 6)),
     }
+    recorded = read_record(exported)
+    assert recorded is not None and recorded.task == "export"
+    (parent,) = recorded.parents
+    trained_with = RunRecord("pretrain", seed=0)
+    assert parent == Parent(str(exported.parent / "run"), 6, trained_with)
     # by hand: 768 x 32 + 32, two blocks of 2 x 32 + 32 x 64 + 64 + 64 x 32 + 32, 32 x 8 + 8
     for fact in (
         "| Parameters | 33,384 |",

@@ -22,6 +22,7 @@ from pretrain.tracking.tracker import Tracker
 from tests.conftest import Capture, Patch
 from tests.data_prep.samples import change_manifest
 from tests.finetune.tiny import evaluation_settings, judge, write_folder
+from tests.records import write_record_of
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -102,6 +103,7 @@ def run_of(
     (place / "checkpoints").mkdir(parents=True)
     shutil.copytree(folder, place / "checkpoints" / "step-00000006")
     (place / "config.yaml").write_text(yaml.safe_dump(config))
+    write_record_of(place, config)
     if result is not None:
         (place / "result.json").write_text(json.dumps(result))
     return place

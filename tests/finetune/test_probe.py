@@ -40,6 +40,7 @@ from finetune.probe.source import Cached
 from finetune.split import check_apart
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.data.reader import open_split
+from pretrain.record import Parent, read_record
 from tests.conftest import Capture, Patch
 from tests.finetune import tiny
 from tests.finetune.tiny import (
@@ -298,6 +299,11 @@ def test_the_command_finds_the_features_of_a_killed_probe(
     output = finish(Run(words, ranks=1, program="finetune"))
     assert (
         "train: features found in runs/features" in output and "val: features found" not in output
+    )
+    recorded = read_record(Path("runs/p"))
+    assert recorded is not None and (recorded.task, recorded.seed) == ("probe", 0)
+    assert recorded.parents == (
+        Parent(str(Path("runs/mine/checkpoints/step-00000011").resolve()), 11),
     )
     result = json.loads(Path("runs/p/result.json").read_text())
     assert len(result["grid"]) == 13 and 1e-6 <= result["chosen_weight_decay"] <= 1

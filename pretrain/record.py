@@ -1,0 +1,105 @@
+"""The record of a run: its task, plan, labels, seed and parents. No torch.
+
+A run writes RUN/record.json when it begins, and keeps it when it resumes. Reports, tables, figures
+and model cards read the record; nothing guesses it from settings.
+
+    {"task": "probe", "plan": "widths", "stage": "probe", "member": "3",
+     "labels": {"model.width": "64"}, "seed": 0,
+     "parents": [{"run": "../mlp-64", "checkpoint": 120, "record": {"task": "pretrain", ...}}]}
+
+A parent is the run whose weights this run began with. Its path is relative to the run, so both can
+move together; a name on the hub is kept as it is. `checkpoint` is the step of the weights, and
+`record` is the parent's record without its own parents, or null for weights without a record.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, TypeAdapter
+
+from data_prep.errors import UserError
+from data_prep.publish import write_json
+from data_prep.settings import Settings
+
+if TYPE_CHECKING:
+    from pretrain.checkpoints.checkpoint import Checkpoint
+
+RECORD = "record.json"
+RecordedTask = Literal["pretrain", "probe", "tune", "knn", "evaluate", "export"]
+
+
+class RecordSettings(Settings):
+    """The place of a run in a plan. `cluster/submit` sets it."""
+
+    plan: str | None = Field(None, examples=["widths"])
+    """Name of the plan that the run belongs to."""
+    stage: str | None = Field(None, examples=["probe"])
+    """Name of the run's stage in the plan."""
+    member: str | None = Field(None, examples=["3"])
+    """Name of the run in its stage."""
+    labels: dict[str, str] = Field(default_factory=dict, examples=[{"model.width": "64"}])
+    """Variables of the run and their values, for tables and figures."""
+
+
+@dataclass(frozen=True)
+class Parent:
+    run: str
+    """Path of the run or folder of weights, or its name on the hub."""
+    checkpoint: int
+    """Step of the weights."""
+    record: "RunRecord | None" = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    task: RecordedTask
+    plan: str | None = None
+    stage: str | None = None
+    member: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    seed: int | None = None
+    parents: tuple[Parent, ...] = ()
+
+
+def write_record(
+    run_dir: Path,
+    task: RecordedTask,
+    settings: RecordSettings,
+    *,
+    seed: int | None,
+    weights: "Checkpoint | None",
+) -> None:
+    """Write the record of a run that begins. A run that resumes keeps its record."""
+    if (run_dir / RECORD).exists():
+        return
+    parents: tuple[Parent, ...] = ()
+    if weights is not None:
+        place = weights.run_dir or weights.directory
+        above = None if weights.origin else read_record(place)
+        run = weights.origin or os.path.relpath(place.resolve(), run_dir.resolve())
+        parents = (Parent(run, weights.card.step, replace(above, parents=()) if above else None),)
+    place_in_plan = (settings.plan, settings.stage, settings.member, settings.labels)
+    write_json(run_dir / RECORD, asdict(RunRecord(task, *place_in_plan, seed, parents)))
+
+
+def read_record(run_dir: Path) -> RunRecord | None:
+    """Return the record of a run with absolute paths of its parents; None if there is none."""
+    path = run_dir / RECORD
+    try:
+        record = TypeAdapter(RunRecord).validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        problem = f"cannot be read ({str(error).splitlines()[0]})"
+        fix = "remove it and run the same command again"
+        raise UserError(str(path), problem, fix, code="damaged") from None
+    parents = [
+        each
+        if each.run.startswith("hf-hub:")
+        else replace(each, run=os.path.normpath(run_dir.resolve() / each.run))
+        for each in record.parents
+    ]
+    return replace(record, parents=tuple(parents))
