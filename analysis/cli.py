@@ -46,7 +46,9 @@ def _add_tables(verbs: Verbs) -> None:
         "report", help="a table and a figure of all runs in a folder", epilog="analysis report runs"
     )
     report.add_argument("runs", type=Path, help="folder of the runs")
-    report.set_defaults(run=_report, default_out=lambda options: options.runs / "report")
+    report.set_defaults(
+        run=_report, default_out=lambda options: _check_runs(options.runs) / "report"
+    )
     table = verbs.add_parser(
         "table",
         help="accuracies of finished runs and the papers' tables: Markdown and PNG",
@@ -55,7 +57,7 @@ def _add_tables(verbs: Verbs) -> None:
     table.add_argument(
         "runs", type=Path, nargs="?", default=Path("runs"), help="folder of the runs"
     )
-    table.set_defaults(run=_table, default_out=lambda options: options.runs / "tables")
+    table.set_defaults(run=_table, default_out=lambda options: _check_runs(options.runs) / "tables")
     for verb, name in ((report, "report"), (table, "tables")):
         verb.add_argument("--out", type=Path, help=f"name of the files (default: RUNS/{name})")
     paper = verbs.add_parser(
@@ -120,8 +122,8 @@ def _add_plans(verbs: Verbs) -> None:
         verb.add_argument("--partial", action="store_true", help="use the finished runs only")
 
 
-def _check_runs(root: Path) -> None:
-    """Check that a folder has runs, before matplotlib is imported."""
+def _check_runs(root: Path) -> Path:
+    """Return the folder if it has runs, before matplotlib is imported."""
     fix = "give the folder of the runs, such as runs"
     if not root.exists():
         fix = near_path(root) or fix
@@ -130,21 +132,22 @@ def _check_runs(root: Path) -> None:
         raise UserError(str(root), "is a file", fix, code="unreadable")
     if not any(root.rglob("config.yaml")):
         raise UserError(str(root), "the folder has no runs", fix, code="empty")
+    return root
 
 
 def _report(options: argparse.Namespace) -> Result:
-    _check_runs(options.runs)
+    root = _check_runs(options.runs)
     from analysis.report import report
 
-    return report(options.runs)
+    return report(root)
 
 
 def _table(options: argparse.Namespace) -> Result:
-    _check_runs(options.runs)
+    root = _check_runs(options.runs)
     from analysis.results import results_below
     from analysis.tables.pages import table
 
-    return table(results_below(options.runs))
+    return table(results_below(root))
 
 
 def _points(options: argparse.Namespace) -> Result:

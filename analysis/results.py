@@ -125,7 +125,12 @@ _run_at, _card_in = lru_cache(maxsize=1024)(run_of), lru_cache(maxsize=1024)(car
 
 
 def as_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    return _with_nan(pd.DataFrame(rows, columns=list(COLUMNS)))
+
+
+def _with_nan(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the frame with NaN instead of None in empty columns."""
+    return frame.astype({name: float for name in frame if frame[name].isna().all()})
 
 
 def read_results(paths: Iterable[Path]) -> pd.DataFrame:
@@ -149,7 +154,7 @@ def read_results(paths: Iterable[Path]) -> pd.DataFrame:
             ) from None
         if "task" not in frame:
             raise UserError(str(path), "the file has no column task", fix, code="unknown-format")
-        frames.append(frame.reindex(columns=list(COLUMNS)))
+        frames.append(_with_nan(frame.reindex(columns=list(COLUMNS))))
     return pd.concat(frames, ignore_index=True) if len(frames) != 1 else frames[0]
 
 

@@ -36,6 +36,8 @@ def _scaling(options: argparse.Namespace) -> Result:
     if not 0 < options.epochs < float("inf"):
         problem = f"{options.epochs:g} is not a positive number"
         raise UserError("--epochs", problem, "give 50, for example", code="bad-value")
+    for path in options.points:
+        _check_points(path)
     from analysis.scaling.samples import read_points
 
     points = read_points(options.points)
@@ -43,3 +45,18 @@ def _scaling(options: argparse.Namespace) -> Result:
 
     result = scaling(points, options.target, epochs=options.epochs, quick=options.quick)
     return result.with_inputs(options.points)
+
+
+def _check_points(path: Path) -> None:
+    """Check a file before pandas is imported."""
+    fix = "give a file of `analysis points`, or a CSV file with the columns compute and error"
+    if path.is_dir():
+        raise UserError(str(path), "is a folder", fix, code="unreadable")
+    if not path.exists():
+        raise UserError(str(path), "the file does not exist", fix, code="missing-path")
+    if path.suffix == ".csv":
+        with open(path, encoding="utf-8", errors="replace") as file:
+            header = file.readline().strip().split(",")
+        if not {"compute", "error"} <= {*header}:
+            problem = f"has the columns {', '.join(header)}, not compute and error"
+            raise UserError(str(path), problem, fix, code="unknown-format")

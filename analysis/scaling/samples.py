@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from analysis.results import read_results
 from analysis.scaling.fitting import Array, Points
 from data_prep.errors import UserError
 
@@ -86,11 +87,6 @@ class Sample:
 def read_points(paths: Sequence[Path]) -> pd.DataFrame:
     """Read results tables, and CSV files with the columns compute and error. Each row of a CSV is a
     run of its own."""
-    from analysis.results import read_results
-
-    fix = "give files of `analysis points`, or CSV files with the columns compute and error"
-    if folder := next((path for path in paths if path.is_dir()), None):
-        raise UserError(str(folder), "is a folder", fix, code="unreadable")
     frames = []
     for number, path in enumerate(paths):
         if path.suffix != ".csv":
@@ -98,15 +94,11 @@ def read_points(paths: Sequence[Path]) -> pd.DataFrame:
             continue
         try:
             pairs = pd.read_csv(path)[["compute", "error"]].astype(float)
-        except OSError as problem:
-            text = str(problem.strerror)
-            raise UserError(str(path), text, fix, code="missing-path") from None
-        except (KeyError, ValueError) as problem:
-            text = f"needs the columns compute and error, all numbers ({problem})"
-            raise UserError(str(path), text, fix, code="unknown-format") from None
+        except ValueError as problem:
+            fix = "give a number in each row"
+            raise UserError(str(path), str(problem), fix, code="unknown-format") from None
         rows = [f"file {number} row {row:06}" for row in range(len(pairs))]
-        about = {"task": "csv", "target": path.stem, "run": rows}
-        frames.append(pairs.assign(**about).reindex(columns=list(frames[0]) if frames else None))
+        frames.append(pairs.assign(task="csv", target=path.stem, run=rows))
     return pd.concat(frames, ignore_index=True)
 
 
