@@ -13,7 +13,8 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.results import last_of_each_run, model_words
+from analysis.results import last_of_each_run
+from analysis.run_rows import model_words
 from analysis.tables.published import COLUMNS, JUDGED_ON, REAL, Row, Table
 from finetune.runs import NOT_STATED
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from analysis import results
+from analysis import run_rows
 from analysis.cli import main
 from analysis.results import COLUMNS, read_results, results_of_plans
 from cluster.plan_file import Plan, load_plan
@@ -57,7 +57,7 @@ def plan(shapes: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch) -
     Path("study.yaml").write_text(
         PLAN.format(configs=REPOSITORY / "configs", data=shapes, other=other_shapes)
     )
-    for cache in (results._run_at, results._card_in, results._load_data):
+    for cache in (run_rows._run_at, run_rows._card_in, run_rows._load_data):
         cache.cache_clear()
     return load_plan("study.yaml")
 

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from analysis.cli import main
-from analysis.results import as_frame, rows_of_run
+from analysis.results import as_frame
+from analysis.run_rows import rows_of_run
 from analysis.tables.pages import markdown, pages_of, with_runs
 from analysis.tables.published import TABLES
 from analysis.tables.table import OURS, cells_of

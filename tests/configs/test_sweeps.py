@@ -20,7 +20,8 @@ from typing import Any, cast
 import pandas as pd
 import pytest
 
-from analysis.results import STAGES, _about_model, as_frame, read_results, results_of_plans
+from analysis.results import STAGES, as_frame, read_results, results_of_plans
+from analysis.run_rows import about_model
 from analysis.sweeps.curves import curves_of
 from analysis.sweeps.sweep import places_of
 from cluster.plan_file import Plan, load_checked
@@ -598,7 +599,7 @@ def made_points(plan: Plan) -> pd.DataFrame:
                 "test_losses": [1.0],
                 "global_batch_size": settings.train.global_batch_size,
             }
-            found[settings.run_dir] = own | trained | _about_model(card)
+            found[settings.run_dir] = own | trained | about_model(card)
     return as_frame(list(found.values()))
 
 
