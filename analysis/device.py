@@ -1,4 +1,4 @@
-"""Where an analysis computes: `--device`."""
+"""The option `--device`."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -10,12 +10,13 @@ if TYPE_CHECKING:
 
 
 def add_device(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    verb.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
 
 
 def device_of(asked: str | None) -> "torch.device":
     import torch
 
     if asked == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device: torch finds no CUDA device here; leave it out, or give cpu")
+        problem, fix = "torch finds no CUDA device", "leave it out, or give cpu"
+        raise UserError("--device", problem, fix, code="missing-device")
     return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))

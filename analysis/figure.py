@@ -1,80 +1,79 @@
-"""A plan's `figure:` as the commands that make it: `analysis points`, then the verb of its kind."""
+"""The `figure:` of a plan, drawn from the results of its runs."""
 
-from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from analysis.points import collect, read_points, write
+import pandas as pd
+
+from analysis.output import Result
+from analysis.results import results_of_plans
 from cluster.plan_file import Member, Plan
-from data_prep.errors import SettingsError
+from data_prep.errors import SettingsError, UserError
+from data_prep.local_copy import local_copy
+from data_prep.manifest import load_manifest
 
 
-def command_of(plan: Plan, *, out: Path, partial: bool, kept: Sequence[Path] = ()) -> list[str]:
-    """What draws it, once its points are written. `kept`: files of points, in the place of the
-    plan's runs."""
-    figure = plan.figure
-    if figure is None:
-        raise SettingsError(
-            f"{plan.path}: it has no `figure:`; add one, such as figure: {{kind: sweep, x: width,"
-            " hue: kind}"
-        )
-    if figure.kind == "cka":
-        if kept:
-            raise SettingsError(
-                f"{plan.path}: kind cka looks at the weights of runs; leave --points out"
-            )
-        words = _cka(plan, partial=partial)
+def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = False) -> Result:
+    """`results`: a results table to use instead of the plan's runs."""
+    settings = plan.figure
+    if settings is None:
+        fix = "add one, such as figure: {kind: sweep, x: width, hue: kind}"
+        raise SettingsError(plan.path, "it has no `figure:`", fix, code="missing-value")
+    if settings.kind == "cka":
+        if results is not None:
+            problem = "a figure of kind cka reads the weights of runs"
+            raise UserError("--points", problem, "leave it out", code="conflict")
+        return _cka(plan, partial=partial)
+    if results is None:
+        results = results_of_plans([plan], partial=partial)
+    results = results[results.plan == Path(plan.path).stem]
+    if settings.task is not None:
+        results = results[results.task == settings.task]
+    if results.empty:
+        fix = f"run it with wide-mlps run {plan.path}"
+        raise SettingsError(plan.path, "none of its runs is finished", fix, code="empty")
+    if settings.kind == "scaling":
+        from analysis.scaling.study import scaling
+
+        result = scaling(results)
+    elif settings.kind == "curves":
+        from analysis.sweeps.curves import curves
+
+        result = curves(results, settings.hue, settings.facet)
     else:
-        name = Path(plan.path).stem
-        points = (
-            [point for point in read_points(kept) if point.plan == name]
-            if kept
-            else collect([plan], partial=partial)
-        )
-        points = [point for point in points if figure.task in (None, point.task)]
-        if not points:
-            raise SettingsError(
-                f"{plan.path}: nothing that it draws is finished; wide-mlps run {plan.path}"
-            )
-        path = out.with_name(f"{out.name}-points.parquet")
-        write(points, path)
-        words = [figure.kind, str(path)]
-    words += ["--x", figure.x] if figure.x else []
-    for name, values in (("--hue", figure.hue), ("--facet", figure.facet)):
-        words += [name, ",".join(values)] if values else []
-    return [*words, "--out", str(out)]
+        from analysis.sweeps.sweep import sweep
+
+        result = sweep(results, settings.x or "", settings.hue, settings.facet)
+    return replace(result, results=results)
 
 
-def _cka(plan: Plan, *, partial: bool) -> list[str]:
-    """Each run of the first pretraining entry beside those of the others that have the same values
-    on the axes that both have."""
+def _cka(plan: Plan, *, partial: bool) -> Result:
+    """Compare each run of the first pretraining entry with those runs of the other entries that
+    have the same values on the axes that both have."""
     stages = [stage for stage in plan.stages if stage.kind == "pretrain"]
-    undone = [member.work.writes for stage in stages for member in stage.undone()]
-    if undone and not partial:
-        raise SettingsError(
-            f"{undone[0]}: not finished; run the plan to its end, or give --partial"
-        )
-    pairs = list(
-        _pairs(
-            list(stages[0].members), [member for stage in stages[1:] for member in stage.members]
-        )
-    )
+    unfinished = [member.work.writes for stage in stages for member in stage.undone()]
+    if unfinished and not partial:
+        fix = "run the plan to its end, or give --partial"
+        raise SettingsError(unfinished[0], "the run is not finished", fix, code="unfinished")
     pairs = [
-        (one, other) for one, other in pairs if one.work.is_finished() and other.work.is_finished()
+        (one.work.writes, other.work.writes)
+        for one in stages[0].members
+        for stage in stages[1:]
+        for other in stage.members
+        if _is_pair(one, other) and not {one.work.writes, other.work.writes} & {*unfinished}
     ]
     if not pairs:
-        raise SettingsError(
-            f"{plan.path}: there is no finished pair of runs of its first entry and another"
-        )
-    settings = pairs[0][0].work.settings
-    words = ["cka", pairs[0][0].work.writes, pairs[0][1].work.writes, pairs[0][0].work.datasets[0]]
-    for one, other in pairs[1:]:
-        words += ["--and", one.work.writes, other.work.writes]
-    return [*words, "--split", str(settings.data.eval_split)]  # type: ignore[attr-defined]
+        problem = "it has no finished pair of a run of its first entry and another run"
+        raise SettingsError(plan.path, problem, "run the plan", code="empty")
+    from analysis.features.cka import compare_features
+    from analysis.features.mixings import Images
+
+    work = stages[0].members[0].work
+    dataset, split = work.datasets[0], str(work.settings.data.eval_split)  # type: ignore[attr-defined]
+    manifest = load_manifest(local_copy(dataset, storage=None))
+    return compare_features(Images(dataset, manifest, split), pairs)
 
 
-def _pairs(ones: list[Member], others: list[Member]) -> Iterator[tuple[Member, Member]]:
-    for one in ones:
-        for other in others:
-            shared = (one.labels.keys() & other.labels.keys()) - {"config"}
-            if all(one.labels[axis] == other.labels[axis] for axis in shared):
-                yield one, other
+def _is_pair(one: Member, other: Member) -> bool:
+    shared = (one.labels.keys() & other.labels.keys()) - {"config"}
+    return all(one.labels[axis] == other.labels[axis] for axis in shared)

@@ -1,127 +1,185 @@
-"""What a verb of the analyses leaves behind. `--out NAME` names all of it:
+"""What a command of `analysis` returns, and the functions that print and save it.
 
-NAME.parquet              the numbers, a row each
-NAME.png, NAME.svg        the picture; of several NAME-WHICH.png; a sheet of pictures as PNG alone
-NAME.json                 the facts, the sha256 of all that was read, the commit; written last: where it stands, the rest is whole
-"""  # noqa: E501 (a table)
+`--out NAME` names all files:
+
+NAME.parquet              one row for each number; NAME-results.parquet: a plan's results
+NAME.png, NAME.svg        the figure; NAME-WHICH.png if there are several; image sheets: PNG only
+NAME.md                   the tables, if the command makes a page of them
+NAME.json                 the facts, the sha256 of all inputs, the commit, the names of the other
+                          files; written last, so the result is complete if this file exists
+"""
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_prep.errors import UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, load_manifest
-from data_prep.publish import atomic_file, hash_of_json, make_directory, sha256_of, write_json
+from data_prep.publish import (
+    atomic_file,
+    hash_of_json,
+    make_directory,
+    sha256_of,
+    write_atomic,
+    write_json,
+)
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import CONFIG_FILE, RESULT, check_place
 from pretrain.tracking.run_tags import git_commit
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from pandas import DataFrame
     from PIL.Image import Image
+    from rich.console import RenderableType
+    from rich.table import Table
 
 FORMATS = ("png", "svg")
 
 
-def add_out(verb: argparse.ArgumentParser, default: str) -> None:
-    verb.add_argument(
-        "--out",
-        type=Path,
-        default=Path(default),
-        help="what the files are called, without an ending",
+@dataclass(frozen=True)
+class Result:
+    rows: "Sequence[Mapping[str, Any]] | DataFrame" = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    figures: "Mapping[str, Figure | Image]" = field(default_factory=dict)
+    """By the part of the name after NAME; "" for the only figure."""
+    inputs: Sequence[Path | str] = ()
+    """Files, datasets, runs and checkpoints whose hashes are recorded."""
+    printed: "Sequence[RenderableType]" = ()
+    """Lines and tables for the console."""
+    page: str = ""
+    """Markdown."""
+    results: "DataFrame | None" = None
+    """The results table of a plan's figure, saved as NAME-results.parquet."""
+
+    def with_inputs(self, inputs: "Sequence[Path | str]") -> "Result":
+        return replace(self, inputs=inputs)
+
+
+def add_out(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument(
+        "--out", type=Path, default=Path(default), help="name of the files, without an ending"
     )
 
 
 def check_out(out: Path) -> None:
-    """Before any work."""
-    if out.suffix in (".png", ".svg", ".pdf", ".json", ".parquet"):
+    """Check that files with this name can be written, before any work."""
+    if out.suffix in (".png", ".svg", ".pdf", ".json", ".parquet", ".md"):
         raise UserError(
-            f"--out: {out} has an ending; give {out.with_suffix('')}, several files are called so"
+            "--out",
+            f"{out} has an ending, but several files get this name",
+            f"give {out.with_suffix('')}",
+            code="bad-value",
         )
     check_place(out.absolute().parent, field="--out")
 
 
-def write_table(table: "pa.Table", path: Path) -> None:
+def show(result: Result) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    for each in result.printed:
+        console.print(each, soft_wrap=isinstance(each, str))
+
+
+def write(result: Result, out: Path) -> list[Path]:
+    """Write the files of a result and return their paths."""
+    make_directory(out.absolute().parent)
+    facts_path = out.with_name(f"{out.name}.json")
+    facts_path.unlink(missing_ok=True)
+    files = list[Path]()
+    for which, rows in (("", result.rows), ("results", result.results)):
+        if rows is not None and len(rows):
+            files.append(out.with_name("-".join(filter(None, (out.name, which))) + ".parquet"))
+            _write_rows(rows, files[-1])
+    if result.page:
+        files.append(out.with_name(f"{out.name}.md"))
+        write_atomic(files[-1], result.page.encode())
+    for which, figure in result.figures.items():
+        files += _write_figure(figure, out.with_name("-".join(filter(None, (out.name, which)))))
+    facts = {
+        **result.facts,
+        "inputs": {str(place): hash_of(place) for place in result.inputs},
+        "files": [path.name for path in files],
+        "commit": git_commit(),
+    }
+    text = json.dumps(facts, default=float)
+    write_json(facts_path, json.loads(text, parse_constant=lambda _: None))  # no NaN in JSON
+    return [*files, facts_path]
+
+
+def _write_rows(rows: "Sequence[Mapping[str, Any]] | DataFrame", path: Path) -> None:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    make_directory(path.parent)
+    if isinstance(rows, Sequence):
+        names = dict.fromkeys(name for row in rows for name in row)
+        table = pa.table({name: [row.get(name) for row in rows] for name in names})
+    else:
+        table = pa.Table.from_pandas(rows, preserve_index=False)
     with atomic_file(path) as file:
         pq.write_table(table, file, compression="zstd")
 
 
-def write(
-    out: Path,
-    *,
-    facts: Mapping[str, Any],
-    read: Iterable[Path | str],
-    rows: Sequence[Mapping[str, Any]] = (),
-    figures: Mapping[str, "Figure | Image"] | None = None,
-) -> list[Path]:
-    """The files, the facts' one last. `figures`: by what follows NAME in theirs, "" of the only
-    one. A value of the facts that is no number (NaN) is null: a reader of JSON refuses it. Columns
-    are those of all rows, null where one has none.
-    """
-    import pyarrow as pa
+def _write_figure(figure: "Figure | Image", path: Path) -> list[Path]:
     from matplotlib import rc_context
     from PIL.Image import Image
 
     from data_prep.images.sheet import save_sheet
     from finetune.looks import looks, save
 
-    make_directory(out.absolute().parent)
-    json_path = out.with_name(f"{out.name}.json")
-    json_path.unlink(missing_ok=True)  # until the new ones are whole
-    files = list[Path]()
-    if rows:
-        files.append(out.with_name(f"{out.name}.parquet"))
-        names = dict.fromkeys(name for row in rows for name in row)
-        write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), files[-1])
-    for which, figure in (figures or {}).items():
-        name = f"{out.name}{'-' * bool(which)}{which}"
-        if isinstance(figure, Image):
-            files.append(out.with_name(f"{name}.png"))
-            save_sheet(figure, files[-1])
-            continue
-        for ending in FORMATS:
-            files.append(out.with_name(f"{name}.{ending}"))
-            with (
-                looks(),
-                rc_context({"text.parse_math": True}),
-            ):  # colours by number, and ticks like 10^3, are looked up now
-                save(figure, files[-1])
-    hashes = {str(place): hash_of(place) for place in read}
-    facts = json.loads(json.dumps(facts, default=float), parse_constant=lambda _: None)
-    write_json(json_path, {**facts, "read": hashes, "commit": git_commit()})
-    return [*files, json_path]
+    if isinstance(figure, Image):
+        save_sheet(figure, sheet := path.with_name(f"{path.name}.png"))
+        return [sheet]
+    files = [path.with_name(f"{path.name}.{ending}") for ending in FORMATS]
+    for file in files:
+        # matplotlib looks up colors by number and ticks like 10^3 when it saves
+        with looks(), rc_context({"text.parse_math": True}):
+            save(figure, file)
+    return files
 
 
-def written(files: Sequence[Path]) -> int:
-    """The last line of a verb, and its exit code."""
-    print(f"written: {', '.join(map(str, files))}")
-    return 0
+def table_of(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str | None = None,
+    num_words: int = 1,
+) -> "Table":
+    """Return a table for the console: the first `num_words` columns on the left, numbers on the
+    right."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(header):
+        table.add_column(column, justify="left" if number < num_words else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def mark(number: int) -> dict[str, Any]:
-    """The colour and the marker of the nth line."""
+    """Return the color and the marker of the nth line."""
     from finetune.looks import COLOURS, MARKERS
 
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def draw_band(axes: "Axes", x: Any, low: Any, middle: Any, high: Any, **style: Any) -> None:
-    """A line with what is about it: an interval, or the least and the greatest."""
+    """Draw a line and the interval or range around it."""
     axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
     axes.plot(x, middle, **style)
 
 
 def hash_of(place: Path | str) -> str:
-    """Of a file; of a dataset, a checkpoint or a run what names its content: also of a URL,
-    RUN@50epochs and hf-hub:NAME."""
+    """Return the hash of a file, or of what identifies the content of a dataset, checkpoint or run.
+    URLs, RUN@50epochs and hf-hub:NAME are allowed."""
     path = local_copy(place, storage=None)
     if path.is_file():
         return sha256_of(path)

@@ -1,222 +1,210 @@
-"""What a folder of runs has shown: a table on the console and one picture (samples, curves,
-accuracies beside chance)."""
+"""All runs in a folder: a table on the console, and a figure of samples, curves and accuracies."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from rich.console import Console
 
-from analysis.tables.pages import for_console
+from analysis.output import Result, table_of
+from data_prep.errors import UserError
 from data_prep.images import decode
 from data_prep.images.lettering import legible
 from data_prep.manifest import load_index, load_manifest
-from finetune.looks import looks, save
+from finetune.looks import looks
 from finetune.runs import CLASS_MEAN, NOT_STATED, TASKS, Run, runs_below
 
-COLOURS = {
+COLORS = {
     "probe": "#66aa77",
     "knn": "#88ccee",
     "tune": "#cc6677",
     "scratch": "#bbbbbb",
     "evaluate": "#8877bb",
 }
-_NUM_PICTURES = 24
+NUM_SAMPLES = 24
+
+
+def report(root: Path) -> Result:
+    runs = collect(root)
+    rows = rows_of(runs)
+    names = (name for run in runs for name in (run.name, run.dataset.name))
+    with looks(*names):
+        figure = draw(runs, rows)
+    return Result(rows.drop(columns="task"), {}, {"": figure}, printed=[_table(rows)])
 
 
 def collect(root: Path) -> list[Run]:
-    """Every run below `root`, sorted by task and name; repetitions are in the figures of their
-    group."""
+    """Return every run below `root` by task and name. A group stands for its repetitions."""
     runs = runs_below(root)
     if not runs:
-        raise ValueError(
-            f"{root}: holds no runs (folders with a config.yaml and a journal); name the folder"
-            " that they lie in"
-        )
+        fix = "give the folder of the runs, such as runs"
+        raise UserError(str(root), "the folder has no runs", fix, code="empty")
     groups = {run.directory for run in runs if run.is_group}
     runs = [run for run in runs if run.directory.parent not in groups]
     return sorted(runs, key=lambda run: (list(TASKS).index(run.task), run.name))
 
 
-def print_table(runs: list[Run], console: Console) -> None:
-    rows, are_unequal = [], any(run.largest_class for run in runs)
+def rows_of(runs: Sequence[Run]) -> pd.DataFrame:
+    rows = []
     for run in runs:
-        chance, rate = (
-            f"{100 * run.chance:.3g}%" if run.chance else "?",
-            run.result.get("images_per_s"),
+        is_pixels = (run.model_name, run.task) == ("pixels", "probe")
+        state = "finished" if run.result else "unfinished"
+        if run.last_top1 and not run.result:
+            state += f", {run.last_top1[1]:.1%} at step {run.last_top1[0]:,}"
+        rows.append(
+            {
+                "run": run.name,
+                "task": run.task,
+                "training": "linear on pixels" if is_pixels else TASKS[run.task],
+                "model": run.model_name,
+                "dataset": run.dataset.name,
+                "split": run.split,
+                "state": state,
+                "top1": run.top1,
+                "top1_std": run.top1_std,
+                "class_mean": run.accuracies.get(CLASS_MEAN),
+                "largest_class": run.largest_class,
+                "chance": run.chance,
+                "images_per_s": run.result.get("images_per_s"),
+            }
         )
-        means = (
-            f"{value:.1%}" if value else ""
-            for value in (run.accuracies.get(CLASS_MEAN), run.largest_class)
-        )
-        row = (
-            run.name,
-            _task(run),
-            run.model_name,
-            run.dataset.name,
-            _top1(run),
-            *(means if are_unequal else ()),
-        )
-        rows.append((*row, chance, f"{rate:,.0f}" if rate else ""))
+    numbers = ["top1", "top1_std", "class_mean", "largest_class", "chance", "images_per_s"]
+    return pd.DataFrame(rows).astype(dict.fromkeys(numbers, float))
+
+
+def _table(rows: pd.DataFrame) -> Any:
+    def percent(value: float) -> str:
+        return "" if math.isnan(value) else f"{value:.1%}"
+
+    are_unequal = rows.largest_class.notna().any()
+    lines = []
+    for row in rows.itertuples():
+        top1 = accuracy_words(row) or ("not evaluated" if row.state == "finished" else row.state)
+        classes = [percent(row.class_mean), percent(row.largest_class)] if are_unequal else []
+        chance = "?" if math.isnan(row.chance) else f"{100 * row.chance:.3g}%"
+        rate = "" if math.isnan(row.images_per_s) else f"{row.images_per_s:,.0f}"
+        about = (row.run, row.training, row.model, row.dataset)
+        lines.append([*about, top1, *classes, chance, rate])
     unequal = ("class mean", "largest class") if are_unequal else ()
     header = ("run", "task", "model", "data", "top-1", *unequal, "chance", "images/s")
-    console.print(for_console(header, rows, title="what was trained", num_words=4))
+    return table_of(header, lines, title="runs", num_words=4)
 
 
-def _top1(run: Run) -> str:
-    """Return the accuracy in words, for an unfinished run the accuracy of its last evaluation."""
-    if run.top1 is not None:
-        return f"{run.top1:.1%}{spread_of(run)}"
-    if run.result:
-        return "not evaluated"
-    return (
-        f"unfinished, {run.last_top1[1]:.1%} at step {run.last_top1[0]:,}"
-        if run.last_top1
-        else "unfinished"
-    )
+def accuracy_words(row: Any) -> str:
+    """Return the accuracy and the deviation over repetitions; "" if it is unknown."""
+    if math.isnan(row.top1):
+        return ""
+    spread = "" if math.isnan(row.top1_std) else f" ± {100 * row.top1_std:.1f}"
+    return f"{row.top1:.1%}{spread}"
 
 
-def _task(run: Run) -> str:
-    return (
-        "linear on pixels" if (run.model_name, run.task) == ("pixels", "probe") else TASKS[run.task]
-    )
-
-
-def spread_of(run: Run) -> str:
-    """In percent points, of a run that is the mean of several."""
-    return "" if run.top1_std is None else f" ± {100 * run.top1_std:.1f}"
-
-
-def draw(runs: list[Run], path: Path) -> None:
-    with looks(*(name for run in runs for name in (run.name, run.dataset.name))):
-        save(drawn(runs), path)
-
-
-def drawn(runs: list[Run]) -> Figure:
-    """Pictures of every dataset; below them curves of the pretraining runs and accuracies by
-    dataset, where there are any."""
-    # an evaluation is a figure of a run that has a bar of its own; the table has it
-    runs = [run for run in runs if run.task != "evaluate"] or runs
-    datasets, trained = (
-        sorted({run.dataset for run in runs if run.manifest}),
-        [run for run in runs if run.task == "pretrain"],
-    )
-    bars = [run for run in runs if run.task != "pretrain" and run.top1 is not None]
-    heights = [0.9] * len(datasets) + [max(3.0, 0.8 + 0.36 * len(bars))] * bool(trained or bars)
+def draw(runs: Sequence[Run], rows: pd.DataFrame) -> Figure:
+    """Draw images of every dataset; below them the curves of the pretraining runs and the
+    accuracies of all other runs. Evaluations have no bar if there are other runs."""
+    datasets = sorted({run.dataset for run in runs if run.manifest})
+    trained = [run for run in runs if run.task == "pretrain"]
+    bars = rows[rows.top1.notna() & ~rows.task.isin(["pretrain", "evaluate"])]
+    if (rows.task == "evaluate").all():
+        bars = rows[rows.top1.notna()]
+    has_panels = bool(trained) or len(bars) > 0
+    heights = [0.9] * len(datasets) + [max(3.0, 0.8 + 0.36 * len(bars))] * has_panels
     figure = Figure(figsize=(11, max(1.0, sum(heights))))
-    rows = figure.subfigures(max(1, len(heights)), 1, height_ratios=heights or None, squeeze=False)[
-        :, 0
-    ]
-    for row, dataset in zip(rows, datasets, strict=False):
-        axes = row.subplots()
-        axes.imshow(contact_sheet(dataset, count=_NUM_PICTURES))
-        axes.set_axis_off()
-        axes.set_title(
-            f"{legible(dataset.name)}: {len(load_manifest(dataset).classes)} classes", pad=2
-        )
-    widths = [1.0, 1.0] * bool(trained) + [1.5] * bool(bars)
-    panels = (
-        rows[-1].subplots(1, len(widths), width_ratios=widths, squeeze=False)[0] if widths else []
+    strips = figure.subfigures(
+        max(1, len(heights)), 1, height_ratios=heights or None, squeeze=False
     )
-    if trained:
-        draw_curves(trained, *panels[:2])
-    if bars:
-        draw_accuracies(bars, panels[-1])
+    for strip, dataset in zip(strips[:, 0], datasets, strict=False):
+        axes = strip.subplots()
+        axes.imshow(first_images(dataset, count=NUM_SAMPLES))
+        axes.set_axis_off()
+        classes = len(load_manifest(dataset).classes)
+        axes.set_title(f"{legible(dataset.name)}: {classes} classes", pad=2)
+    if has_panels:
+        widths = [1.0, 1.0] * bool(trained) + [1.5] * (len(bars) > 0)
+        panels = strips[-1, 0].subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+        if trained:
+            draw_curves(trained, *panels[:2])
+        if len(bars):
+            draw_accuracies(bars, panels[-1])
     return figure
 
 
-def draw_curves(runs: list[Run], loss: Axes, accuracy: Axes) -> None:
+def draw_curves(runs: Sequence[Run], loss: Axes, accuracy: Axes) -> None:
     """Draw the curves, and dotted the loss and accuracy of guessing. Unequal classes add the class
     mean and the largest class."""
     for number, run in enumerate(runs):
-        style: dict[str, Any] = {"color": f"C{number}", "label": legible(run.name)}
+        color = f"C{number}"
+        style: dict[str, Any] = {"color": color, "label": legible(run.name)}
         losses, accuracies, class_means = run.curves("train/loss", "eval/top1", "eval/class_top1")
         loss.plot(*losses, **style)
         accuracy.plot(*accuracies, marker="o", markersize=3, **style)
         if run.chance:
-            loss.axhline(-math.log(run.chance), color=style["color"], linestyle=":", linewidth=1)
-            accuracy.axhline(run.chance, color=style["color"], linestyle=":", linewidth=1)
+            loss.axhline(-math.log(run.chance), color=color, linestyle=":", linewidth=1)
+            accuracy.axhline(run.chance, color=color, linestyle=":", linewidth=1)
         if run.largest_class:
-            accuracy.plot(*class_means, color=style["color"], linewidth=0.7)
-            accuracy.axhline(run.largest_class, color=style["color"], linestyle="--", linewidth=1)
+            accuracy.plot(*class_means, color=color, linewidth=0.7)
+            accuracy.axhline(run.largest_class, color=color, linestyle="--", linewidth=1)
     loss.set(title="pretraining: training loss (dotted: chance)", xlabel="step")
-    accuracy.set(
-        title=f"pretraining: top-1 on {_splits(runs)}{_guesses(runs, mean='thin')}", xlabel="step"
-    )
+    legend = _legend({run.split for run in runs}, any(run.largest_class for run in runs), "thin")
+    accuracy.set(title=f"pretraining: top-1 on {legend}", xlabel="step")
     for axes in (loss, accuracy):
         axes.legend()
     accuracy.yaxis.set_major_formatter("{x:.0%}")
 
 
-def draw_accuracies(runs: list[Run], axes: Axes) -> None:
-    """A bar for each run, with its name; below that, what it is of."""
-    runs = sorted(
-        runs, key=lambda run: (run.model_name != "pixels", run.model_name, run.top1 or 0.0)
+def draw_accuracies(rows: pd.DataFrame, axes: Axes) -> None:
+    """Draw a bar for each run next to the chance of its dataset."""
+    rows = rows.assign(is_model=rows.model != "pixels").sort_values(
+        ["is_model", "model", "top1"], kind="stable"
     )
-    for row, run in enumerate(runs):
-        top1, several = run.top1 or 0.0, len({each.split for each in runs}) > 1
-        axes.barh(row, top1, color="#ddaa44" if run.model_name == "pixels" else COLOURS[run.task])
-        axes.text(
-            top1 + 0.01,
-            row,
-            f"{top1:.1%}{spread_of(run)}" + (f" on {run.split}" if several else ""),
-            va="center",
-        )
-        if run.top1_std is not None:
-            axes.errorbar(top1, row, xerr=run.top1_std, color="black", capsize=2, linewidth=1)
-        if run.chance:
-            axes.vlines(run.chance, row - 0.5, row + 0.5, color="black", linestyle=":", linewidth=1)
-        if run.largest_class:
-            axes.plot(
-                run.accuracies.get(CLASS_MEAN, math.nan), row, "D", color="black", markersize=4
-            )
-            axes.vlines(
-                run.largest_class, row - 0.5, row + 0.5, color="black", linestyle="--", linewidth=1
-            )
-    names = [
-        _task(run) if run.model_name == "pixels" else f"{run.model_name}, {_task(run)}"
-        for run in runs
-    ]
-    if len({run.dataset for run in runs}) > 1:
-        names = [f"{name}, {run.dataset.name}" for name, run in zip(names, runs, strict=True)]
-    axes.set_yticks(
-        range(len(runs)),
-        [f"{legible(run.name)}\n{legible(name)}" for run, name in zip(runs, names, strict=True)],
-    )
-    axes.set(
-        title=f"transfer: top-1 on {_splits(runs)}{_guesses(runs, mean='diamond')}", xlim=(0, 1.12)
-    )
+    has_splits, has_datasets = rows.split.nunique() > 1, rows.dataset.nunique() > 1
+    labels = []
+    for height, row in enumerate(rows.itertuples()):
+        color = COLORS.get(row.task, "#bbbbbb") if row.is_model else "#ddaa44"
+        axes.barh(height, row.top1, color=color)
+        words = accuracy_words(row) + f" on {row.split}" * has_splits
+        axes.text(row.top1 + 0.01, height, words, va="center")
+        ends: dict[str, Any] = {
+            "ymin": height - 0.5,
+            "ymax": height + 0.5,
+            "color": "black",
+            "linewidth": 1,
+        }
+        if not math.isnan(row.top1_std):
+            axes.errorbar(row.top1, height, xerr=row.top1_std, color="black", capsize=2)
+        if not math.isnan(row.chance):
+            axes.vlines(row.chance, linestyle=":", **ends)
+        if not math.isnan(row.largest_class):
+            axes.plot(row.class_mean, height, "D", color="black", markersize=4)
+            axes.vlines(row.largest_class, linestyle="--", **ends)
+        about = f"{row.model}, {row.training}" if row.is_model else row.training
+        labels.append(f"{legible(row.run)}\n{legible(about + f', {row.dataset}' * has_datasets)}")
+    axes.set_yticks(range(len(rows)), labels)
+    legend = _legend({*rows.split}, rows.largest_class.notna().any(), "diamond")
+    axes.set(title=f"transfer: top-1 on {legend}", xlim=(0, 1.12))
     axes.xaxis.set_major_formatter("{x:.0%}")
 
 
-def _guesses(runs: list[Run], *, mean: str) -> str:
-    """Return a legend of the marks in words. `mean`: the mark of the class mean."""
-    are_unequal = any(run.largest_class for run in runs)
-    return (
-        f"\n(dotted: chance, dashed: largest class, {mean}: class mean)"
-        if are_unequal
-        else " (dotted: chance)"
-    )
+def _legend(splits: set[str], are_unequal: bool, mean: str) -> str:
+    """Return the splits and the meaning of the marks. `mean`: the mark of the class mean."""
+    words = " or ".join(sorted(splits - {NOT_STATED} or splits)) or "held-out images"
+    if are_unequal:
+        return f"{words}\n(dotted: chance, dashed: largest class, {mean}: class mean)"
+    return f"{words} (dotted: chance)"
 
 
-def _splits(runs: list[Run]) -> str:
-    found = {run.split for run in runs}
-    return " or ".join(sorted(found - {NOT_STATED} or found)) or "held-out pictures"
-
-
-def contact_sheet(directory: Path, *, count: int) -> NDArray[np.uint8]:
-    """The first pictures of a dataset's first training shard, side by side, as the model gets
-    them."""
+def first_images(directory: Path, *, count: int) -> NDArray[np.uint8]:
+    """Return the first images of the first training shard, side by side, as the model gets them."""
     manifest = load_manifest(directory)
     split = manifest.splits.get("train") or next(iter(manifest.splits.values()))
     shard, size = split.shards[0], manifest.image_size
-    pictures = []
+    images = []
     with open(directory / shard.file, "rb") as file:
         for offset, length, _ in load_index(directory, shard)[:count].tolist():
             file.seek(offset)
-            pictures.append(np.asarray(decode(file.read(length))[0].resize((size, size))))
-    return np.concatenate(pictures, axis=1)
+            images.append(np.asarray(decode(file.read(length))[0].resize((size, size))))
+    return np.concatenate(images, axis=1)

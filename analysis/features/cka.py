@@ -1,11 +1,11 @@
-"""`analysis cka`: how alike the features of two trained networks are, mixing by mixing.
+"""`analysis cka`: similarity of the features of two trained networks, mixing by mixing.
 
-Of every pair of runs a matrix, and its diagonal's mean: of networks of different depth, the entries
-at the same share of their depth. Beside it stand what to hold it against: the ceiling, which other
-seeds of the same architecture reach with each other, and the floor, where the second network sees
-the pictures in another order. Pairs of the same two architectures are seeds of one point: mean,
-standard deviation over pairs, and an interval from resampled batches. F features of all runs
-together, T batches, W weightings of these, L and M layers of a pair.
+Each pair of runs has a matrix and the mean of its diagonal: for networks of different depth, the
+entries at the same fraction of their depths. It is compared with a ceiling, the CKA of other seeds
+of the same architecture, and a floor: the second network gets the images in another order.
+Pairs of the same two architectures are seeds: mean, standard deviation over pairs, and an interval
+from resampled batches. F features of all runs together, T batches, W weightings of these, L and M
+layers of a pair.
 """
 
 import itertools
@@ -20,9 +20,12 @@ import psutil
 import torch
 from torch import Tensor
 
+from analysis.device import device_of
 from analysis.features.hsic import Grams, WholeCka, cka, gram, hsic
-from analysis.features.mixings import Pictures, Subject, open_subjects
+from analysis.features.mixings import Images, Subject, open_subjects
+from analysis.output import Result
 from data_prep.errors import UserError
+from finetune.looks import looks
 from pretrain.models.spec import ModelSpec, SparseMlpSpec
 
 RESAMPLES, INTERVAL = 1000, (2.5, 97.5)
@@ -51,8 +54,8 @@ class Comparison:
     subjects: dict[str, Subject]
     hsic_TFF: Tensor
     floor_TFF: Tensor
-    """With the pictures of the second in another order."""
-    num_pictures: int
+    """With the images of the second in another order."""
+    num_images: int
     whole: dict[Pair, list[float]]
 
     def resampled(self, pair: Pair, weights_WT: Tensor, *, floor: bool = False) -> Tensor:
@@ -98,15 +101,15 @@ def diagonal_of(matrix: Tensor) -> Tensor:
 
 
 def compare(
-    pictures: Pictures, pairs: Sequence[Pair], *, whole: bool, device: torch.device
+    images: Images, pairs: Sequence[Pair], *, whole: bool, device: torch.device
 ) -> Comparison:
-    """One pass over the pictures, with all runs at once; with `whole`, one more for each entry of a
+    """One pass over the images, with all runs at once; with `whole`, one more for each entry of a
     diagonal."""
-    subjects = open_subjects(itertools.chain(*pairs), pictures.manifest, device=device)
+    subjects = open_subjects(itertools.chain(*pairs), images.manifest, device=device)
     if whole:
         _check_room(subjects, pairs, device=device)
     sums, floors, seen = list[Tensor](), list[Tensor](), 0
-    for batch in pictures.batches(
+    for batch in images.batches(
         "features", size=max(each.card.image_size for each in subjects.values()), device=device
     ):
         grams = Grams.of(
@@ -121,7 +124,7 @@ def compare(
         floors.append(hsic(grams, grams.shuffled(order_N)))
         seen += len(batch.samples)
     wholes = (
-        {pair: _whole(pictures, *(subjects[run] for run in pair), device=device) for pair in pairs}
+        {pair: _whole(images, *(subjects[run] for run in pair), device=device) for pair in pairs}
         if whole
         else {}
     )
@@ -148,21 +151,17 @@ def _check_room(
         else psutil.virtual_memory().available
     )
     if need > room:
-        lack = (
-            f"needs {need / 1e9:,.1f} GB for mixings of so many entries, {room / 1e9:,.1f} are free"
-        )
-        raise UserError(f"--whole: {lack}; leave it out")
+        problem = f"needs {need / 1e9:,.1f} GB, and {room / 1e9:,.1f} GB are free"
+        raise UserError("--whole", problem, "leave it out", code="no-space")
 
 
-def _whole(
-    pictures: Pictures, one: Subject, other: Subject, *, device: torch.device
-) -> list[float]:
+def _whole(images: Images, one: Subject, other: Subject, *, device: torch.device) -> list[float]:
     """The diagonal, a pass for each entry: the products of one pair of layers are held at a
     time."""
     found = list[float]()
     for row, column in diagonal(len(one.mixings), len(other.mixings)):
         whole, title = WholeCka(), f"whole sample, mixings {row + 1} and {column + 1}"
-        for batch in pictures.batches(
+        for batch in images.batches(
             title, size=max(one.card.image_size, other.card.image_size), device=device
         ):
             chosen = (one.only(row), other.only(column))
@@ -177,7 +176,6 @@ def _whole(
 
 
 # ---- what follows from it
-# ----------------------------------------------------------------------------------------------
 
 
 def groups_of(found: Comparison, pairs: Sequence[Pair]) -> list[Group]:
@@ -247,12 +245,27 @@ def rows_of(found: Comparison, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
     return rows
 
 
-def facts_of(found: Comparison, groups: Sequence[Group], pictures: Pictures) -> dict[str, Any]:
-    return {
-        "split": pictures.split,
-        "num_pictures": found.num_pictures,
-        "batch": pictures.batch,
+def compare_features(
+    images: Images,
+    pairs: Sequence[Pair],
+    *,
+    whole: bool = False,
+    device: torch.device | None = None,
+) -> Result:
+    from analysis.features.drawing import cka_figures, table_of_groups
+
+    found = compare(images, pairs, whole=whole, device=device or device_of(None))
+    groups = groups_of(found, pairs)
+    facts = {
+        "split": images.split,
+        "num_images": found.num_images,
+        "batch": images.batch,
         "num_batches": len(found.hsic_TFF),
-        "gram_bytes": found.hsic_TFF.shape[1] * pictures.batch**2 * 8,
+        "gram_bytes": found.hsic_TFF.shape[1] * images.batch**2 * 8,
         "groups": [group.facts for group in groups],
     }
+    names = (group.facts[model] for group in groups for model in ("model_a", "model_b"))
+    with looks(*names):
+        figures = cka_figures(groups)
+    inputs = [images.dataset, *found.subjects]
+    return Result(rows_of(found, pairs), facts, figures, inputs, [table_of_groups(groups)])

@@ -1,18 +1,19 @@
-"""The pictures and tables of `analysis cka` and `analysis invariance`."""
+"""The figures and tables of `analysis cka` and `analysis invariance`, drawn within `looks`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
+from rich.table import Table
 
 from analysis.features.cka import Group, diagonal
 from analysis.features.invariance import QUICK_SHIFTS
-from analysis.output import draw_band, mark
-from analysis.tables.pages import show
+from analysis.output import draw_band, mark, table_of
 from data_prep.images.lettering import legible
 from finetune.looks import GREY, SEQUENTIAL, panels
 
@@ -21,7 +22,7 @@ Row = Mapping[str, Any]
 MEASURED = {"top1": ("top-1", ".1%"), "agreement": ("same", ".1%"), "cka": ("CKA", ".2f")}
 
 
-def print_groups(groups: Sequence[Group]) -> None:
+def table_of_groups(groups: Sequence[Group]) -> Table:
     rows = []
     for facts in (group.facts for group in groups):
         spread, between = facts["diagonal_std_over_pairs"], facts["diagonal_interval_over_batches"]
@@ -41,15 +42,11 @@ def print_groups(groups: Sequence[Group]) -> None:
                 for name in ("ceiling_a", "ceiling_b", "floor")
             ]
         )
-    show(
-        ["A", "B", "pairs", "diagonal", "SD", "95 % (batches)", "ceiling A", "ceiling B", "floor"],
-        rows,
-        num_words=2,
-    )
+    columns = ("A", "B", "pairs", "diagonal", "SD", "95 % (batches)")
+    return table_of((*columns, "ceiling A", "ceiling B", "floor"), rows, num_words=2)
 
 
 def cka_figures(groups: Sequence[Group]) -> dict[str, Figure]:
-    """Within `looks`."""
     figures = {"heat": _heat(groups)}
     if len({group.facts["density"] for group in groups} - {None}) > 1:
         figures["density"] = _over_density(
@@ -134,7 +131,7 @@ def _over_density(known: Sequence[Row]) -> Figure:
         if members[0]["ceiling_a"] is not None:
             axes.axhline(members[0]["ceiling_a"], color=look["color"], linestyle="--", linewidth=1)
         axes.plot(densities, floors, color=GREY, linestyle=":", linewidth=1)
-    legend = {":": "floor: shuffled pictures"}
+    legend = {":": "floor: shuffled images"}
     if any(facts["ceiling_a"] is not None for facts in known):
         legend["--"] = "ceiling: other seeds of the first"
     for line, label in legend.items():
@@ -145,83 +142,55 @@ def _over_density(known: Sequence[Row]) -> Figure:
 
 
 # ---- invariance
-# --------------------------------------------------------------------------------------------------
 
 
-def print_changes(rows: Sequence[Row]) -> None:
-    """The mean over directions and seeds; of the shifts some."""
-    names, table = _names(rows), []
-    for name in dict.fromkeys(
-        _name(row) for row in rows if row["kind"] != "shift" or row["amount"] in QUICK_SHIFTS
-    ):
-        cells = [name]
+def table_of_changes(rows: pd.DataFrame) -> Table:
+    """Return the mean over directions and seeds of each change, and of some shifts."""
+    names = _names(rows)
+    shown = rows[(rows.kind != "shift") | rows.amount.isin(QUICK_SHIFTS)]
+    table = []
+    for change, own in shown.groupby("change", sort=False):
+        cells = [change]
         for run in names:
-            same = [row for row in rows if (row["run"], _name(row)) == (run, name)]
+            same = own[own.run == run]
             for key, (_, form) in MEASURED.items():
-                cells.append(
-                    f"{np.mean([row[key] for row in same]):{form}}"
-                    if same and key in same[0]
-                    else ""
-                )
+                values = same[key].dropna()
+                cells.append(f"{np.mean(np.stack(values)):{form}}" if len(values) else "")
         table.append(cells)
-    show(
-        ["", *(f"{name} {word}" for name in names.values() for word, _ in MEASURED.values())], table
-    )
+    header = ["", *(f"{name} {word}" for name in names.values() for word, _ in MEASURED.values())]
+    return table_of(header, table)
 
 
-def _names(rows: Sequence[Row]) -> dict[str, str]:
-    """Of runs: the last part of the path, where that tells them apart."""
-    runs = list(dict.fromkeys(row["run"] for row in rows))
+def _names(rows: pd.DataFrame) -> dict[str, str]:
+    """Return short names of the runs: the last part of their paths if these differ."""
+    runs = rows.run.unique().tolist()
     ends = [Path(run).name for run in runs]
     return dict(zip(runs, ends if len({*ends}) == len(ends) else runs, strict=True))
 
 
-def _name(row: Row) -> str:
-    kind, amount = row["kind"], row["amount"]
-    names = {
-        "none": "as it is",
-        "shift": f"shift by {amount:.0f} px",
-        "crop": f"middle {amount:.0%}",
-        "views": f"views: {amount:.0f}",
-    }
-    return names.get(kind, f"{kind} {row['direction']}".strip())
+def invariance_figures(rows: pd.DataFrame) -> dict[str, Figure]:
+    return {"": _draw_changes(rows), "mixings": _draw_mixings(rows)}
 
 
-def invariance_figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """Within `looks`."""
-    return {"": _answers(rows), "mixings": _by_mixing(rows)}
-
-
-def _answers(rows: Sequence[Row]) -> Figure:
-    names, views = _names(rows), sorted({row["amount"] for row in rows if row["kind"] == "views"})
+def _draw_changes(rows: pd.DataFrame) -> Figure:
+    names, views = _names(rows), sorted(rows.amount[rows.kind == "views"].unique())
     figure, axes = panels(4 + bool(views), height=2.3)
-    curves = list(
-        zip(
-            axes,
-            MEASURED,
-            ("top-1", "same answer as unshifted", "CKA, mean over mixings"),
-            strict=False,
-        )
-    )
-    others = list(
-        dict.fromkeys(_name(row) for row in rows if row["kind"] not in ("shift", "views"))
-    )
+    titles = ("top-1", "same prediction as unshifted", "CKA, mean over mixings")
+    others = rows.change[~rows.kind.isin(["shift", "views"])].unique().tolist()
     width = 0.8 / len(names)
     for number, (run, name) in enumerate(names.items()):
-        own, look = [row for row in rows if row["run"] == run], mark(number)
-        for place, key, _ in curves:
-            _curve(place, own, ("none", "shift"), key, label=legible(name), markersize=2.5, **look)
-        bars = [row for row in own if _name(row) in others]
-        heights, errors = ([row[key] for row in bars] for key in ("top1", "standard_error"))
-        places = np.arange(len(bars)) + (number - (len(names) - 1) / 2) * width
-        axes[3].barh(
-            places, heights, width, xerr=errors, error_kw={"linewidth": 0.8}, color=look["color"]
-        )
+        own, look = rows[rows.run == run], mark(number) | {"markersize": 2.5}
+        for each, key in zip(axes, MEASURED, strict=False):
+            _draw_range(each, own, ("none", "shift"), key, label=legible(name), **look)
+        bars = own[own.change.isin(others)]
+        heights = np.arange(len(bars)) + (number - (len(names) - 1) / 2) * width
+        error = {"xerr": bars.standard_error, "error_kw": {"linewidth": 0.8}}
+        axes[3].barh(heights, bars.top1, width, color=look["color"], **error)
         if views:
-            _curve(axes[4], own, ("views",), "top1", markersize=2.5, **look)
-    for place, key, label in curves:
-        place.set(xlabel="shift (px); band: directions", ylabel=label, ylim=(-0.02, 1.02))
-        place.yaxis.set_major_formatter("{x:.1f}" if key == "cka" else "{x:.0%}")
+            _draw_range(axes[4], own, ("views",), "top1", **look)
+    for each, key, title in zip(axes, MEASURED, titles, strict=False):
+        each.set(xlabel="shift (px); band: directions", ylabel=title, ylim=(-0.02, 1.02))
+        each.yaxis.set_major_formatter("{x:.1f}" if key == "cka" else "{x:.0%}")
     axes[3].set_yticks(range(len(others)), others)
     axes[3].invert_yaxis()
     axes[3].set_xlabel("top-1 (± binomial error)")
@@ -235,38 +204,27 @@ def _answers(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _curve(axes: Axes, rows: Sequence[Row], kinds: Sequence[str], key: str, **look: Any) -> None:
-    """The mean, and from the least to the most, of directions or seeds."""
-    amounts = sorted({row["amount"] for row in rows if row["kind"] in kinds})
-    values = [
-        [np.mean(row[key]) for row in rows if row["kind"] in kinds and row["amount"] == amount]
-        for amount in amounts
-    ]
-    draw_band(
-        axes,
-        amounts,
-        *([form(each) for each in values] for form in (np.min, np.mean, np.max)),
-        **look,
-    )
+def _draw_range(
+    axes: Axes, rows: pd.DataFrame, kinds: Sequence[str], key: str, **look: Any
+) -> None:
+    """Draw the mean and the range over directions or seeds."""
+    own = rows[rows.kind.isin(kinds)]
+    values = own[key].map(np.mean).groupby(own.amount).agg(["min", "mean", "max"])
+    draw_band(axes, values.index, values["min"], values["mean"], values["max"], **look)
 
 
-def _by_mixing(rows: Sequence[Row]) -> Figure:
-    """CKA with the unshifted picture, mixing by mixing."""
+def _draw_mixings(rows: pd.DataFrame) -> Figure:
+    """Draw CKA with the unshifted images, mixing by mixing."""
     names = list(_names(rows).items())[:MOST_PANELS]
     figure, places = panels(len(names), height=2.4)
     for axes, (run, name) in zip(places, names, strict=True):
-        shifted = [row for row in rows if row["run"] == run and row["kind"] in ("none", "shift")]
-        amounts = sorted({row["amount"] for row in shifted})
-        values = np.array(
-            [
-                np.mean([row["cka"] for row in shifted if row["amount"] == amount], axis=0)
-                for amount in amounts
-            ]
-        ).T
+        shifted = rows[(rows.run == run) & rows.kind.isin(["none", "shift"])]
+        means = shifted.groupby("amount").cka.apply(lambda values: np.mean([*values], axis=0))
+        values = np.array([*means]).T
         image = axes.imshow(values, cmap=SEQUENTIAL, vmin=0, vmax=1, aspect="auto", origin="lower")
-        _ticks(axes.xaxis, [f"{amount:.0f}" for amount in amounts])
+        _ticks(axes.xaxis, [f"{amount:.0f}" for amount in means.index])
         _ticks(axes.yaxis, [str(number + 1) for number in range(len(values))])
         axes.set(xlabel="shift in pixels", ylabel="mixing", title=legible(name))
         axes.spines[:].set_visible(False)
-    figure.colorbar(image, ax=places, aspect=25, pad=0.02, label="CKA with the picture as it is")
+    figure.colorbar(image, ax=places, aspect=25, pad=0.02, label="CKA with the unshifted images")
     return figure

@@ -1,14 +1,15 @@
-"""How alike two sets of features are: the unbiased HSIC1 with linear kernels, and CKA, in float64.
+"""Similarity of two sets of features: the unbiased HSIC1 with linear kernels, and CKA, in float64.
 Two forms that agree:
 
-minibatch       HSIC1 of the Gram matrices K = XX', L = YY' of n pictures; averaged over batches before CKA's ratio is taken, so
-                that it is unbiased (the mean of ratios would not be). Its memory is that of the
-                Grams: layers x n^2 x 8 bytes.
-whole sample    of all N pictures in one pass, from X'X, X'Y, Y'Y and row sums: d^2 numbers, whatever N is.
+minibatch       HSIC1 of the Gram matrices K = XX', L = YY' of n images, averaged over batches
+                before the ratio of CKA is taken, so it is unbiased (the mean of ratios is not).
+                Memory: the Gram matrices, layers x n^2 x 8 bytes.
+whole sample    HSIC1 of all N images in one pass, from X'X, X'Y, Y'Y and row sums: d^2 numbers for
+                any N.
 
-HSIC1 does not change where a constant is added to all rows of X; rows are centred roughly, which
-only keeps digits. L layers, N pictures, D entries.
-"""  # noqa: E501 (a table)
+HSIC1 does not change if a constant is added to all rows of X. Rows are roughly centered to keep
+digits. L layers, N images, D entries.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -63,8 +64,8 @@ def _hsic(size: int, traces: Tensor, crossed: Tensor, sums: Tensor) -> Tensor:
 
 
 def cka(cross: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Of HSIC1 (..., L, M), and what each layer has with itself (..., L) and (..., M). nan where
-    that is not above 0: there the features of too few pictures are noise, or constant."""
+    """Return CKA from HSIC1 (..., L, M) and the HSIC1 of each layer with itself, (..., L) and
+    (..., M). nan if one of these is not positive: the features are constant, or noise."""
     both = one.clamp_min(0).unsqueeze(-1) * other.clamp_min(0).unsqueeze(-2)
     return torch.where(both > 0, cross / both.sqrt(), torch.nan)
 

@@ -1,6 +1,6 @@
-"""What a model's mixings put out just before they are added to the skip path: two in a block of a
-Mixer (across tokens, across channels), one in each layer of an MLP or a SW-MLP, in the order in
-which the forward pass makes them.
+"""The outputs of a model's mixings before they are added to the skip path, in the order of the
+forward pass: two in each block of a Mixer (across tokens, across channels), one in each layer of an
+MLP or a SW-MLP.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +35,8 @@ from pretrain.ranks.world import read_alone
 
 
 def mixings_of(model: ImageModel) -> dict[str, nn.Module]:
-    """By name: the module whose last output in a forward pass is the mixing's. The permutation
-    behind that of an RP block changes no product of two rows."""
+    """Return by name the module whose last output in a forward pass is that of the mixing. The
+    permutation after an RP mixing changes no product of two rows."""
     found: dict[str, nn.Module] = {}
     for block in model.modules():
         if isinstance(block, MixerBlock):
@@ -46,15 +46,14 @@ def mixings_of(model: ImageModel) -> dict[str, nn.Module]:
                 f"{number} channels": block.channel_mixing,
             }
         elif isinstance(block, Block):
-            found[f"{len(found) + 1}"] = (
-                block.dropout
-            )  # the end of each branch; an inverted one has it in its middle, too
+            # the end of each branch; an inverted block also has it in its middle
+            found[f"{len(found) + 1}"] = block.dropout
     return found
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint that is looked at."""
+    """A checkpoint whose features are compared."""
 
     place: str
     backbone: Backbone
@@ -68,19 +67,22 @@ class Subject:
         card = backbone.checkpoint.card
         if not (mixings := mixings_of(backbone.model)):
             raise UserError(
-                f"{place}: is {card.model.label}, which has no mixings; give a Mixer, MLP or SW-MLP"
+                place,
+                f"{card.model.label} has no mixings",
+                "give a Mixer, MLP or SW-MLP",
+                code="unsupported",
             )
         return cls(place, backbone, card, mixings, backbone.augmentation(device=device))
 
     def only(self, number: int) -> "Subject":
-        """With one of its mixings."""
+        """Return the subject with one of its mixings."""
         name = list(self.mixings)[number]
         return replace(self, mixings={name: self.mixings[name]})
 
     @torch.no_grad()
     def run(self, images_BCHW: Tensor, take: Callable[[Tensor], Any]) -> tuple[Tensor, list[Any]]:
-        """(logits, what `take` makes of each mixing's output). One output is held at a time: until
-        another mixing has one."""
+        """Return the logits, and `take` of each mixing's output. One output is in memory at a
+        time."""
         assert self.backbone.model is not None
         taken, last = dict[str, Any](), dict[str, Tensor]()
 
@@ -106,7 +108,7 @@ class Subject:
 def open_subjects(
     places: Iterable[str], manifest: Manifest, *, device: torch.device
 ) -> dict[str, Subject]:
-    """Each run once, in the order in which they are named first."""
+    """Open each checkpoint once, in the order of the first mention."""
     return {
         place: Subject.of(
             place, open_backbone(Checkpoint.open(place), manifest, device=device), device=device
@@ -116,23 +118,23 @@ def open_subjects(
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """What subjects are shown."""
+class Images:
+    """The images that all subjects get."""
 
     dataset: str
     manifest: Manifest
     split: str
     batch: int = 256
     count: int | None = None
-    """No more than that; None: all of the split."""
+    """Number of random images; None for the complete split."""
 
     def batches(
         self, title: str, *, size: int, device: torch.device, times: int = 1
     ) -> Iterator[Batch]:
-        """At this size, on the device, in one fixed random order: a split that is stored class by
-        class would show features of one class at a time. What does not decode is left out; a batch
-        of which less than half is left or too little for HSIC1, too. `times`: how often each
-        picture is looked at, for the progress."""
+        """Yield batches of this image size on the device, in one fixed random order, because a
+        split stored class by class would have one class per batch. Images that do not decode are
+        skipped, and so are batches with less than half of their images or too few for HSIC1.
+        `times`: how often each image is used, for the progress line."""
         part, found = Part(local_copy(self.dataset, storage=None), self.manifest, self.split), False
         with ExitStack() as opened:
             reader = opened.enter_context(
@@ -162,16 +164,17 @@ class Pictures:
                     found = True
                 line.advance(len(request) * times)
         if not found:
-            lack = (
-                f"too few of its pictures decode, {FEWEST} are needed; give another split, or run"
-                " data_prep verify"
+            raise UserError(
+                f"{self.dataset}, {self.split}",
+                f"too few of its images decode ({FEWEST} are needed)",
+                "give another split, or run data_prep verify",
+                code="damaged",
             )
-            raise UserError(f"{self.dataset}, {self.split}: {lack}")
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Pictures in the order in which they are looked at."""
+    """Images in their order."""
 
     ids: Ids
 
@@ -180,7 +183,7 @@ class Drawn:
 
 
 def readable(batch: Batch) -> Batch:
-    """Without the pictures that do not decode."""
+    """Return the batch without the images that do not decode."""
     assert batch.mask_B is not None
     good = batch.mask_B.numpy()
     if good.all():

@@ -1,13 +1,13 @@
-"""First layers as pictures, several checkpoints side by side, and how local their neurons are. The
-drawing is that of a run.
+"""First layers as images, several checkpoints side by side, and the locality of their neurons.
 
-Locality, of a neuron whose pixels have energies e, their squared weights summed over colours:
+Locality of a neuron whose pixels have energies e, their squared weights summed over colors:
 
-    area         (sum e)^2 / (H W sum e^2): the share of the picture that it looks at. One pixel 1 / (H W), all alike 1, noise of
-                 three colours 3 / 5 where it is Gaussian, 15 / 19 where it is uniform
-    radius       root mean square distance of the energy from its centre, of the side. All alike sqrt(1/6) = 0.41
-    neighbours   correlation between the weights of pixels side by side (above each other): noise 0, smooth nearly 1
-"""  # noqa: E501 (a table)
+    area         (sum e)^2 / (H W sum e^2), the fraction of the image that it uses: 1 / (H W) for
+                 one pixel, 1 for equal pixels, 3 / 5 for Gaussian and 15 / 19 for uniform noise
+    radius       root mean square distance of the energy from its center, divided by the side:
+                 sqrt(1/6) = 0.41 for equal pixels
+    neighbors    correlation between the weights of adjacent pixels: 0 for noise, nearly 1 if smooth
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from PIL import Image
 from torch import Tensor
 
 from analysis.matrices.weights import Array, initial_model, name_of
+from analysis.output import Result, table_of
+from data_prep.errors import UserError
 from data_prep.images.lettering import legible
 from data_prep.images.sheet import PAPER
 from finetune.looks import COLOURS, GREY, looks, panels
@@ -36,9 +38,9 @@ from pretrain.tracking.pictures import (
 )
 
 MEASURES = {
-    "area": "area, of the picture",
+    "area": "area, of the image",
     "radius": "radius, of the side",
-    "neighbours": "correlation of neighbours",
+    "neighbors": "correlation of neighbors",
 }
 _LEAST, _GAP = np.finfo(float).tiny, 24
 
@@ -48,11 +50,11 @@ class Layer:
     name: str
     weight_NF: Tensor
     side: int
-    """Of the square that each neuron looks at."""
+    """Side of the square of pixels that each neuron has weights for."""
 
     @cached_property
     def locality(self) -> dict[str, Array]:
-        """A value for each neuron; of one without weights nothing is local: area 0."""
+        """Return a value for each neuron; area 0 for a neuron without weights."""
         weights = self.weight_NF.double().cpu().numpy().reshape(-1, 3, self.side, self.side)
         energy = (weights**2).sum(1)
         total = np.maximum(energy.sum((1, 2)), _LEAST)
@@ -68,7 +70,7 @@ class Layer:
                 / (self.side**2 * np.maximum((energy**2).sum((1, 2)), _LEAST))
             ),
             "radius": np.sqrt(np.maximum(spread, 0)),
-            "neighbours": together / np.maximum(alone, _LEAST),
+            "neighbors": together / np.maximum(alone, _LEAST),
         }
 
     @property
@@ -84,41 +86,40 @@ class Layer:
         ]
 
 
-def first_layers(
-    places: Sequence[Path], opened: Sequence[Checkpoint], *, with_initial: bool
-) -> list[Layer]:
-    found = []
-    for place, each in zip(places, opened, strict=True):
-        weight, side = first_layer(each)
-        name = name_of(each.run_dir or place)
-        found.append(
-            Layer(f"{name}, step {each.card.step:,}" if each.card.step else name, weight, side)
-        )
+def filters(runs: Sequence[Path], *, which: str, count: int, with_initial: bool) -> Result:
+    opened = [Checkpoint.open(place) for place in runs]
+    layers = list[Layer]()
+    for place, each in zip(runs, opened, strict=True):
+        name, step = name_of(each.run_dir or place), each.card.step
+        layer = first_layer(each, f"{name}, step {step:,}" if step else name)
+        layers.append(layer)
         if with_initial:
             begun = initial_model(each)
             if begun is None:
-                raise ValueError(
-                    f"--init: {place} has no run that began from a seed, so its initial weights are"
-                    " not known; leave it out"
-                )
-            found.append(Layer(f"{name}, initial", begun.get_parameter(FIRST_LAYER).detach(), side))
-    return found
+                problem = f"{place} has no run that began from a seed"
+                raise UserError("--init", problem, "leave it out", code="unsupported")
+            weight = begun.get_parameter(FIRST_LAYER).detach()
+            layers.append(Layer(f"{name}, initial", weight, layer.side))
+    facts = {layer.name: layer.medians for layer in layers}
+    cells = [[name, *(f"{each:.3f}" for each in facts[name].values())] for name in facts]
+    figures = {"": sheet(layers, which=which, count=count), "locality": draw_locality(layers)}
+    rows = [row for layer in layers for row in layer.rows]
+    inputs = [each.directory for each in opened]
+    printed = [table_of(["median over the neurons", *MEASURES.values()], cells)]
+    return Result(rows, facts, figures, inputs, printed)
 
 
-def first_layer(opened: Checkpoint) -> tuple[Tensor, int]:
+def first_layer(opened: Checkpoint, name: str = "") -> Layer:
     card, weights = opened.card, load_weights(opened)
     side = filter_side(card.model, image_size=card.image_size)
+    place = str(opened.directory)
     if side is None:
-        raise ValueError(
-            f"{opened.directory}: is {card.model.label}, whose first layer has no filters; give an"
-            " MLP or a Mixer"
-        )
+        problem = f"the first layer of {card.model.label} has no filters"
+        raise UserError(place, problem, "give an MLP or a Mixer", code="unsupported")
     if not weights[FIRST_LAYER].isfinite().all():
-        raise ValueError(
-            f"{opened.directory}: {FIRST_LAYER} has numbers that are not finite; give an earlier"
-            " checkpoint"
-        )
-    return weights[FIRST_LAYER], side
+        problem = f"{FIRST_LAYER} is not finite"
+        raise UserError(place, problem, "give an earlier checkpoint", code="not-finite")
+    return Layer(name, weights[FIRST_LAYER], side)
 
 
 def sheet(layers: Sequence[Layer], *, which: str, count: int) -> Image.Image:
@@ -151,7 +152,7 @@ def sheet(layers: Sequence[Layer], *, which: str, count: int) -> Image.Image:
 
 
 def draw_locality(layers: Sequence[Layer]) -> Figure:
-    """Shares of the neurons below each value."""
+    """Draw the fraction of the neurons below each value."""
     with looks(*(layer.name for layer in layers)):
         figure, axes_of = panels(3, height=2.4)
         for axes, (key, words) in zip(axes_of, MEASURES.items(), strict=True):
@@ -164,7 +165,7 @@ def draw_locality(layers: Sequence[Layer]) -> Figure:
                     ls=style,
                 )
             axes.set_xlabel(words)
-        axes_of[0].set_ylabel("share of the neurons")
+        axes_of[0].set_ylabel("fraction of the neurons")
         for of_noise, words, line in (
             (3 / 5, "Gaussian noise: 3/5", "--"),
             (15 / 19, "uniform noise: 15/19", "-."),

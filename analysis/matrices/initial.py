@@ -11,12 +11,14 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from analysis.matrices.spectra import Row, singular_values
+from analysis.output import Result
 from data_prep.progress import progress
 from finetune.looks import BLUE, COLOURS, GREY, MARKERS, looks, panels
 from pretrain.models.layers.sparse import draw_connections, largest_singular_value
@@ -26,20 +28,9 @@ if TYPE_CHECKING:
 
 OMEGA, GAMMA = 2**19, 2.0
 SIDES = (
-    (4, 360),
-    (8, 252),
-    (12, 203),
-    (16, 173),
-    (20, 152),
-    (24, 136),
-    (28, 124),
-    (32, 113),
-    (36, 104),
-    (40, 96),
-    (44, 89),
-    (48, 83),
-    (64, 64),
-)
+    (4, 360), (8, 252), (12, 203), (16, 173), (20, 152), (24, 136), (28, 124), (32, 113),
+    (36, 104), (40, 96), (44, 89), (48, 83), (64, 64),
+)  # fmt: skip
 """(C, S) of Figure 4."""
 SPARSER, SPARSER_OMEGA = 1.5, 1_000
 """a of Figure S.1: m = Omega^((1 + a) / 2), p = Omega^-a."""
@@ -55,7 +46,7 @@ def sparse_matrix(case: Row) -> "csr_matrix":
     )
 
 
-def of_seeds(cases: Sequence[Row], *, seeds: int, measure: Callable[[Row], Row]) -> list[Row]:
+def of_seeds(cases: Sequence[Row], *, seeds: int, measure: Callable[[Row], Row]) -> pd.DataFrame:
     """A row for each case (width, gamma, density) and seed of torch's generator, beside what the
     laws have."""
     rows = list[Row]()
@@ -76,7 +67,7 @@ def of_seeds(cases: Sequence[Row], *, seeds: int, measure: Callable[[Row], Row])
                 {**case, "hidden_width": gamma * width, "seed": seed, **laws, **measure(case)}
             )
             line.advance(note=f"m {width:,}")
-    return rows
+    return pd.DataFrame(rows)
 
 
 def widths(
@@ -85,7 +76,7 @@ def widths(
     omega: float = OMEGA,
     gamma: float = GAMMA,
     seeds: int = 10,
-) -> list[Row]:
+) -> pd.DataFrame:
     """Figure 4 right: at fixed Omega, of the Mixer of each width (its two matrices) and of the
     SW-MLP as wide."""
     cases = [
@@ -113,92 +104,71 @@ def widths(
     return of_seeds(cases, seeds=seeds, measure=measure)
 
 
-def figure_4(*, quick: bool) -> tuple[Sequence[Row], Row, Figure]:
-    """Rows; at the greatest width the measured mean and deviation beside the laws; the picture."""
+def figure_4(*, quick: bool) -> Result:
+    """Return the rows, and for the greatest width the measured mean and deviation and the laws."""
     rows = widths(SIDES[::4] if quick else SIDES, seeds=2 if quick else 10)
-    widest = [row for row in rows if row["width"] == max(each["width"] for each in rows)]
-    found = [row["sw_mlp"] for row in widest]
+    widest = rows[rows.width == rows.width.max()]
+    measured = {"width": widest.width.iloc[0], "measured": widest.sw_mlp.mean()}
+    measured |= {"deviation": widest.sw_mlp.std(), **widest[[*LAWS]].iloc[0]}
+    facts = {"widest": measured, "seeds": len(widest)}
+    return Result(rows, facts, {"": draw_widths(rows, title="Ω = 2^19, γ = 2")})
+
+
+def figure_s1(*, quick: bool) -> Result:
+    center = sparser(seeds=2 if quick else 50, with_all_values=True)
+    omegas = (100, 300, 1_000, 3_000)
+    right = sparser((0.5, 1.0, 1.5), omegas, seeds=2 if quick else 10, with_all_values=False)
+    rows = pd.concat([center, right], ignore_index=True)
+    return Result(rows, {"seeds": len(center)}, {"": draw_sparser(center, right)})
+
+
+def draw_widths(rows: pd.DataFrame, *, title: str) -> Figure:
     measured = {
-        "width": widest[0]["width"],
-        "measured": float(np.mean(found)),
-        "deviation": _sd(found),
+        "mixer_tokens": "Mixer, token mixing",
+        "mixer_channels": "Mixer, channel mixing",
+        "sw_mlp": "SW-MLP",
     }
-    facts = {"widest": measured | {name: widest[0][name] for name in LAWS}, "seeds": len(widest)}
-    return rows, facts, draw_widths(rows, what="Ω = 2^19, γ = 2")
-
-
-def figure_s1(*, quick: bool) -> tuple[Sequence[Row], Row, Figure]:
-    centre = sparser(seeds=2 if quick else 50, whole=True)
-    right = sparser(
-        (0.5, 1.0, 1.5), omegas=(100, 300, 1_000, 3_000), seeds=2 if quick else 10, whole=False
-    )
-    return [*centre, *right], {"seeds": len(centre)}, draw_sparser(centre, right)
-
-
-def draw_widths(rows: Sequence[Row], *, what: str) -> Figure:
     with looks():
         figure, (axes,) = panels(1, height=2.9)
-        measured = {
-            "sw_mlp": "SW-MLP",
-            "mixer_tokens": "Mixer, token mixing",
-            "mixer_channels": "Mixer, channel mixing",
-        }
-        for (name, label), colour, mark in zip(measured.items(), COLOURS, MARKERS, strict=False):
-            _over_seeds(axes, rows, "hidden_width", name, color=colour, fmt=mark, label=label)
-        for (name, label), style in zip(LAWS.items(), ("-", ":", "--"), strict=True):
-            law = sorted({(row["hidden_width"], row[name]) for row in rows})
-            axes.plot(
-                *zip(*law, strict=True),
-                style,
-                color=GREY if name == "dense" else "black",
-                lw=1,
-                label=label,
-            )
-        axes.set(xlabel="width of the hidden layer γm", ylabel="largest singular value", title=what)
+        for (name, label), color, marker in zip(measured.items(), COLOURS, MARKERS, strict=False):
+            style = {"color": color, "fmt": marker, "label": label}
+            _draw_over_seeds(axes, rows.groupby("hidden_width")[name], **style)
+        for (name, label), line in zip(LAWS.items(), ("-", ":", "--"), strict=True):
+            law = rows.groupby("hidden_width")[name].first()
+            color = GREY if name == "dense" else "black"
+            axes.plot(law.index, law, line, color=color, lw=1, label=label)
+        axes.set(xlabel="width of the hidden layer γm", ylabel="largest singular value")
+        axes.set_title(title)
         figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
-def _over_seeds(axes: Axes, rows: Sequence[Row], x: str, y: str, **style: Any) -> None:
-    """Means and deviations."""
-    at = sorted({row[x] for row in rows})
-    groups = [[row[y] for row in rows if row[x] == each] for each in at]
-    axes.errorbar(
-        at,
-        [float(np.mean(each)) for each in groups],
-        [_sd(each) for each in groups],
-        ms=4,
-        capsize=2,
-        **style,
-    )
-
-
-def _sd(values: Sequence[float]) -> float:
-    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+def _draw_over_seeds(axes: Axes, groups: Any, **style: Any) -> None:
+    """Draw means and deviations."""
+    means, deviations = groups.mean(), groups.std().fillna(0)
+    axes.errorbar(means.index, means, deviations, ms=4, capsize=2, **style)
 
 
 def sparser(
     exponents: Sequence[float] = (SPARSER,),
-    *,
     omegas: Sequence[int] = (SPARSER_OMEGA,),
+    *,
     seeds: int,
-    whole: bool,
-) -> list[Row]:
-    """Figure S.1, m x m matrices of about Omega connections. Centre: `whole`, all singular values,
-    most rows without a connection. Right: the largest against Omega, as m and p follow from it; p m
-    = Omega^((1 - a) / 2) grows, is 1, or vanishes.
+    with_all_values: bool,
+) -> pd.DataFrame:
+    """Return the m x m matrices of Figure S.1 with about Omega connections. Center: all singular
+    values; most rows have no connection. Right: the largest against Omega. p m =
+    Omega^((1 - a) / 2) grows, is 1, or vanishes.
     """
 
     def measure(case: Row) -> Row:
         matrix = sparse_matrix(case)
-        values = singular_values(matrix) if whole else None
-        found = {"connections": int(matrix.nnz)}
+        row = {"connections": int(matrix.nnz)}
+        values = singular_values(matrix) if with_all_values else None
         if values is None:
-            return found | {"sigma_max": largest_singular_value(matrix), "values": None}
-        return found | {
-            "sigma_max": float(values[0]),
-            "values": values[values > 1e-7 * values[0]].tolist(),
-        }
+            return row | {"sigma_max": largest_singular_value(matrix)}
+        nonzero = values[values > 1e-7 * values[0]]
+        return row | {"sigma_max": float(values[0]), "values": nonzero.tolist()}
 
     cases = [
         {
@@ -213,46 +183,32 @@ def sparser(
     return of_seeds(cases, seeds=seeds, measure=measure)
 
 
-def draw_sparser(spectra: Sequence[Row], largest: Sequence[Row]) -> Figure:
-    first = spectra[0]
+def draw_sparser(spectra: pd.DataFrame, largest: pd.DataFrame) -> Figure:
+    first, count = spectra.iloc[0], len(spectra)
     with looks():
-        figure, (centre, right) = panels(2, height=2.6)
-        values = np.concatenate([row["values"] for row in spectra])
-        centre.hist(values, bins=60, color=BLUE, weights=np.full(len(values), 1 / len(spectra)))
-        centre.axvline(2, color="black", lw=1, label="edge of a dense matrix, 1 + √γ = 2")
-        scale = (first["density"] * first["width"]) ** -0.5
-        centre.axvline(scale, color="black", lw=1, ls=":", label="deviation of one weight")
-        title = (
-            f"a = {first['a']:g}, Ω = {first['omega']:,}, m = {first['width']:,}; {len(spectra)}"
-            " matrices"
-        )
-        centre.set(
-            xlabel="singular value (those of 0 left out)", ylabel="number in a matrix", title=title
-        )
-        centre.legend()
-        for number, a in enumerate(sorted({row["a"] for row in largest})):
-            of_a = [row for row in largest if row["a"] == a]
-            _over_seeds(
-                right,
-                of_a,
-                "omega",
-                "sigma_max",
-                color=COLOURS[number],
-                fmt=MARKERS[number],
-                label=f"a = {a:g}",
-            )
-            law = sorted({(row["omega"], row["printed"]) for row in of_a})
-            right.plot(*zip(*law, strict=True), "--", color=COLOURS[number], lw=1)
+        figure, (center, right) = panels(2, height=2.6)
+        values = np.concatenate([*spectra["values"]])
+        center.hist(values, bins=60, color=BLUE, weights=np.full(len(values), 1 / count))
+        center.axvline(2, color="black", lw=1, label="edge of a dense matrix, 1 + √γ = 2")
+        scale = (first.density * first.width) ** -0.5
+        center.axvline(scale, color="black", lw=1, ls=":", label="deviation of one weight")
+        title = f"a = {first.a:g}, Ω = {first.omega:,}, m = {first.width:,}; {count} matrices"
+        center.set(xlabel="singular value (without zeros)", ylabel="number in a matrix")
+        center.set_title(title)
+        center.legend()
+        for number, (a, own) in enumerate(largest.groupby("a")):
+            color, groups = COLOURS[number], own.groupby("omega")
+            style = {"color": color, "fmt": MARKERS[number], "label": f"a = {a:g}"}
+            _draw_over_seeds(right, groups.sigma_max, **style)
+            law = groups.printed.first()
+            right.plot(law.index, law, "--", color=color, lw=1)
         right.plot([], [], "--", color=GREY, lw=1, label="√L₊")
-        right.set(
-            xscale="log", yscale="log", xlabel="connections Ω", ylabel="largest singular value"
-        )
-        right.set_title("γ = 1, m = Ω^((1+a)/2), p = Ω^-a")
+        right.set(xscale="log", yscale="log", xlabel="connections Ω")
+        right.set(ylabel="largest singular value", title="γ = 1, m = Ω^((1+a)/2), p = Ω^-a")
         for axis in (right.xaxis, right.yaxis):
             axis.set_major_formatter("{x:,g}")
-            axis.set_minor_formatter(
-                NullFormatter() if axis is right.xaxis else StrMethodFormatter("{x:,g}")
-            )
+        right.xaxis.set_minor_formatter(NullFormatter())
+        right.yaxis.set_minor_formatter(StrMethodFormatter("{x:,g}"))
         right.set_ylim(top=2 * right.get_ylim()[1])
         right.legend(loc="upper left", ncols=2)
     return figure

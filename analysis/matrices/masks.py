@@ -1,17 +1,33 @@
-"""Paper A's Figures 1 and S.9: which entries of m x m effective matrices are there, m = S C, a
-vector being token after token."""
+"""Figures 1 and S.9 of the Mixer paper: the nonzero entries of m x m effective matrices, m = S C.
+A vector is token after token."""
 
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from analysis.output import Result
 from finetune.looks import PAGE, looks
 
 Mask = NDArray[np.bool_]
 
 
-def masks(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
-    """The SW-MLP's has as many connections as a mixing on average, (C S^2 + C^2 S) / 2."""
+def masks(tokens: int, channels: int, *, seed: int) -> Result:
+    drawn = masks_of(tokens, channels, seed=seed)
+    rows = [
+        {
+            "mask": name,
+            "width": len(mask),
+            "connections": int(mask.sum()),
+            "density": float(mask.mean()),
+        }
+        for name, mask in drawn.items()
+    ]
+    facts = {"tokens": tokens, "channels": channels, "seed": seed}
+    return Result(rows, facts, {"": draw(drawn)})
+
+
+def masks_of(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
+    """The SW-MLP has as many connections as the mean mixing, (C S^2 + C^2 S) / 2."""
     generator = np.random.default_rng(seed)
     width = tokens * channels
     of_tokens = np.kron(np.ones((tokens, tokens), bool), np.eye(channels, dtype=bool))

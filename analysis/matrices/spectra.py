@@ -1,42 +1,43 @@
-"""Singular values of a run's matrices, from its initial weights to its last checkpoint, beside the
-law of random ones.
+"""Singular values of a run's matrices, from its initial weights to its last checkpoint, compared
+with the law of random matrices.
 
-All of them come from the eigenvalues of the small Gram matrix in float64, which takes a third of a
-singular value decomposition's time. An eigenvalue is wrong by about 1e-15 of the largest one, so a
-singular value of a thousandth of the largest by 1e-9 of itself; below 1e-7 of the largest they are
-noise, and count in nothing that is measured here.
+They are the roots of the eigenvalues of the small Gram matrix in float64, which takes a third of
+the time of a singular value decomposition. An eigenvalue has an error of about 1e-15 of the largest
+one, so a singular value of a thousandth of the largest has a relative error of 1e-9. Values below
+1e-7 of the largest are noise and have no effect on any measure.
 
-A row for each matrix W and step; of the effective matrix both ranks are `copies` times those of W:
+The columns of a row, for each matrix W and step (the effective matrix has `copies` times both
+ranks):
 
-    gaussian_edge   largest singular value of a dense Gaussian matrix with these sides and this Frobenius norm
+    gaussian_edge   largest singular value of a Gaussian matrix with these sides and Frobenius norm
     stable_rank     |W|_F^2 / sigma_max^2
-    effective_rank  exp(H) of the singular values as shares of their sum; null, as the next, where
-    the shorter side is too long distance        Kolmogorov's, of the squared singular values to
-    Marchenko and Pastur's law of W's own variance drift           |W - W0|_F / |W0|_F; null where
-    the initial W0 is not known
-"""  # noqa: E501 (a table)
+    effective_rank  exp(H) of the singular values divided by their sum; null for large matrices
+    distance        Kolmogorov's distance between the squared singular values and Marchenko and
+                    Pastur's law for the variance of W; null for large matrices
+    drift           |W - W0|_F / |W0|_F; null if the initial W0 is not known
+"""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
-from itertools import cycle, product
-from statistics import fmean
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.sparse import csr_matrix
 
-from analysis.matrices.weights import Array, Matrix, steps_of
-from analysis.output import draw_band
+from analysis.matrices.weights import Array, Matrix, checkpoints_of, steps_of
+from analysis.output import Result, draw_band
+from data_prep.errors import UserError
 from data_prep.images.lettering import legible
 from finetune.looks import COLOURS, GREY, MARKERS, looks, panels
-from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.layers.sparse import largest_singular_value
 
 Row = Mapping[str, Any]
-Value = Callable[[Row], float | None]
 LONGEST_SIDE = 4096
 """Of a Gram matrix: 134 MB of float64, of which three are there at once. Beyond it only the largest
 singular value is computed."""
@@ -44,14 +45,18 @@ LARGEST_DENSE = 4096 * 4096
 """Entries that a sparse matrix is filled up to before it is multiplied."""
 
 
-def spectra(runs: dict[str, list[Checkpoint]], *, device: str = "cpu") -> Iterator[Row]:
-    for run, _, step, matrices, initial in steps_of(runs, what="spectra"):
-        for number, matrix in enumerate(matrices):
-            yield {
-                "run": run,
-                "step": step,
-                **spectrum(matrix, initial=initial[number] if initial else None, device=device),
-            }
+def spectra(places: list[Path], *, quick: bool, device: torch.device) -> Result:
+    runs, inputs = checkpoints_of(places, newest_only=quick)
+    rows = pd.DataFrame(
+        {
+            "run": run,
+            "step": step,
+            **spectrum(matrix, initial=initial[n] if initial else None, device=device.type),
+        }
+        for run, _, step, matrices, initial in steps_of(runs, what="spectra")
+        for n, matrix in enumerate(matrices)
+    )
+    return Result(rows, {"device": device.type}, draw(rows), inputs)
 
 
 def spectrum(matrix: Matrix, *, initial: Matrix | None, device: str = "cpu") -> Row:
@@ -171,77 +176,69 @@ def marchenko_pastur(ratio: float, num_points: int = 8192) -> tuple[Array, Array
     return 1 + ratio - 2 * np.sqrt(ratio) * np.cos(edges), shares / shares[-1]
 
 
-def draw(rows: Sequence[Row]) -> dict[str, Figure]:
-    """Of each run's last step, block by block; and where there are three steps the largest singular
-    value over them."""
-    of_blocks = [row for row in rows if row["block"] is not None]
-    if not of_blocks:
-        raise ValueError(
-            f"{rows[0]['run']}: has no blocks with matrices; give an MLP, a Mixer or a SW-MLP"
-        )
-
-    def per_side(name: str) -> Value:
-        return lambda row: (
-            row[name] and row[name] / (row["slices"] * min(row["rows"], row["columns"]))
-        )
-
-    shown: dict[str, Value] = {
-        "largest singular value": lambda row: row["sigma_max"],
-        "largest / Gaussian edge": lambda row: row["sigma_max"] / (row["gaussian_edge"] or 1),
-        "stable rank / side": per_side("stable_rank"),
-        "effective rank / side": per_side("effective_rank"),
-        "distance to Marchenko-Pastur": lambda row: row["distance"],
-        "drift from the initial": lambda row: row["drift"] if row["step"] else None,
+def draw(rows: pd.DataFrame) -> dict[str, Figure]:
+    """Draw each run's last step, block by block, and the largest singular value over steps if there
+    are three steps."""
+    rows = rows[rows.block.notna()]
+    if rows.empty:
+        fix = "give an MLP, a Mixer or a SW-MLP"
+        raise UserError("RUN", "its blocks have no matrices", fix, code="unsupported")
+    sides = rows.slices * rows[["rows", "columns"]].min(axis=1)
+    rows = rows.assign(
+        edge=rows.sigma_max / rows.gaussian_edge.replace(0, 1),
+        stable=rows.stable_rank / sides,
+        effective=rows.effective_rank.astype(float) / sides,
+        drift=rows.drift.astype(float).where(rows.step > 0),
+    )
+    titles = {
+        "sigma_max": "largest singular value",
+        "edge": "largest / Gaussian edge",
+        "stable": "stable rank / side",
+        "effective": "effective rank / side",
+        "distance": "distance to Marchenko-Pastur",
+        "drift": "drift from the initial",
     }
-    figures = {"": draw_lines(of_blocks, shown, x="block")}
+    figures = {"": draw_lines(rows, titles, x="block")}
     figures[""].axes[1].axhline(1, color=GREY, lw=0.8)
-    steps = {
-        run: {row["step"] for row in of_blocks if row["run"] == run}
-        for run in {row["run"] for row in of_blocks}
-    }
-    if trained := [row for row in of_blocks if len(steps[row["run"]]) > 2]:
-        figures["training"] = draw_lines(
-            trained, {"largest singular value": shown["largest singular value"]}, x="step"
-        )
+    trained = rows[rows.groupby("run").step.transform("nunique") > 2]
+    if len(trained):
+        figures["training"] = draw_lines(trained, {"sigma_max": titles["sigma_max"]}, x="step")
     return figures
 
 
-def draw_lines(rows: Sequence[Row], shown: Mapping[str, Value], *, x: str) -> Figure:
-    """A panel for each value; the lines of one run have one colour, those of one kind of matrix one
-    mark. Over blocks: at the run's last step, pale what it began with; over steps: the mean of all
-    blocks, and their range."""
-    runs, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("run", "name"))
-    last = {run: max(row["step"] for row in rows if row["run"] == run) for run in runs}
-    colours, marks = (
-        dict(zip(runs, cycle(COLOURS), strict=False)),
-        dict(zip(names, cycle(MARKERS), strict=False)),
+def draw_lines(rows: pd.DataFrame, titles: Mapping[str, str], *, x: str) -> Figure:
+    """Draw a panel for each column. The lines of a run have one color, those of a kind of matrix
+    one marker. Over blocks: the run's last step, and pale its initial weights; over steps: the mean
+    and range over all blocks."""
+    runs, names = rows.run.unique().tolist(), rows.name.unique().tolist()
+    colors, markers = (
+        dict(zip(keys, cycle(values), strict=False))
+        for keys, values in ((runs, COLOURS), (names, MARKERS))
     )
+    pale: dict[str, Any] = {"ls": ":", "alpha": 0.4}
+    is_last = rows.step == rows.groupby("run").step.transform("max")
     with looks(*runs):
-        figure, axes = panels(len(shown), height=2.3 if len(shown) > 1 else 2.8)
-        for panel, (title, value) in zip(axes, shown.items(), strict=True):
-            for run, name in product(runs, names):
-                own = [row for row in rows if (row["run"], row["name"]) == (run, name)]
-                styles: dict[Any, dict[str, Any]] = {
-                    0: {"ls": ":", "alpha": 0.4},
-                    last[run]: {"marker": marks[name]},
-                }
-                for step, style in styles.items() if x == "block" else [(None, styles[last[run]])]:
-                    groups: dict[int, list[float]] = {}
-                    for row in own:
-                        if step in (None, row["step"]) and (found := value(row)) is not None:
-                            groups.setdefault(row[x], []).append(found)
-                    low, mean, high = (
-                        list(map(each, groups.values())) for each in (min, fmean, max)
-                    )
-                    draw_band(panel, [*groups], low, mean, high, color=colours[run], lw=1, **style)
+        figure, axes = panels(len(titles), height=2.3 if len(titles) > 1 else 2.8)
+        for panel, (column, title) in zip(axes, titles.items(), strict=True):
+            known = rows.assign(value=rows[column].astype(float)).dropna(subset="value")
+            for (run, name), own in known.groupby(["run", "name"], sort=False):
+                of_steps = [(own, {"marker": markers[name]})]
+                if x == "block":
+                    last = own[is_last[own.index]]
+                    of_steps = [(own[own.step == 0], pale), (last, of_steps[0][1])]
+                for part, style in of_steps:
+                    values = part.groupby(x).value.agg(["min", "mean", "max"])
+                    low, mean, high = (values[each] for each in values)
+                    color = {"color": colors[run], "lw": 1}
+                    draw_band(panel, values.index, low, mean, high, **color, **style)
             panel.set(title=title, xlabel=x)
             panel.set_ylim(bottom=0)
             panel.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-        for run, colour in colours.items():
-            axes[0].plot([], [], color=colour, label=legible(run))
-        for name, mark in marks.items():
-            axes[0].plot([], [], mark, color=GREY, label=name)
-        if x == "block" and any(row["step"] < last[row["run"]] for row in rows):
-            axes[0].plot([], [], ":", color=GREY, alpha=0.4, label="initial")
-        figure.legend(loc="outside lower center", ncols=3 if len(shown) > 1 else 2)
+        for run, color in colors.items():
+            axes[0].plot([], [], color=color, label=legible(run))
+        for name, marker in markers.items():
+            axes[0].plot([], [], marker, color=GREY, label=name)
+        if x == "block" and not is_last.all():
+            axes[0].plot([], [], color=GREY, label="initial", **pale)
+        figure.legend(loc="outside lower center", ncols=3 if len(titles) > 1 else 2)
     return figure

@@ -6,7 +6,8 @@ matrices (in the Frobenius norm) are made of rank-1 approximations, so their dis
 singular values of
 
     Monarch     L[c][s, h] R[h][c, v]   each slice over (s, v), one for every (c, h)
-    Kronecker   A[s, h] B[c, v]         all entries as one matrix, (s, h) by (c, v): Van Loan and Pitsianis
+    Kronecker   A[s, h] B[c, v]         all entries as one matrix, (s, h) by (c, v) (Van Loan and
+                                        Pitsianis)
 
 A Kronecker matrix is a Monarch one. Of SW-MLPs the grid is tokens by channels, of others as near to
 a square as the sides allow; where a side is prime, so that the slices are vectors, each matrix has
@@ -16,15 +17,18 @@ the form, and there is nothing to compare.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from analysis.matrices.spectra import LARGEST_DENSE, Row, Value, draw_lines, singular_values
-from analysis.matrices.weights import Array, steps_of
+from analysis.matrices.spectra import LARGEST_DENSE, Row, draw_lines, singular_values
+from analysis.matrices.weights import Array, checkpoints_of, steps_of
+from analysis.output import Result
 from finetune.looks import BLUE, GREY, looks, panels
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.spec import SparseMlpSpec, nearest_divisor
@@ -68,11 +72,29 @@ def grid_of(side: int, *, tokens: int | None) -> Grid:
     return rows, side // rows
 
 
+def structure(places: list[Path], *, quick: bool, device: torch.device) -> Result:
+    runs, inputs = checkpoints_of(places, newest_only=quick)
+    rows = pd.DataFrame(distances(runs, randoms=1 if quick else 3, device=device.type))
+    bound = bound_on_random_matrices()
+    largest = {kind: max(ratios) for kind, ratios in bound.items()}
+    holds = max(largest.values()) <= 1 + 1e-12
+    facts = {"device": device.type, "proposition 3.3": {"holds": holds, "largest ratio": largest}}
+    figures, printed = {"prop33": draw_bound(bound)}, []
+    if len(rows):
+        figures |= {"": draw(rows)}
+        left_out = rows[rows.random.isna() | (rows.random == 0)]
+        names = left_out.run + ", " + left_out["name"] + " (" + left_out.form + ")"
+        if len(names):
+            title = f"left out, with a prime side or more than {LARGEST_DENSE:,} entries:"
+            printed = [title, *(f"  {name}" for name in names.unique())]
+    return Result(rows, facts, figures, inputs, printed)
+
+
 def distances(
     runs: dict[str, list[Checkpoint]], *, randoms: int, device: str = "cpu"
 ) -> Iterator[Row]:
-    """A row for each matrix of a block, step and form; at step 0 the initial weights. Null of a
-    matrix that is too large."""
+    """Yield a row for each matrix of a block, step and form; step 0 has the initial weights. The
+    distance of a matrix that is too large is null."""
     generator = np.random.default_rng(0)
     for run, card, step, matrices, _ in steps_of(runs, what="structure"):
         tokens = (
@@ -114,23 +136,15 @@ def distances(
                 }
 
 
-def draw(rows: Sequence[Row]) -> Figure:
-    """As shares of the random matrices' distance: below 1 is nearer to the form than chance has
-    it."""
-
-    def share(form: str) -> Value:
-        return lambda row: (
-            row["distance"] / row["random"] if row["form"] == form and row["random"] else None
-        )
-
-    figure = draw_lines(
-        rows,
-        {f"to the nearest {form.capitalize()} matrix": share(form) for form in FORMS},
-        x="block",
-    )
+def draw(rows: pd.DataFrame) -> Figure:
+    """Draw distances divided by those of the random matrices: below 1 is nearer to the form."""
+    ratio = rows.distance.astype(float) / rows.random.astype(float)
+    shown = rows.assign(**{form: ratio.where(rows.form == form) for form in FORMS})
+    titles = {form: f"to the nearest {form.capitalize()} matrix" for form in FORMS}
+    figure = draw_lines(shown, titles, x="block")
     for axes in figure.axes:
         axes.axhline(1, color=GREY, lw=0.8)
-    figure.axes[0].set_ylabel("distance, of random ones'")
+    figure.axes[0].set_ylabel("distance / random distance")
     figure.axes[1].sharey(figure.axes[0])
     return figure
 

@@ -74,18 +74,11 @@ def initial_model(opened: Checkpoint) -> ImageModel | None:
     run_dir = opened.run_dir
     if run_dir is None or begun_with(run_dir):
         return None
-    settings, card = read_run(run_dir).settings, opened.card
-    if (
-        "train" not in settings
-        or "seed" not in settings["train"]
-        or settings.get("init", "scratch") == "pretrained"
-    ):
+    run, card = read_run(run_dir), opened.card
+    if run.task not in ("pretrain", "scratch") or run.record.seed is None:
         return None
     return build_model(
-        card.model,
-        num_classes=len(card.classes),
-        image_size=card.image_size,
-        seed=settings["train"]["seed"],
+        card.model, num_classes=len(card.classes), image_size=card.image_size, seed=run.record.seed
     )
 
 

@@ -1,20 +1,17 @@
 """What laws are fitted to: the points of one target in columns, their frontier, and resamples of
 their runs."""
 
-import csv
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
+from analysis.results import read_results
 from analysis.scaling.fitting import Array, Points
-
-if TYPE_CHECKING:
-    from analysis.points import Point
+from data_prep.errors import UserError
 
 COLUMNS = ("compute", "parameters", "images", "epochs", "samples")
 FEWEST_RUNS = 4
@@ -87,96 +84,56 @@ class Sample:
         )
 
 
-def read_samples(paths: Sequence[Path], *, targets: Sequence[str] = ()) -> tuple[list[Sample], int]:
-    """One for each target and task, and the number of points that say too little (no error, no
-    compute)."""
-    if folder := next((path for path in paths if path.is_dir()), None):
-        raise ValueError(
-            f"{folder}: is a folder; name the file that `analysis points` has written, or a CSV"
-        )
-    pairs = [(path, pair) for path in paths if path.suffix == ".csv" for pair in _pairs(path)]
-    from analysis.points import (
-        Point,
-        read_points,
-    )  # it takes a while, and what is wrong with a path is said before
+def read_points(paths: Sequence[Path]) -> pd.DataFrame:
+    """Read results tables, and CSV files with the columns compute and error. Each row of a CSV is a
+    run of its own."""
+    frames = []
+    for number, path in enumerate(paths):
+        if path.suffix != ".csv":
+            frames.append(read_results([path]))
+            continue
+        try:
+            pairs = pd.read_csv(path)[["compute", "error"]].astype(float)
+        except ValueError as problem:
+            fix = "give a number in each row"
+            raise UserError(str(path), str(problem), fix, code="unknown-format") from None
+        rows = [f"file {number} row {row:06}" for row in range(len(pairs))]
+        frames.append(pairs.assign(task="csv", target=path.stem, run=rows))
+    return pd.concat(frames, ignore_index=True)
 
-    found = read_points(path for path in paths if path.suffix != ".csv")
-    for number, (path, pair) in enumerate(pairs):  # each is a run of its own
-        place: dict[str, Any] = {
-            "plan": "",
-            "stage": "",
-            "labels": "{}",
-            "task": "csv",
-            "target": path.stem,
-        }
-        found.append(Point(**place, member=number, run=f"row {number:06}", **pair))
-    kinds: dict[tuple[str, str], list[Point]] = {}
-    for point in (
-        point for point in found if point.error is not None and point.compute is not None
-    ):
-        kinds.setdefault((str(point.target), point.task), []).append(point)
-    tasks = Counter(target for target, _ in kinds)
-    if not kinds:
-        raise ValueError(
-            f"{', '.join(map(str, paths))}: no point has a compute and an error; give points of"
-            " plans that pretrain"
-        )
+
+def samples_of(results: pd.DataFrame, targets: Sequence[str] = ()) -> tuple[list[Sample], int]:
+    """Return a sample for each target and task, and the number of results without an error or a
+    compute."""
+    results = results.reindex(columns=[*dict.fromkeys([*results, *COLUMNS, "weights"])])
+    known = results[results.error.notna() & results.compute.notna()]
+    if known.empty:
+        problem, fix = "no result has a compute and an error", "give results of pretrainings"
+        raise UserError("points", problem, fix, code="empty")
+    tasks = known.groupby("target").task.nunique()
     if unknown := [each for each in targets if each not in tasks]:
-        raise ValueError(
-            f"--target: there are no points on {unknown[0]}; there are some on"
-            f" {', '.join(sorted(tasks))}"
-        )
+        problem = f"there are no results on {unknown[0]}"
+        fix = f"give one of {', '.join(tasks.index)}"
+        raise UserError("--target", problem, fix, code="unknown-name")
     samples = [
-        _sample(target if tasks[target] == 1 else f"{target} ({task})", points)
-        for (target, task), points in sorted(kinds.items())
-        if target in (targets or tasks)
+        _sample(target if tasks[target] == 1 else f"{target} ({task})", rows)
+        for (target, task), rows in known.groupby(["target", "task"])
+        if not targets or target in targets
     ]
-    return samples, len(found) - sum(map(len, kinds.values()))
+    return samples, len(results) - len(known)
 
 
-def _sample(name: str, points: "Iterable[Point]") -> Sample:
-    rows = sorted(
-        points,
-        key=lambda point: (
-            float(f"{point.compute:.9e}"),
-            point.error or 0.0,
-            point.weights or point.run,
-        ),
-    )
-    columns = {
-        each: np.array([getattr(point, each) or np.nan for point in rows], float)
-        for each in COLUMNS
-    }
-    errors_N = np.array([point.error for point in rows], float)
+def _sample(name: str, rows: pd.DataFrame) -> Sample:
+    run = rows.weights.where(rows.weights.notna(), rows.run)
+    # computes of equal trainings differ in their last digits
+    rows = rows.assign(run=run, rounded=rows.compute.map("{:.9e}".format).astype(float))
+    rows = rows.sort_values(["rounded", "error", "run"])
+    columns = {each: rows[each].astype(float).replace(0, np.nan).to_numpy() for each in COLUMNS}
+    errors_N = rows.error.to_numpy(float)
     if not (np.isfinite(columns["compute"]) & (columns["compute"] > 0)).all():
-        raise ValueError(
-            f"{name}: every compute must be a positive number; remove the other points"
-        )
+        problem = "every compute must be a positive number"
+        raise UserError(name, problem, "remove the other rows", code="bad-value")
     if not ((errors_N >= 0) & (errors_N <= 1)).all():
-        raise ValueError(
-            f"{name}: every error must be a share between 0 and 1; divide percents by 100"
-        )
-    return Sample(
-        name,
-        columns,
-        errors_N,
-        np.unique([point.weights or point.run for point in rows], return_inverse=True)[1],
-    )
-
-
-def _pairs(path: Path) -> list[dict[str, Any]]:
-    """Compute and error (0..1) of each row."""
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            return [
-                {name: float(row[name]) for name in ("compute", "error")}
-                for row in csv.DictReader(file)
-            ]
-    except OSError as problem:
-        raise ValueError(
-            f"{path}: {problem.strerror}; give points, or a CSV with the columns compute and error"
-        ) from None
-    except (KeyError, TypeError, ValueError) as problem:
-        raise ValueError(
-            f"{path}: needs the columns compute and error, all numbers ({problem})"
-        ) from None
+        problem = "every error must be between 0 and 1"
+        raise UserError(name, problem, "divide per cents by 100", code="bad-value")
+    return Sample(name, columns, errors_N, np.unique(rows.run, return_inverse=True)[1])

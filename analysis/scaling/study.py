@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
+from rich.table import Table
 
+from analysis.output import Result, table_of
 from analysis.scaling import fitting
 from analysis.scaling.allocation import Allocation, IsoFlop, by_frontier, by_parabolas
 from analysis.scaling.fitting import Array
 from analysis.scaling.laws import (
+    FULL,
     QUANTILES,
     REPEATS_LAW,
     SUM_LAW,
@@ -19,7 +23,12 @@ from analysis.scaling.laws import (
     forms_of,
     fullest,
 )
-from analysis.scaling.samples import FEWEST_RUNS, Sample
+from analysis.scaling.samples import FEWEST_RUNS, SAME_T, Sample, samples_of
+from data_prep.progress import progress
+from finetune.looks import looks
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 RESAMPLES, QUICK_RESAMPLES = 2000, 200
 FITS = 11
@@ -54,7 +63,7 @@ class Study:
     def drawn(self, law: str) -> Estimate | Allocation | str:
         return fullest(self.laws[law])
 
-    def fewer_parameters(self) -> Iterator[tuple[str, str]]:
+    def simpler(self) -> Iterator[tuple[str, str]]:
         """Laws of which another form than the drawn one has the least AICc, and which."""
         for law in self.laws:
             known = {
@@ -146,13 +155,62 @@ def study(
     return Study(sample, laws, {law: each[0] for law, each in used.items()}, epochs, isoflop)
 
 
-def facts_of(studies: Sequence[Study], *, resamples: int, num_left_out: int) -> dict[str, Any]:
-    checklist = {
-        **CHECKLIST,
-        "left out, without error or compute": num_left_out,
-        "resamples": resamples,
+def scaling(
+    results: pd.DataFrame, targets: Sequence[str] = (), *, epochs: float = 50.0, quick: bool = False
+) -> Result:
+    samples, num_left_out = samples_of(results, targets)
+    from analysis.scaling.figures import draw
+
+    resamples = QUICK_RESAMPLES if quick else RESAMPLES
+    with progress("resamples", total=FITS * (resamples + 1) * len(samples), unit="fits") as line:
+        studies = [
+            study(each, epochs=epochs, resamples=resamples, advance=line.advance)
+            for each in samples
+        ]
+        line.advance(line.total - line.done)  # fits that have too few points
+    rows = pd.DataFrame([row for each in studies for row in each.rows()])
+    printed: list[RenderableType] = [_table(rows)] if len(rows) else []
+    for each in studies:
+        name = each.sample.name
+        if abs(each.epochs / epochs - 1) > SAME_T:
+            printed.append(
+                f"{name}: no results at T = {epochs:g}; sum and allocation are for T ="
+                f" {each.epochs:.3g}"
+            )
+        printed += [f"{name}: {law}: {form} has the lower AICc" for law, form in each.simpler()]
+        printed += [f"{name}: {law}: {why}" for law, why in each.lacking().items()]
+    if num_left_out:
+        printed.append(f"{num_left_out:,} results without an error or a compute are left out")
+    number = {"left out, without error or compute": num_left_out, "resamples": resamples}
+    facts = {
+        "checklist": {**CHECKLIST, **number},
+        "targets": {each.sample.name: each.facts() for each in studies},
     }
-    return {"checklist": checklist, "targets": {each.sample.name: each.facts() for each in studies}}
+    with looks(*(each.name for each in samples)):
+        return Result(rows, facts, draw(studies), printed=printed)
+
+
+def _table(rows: pd.DataFrame) -> Table:
+    """Return the drawn form of each law, without its factors and offset."""
+    table = []
+    for row in rows[rows.drawn & ~rows.parameter.isin(["a", "A", "B", "b"])].itertuples():
+        interval = "no interval" if pd.isna(row.low) else f"{row.low:.3g} to {row.high:.3g}"
+        share = row.at_bound
+        bound = "at its bound" if share == 1 else f"{share:.0%} at a bound" if share > 0.02 else ""
+        table.append(
+            [
+                row.target,
+                row.law if row.form in ("", FULL) else f"{row.law}, {row.form}",
+                row.parameter,
+                f"{row.value:.4g}",
+                interval,
+                str(row.points),
+                "" if pd.isna(row.beyond) else f"off by {row.beyond:.1%}",
+                bound,
+            ]
+        )
+    columns = ("target", "law", "parameter", "value", "95 % interval", "points")
+    return table_of((*columns, "largest left out", ""), table, num_words=3)
 
 
 CHECKLIST: dict[str, Any] = {

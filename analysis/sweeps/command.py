@@ -1,92 +1,73 @@
-"""`analysis sweep`, `curves` and `widths`. Light: what takes time is imported once the arguments
-are known to be good."""
+"""`analysis sweep`, `curves` and `widths`."""
 
 import argparse
 from pathlib import Path
 
-from analysis.output import add_out, check_out, write, written
+from analysis.output import Result, add_out
 from data_prep.errors import UserError
 from data_prep.explain import Verbs
 from pretrain.models.listing import parse_power
 
-DEFAULT_OMEGAS = "2^18,2^21,2^27"
 
-
-def add_verbs(verbs: Verbs) -> None:
-    sweep = verbs.add_parser(
+def add_commands(commands: Verbs) -> None:
+    sweep = commands.add_parser(
         "sweep",
-        help=(
-            "errors of many runs by width, shape, depth, batch size ... over seeds (paper A, Fig."
-            " 2d, 4-7; B, Fig. 4)"
-        ),
+        help="errors of many runs by width, shape, depth, batch size ... over seeds (Mixer paper,"
+        " Fig. 2d, 4-7; Scaling MLPs, Fig. 4)",
         description=(
-            "Of points, mean and SD over seeds and the binomial error of the test pictures;"
-            " differences of RP and normal Mixers by pairs of one seed; against a width Kendall's"
-            " tau with its exact null; against log_cs the optimum of a parabola with its interval."
-            " Some seconds and 200 MB."
+            "Draws mean and SD over seeds, and the binomial error of the test images. RP and normal"
+            " Mixers are compared by pairs of one seed. A sweep by width also gets Kendall's tau"
+            " with its exact null; a sweep by log_cs the optimum of a parabola with its interval."
         ),
-        epilog=(
-            "analysis sweep runs/plans/a_fig6_textC5.parquet --x log_cs --hue mixing --facet target"
-        ),
+        epilog="analysis sweep runs/plans/a_fig6_textC5.parquet --x log_cs --hue mixing",
     )
     sweep.add_argument(
         "--x",
         required=True,
-        help="a variable: width, hidden_width, density, channels, log_cs, depth, gamma, "
-        "patch_size, global_batch_size, ..., or an axis of the plan",
+        help="a variable, such as width, density, log_cs, depth, gamma, patch_size or"
+        " global_batch_size, or an axis of the plan",
     )
-    sweep.add_argument(
-        "--task",
-        help="results of this alone: pretrain, scratch, probe, knn, tune, evaluate (default: all)",
-    )
+    sweep.add_argument("--task", help="only results of this task, such as probe (default: all)")
     sweep.set_defaults(run=_sweep)
-    curves = verbs.add_parser(
+    curves = commands.add_parser(
         "curves",
-        help=(
-            "train and test loss while training, bands over seeds, and overfit (paper A, Fig."
-            " S.6-S.8)"
-        ),
+        help="training and test loss, ranges over seeds, and overfit (Mixer paper, Fig. S.6-S.8)",
         description=(
-            "Bands are from the least to the greatest over seeds, as paper A draws them; the SD is"
-            " in the table. Overfit: the last test loss less the least. Some seconds and 200 MB."
+            "Bands are the range over seeds; the table has the SD. Overfit is the last test loss"
+            " minus the smallest one."
         ),
         epilog="analysis curves runs/plans/a_figS6.parquet --hue mixing --facet shape",
     )
     curves.set_defaults(run=_curves)
-    for verb, name in ((sweep, "sweep"), (curves, "curves")):
-        verb.add_argument(
-            "points",
+    for command, name in ((sweep, "sweep"), (curves, "curves")):
+        command.add_argument(
+            "results",
             nargs="+",
             type=Path,
-            metavar="POINTS.parquet",
+            metavar="RESULTS.parquet",
             help="files of `analysis points`",
         )
-        verb.add_argument(
-            "--hue",
-            type=_names,
-            default=(),
-            help="what makes lines: variables with commas between: kind,mixing",
+        command.add_argument(
+            "--hue", type=_names, default=(), help="variables that make lines, such as kind,mixing"
         )
-        verb.add_argument(
-            "--facet", type=_names, default=(), help="what makes panels, such as target"
+        command.add_argument(
+            "--facet", type=_names, default=(), help="variables that make panels, such as target"
         )
-        add_out(verb, name)
-    widths = verbs.add_parser(
+        add_out(command, name)
+    widths = commands.add_parser(
         "widths",
-        help=(
-            "the effective width m and the density p against C at a fixed number of connections"
-            " (paper A, Fig. 3)"
-        ),
+        help="the effective width m and the density p against C at a fixed number of connections"
+        " (Mixer paper, Fig. 3)",
         epilog="analysis widths --omega 2^18,2^21 --gamma 1",
     )
     widths.add_argument(
-        "--omega", default=DEFAULT_OMEGAS, help="connections of a layer, with commas between"
+        "--omega", default="2^18,2^21,2^27", help="connections of a layer, with commas"
     )
     widths.add_argument(
         "--gamma",
         type=float,
         default=1.0,
-        help="hidden width as a multiple (default: 1, the S-Mixer)",
+        help="hidden width divided by width (default: 1, the S-Mixer)",
     )
     add_out(widths, "widths")
     widths.set_defaults(run=_widths)
@@ -96,53 +77,31 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in text.split(","))))
 
 
-def _sweep(options: argparse.Namespace) -> int:
-    check_out(options.out)
-    from analysis.points import read_points
-    from analysis.sweeps.series import By, facts_of, places_of, said_of
+def _sweep(options: argparse.Namespace) -> Result:
+    from analysis.results import read_results
+    from analysis.sweeps.sweep import sweep
 
-    by = By(options.x, options.hue, options.facet, options.task)
-    places = places_of(read_points(options.points), by)
-    from analysis.sweeps.pictures import draw_sweep
-
-    for line in said_of(facts := facts_of(places, by)):
-        print(line)
-    figures, rows = {"": draw_sweep(places, facts, by)}, [place.row for place in places]
-    return written(write(options.out, facts=facts, read=options.points, rows=rows, figures=figures))
+    results = read_results(options.results)
+    result = sweep(results, options.x, options.hue, options.facet, options.task)
+    return result.with_inputs(options.results)
 
 
-def _curves(options: argparse.Namespace) -> int:
-    check_out(options.out)
-    from analysis.points import read_points
-    from analysis.sweeps.curves import bands_of
-    from analysis.sweeps.series import By
+def _curves(options: argparse.Namespace) -> Result:
+    from analysis.results import read_results
+    from analysis.sweeps.curves import curves
 
-    bands = bands_of(read_points(options.points), By("", options.hue, options.facet))
-    from analysis.sweeps.pictures import draw_curves
-
-    lines = [band.facts for band in bands if band.curve == "test"]
-    for line in lines:
-        name = ", ".join(filter(None, [line["facet"], line["hue"]])) or "all"
-        sd = f" ± {line['overfit_sd']:.4f}" if line["overfit_sd"] is not None else ""
-        print(f"{name}: overfit {line['overfit_mean']:.4f}{sd}, seeds: {len(line['overfit'])}")
-    rows, figures = [row for band in bands for row in band.rows], {"": draw_curves(bands)}
-    return written(
-        write(options.out, facts={"lines": lines}, read=options.points, rows=rows, figures=figures)
-    )
+    result = curves(read_results(options.results), options.hue, options.facet)
+    return result.with_inputs(options.results)
 
 
-def _widths(options: argparse.Namespace) -> int:
-    check_out(options.out)
+def _widths(options: argparse.Namespace) -> Result:
     if not options.gamma > 0:
-        raise UserError(f"--gamma: {options.gamma:g} will not do; give a number above 0, such as 4")
+        raise UserError(
+            "--gamma", f"{options.gamma:g} is not positive", "give 4, for example", code="bad-value"
+        )
     omegas = {name: parse_power(name) for name in _names(options.omega)}
     if not omegas:
-        raise UserError("--omega: names no number of connections; give one, such as 2^18")
-    from analysis.sweeps.pictures import draw_widths
-    from analysis.sweeps.widths import rows_of
+        raise UserError("--omega", "no number is given", "give 2^18", code="missing-value")
+    from analysis.sweeps.widths import widths
 
-    rows = rows_of(omegas, gamma=options.gamma)
-    facts = {"omega": omegas, "gamma": options.gamma}
-    return written(
-        write(options.out, facts=facts, read=(), rows=rows, figures={"": draw_widths(rows)})
-    )
+    return widths(omegas, options.gamma)

@@ -1,101 +1,82 @@
-"""Losses while training, over seeds: their band, and how far the last test loss is above the least
-(overfit)."""
+"""Losses during training, over seeds: their range, and by how much the last test loss exceeds the
+smallest one (overfit)."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from statistics import fmean
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+import pandas as pd
 
-from analysis.points import Point
-from analysis.sweeps.series import By, grouped, sd
-from analysis.sweeps.statistics import Facts
+from analysis.output import Result
+from analysis.sweeps.sweep import groups_of
 from data_prep.errors import UserError
 
 
-@dataclass(frozen=True)
-class Band:
-    """Of one line: over seeds at each epoch."""
+def curves_of(
+    results: pd.DataFrame, hue: Sequence[str] = (), facet: Sequence[str] = ()
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the loss of each seed (panel, line, curve, run, epochs, loss), and one row for each
+    band (panel, line, curve, epochs, and statistics over seeds).
 
-    facet: str
-    hue: str
-    curve: str
-    """train or test"""
-    epochs: NDArray[Any]
-    losses: NDArray[Any]
-    """(seeds, epochs)"""
-
-    @property
-    def rows(self) -> Iterator[Facts]:
-        for epoch, losses in zip(self.epochs.tolist(), self.losses.T.tolist(), strict=True):
-            spread = {
-                "sd": sd(losses),
-                "min": min(losses),
-                "max": max(losses),
-                "num_seeds": len(losses),
-            }
-            yield {
-                "facet": self.facet,
-                "hue": self.hue,
-                "curve": self.curve,
-                "epochs": epoch,
-                "mean": fmean(losses),
-                **spread,
-            }
-
-    @property
-    def facts(self) -> Facts:
-        """The overfit of each seed, by its own least."""
-        over = (self.losses[:, -1] - self.losses.min(axis=1)).tolist()
-        return {
-            "facet": self.facet,
-            "hue": self.hue,
-            "overfit_mean": fmean(over),
-            "overfit_sd": sd(over),
-            "overfit": over,
-        }
-
-
-def bands_of(points: Sequence[Point], by: By) -> list[Band]:
-    """By hue and facet. Seeds whose steps differ are read off at those of the first one, as far as
-    all of them go."""
-    found = [point for point in points if point.train_losses or point.test_losses]
-    if not found:
+    All seeds of a line are interpolated at the epochs of its first one, as far as all of them go.
+    """
+    known = results[results.train_losses.notna() | results.test_losses.notna()]
+    if known.empty:
         raise UserError(
-            "no point has curves: they are of the journal, which tracking.enabled: false does not"
-            " keep"
+            "curves",
+            "no result has a training curve",
+            "train with tracking.enabled=true, which writes the event log",
+            code="empty",
         )
-    bands = []
-    for place in grouped(found, By("", by.hue, by.facet)):
-        seeds = [point for points in place.points.values() for point in points]
+    known, _ = groups_of(known, "", hue, facet)
+    parts = []
+    for (panel, line), seeds in known.groupby(["panel", "line"], sort=False):
         for curve in ("train", "test"):
-            curves = [
-                (getattr(point, f"{curve}_epochs"), getattr(point, f"{curve}_losses"))
-                for point in seeds
-            ]
-            curves = [each for each in curves if each[0]]
-            if not curves:
+            own = seeds[seeds[f"{curve}_losses"].notna()]
+            if own.empty:
                 continue
-            begin, end = (
-                max(epochs[0] for epochs, _ in curves),
-                min(epochs[-1] for epochs, _ in curves),
-            )
-            common = np.array([epoch for epoch in curves[0][0] if begin <= epoch <= end])
+            epochs = own[f"{curve}_epochs"]
+            first, low, high = epochs.iloc[0], epochs.str[0].max(), epochs.str[-1].min()
+            common = np.array([epoch for epoch in first if low <= epoch <= high])
             if not len(common):
-                words = (
-                    f"the {curve} curves of {seeds[0].run} and its other seeds have no epoch in"
-                    " common"
+                raise UserError(
+                    "--hue",
+                    f"the {curve} curves of {own.run.iloc[0]} and its seeds share no epoch",
+                    "make lines or panels of the variable in which they differ",
+                    code="conflict",
                 )
-                raise UserError(f"{words}; make what they differ in a hue or a facet")
-            bands.append(
-                Band(
-                    place.facet,
-                    place.hue,
-                    curve,
-                    common,
-                    np.stack([np.interp(common, *each) for each in curves]),
+            parts += [
+                pd.DataFrame({"epochs": common, "loss": np.interp(common, x, y)}).assign(
+                    panel=panel, line=line, curve=curve, run=run
                 )
-            )
-    return bands
+                for run, x, y in zip(own.run, epochs, own[f"{curve}_losses"], strict=True)
+            ]
+    losses = pd.concat(parts, ignore_index=True)
+    bands = losses.groupby(["panel", "line", "curve", "epochs"], sort=False).loss.agg(
+        mean="mean", sd="std", min="min", max="max", num_seeds="size"
+    )
+    return losses, bands.reset_index()
+
+
+def curves(results: pd.DataFrame, hue: Sequence[str] = (), facet: Sequence[str] = ()) -> Result:
+    losses, bands = curves_of(results, hue, facet)
+    from analysis.sweeps.pictures import draw_curves
+
+    lines, printed = [], []
+    tests = losses[losses.curve == "test"].groupby(["panel", "line"], sort=False)
+    for (panel, line), own in tests:
+        of_runs = own.groupby("run", sort=False).loss
+        overfit = of_runs.last() - of_runs.min()
+        lines.append(
+            {
+                "facet": panel,
+                "hue": line,
+                "overfit_mean": overfit.mean(),
+                "overfit_sd": overfit.std(),
+                "overfit": overfit.tolist(),
+            }
+        )
+        name = ", ".join(filter(None, [panel, line])) or "all"
+        deviation = f" ± {overfit.std():.4f}" if len(overfit) > 1 else ""
+        printed.append(f"{name}: overfit {overfit.mean():.4f}{deviation}, seeds: {len(overfit)}")
+    rows = bands.rename(columns={"panel": "facet", "line": "hue"})
+    return Result(rows, {"lines": lines}, {"": draw_curves(bands)}, printed=printed)

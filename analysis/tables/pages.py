@@ -1,197 +1,153 @@
-"""The papers' tables with our numbers as Markdown, on the console, and as one picture: the same
-cells, the same words."""
+"""The papers' tables with our numbers: as Markdown, on the console, and as a figure."""
 
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
+import pandas as pd
 from matplotlib.figure import Figure
-from rich.console import Console, Group
-from rich.table import Table as ConsoleTable
-from rich.text import Text
 
-from analysis.tables.table import Cell, Filled
+from analysis.output import Result, table_of
+from analysis.tables.published import TABLES
+from analysis.tables.table import cells_of
 from data_prep.images.lettering import legible
-from finetune.looks import looks, save
+from finetune.looks import looks
 
-NOT_RUN, CITED = "not run", "cited"
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 NOTES = (
     (
-        "A cell is ours / the paper's / the gap in points, top-1 in per cent. Ours is the mean over"
-        " the runs of the recipe that was run last (in a paper's table of those of its own plan, if"
-        " that has any), with the sample deviation and their number n where they differ in seeds or"
-        " folds; +N counts the finished runs that are left out: of other settings, such as another"
-        " batch size (`analysis points` has each), or of a seed or fold that was run again. Where"
-        " ours stands alone the paper prints no number, or we have not seen it. Understanding"
-        " MLP-Mixer prints errors: here is what they leave of 100. ReaL accuracies need an ImageNet"
-        " that was built with source.real."
+        "A cell is: ours / the paper's number / the gap in percentage points; all are top-1 in per"
+        " cent. Ours is the mean over the runs of the last recipe, with the sample deviation and"
+        " the number n of seeds or folds. +N counts finished runs that are left out: other"
+        " recipes, or a seed that was run again. ReaL labels need source.real."
     ),
     (
-        "DA: any of crop, flip, auto-augment, erasing and mixing is on; of a linear probe,"
-        " augmented views. TTA: an evaluation with augmented views of a tuned checkpoint. Only"
-        " finished runs count. A row of a paper takes runs of its model alone, in all its settings,"
-        " judged on the split that everybody's numbers are of (test of CIFAR and STL-10, val of"
-        " TinyImageNet and ImageNet): from scratch for its number of epochs, where one is named, or"
-        " straight from 400 epochs of ImageNet-21k (the public checkpoint: 800), which were"
-        " augmented if what follows is. Runs on single folds stand by themselves: the papers'"
-        " numbers are of whole splits."
+        "DA: crop, flip, auto-augment, erasing or mixing is on; for a linear probe, augmented"
+        " views. TTA: a tuned checkpoint with augmented views. A paper's row counts runs of its"
+        " model on the official split, from scratch for its length, or from 400 epochs of"
+        " ImageNet-21k (public checkpoint: 800) with the same augmentation. Runs on single folds"
+        " have rows of their own."
     ),
 )
-COLOURS = {"ours": "#1f2328", "not run": "#8b949e", "better": "#1a7f37", "worse": "#b35900"}
-LINE_INCHES, NAME_INCHES, CELL_INCHES, CHARACTER_INCHES, TITLE_INCHES, LONGEST = (
-    0.46,
-    3.9,
-    1.55,
-    0.078,
-    0.088,
-    17,
-)
+COLORS = {"ours": "#1f2328", "not run": "#8b949e", "better": "#1a7f37", "worse": "#b35900"}
+LINE_INCHES, NAME_INCHES, CELL_INCHES, CHARACTER_INCHES, LONGEST = 0.46, 3.9, 1.55, 0.078, 17
 
 
-def rows_of(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, numbers to the right."""
-    lines = [header, ["---", *("---:" for _ in header[1:])], *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
+class Page(NamedTuple):
+    title: str
+    source: str
+    header: list[str]
+    rows: list[list[str]]
+    kinds: list[list[str]]
+    """Key of `COLORS` for each cell."""
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title} ({self.source})" if self.source else self.title
 
 
-def markdown(tables: Sequence[Filled]) -> str:
-    parts = ["# Our runs, beside the published numbers"]
-    for table in tables:
-        source = f" ({table.source})" if table.source else ""
-        parts += [f"## {table.title}{source}", rows_of(*in_words(table))]
-    return "\n\n".join([*parts, *NOTES]) + "\n"
-
-
-def console_table(table: Filled) -> Group:
-    """Below its title, which may be wider."""
-    has_numbers = any(cell.paper is not None for line in table.lines for cell in line.cells)
-    title = table.title + (
-        f"  ({table.source}{'; ours / paper / gap' if has_numbers else ''})" if table.source else ""
-    )
-    return Group(Text(title, style="table.title"), for_console(*in_words(table)))
-
-
-def for_console(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    title: str | None = None,
-    num_words: int = 1,
-) -> ConsoleTable:
-    """The first `num_words` columns to the left, numbers to the right."""
-    shown = ConsoleTable(
-        title=title, title_justify="left", box=None, pad_edge=False, header_style="bold"
-    )
-    for number, column in enumerate(header):
-        shown.add_column(column, justify="left" if number < num_words else "right")
-    for row in rows:
-        shown.add_row(*row)
-    return shown
-
-
-def console_of(width: int = 120) -> Console:
-    """The user's; a file or a pipe is so wide."""
-    return Console(width=None if sys.stdout.isatty() else width)
-
-
-def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int = 1) -> None:
-    console_of().print(for_console(header, rows, num_words=num_words))
-
-
-def in_words(table: Filled, *, between: str = " / ") -> tuple[list[str], list[list[str]]]:
-    """(header, rows)"""
-    rows = [
-        [line.name, *(_words(cell, table, between=between) for cell in line.cells)]
-        for line in table.lines
-    ]
-    return ["", *table.columns], rows
-
-
-def _words(cell: Cell, table: Filled, *, between: str) -> str:
-    digits = table.decimals
-    ours = CITED if cell.is_cited else NOT_RUN
-    if cell.mean is not None:
-        spread = (
-            f" ± {cell.std:.{digits}f} (n={cell.num_repetitions})" if cell.std is not None else ""
+def pages_of(cells: pd.DataFrame, *, between: str = " / ") -> Iterator[Page]:
+    for (title, source), own in cells.groupby(["table", "source"], sort=False):
+        text = [_words(cell, between) for cell in own.itertuples()]
+        kinds = [_kind(cell) for cell in own.itertuples()]
+        columns, rows = own.column.unique().tolist(), own.row.unique().tolist()
+        width = len(columns)
+        yield Page(
+            title,
+            source,
+            ["", *columns],
+            [[name, *text[i * width : (i + 1) * width]] for i, name in enumerate(rows)],
+            [kinds[i * width : (i + 1) * width] for i in range(len(rows))],
         )
-        ours = f"{cell.mean:.{digits}f}{spread}" + (
-            f" +{cell.num_left_out}" if cell.num_left_out else ""
-        )
-    if cell.paper is None:
-        return "-" if cell.mean is None and (not table.source or cell.is_cited) else ours
-    spread = "" if cell.paper_std is None else f" ± {cell.paper_std:.{digits}f}"
-    gap = "" if cell.gap is None else f" / {cell.gap:+.{digits}f}"
+
+
+def _words(cell: "pd.Series", between: str) -> str:
+    digits, has_paper, is_run = cell.decimals, pd.notna(cell.paper), pd.notna(cell.mean)
+    ours = "cited" if cell.is_cited else "not run"
+    if is_run:
+        spread = ""
+        if pd.notna(cell.std):
+            spread = f" ± {cell.std:.{digits}f} (n={cell.num_repetitions})"
+        left_out = f" +{cell.num_left_out}" if cell.num_left_out else ""
+        ours = f"{cell.mean:.{digits}f}{spread}{left_out}"
+    if not has_paper:
+        return "-" if not is_run and (not cell.source or cell.is_cited) else ours
+    spread = f" ± {cell.paper_std:.{digits}f}" if pd.notna(cell.paper_std) else ""
+    gap = f" / {cell.gap:+.{digits}f}" if is_run else ""
     return f"{ours}{between}{cell.paper:.{digits}f}{spread}{gap}"
 
 
-def with_runs(tables: Sequence[Filled]) -> list[Filled]:
-    """The user's own rows first, then of the papers' tables those that have a run; all of them
-    where there is no run."""
-    met = [
-        table
-        for table in tables
-        if any(cell.mean is not None for line in table.lines for cell in line.cells)
-    ]
-    return sorted(met or tables, key=lambda table: bool(table.source))
+def _kind(cell: "pd.Series") -> str:
+    if pd.isna(cell.mean):
+        return "not run"
+    return "ours" if pd.isna(cell.gap) else "better" if cell.gap >= 0 else "worse"
 
 
-def draw(tables: Sequence[Filled], path: Path) -> None:
-    """Our number above, the paper's and the gap below it; green where ours is not worse."""
-    tables = with_runs(tables)
-    names = [line.name for table in tables for line in table.lines]
-    with looks(*names, *(column for table in tables for column in table.columns)):
-        save(_drawn(tables, longest=max(map(len, names))), path)
+def markdown(cells: pd.DataFrame) -> str:
+    parts = ["# Our runs and the published numbers"]
+    for page in pages_of(cells):
+        lines = [page.header, ["---", *("---:" for _ in page.header[1:])], *page.rows]
+        rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+        parts += [f"## {page.heading}", "\n".join(rows)]
+    return "\n\n".join([*parts, *NOTES]) + "\n"
 
 
-def _drawn(tables: Sequence[Filled], *, longest: int) -> Figure:
-    name_inches = max(NAME_INCHES, CHARACTER_INCHES * longest + 0.3)
-    beside = [
-        f"beside {table.source}" if table.source else "what the papers have no row or column for"
-        for table in tables
-    ]
-    titles = [
-        f"{table.title}, top-1 in %: {words}" for table, words in zip(tables, beside, strict=True)
-    ]
-    used = [name_inches + CELL_INCHES * len(table.columns) for table in tables]
-    width = max(*used, *(TITLE_INCHES * len(title) for title in titles))
-    heights = [LINE_INCHES * (len(table.lines) + 1) for table in tables]
-    figure = Figure(figsize=(width, sum(heights) + 0.5 * len(tables)))
-    panels = figure.subplots(len(tables), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, table, title, inches in zip(panels, tables, titles, used, strict=True):
-        axes.set_title(title, fontsize=11)
-        axes.set_axis_off()
-        drawn = axes.table(
-            [[legible(name), *cells] for name, *cells in in_words(table, between="\n")[1]],
-            colLabels=[
-                "",
-                *(
-                    legible(each if len(each) <= LONGEST else each[: LONGEST - 3] + "...")
-                    for each in table.columns
-                ),
-            ],
-            colWidths=[name_inches / inches, *[CELL_INCHES / inches] * len(table.columns)],
-            cellLoc="center",
-            edges="horizontal",
-            bbox=(0, 0, inches / width, 1),
-        )
-        drawn.auto_set_font_size(False)
-        for (row, column), cell in drawn.get_celld().items():
-            cell.set_edgecolor("#d0d7de")
-            if row and not column:
-                cell.set_text_props(ha="left")
-                cell.PAD = 0.02
-            elif row:
-                ours = table.lines[row - 1].cells[column - 1]
-                kind = (
-                    "not run"
-                    if ours.mean is None
-                    else "ours"
-                    if ours.gap is None
-                    else "better"
-                    if ours.gap >= 0
-                    else "worse"
-                )
-                cell.set_text_props(color=COLOURS[kind])
+def with_runs(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return our own table and the papers' tables that have a run; all tables if there is no
+    run."""
+    has_run = cells["mean"].notna().groupby(cells.table).transform("any")
+    shown = cells[has_run] if has_run.any() else cells
+    return shown.sort_values("source", key=lambda source: source != "", kind="stable")
+
+
+def table(results: pd.DataFrame) -> Result:
+    cells = cells_of(TABLES, results)
+    shown = with_runs(cells)
+    printed: list[RenderableType] = []
+    if cells["mean"].notna().any():
+        for page in pages_of(shown):
+            printed += [page.heading, table_of(page.header, page.rows), ""]
+        printed += NOTES
+    num_runs = results.run.nunique()
+    printed.append(f"{num_runs:,} finished runs")
+    return Result(
+        cells, {"finished_runs": num_runs}, {"": draw(shown)}, (), printed, markdown(cells)
+    )
+
+
+def draw(cells: pd.DataFrame) -> Figure:
+    """Draw our number above the paper's number and the gap; green if ours is not worse."""
+    pages = list(pages_of(cells, between="\n"))
+    names = [row[0] for page in pages for row in page.rows]
+    name_inches = max(NAME_INCHES, CHARACTER_INCHES * max(map(len, names)) + 0.3)
+    widths = [name_inches + CELL_INCHES * (len(page.header) - 1) for page in pages]
+    width = max(*widths, *(0.088 * len(page.heading) + 1 for page in pages))
+    heights = [LINE_INCHES * (len(page.rows) + 1) for page in pages]
+    with looks(*names, *(column for page in pages for column in page.header)):
+        figure = Figure(figsize=(width, sum(heights) + 0.5 * len(pages)))
+        panels = figure.subplots(len(pages), 1, height_ratios=heights, squeeze=False)[:, 0]
+        for axes, page, inches in zip(panels, pages, widths, strict=True):
+            axes.set_title(f"{page.heading}, top-1 in %", fontsize=11)
+            axes.set_axis_off()
+            drawn = axes.table(
+                [[legible(name), *cells] for name, *cells in page.rows],
+                colLabels=[legible(_shortened(column)) for column in page.header],
+                colWidths=[name_inches / inches] + [CELL_INCHES / inches] * (len(page.header) - 1),
+                cellLoc="center",
+                edges="horizontal",
+                bbox=(0, 0, inches / width, 1),
+            )
+            drawn.auto_set_font_size(False)
+            for (row, column), cell in drawn.get_celld().items():
+                cell.set_edgecolor("#d0d7de")
+                if row and not column:
+                    cell.set_text_props(ha="left")
+                    cell.PAD = 0.02
+                elif row:
+                    cell.set_text_props(color=COLORS[page.kinds[row - 1][column - 1]])
     return figure
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."

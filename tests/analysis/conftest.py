@@ -55,13 +55,11 @@ def write_run(tmp_path: Path) -> WriteRun:
         metrics: list[tuple[int, dict[str, float]]] | None = None,
         spec: MlpSpec | MixerSpec | None = None,
         tags: dict[str, str] | None = None,
-        key: str = "",
-        parent_key: str = "",
     ) -> Path:
         run = tmp_path / "runs" / name
         (run / "tracking").mkdir(parents=True)
         (run / "config.yaml").write_text(yaml.safe_dump(settings))
-        write_record_of(run, settings)
+        write_record_of(run, settings, root=tmp_path)
         events: list[dict[str, Any]] = [
             {"event": "start", "params": {}, "tags": tags or {}, "time_ms": 1}
         ]
@@ -71,9 +69,6 @@ def write_run(tmp_path: Path) -> WriteRun:
         ]
         (run / "tracking" / "journal.jsonl").write_text(
             "".join(json.dumps(event) + "\n" for event in events)
-        )
-        (run / "tracking" / "identity.json").write_text(
-            json.dumps({"run_key": key, "parent_key": parent_key or None})
         )
         if result is not None:
             (run / "result.json").write_text(json.dumps(result))

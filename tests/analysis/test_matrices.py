@@ -3,9 +3,11 @@ exact forms, and closed laws."""
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -16,19 +18,19 @@ from scipy.sparse import csr_matrix
 from analysis.cli import main
 from analysis.matrices import initial, masks, spectra, structure
 from analysis.matrices.weights import matrices_of
+from data_prep.publish import write_json
 from pretrain.models.build import build_model
 from pretrain.models.mixer import Mixer
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
+from pretrain.record import RECORD, RunRecord
 from tests.analysis.conftest import write_checkpoint
 from tests.conftest import Capture, Patch
-from tests.records import write_record_of
 
 GENERATOR = np.random.default_rng(0)
 S, C, H, V = 4, 3, 5, 2
 
 
 # ---- singular values
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(300, 90), (90, 300), (128, 128), (1, 7)])
@@ -148,7 +150,6 @@ def test_the_law_has_marchenko_and_pasturs_moments(ratio: float) -> None:
 
 
 # ---- of runs
-# ---------------------------------------------------------------------------------------------------------
 
 
 SW = SparseMlpSpec(kind="sw_mlp", patch_size=4, num_channels=8, depth=2, density=0.3)
@@ -162,7 +163,7 @@ def write_trained(run: Path, spec: AnySpec, *, grown: float) -> None:
         name: x * grown if x.is_floating_point() else x for name, x in model.state_dict().items()
     }
     write_checkpoint(run, spec, weights, image_size=8)
-    write_record_of(run, {})
+    write_json(run / RECORD, asdict(RunRecord("pretrain", seed=5)))
     (run / "config.yaml").write_text(
         yaml.safe_dump({"train": {"seed": 5, "duration": "1 epochs"}, "run_dir": str(run)})
     )
@@ -191,7 +192,7 @@ def test_spectra_and_structure_of_runs(tmp_path: Path, capsys: Capture) -> None:
             assert two["effective_rank"] == pytest.approx(one["effective_rank"], rel=1e-5)
             assert two["distance"] == pytest.approx(one["distance"], abs=1e-5)
     assert (tmp_path / "spectra.png").exists() and len(
-        json.loads((tmp_path / "spectra.json").read_text())["read"]
+        json.loads((tmp_path / "spectra.json").read_text())["inputs"]
     ) == 2
     assert main(["structure", *runs, "--quick", "--out", str(tmp_path / "structure")]) == 0
     found = pq.read_table(tmp_path / "structure.parquet").to_pylist()
@@ -224,14 +225,12 @@ def test_a_matrix_that_has_the_form_by_its_sides_is_left_out(
 
 def test_a_picture_of_the_training_needs_three_steps() -> None:
     matrix = spectra.Matrix("linear", 0, GENERATOR.standard_normal((8, 4)), 1)
-    rows = [
-        {"run": "a", "step": step, **spectra.spectrum(matrix, initial=matrix)} for step in (0, 5, 9)
-    ]
+    spectrum = spectra.spectrum(matrix, initial=matrix)
+    rows = pd.DataFrame({"run": "a", "step": step, **spectrum} for step in (0, 5, 9))
     assert set(spectra.draw(rows[:2])) == {""} and set(spectra.draw(rows)) == {"", "training"}
 
 
 # ---- structure
-# -------------------------------------------------------------------------------------------------------
 
 
 def test_matrices_of_a_form_have_no_distance_to_it() -> None:
@@ -310,46 +309,39 @@ def test_proposition_3_3_point_by_point() -> None:
 
 
 # ---- without a run
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_at_fixed_omega_measured_values_grow_and_meet_the_law_with_gamma() -> None:
     """Figure 4 right in small: q^2 = p gamma m is nearer than q^2 = p m, both are above 1 +
     sqrt(gamma)."""
     rows = initial.widths(((8, 40), (16, 24), (20, 20)), omega=2**14, gamma=4.0, seeds=3)
-    by_width = [[row for row in rows if row["width"] == width] for width in (320, 384, 400)]
-    assert [len(group) for group in by_width] == [3, 3, 3] and rows[0]["hidden_width"] == 1280
-    for group in by_width:
-        measured = float(np.mean([row["sw_mlp"] for row in group]))
-        assert abs(measured - group[0]["with_gamma"]) < abs(measured - group[0]["printed"])
-        assert 3 == group[0]["dense"] < group[0]["with_gamma"] < group[0]["printed"]
+    assert rows.width.value_counts().to_dict() == {320: 3, 384: 3, 400: 3}
+    assert rows.hidden_width[0] == 1280
+    means = rows.groupby("width").mean(numeric_only=True)
+    assert ((means.sw_mlp - means.with_gamma).abs() < (means.sw_mlp - means.printed).abs()).all()
+    assert (means.dense == 3).all() and (means.with_gamma > 3).all()
+    assert (means.with_gamma < means.printed).all()
     exact = 9 + 3 * 9 * 2 * (1 - 2**14 / (4 * 400**2)) / (2**14 / (4 * 400))
-    assert by_width[-1][0]["printed"] == pytest.approx(math.sqrt(exact))
-    assert isinstance(initial.draw_widths(rows, what="Ω = 2^14, γ = 4"), Figure)
+    assert means.printed[400] == pytest.approx(math.sqrt(exact))
+    assert isinstance(initial.draw_widths(rows, title="Ω = 2^14, γ = 4"), Figure)
 
 
 def test_the_sparsest_matrices() -> None:
-    """S.1 centre: of connections far apart each is a singular value of its own."""
-    rows = initial.sparser((1.9,), omegas=(100,), seeds=2, whole=True)
-    assert rows[0]["width"] == round(100**1.45) and rows[0]["density"] == pytest.approx(100**-1.9)
-    assert all(len(row["values"]) <= row["connections"] for row in rows)
-    largest = initial.sparser((0.5, 1.5), omegas=(30, 100), seeds=1, whole=False)
-    assert [set(row) for row in largest] == [set(rows[0])] * 4  # one table
-    assert [(row["a"], row["width"]) for row in largest] == [
-        (0.5, 13),
-        (0.5, 32),
-        (1.5, 70),
-        (1.5, 316),
-    ]
+    """S.1 center: of connections far apart each is a singular value of its own."""
+    rows = initial.sparser((1.9,), (100,), seeds=2, with_all_values=True)
+    assert rows.width[0] == round(100**1.45) and rows.density[0] == pytest.approx(100**-1.9)
+    assert (rows["values"].map(len) <= rows.connections).all()
+    largest = initial.sparser((0.5, 1.5), (30, 100), seeds=1, with_all_values=False)
+    widths = [(0.5, 13), (0.5, 32), (1.5, 70), (1.5, 316)]
+    assert list(zip(largest.a, largest.width, strict=True)) == widths
     assert isinstance(initial.draw_sparser(rows, largest), Figure)
 
 
 # ---- masks
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_masks_are_those_of_the_matrices(tmp_path: Path) -> None:
-    found = masks.masks(S, C, seed=3)
+    found = masks.masks_of(S, C, seed=3)
     v, w = GENERATOR.standard_normal((S, S)), GENERATOR.standard_normal((C, C))
     tokens, channels = np.kron(v, np.eye(C)), np.kron(np.eye(S), w)
     x = GENERATOR.standard_normal((S, C))

@@ -17,11 +17,12 @@ from pretrain.models.spec import StructuredMlpSpec
 from pretrain.tracking.pictures import HEAD, filters_of
 from tests.analysis.conftest import MIXER, MLP, write_checkpoint
 from tests.conftest import Capture
+from tests.errors import printed_errors
 
 
 def filters_in(checkpoint: Path) -> np.ndarray:
-    weight, side = first_layer(Checkpoint.open(checkpoint))
-    return filters_of(weight, side=side)
+    layer = first_layer(Checkpoint.open(checkpoint))
+    return filters_of(layer.weight_NF, side=layer.side)
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_checkpoints_stand_side_by_side(
         num_neurons if which == "all" else min(num_neurons, 25)
     )
     facts = json.loads(path.with_suffix(".json").read_text())
-    (checkpoint,) = facts["read"].values()
+    (checkpoint,) = facts["inputs"].values()
     assert len(checkpoint) == 64 and "run, step 10" in capsys.readouterr().out
     rows = pq.read_table(path.with_suffix(".parquet")).to_pylist()
     assert [row["neuron"] for row in rows] == [*range(num_neurons)] * 2
@@ -111,7 +112,7 @@ def test_locality_in_closed_form() -> None:
     assert found["radius"].tolist() == pytest.approx(
         [0, ((side**2 - 1) / 6) ** 0.5 / side, 16 / side, 0], abs=1e-9
     )
-    assert found["neighbours"].tolist() == pytest.approx([0, 1, 0, 0], abs=1e-12)
+    assert found["neighbors"].tolist() == pytest.approx([0, 1, 0, 0], abs=1e-12)
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(40, 3 * side**2, generator=generator)
     uniform = torch.rand(40, 3 * side**2, generator=generator) - 0.5
@@ -124,7 +125,7 @@ def test_locality_in_closed_form() -> None:
         1 / 2,
         0,
     )  # neighbours in a row share one of two summands, those in a column nothing
-    assert Layer("x", smooth.flatten(1), 32).locality["neighbours"].mean() == pytest.approx(
+    assert Layer("x", smooth.flatten(1), 32).locality["neighbors"].mean() == pytest.approx(
         (across + down) / 2, abs=0.01
     )
 
@@ -149,16 +150,15 @@ def test_what_has_no_filters_is_one_clear_line(
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     write_checkpoint(tmp_path / "nan", MLP, {"stem.weight": weights / 0}, image_size=4)
     (tmp_path / "empty").mkdir()
-    for name, message in (
-        (
-            "structured",
-            "is Monarch 28 x 28, whose first layer has no filters; give an MLP or a Mixer",
-        ),
-        ("damaged/checkpoints/step-00000010", "model.safetensors has changed"),
-        ("nan", "stem.weight has numbers that are not finite; give an earlier checkpoint"),
-        ("empty", "holds no checkpoint. Give a run directory"),
+    for name, code in (
+        ("structured", "unsupported"),
+        ("damaged/checkpoints/step-00000010", None),
+        ("nan", "not-finite"),
+        ("empty", None),
     ):
         assert main(["filters", str(tmp_path / name), "--out", str(tmp_path / "x")]) == 2
         error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
+        assert str(tmp_path / name) in error and error.count("\n") == 1
+        if code is not None:
+            assert [found for _, found in printed_errors(error)] == [code]
     assert not list(tmp_path.glob("x*"))

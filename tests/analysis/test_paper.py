@@ -3,7 +3,6 @@ has its command."""
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -11,8 +10,7 @@ import pytest
 
 from analysis.cli import _add_verbs, main
 from analysis.experiments import EXPERIMENTS, Paper
-from analysis.output import write_table
-from analysis.points import Point, table_of
+from analysis.results import as_frame
 from cluster.plan_file import load_plan
 from data_prep.explain import program
 from tests.conftest import Capture, Patch
@@ -73,52 +71,47 @@ def test_the_first_command_is_one_that_runs_here(
     assert not any(command.endswith(".yaml") for command in commands[len(ways) :])
 
 
-def test_a_page_has_what_is_there_and_the_command_for_what_is_not(
+def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
     tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
-    place = {
-        "plan": "a_fig7_depth_demo",
-        "stage": "pretrain",
-        "task": "pretrain",
-        "target": "twins",
-        "split": "val",
-        "num_test": 100,
-    }
-    model = {"kind": "smixer", "permuted_blocks": 0, "width": 64, "seed": 0, "error": 0.5}
-    labels = [{"model.depth": str(depth), "seed": "0"} for depth in (2, 4)]
-    made = [
-        Point(
-            **place,
-            **model,
-            member=number,
-            run=f"r{number}",
-            labels=json.dumps(each),
-            depth=2 + 2 * number,
-        )
-        for number, each in enumerate(labels)
+    rows = [
+        {
+            "plan": "a_fig7_depth_demo",
+            "stage": "pretrain",
+            "task": "pretrain",
+            "target": "twins",
+            "split": "val",
+            "num_test": 100,
+            "error": 0.5,
+            "seed": 0,
+            "kind": "smixer",
+            "permuted_blocks": 0,
+            "width": 64,
+            "depth": depth,
+            "member": number,
+            "run": f"r{number}",
+            "labels": json.dumps({"model.depth": str(depth), "seed": "0"}),
+        }
+        for number, depth in enumerate((2, 4))
     ]
-    made.append(replace(made[0], run="r0-again", own_seed=1))  # a member of several runs is one
-    write_table(table_of(made, metadata={}), Path("kept.parquet"))
+    rows.append(rows[0] | {"run": "r0-again", "own_seed": 1})  # a member of several runs is one
+    as_frame(rows).to_parquet("kept.parquet")
     assert main(["paper", "A", "--demo", "--points", "kept.parquet", "--out", "page"]) == 0
-    assert capsys.readouterr().out == "page: page/index.html\n"
+    assert capsys.readouterr().out.startswith("page: page/index.html\n")
     text = Path("page/index.html").read_text()
     fig7, fig2d = (
         text.partition(f"<h2>{name}</h2>")[2].partition("</section>")[0]
         for name in ("Fig. 7", "Fig. 2d")
     )
-    assert (
-        "data:image/png;base64," in fig7
-        and "2 of 4 runs</span><h2>Fig. 7<" in text
-        and "wide-mlps run configs/plan/a_fig7_depth_demo.yaml" in fig7
-    )
-    assert (
-        "data:image" not in fig2d
-        and "wide-mlps run configs/plan/a_fig2d_monarch_demo.yaml" in fig2d
-    )
+    assert "data:image/png;base64," in fig7 and "2 of 4 runs</span><h2>Fig. 7<" in text
+    assert "wide-mlps run configs/plan/a_fig7_depth_demo.yaml" in fig7
+    assert "data:image" not in fig2d
+    assert "wide-mlps run configs/plan/a_fig2d_monarch_demo.yaml" in fig2d
     assert "84.09" in text.partition("Mixer-SS/8")[2]  # 100 - 15.91, as printed
     assert Path("page/a_fig7_depth_demo.svg").is_file()
+    assert json.loads(Path("page/index.json").read_text())["Fig. 7"] == "2 of 4 runs"
 
 
 @pytest.mark.parametrize("paper", get_args(Paper))

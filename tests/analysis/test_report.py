@@ -1,24 +1,22 @@
-"""Runs are found by what they left on disk, each with its task, result, curves and origin. The
-report shows each as a row, finished or not; finished transfers as one bar each beside their own
-chance; and its picture is a PNG that others can open.
+"""Runs are found by their files, each with its task, result, curves and origin. The report has a
+row for each run, finished or not, and a bar for each finished transfer next to the chance of its
+dataset.
 """
 
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from PIL import Image
-from rich.console import Console
 
 from analysis.cli import main
-from analysis.report import collect, contact_sheet, draw_accuracies, draw_curves, drawn, print_table
-from finetune.looks import looks
+from analysis.report import collect, draw_accuracies, draw_curves, first_images, rows_of
 from finetune.runs import Run, read_run, run_of, runs_below
 from tests.analysis.conftest import MIXER, MLP, WriteRun
 from tests.conftest import Capture
+from tests.errors import printed_errors
 
 
 def pretraining(dataset: Path) -> dict[str, Any]:
@@ -69,232 +67,116 @@ def runs(tmp_path: Path, write_run: WriteRun, shapes: Path, other_shapes: Path) 
     return tmp_path / "runs"
 
 
-def test_the_table_has_a_row_with_task_result_and_chance_for_every_run(runs: Path) -> None:
-    console = Console(file=io.StringIO(), width=160)
-    print_table(collect(runs), console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    rows = {
-        line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.strip()
-    }
-    assert rows["mlp"] == "pretrained B-2/Wi-6 shapes-a 75.0% 12.5% 1,234"
-    assert rows["mixer"] == "pretrained Mixer P4 C8 L3 shapes-a unfinished, 10.0% at step 10 12.5%"
-    assert rows["not-judged"] == "pretrained ? shapes-a not evaluated 12.5% 99"
-    assert rows["nothing-yet"] == "pretrained ? shapes-a unfinished 12.5%"
-    assert rows["probe"] == "linear probe B-2/Wi-6 shapes-b 50.0% 20%"
-    assert rows["pixels"] == "linear on pixels pixels shapes-b 25.0% 20%"
-    assert rows["tuned"] == "fine-tuned B-2/Wi-6 shapes-b 62.5% 20%"
-    assert rows["scratch"] == "from scratch B-2/Wi-6 shapes-b 37.5% 20%"
+def rows_by_name(folder: Path) -> pd.DataFrame:
+    return rows_of(collect(folder)).set_index("run")
 
 
-def test_unequal_classes_are_shown_with_the_largest_and_the_class_mean(
+def test_every_run_has_a_row_with_task_result_and_chance(runs: Path, capsys: Capture) -> None:
+    rows = rows_by_name(runs)
+    columns = ["training", "model", "dataset", "chance"]
+    assert rows.loc["mlp", columns].tolist() == ["pretrained", "B-2/Wi-6", "shapes-a", 1 / 8]
+    assert rows.loc["probe", columns].tolist() == ["linear probe", "B-2/Wi-6", "shapes-b", 1 / 5]
+    assert rows.training[["pixels", "tuned", "scratch"]].tolist() == [
+        "linear on pixels",
+        "fine-tuned",
+        "from scratch",
+    ]
+    finished = rows.top1.dropna().to_dict()
+    assert finished == {"mlp": 0.75, "pixels": 0.25, "probe": 0.5, "tuned": 0.625, "scratch": 0.375}
+    assert rows.state["mixer"] == "unfinished, 10.0% at step 10"
+    assert (rows.state["nothing-yet"], rows.state["not-judged"]) == ("unfinished", "finished")
+    assert main(["report", str(runs)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["tuned", "fine-tuned", "B-2/Wi-6", "shapes-b", "62.5%", "20%"] in lines
+    assert all((runs / f"report.{ending}").stat().st_size > 5_000 for ending in ("png", "svg"))
+
+
+def test_unequal_classes_have_the_largest_and_the_class_mean(
     write_run: WriteRun, unequal: Path, tmp_path: Path
 ) -> None:
     """9 of 23 images are of the largest of 8 classes."""
-    where, scores = (
-        {"data": {"dataset": str(unequal), "eval_split": "val"}},
-        {"eval/top1": 0.5, "eval/class_top1": 0.25},
-    )
-    write_run(
-        "mlp",
-        pretraining(unequal) | where,
-        result=scores,
-        metrics=[(10, scores)],
-        tags={"model": "B-2/Wi-6"},
-    )
-    write_run(
-        "tuned",
-        tuning(unequal, tmp_path / "runs" / "mlp") | where,
-        result=scores,
-        tags={"model": "B-2/Wi-6"},
-    )
+    where = {"data": {"dataset": str(unequal), "eval_split": "val"}}
+    scores, tags = {"eval/top1": 0.5, "eval/class_top1": 0.25}, {"model": "B-2/Wi-6"}
+    metrics = [(10, scores)]
+    settings = pretraining(unequal) | where
+    write_run("mlp", settings, result=scores, metrics=metrics, tags=tags)
+    settings = tuning(unequal, tmp_path / "runs" / "mlp") | where
+    write_run("tuned", settings, result=scores, tags=tags)
     found = collect(tmp_path / "runs")
-    console = Console(file=io.StringIO(), width=160)
-    print_table(found, console)
-    rows = {
-        line.split()[0]: " ".join(line.split()[1:]) for line in console.file.getvalue().splitlines()
-    }  # type: ignore[attr-defined]
-    assert rows["mlp"] == "pretrained B-2/Wi-6 unequal 50.0% 25.0% 39.1% 12.5%"
-    assert rows["tuned"] == "fine-tuned B-2/Wi-6 unequal 50.0% 25.0% 39.1% 12.5%"
-    with looks():
-        _, panels = drawn(found).subfigs
-    _, curves, bars = panels.axes
-    assert "dashed: largest class" in curves.get_title(
-        loc="left"
-    ) and "diamond: class mean" in bars.get_title(loc="left")
+    rows = rows_of(found)
+    assert (rows.largest_class == 9 / 23).all() and (rows.class_mean == 0.25).all()
+    loss, curves, bars = Figure().subplots(1, 3)
+    draw_curves(found[:1], loss, curves)
+    draw_accuracies(rows[1:], bars)
     heights = [next(iter(line.get_ydata())) for line in curves.lines]
     assert heights == pytest.approx([0.5, 1 / 8, 0.25, 9 / 23])
-    assert [float(each.get_segments()[0][0, 0]) for each in bars.collections] == pytest.approx(
-        [1 / 8, 9 / 23]
-    )
+    marks = [float(each.get_segments()[0][0, 0]) for each in bars.collections]
+    assert marks == pytest.approx([1 / 8, 9 / 23])
     assert [list(line.get_xdata()) for line in bars.lines] == [[0.25]]
 
 
-def test_repetitions_are_one_row_with_their_spread(
+def test_repetitions_are_one_row_with_their_deviation(
     tmp_path: Path, write_run: WriteRun, shapes: Path
 ) -> None:
     of = tuning(shapes, write_run("mlp", pretraining(shapes), spec=MLP))
-    write_run(
-        "tuned",
-        of | {"seeds": [0, 1]},
-        result={"eval/top1": 0.5, "eval/top1_std": 0.0123, "num_runs": 2},
-    )
+    both = {"eval/top1": 0.5, "eval/top1_std": 0.0123, "num_runs": 2}
+    write_run("tuned", of | {"seeds": [0, 1]}, result=both)
     write_run("tuned/seed-0", of, result={"eval/top1": 0.4913})
     write_run("tuned/seed-1", of, result={"eval/top1": 0.5087})
-    found = collect(tmp_path / "runs")
-    console, axes = Console(file=io.StringIO(), width=160), Figure().subplots()
-    print_table(found, console)
-    rows = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    assert rows[-1] == "tuned fine-tuned B-2/Wi-6 shapes-a 50.0% ± 1.2 12.5%" and len(found) == 2
-    draw_accuracies(found[1:], axes)
+    rows, axes = rows_of(collect(tmp_path / "runs")), Figure().subplots()
+    assert rows.run.tolist() == ["mlp", "tuned"] and rows.top1_std[1] == 0.0123
+    draw_accuracies(rows[1:], axes)
     assert axes.texts[0].get_text() == "50.0% ± 1.2"
 
 
-def test_the_picture_has_something_on_it(runs: Path, tmp_path: Path, capsys: Capture) -> None:
-    for words, path in (
-        (["--out", str(tmp_path / "p.png")], tmp_path / "p.png"),
-        ([], runs / "report.png"),
-    ):
-        assert main(["report", str(runs), *words]) == 0
-        assert f"picture: {path}" in capsys.readouterr().out
-        with Image.open(path) as image:
-            image.load()
-            assert (image.format, image.size) == (
-                "PNG",
-                (1540, 672),
-            )  # 11 x 4.8 inches of 140 points
-            assert len(image.convert("RGB").getcolors(1 << 24)) > 500
-    assert main(["report", str(runs), "--out", str(tmp_path / "p.svg")]) == 0
-    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
+def test_every_transfer_is_a_bar_next_to_the_chance_of_its_dataset(
+    runs: Path, write_run: WriteRun, shapes: Path, other_shapes: Path
+) -> None:
+    """Also if two have one name."""
+    settings = tuning(other_shapes, runs / "mlp")
+    write_run("again", settings, result={"eval/top1": 0.6875}, spec=MLP)
+    write_run("home", probing(shapes, runs / "mlp"), result={"test_top1": 0.875})
+    rows = rows_of(collect(runs))
+    axes = Figure().subplots()
+    draw_accuracies(rows[(rows.task != "pretrain") & rows.top1.notna()], axes)
+    widths = [bar.get_width() for bar in axes.patches]  # type: ignore[attr-defined]
+    assert widths == [0.25, 0.375, 0.5, 0.625, 0.6875, 0.875]
+    labels = [label.get_text().split("\n") for label in axes.get_yticklabels()]
+    assert labels[0] == ["pixels", "linear on pixels, shapes-b"]
+    assert labels[-1] == ["home", "B-2/Wi-6, linear probe, shapes-a"]
+    chances = [float(line.get_segments()[0][0, 0]) for line in axes.collections]  # type: ignore[attr-defined]
+    assert chances == pytest.approx([0.2] * 5 + [0.125])
 
 
-def test_the_picture_has_panels_of_what_there_is_alone(
+def test_a_bar_has_its_split_if_there_are_several(
     tmp_path: Path, write_run: WriteRun, shapes: Path
 ) -> None:
-    found = (
-        read_run(write_run("mlp", pretraining(shapes))),
-        read_run(write_run("probe", probing(shapes, None))),
-    )
-    judged = read_run(write_run("judged", probing(shapes, None), result={"test_top1": 0.5}))
-    gone = read_run(write_run("gone", PROBE, result={"test_top1": 0.5}))
-    curves = [
-        f"pretraining: {what} (dotted: chance)" for what in ("training loss", "top-1 on not stated")
-    ]
-    bars = ["transfer: top-1 on not stated (dotted: chance)"]
-    for runs, titles in (
-        ([found[0]], curves),
-        ([judged], bars),
-        ([*found, judged], [*curves, *bars]),
-        ([found[1]], []),
-        ([gone], bars),
-    ):
-        with looks():
-            figures = drawn(runs).subfigs
-        sheet = (
-            [] if runs == [gone] else ["shapes-a: 8 classes"]
-        )  # a dataset that is not there any more
-        assert [axes.get_title(loc="left") for figure in figures for axes in figure.axes] == [
-            *sheet,
-            *titles,
-        ]
-
-
-def test_every_finished_transfer_is_a_bar_even_under_one_name(
-    runs: Path, write_run: WriteRun, other_shapes: Path
-) -> None:
-    write_run(
-        "tuned-again", tuning(other_shapes, runs / "mlp"), result={"eval/top1": 0.6875}, spec=MLP
-    )
-    write_run("tuned-unfinished", tuning(other_shapes, runs / "mlp"), spec=MLP)
-    axes = Figure().subplots()
-    draw_accuracies(
-        [run for run in collect(runs) if run.task != "pretrain" and run.top1 is not None], axes
-    )
-    bars = {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bar in axes.patches}  # type: ignore[attr-defined]
-    assert bars == {0: 0.25, 1: 0.375, 2: 0.5, 3: 0.625, 4: 0.6875}
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "pixels\nlinear on pixels",
-        "scratch\nB-2/Wi-6, from scratch",
-        "probe\nB-2/Wi-6, linear probe",
-        "tuned\nB-2/Wi-6, fine-tuned",
-        "tuned-again\nB-2/Wi-6, fine-tuned",
-    ]
-    assert [text.get_text() for text in axes.texts] == ["25.0%", "37.5%", "50.0%", "62.5%", "68.8%"]
-    assert axes.xaxis.get_major_formatter()(0.5) == "50%"
-
-
-def test_a_bar_tells_its_split(tmp_path: Path, write_run: WriteRun, shapes: Path) -> None:
     for name, split in (("a", "val"), ("b", "test")):
-        write_run(
-            name,
-            probing(shapes, None) | {"data": {"dataset": str(shapes), "test_split": split}},
-            result={"test_top1": 0.5},
-        )
-    figure = Figure()
-    for runs, title, words in (
-        (collect(tmp_path / "runs" / "a"), "transfer: top-1 on val (dotted: chance)", ["50.0%"]),
-        (
-            collect(tmp_path / "runs"),
-            "transfer: top-1 on test or val (dotted: chance)",
-            ["50.0% on val", "50.0% on test"],
-        ),
-    ):
-        draw_accuracies(runs, axes := figure.add_subplot())
-        assert (
-            axes.get_title(loc="center") or axes.get_title(loc="left"),
-            [each.get_text() for each in axes.texts],
-        ) == (title, words)
+        data = {"data": {"dataset": str(shapes), "test_split": split}}
+        write_run(name, probing(shapes, None) | data, result={"test_top1": 0.5})
+    for folder, words in (("runs/a", ["50.0%"]), ("runs", ["50.0% on val", "50.0% on test"])):
+        draw_accuracies(rows_of(collect(tmp_path / folder)), axes := Figure().subplots())
+        assert [each.get_text() for each in axes.texts] == words
 
 
-def test_every_bar_is_held_against_the_chance_of_its_own_dataset(
-    runs: Path, write_run: WriteRun, shapes: Path
-) -> None:
-    write_run("home", probing(shapes, runs / "mlp"), result={"test_top1": 0.875})
-    axes = Figure().subplots()
-    draw_accuracies([run for run in collect(runs) if run.task == "probe"], axes)
-    lines = [collection.get_segments()[0] for collection in axes.collections]  # type: ignore[attr-defined]
-    assert [(round(float(line[:, 1].mean())), round(float(line[0, 0]), 3)) for line in lines] == [
-        (0, 0.2),
-        (1, 0.2),
-        (2, 0.125),
-    ]
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert [label.split("\n")[1] for label in labels] == [
-        *(
-            "linear on pixels, shapes-b",
-            "B-2/Wi-6, linear probe, shapes-b",
-            "B-2/Wi-6, linear probe, shapes-a",
-        )
-    ]
-
-
-def test_curves_of_unfinished_runs_are_drawn_as_far_as_they_go(runs: Path) -> None:
+def test_curves_of_unfinished_runs_are_drawn_to_their_end(runs: Path) -> None:
     loss, accuracy = Figure().subplots(1, 2)
     draw_curves([run for run in collect(runs) if run.task == "pretrain"], loss, accuracy)
-    drawn = {line.get_label(): line.get_xydata().tolist() for line in loss.lines[::2]}
-    assert drawn == {
+    curves = {line.get_label(): line.get_xydata().tolist() for line in loss.lines[::2]}
+    assert curves == {
         "mlp": [[10, 0.3], [20, 0.15], [30, 0.1]],
         "mixer": [[10, 0.3]],
         "nothing-yet": [],
         "not-judged": [],
     }
-    assert [line.get_ydata().tolist() for line in accuracy.lines[::2]] == [
-        [0.1],
-        [0.1, 0.2, 0.3],
-        [],
-        [],
-    ]
-    for lines, chance in (
-        (loss.lines, np.log(8)),
-        (accuracy.lines, 1 / 8),
-    ):  # of 8 classes, beside each curve in its colour
+    for lines, chance in ((loss.lines, np.log(8)), (accuracy.lines, 1 / 8)):  # of 8 classes
         assert [list(line.get_ydata()) for line in lines[1::2]] == [[pytest.approx(chance)] * 2] * 4
-        assert [line.get_color() for line in lines[::2]] == [
-            line.get_color() for line in lines[1::2]
-        ]
+        colors = [line.get_color() for line in lines]
+        assert colors[::2] == colors[1::2]
 
 
-def test_the_contact_sheet_shows_the_first_training_pictures_in_order(shapes: Path) -> None:
-    sheet = np.asarray(contact_sheet(shapes, count=5))
+def test_the_sheet_has_the_first_training_images_in_order(shapes: Path) -> None:
+    sheet = first_images(shapes, count=5)
     assert sheet.shape == (16, 5 * 16, 3)
     index = np.load(shapes / "train-000000.npy")
     content = (shapes / "train-000000.tar").read_bytes()
@@ -303,18 +185,11 @@ def test_the_contact_sheet_shows_the_first_training_pictures_in_order(shapes: Pa
         np.testing.assert_array_equal(sheet[:, place * 16 : (place + 1) * 16], pixels)
 
 
-def test_what_cannot_be_read_or_written_is_one_clear_line(
-    runs: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_folder_without_runs_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty").mkdir()
-    for folder, out, message in (
-        (tmp_path / "gone", "x.png", "gone: is not there; name the folder that holds the runs"),
-        (tmp_path / "empty", "x.png", "holds no runs"),
-        (runs, "nowhere/x.png", "nowhere"),
-    ):
-        assert main(["report", str(folder), "--out", str(tmp_path / out)]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("analysis: ") and message in error and error.count("\n") == 1
+    for name, code in (("gone", "missing-path"), ("empty", "empty")):
+        assert main(["report", str(tmp_path / name)]) == 2
+        assert printed_errors(capsys.readouterr().err) == [(str(tmp_path / name), code)]
 
 
 def found_in(folder: Path) -> dict[str, Run]:

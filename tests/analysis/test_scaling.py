@@ -7,20 +7,21 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from scipy.optimize import nnls
 
 from analysis.cli import main
-from analysis.output import write_table
-from analysis.points import Point, table_of
+from analysis.results import as_frame
 from analysis.scaling.allocation import Allocation, IsoFlop, by_frontier, by_parabolas
 from analysis.scaling.fitting import _non_negative, fit
 from analysis.scaling.laws import FULL, REPEATS_LAW, SUM_LAW, Estimate, estimate, forms_of
-from analysis.scaling.samples import Sample, read_samples
+from analysis.scaling.samples import Sample, read_points, samples_of
 from analysis.scaling.study import Study, study
 from tests import soak
 from tests.conftest import Capture
+from tests.errors import printed_errors
 
 FORMS = forms_of("compute")
 GRID = [
@@ -133,7 +134,7 @@ def test_a_resample_is_fitted_as_its_points_alone_would_be() -> None:
 
 def sample_of(
     alpha: float, beta: float, *, sizes: int = 6, noise: float = 0.0, unit: float = 1.0
-) -> list[Point]:
+) -> pd.DataFrame:
     """E = .1 + .1 (P / 3e7)^-alpha + b (N / 3e6)^-beta at T = 50, b such that 3e7 and 3e6 are the
     best of their compute."""
     rng = np.random.default_rng(0)
@@ -158,26 +159,17 @@ def sample_of(
                     "samples": round(n * t),
                 }
                 cost = {"compute": unit * 6 * p * n * t, "parameters": round(p), "images": round(n)}
-                rows.append(Point(**place, run=f"{len(rows)}", error=error, **known, **cost))  # type: ignore[arg-type]
-    return rows
-
-
-def written(points: list[Point], place: Path) -> Path:
-    write_table(table_of(points, metadata={}), place)
-    return place
+                rows.append({**place, "run": f"{len(rows)}", "error": error, **known, **cost})
+    return as_frame(rows)
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(0.3, 0.3), (0.35, 0.2)])
-def test_the_allocation_is_the_closed_form(tmp_path: Path, alpha: float, beta: float) -> None:
+def test_the_allocation_is_the_closed_form(alpha: float, beta: float) -> None:
     """P* ~ C^(beta / (alpha + beta)): by the law exactly, by the frontier of a fine grid nearly."""
     best = 6 * 3e7 * 3e6 * 50
-    inside = [
-        each
-        for each in sample_of(alpha, beta, sizes=40)
-        if each.epochs < 60 and best / 200 < each.compute < best * 200
-    ]  # type: ignore[operator]
-    points = written(inside, tmp_path / "p.parquet")
-    (sample,), _ = read_samples([points])
+    grid = sample_of(alpha, beta, sizes=40)
+    inside = grid[(grid.epochs < 60) & grid.compute.between(best / 200, best * 200)]
+    (sample,), _ = samples_of(inside)
     found = by_frontier(sample, sample.resamples(5))
     assert isinstance(found, Allocation)
     closed = beta / (alpha + beta)
@@ -236,20 +228,18 @@ def test_rows_of_two_files_of_one_name_are_different_runs(tmp_path: Path) -> Non
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / "law.csv").write_text(csv([1, 10, 100], FALLING[:3]))
-    (sample,), _ = read_samples([tmp_path / name / "law.csv" for name in "ab"])
+    (sample,), _ = samples_of(read_points([tmp_path / name / "law.csv" for name in "ab"]))
     assert sample.num_runs == 6
 
 
-def test_nothing_depends_on_units_or_on_the_order_of_rows(tmp_path: Path) -> None:
-    def studied(points: list[Point], name: str) -> Study:
-        (sample,), _ = read_samples([written(points, tmp_path / f"{name}.parquet")])
+def test_nothing_depends_on_units_or_on_the_order_of_rows() -> None:
+    def studied(points: pd.DataFrame) -> Study:
+        (sample,), _ = samples_of(points)
         return study(sample, epochs=50, resamples=40)
 
-    plain = studied(points := sample_of(0.3, 0.25, noise=0.01), "plain")
-    mixed = studied(
-        [points[number] for number in np.random.default_rng(2).permutation(len(points))], "mixed"
-    )
-    other = studied(sample_of(0.3, 0.25, noise=0.01, unit=1e-15), "other")
+    plain = studied(points := sample_of(0.3, 0.25, noise=0.01))
+    mixed = studied(points.sample(frac=1, random_state=2))
+    other = studied(sample_of(0.3, 0.25, noise=0.01, unit=1e-15))
     for (name, _, one), (_, _, same), (_, _, scaled) in zip(
         plain.found(), mixed.found(), other.found(), strict=True
     ):
@@ -271,18 +261,19 @@ def test_nothing_depends_on_units_or_on_the_order_of_rows(tmp_path: Path) -> Non
 def test_the_command_leaves_tables_pictures_and_how_it_was_done(
     tmp_path: Path, capsys: Capture
 ) -> None:
-    points = written(sample_of(0.35, 0.2, noise=0.01), tmp_path / "points.parquet")
+    points = tmp_path / "points.parquet"
+    sample_of(0.35, 0.2, noise=0.01).to_parquet(points)
     assert (
         main(["scaling", str(points), "--quick", "--epochs", "30", "--out", str(tmp_path / "laws")])
         == 0
     )
     printed = capsys.readouterr().out
     assert "shapes" in printed and "repeats" in printed and "off by" in printed
-    assert "shapes: no points at T = 30; sum and allocation are of T = 50" in printed
+    assert "T = 30" in printed and "T = 50" in printed
     facts = json.loads((tmp_path / "laws.json").read_text())
     assert (
         facts["checklist"]["resamples"] == 200
-        and facts["read"]
+        and facts["inputs"]
         and facts["targets"]["shapes"]["runs"] == 36
     )
     found = facts["targets"]["shapes"]["laws"]["sum"]["law"]
@@ -317,26 +308,19 @@ FALLING = (0.9, 0.8, 0.7, 0.6, 0.5)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "code"),
     [
-        (csv([], []), "no point has a compute and an error"),
-        (csv([1, 10, 100, 1000, 1e4], [90, 80, 70, 60, 50]), "divide percents by 100"),
-        (
-            csv([1, 10, 100, 1000, 1e4], [0.9, 0.8, float("nan"), 0.6, 0.5]),
-            "every error must be a share",
-        ),
-        (csv([0, 10, 100, 1000, 1e4], FALLING), "every compute must be a positive number"),
-        (
-            None,
-            "No such file or directory; give points, or a CSV with the columns compute and error",
-        ),
-        ("a folder", "points.csv"),
-        ("flops,error\n1,0.5\n", "needs the columns compute and error, all numbers"),
-        ("compute,error\n1\n", "needs the columns compute and error, all numbers"),
+        (csv([], []), "empty"),
+        (csv([1, 10, 100, 1000, 1e4], [90, 80, 70, 60, 50]), "bad-value"),
+        (csv([0, 10, 100, 1000, 1e4], FALLING), "bad-value"),
+        (None, "missing-path"),
+        ("a folder", "unreadable"),
+        ("flops,error\n1,0.5\n", "unknown-format"),
+        ("compute,error\n1,x\n", "unknown-format"),
     ],
 )
-def test_points_that_will_not_do_are_one_clear_line(
-    tmp_path: Path, capsys: Capture, text: str | None, message: str
+def test_points_that_are_not_valid_are_one_line(
+    tmp_path: Path, capsys: Capture, text: str | None, code: str
 ) -> None:
     path = tmp_path / "points.csv"
     if text == "a folder":
@@ -344,8 +328,7 @@ def test_points_that_will_not_do_are_one_clear_line(
     elif text is not None:
         path.write_text(text)
     assert main(["scaling", str(path), "--out", str(tmp_path / "laws")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("analysis: ") and message in error and error.count("\n") == 1
+    assert [found for _, found in printed_errors(capsys.readouterr().err)] == [code]
 
 
 def test_points_too_few_for_a_law_are_named_and_drawn(tmp_path: Path, capsys: Capture) -> None:

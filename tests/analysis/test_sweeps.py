@@ -1,23 +1,23 @@
-"""Figures over many runs, from made-up points."""
+"""Figures over many runs, from made-up results."""
 
 import itertools
 import json
 import math
 from collections import Counter
-from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
+import pandas as pd
 import pytest
-from PIL import Image
 from scipy.stats import kendalltau
 
 from analysis.cli import main
-from analysis.output import write_table
-from analysis.points import VARIABLES, Point, table_of
-from analysis.sweeps.series import DERIVED, By, places_of
+from analysis.results import COLUMNS, VARIABLES, as_frame
+from analysis.sweeps.curves import curves_of
 from analysis.sweeps.statistics import kendall, num_orders, optimum
+from analysis.sweeps.sweep import facts_of, places_of, sweep, with_variables
+from tests.conftest import Capture
+from tests.errors import fails, printed_errors
 
 
 @pytest.mark.parametrize(
@@ -86,77 +86,49 @@ def test_a_planted_optimum_is_found() -> None:
 SHAPES = [(16, 173), (32, 113), (48, 83), (64, 64), (83, 48), (113, 32), (173, 16)]
 
 
-def made(plan: str = "made", *, targets: tuple[str, ...] = ("cifar10",)) -> list[Point]:
-    """S-Mixers whose error is least at ln(C / S) = 0.3, RP's 0.5 points above the normal one's at
-    each seed."""
-    found = []
+def made(*targets: str) -> pd.DataFrame:
+    """S-Mixers whose error is least at ln(C / S) = 0.3; RP has 0.5 points more than the normal one
+    of each seed."""
+    rows = []
     for (channels, tokens), permuted, seed, target in itertools.product(
-        SHAPES, (0, 12), range(3), targets
+        SHAPES, (0, 12), range(3), targets or ("cifar10",)
     ):
-        error = (
-            0.2
-            + 0.02 * (math.log(channels / tokens) - 0.3) ** 2
-            + 0.005 * (permuted > 0)
-            + 0.003 * seed
+        error = 0.2 + 0.02 * (math.log(channels / tokens) - 0.3) ** 2
+        run = f"runs/{target}-c{channels}-{permuted}-{seed}"
+        shape = {"name": "made", "shape": f"c{channels}", "seed": str(seed)}
+        shape["blocks"] = "all" if permuted else "none"
+        rows.append(
+            {
+                "plan": "made",
+                "stage": "pretrain",
+                "member": 0,
+                "run": run,
+                "weights": run,
+                "task": "pretrain",
+                "target": target,
+                "num_test": 1000,
+                "kind": "smixer",
+                "labels": json.dumps(shape),
+                "depth": 12,
+                "tokens": tokens,
+                "seed": seed,
+                "channels": channels,
+                "width": tokens * channels,
+                "permuted_blocks": permuted,
+                "error": error + 0.005 * (permuted > 0) + 0.003 * seed,
+                "test_epochs": [1.0, 2.0, 3.0],
+                "test_losses": [2.0 + seed, 1.0, 1.5 + 0.25 * seed],
+                "train_epochs": [1.0, 2.0],
+                "train_losses": [2.0 - 0.5 * seed, 1.0],
+            }
         )
-        run = f"runs/{plan}/{target}-c{channels}-{permuted}-{seed}"
-        found.append(
-            Point(
-                plan=plan,
-                stage="pretrain",
-                member=0,
-                run=run,
-                weights=run,
-                task="pretrain",
-                target=target,
-                num_test=1000,
-                labels=json.dumps({"name": plan, "shape": f"c{channels}", "seed": str(seed)}),
-                kind="smixer",
-                depth=12,
-                tokens=tokens,
-                channels=channels,
-                width=tokens * channels,
-                permuted_blocks=permuted,
-                seed=seed,
-                error=error,
-                test_epochs=[1.0, 2.0, 3.0],
-                test_losses=[2.0 + seed, 1.0, 1.5 + 0.25 * seed],
-                train_epochs=[1.0, 2.0],
-                train_losses=[2.0 - 0.5 * seed, 1.0],
-            )
-        )
-    return found
+    return as_frame(rows)
 
 
-@pytest.fixture
-def kept(tmp_path: Path) -> Path:
-    write_table(table_of(made(targets=("cifar10", "stl10")), metadata={}), tmp_path / "two.parquet")
-    write_table(table_of(made(), metadata={}), tmp_path / "one.parquet")
-    few = [point for point in made() if point.channels in (32, 64)]
-    write_table(table_of(few, metadata={}), tmp_path / "few.parquet")
-    one = [point for point in few if point.channels == 64 and not point.permuted_blocks]
-    write_table(
-        table_of([replace(point, lr=0.1 + 0.1 * (point.seed == 1)) for point in one], metadata={}),
-        tmp_path / "lr.parquet",
-    )
-    probes = [replace(point, task="probe", own_seed=0) for point in one]
-    write_table(table_of([*one, *probes], metadata={}), tmp_path / "tasks.parquet")
-    short = [
-        replace(point, test_epochs=[1.0, 2.0], test_losses=[4.0, 1.0]) if point.seed == 2 else point
-        for point in one
-    ]
-    write_table(table_of(short, metadata={}), tmp_path / "short.parquet")
-    return tmp_path
-
-
-def test_a_sweep_finds_what_was_planted(kept: Path) -> None:
-    words = ["--x", "log_cs", "--hue", "mixing", "--facet", "target", "--out", str(kept / "cs")]
-    assert main(["sweep", str(kept / "two.parquet"), *words]) == 0
-    facts, rows = (
-        json.loads((kept / "cs.json").read_text()),
-        pq.read_table(kept / "cs.parquet").to_pylist(),
-    )
-    assert len(facts["lines"]) == 4 and len(rows) == 4 * 7
+def test_a_sweep_finds_what_was_planted() -> None:
+    places = places_of(made("cifar10", "stl10"), "log_cs", ["mixing"], ["target"])
+    facts = facts_of(places, "log_cs")
+    assert len(facts["lines"]) == 4 and len(places) == 4 * 7
     for line in facts["lines"]:
         assert line["optimum"]["at"] == pytest.approx(0.3) and not line["optimum"]["has_zero"]
     assert facts["rp_minus_normal"] == {
@@ -164,22 +136,34 @@ def test_a_sweep_finds_what_was_planted(kept: Path) -> None:
         "mean": pytest.approx(0.005),
         "lower": 0,
     }
-    row = next(row for row in rows if row["hue"] == "RP" and row["x"] == 0)
-    assert row["errors"] == pytest.approx([0.2068, 0.2098, 0.2128]) and row[
-        "error_sd"
-    ] == pytest.approx(0.003)
-    assert row["binomial_se"] == pytest.approx(math.sqrt(0.2098 * 0.7902 / 1000))
-    assert row["minus_normal"] == pytest.approx([0.005] * 3)
-    with Image.open(kept / "cs.png") as picture:
-        assert picture.width == pytest.approx(6.9 * 220, abs=3) and (kept / "cs.svg").exists()
+    row = places[(places.line == "RP") & (places.x == 0)].iloc[0]
+    assert row.errors == pytest.approx([0.2068, 0.2098, 0.2128])
+    assert row.error_sd == pytest.approx(0.003)
+    assert row.binomial_se == pytest.approx(math.sqrt(0.2098 * 0.7902 / 1000))
+    assert row.minus_normal == pytest.approx([0.005] * 3)
 
 
-def test_mirrored_shapes_are_one_width_and_wider_is_better(kept: Path) -> None:
-    words = ["--x", "width", "--hue", "kind,mixing", "--out", str(kept / "width")]
-    assert main(["sweep", str(kept / "one.parquet"), *words]) == 0
-    lines = json.loads((kept / "width.json").read_text())["lines"]
-    assert [line["hue"] for line in lines] == ["S-Mixer, normal", "S-Mixer, RP"]
-    for line in lines:  # four widths in order, of 4! orders
+def test_the_command_writes_what_the_function_returns(tmp_path: Path, capsys: Capture) -> None:
+    results = tmp_path / "results.parquet"
+    made("cifar10", "stl10").to_parquet(results)
+    words = ["--x", "log_cs", "--hue", "mixing", "--facet", "target", "--out", str(tmp_path / "cs")]
+    assert main(["sweep", str(results), *words]) == 0
+    expected = sweep(made("cifar10", "stl10"), "log_cs", ["mixing"], ["target"])
+    facts = json.loads((tmp_path / "cs.json").read_text())
+    assert facts["lines"] == json.loads(json.dumps(expected.facts["lines"]))
+    assert facts["files"] == ["cs.parquet", "cs.png", "cs.svg"] and set(facts["inputs"]) == {
+        str(results)
+    }
+    assert all((tmp_path / name).exists() for name in facts["files"])
+    assert len(pd.read_parquet(tmp_path / "cs.parquet")) == len(expected.rows)
+    assert "RP - normal: +0.50 points over 42 pairs" in capsys.readouterr().out
+
+
+def test_mirrored_shapes_are_one_width_and_wider_is_better() -> None:
+    places = places_of(made(), "width", ["kind", "mixing"])
+    assert places.line.unique().tolist() == ["S-Mixer, normal", "S-Mixer, RP"]
+    assert (places.num_seeds == 3).all() and sorted(set(places.num_results)) == [3, 6]
+    for line in facts_of(places, "width")["lines"]:  # four widths in order, of 4! orders
         assert line["kendall"] == {
             "tau": -1.0,
             "p": pytest.approx(2 / 24),
@@ -188,128 +172,103 @@ def test_mirrored_shapes_are_one_width_and_wider_is_better(kept: Path) -> None:
         }
 
 
-def test_what_is_permuted_may_be_the_x(kept: Path) -> None:
-    points = [
-        replace(point, labels=json.dumps({"blocks": "all" if point.permuted_blocks else "none"}))
-        for point in made()
-    ]
-    by = By("blocks", facet=("channels",))
-    pairs = [place for place in places_of(points, by) if place.minus_normal]
-    assert len(pairs) == 7 and all(
-        [*place.minus_normal.values()] == pytest.approx([0.005] * 3) for place in pairs
-    )
-    by, narrow = (
-        By("width"),
-        [
-            point
-            for point in points
-            if (point.channels, point.permuted_blocks) in ((16, 12), (32, 0))
-        ],
-    )
-    assert not [
-        place for place in places_of(narrow, by) if place.minus_normal
-    ]  # they differ in width as well
+def test_a_pair_differs_in_nothing_but_the_permutation() -> None:
+    """The permutation may be the x."""
+    results = made()
+    pairs = places_of(results, "blocks", facet=["channels"]).minus_normal_mean.dropna()
+    assert pairs.tolist() == pytest.approx([0.005] * 7)
+    shapes = list(zip(results.channels, results.permuted_blocks, strict=True))
+    of_two_widths = results[[shape in ((16, 12), (32, 0)) for shape in shapes]]
+    assert places_of(of_two_widths, "width").minus_normal_mean.isna().all()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["two.parquet", "--x", "log_cs", "--hue", "mixing"],
-            "at one place stand results on cifar10 (pretrain) and stl10 (pretrain)",
-        ),
-        (["one.parquet", "--x", "log_cs"], "they differ in mixing: make that a hue or a facet"),
-        (
-            ["lr.parquet", "--x", "log_cs"],
-            "-1 stand at one place (log_cs 0.0); they differ in lr: make that a hue or a facet",
-        ),
-        (
-            ["tasks.parquet", "--x", "log_cs"],
-            "at one place stand results on cifar10 (pretrain) and cifar10 (probe); give",
-        ),
-        (
-            ["one.parquet", "--x", "shap"],
-            "shap: no variable, and no axis of these plans; did you mean 'shape'?",
-        ),
-        (["one.parquet", "--x", "density"], "density: no point has it"),
-        (
-            ["one.parquet", "--x", "width", "--task", "probe"],
-            "no point has an accuracy of task probe; there are pretrain",
-        ),
-    ],
-)
-def test_what_a_sweep_cannot_draw_is_said(
-    kept: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    assert main(["sweep", str(kept / words[0]), *words[1:], "--out", str(kept / "bad")]) == 2
-    assert said in capsys.readouterr().err and not list(kept.glob("bad*"))
+def of_one_shape() -> pd.DataFrame:
+    results = made()
+    return results[(results.channels == 64) & (results.permuted_blocks == 0)]
 
 
-def test_bands_are_from_the_least_to_the_greatest(kept: Path) -> None:
-    words = ["--hue", "mixing", "--facet", "shape", "--out", str(kept / "curves")]
-    assert main(["curves", str(kept / "few.parquet"), *words]) == 0
-    rows = pq.read_table(kept / "curves.parquet").to_pylist()
-    own = [
-        row for row in rows if (row["facet"], row["hue"], row["curve"]) == ("c64", "normal", "test")
-    ]
-    assert [(row["min"], row["mean"], row["max"]) for row in own] == [
-        (2, 3, 4),
-        (1, 1, 1),
-        (1.5, 1.75, 2.0),
-    ]
-    assert [row["sd"] for row in own] == pytest.approx([1.0, 0.0, 0.25])
-    line = json.loads((kept / "curves.json").read_text())["lines"][0]
-    assert line["overfit"] == pytest.approx([0.5, 0.75, 1.0]) and line[
-        "overfit_mean"
-    ] == pytest.approx(0.75)
-    assert (kept / "curves.png").exists()
+def test_results_that_have_no_mean_are_an_error() -> None:
+    one = of_one_shape()
+    lr = one.assign(lr=[0.1, 0.2, 0.1])
+    probes = pd.concat([one, one.assign(task="probe", own_seed=0)], ignore_index=True)
+    again = pd.concat([one, one.assign(run="again")], ignore_index=True)
+    for results, names in (
+        (made("cifar10", "stl10"), {"hue": ["mixing"]}),
+        (made(), {}),
+        (lr, {}),
+        (probes, {}),
+        (again, {}),
+    ):
+        with fails("conflict", "log_cs"):
+            places_of(results, "log_cs", **names)
+    with fails("unknown-name", "shap"):
+        places_of(made(), "shap")
+    with fails("empty", "density"):
+        places_of(made(), "density")
+    with fails("empty", "--task"):
+        places_of(made(), "width", task="probe")
 
 
-def test_a_band_goes_as_far_as_all_its_seeds(kept: Path) -> None:
-    assert main(["curves", str(kept / "short.parquet"), "--out", str(kept / "short-curves")]) == 0
-    rows = [
-        row
-        for row in pq.read_table(kept / "short-curves.parquet").to_pylist()
-        if row["curve"] == "test"
-    ]
-    assert [(row["epochs"], row["mean"], row["num_seeds"]) for row in rows] == [
-        (1, 3, 3),
-        (2, 1, 3),
-    ]
+def test_a_mistake_is_one_line_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
+    made().to_parquet(tmp_path / "results.parquet")
+    words = ["sweep", str(tmp_path / "results.parquet"), "--x", "log_cs"]
+    assert main([*words, "--out", str(tmp_path / "bad")]) == 2
+    assert printed_errors(capsys.readouterr().err) == [("log_cs", "conflict")]
+    assert not list(tmp_path.glob("bad*"))
+
+
+def test_bands_are_the_range_over_seeds(tmp_path: Path, capsys: Capture) -> None:
+    results = made()
+    results[results.channels.isin([32, 64])].to_parquet(tmp_path / "few.parquet")
+    words = ["--hue", "mixing", "--facet", "shape", "--out", str(tmp_path / "curves")]
+    assert main(["curves", str(tmp_path / "few.parquet"), *words]) == 0
+    rows = pd.read_parquet(tmp_path / "curves.parquet")
+    own = rows[(rows.facet == "c64") & (rows.hue == "normal") & (rows.curve == "test")]
+    bands = own[["min", "mean", "max"]].to_numpy().tolist()
+    assert bands == [[2, 3, 4], [1, 1, 1], [1.5, 1.75, 2.0]]
+    assert own.sd.tolist() == pytest.approx([1.0, 0.0, 0.25])
+    line = json.loads((tmp_path / "curves.json").read_text())["lines"][0]
+    assert line["overfit"] == pytest.approx([0.5, 0.75, 1.0])
+    assert line["overfit_mean"] == pytest.approx(0.75)
+    assert "overfit 0.7500 ± 0.2500, seeds: 3" in capsys.readouterr().out
+
+
+def test_a_band_ends_where_its_shortest_curve_ends() -> None:
+    short = of_one_shape()
+    short.loc[short.index[-1:], "test_epochs"] = pd.Series([[1.0, 2.0]], index=short.index[-1:])
+    short.loc[short.index[-1:], "test_losses"] = pd.Series([[4.0, 1.0]], index=short.index[-1:])
+    _, bands = curves_of(short)
+    tests = bands[bands.curve == "test"][["epochs", "mean", "num_seeds"]]
+    assert tests.to_numpy().tolist() == [[1, 3, 3], [2, 1, 3]]
+    short["test_epochs"] = [[1.0], [1.0], [2.0]]
+    short["test_losses"] = [[1.0], [1.0], [2.0]]
+    with fails("conflict", "--hue"):
+        curves_of(short)
 
 
 def test_the_widest_mixer_of_figure_3_has_as_many_tokens_as_channels(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     assert main(["widths", "--omega", "2^18,2^27", "--out", str(tmp_path / "widths")]) == 0
-    rows = pq.read_table(tmp_path / "widths.parquet").to_pylist()
+    rows = pd.read_parquet(tmp_path / "widths.parquet")
     for name, side in (("2^18", 64), ("2^27", 512)):
-        own = [row for row in rows if row["omega_name"] == name]
-        widest = max(own, key=lambda row: row["width"])
-        assert (widest["channels"], widest["tokens"], widest["density"]) == (
-            side,
-            side,
-            pytest.approx(1 / side),
-        )
-        assert {row["channels"] for row in own} == {row["tokens"] for row in own}
-        assert all(row["channels"] * row["tokens"] * (row["channels"] + row["tokens"]) / 2 == pytest.approx(row["omega"], rel=0.13)
-                   for row in own)  # fmt: skip
-    assert (
-        main(["widths", "--omega", "2^18", "--gamma", "4", "--out", str(tmp_path / "x")]) == 0
-    )  # less than a decade of p
+        own = rows[rows.omega_name == name]
+        widest = own.loc[own.width.idxmax()]
+        assert (widest.channels, widest.tokens) == (side, side)
+        assert widest.density == pytest.approx(1 / side)
+        assert set(own.channels) == set(own.tokens)
+        omega = own.channels * own.tokens * (own.channels + own.tokens) / 2
+        assert omega.tolist() == pytest.approx(own.omega.tolist(), rel=0.13)
+    words = ["widths", "--omega", "2^18", "--gamma", "4"]  # less than a decade of p
+    assert main([*words, "--out", str(tmp_path / "x")]) == 0
     assert "$" not in (tmp_path / "x.svg").read_text()
     capsys.readouterr()
-    assert (
-        main(["widths", "--omega", "10"]) == 2
-        and "too small with gamma 1" in capsys.readouterr().err
-    )
-    assert (
-        main(["widths", "--omega", ","]) == 2
-        and "names no number of connections" in capsys.readouterr().err
-    )
+    for omega, code in (("10", "bad-value"), (",", "missing-value")):
+        assert main(["widths", "--omega", omega, "--out", str(tmp_path / "y")]) == 2
+        assert printed_errors(capsys.readouterr().err) == [("--omega", code)]
 
 
-def test_variables_are_columns_or_follow_from_them() -> None:
-    assert set(VARIABLES) - set(DERIVED) <= {field.name for field in fields(Point)} and set(
-        DERIVED
-    ) <= set(VARIABLES)
+def test_every_variable_is_a_column() -> None:
+    data, axes = with_variables(made())
+    assert set(VARIABLES) <= set(data) and set(COLUMNS) <= set(data)
+    assert set(axes) == {"name", "shape", "seed", "blocks"}

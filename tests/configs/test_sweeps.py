@@ -17,11 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import pandas as pd
 import pytest
 
-from analysis.points import STAGES, Point, _of_model, collect, read_points
-from analysis.sweeps.curves import bands_of
-from analysis.sweeps.series import By, places_of
+from analysis.results import STAGES, as_frame, read_results, results_of_plans
+from analysis.run_rows import about_model
+from analysis.sweeps.curves import curves_of
+from analysis.sweeps.sweep import places_of
 from cluster.plan_file import Plan, load_checked
 from cluster.work import Work
 from data_prep.settings import flatten, load_settings
@@ -481,8 +483,8 @@ def test_the_first_member_of_each_demo_trains_for_two_steps(
 def test_the_kept_points_are_of_the_members_that_the_demos_have(plans: dict[str, Plan]) -> None:
     """Else `make clean-demos demos` renews them."""
     kept = {
-        (each.plan, each.stage, each.member): each.label_of
-        for each in read_points([REPOSITORY / POINTS])
+        (each.plan, each.stage, each.member): json.loads(each.labels)
+        for each in read_results([REPOSITORY / POINTS]).itertuples()
     }
     for name, plan in ((name, plan) for name, plan in plans.items() if plan.is_demo):
         stages = [stage for stage in plan.stages if stage.kind in STAGES]
@@ -521,8 +523,8 @@ def test_a_demo_runs_by_the_real_commands(tmp_path: Path, monkeypatch: pytest.Mo
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert Path("runs/plans/b_scaling_demo/figure.json").is_file()
     reached = {
-        (each.task, each.width, each.epochs): each.error or 0.0
-        for each in collect([load_checked(plan, is_demo=True)])
+        (each.task, each.width, each.epochs): each.error
+        for each in results_of_plans([load_checked(plan, is_demo=True)]).itertuples()
     }
     for task in ("pretrain", "probe"):
         assert {(task, width, epochs) for width in (32, 128) for epochs in (2, 6)} <= reached.keys()
@@ -565,15 +567,15 @@ def train_all(commands: list[list[str]], place: str) -> None:
     os._exit(0)
 
 
-def made_points(plan: Plan) -> list[Point]:
+def made_points(plan: Plan) -> pd.DataFrame:
     """What `analysis points` would find of it, without any training."""
-    found: list[Point] = []
+    found = dict[str, dict[str, Any]]()
     for stage in plan.stages:
         for member in stage.members if stage.kind in ("pretrain", "probe", "tune") else ():
             settings: Any = member.work.settings
             source, length = run_and_length(member.work.pretrained or "")
-            base = next((point for point in found if point.run == source), None)
-            above = base.label_of if base is not None else {}
+            base = found.get(source)
+            above = json.loads(base["labels"]) if base is not None else {}
             labels = {
                 **above,
                 **{axis: label for axis, label in member.labels.items() if axis != "name"},
@@ -582,12 +584,9 @@ def made_points(plan: Plan) -> list[Point]:
                                    "task": stage.kind, "labels": json.dumps(labels), "error": 0.5, "num_test": 100, "step": 1,
                                    "target": settings.data.dataset, "target_hash": settings.data.dataset}  # fmt: skip
             if base is not None:
-                epochs = float(length.removesuffix("epochs")) if length else base.epochs
-                found.append(
-                    replace(
-                        base, **own, own_seed=0, epochs=epochs, test_losses=None, train_losses=None
-                    )
-                )
+                epochs = float(length.removesuffix("epochs")) if length else base["epochs"]
+                own |= {"own_seed": 0, "epochs": epochs, "test_losses": None}
+                found[settings.run_dir] = base | own
                 continue
             size, thirds = settings.data.image_size or of_dataset(settings)[2], (0.5, 0.5, 0.5)
             card = ModelCard(model=settings.model, image_size=size, classes=("a", "b"), channel_mean=thirds, channel_std=thirds,
@@ -602,8 +601,8 @@ def made_points(plan: Plan) -> list[Point]:
                 "test_losses": [1.0],
                 "global_batch_size": settings.train.global_batch_size,
             }
-            found.append(Point(**own, **trained, **_of_model(card)))
-    return found
+            found[settings.run_dir] = own | trained | about_model(card)
+    return as_frame(list(found.values()))
 
 
 def test_the_figure_of_each_plan_draws_what_its_members_reach(plans: dict[str, Plan]) -> None:
@@ -613,16 +612,13 @@ def test_the_figure_of_each_plan_draws_what_its_members_reach(plans: dict[str, P
     for name, plan in plans.items():
         figure = plan.figure
         assert figure is not None, name
-        by = By(figure.x or "epochs", figure.hue, figure.facet, figure.task)
         points = made_points(plan)
         if figure.kind == "sweep":
-            places = places_of(points, by)
-            assert len(places) > 1 and sum(len(each.points) for each in places) > 1, name
-            drawn = [
-                point for place in places for seeds in place.points.values() for point in seeds
-            ]
-            assert len(drawn) == sum(figure.task in (None, point.task) for point in points), name
+            places = places_of(points, figure.x or "", figure.hue, figure.facet, figure.task)
+            meant = points if figure.task is None else points[points.task == figure.task]
+            assert len(places) > 1 and places.num_results.sum() == len(meant), name
         elif figure.kind == "curves":
-            assert sum(len(band.losses) for band in bands_of(points, by)) == len(points), name
+            losses, _ = curves_of(points, figure.hue, figure.facet)
+            assert losses.run.nunique() == len(points), name
         kinds[figure.kind] += 1
     assert kinds == {"sweep": 44, "curves": 6, "scaling": 2, "cka": 2}

@@ -12,7 +12,7 @@ import sklearn.metrics as sk
 import torch
 from torch import Tensor
 
-from analysis.report import collect, draw
+from analysis.report import collect, draw, rows_of
 from data_prep.build.merge import write_annotation
 from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
@@ -319,8 +319,9 @@ def test_a_mixture_is_judged_on_each_of_its_datasets(
     assert [run.task for run in runs] == ["pretrain", "evaluate", "evaluate"]
     assert {run.dataset for run in runs[1:]} == {shapes, other_shapes}
     assert all(run.model_name == "B-2/Wi-32" and run.top1 is not None for run in runs[1:])
-    draw(runs, tmp_path / "all.png")
-    draw(runs[1:], tmp_path / "evaluations.png")
+    for some, bars in ((runs, 0), (runs[1:], 2)):
+        figure = draw(some, rows_of(some))
+        assert sum(len(axes.patches) for part in figure.subfigs for axes in part.axes) == bars
 
 
 def test_pixels_are_fed_as_the_card_says_and_other_squares_reported(

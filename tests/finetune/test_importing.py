@@ -100,7 +100,8 @@ def test_an_imported_folder_is_evaluated_probed_and_drawn(
         "bicubic",
         "area",
     )
-    weight_NF, side = first_layer(Checkpoint.open(out))
+    layer = first_layer(Checkpoint.open(out))
+    weight_NF, side = layer.weight_NF, layer.side
     assert torch.equal(weight_NF, weights["linear_in.weight"]) and side == 16
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import pretrain.augment.feed as feeding
-from analysis.features.mixings import Pictures
+from analysis.features.mixings import Images
 from finetune.probe import features
 from pretrain.augment.augmentation import Prepared
 from pretrain.augment.feed import Ahead, Feed, on_device
@@ -270,7 +270,7 @@ def compute_features(reader: ShardReader) -> None:
 def analyse(reader: ShardReader) -> None:
     (part,), seen = reader.parts, list[np.ndarray]()
     pictures, order = (
-        Pictures(str(part.directory), part.manifest, part.split, batch=50),
+        Images(str(part.directory), part.manifest, part.split, batch=50),
         np.random.default_rng(0).permutation(240),
     )
     for batch in pictures.batches("", size=reader.stored_size, device=GPU):

@@ -1,0 +1,174 @@
+"""The results table: one row for each accuracy of a finished run, for every figure, table and fit.
+
+A pretraining has a row for its end and for each checkpoint that `checkpoint.keep_at` kept. Probes,
+k-NN, tunings and evaluations have a row each, next to the weights that they used. Unknown values
+are null. No torch is imported.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.run_rows import rows_of_run
+from cluster import plan_file
+from cluster.plan_file import Plan
+from data_prep.errors import SettingsError, UserError
+from finetune.runs import read_run, runs_below
+
+COLUMNS = {
+    "plan": "name of the plan file",
+    "stage": "section of the plan",
+    "member": "number in that section",
+    "labels": 'JSON of the plan\'s axes for this run and its weights, {"model.width": "64"}',
+    "run": "directory of the run",
+    "began_ms": "start of the run, as a Unix time",
+    "task": "pretrain, scratch (by `finetune tune`), probe, knn, tune or evaluate",
+    "method": "scratch, tune, probe, knn, tta (a tuned model with views) or null",
+    "recipe": "hash of all settings that change what is learned, except seeds and folds",
+    "repetition": "seeds and folds of the run and its weights",
+    "fold": "fold of the training split, if only one was used",
+    "weights": "run that pretrained the weights, or the folder of imported weights",
+    "start": "datasets and lengths of the trainings before this one",
+    "length": "length of the training, such as 50 epochs",
+    "step": "step of the weights in their pretraining",
+    "epochs": "T = samples / N",
+    "samples": "images seen",
+    "images": "N: different images seen",
+    "compute": "C = 3 x MACs of one image x samples, as Scaling MLPs counts",
+    "flop": "2 C",
+    "trained_on": "dataset of the pretraining",
+    "model": "label, such as B-12/Wi-1024, and every other setting that is not the default",
+    "kind": "mlp, mixer, smixer (one layer per mixing), sw_mlp, structured or timm",
+    "tokens": "S",
+    "channels": "C",
+    "width": "m: S C for a Mixer",
+    "gamma": "hidden width divided by width; 1 without hidden layers",
+    "hidden_width": "gamma m",
+    "omega": "connections of one layer",
+    "density": "p of a SW-MLP",
+    "depth": "layers or blocks",
+    "patch_size": "pixels",
+    "permuted_blocks": "number of randomly permuted Mixer blocks",
+    "parameters": "P",
+    "block_parameters": "P without stem and head",
+    "multiply_adds": "MACs of one image, forward",
+    "seed": "seed of the pretraining",
+    "own_seed": "seed of the training on top of it",
+    "optimizer": "of the pretraining, as the next three",
+    "lr": "learning rate",
+    "weight_decay": "weight decay",
+    "global_batch_size": "images per step",
+    "augmented": "true if the pretraining used crop, flip, auto-augment, erasing or mixing",
+    "own_augmented": "the same for the training on top of it, or the views of a probe",
+    "views": "augmented views of an evaluation or probe",
+    "neighbors": "k of k-NN",
+    "target": "dataset of the accuracy",
+    "benchmark": "its public name, such as cifar10",
+    "target_hash": "hash of its content",
+    "split": "split of the accuracy",
+    "num_test": "images in that split",
+    "error": "1 - top-1",
+    "error_real": "1 - top-1 for the reassessed labels",
+    "loss": "evaluation loss",
+    "train_loss": "mean training loss of the last tenth of the event log",
+    "images_per_s": "throughput",
+    "train_epochs": "training curve, at most 200 means",
+    "train_losses": "its losses",
+    "test_epochs": "evaluation curve",
+    "test_losses": "its losses",
+    "test_errors": "its errors",
+}
+VARIABLES = (*plan_file.VARIABLES, "neighbors")
+"""Variables that figures distinguish results by, besides the axes of their plan."""
+STAGES = ("pretrain", "probe", "knn", "tune", "evaluate")
+"""Kinds of work that end with an accuracy."""
+
+
+def as_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    return _with_nan(pd.DataFrame(rows, columns=list(COLUMNS)))
+
+
+def _with_nan(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the frame with NaN instead of None in empty columns."""
+    return frame.astype({name: float for name in frame if frame[name].isna().all()})
+
+
+def read_results(paths: Iterable[Path]) -> pd.DataFrame:
+    """Read files that `analysis points` has written. Missing columns are null."""
+    frames = []
+    for path in paths:
+        fix = "write it with `analysis points PLAN --out FILE.parquet`"
+        try:
+            frame = pd.read_parquet(path)
+        except FileNotFoundError:
+            raise UserError(
+                str(path), "the file does not exist", fix, code="missing-path"
+            ) from None
+        except (ValueError, OSError) as problem:
+            first_line = str(problem).partition("\n")[0]
+            raise UserError(
+                str(path),
+                f"the file is not a results table ({first_line})",
+                fix,
+                code="unknown-format",
+            ) from None
+        if "task" not in frame:
+            raise UserError(str(path), "the file has no column task", fix, code="unknown-format")
+        frames.append(_with_nan(frame.reindex(columns=list(COLUMNS))))
+    return pd.concat(frames, ignore_index=True) if len(frames) != 1 else frames[0]
+
+
+def last_of_each_run(results: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the last step of each run."""
+    step = results.step.fillna(0)
+    return results[step == step.groupby(results.run).transform("max")]
+
+
+def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.DataFrame:
+    """Return the results of all members. Unfinished members are an error without `partial`."""
+    names = [Path(plan.path).stem for plan in plans]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise SettingsError(
+            repeated[0], "two plans have this name", "leave out one of them", code="conflict"
+        )
+    rows, unfinished = list[dict[str, Any]](), list[str]()
+    for plan, name in zip(plans, names, strict=True):
+        for stage in [stage for stage in plan.stages if stage.kind in STAGES]:
+            found = list[dict[str, Any]]()
+            for member in stage.members:
+                about = {"plan": name, "stage": stage.name, "member": member.index}
+                if not member.work.is_finished():
+                    unfinished.append(f"{name}: {stage.title(member)}")
+                    continue
+                run = read_run(Path(member.work.writes))
+                repeats = run.result["runs"] if run.is_group else ["."]
+                for repeat in repeats:
+                    found += [row | about for row in rows_of_run(read_run(run.directory / repeat))]
+            if not found and not unfinished:
+                raise SettingsError(
+                    plan.path,
+                    f"{stage.name} has no accuracies",
+                    "set data.eval_split in its config",
+                    code="empty",
+                )
+            rows += found
+    if unfinished and not partial:
+        more = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
+        raise SettingsError(
+            ", ".join(names),
+            f"{', '.join(unfinished[:3])}{more} are not finished",
+            "run the plan to its end, or give --partial",
+            code="unfinished",
+        )
+    if not rows:
+        raise SettingsError(
+            ", ".join(names), "no member is finished", "run the plan first", code="empty"
+        )
+    return as_frame(rows)
+
+
+def results_below(root: Path) -> pd.DataFrame:
+    """Return the results of all runs in a folder and the folders below it."""
+    return as_frame([row for run in runs_below(root) for row in rows_of_run(run)])

@@ -1,0 +1,289 @@
+"""The rows of the results table that one finished run has; `analysis.results.COLUMNS` explains the
+columns. No torch is imported."""
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from data_prep.manifest import DatasetError
+from data_prep.settings import validate
+from finetune.runs import Run, card_of, run_of
+from pretrain.checkpoints.card import ModelCard
+from pretrain.checkpoints.run import MAY_CHANGE, list_checkpoints, step_of
+from pretrain.config import DataSettings
+from pretrain.data.datasets import TrainingData, load_training_data
+from pretrain.models.cost import cost_of, num_block_parameters, width_and_connections
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, ModelSpec, SparseMlpSpec
+
+TRAININGS = ("pretrain", "scratch")
+CURVES, LONGEST_CURVE = ("train/loss", "eval/loss", "eval/top1"), 200
+REPEATED = ("seed", "train.seed", "data.fold")
+"""Settings in which the repetitions of one recipe differ."""
+APART = (
+    *(key for key in MAY_CHANGE if key != "train.duration"),
+    *("run_dir", "pretrained", "data.dataset", "features_dir", "seeds", "folds"),
+    *("tracking", "ranks", "peak_teraflops", "num_ranks", "local_batch_size", "feature_batch_size"),
+)
+"""Settings that are not part of a recipe. The recipe of the weights and the content hash of the
+dataset stand for the paths."""
+AUGMENTATIONS = (
+    *("crop_scale", "crop_padding", "flip_probability", "auto_augment", "erase_probability"),
+    *("mixup_alpha", "cutmix_alpha"),
+)
+OFF = ("", "None", "null", "0", "0.0", "False", "false")
+PUBLIC = re.compile(r"imagenet21_epochs_(\d+)")
+"""Names of the checkpoints that the authors of Scaling MLPs published."""
+REAL_LABELS = "top-1, ReaL labels"
+SPEC = TypeAdapter[AnySpec](ModelSpec)
+_run_at, _card_in = lru_cache(maxsize=1024)(run_of), lru_cache(maxsize=1024)(card_of)
+
+
+def rows_of_run(run: Run) -> list[dict[str, Any]]:
+    """Return a row for each accuracy of a finished run. Groups of repetitions have none."""
+    if run.is_group or not run.result:
+        return []
+    chain = [run]
+    """The run, then the runs of its weights."""
+    while (source := chain[-1].pretrained) is not None and (above := _run_at(source)) is not None:
+        chain.append(above)
+    scores = {name: 1 - accuracy for name, accuracy in run.accuracies.items()}
+    row = _about(run, chain)
+    row |= {"error": scores.get("top-1"), "error_real": scores.get(REAL_LABELS)}
+    if run.task in TRAININGS:
+        return _rows_of_training(run, row)
+    base = next((each for each in chain if each.task in TRAININGS), None)
+    if base is not None:
+        step = chain[chain.index(base) - 1].record.parents[0].checkpoint
+        row |= {**_about_training(base, step), "weights": os.path.relpath(base.directory)}
+    elif source is not None:  # imported weights
+        row["weights"] = os.path.relpath(source)
+        if (card := _card_in(source)) is not None:
+            row |= about_model(card) | {"step": card.step, "trained_on": card.dataset}
+    if run.task == "tune":
+        row |= _curves(run)
+    neighbors = {
+        int(name.rpartition(" ")[2]): score
+        for name, score in scores.items()
+        if name.startswith("top-1, k = ")
+    }
+    return [row | {"neighbors": k, "error": error} for k, error in neighbors.items()] or [row]
+
+
+def _about(run: Run, chain: Sequence[Run]) -> dict[str, Any]:
+    """Return what a run's own settings and its parents say."""
+    trained = next((each for each in chain if each.task == "tune"), run)
+    manifest = run.manifest
+    split = manifest.splits.get(run.split) if manifest else None
+    recipes = [_recipe(each) for each in chain]
+    repetition = [each.params.get(key, "") for each in chain for key in REPEATED]
+    fold = trained.params.get("data.fold", "")
+    labels = {axis: label for each in chain[::-1] for axis, label in each.record.labels.items()}
+    row: dict[str, Any] = {
+        "plan": run.record.plan, "stage": run.record.stage, "member": run.record.member,
+        "labels": json.dumps(labels), "run": str(run.directory), "task": run.task,
+        "began_ms": run.began_ms, "model": run.model_name,
+        "recipe": hashlib.sha256(json.dumps(recipes).encode()).hexdigest()[:16],
+        "repetition": json.dumps(repetition), "fold": None if fold in OFF[:3] else fold,
+        "start": _start(run, chain), "target": run.dataset_name,
+        "benchmark": run.tags.get("target"),
+        "target_hash": manifest.content_hash if manifest else None, "split": run.split,
+        "num_test": split.num_samples if split else None, "views": run.settings.get("views"),
+        "images_per_s": run.result.get("images_per_s"), "loss": run.result.get("eval/loss"),
+    }  # fmt: skip
+    row["method"] = run.task
+    if run.task == "pretrain":
+        row["method"] = None if run.record.parents else "scratch"
+    elif run.task == "evaluate":
+        is_tuned = trained.task == "tune"
+        row["method"] = "tta" if is_tuned and run.settings.get("views") else None
+    if run.task not in TRAININGS:
+        row["own_seed"] = trained.record.seed
+        row["own_augmented"] = is_augmented(trained)
+    return row
+
+
+def _recipe(run: Run) -> list[str]:
+    apart = (*REPEATED, *APART)
+    kept = [
+        f"{key}={value}"
+        for key, value in sorted(run.params.items())
+        if not any(key == free or key.startswith(f"{free}.") for free in apart)
+    ]
+    return [run.model_name, run.dataset_name, run.tags.get("origin", ""), *kept]
+
+
+def _start(run: Run, chain: Sequence[Run]) -> str:
+    """Return the trainings before this one, the last one first: "cifar10, of imagenet21k for 400
+    epochs"."""
+    parts = []
+    for below, each in pairwise(chain):
+        if each.task in TRAININGS:
+            length = each.length_at(below.record.parents[0].checkpoint)
+            without = "" if is_augmented(each) else " without DA"
+            parts.append(f"{_benchmark(each)} for {plain_length(length)}{without}")
+        elif each.task == "tune" and run.task != "evaluate":
+            parts.append(_benchmark(each))
+    first = chain[-1]
+    if first.record.parents:  # weights of others, or of a run that is gone
+        origin = next((each.tags["origin"] for each in chain if each.tags.get("origin")), "")
+        public = PUBLIC.search(origin)
+        if first.record.parents[0].record is not None or not origin:
+            parts.append("unknown")
+        else:
+            parts.append(f"public imagenet21k for {public[1]} epochs" if public else origin)
+    return ", of ".join(parts)
+
+
+def _benchmark(run: Run) -> str:
+    return run.tags.get("target") or run.dataset_name
+
+
+def plain_length(length: str) -> str:
+    """Return 50epochs and 1_000 epochs as 50 epochs and 1000 epochs."""
+    return re.sub(r"^(\d+) ?(epochs?)$", r"\1 \2", length.strip().replace("_", ""))
+
+
+def is_augmented(run: Run) -> bool:
+    if run.task in ("probe", "knn"):
+        return run.params.get("views", "") not in OFF
+    return any(run.params.get(f"augment.{name}", "") not in OFF for name in AUGMENTATIONS)
+
+
+def _rows_of_training(run: Run, row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each kept checkpoint that the event log has an evaluation of, and one for
+    the end."""
+    row["weights"] = str(run.directory)
+    last, rows = int(run.result.get("step", 0)), []
+    _, losses, accuracies = (dict(zip(*curve, strict=True)) for curve in run.curves(*CURVES))
+    if (run.settings.get("checkpoint") or {}).get("keep_at"):
+        for step in map(step_of, list_checkpoints(run.directory)):
+            if step in accuracies and step < last:
+                scores = {"error": 1 - accuracies[step], "loss": losses.get(step)}
+                about = {**_about_training(run, step), "images_per_s": None, "error_real": None}
+                rows.append({**row, **about, **scores})
+    return [*rows, {**row, **_about_training(run, last), **_curves(run)}]
+
+
+def _about_training(run: Run, step: int) -> dict[str, Any]:
+    """Return the columns of a pretraining at one of its steps."""
+    settings, data, card = run.settings, _data_of(run), _card_in(run.directory)
+    train, optimizer = settings.get("train") or {}, settings.get("optimizer") or {}
+    about: dict[str, Any] = {
+        name: (train | optimizer).get(name)
+        for name in ("seed", "global_batch_size", "lr", "weight_decay")
+    }
+    about |= {"step": step, "optimizer": optimizer.get("name"), "augmented": is_augmented(run)}
+    about |= {
+        "length": plain_length(run.length_at(step)) if step else run.params.get("train.duration")
+    }
+    if card is not None:
+        about |= about_model(card)
+    else:
+        with suppress(ValueError):  # settings without a model, or of another version
+            about["model"] = model_words(SPEC.validate_python(settings.get("model")))
+    if "global_batch_size" in train:
+        samples = about["samples"] = step * train["global_batch_size"]
+        if data is not None:
+            about |= {
+                "images": data.num_samples,
+                "epochs": samples / data.num_samples,
+                "trained_on": data.name,
+            }
+        if about.get("multiply_adds"):
+            about["compute"] = 3.0 * about["multiply_adds"] * samples
+            about["flop"] = 2 * about["compute"]
+    return about
+
+
+def model_words(spec: AnySpec) -> str:
+    """Return the label, and each other setting that is not the default."""
+    fields = {
+        name: field.default
+        for name, field in type(spec).model_fields.items()
+        if not field.is_required()
+    }
+    hidden = [
+        f"{name} {getattr(spec, name)}"
+        for name, default in fields.items()
+        if getattr(spec, name) != default
+        and spec.model_copy(update={name: default}).label == spec.label
+    ]
+    return ", ".join([spec.label, *hidden])
+
+
+def about_model(card: ModelCard) -> dict[str, Any]:
+    spec, size = card.model, card.image_size
+    cost = cost_of(spec, num_classes=len(card.classes), image_size=size)
+    width, omega = width_and_connections(spec, image_size=size)
+    about: dict[str, Any] = {"model": model_words(spec), "width": width, "omega": omega}
+    about |= {name: getattr(spec, name, None) for name in ("kind", "depth", "patch_size")}
+    if cost.multiply_adds:  # unknown for other models of timm
+        about |= {"multiply_adds": cost.multiply_adds, "parameters": cost.num_parameters}
+        about["block_parameters"] = num_block_parameters(spec, image_size=size)
+    match spec:
+        case MlpSpec():
+            about["gamma"] = spec.expansion if spec.bottleneck == "inverted" else 1.0
+        case MixerSpec():
+            tokens, is_single = spec.tokens(image_size=size), spec.layers_per_mixing == 1
+            sides = (tokens, spec.num_channels)
+            hidden = sides if is_single else spec.hidden_sizes(num_tokens=tokens)
+            about |= {"kind": "smixer" if is_single else "mixer", "tokens": tokens}
+            about |= {"channels": spec.num_channels}
+            about["gamma"] = max(hidden[0] / tokens, hidden[1] / spec.num_channels)
+            about["permuted_blocks"] = sum(map(spec.is_permuted, range(spec.depth)))
+        case SparseMlpSpec():
+            about |= {"density": spec.density, "channels": spec.num_channels}
+            about["gamma"] = spec.expansion or 1.0
+    if width is not None and "gamma" in about:
+        about["hidden_width"] = about["gamma"] * width
+    return about
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    """Return the curves of the event log in epochs."""
+    train, test, top1 = run.curves(*CURVES)
+    data, batch = _data_of(run), (run.settings.get("train") or {}).get("global_batch_size")
+    if data is None or batch is None:
+        return {}
+    curves: dict[str, Any] = {}
+
+    def means(values: Sequence[float]) -> list[float]:
+        parts = np.array_split(values, min(len(values), LONGEST_CURVE))
+        return [float(part.mean()) for part in parts]
+
+    for name, (steps, values) in (("train", train), ("test", test)):
+        if steps:
+            epochs = [step * batch / data.num_samples for step in means(steps)]
+            curves |= {f"{name}_epochs": epochs, f"{name}_losses": means(values)}
+    if train[0]:
+        curves["train_loss"] = float(np.mean(train[1][-max(1, len(train[1]) // 10) :]))
+    if test[0]:
+        curves["test_errors"] = [1 - value for value in means(top1[1])]
+    return curves
+
+
+def _data_of(run: Run) -> TrainingData | None:
+    data = run.settings.get("data") or {}
+    also = [
+        {**each, "dataset": str(run.path_of(each["dataset"]))} for each in data.get("also") or ()
+    ]
+    return _load_data(json.dumps({**data, "dataset": str(run.dataset), "also": also}))
+
+
+@lru_cache(maxsize=64)
+def _load_data(data: str) -> TrainingData | None:
+    try:
+        return load_training_data(validate(DataSettings, json.loads(data)))
+    except (DatasetError, ValueError, OSError) as problem:
+        print(f"{problem} Its epochs and curves are unknown.", file=sys.stderr)
+        return None

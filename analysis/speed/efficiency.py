@@ -1,0 +1,229 @@
+"""The efficiency table of Scaling MLPs: parameters, MACs, latency and throughput of four models at
+64 px.
+
+All models are measured in one process, one after the other in every round, because the speed of a
+shared machine drifts: the result is the ratio within a round, as a median over the rounds. Latency
+is the time of one image, throughput that of a batch. The images are on the device, so no data
+loading is measured.
+"""
+
+import os
+import platform
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from analysis.device import device_of
+from analysis.output import Result, mark, table_of
+from finetune.looks import GREY, looks, panels
+from pretrain.engine.step import DTYPES, working_in
+from pretrain.models.build import build_model
+from pretrain.models.cost import Cost, cost_of
+from pretrain.models.presets import preset, spec_of
+from pretrain.tracking.run_tags import git_commit
+
+IMAGE_SIZE, NUM_CLASSES = 64, 1000
+COLUMNS = (
+    *("model", "params", "MACs", "latency", "of first", "images/s", "of first"),
+    *("paper: MACs", "latency", "images/s", "of first"),
+)
+
+
+class Published(NamedTuple):
+    """A row of Table 4, measured on an A5000; the throughput is that of the best batch."""
+
+    label: str
+    million_parameters: float
+    giga_multiply_adds: float
+    images_per_s: int
+    latency_ms: float
+
+
+PUBLISHED = {
+    "mlp_b12_wi768": Published("B-12/Wi-768", 66.89, 0.0668, 16_063, 21.2),
+    "resnet152_64": Published("ResNet-152", 60.19, 13.07, 506, 423),
+    "vit_b_4": Published("ViT-B/4", 86.06, 23.08, 222, 424),
+    "mixer_b_4": Published("Mixer-B/4", 63.82, 19.36, 319, 400),
+}
+
+
+class Conditions(NamedTuple):
+    device: str
+    dtype: str
+    is_compiled: bool
+    batch_size: int
+    num_rounds: int
+    seconds: float
+    """Least duration of one measurement, which has at least one forward pass."""
+
+
+def choose_conditions(
+    device: str | None,
+    dtype: str | None,
+    is_compiled: bool | None,
+    batch_size: int | None,
+    *,
+    quick: bool,
+) -> Conditions:
+    """Complete the options: bf16 and compiled on CUDA, float32 and eager on a CPU."""
+    on_gpu = device_of(device).type == "cuda"
+    usual_batch = (512 if quick else 1024) if on_gpu else (4 if quick else 16)
+    rounds, seconds = (3, 0.2) if quick else (7, 1.0)
+    return Conditions(
+        "cuda" if on_gpu else "cpu",
+        dtype or ("bf16" if on_gpu else "fp32"),
+        on_gpu if is_compiled is None else is_compiled,
+        batch_size or usual_batch,
+        rounds,
+        seconds,
+    )
+
+
+def efficiency(conditions: Conditions) -> Result:
+    place = machine(conditions)
+    models = {
+        name: build_model(spec_of(name), num_classes=NUM_CLASSES, image_size=IMAGE_SIZE, seed=0)
+        for name in PUBLISHED
+    }
+    rows = summarize(measure(models, conditions, image_size=IMAGE_SIZE))
+    how = (
+        f"{conditions.dtype}, {'compiled' if conditions.is_compiled else 'eager'}, batch"
+        f" {conditions.batch_size}"
+    )
+    title = (
+        f"One forward pass at {IMAGE_SIZE} px, {how}, medians of {conditions.num_rounds} rounds;"
+        f" {place}"
+    )
+    cells = [_cells(row, rows.iloc[0]) for _, row in rows.iterrows()]
+    facts = {"machine": place, "conditions": conditions._asdict(), "image_size": IMAGE_SIZE}
+    printed: list[Any] = [title, table_of(COLUMNS, cells), "paper: Table 4, on an A5000"]
+    return Result(rows, facts, {"": draw(rows, conditions)}, printed=printed)
+
+
+def cost_of_named(name: str) -> Cost:
+    assert preset(name).image_size == IMAGE_SIZE, name
+    return cost_of(spec_of(name), num_classes=NUM_CLASSES, image_size=IMAGE_SIZE)
+
+
+def measure(
+    models: Mapping[str, nn.Module], conditions: Conditions, *, image_size: int
+) -> pd.DataFrame:
+    """Return one row for each round and model: latency_s and images_per_s."""
+    device, dtype = torch.device(conditions.device), DTYPES[conditions.dtype]
+    size = conditions.batch_size
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(size, 3, image_size, image_size, generator=generator).to(device, dtype)
+
+    def seconds(model: nn.Module, count: int, least_s: float) -> float:
+        """Return the mean time of a forward pass with all its results."""
+        batch, num_passes, began_s = images[:count].contiguous(), 0, time.perf_counter()
+        while num_passes == 0 or time.perf_counter() - began_s < least_s:
+            model(batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            num_passes += 1
+        return (time.perf_counter() - began_s) / num_passes
+
+    rows, ready = [], dict[str, nn.Module]()
+    with torch.inference_mode(), working_in(conditions.dtype):
+        for name, model in models.items():
+            ready[name] = model.to(device, dtype).eval()
+            if conditions.is_compiled:
+                ready[name].compile(dynamic=False)
+            for count in (1, size):  # compiles and selects kernels
+                seconds(ready[name], count, 0)
+        for number in range(conditions.num_rounds):
+            for name, model in ready.items():
+                latency_s = seconds(model, 1, conditions.seconds)
+                images_per_s = size / seconds(model, size, conditions.seconds)
+                rows.append((name, number, latency_s, images_per_s))
+    return pd.DataFrame(rows, columns=["model", "round", "latency_s", "images_per_s"])
+
+
+def summarize(timings: pd.DataFrame) -> pd.DataFrame:
+    """Return one row for each model: medians, medians of the ratios to the first model within a
+    round, its cost, and what the paper publishes."""
+    first = timings[timings.model == timings.model.iloc[0]].set_index("round")
+    rows = []
+    for name, own in timings.groupby("model", sort=False):
+        rounds = own.set_index("round")
+        published = PUBLISHED[name]._asdict()
+        rows.append(
+            {
+                "model": name,
+                **vars(cost_of_named(name)),
+                "latency_ms": 1000 * own.latency_s.median(),
+                "images_per_s": own.images_per_s.median(),
+                "latency_ratio": (rounds.latency_s / first.latency_s).median(),
+                "throughput_ratio": (rounds.images_per_s / first.images_per_s).median(),
+                **{f"paper_{key}": value for key, value in published.items()},
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def machine(conditions: Conditions) -> str:
+    """Return the processor, its load before the measurement, and the versions."""
+    if conditions.device == "cuda":
+        where = torch.cuda.get_device_name()
+    else:
+        load, count = os.getloadavg()[0], torch.get_num_threads()
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+        name = re.search(r"^model name\s*: (.+)", cpuinfo, re.MULTILINE)  # ARM has no name
+        processor = name[1] if name else platform.machine()
+        where = f"{processor}, {count} thread{'s' if count > 1 else ''}, load {load:.1f} before"
+    return f"{where}, torch {torch.__version__}, commit {git_commit()}"
+
+
+def _cells(row: "pd.Series", first: "pd.Series") -> list[str]:
+    rate, paper_rate = row.images_per_s, row.paper_images_per_s
+    return [
+        row.paper_label,
+        f"{row.num_parameters / 1e6:.2f} M",
+        _giga(row.multiply_adds / 1e9),
+        f"{row.latency_ms:,.1f} ms",
+        f"{row.latency_ratio:.3g} x",
+        f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+        f"{row.throughput_ratio:.3g} x",
+        _giga(row.paper_giga_multiply_adds),
+        f"{row.paper_latency_ms:g} ms",
+        f"{paper_rate:,}",
+        f"{paper_rate / first.paper_images_per_s:.3g} x",
+    ]
+
+
+def _giga(value: float) -> str:
+    return f"{value:.2f} G" if value >= 1 else f"{1000 * value:.1f} M"
+
+
+def draw(rows: pd.DataFrame, conditions: Conditions) -> Figure:
+    """Draw images per second against MACs. Models on a dashed line do as many MACs per second as
+    the first one."""
+    macs = rows.multiply_adds / 1e9
+    with looks():
+        figure, (axes,) = panels(1, height=2.7)
+        for number, (_, row) in enumerate(rows.iterrows()):
+            style = mark(number) | {"linestyle": ""}
+            axes.plot(macs[number], row.images_per_s, **style, label=row.paper_label)
+            published = row.paper_giga_multiply_adds, row.paper_images_per_s
+            axes.plot(*published, **style, fillstyle="none")
+        dashed: dict[str, Any] = {"color": GREY, "linestyle": "--", "linewidth": 0.7}
+        here = f"here, {conditions.device} {conditions.dtype}"
+        for rates, fill, name in (
+            (rows.images_per_s, "full", here),
+            (rows.paper_images_per_s, "none", "paper, A5000"),
+        ):
+            axes.plot(macs, rates[0] * macs[0] / macs, **dashed)
+            axes.plot([], [], "o", color=GREY, fillstyle=fill, label=name)
+        axes.plot([], [], **dashed, label=f"MACs/s of {rows.paper_label[0]}")
+        axes.set(xscale="log", yscale="log", xlabel="MACs of an image (G)")
+        axes.set_ylabel("throughput (images/s)")
+        figure.legend(loc="outside upper center", ncols=2)
+    return figure

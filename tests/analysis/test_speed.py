@@ -1,0 +1,102 @@
+"""Tables S.3 and 4: costs as the papers print them, rounds in turn, medians of ratios, and the
+files of the commands."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from analysis.cli import main
+from analysis.output import Result, write
+from analysis.speed import cost, efficiency
+from analysis.speed.cost import MODELS, Model, block_cost
+from analysis.speed.efficiency import PUBLISHED, Conditions, cost_of_named, measure, summarize
+from pretrain.models.build import build_model
+from pretrain.models.spec import MixerSpec, MlpSpec, SparseMlpSpec
+from tests.conftest import Capture
+from tests.errors import printed_errors
+
+
+def test_memory_and_flops_are_those_of_docs_papers() -> None:
+    assert {model.name: block_cost(model) for model in MODELS} == {
+        "MLP-Mixer": (393_216, 12_582_912),
+        "RP-Mixer": (393_216, 12_582_912),
+        "SW-MLP, stored sparse": (25_165_824, 12_582_912),
+        "SW-MLP, masked": (3_221_225_472, 805_306_368),
+    }
+
+
+def test_models_are_trained_and_ratios_are_to_the_first() -> None:
+    small = {"patch_size": 16, "num_channels": 4, "depth": 1}
+    specs = (
+        MixerSpec.model_validate({"kind": "mixer", **small}),
+        SparseMlpSpec.model_validate({"kind": "sw_mlp", **small}),
+    )
+    models = [Model(type(spec).__name__, spec, 4, None) for spec in specs]
+    rows = cost.measure(models, device="cpu", num_rounds=1, num_steps=1)
+    assert rows.ratio[0] == 1 and (rows.epoch_s > 0).all()
+    assert rows.ratio[1] == pytest.approx(rows.epoch_s[1] / rows.epoch_s[0])
+    drawn = cost.draw(rows, device="cpu").axes[0].lines[0]
+    assert list(drawn.get_xdata()) == rows.epoch_s.tolist()
+
+
+def test_rows_of_several_kinds_keep_all_their_columns(tmp_path: Path) -> None:
+    write(Result([{"a": 1}, {"b": 0.5, "a": 2}, {"c": "x"}]), tmp_path / "mixed")
+    table = pq.read_table(tmp_path / "mixed.parquet")
+    assert table.to_pydict() == {"a": [1, 2, None], "b": [None, 0.5, None], "c": [None, None, "x"]}
+    assert json.loads((tmp_path / "mixed.json").read_text())["files"] == ["mixed.parquet"]
+
+
+def test_models_take_turns_within_a_round_in_their_dtype() -> None:
+    spec = MlpSpec(kind="mlp", depth=1, width=4)
+    models = {name: build_model(spec, num_classes=2, image_size=4, seed=0) for name in "ab"}
+    found = measure(models, Conditions("cpu", "bf16", False, 2, 2, 0), image_size=4)
+    assert list(zip(found.model, found["round"], strict=True)) == [
+        ("a", 0),
+        ("b", 0),
+        ("a", 1),
+        ("b", 1),
+    ]
+    assert (found.latency_s > 0).all() and (found.images_per_s > 0).all()
+    assert {str(weight.dtype) for weight in models["a"].parameters()} == {"torch.bfloat16"}
+
+
+def test_ratios_are_medians_of_the_ratios_within_a_round() -> None:
+    first, second = list(PUBLISHED)[:2]
+    seconds = {first: [0.001, 0.002, 0.010], second: [0.004, 0.020, 0.030]}
+    rates = {first: [100.0, 200.0, 50.0], second: [50.0, 20.0, 10.0]}
+    timings = [
+        (model, number, seconds[model][number], rates[model][number])
+        for number in range(3)
+        for model in seconds
+    ]
+    rows = summarize(pd.DataFrame(timings, columns=["model", "round", "latency_s", "images_per_s"]))
+    assert rows.latency_ms.tolist() == pytest.approx([2, 20])
+    assert rows.images_per_s.tolist() == pytest.approx([100, 20])
+    assert rows.latency_ratio.tolist() == pytest.approx([1, 4])
+    assert rows.throughput_ratio.tolist() == pytest.approx([1, 0.2])
+    resnet = rows.iloc[1]
+    assert (resnet.paper_images_per_s, resnet.paper_latency_ms) == (506, 423)
+    conditions = Conditions("cpu", "fp32", False, 5, 3, 0)
+    assert len(efficiency.draw(rows, conditions).axes[0].lines) > 4
+
+
+def test_published_costs_are_ours() -> None:
+    for name, published in PUBLISHED.items():
+        ours = cost_of_named(name)
+        assert round(ours.num_parameters / 1e6, 2) == published.million_parameters
+        assert published.giga_multiply_adds == pytest.approx(
+            ours.multiply_adds / 1e9, rel=4e-3
+        )  # the paper counts norms
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "code"),
+    [("--device cuda", "--device", "missing-device"), ("--out table.svg", "--out", "bad-value")],
+)
+def test_a_mistake_is_one_message(words: str, field: str, code: str, capsys: Capture) -> None:
+    assert main(["efficiency", *words.split()]) == 2
+    shown = capsys.readouterr()
+    assert printed_errors(shown.err) == [(field, code)] and not shown.out
