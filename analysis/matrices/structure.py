@@ -12,7 +12,7 @@ singular values of
 A Kronecker matrix is a Monarch one. Of SW-MLPs the grid is tokens by channels, of others as near to
 a square as the sides allow; where a side is prime, so that the slices are vectors, each matrix has
 the form, and there is nothing to compare.
-"""  # noqa: E501 (a table)
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
