@@ -116,9 +116,14 @@ def _add_plans(verbs: Verbs) -> None:
     _add_points_option(figure)
     figure.set_defaults(
         run=_figure,
-        default_out=lambda options: Path("runs/plans", Path(options.plan).stem, "figure"),
+        default_out=lambda options: Path(
+            "runs/plans", Path(options.plan).stem + "_demo" * options.demo, "figure"
+        ),
     )
     for verb in (points, figure):
+        verb.add_argument(
+            "--demo", action="store_true", help="take the `demo:` section of each plan"
+        )
         verb.add_argument("--partial", action="store_true", help="use the finished runs only")
 
 
@@ -154,7 +159,7 @@ def _points(options: argparse.Namespace) -> Result:
     from analysis.results import results_of_plans
     from cluster.plan_file import load_plan
 
-    plans = [load_plan(path) for path in options.plans]
+    plans = [load_plan(path, is_demo=options.demo) for path in options.plans]
     results = results_of_plans(plans, partial=options.partial)
     line = f"{len(results):,} results of {results.run.nunique():,} runs"
     return Result(results, inputs=options.plans, printed=[line])
@@ -165,7 +170,7 @@ def _figure(options: argparse.Namespace) -> Result:
     from analysis.results import read_results
     from cluster.plan_file import load_plan
 
-    plan = load_plan(options.plan, snapshot=options.kept)
+    plan = load_plan(options.plan, is_demo=options.demo, snapshot=options.kept)
     results = read_results(options.points) if options.points else None
     return figure(plan, results, partial=options.partial).with_inputs(options.points)
 

@@ -26,11 +26,11 @@ def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = F
         return _cka(plan, partial=partial)
     if results is None:
         results = results_of_plans([plan], partial=partial)
-    results = results[results.plan == Path(plan.path).stem]
+    results = results[results.plan == plan.name]
     if settings.task is not None:
         results = results[results.task == settings.task]
     if results.empty:
-        fix = f"run it with wide-mlps run {plan.path}"
+        fix = f"run it with wide-mlps run {shlex.join(plan.words)}"
         raise SettingsError(plan.path, "none of its runs is finished", fix, code="empty")
     if settings.kind == "scaling":
         from analysis.scaling.study import scaling

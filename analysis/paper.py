@@ -100,20 +100,22 @@ def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, demo: bool) -
 
 
 def _section(experiment: Experiment, *, demo: bool) -> Section:
-    plans = [f"{plan}{'_demo' * demo}" for plan in experiment.plans]
+    plans = list(experiment.plans)
     programs = ["wide-mlps run"]
     if not demo:
         programs.insert(shutil.which("sbatch") is None, "cluster/submit")
-    commands = [f"{program} {PLANS}/{plan}.yaml" for plan in plans for program in programs]
+    option = " --demo" * demo
+    commands = [f"{program} {PLANS}/{plan}.yaml{option}" for plan in plans for program in programs]
     if experiment.verb:
         commands.append(f"analysis {experiment.verb}")
     return Section(experiment, plans, commands)
 
 
-def _add_plan(section: Section, name: str, out: Path, results: pd.DataFrame | None) -> None:
-    path = PLANS / f"{name}.yaml"
+def _add_plan(
+    section: Section, name: str, out: Path, results: pd.DataFrame | None, *, demo: bool
+) -> None:
     try:
-        plan = load_plan(str(path))
+        plan = load_plan(f"{PLANS}/{name}.yaml", is_demo=demo)
         members = [
             (stage.name, member)
             for stage in plan.stages
@@ -124,10 +126,10 @@ def _add_plan(section: Section, name: str, out: Path, results: pd.DataFrame | No
         if results is None:
             num_finished = sum(member.work.state() == "finished" for _, member in members)
         else:
-            own = results[results.plan == name]
+            own = results[results.plan == plan.name]
             num_finished = len(own.drop_duplicates(["stage", "member"]))
         section.num_finished += num_finished
         if num_finished and plan.figure is not None:
-            section.add(figure(plan, results, partial=True), out / name)
+            section.add(figure(plan, results, partial=True), out / plan.name)
     except (ValueError, OSError) as error:
         section.problems.append(message_of(error))

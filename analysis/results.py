@@ -128,7 +128,7 @@ def last_of_each_run(results: pd.DataFrame) -> pd.DataFrame:
 
 def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.DataFrame:
     """Return the results of all members. Unfinished members are an error without `partial`."""
-    names = [Path(plan.path).stem for plan in plans]
+    names = [plan.name for plan in plans]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise SettingsError(
             repeated[0], "two plans have this name", "leave out one of them", code="conflict"
