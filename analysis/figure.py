@@ -1,7 +1,7 @@
 """The `figure:` of a plan, drawn from the results of its runs."""
 
+import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 

@@ -72,7 +72,7 @@ def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, demo: bool) -
     with progress(f"paper {name}", total=len(sections), unit="experiments") as line:
         for section in sections:
             for plan in section.plans:
-                _add_plan(section, plan, out, results)
+                _add_plan(section, plan, out, results, demo=demo)
             if section.experiment.verb == "masks":
                 section.add(masks(8, 8, seed=1), out / "masks")
             elif section.experiment.verb == "widths":

@@ -18,11 +18,7 @@ from tests.ranks import REPOSITORY
 
 
 def test_each_plan_is_of_one_experiment_and_stands_in_the_docs() -> None:
-    plans = sorted(
-        path.stem
-        for path in (REPOSITORY / "configs" / "plan").glob("[ab]_*.yaml")
-        if not path.stem.endswith("_demo")
-    )
+    plans = sorted(path.stem for path in (REPOSITORY / "configs/plan").glob("[ab]_*.yaml"))
     assert sorted(plan for each in EXPERIMENTS for plan in each.plans) == plans and len(plans) == 27
     table = (
         (REPOSITORY / "docs" / "papers.md")
@@ -66,9 +62,9 @@ def test_the_first_command_is_one_that_runs_here(
     )
     commands = re.findall(r"<code>(.*?)</code>", section)
     assert commands[: len(ways)] == [
-        f"{way} configs/plan/a_fig7_depth{'_demo' * demo}.yaml" for way in ways
+        f"{way} configs/plan/a_fig7_depth.yaml{' --demo' * demo}" for way in ways
     ]
-    assert not any(command.endswith(".yaml") for command in commands[len(ways) :])
+    assert not any(".yaml" in command for command in commands[len(ways) :])
 
 
 def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
@@ -106,9 +102,9 @@ def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
         for name in ("Fig. 7", "Fig. 2d")
     )
     assert "data:image/png;base64," in fig7 and "2 of 4 runs</span><h2>Fig. 7<" in text
-    assert "wide-mlps run configs/plan/a_fig7_depth_demo.yaml" in fig7
+    assert "wide-mlps run configs/plan/a_fig7_depth.yaml --demo" in fig7
     assert "data:image" not in fig2d
-    assert "wide-mlps run configs/plan/a_fig2d_monarch_demo.yaml" in fig2d
+    assert "wide-mlps run configs/plan/a_fig2d_monarch.yaml --demo" in fig2d
     assert "84.09" in text.partition("Mixer-SS/8")[2]  # 100 - 15.91, as printed
     assert Path("page/a_fig7_depth_demo.svg").is_file()
     assert json.loads(Path("page/index.json").read_text())["Fig. 7"] == "2 of 4 runs"
@@ -123,9 +119,12 @@ def test_every_figure_is_drawn_from_the_kept_points(
     Path("configs").symlink_to(REPOSITORY / "configs")
     kept = REPOSITORY / "tests" / "analysis" / "points" / "twins.parquet"
     assert main(["paper", paper, "--demo", "--points", str(kept), "--out", "page"]) == 0
-    plans = [f"{plan}_demo" for each in EXPERIMENTS if each.paper == paper for plan in each.plans]
-    kinds = {plan: load_plan(f"configs/plan/{plan}.yaml").figure for plan in plans}
-    drawn = {plan for plan in plans if list(Path("page").glob(f"{plan}*.png"))}
+    plans = [plan for each in EXPERIMENTS if each.paper == paper for plan in each.plans]
+    kinds = {
+        f"{plan}_demo": load_plan(f"configs/plan/{plan}.yaml", is_demo=True).figure
+        for plan in plans
+    }
+    drawn = {plan for plan in kinds if list(Path("page").glob(f"{plan}*.png"))}
     assert (
         drawn
         == {plan for plan, figure in kinds.items() if figure is not None and figure.kind != "cka"}
