@@ -143,7 +143,7 @@ def test_a_run_is_found_by_any_spelling_of_its_place_and_resumes_with_its_own_se
             Path(place),
             load_run_settings(PretrainSettings, path=place, overrides=["model.depth=4"]),
         )
-    with fails("wrong-command", kind=SettingsError):
+    with fails("unreadable", str(Path(place))):
         load_run_settings(TuneSettings, path=place, overrides=[])
 
 
