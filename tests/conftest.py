@@ -93,6 +93,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
 
 
+def pytest_collection_finish() -> None:
+    _started.clear()  # the processes of xdist themselves
+
+
 @cache
 def _starts(code: Any) -> bool:
     return STARTS.search(inspect.getsource(code)) is not None

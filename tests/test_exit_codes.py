@@ -108,6 +108,7 @@ def test_refused_weights_are_bad_input_before_and_after_the_start(
     assert str(weights) in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_held_dataset_is_busy_and_a_damaged_one_failed(
     shapes: Path, tmp_path: Path, capsys: Capture
 ) -> None:

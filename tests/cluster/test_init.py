@@ -207,10 +207,10 @@ def test_where_it_cannot_be_laid_out_one_line_says_why(
             "half/cluster: cannot be made, for a file is in its place; name another directory",
         ),
         (tmp_path / "own", "move it away"),
-        (tmp_path / "taken", "taken/cluster/site.env'; mend that, and the same command goes on"),
+        (tmp_path / "taken", "taken/cluster/site.env'; fix that, and the same command resumes"),
         (
             Path("/sys/mine"),
-            "Operation not permitted: '/sys/mine'; mend that, and the same command goes on",
+            "Operation not permitted: '/sys/mine'; fix that, and the same command resumes",
         ),
     ):
         assert main(["init", str(place)]) == (1 if "not permitted" in words else 2)
