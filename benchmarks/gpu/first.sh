@@ -29,7 +29,7 @@ recipe='augment={crop_scale: [0.08, 1.0], crop_interpolation: random, auto_augme
 
 try imports 120 "$PYTHON" -c "
 import importlib, torch
-for name in ('pydantic', 'deepspeed', 'accelerate', 'timm', 'mlflow', 'numba', 'simplejpeg', 'indexed_gzip', 'pyarrow', 'safetensors', 'onnx',
+for name in ('pydantic', 'deepspeed', 'accelerate', 'timm', 'mlflow', 'numba', 'simplejpeg', 'pandas', 'pyarrow', 'safetensors', 'onnx',
              'onnxruntime', 'webdataset', 'cv2', 'pretrain.engine.deepspeed', 'pretrain.augment.on_cpu', 'finetune.tune.tune'):
     try:
         print(name, getattr(importlib.import_module(name), '__version__', ''))

@@ -23,7 +23,7 @@ from tests.ranks import REPOSITORY
 
 WITH_AARCH64_WHEEL = """
 aiohttp ast-serialize cffi charset-normalizer contourpy cryptography cuda-bindings deptry fonttools frozenlist google-crc32c
-grimp grpcio hf-xet imagecodecs indexed-gzip kiwisolver lazy-object-proxy librt llvmlite markupsafe matplotlib ml-dtypes
+grimp grpcio hf-xet imagecodecs kiwisolver lazy-object-proxy librt llvmlite markupsafe matplotlib ml-dtypes
 msgpack multidict mypy ninja numba numpy nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime
 nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13
 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx onnx onnxruntime opencv-python-headless pandas
