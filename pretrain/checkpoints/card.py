@@ -178,19 +178,17 @@ def read_card(directory: Path) -> ModelCard:
         return ModelCard.model_validate_json(json.dumps(fields))
     except ValidationError as error:
         fault = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-        raise WeightsError(f"{path}: cannot be read ({fault})") from None
-    except OSError as error:
-        is_final = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
-        raise (WeightsError if is_final else CheckpointError)(
-            f"{path}: cannot be read ({error})"
+        raise WeightsError(
+            str(path), f"is not valid ({fault})", "Use other weights", code="unknown-format"
         ) from None
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:  # anybody may have written it
-        raise WeightsError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+    except OSError as error:
+        problem, fix = f"cannot be read ({error})", "Copy the checkpoint again, or use another"
+        if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+            raise WeightsError(str(path), problem, fix, code="missing-path") from None
+        raise CheckpointError(str(path), problem, fix, code="unreadable") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # written by others
+        problem = f"is not valid ({str(error).splitlines()[0]})"
+        raise WeightsError(str(path), problem, "Use other weights", code="unknown-format") from None
 
 
 # ---- folders that timm has written
