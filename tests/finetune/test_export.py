@@ -300,7 +300,7 @@ def test_nothing_is_overwritten_and_the_same_export_is_done_once(
     assert finetune(words) == 2
     assert "finetune: out: " in capsys.readouterr().err
     assert finetune(["export", str(tmp_path / "out"), str(tmp_path / "folder")]) == 2
-    assert "folder exists and is not an export; name another out" in capsys.readouterr().err
+    assert "folder exists and is not an export" in capsys.readouterr().err
 
 
 def test_mistakes_are_one_message_each(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
