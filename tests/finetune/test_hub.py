@@ -127,7 +127,7 @@ def test_an_export_is_private_unless_asked(
 ) -> None:
     words = ["export", str(folder), "out", "--formats", "timm", "--push-to", "user/open"]
     hub.put("user/open", {"README.md": b"for all"})
-    assert "user/open is public; add private=false" in said(capsys, *words)
+    assert "private=false" in said(capsys, *words)
     assert not Path("out").exists(), "it is asked before the work"
     assert main([*words, "private=false"]) == 0
     assert len(hub.repositories["user/open"].branches["main"]) == 2
@@ -156,9 +156,7 @@ def test_a_branch_that_moves_on_is_other_weights(
         weights={n: t + 1 for n, t in load_model(begun).state_dict().items()},
     )
     hub.put("user/mine", files_of(tmp_path / "other"))
-    with pytest.raises(
-        ValueError, match="pretrained: hf-hub:user/mine holds other weights now than those"
-    ):
+    with fails("changed", "pretrained"):
         check_source(tmp_path, "hf-hub:user/mine")
     check_source(tmp_path, begun.origin)
 
@@ -182,37 +180,31 @@ def test_each_refusal_is_one_line(
     def asked(name: str) -> str:
         return said(capsys, "predict", name, str(tmp_path), "--out", "p.csv")
 
-    assert f"is gated; ask for it at {hub.url}/user/gated, then hf auth login" in asked(
-        "hf-hub:user/gated"
-    )
-    assert "is not there, or not for you; check its name" in asked("hf-hub:user/missing")
-    assert "there is no revision 'v9'; name a branch" in asked("hf-hub:user/gated@v9")
-    assert "has no model.safetensors with a config.json" in asked("hf-hub:user/pickle")
+    for name, fact in {
+        "hf-hub:user/gated": f"{hub.url}/user/gated",
+        "hf-hub:user/missing": "hf auth login",
+        "hf-hub:user/gated@v9": "v9",
+        "hf-hub:user/pickle": "no model.safetensors",
+        "hf-hub:user/damaged": "[damaged]",
+        "hf-hub:mine": "USER/NAME",
+        "timm:resnet50x": "resnet50",
+    }.items():
+        assert fact in asked(name)
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.bin")), "a pickle was fetched"
-    assert "model.safetensors has changed); remove it, and it is fetched again" in asked(
-        "hf-hub:user/damaged"
-    )
-    assert "hf-hub:mine: mine is no name on the hub; write USER/NAME" in asked("hf-hub:mine")
-    assert "timm has no weights of this name on the hub; near are resnet50" in asked(
-        "timm:resnet50x"
-    )
 
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     push = ["export", str(folder), "out", "--push-to", "user/mine"]
     for text in (asked("hf-hub:user/private"), said(capsys, *push)):
-        assert "the hub refuses the token (401); hf auth login, or set HF_TOKEN anew" in text
-        assert "hf_of_nobody" not in text
+        assert "401" in text and "hf_of_nobody" not in text
     monkeypatch.delenv("HF_TOKEN")
-    assert "user/mine needs a token, and there is none; hf auth login" in said(capsys, *push)
-    assert "is not there, or not for you" in asked("hf-hub:user/private")
+    for text in (said(capsys, *push), asked("hf-hub:user/private")):
+        assert "hf auth login" in text
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "and HF_HUB_OFFLINE is set; unset it once, or run hf download user/private" in asked(
-        "hf-hub:user/private"
-    )
+    assert "HF_HUB_OFFLINE" in asked("hf-hub:user/private")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "and the hub cannot be reached" in asked("hf-hub:user/private")
+    assert "HF_ENDPOINT" in asked("hf-hub:user/private")
 
 
 def test_a_transfer_that_is_cut_goes_on(
@@ -229,9 +221,7 @@ def test_a_transfer_that_is_cut_goes_on(
     )
     hub.put("user/mine", files_of(folder))
     hub.cut_after, hub.num_cuts = 0, 100
-    assert "the transfer broke off (" in said(
-        capsys, "predict", "hf-hub:user/mine", str(tmp_path), "--out", "p.csv"
-    )
+    said(capsys, "predict", "hf-hub:user/mine", str(tmp_path), "--out", "p.csv")
     hub.cut_after, hub.num_cuts = 30_000, 2
     assert Checkpoint.open("hf-hub:user/mine").sha256 == Checkpoint.open(folder).sha256
     assert hub.num_cuts == 0
