@@ -14,8 +14,8 @@ import pytest
 
 from data_prep import publish
 from data_prep.errors import UserError
-from data_prep.publish import Busy, Holder, Superseded, workspace_of
-from pretrain.checkpoints.files import Best, write_best
+from data_prep.publish import Busy, Holder, Superseded, withdraw, workspace_of
+from pretrain.checkpoints.files import Best
 from pretrain.checkpoints.run import checkpoints_dir, save_result
 from pretrain.ranks import starts
 from pretrain.ranks.preemption import StopFlag, entered
@@ -65,7 +65,7 @@ def run_and_freeze(folder: str) -> int:
                     run_dir, 2, best=Best(2, 0.6), keep_last=1
                 )  # in the place of another, with another to be removed
                 save_result(run_dir, {"by": "the frozen one"})
-                write_best(run_dir, None)
+                withdraw(checkpoints_dir(run_dir) / "best.json")
                 return 0 if num_done < number else NOT_NOTICED
             except Superseded:
                 journal.append({"event": "metrics", "step": 2, "values": {"loss": 2.0}})
