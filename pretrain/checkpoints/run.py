@@ -8,7 +8,7 @@ RUN/logs/             what DeepSpeed and Python warned of, one file per rank
 RUN/checked/          see first_read.py
 RUN/bad_samples/      see bad_samples.py; only where there are any
 RUN/skipped_steps/    see skipped_steps.py; only where there are any
-RUN/stacks/           see stacks.py; only where a run hung, or a rank fell silent
+RUN/stacks/           see watchdog.py; only where a run hung, or a rank fell silent
 RUN/starts/           see starts.py
 RUN/remote/           see remote.py; only with checkpoint.remote
 RUN/weights.json      sha256 and step of the weights that it began with, if it began with any
@@ -44,7 +44,7 @@ from pretrain.config import DataSettings, TrainingSettings, parse_length
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
-from pretrain.ranks.starts import started
+from pretrain.ranks.starts import hold_run
 from pretrain.record import RECORD
 
 RESULT, CONFIG_FILE, WEIGHTS = "result.json", "config.yaml", "weights.json"
@@ -415,7 +415,7 @@ def claim(
     if not is_first:
         yield
         return
-    with started(
+    with hold_run(
         run_dir, lock_wait_s=min(ranks.lock_wait_s, ranks.timeout_s / 2), stop=stop
     ):  # the other ranks wait meanwhile
         goes_on = check_settings(run_dir, settings) if begin is None else begin()
