@@ -3,7 +3,7 @@ two `Task`s for it.
 
 1. The first rank claims the run directory (run.py); the others wait for it while they join. 2. From
    here on a rank that dies,
-freezes or fails ends the others (heartbeat.py). 3. Model, micro-batch, engine, tracker, data,
+freezes or fails ends the others (watchdog.py). 3. Model, micro-batch, engine, tracker, data,
 trainer, in this order. 4. Every rank reads the newest whole checkpoint itself. 5. The loop
 (trainer.py). 6. The status comes last: a run is FINISHED when its last checkpoint is on disk and
 result.json says so.
@@ -54,8 +54,8 @@ from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
 from pretrain.ranks.collectives import any_rank, barrier, highest, on_all_ranks, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
-from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag, entered
+from pretrain.ranks.watchdog import watched
 from pretrain.ranks.world import World
 from pretrain.record import RecordedTask, write_record
 from pretrain.tracking.node import NodeSampler, node_name, node_report
