@@ -2,7 +2,7 @@
 `Task`s for it.
 
 1. The first rank claims the run directory (run.py). The others wait for it when they join.
-2. From here on a rank that dies, freezes or fails ends the others (heartbeat.py).
+2. From here on a rank that dies, freezes or fails ends the others (watchdog.py).
 3. `assemble` makes the parts of the training in order.
 4. `restore` reads the newest complete checkpoint.
 5. The loop runs (trainer.py).
@@ -60,8 +60,8 @@ from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
 from pretrain.ranks.collectives import any_rank, barrier, highest, on_all_ranks, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
-from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag, entered
+from pretrain.ranks.watchdog import watched
 from pretrain.ranks.world import World
 from pretrain.record import RecordedTask, write_record
 from pretrain.tracking.node import NodeSampler, node_name, node_report
