@@ -1,10 +1,9 @@
-"""Names the dataset when SIGBUS ends a process that reads mapped shards: a file became shorter, or
-its disk failed.
+"""Print the dataset if SIGBUS ends a process that reads mapped shards: a file was shortened, or its
+disk failed.
 
-The kernel ends such a process before Python can say anything, and Python's own signal handlers
-would never run. So the handler is machine code without Python: it writes a text that is there
-already, and puts back the handler before it (faulthandler's, which leaves the stacks). Then it
-returns, the same read faults again, and the process ends as it would have without it.
+The kernel ends such a process before Python's signal handlers run. So the handler is machine code
+without Python: it writes a prepared text and restores the earlier handler (faulthandler's). Then
+the same read faults again, and the process ends as usual.
 """
 
 import ctypes
@@ -32,7 +31,7 @@ def _explain(number: int) -> None:
 
 
 def name_dataset(dataset: str) -> None:
-    """Name this dataset, too, if SIGBUS ends this process."""
+    """Add the dataset to the text that is printed at SIGBUS."""
     if not _DATASETS:
         _sigaction(signal.SIGBUS, 0, _BEFORE)
         _libc.signal(signal.SIGBUS, ctypes.c_void_p(_explain.address))

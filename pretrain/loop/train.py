@@ -43,7 +43,7 @@ from pretrain.config import PretrainSettings, TrainingSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan
-from pretrain.data.staging import staged
+from pretrain.data.staging import stage_data
 from pretrain.engine.micro_batch import REMEDY, micro_batch_size
 from pretrain.engine.step import Engine
 from pretrain.loop.peak import find_peak
@@ -288,7 +288,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     engine = task.engine(model, plan, device=device, world=world)
     run_key, tracker = open_tracker(task, settings, world, num_weights=num_weights)
 
-    data = staged(task.data, world=world, device=engine.device, stop=stop)
+    data = stage_data(task.data, world=world, device=engine.device, stop=stop)
     barrier()  # all ranks measure at once
     peak = find_peak(
         engine.device, precision=settings.engine.precision, given=settings.tracking.peak_teraflops
