@@ -19,7 +19,6 @@ import ctypes
 import itertools
 import mmap
 import os
-import shlex
 import tempfile
 import threading
 import weakref
@@ -41,7 +40,6 @@ from data_prep.limits import cause_of
 from data_prep.local_copy import own_host
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
 from pretrain.config import ReadingSettings
-from pretrain.data.bus_error import name_dataset
 from pretrain.data.datasets import Part
 from pretrain.data.order import Ids, hash64
 from pretrain.data.store import File, ShardStore, tar_of
@@ -105,8 +103,6 @@ class ShardReader:
     ):
         self.parts = tuple(parts)
         (self.stored_size,) = {part.stored_size(image_size) for part in parts}
-        for part in parts:
-            name_dataset(shlex.quote(str(part.directory)))
         self._placed = [
             (part, shard) for part in parts for shard in part.content.shards if shard.num_samples
         ]

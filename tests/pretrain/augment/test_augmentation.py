@@ -141,18 +141,6 @@ def test_auto_augment_fills_with_the_mean_colour() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [PAPER_A, CIFAR, FLOATS, RESIZED], ids=["paper A", "padding", "floats", "resized"]
-)
-def test_nothing_waits_for_the_device(settings: AugmentSettings) -> None:
-    """A meta tensor has a shape and no values: whatever asked the device for one, and so waited for
-    it, would raise."""
-    device = torch.device("meta")
-    made = make(settings, normalisation=COLOURS, device=device, dtype=torch.bfloat16)
-    prepared = made.prepare(batch_of(pictures(200, 20), np.arange(200)))
-    assert prepared.images_BCHW.shape == (200, 3, 16, 16) and prepared.images_BCHW.device == device
-
-
-@pytest.mark.parametrize(
     "settings",
     [PAPER_A, CIFAR, FLOATS, AugmentSettings()],
     ids=["paper A", "padding", "floats", "flips"],

@@ -72,20 +72,6 @@ def test_several_blocks_share_the_area() -> None:
         assert abs(area.mean() - (0.02 + 1 / 3) / 2) < 0.01
 
 
-def test_probability_none_and_all() -> None:
-    stored = torch.ones(8, 3, SIZE, SIZE)
-    assert torch.equal(
-        erase(stored.clone(), blocks_of(0.0, count=1, pictures=8), mode="const"), stored
-    )
-    assert (
-        erase(stored.clone(), blocks_of(1.0, count=1, pictures=8), mode="const")
-        .eq(0)
-        .flatten(1)
-        .any(dim=1)
-        .all()
-    )
-
-
 def test_noise_is_splitmix64_and_normal() -> None:
     """The key's sequence as the counter module has it, and the moments of a normal distribution."""
     keys = np.array([1, -5, 2**62], np.int64)
