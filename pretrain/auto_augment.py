@@ -19,7 +19,7 @@ FULL_MAGNITUDE = 10.0
 
 
 @dataclass(frozen=True)
-class Step:
+class PolicyStep:
     name: str
     """timm's name, such as PosterizeIncreasing or TranslateXRel."""
     probability: float
@@ -30,7 +30,7 @@ class Step:
 class Policy:
     """The steps from which each image's operations are drawn."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PolicyStep, ...]
     num_layers: int
     """Operations per image."""
     chained: bool = False
@@ -57,7 +57,7 @@ def parse_policy(text: str) -> Policy:
         words = [word.split() for word in re.split(r"[,|\n]", _SEARCHED[head].strip())]
         full = 9 if of_cifar else FULL_MAGNITUDE  # torchvision's magnitudes are ninths
         steps = tuple(
-            Step(name, float(p), float(magnitude) * FULL_MAGNITUDE / full)
+            PolicyStep(name, float(p), float(magnitude) * FULL_MAGNITUDE / full)
             for name, p, magnitude in words
         )
         return Policy(
@@ -95,7 +95,7 @@ def _rand_augment(text: str, given: dict[str, str]) -> Policy:
     ):
         if not is_right:
             raise _wrong(text, f"{key}{given[key]}", remedy)
-    steps = tuple(Step(name, probability, magnitude) for name in names)
+    steps = tuple(PolicyStep(name, probability, magnitude) for name in names)
     return Policy(
         steps,
         num_layers,

@@ -32,7 +32,7 @@ from pretrain.augment.crops import (
 )
 from pretrain.augment.draws import Draws, Floats, Purpose
 from pretrain.augment.erasing import draw_blocks, erase
-from pretrain.augment.mixing import Mixer
+from pretrain.augment.mixing import PairMixer
 from pretrain.augment.operations import apply_plan
 from pretrain.augment.plan import draw_plan
 from pretrain.auto_augment import parse_policy
@@ -107,7 +107,7 @@ class Augmentation:
         mean_levels = [min(255, round(255 * mean)) for mean in normalisation.mean]
         self._fill_C = torch.tensor(mean_levels, dtype=torch.uint8, device=device)
         self._policy = parse_policy(settings.auto_augment) if settings.auto_augment else None
-        self._mixer = Mixer(settings) if settings.mixing else None
+        self._mixer = PairMixer(settings) if settings.mixing else None
         self._buffers = BufferPool()
         self._on_cpu, self._kernels = (
             device.type == "cpu",
@@ -170,7 +170,7 @@ class Augmentation:
                 pictures = erase(pictures, blocks, mode=self.settings.erase_mode)
             if self._mixer and drawn:
                 pictures, weight = self._mixer.mix(pictures, drawn)
-        labels, others = self._mixer.parted(labels) if self._mixer else (labels, None)
+        labels, others = self._mixer.with_partners(labels) if self._mixer else (labels, None)
         return Prepared(pictures.to(self.dtype), labels, others, weight)
 
     def _finished(

@@ -29,7 +29,7 @@ _GOLDEN, _M1, _M2 = (
 
 
 @dataclass(frozen=True)
-class Blocks:
+class ErasedBlocks:
     """Erased blocks of the images `rows` of a batch. A block that is not drawn has no height."""
 
     rows: NDArray[np.int64]
@@ -41,7 +41,7 @@ class Blocks:
     noise_keys_n: NDArray[np.int64]
 
 
-def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Blocks:
+def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> ErasedBlocks:
     rows = np.flatnonzero(draws.uniform(Purpose.ERASE) < settings.erase_probability)
     draws = draws.of(rows)
     blocks, tries = np.arange(settings.erase_count), np.arange(_TRIES)
@@ -64,12 +64,12 @@ def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Blocks
     top_nK = draws.integer(Purpose.ERASE_TOP, size - height_nK + 1, blocks)
     left_nK = draws.integer(Purpose.ERASE_LEFT, size - width_nK + 1, blocks)
     colours_nKC = draws.normal(Purpose.ERASE_COLOUR, blocks, np.arange(3)).astype(np.float32)
-    return Blocks(
+    return ErasedBlocks(
         rows, top_nK, left_nK, height_nK, width_nK, colours_nKC, draws.key(Purpose.ERASE_NOISE)
     )
 
 
-def erase(pictures_BCOO: Tensor, blocks: Blocks, *, mode: EraseMode) -> Tensor:
+def erase(pictures_BCOO: Tensor, blocks: ErasedBlocks, *, mode: EraseMode) -> Tensor:
     """Change the images in place."""
     if not len(blocks.rows):
         return pictures_BCOO

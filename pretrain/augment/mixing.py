@@ -34,7 +34,7 @@ class Mix:
     """Box with the partner's pixels; empty for MixUp."""
 
 
-class Mixer:
+class PairMixer:
     def __init__(self, settings: AugmentSettings):
         self.settings, alphas = (
             settings,
@@ -73,7 +73,7 @@ class Mixer:
     def mix(self, pictures_BCOO: Tensor, drawn: Mix) -> tuple[Tensor, Tensor]:
         """Return the mixed images, and the fraction of each image's own label."""
         device, size = pictures_BCOO.device, pictures_BCOO.shape[-1]
-        pictures_BCOO, others_BCOO = self.parted(pictures_BCOO)
+        pictures_BCOO, others_BCOO = self.with_partners(pictures_BCOO)
         shares = {
             "weight": drawn.weight.astype(np.float32),
             "blend": drawn.blend.astype(np.float32),
@@ -94,7 +94,7 @@ class Mixer:
             )
         return torch.lerp(others_BCOO, pictures_BCOO, own_B111), sent["weight"]
 
-    def parted(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def with_partners(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return images (or labels), and the partners with which they are mixed."""
         if self.settings.mix_with == "previous":
             return rows[1:], rows[:-1]

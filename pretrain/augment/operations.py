@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.augment.draws import Floats, send
-from pretrain.augment.plan import Operation, Plan
+from pretrain.augment.plan import Operation, OperationPlan
 
 Arrays = dict[str, NDArray[Any]]
 Ints = NDArray[np.int64]
@@ -36,7 +36,7 @@ Change = Callable[[Tensor, Tensor], Tensor]
 LEVELS = np.arange(256)
 
 
-def apply_plan(pictures_BHWC: Tensor, plan: Plan, *, fill_C: Tensor) -> Tensor:
+def apply_plan(pictures_BHWC: Tensor, plan: OperationPlan, *, fill_C: Tensor) -> Tensor:
     """Change the uint8 images in place. `fill_C` is the color of pixels from outside."""
     _, height, width, _ = pictures_BHWC.shape
     layers = [
@@ -57,7 +57,7 @@ def apply_plan(pictures_BHWC: Tensor, plan: Plan, *, fill_C: Tensor) -> Tensor:
     return pictures_BHWC
 
 
-def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
+def _arrays(plan: OperationPlan, layer: int, *, height: int, width: int) -> Arrays:
     """Return the rows of each kind that occurs, and their numbers."""
     operations, strengths, cubic = (
         plan.operations_LB[layer],

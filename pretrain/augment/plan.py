@@ -41,7 +41,7 @@ class Operation(IntEnum):
 
 
 @dataclass(frozen=True)
-class Plan:
+class OperationPlan:
     """Operations for every image and layer, in the order of application."""
 
     operations_LB: NDArray[np.int64]
@@ -52,7 +52,7 @@ class Plan:
     """True if geometric operations take the nearest pixel."""
 
 
-def draw_plan(policy: Policy, draws: Draws) -> Plan:
+def draw_plan(policy: Policy, draws: Draws) -> OperationPlan:
     layers = np.arange(policy.num_layers)
     steps_LB = _choose(policy, draws)
     probability = np.array([step.probability for step in policy.steps])
@@ -68,7 +68,7 @@ def draw_plan(policy: Policy, draws: Draws) -> Plan:
         operation, strength = _STRENGTHS[name]
         operations_LB[here_LB] = operation
         strengths_LB[here_LB] = strength(level_LB[here_LB], sign_LB[here_LB])
-    return Plan(
+    return OperationPlan(
         operations_LB,
         strengths_LB,
         draws.uniform(Purpose.POLICY_KERNEL, layers).T < 0.5,

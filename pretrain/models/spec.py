@@ -36,7 +36,7 @@ def _block_numbers(given: object) -> object:
     return given
 
 
-Blocks = Annotated[
+BlockNumbers = Annotated[
     Literal["all"] | tuple[int, ...],
     BeforeValidator(_block_numbers, json_schema_input_type=Literal["all"] | list[int]),
 ]
@@ -141,7 +141,7 @@ class MixerSpec(Settings):
     num_tokens: int | None = Field(None, ge=1, examples=[64])
     """S; by default one token per patch. A given S makes the skip path of the first block LN(W~ X)
     with W~ of S x S0, even if S = S0."""
-    permuted_blocks: Blocks = Field((), examples=["all", [0, 3]])
+    permuted_blocks: BlockNumbers = Field((), examples=["all", [0, 3]])
     """RP variants: blocks (from 0) whose mixings read and write randomly permuted entries, fixed at
     initialization."""
     activation: _OfLayers = "gelu"

@@ -9,7 +9,7 @@ from timm.data import auto_augment as timm_policies
 
 from data_prep.errors import Code
 from pretrain.augment.plan import Operation, draw_plan
-from pretrain.auto_augment import Policy, Step, parse_policy
+from pretrain.auto_augment import Policy, PolicyStep, parse_policy
 from tests.errors import fails
 from tests.pretrain.augment.pictures import draws_of
 
@@ -28,7 +28,7 @@ SEARCHED = ["original", "originalr", "v0", "v0r", "original-mstd0.5"]
 def test_a_rand_name_means_what_timm_means(name: str) -> None:
     theirs = timm_policies.rand_augment_transform(name, {"img_mean": (1, 2, 3)})
     ours = parse_policy(name)
-    assert ours.steps == tuple(Step(op.name, op.prob, op.magnitude) for op in theirs.ops)
+    assert ours.steps == tuple(PolicyStep(op.name, op.prob, op.magnitude) for op in theirs.ops)
     assert ours.num_layers == theirs.num_layers and not ours.chained
     assert {op.magnitude_std for op in theirs.ops} == {ours.magnitude_std}
     assert {op.magnitude_max or 10 for op in theirs.ops} == {ours.magnitude_max}
@@ -47,7 +47,7 @@ def test_a_searched_policy_is_timms(name: str) -> None:
     ours = parse_policy(name)
     assert ours.chained and ours.num_layers == 2 and len(theirs.policy) == 25
     assert ours.steps == tuple(
-        Step(op.name, op.prob, op.magnitude) for chain in theirs.policy for op in chain
+        PolicyStep(op.name, op.prob, op.magnitude) for chain in theirs.policy for op in chain
     )
     assert {op.magnitude_std for chain in theirs.policy for op in chain} == {ours.magnitude_std}
 
@@ -62,7 +62,8 @@ def test_a_strength_is_timms_function_of_the_magnitude(
     level_to_argument = timm_policies.LEVEL_TO_ARG[name]
     for magnitude in (0.0, 0.3, 2.5, 4.99, 5.0, 7.49, 9.0, 9.7, 10.0, 17.0):
         plan = draw_plan(
-            Policy((Step(name, 1.0, magnitude),), num_layers=1, magnitude_max=30.0), draws_of(32)
+            Policy((PolicyStep(name, 1.0, magnitude),), num_layers=1, magnitude_max=30.0),
+            draws_of(32),
         )
         assert (plan.operations_LB != Operation.NONE).all()
         if level_to_argument is None:

@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import functional as reference
 from pretrain.augment.augmentation import Normalisation, pixel_order
 from pretrain.augment.draws import Draws, Purpose
 from pretrain.augment.erasing import draw_blocks
-from pretrain.augment.mixing import Mixer
+from pretrain.augment.mixing import PairMixer
 from pretrain.config import AugmentSettings, PixelOrder
 from tests.pretrain.augment.pictures import batch_of, draws_of, make, pictures
 
@@ -112,7 +112,7 @@ def test_the_order_is_crop_then_erase_then_mix() -> None:
         top, left = int(blocks.top_nK[place, 0]), int(blocks.left_nK[place, 0])
         height, width = int(blocks.height_nK[place, 0]), int(blocks.width_nK[place, 0])
         expected[row, :, top : top + height, left : left + width] = 0
-    mix = Mixer(settings).draw(Draws((3, batch.mix_keys)), size=16)
+    mix = PairMixer(settings).draw(Draws((3, batch.mix_keys)), size=16)
     weight = torch.from_numpy(mix.weight).float().view(-1, 1, 1, 1)
     partner = torch.arange(40).view(-1, 2).flip(1).flatten()
     torch.testing.assert_close(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from timm.data.random_erasing import RandomErasing
 
-from pretrain.augment.erasing import Blocks, draw_blocks, erase, normal_noise
+from pretrain.augment.erasing import ErasedBlocks, draw_blocks, erase, normal_noise
 from pretrain.config import AugmentSettings, EraseMode
 from pretrain.data.order import hash64
 from tests.pretrain.augment.pictures import draws_of
@@ -15,7 +15,7 @@ from tests.pretrain.augment.pictures import draws_of
 SIZE = 32
 
 
-def blocks_of(probability: float, *, count: int, pictures: int, size: int = SIZE) -> Blocks:
+def blocks_of(probability: float, *, count: int, pictures: int, size: int = SIZE) -> ErasedBlocks:
     settings = AugmentSettings(erase_probability=probability, erase_count=count)
     return draw_blocks(settings, draws_of(pictures), size=size)
 

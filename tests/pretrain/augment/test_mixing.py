@@ -7,7 +7,7 @@ import torch
 from timm.data import mixup as timm_mixup
 
 from pretrain.augment.draws import BetaTable, Draws, Purpose
-from pretrain.augment.mixing import Mix, Mixer
+from pretrain.augment.mixing import Mix, PairMixer
 from pretrain.config import AugmentSettings
 from tests.pretrain.augment.pictures import batch_of, make
 
@@ -15,7 +15,7 @@ SIZE = 24
 
 
 def drawn(settings: AugmentSettings, *, pairs: int, size: int = SIZE) -> Mix:
-    return Mixer(settings).draw(Draws((3, np.repeat(np.arange(pairs), 2))), size=size)
+    return PairMixer(settings).draw(Draws((3, np.repeat(np.arange(pairs), 2))), size=size)
 
 
 def timm_order(count: int) -> list[int]:
@@ -27,7 +27,7 @@ def test_mixing_equals_timms_on_the_same_lambdas_and_boxes(monkeypatch: pytest.M
     settings = AugmentSettings(mixup_alpha=0.8, cutmix_alpha=1.0, mix_probability=0.9)
     mix, count = drawn(settings, pairs=20), 40
     stored = torch.randn(count, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
-    ours, weight = Mixer(settings).mix(stored, mix)
+    ours, weight = PairMixer(settings).mix(stored, mix)
     cut = (mix.bottom > mix.top) & (mix.right > mix.left)
     assert 8 < cut.sum() < 32 and ((mix.blend < 1) & ~cut).sum() >= 8
 

@@ -3,7 +3,6 @@ bound, whatever fails or dies."""
 
 import gc
 import hashlib
-import json
 import os
 import random
 import signal
@@ -24,7 +23,7 @@ from data_prep.errors import Code, UserError
 from data_prep.remote import StoppedError
 from pretrain.data import store as module
 from pretrain.data.store import File, ShardStore
-from tests.data_prep.stock import Web, forget_credentials, s3_server, web
+from tests.data_prep.stock import Web, forget_credentials, web
 from tests.errors import fails
 from tests.moments import wait_until
 from tests.pretrain.data.tiny import few_files
@@ -200,29 +199,6 @@ def test_a_file_of_another_length_and_a_missing_server_are_errors(
             ours.hold(shards[0]._replace(source=source))
     assert "secret-word" not in str(caught.value)
     assert cached(place) == set() and not [*place.glob("*.part")]
-
-
-def test_s3_gives_the_same_in_ranges_and_reports_missing_objects(
-    tmp_path: Path, place: Path, folder: Path, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr("data_prep.remote.RANGE_BYTES", SIZE * 2 // 5)
-    with s3_server(folder) as storage:
-        there = [far(folder / f"{number}.tar", "s3://pictures/some") for number in range(3)]
-        missing = File("s3://pictures/some/gone.tar", f"{'0' * 64}.tar", SIZE, "0" * 64)
-        changed = there[0]._replace(name=f"{'1' * 64}.tar", sha256="1" * 64)
-        with closing(opened(place, storage=json.loads(storage), hosts=["s3://"])) as ours:
-            ours.fetch_ahead(there)
-            use(ours, *there)
-            assert cached(place) == {file.sha256 for file in there}
-            with pytest.raises(UserError, match=r"s3://pictures/some/gone\.tar"):
-                ours.hold(missing)
-            with fails("damaged", changed.source):
-                ours.hold(changed)
-        wrong = json.loads(storage) | {"wrong": 1}
-        other = opened(tmp_path / "other", storage=wrong, hosts=["s3://"])
-        with closing(other), pytest.raises(UserError, match="storage"):
-            other.hold(there[0])
-    assert not [*place.glob("*.part")]
 
 
 def test_a_download_of_a_killed_process_is_never_trusted_and_gives_up_its_room(
