@@ -48,7 +48,7 @@ from pretrain.data.first_read import FirstRead
 from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan
 from pretrain.data.reader import ShardReader, open_store
-from pretrain.data.staging import staged
+from pretrain.data.staging import stage_data
 from pretrain.data.stream import open_reader
 from pretrain.engine.micro_batch import REMEDY, micro_batch_size
 from pretrain.engine.step import Engine
@@ -273,7 +273,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     run_key, tracker = open_tracker(task, facts, world)
     card = card_of(task, run_key=run_key)
 
-    data = staged(task.data, world=world, device=engine.device, stop=stop)
+    data = stage_data(task.data, world=world, device=engine.device, stop=stop)
     barrier()  # all ranks measure at once
     peak = find_peak(
         engine.device, precision=settings.engine.precision, given=settings.tracking.peak_teraflops
