@@ -337,10 +337,7 @@ class ShardStore:
                 os.rename(part, self.path / file.name)
             sync(self.path)
         except RemoteError as error:
-            problem = str(error).removeprefix(f"{shown(file.source)}: ")
-            raise StoreError(
-                shown(file.source), problem, "repeat the command later", code="unreachable"
-            ) from None
+            raise StoreError(error.field, error.problem, error.fix, code=error.code) from None
         except ContentError as error:
             raise StoreError(
                 shown(file.source),

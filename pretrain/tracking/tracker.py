@@ -91,9 +91,7 @@ class RunIdentity(Settings):
             return known
         parent = RunIdentity.known(parent_dir) if parent_dir else None
         named = without_secrets(
-            os.environ.get("MLFLOW_TRACKING_URI", ""),
-            field="MLFLOW_TRACKING_URI: ",
-            remedy=OF_SERVER,
+            os.environ.get("MLFLOW_TRACKING_URI", ""), field="MLFLOW_TRACKING_URI", remedy=OF_SERVER
         )
         store = uri or named or (parent.uri if parent else None)
         identity = RunIdentity(
