@@ -35,9 +35,9 @@ from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
 from pretrain.ranks.collectives import is_distributed, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
-from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.settings import RanksSettings
+from pretrain.ranks.watchdog import watched
 from pretrain.ranks.world import World
 from pretrain.record import RecordedTask, write_record
 from pretrain.tracking.run_tags import dataset_of, run_tags, target_of, with_note

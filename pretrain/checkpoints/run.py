@@ -8,7 +8,7 @@ RUN/logs/             warnings of DeepSpeed and Python, one file per rank
 RUN/checked/          see first_read.py
 RUN/bad_samples/      see bad_samples.py; only if there are any
 RUN/skipped_steps/    see skipped_steps.py; only if there are any
-RUN/stacks/           see stacks.py; only if a run hung, or a rank fell silent
+RUN/stacks/           see watchdog.py; only if a run hung, or a rank fell silent
 RUN/starts/           see starts.py
 RUN/remote/           see remote.py; only with checkpoint.remote
 RUN/evaluation.json   what identifies an evaluation; only in evaluations
@@ -45,7 +45,7 @@ from pretrain.config import DataSettings, TrainingSettings, parse_length
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
-from pretrain.ranks.starts import started
+from pretrain.ranks.starts import hold_run
 from pretrain.record import RECORD
 
 RESULT, CONFIG_FILE, WEIGHTS = "result.json", "config.yaml", "weights.json"
@@ -372,7 +372,8 @@ def claim(
     wait for another start. `weights`: the mark of the weights that the run begins with. `facts`:
     what identifies an evaluation."""
     # the other ranks wait meanwhile
-    with started(run_dir, lock_wait_s=min(ranks.lock_wait_s, ranks.timeout_s / 2), stop=stop):
+    lock_wait_s = min(ranks.lock_wait_s, ranks.timeout_s / 2)
+    with hold_run(run_dir, lock_wait_s=lock_wait_s, stop=stop):
         resumes = check_settings(run_dir, settings, facts)
         is_training = isinstance(settings, TrainingSettings)
         outdated = []

@@ -2,7 +2,7 @@
 `Task`s for it.
 
 1. The first rank claims the run directory (run.py). The others wait for it when they join.
-2. From here on a rank that dies, freezes or fails ends the others (heartbeat.py).
+2. From here on a rank that dies, freezes or fails ends the others (watchdog.py).
 3. `assemble` makes the parts of the training in order.
 4. `restore` reads the newest complete checkpoint.
 5. The loop runs (trainer.py).
@@ -48,7 +48,7 @@ from pretrain.data.first_read import FirstRead
 from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan
 from pretrain.data.reader import ShardReader, open_store
-from pretrain.data.staging import staged
+from pretrain.data.staging import stage_data
 from pretrain.data.stream import open_reader
 from pretrain.engine.micro_batch import REMEDY, micro_batch_size
 from pretrain.engine.step import Engine
@@ -60,8 +60,8 @@ from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
 from pretrain.ranks.collectives import any_rank, barrier, highest, on_all_ranks, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
-from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag, entered
+from pretrain.ranks.watchdog import watched
 from pretrain.ranks.world import World
 from pretrain.record import RecordedTask, write_record
 from pretrain.tracking.node import NodeSampler, node_name, node_report
@@ -273,7 +273,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     run_key, tracker = open_tracker(task, facts, world)
     card = card_of(task, run_key=run_key)
 
-    data = staged(task.data, world=world, device=engine.device, stop=stop)
+    data = stage_data(task.data, world=world, device=engine.device, stop=stop)
     barrier()  # all ranks measure at once
     peak = find_peak(
         engine.device, precision=settings.engine.precision, given=settings.tracking.peak_teraflops

@@ -135,7 +135,7 @@ class Trainer:
         self.step = self.start_step = start.step
         self.owes_evaluation = start.owes_evaluation
         self._note_lengths(start)
-        keep("the checkpoint of the next step is saved first", ends_within_s=None)
+        keep("the checkpoint of the next step is saved first")
         self.skipped.go_on(total=start.skipped_steps, in_a_row=start.skipped_in_a_row)
         self.saver.go_on(start)
         self.first_read.start()

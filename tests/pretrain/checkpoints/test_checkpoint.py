@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from data_prep import publish
-from data_prep.publish import use_workspace
 from pretrain.checkpoints import files
 from pretrain.checkpoints.card import CheckpointError
 from pretrain.checkpoints.checkpoint import Checkpoint, fault_of
@@ -34,7 +33,7 @@ from pretrain.loop import train
 from pretrain.models.spec import MlpSpec
 from pretrain.ranks.collectives import FailedElsewhere, on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
-from pretrain.ranks.starts import started
+from pretrain.ranks.starts import hold_run
 from pretrain.ranks.world import World
 from pretrain.tracking.tracker import Tracker
 from tests.errors import fails
@@ -117,8 +116,6 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
         run_dir = tmp_path / str(crash_at)
         save(run_dir, 1, best=Best(1, 0.5))
         save(run_dir, 2, best=Best(1, 0.5))
-        workspace = run_dir / "starts" / "0001"
-        workspace.mkdir(parents=True)
         calls, crashed = 0, False
 
         def tick(crash_at: int = crash_at) -> bool:
@@ -130,12 +127,11 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
             for place, name in OPERATIONS:
                 patch.setattr(place, name, crashing(getattr(place, name), tick))
             try:
-                use_workspace(workspace, under=run_dir)
                 save(run_dir, 3, best=Best(3, 0.6), keep_last=1)
             except Crash:
                 crashed = True
         published = steps(run_dir)
-        with started(run_dir, lock_wait_s=0):
+        with hold_run(run_dir, lock_wait_s=0):
             pass
         assert not list(run_dir.rglob(".tmp-*"))
         engine, trainer = restored(run_dir)
