@@ -67,7 +67,7 @@ def queue(path: str, options: Sequence[str], *, is_dry_run: bool) -> None:
     if len(todo) > 1:  # of a single one the members that are in the queue are skipped
         _refuse_queued(path, todo)
     jobs: dict[str, tuple[str, ...]] = {}
-    keep("what was queued is cancelled", ends_within_s=None)
+    keep("what was queued is cancelled")
     try:
         for stage in todo:
             submission = submission_of(plan, stage, jobs, options)

@@ -32,7 +32,7 @@ case $2 in
         [ "$SLURM_PROCID" = 1 ] && [ -z "${SLURM_RESTART_COUNT:-}" ] || exit 0
         echo "$(hostname)	slow" >>"$3/bad-nodes"
         exit 3 ;;
-    cluster.work)
+    cluster.resolve)
         [ "$3" != --starting ] || shift
         kept=${3#--kept=} config=$6
         shift
@@ -42,7 +42,7 @@ case $2 in
         [ ! -e "runs/$name/result.json" ] || state=finished
         [[ $name != blind* ]] || [[ $name = blind-quick* && -n ${SLURM_RESTART_COUNT:-} ]] || state=blind
         printf '{"state": "%s", "about": "/data/x", "writes": "runs/%s", "reads": [], "can_stage": false, ' "$state" "$name"
-        printf '"result": "result.json", "needs_one_rank": false, '
+        printf '"result": "result.json", "needs_one_rank": false, "work": null, '
         printf '"words": ["pretrain", "train", "%s"]}\n' "$config"
         [[ $name != no-python* ]] || [ -n "${SLURM_RESTART_COUNT:-}" ] || exit 127
         [[ $name != odd* ]] || exit 1

@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from data_prep import publish
-from data_prep.publish import use_workspace
 from pretrain.checkpoints import files
 from pretrain.checkpoints.card import CheckpointError
 from pretrain.checkpoints.checkpoint import Checkpoint, fault_of
@@ -34,7 +33,7 @@ from pretrain.loop import train
 from pretrain.models.spec import MlpSpec
 from pretrain.ranks.collectives import FailedElsewhere, on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
-from pretrain.ranks.starts import started
+from pretrain.ranks.starts import hold_run
 from pretrain.ranks.world import World
 from pretrain.tracking.tracker import Tracker
 from tests.errors import fails
@@ -117,8 +116,6 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
         run_dir = tmp_path / str(crash_at)
         save(run_dir, 1, best=Best(1, 0.5))
         save(run_dir, 2, best=Best(1, 0.5))
-        workspace = run_dir / "starts" / "0001"
-        workspace.mkdir(parents=True)
         calls, crashed = 0, False
 
         def tick(crash_at: int = crash_at) -> bool:
@@ -130,12 +127,11 @@ def test_a_crash_between_any_two_file_operations_leaves_the_newest_published_che
             for place, name in OPERATIONS:
                 patch.setattr(place, name, crashing(getattr(place, name), tick))
             try:
-                use_workspace(workspace, under=run_dir)
                 save(run_dir, 3, best=Best(3, 0.6), keep_last=1)
             except Crash:
                 crashed = True
         published = steps(run_dir)
-        with started(run_dir, lock_wait_s=0):
+        with hold_run(run_dir, lock_wait_s=0):
             pass
         assert not list(run_dir.rglob(".tmp-*"))
         engine, trainer = restored(run_dir)
@@ -166,9 +162,9 @@ def test_what_stays_follows_the_rules(tmp_path: Path) -> None:
         best = bests.get(step, best)
         submitted(writer, step, best=best)
         if step == 80:
-            writer.finish(best)
+            writer.finish()
             assert steps(tmp_path) == [20, 30, 60, 70, 80]
-    writer.finish(best)
+    writer.finish()
     assert steps(tmp_path) == [30, 60, 90, 100]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000100\n"
     assert writer.news()["usage/checkpoint_gb"] > 0
@@ -332,7 +328,7 @@ def test_the_event_log_is_synced_before_a_checkpoint_appears(
     writer = CheckpointWriter(tmp_path, Retention(2), log=tracker)
     for step in (1, 2):
         tracker.metrics({"loss": 1.0}, step=step)
-        submitted(writer, step).finish(None)
+        submitted(writer, step).finish()
     assert lines_at_rename == [("step-00000001", 1), ("step-00000002", 2)]
     tracker.close("FINISHED")
 
@@ -351,10 +347,7 @@ def waits(world: World, folder: str) -> list[Any]:
         time.sleep(4)
         return really_newest(run_dir)
 
-    def slow(best: Best | None) -> None:
-        time.sleep(4)
-
-    def refuses(best: Best | None) -> None:
+    def refuses() -> None:
         raise CheckpointError("no space")
 
     really_newest, Checkpoint.newest = Checkpoint.newest, slow_newest  # type: ignore[method-assign, assignment]
@@ -363,7 +356,7 @@ def waits(world: World, folder: str) -> list[Any]:
         newest and newest.directory.name,
         on_all_ranks(lambda: time.sleep(4 * world.rank) or world.rank, device=device, failed=""),
     ]
-    for finish in (slow, refuses):
+    for finish in (lambda: time.sleep(4), refuses):
         saver = saver_of(Path("unused"), world=world, every=1)
         saver.writer.finish = finish  # type: ignore[method-assign]
         try:
@@ -394,7 +387,9 @@ def disagree(world: World, folder: str) -> list[str]:
             train.agreed_checkpoint(
                 Path(folder) / place / str(world.rank), world, device=torch.device("cpu")
             )
-        said.append(str(found.value).partition(": ")[2])
+        said.append(
+            "another-rank" if isinstance(found.value, FailedElsewhere) else found.value.code
+        )
     return said
 
 
@@ -403,8 +398,7 @@ def test_ranks_that_do_not_see_the_same_checkpoint_do_not_train(tmp_path: Path) 
         save(tmp_path / "other bytes" / str(rank), 7, best=Best(7, rank / 2))
     save(tmp_path / "only the first" / "0", 7)
     first, second = run_ranks(disagree, str(tmp_path), num_ranks=2)
-    apart = "the ranks do not see the same checkpoints; check that all nodes share it, and retry"
-    assert first == [apart, apart] and second[0] == apart and second[1].startswith("cannot be read")
+    assert first == ["mismatch", "another-rank"] and second == ["mismatch", "missing-path"]
 
 
 class SlowDisk:
@@ -464,7 +458,7 @@ def test_what_is_read_at_a_resume_reports_its_progress(
 def test_pruning_itself_spares_the_best_that_is_published(tmp_path: Path) -> None:
     save(tmp_path, 10, best=Best(10, 0.5))
     save(tmp_path, 30, keep_last=1, best=Best(20, 0.6))
-    CheckpointWriter(tmp_path, Retention(1)).finish(Best(20, 0.6))
+    CheckpointWriter(tmp_path, Retention(1)).finish()
     assert steps(tmp_path) == [10, 30]
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {
         "step": 10,
@@ -491,7 +485,7 @@ def test_a_file_system_that_refuses_costs_a_checkpoint_and_not_the_run(
     assert writer.news()["usage/checkpoint_failures"] == 2
     taken.unlink()
     writer.submit(Snapshot(state(3), TrainerState(3, 48), CARD))
-    writer.finish(None)
+    writer.finish()
     assert steps(tmp_path) == [3]  # in place of 1 and 2
 
 
@@ -502,7 +496,7 @@ def test_a_run_does_not_end_well_without_its_last_checkpoint(
     (tmp_path / "checkpoints").write_text("")
     writer = submitted(CheckpointWriter(tmp_path, Retention(2)), 7)
     with fails("no-access", str(tmp_path / "checkpoints"), kind=CheckpointError):
-        writer.finish(None)
+        writer.finish()
 
 
 def test_the_pause_before_the_last_checkpoint_is_retried_is_no_hang(
@@ -520,7 +514,7 @@ def test_the_pause_before_the_last_checkpoint_is_retried_is_no_hang(
         "touch",
         lambda: disk.unlink() if threading.current_thread() is main and disk.is_file() else None,
     )
-    writer.finish(None)
+    writer.finish()
     assert steps(tmp_path) == [7]
 
 
@@ -528,7 +522,7 @@ def test_a_defect_of_ours_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
     odd = EngineState({"w": torch.zeros(2, dtype=torch.complex64)}, {}, 1)
     writer = submitted(CheckpointWriter(tmp_path, Retention(2)), 1, odd)
     with pytest.raises(ValueError, match="complex64"):
-        writer.finish(None)
+        writer.finish()
 
 
 def test_a_write_under_way_is_waited_for_and_no_longer_than_told(
@@ -546,7 +540,7 @@ def test_a_write_under_way_is_waited_for_and_no_longer_than_told(
     assert not writer.make_room(timeout_s=0.05)
     go_on.set()
     assert writer.make_room(timeout_s=10)
-    writer.finish(None)
+    writer.finish()
     assert steps(tmp_path) == [1]
 
 
