@@ -119,7 +119,7 @@ def _parts(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def check_locks(submission: Submission, _: Mapping[str, str]) -> Iterable[Finding]:
+def check_locks(submission: Submission, _env: Mapping[str, str]) -> Iterable[Finding]:
     """Check the mount options of the directories to which jobs write."""
     places, found = [".", "jobs", "runs", "data"], {}
     for word in submission.arguments:

@@ -6,7 +6,7 @@ Each rank runs this module.
 2. Each rank names each thing before it touches it, and then sends its findings through a TCPStore.
    An alarm kills a rank that hangs. A rank that never starts delays nobody.
 3. If no rank has a fault, all ranks do one all-reduce with a deadline.
-4. The judge prints a table and writes JOB_DIR/preflight.jsonl (one line per rank) and
+4. The judge prints a summary and writes JOB_DIR/preflight.jsonl (one line per rank) and
    JOB_DIR/bad-nodes (NODE<TAB>reason).
 
 Every wait has a limit. A fault that most nodes share has a common cause, so it blames no node.
@@ -28,7 +28,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.slurm import in_columns
 from pretrain.ranks.world import World, read_world
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--read", action="append", default=[], metavar="PATH", help="every node must see this path"
     )
     options = parser.parse_args(arguments)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings would bury the table
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings would bury the summary
     try:
         timeout_s, world = float(os.environ.get("PREFLIGHT_TIMEOUT_S") or 60), read_world()
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -126,7 +125,10 @@ def judge_nodes(world: World, store: Any, options: argparse.Namespace, *, timeou
         found = gather(store, "reduced", world, nodes, timeout_s=limit_s)
     bad, warnings = judge(found)
     record(options.job_dir, found, bad)
-    print("\n".join(table(found, bad, warnings, took_s=time.monotonic() - began_s)), flush=True)
+    lines = [summary(found, took_s=time.monotonic() - began_s)]
+    lines += [f"preflight: warning: {text}" for text in warnings]
+    lines += [f"preflight: {node} is bad: {'; '.join(texts)}" for node, texts in bad.items()]
+    print(*lines, sep="\n", flush=True)
     with suppress(RuntimeError):  # the store ends with this process
         heard = [rank for rank in range(world.num_ranks) if store.check([f"checked/{rank}"])]
         store.wait([f"left/{rank}" for rank in heard], datetime.timedelta(seconds=5))
@@ -325,26 +327,18 @@ def judge(found: Sequence[Findings]) -> tuple[dict[str, list[str]], list[str]]:
     return bad, warnings
 
 
-def table(
-    found: Sequence[Findings],
-    bad: Mapping[str, Sequence[str]],
-    warnings: Sequence[str],
-    *,
-    took_s: float,
-) -> list[str]:
-    """Return a line for each node, then a line for each problem."""
-    rows = [("node", "device", "all-reduce GB/s", "scratch GB free", "verdict")]
-    for node in dict.fromkeys(each["node"] for each in found):
-        ranks = [each for each in found if each["node"] == node]
-        speeds, free = (
-            [each[name] for each in ranks if each.get(name)] for name in ("gb_per_s", "free_gb")
-        )
-        cells = [f"{min(values):.3g}" if values else "-" for values in (speeds, free)]
-        verdict = "bad" if node in bad else "sound"
-        rows.append((node, str(ranks[0].get("device", "-")), *cells, verdict))
-    head = f"preflight: {len(rows) - 1} nodes, {len(found)} ranks, {took_s:.0f} s"
-    lines = [head, *in_columns(rows), *(f"preflight: warning: {text}" for text in warnings)]
-    return lines + [f"preflight: {node} is bad: {'; '.join(texts)}" for node, texts in bad.items()]
+def summary(found: Sequence[Findings], *, took_s: float) -> str:
+    """Return one line, with the slowest network and the fullest disk."""
+    parts = [f"preflight: {len({each['node'] for each in found})} nodes, {len(found)} ranks"]
+    parts.append(f"{took_s:.0f} s")
+    for name, text in (
+        ("gb_per_s", "GB/s at least in an all-reduce"),
+        ("free_gb", "GB scratch free at least"),
+    ):
+        if values := [(each[name], each["node"]) for each in found if each.get(name)]:
+            least, node = min(values)
+            parts.append(f"{least:.3g} {text} ({node})")
+    return ", ".join(parts)
 
 
 def record(job_dir: Path, found: Sequence[Findings], bad: Mapping[str, Sequence[str]]) -> None:

@@ -79,7 +79,7 @@ def test_sound_nodes_are_measured_and_nobody_is_named(tmp_path: Path) -> None:
     for line in lines:
         assert line["gb_per_s"] > 0 and line["faults"] == [] and line["device"] == "CPU", line
     assert [line.get("free_gb") is not None for line in lines] == [True, False, True, False]
-    assert "n2" in output and "is bad" not in output
+    assert "2 nodes, 4 ranks" in output and "is bad" not in output
 
 
 def test_a_gpu_that_errs_one_that_hangs_and_a_rank_that_never_comes_are_named(
