@@ -33,8 +33,8 @@ from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
 from pretrain.ranks.collectives import is_distributed, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
-from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import Interrupted, StopFlag
+from pretrain.ranks.watchdog import watched
 from pretrain.ranks.world import World
 from pretrain.record import RecordedTask, write_record
 from pretrain.tracking.run_tags import dataset_of, run_tags, target_of, with_note
@@ -54,11 +54,11 @@ def session(
     task: str,
     tracking: TrackingSettings | None = None,
     identity: str | None = None,
-    begin: Callable[[], bool] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[torch.device, Tracker]]:
     """Enter a run on all ranks. A rank that is gone, stuck or fails ends the others.
 
-    `identity`: a hash that all ranks must share, by default the weights'; `begin`: see `claim`.
+    `identity`: a hash that all ranks must share, by default the weights'; `facts`: see `claim`.
     """
     device = start_accelerator(world, timeout_s=settings.ranks.timeout_s).device
     identity = identity or (checkpoint.sha256 if checkpoint else "0")
@@ -78,7 +78,7 @@ def session(
             checkpoint=checkpoint,
             tags={"task": task},
             tracking=tracking,
-            begin=begin,
+            facts=facts,
         ) as tracker:
             heartbeat.watch(run_dir / "stacks")
             try:
@@ -203,7 +203,7 @@ def recorded(
     tags: dict[str, str],
     tracking: TrackingSettings | None = None,
     stop: StopFlag | None = None,
-    begin: Callable[[], bool] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Iterator[Tracker]:
     """Hold the run directory and record the run as a child of the run of the weights.
 
@@ -218,9 +218,7 @@ def recorded(
     card, manifest = checkpoint.card if checkpoint else None, used[0][0].manifest
     source = checkpoint if tags.get("init") != "scratch" else None
     weights = source.mark if source else None
-    with claim(
-        run_dir, settings, is_first=True, ranks=ranks, stop=stop, begin=begin, weights=weights
-    ):
+    with claim(run_dir, settings, ranks=ranks, stop=stop, weights=weights, facts=facts):
         task = cast(RecordedTask, tags["task"].removesuffix("_seeds"))
         seed = getattr(settings, "seed", None)
         write_record(run_dir, task, settings.record, seed=seed, weights=source)

@@ -19,17 +19,16 @@ from pydantic import Field, model_validator
 from data_prep.errors import SettingsError, UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
-from data_prep.publish import hash_of_json, write_json
+from data_prep.publish import hash_of_json
 from data_prep.settings import read_yaml, validate
 from finetune.config import ShortRunSettings
 from finetune.split import check_split
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
-from pretrain.checkpoints.run import CONFIG_FILE, finished_result, is_begun
+from pretrain.checkpoints.run import CONFIG_FILE, EVALUATION, check_settings, finished_result
 from pretrain.config import Address, AugmentSettings, ReadingSettings, TrackingSettings
 from pretrain.tracking.tracker import RunIdentity
 
-IDENTITY = "evaluation.json"
 GEOMETRY = (
     "crop_scale",
     "crop_ratio",
@@ -196,16 +195,8 @@ class Evaluation:
     def stored_result(self) -> dict[str, Any] | None:
         """Return the result of this evaluation if it has finished. Fail if the directory holds
         something else."""
-        return finished_result(self.run_dir) if self._is_begun() else None
-
-    def _is_begun(self) -> bool:
-        return is_begun(self.run_dir, self.facts, record=IDENTITY, what="an evaluation")
-
-    def begin(self) -> bool:
-        """Write the identity once the directory is locked; True if this evaluation began before."""
-        is_ours = self._is_begun()
-        write_json(self.run_dir / IDENTITY, self.facts)
-        return is_ours
+        is_ours = check_settings(self.run_dir, self.settings, self.facts)
+        return finished_result(self.run_dir) if is_ours else None
 
     def plain_top1(self) -> float | None:
         """Return the accuracy on plain images if the run of the weights recorded it."""
@@ -240,11 +231,11 @@ def is_evaluated(settings: EvaluateSettings) -> bool:
     assert settings.run_dir is not None
     run_dir = Path(settings.run_dir)
     if finished_result(run_dir) is None:
-        return is_begun(run_dir, {}, record=IDENTITY, what="an evaluation")
+        return check_settings(run_dir, settings, {})
     check_source(run_dir, settings.pretrained)
     checkpoint = Checkpoint.found(settings.pretrained)
     if checkpoint is None or not (Path(settings.data.dataset) / MANIFEST_NAME).exists():
-        return (run_dir / IDENTITY).exists()
+        return (run_dir / EVALUATION).exists()
     return Evaluation.of(settings, checkpoint=checkpoint).stored_result() is not None
 
 

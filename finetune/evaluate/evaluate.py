@@ -51,7 +51,7 @@ def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] 
             task="evaluate",
             tracking=evaluation.tracking,
             identity=evaluation.identity,
-            begin=evaluation.begin,
+            facts=evaluation.facts,
         ) as (device, tracker),
         reading([part], settings.data, image_size=checkpoint.card.image_size) as reader,
     ):

@@ -18,10 +18,10 @@ from finetune.weights.command import names_of
 from finetune.weights.foreign import Family, Foreign, convert
 from finetune.weights.reading import Kind, read_weights
 from pretrain.augment.augmentation import Normalisation
-from pretrain.checkpoints.card import CONFIG, ModelCard, config_of
+from pretrain.checkpoints.card import CONFIG, TIMM_TRANSFORM, ModelCard, config_of
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
-from pretrain.checkpoints.run import is_begun
+from pretrain.checkpoints.run import is_output
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.models.spec import Activation
@@ -42,8 +42,6 @@ SQUARES: dict[str, Any] = {
     "fed_interpolation": "area",
 }
 """FFCV's settings in scaling_mlps."""
-TRANSFORM = ("interpolation", "crop_pct", "crop_mode")
-"""timm's settings for squares."""
 FROM_CONFIG, DEFAULT = "from the config next to the file", "the default of"
 _AVERAGE: dict[Kind, str] = {"ema": "the running average", "raw": "the plain weights"}
 
@@ -61,7 +59,7 @@ def import_weights(given: argparse.Namespace) -> list[str]:
     average = f"{_AVERAGE[given.weights]}, " if stored.average else ""
     facts: dict[str, Any] = SQUARES
     if foreign.family == "timm":
-        transform = {key: config[key] for key in TRANSFORM if key in config}
+        transform = {key: config[key] for key in TIMM_TRANSFORM if key in config}
         default = "bilinear" if "miil" in file.name.lower() else "bicubic"
         transform = transform or {"interpolation": default, "crop_pct": 0.875}
         facts = {"timm_transform": transform}
@@ -80,9 +78,7 @@ def import_weights(given: argparse.Namespace) -> list[str]:
         ),
         **facts,
     )
-    if is_begun(
-        given.out, config_of(card), record=CONFIG, what="these weights", field="out", alone=True
-    ):
+    if is_output(given.out, config_of(card), record=CONFIG, kind="these weights", field="out"):
         Checkpoint.open(given.out)  # the same command again
     else:
         save_folder(given.out, card=card, weights=foreign.weights)
