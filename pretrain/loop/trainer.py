@@ -173,15 +173,11 @@ class Trainer:
                     self.saver.save(self._state())
                 if eval_due or save_due:
                     self.meter.restart()
-                self._log_saving()
             self._finish_step()
             self.first_read.raise_fault()
             if self.step > 0:
                 self.saver.save(self._state(), is_last=True)
-        try:
-            self.saver.finish(self.stop if self.stopping else None)
-        finally:
-            self._log_saving()
+        self.saver.finish(self.stop if self.stopping else None)
         is_saved = self.saver.saved_step == self.step
         return Outcome(
             self.step,
@@ -348,10 +344,6 @@ class Trainer:
             num_cpu_threads=num_cpu_threads(self.engine.device),
             lengths=self.lengths,
         )
-
-    def _log_saving(self) -> None:
-        if news := self.saver.writer.news():
-            self.tracker.metrics(news, step=self.step)
 
     def _steps(self, length: str) -> int:
         return self.data.steps(length, global_batch_size=self.plan.global_batch_size)
