@@ -23,7 +23,7 @@ import torch
 
 from data_prep.manifest import load_manifest
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.augment.feed import Feed
+from pretrain.augment.feed import Feed, finish_for
 from pretrain.config import AugmentSettings, EngineSettings, OptimizerSettings
 from pretrain.data.loader import Batch, training_batches
 from pretrain.data.order import BatchPlan, Order
@@ -260,7 +260,7 @@ def feed_is_in_order(device: torch.device) -> tuple[bool, str]:
     load = torch.randn(
         4096 if device.type == "cuda" else 64, 4096 if device.type == "cuda" else 64, device=device
     )
-    with Feed(open_batches, make) as feed:
+    with Feed(open_batches(finish_for(make)), make) as feed:
         for number in range(count):
             images = next(feed).prepared.images_BCHW
             for _ in range(number % 5):
@@ -360,7 +360,7 @@ def waits(device: torch.device) -> tuple[bool, str]:
         open_split(DATASET, manifest, "val"),
         augmentation({}, device, size=32, dtype=torch.bfloat16),
     )
-    with Feed(open_batches, make) as feed:
+    with Feed(open_batches(finish_for(make)), make) as feed:
         prepared = [next(feed).prepared for _ in range(2)]
         noting("feed", lambda: next(feed))
         for stage in (0, 1, 2, 3):

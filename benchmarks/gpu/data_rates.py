@@ -17,7 +17,7 @@ import torch
 
 from data_prep.manifest import load_manifest
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.augment.feed import Feed
+from pretrain.augment.feed import Feed, finish_for
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch, Batches, as_stored, training_batches
 from pretrain.data.order import BatchPlan, Order
@@ -97,10 +97,8 @@ def main() -> None:
         normalisation=Normalisation(manifest.channel_mean, manifest.channel_std), device=device, dtype=torch.bfloat16,
     )  # fmt: skip
     for threads, prefetch in dict.fromkeys([(cores, 4), (cores, max(4, cores // 2))]):
-        with Feed(
-            lambda finish, t=threads, p=prefetch: batches(finish, threads=t, prefetch=p),
-            augmentation,
-        ) as feed:
+        source = batches(finish_for(augmentation), threads=threads, prefetch=prefetch)
+        with Feed(source, augmentation) as feed:
             rate, first_s = measured(
                 lambda f=feed: next(f), batch=options.batch, seconds=options.seconds
             )

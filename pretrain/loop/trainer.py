@@ -23,14 +23,14 @@ from data_prep.interrupts import keep
 from data_prep.manifest import accuracy
 from data_prep.progress import ProgressLine, progress
 from pretrain.augment.augmentation import Augmentation, Prepared
-from pretrain.augment.feed import Feed
+from pretrain.augment.feed import Fed, Feed, finish_for
 from pretrain.checkpoints.files import Best, TrainerState
 from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
 from pretrain.data.bad_samples import BadSamples, check_share
 from pretrain.data.datasets import TrainingData, fit_warmup
 from pretrain.data.first_read import FirstRead
-from pretrain.data.loader import num_cpu_threads
+from pretrain.data.loader import BatchSource, num_cpu_threads
 from pretrain.data.order import BatchPlan, hash64
 from pretrain.data.reader import ShardReader
 from pretrain.data.stream import Stream, batches_of
@@ -228,25 +228,22 @@ class Trainer:
         if isinstance(reader, ShardReader):
             log = self.run_dir / "bad_samples" / f"rank-{self.world.rank}.jsonl"
             bad_samples = BadSamples(reader, log=log, chosen=self.data.parts[0].chosen)
-        return Feed(
-            lambda finish: batches_of(
-                reader,
-                self.order,
-                self.plan,
-                rank=self.world.rank,
-                consumed=self.step * batch_size,
-                num_threads=self._num_threads,
-                prefetch=self.settings.train.prefetch_batches,
-                pin=on_gpu,
-                finish=finish,
-                bad_samples=bad_samples,
-                previous_in=batch_size if self.settings.augment.mixes_previous else None,
-                # on a GPU a thread of the feed waits for batches, and signals do not reach it
-                waits=Future.result if on_gpu else self.stop.result,
-            ),
-            self.augmentation,
-            waits=self.stop.result,
+        batches: BatchSource[Fed] = batches_of(
+            reader,
+            self.order,
+            self.plan,
+            rank=self.world.rank,
+            consumed=self.step * batch_size,
+            num_threads=self._num_threads,
+            prefetch=self.settings.train.prefetch_batches,
+            pin=on_gpu,
+            finish=finish_for(self.augmentation),
+            bad_samples=bad_samples,
+            previous_in=batch_size if self.settings.augment.mixes_previous else None,
+            # on a GPU a thread of the feed waits for batches, and signals do not reach it
+            waits=Future.result if on_gpu else self.stop.result,
         )
+        return Feed(batches, self.augmentation, waits=self.stop.result)
 
     def _queue_step(self, feed: Feed) -> QueuedStep:
         """Queue the step that takes the model from `step` to `step + 1`."""
