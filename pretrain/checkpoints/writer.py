@@ -171,9 +171,7 @@ class Saver:
                 self.best = read_best(self.writer.run_dir) if self.best else None
 
         on_all_ranks(
-            write,
-            device=self._engine.device,
-            failed="the last checkpoint could not be written; see the message of the first rank",
+            write, device=self._engine.device, field=str(checkpoints_dir(self.writer.run_dir))
         )
 
     def close(self, *, finished: bool) -> None:
@@ -185,11 +183,7 @@ class Saver:
                 uploader.close(finished=finished, deadline_s=self._deadline_s)
 
         if self.remote is not None:
-            on_all_ranks(
-                upload,
-                device=self._engine.device,
-                failed="the remote is not complete; see the message of the first rank",
-            )
+            on_all_ranks(upload, device=self._engine.device, field="checkpoint.remote")
 
 
 class CheckpointWriter:

@@ -66,7 +66,7 @@ def micro_batch_size(
         f" activation checkpointing {engine.activation_checkpointing}"
     )
     sizes = on_all_ranks(
-        lambda: read_sizes(path) if world.is_first else {}, device=device, failed=str(path)
+        lambda: read_sizes(path) if world.is_first else {}, device=device, field=str(path)
     )
     known = highest(sizes.get(situation, 0), device=device)
     if known and share % known == 0:

@@ -14,7 +14,7 @@ so all decide at the same step to stop or to fail.
 """
 
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -80,55 +80,48 @@ class QueuedStep:
     exchange: Exchange
 
 
+@dataclass
 class Trainer:
-    """All ranks make one together."""
+    """The loop over the parts that `assemble` has made. All ranks make one together."""
 
-    def __init__(
-        self,
-        settings: PretrainSettings,
-        data: TrainingData,
-        plan: BatchPlan,
-        world: World,
-        stop: StopFlag,
-        *,
-        tracker: Tracker,
-        engine: Engine,
-        reader: ShardReader | Stream,
-        eval_reader: ShardReader | None,
-        augmentation: Augmentation,
-        saver: Saver,
-        first_read: FirstRead,
-        meter: Meter,
-    ):
-        self.settings, self.data, self.plan, self.world, self.stop = (
-            settings,
-            data,
-            plan,
-            world,
-            stop,
-        )
-        self.tracker, self.engine, self.reader = tracker, engine, reader
-        self.eval_reader, self.augmentation = eval_reader, augmentation
-        self.saver, self.first_read, self.meter = saver, first_read, meter
-        train, self.run_dir = settings.train, Path(settings.run_dir)
+    settings: PretrainSettings
+    data: TrainingData
+    plan: BatchPlan
+    world: World
+    stop: StopFlag
+    tracker: Tracker
+    engine: Engine
+    reader: ShardReader | Stream
+    eval_reader: ShardReader | None
+    augmentation: Augmentation
+    saver: Saver
+    first_read: FirstRead
+    meter: Meter
+    step: int = 0
+    start_step: int = 0
+    owes_evaluation: bool = False
+    stopping: bool = False
+    """True once all ranks know that one of them was asked to stop."""
+    num_bad: int = 0
+    scores: Scores | None = None
+    scored_step: int = 0
+    queued: QueuedStep | None = None
+    reading: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        train, self.run_dir = self.settings.train, Path(self.settings.run_dir)
         self.num_steps = self._steps(train.duration)
+        self.lengths: tuple[int, ...] = (self.num_steps,)
         self.eval_every = max(1, self._steps(train.eval_every))
-        self.order = data.order(seed=train.seed, global_batch_size=plan.global_batch_size)
+        self.order = self.data.order(seed=train.seed, global_batch_size=train.global_batch_size)
         self.schedule = self._schedule_of(self.num_steps)
         self.skipped = SkippedSteps(
-            lambda step: samples_of_rank(self.order, plan, step=step, rank=world.rank),
-            reader,
-            log=self.run_dir / "skipped_steps" / f"rank-{world.rank}.jsonl",
+            lambda step: samples_of_rank(self.order, self.plan, step=step, rank=self.world.rank),
+            self.reader,
+            log=self.run_dir / "skipped_steps" / f"rank-{self.world.rank}.jsonl",
             max_in_a_row=train.max_skipped_steps,
-            scales_loss=settings.engine.precision == "fp16",
+            scales_loss=self.settings.engine.precision == "fp16",
         )
-        self.start_step = self.step = self.scored_step = self.num_bad = 0
-        self.owes_evaluation = self.stopping = False
-        """`stopping`: all ranks know that one of them was asked to stop."""
-        self.scores: Scores | None = None
-        self.lengths: tuple[int, ...] = (self.num_steps,)
-        self.queued: QueuedStep | None = None
-        self.reading: dict[str, float] = {}
         self.line: ProgressLine
 
     def fit(self, start: TrainerState) -> Outcome:
