@@ -88,7 +88,7 @@ def micro_batch_size(
     if size == 0:
         error = UserError(
             "train.local_batch_size",
-            f"auto finds no micro-batch that fits beside {reserved_bytes / 1e9:.1f} GB of the"
+            f"auto finds no micro-batch that fits next to {reserved_bytes / 1e9:.1f} GB of the"
             " engine",
             remedy,
             code="no-space",

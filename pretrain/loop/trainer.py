@@ -37,7 +37,7 @@ from pretrain.data.stream import Stream, batches_of
 from pretrain.engine.step import Engine
 from pretrain.loop.evaluate import Scores, evaluate
 from pretrain.loop.peak import Meter
-from pretrain.loop.skipped_steps import SkippedSteps, samples_of_rank
+from pretrain.loop.skipped_steps import SkippedSteps
 from pretrain.optim.schedule import Schedule
 from pretrain.ranks.collectives import Exchange, Moment, any_rank
 from pretrain.ranks.hangs import PROGRESS
@@ -116,11 +116,7 @@ class Trainer:
         self.order = self.data.order(seed=train.seed, global_batch_size=train.global_batch_size)
         self.schedule = self._schedule_of(self.num_steps)
         self.skipped = SkippedSteps(
-            lambda step: samples_of_rank(self.order, self.plan, step=step, rank=self.world.rank),
-            self.reader,
-            log=self.run_dir / "skipped_steps" / f"rank-{self.world.rank}.jsonl",
-            max_in_a_row=train.max_skipped_steps,
-            scales_loss=self.settings.engine.precision == "fp16",
+            self.settings, self.reader, self.order, self.plan, rank=self.world.rank
         )
         self.line: ProgressLine
 
