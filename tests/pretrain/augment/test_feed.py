@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.augment.feed import Feed
+from pretrain.augment.feed import Feed, finish_for
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch
 from pretrain.data.order import BatchPlan, Order
@@ -23,12 +23,9 @@ def augmentation(settings: AugmentSettings) -> Augmentation:
 
 def feed(reader: ShardReader, augment: Augmentation, *, threads: int) -> Feed:
     order, plan = Order(reader.num_samples, 4), BatchPlan(48, 12, 2)
-    return Feed(
-        lambda finish: loaded(
-            reader, order, plan, rank=1, consumed=96, num_threads=threads, finish=finish
-        ),
-        augment,
-    )
+    finish = finish_for(augment)
+    batches = loaded(reader, order, plan, rank=1, consumed=96, num_threads=threads, finish=finish)
+    return Feed(batches, augment)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
