@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +226,7 @@ class Watchdog:
                 return
             self._is_ending = True
             if self._world.is_first and "failed" in message:
-                failed = Verdict(self._me, "failed", message["failed"])
-                message = self._with_cause(failed).as_message()
+                message = Verdict(self._me, "failed", message["failed"]).as_message()
             self._send_all(message)
         os.write(self._waker, b"x")
         self._thread.join(2 * self._interval_s)
@@ -339,7 +338,7 @@ class Watchdog:
         elif "verdict" in message:
             return Verdict.of(message)
         elif "failed" in message:
-            return self._with_cause(Verdict(wire.peer, "failed", message["failed"]))
+            return Verdict(wire.peer, "failed", message["failed"])
         elif "bye" in message:
             self._standings.forget(wire.peer)
             wire.peer, wire.is_open = None, False
@@ -355,10 +354,7 @@ class Watchdog:
         wire = self._wires.pop(file)
         self._files.unregister(wire.socket)
         wire.socket.close()
-        return None if wire.peer is None else self._with_cause(Verdict(wire.peer, "gone"))
-
-    def _with_cause(self, verdict: Verdict) -> Verdict:
-        return replace(verdict, behind=self._standings.behind(verdict.peer))
+        return None if wire.peer is None else Verdict(wire.peer, "gone")
 
     def _excuse_pause(self) -> None:
         """Begin all waits again after a pause of this process: a suspended job sends no beats."""
