@@ -306,8 +306,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
                     code="missing-value",
                 )
         other = {"also": (), "fold": None, "stage_dir": None, "last_batch": "carry"}
-        name = next((name for name, plain in other.items() if getattr(self, name) != plain), None)
-        if name is not None:
+        for name in (name for name, plain in other.items() if getattr(self, name) != plain):
             raise SettingsError(
                 f"data.{name}",
                 "is not valid with data.stream",

@@ -41,6 +41,7 @@ from pretrain.ranks.collectives import all_sum
 from pretrain.ranks.hangs import PROGRESS, Standing, Standings, Verdict
 from pretrain.ranks.launch import report_joined
 from pretrain.ranks.settings import RanksSettings
+from pretrain.ranks.starts import has_lost_run
 from pretrain.ranks.world import Peer, World
 
 FAILED_GRACE_S = 1.0
@@ -360,6 +361,9 @@ class Watchdog:
         """Begin all waits again after a pause of this process: a suspended job sends no beats."""
         now_s = time.monotonic()
         if now_s - self._looked_s > 2 * self._interval_s:
+            if has_lost_run():
+                write_error(f"{self._me}: a newer start has taken over the run; this one ends\n")
+                os._exit(1)
             PROGRESS.excuse(now_s - self._looked_s)
             for wire in self._wires.values():
                 wire.heard_s = now_s
