@@ -47,7 +47,7 @@ def start(options: argparse.Namespace) -> int:
     if options.probe and not options.pretrained:
         fix = "Give a run, or a folder of finetune import, as --from RUN"
         raise UserError("--probe", "a probe needs weights", fix, code="conflict")
-    keep("the images that are packed stay; the same command resumes", ends_within_s=None)
+    keep("the images that are packed stay; the same command resumes")
     card = Checkpoint.open(options.pretrained).card if options.pretrained else None
     place = options.place
     name = options.name or re.sub(r"[^\w-]+", "-", Path(place).resolve().name).strip("-")

@@ -89,7 +89,7 @@ class RunIdentity(Settings):
             return known
         parent = RunIdentity.known(parent_dir) if parent_dir else None
         server = os.environ.get("MLFLOW_TRACKING_URI", "")
-        named = without_secrets(server, field="MLFLOW_TRACKING_URI: ", remedy=OF_SERVER)
+        named = without_secrets(server, field="MLFLOW_TRACKING_URI", remedy=OF_SERVER)
         store = uri or named or (parent.uri if parent else None)
         identity = RunIdentity(
             run_key=uuid4().hex,
