@@ -46,7 +46,7 @@ from pretrain.engine.step import _compiled_loss, loss_of
 from pretrain.models.build import build_model
 from pretrain.models.layers.linear import aligned
 from pretrain.models.mixer import MixerBlock
-from pretrain.models.mlp import InvertedBlock
+from pretrain.models.mlp import build_layer
 from pretrain.models.presets import spec_of
 from pretrain.optim import Lion, build_optimizer
 from pretrain.optim.lion import by_operations, guarded
@@ -224,7 +224,7 @@ def block() -> None:
     batch, images = (16_384, 256) if ON_GPU else (64, 2)
     cases: dict[str, tuple[Callable[[], torch.nn.Module], Tensor, float]] = {
         "block of B-12/Wi-1024": (
-            lambda: InvertedBlock(spec_of("mlp_b12_wi1024")),
+            lambda: build_layer(spec_of("mlp_b12_wi1024")),
             random(batch, 1024),
             6 * 2.0 * batch * 1024 * 4096,
         )  # type: ignore[arg-type]
