@@ -68,7 +68,7 @@ def build_model(
         for name, module in model.named_modules():
             has_bias = isinstance(getattr(module, "bias", None), nn.Parameter) and name != "head"
             if has_bias and not isinstance(module, NORMS):
-                module.bias = None  # type: ignore[assignment]
+                module.bias = None
     return model
 
 

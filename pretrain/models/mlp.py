@@ -22,9 +22,9 @@ class Block(nn.Module, ABC):
 
     def __init__(self, norm: nn.Module, spec: MlpSpec | SparseMlpSpec):
         super().__init__()
-        is_mlp = isinstance(spec, MlpSpec)
-        self.norm, self.has_skip = norm, not is_mlp or spec.skip == 1
-        self.is_norm_after = is_mlp and spec.norm_place == "after"
+        self.norm = norm
+        self.has_skip = not isinstance(spec, MlpSpec) or spec.skip == 1
+        self.is_norm_after = isinstance(spec, MlpSpec) and spec.norm_place == "after"
         self.activation = ACTIVATIONS[spec.activation]()
         self.dropout = nn.Dropout(spec.dropout)
 

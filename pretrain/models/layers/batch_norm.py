@@ -25,8 +25,8 @@ def _forward(norm: nn.BatchNorm1d | nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 class BatchNorm1d(nn.BatchNorm1d):
-    forward = _forward
+    forward = _forward  # type: ignore[assignment]
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    forward = _forward
+    forward = _forward  # type: ignore[assignment]
