@@ -292,15 +292,14 @@ class ShardStore:
                 stop=self._stop,
                 report=self._warn,
             )
-        except (ContentError, RemoteError) as error:
-            is_damaged = isinstance(error, ContentError)
+        except RemoteError as error:
+            raise StoreError(error.field, error.problem, error.fix, code=error.code) from None
+        except ContentError as error:
             raise StoreError(
                 shown(file.source),
                 str(error).removeprefix(f"{shown(file.source)}: "),
-                "restore the file, or run data_prep index again"
-                if is_damaged
-                else "repeat the command later",
-                code="damaged" if is_damaged else "unreachable",
+                "restore the file, or run data_prep index again",
+                code="damaged",
             ) from None
 
     def _fill(self, file: File, content: FileIO) -> None:
