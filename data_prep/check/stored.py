@@ -26,7 +26,7 @@ from data_prep.manifest import (
 )
 from data_prep.remote import Storage, nameless_copy
 from data_prep.tar import BLOCK, TarError, header_name, key_of
-from data_prep.workers import Tally, sweep
+from data_prep.workers import sweep
 
 T = TypeVar("T")
 
@@ -78,9 +78,9 @@ def known_files(manifest: Manifest) -> set[str]:
 def each_shard(
     function: Callable[[Shard], T], shards: Sequence[Shard], *, title: str, num_workers: int
 ) -> Iterator[T]:
-    """`function` of every shard, in their order; it counts its images with `Tally.add`."""
-    total = sum(shard.num_samples for shard in shards)
-    return sweep(function, shards, title=title, unit="images", total=total, num_workers=num_workers)
+    """Yield `function` of every shard, in their order."""
+    sizes = [shard.num_samples for shard in shards]
+    return sweep(function, shards, title=title, unit="images", sizes=sizes, workers=num_workers)
 
 
 def each_picture(
@@ -101,7 +101,6 @@ def each_picture(
                     f"{shard.file}: a picture does not decode ({error}); run data_prep verify"
                     f" {directory}"
                 ) from None
-            Tally.add(1)
             yield found
 
 

@@ -43,7 +43,6 @@ from data_prep.manifest import (
 from data_prep.publish import TEMPORARY_PREFIX
 from data_prep.remote import MissingError, RemoteError, Storage
 from data_prep.tar import Run, TarError, members, runs
-from data_prep.workers import Tally
 
 BORROWED = ("subset", "index")
 """The kinds of source that copy nothing: their rows are of tars that were written elsewhere."""
@@ -272,7 +271,6 @@ def _walk(
             key, name = sample.key, f"{shard.file} {sample.key}"
             picture = next((member for _, member in sample.members if member.offset in rows), None)
             if picture is not None:
-                Tally.add(1)
                 _, length, label = rows.pop(picture.offset)
                 if picture.num_bytes != length or not _is_label(
                     label, sample, in_tar, content, is_borrowed=is_borrowed

@@ -101,7 +101,7 @@ def index(settings: IndexSettings) -> Manifest:
                     shards,
                     title="indexing",
                     unit="shards",
-                    num_workers=settings.num_workers,
+                    workers=settings.num_workers,
                 )
             )
             if damaged := [each for each in found if isinstance(each, UserError)]:
@@ -193,7 +193,7 @@ def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifes
             doubtful,
             title="reading again",
             unit="shards",
-            num_workers=plan.settings.num_workers,
+            workers=plan.settings.num_workers,
         )
         hashes = list(swept)
         for shard, sha256 in zip(doubtful, hashes, strict=True):
