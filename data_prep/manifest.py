@@ -306,10 +306,10 @@ def load_rejected(directory: Path | str, manifest: Manifest) -> list[dict[str, s
 def _lines(directory: Path | str, file: str, *, sha256: str, count: int) -> list[Any]:
     with _reading(directory, file) as path:
         data = path.read_bytes()
-        lines = [json.loads(line) for line in data.splitlines()]
+        lines = data.splitlines()
         if hashlib.sha256(data).hexdigest() != sha256 or len(lines) != count:
             raise ValueError(CHANGED)
-    return lines
+        return [json.loads(line) for line in lines]
 
 
 def load_annotation(directory: Path | str, split: Split, name: str) -> NDArray[np.bool_]:

@@ -43,7 +43,7 @@ from data_prep.manifest import (
     load_paths,
     save_manifest,
 )
-from data_prep.publish import TEMPORARY_PREFIX, write_atomic
+from data_prep.publish import remove_leftovers, write_atomic
 from data_prep.sources import Source, SourceError
 from data_prep.workers import Pool, sweep
 
@@ -71,6 +71,7 @@ def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest
             code="unfinished" if directory.is_dir() else "missing-path",
         )
     with sole_builder(directory):
+        remove_leftovers(directory, directory / PARTS)
         work = None if (directory / MANIFEST_NAME).exists() else load_begun(directory)
         if work is None:
             manifest = load_manifest(directory)
@@ -146,8 +147,7 @@ def _changed_source(source: Source, directory: Path, stamp: str, numbers: range)
 def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[ShardRecord]:
     directory = work.directory
     planned = {plan.name for plan in work.shards}
-    tars = (path for path in directory.glob("*.tar") if not path.name.startswith(TEMPORARY_PREFIX))
-    if strangers := sorted({path.stem for path in tars} - planned):
+    if strangers := sorted({path.stem for path in directory.glob("*.tar")} - planned):
         raise UserError(
             str(directory),
             f"{strangers[0]}.tar does not belong to this build",

@@ -29,7 +29,7 @@ from data_prep.build.parts import AT_WORK, claim, own_place, refuse_tasks_at_wor
 from data_prep.build.workplan import Workplan, open_source_of, plan_that_fits, prepare
 from data_prep.errors import UserError
 from data_prep.manifest import MANIFEST_NAME, PARTS
-from data_prep.publish import sole_writer, write_json
+from data_prep.publish import remove_leftovers, sole_writer, write_json
 from data_prep.sources import Source
 from data_prep.workers import Pool
 
@@ -111,6 +111,7 @@ def _first_plan(settings: BuildSettings, source: Source, pool: Pool) -> Workplan
     failure = settings.directory / PARTS / FAILURE
     try:
         refuse_tasks_at_work(settings.directory)
+        remove_leftovers(settings.directory, settings.directory / PARTS)
         work = prepare(settings, source, pool)
     except UserError as error:
         with suppress(OSError):  # the disk itself may be the problem
