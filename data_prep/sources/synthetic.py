@@ -28,7 +28,7 @@ from data_prep.archives.inventory import Outline
 from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
 from data_prep.settings import Settings
 from data_prep.sources.folder import FolderSettings, FolderSource
-from data_prep.workers import Tally, sweep
+from data_prep.workers import sweep
 
 JPEG_QUALITY = 90
 BEGUN_NAME = "begun.json"
@@ -134,14 +134,14 @@ class SyntheticSource(FolderSource):
         counts = {"train": self.drawn.num_train_per_class, "val": self.drawn.num_val_per_class}
         jobs = [(look, split, count) for look in looks for split, count in counts.items() if count]
         jobs = [job for job in jobs if not (self.path / job[1] / job[0].name).exists()]
-        how: dict[str, Any] = {"title": "drawing pictures", "unit": "images", "jobs_are": "folders"}
         list(
             sweep(
                 self._write_class,
                 jobs,
-                total=sum(job[2] for job in jobs),
-                num_workers=self.num_workers,
-                **how,
+                title="drawing pictures",
+                unit="images",
+                sizes=[job[2] for job in jobs],
+                workers=self.num_workers,
             )
         )
 
@@ -157,7 +157,6 @@ class SyntheticSource(FolderSource):
             )
             (temporary / f"{number:06d}.jpg").write_bytes(data)
         temporary.rename(folder)
-        Tally.add(count)
 
 
 # ---- one picture: a main object whose shape, colour and quadrant name its class, among nuisance
