@@ -263,7 +263,7 @@ def _walk(
     }
     num_samples, key = 0, ""
     try:
-        for sample in runs(members(path, ignore_zeros=is_borrowed)):
+        for sample in runs(members(path)):
             if is_borrowed and not sample.key:
                 continue  # belongs to no sample
             num_samples += 1
