@@ -22,8 +22,8 @@ from cluster.plan_file import Plan, Stage, load_checked
 from cluster.slurm import SlurmError, Submission, in_columns, jobs_of, slurm, writers_of
 from cluster.submit import NothingLeft, on_part_of_node, refuse_missing, submit
 from cluster.work import COMMANDS, Work, in_file
-from data_prep.errors import UserError
-from data_prep.exit_codes import FAILED, OK
+from data_prep.errors import SettingsError, UserError
+from data_prep.exit_codes import BAD_INPUT, FAILED, OK
 from data_prep.interrupts import INTERRUPTED, keep
 from pretrain.ranks.preemption import heeded_signals
 
@@ -115,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
     ranks = options.ranks or num_gpus() or 1
     if missing := plan.missing():
         raise in_file(plan.path, *missing)
+    check_figure(plan)
     outcomes = [["member", "outcome", "writes"]]
     here, failed = Here(), False
     for number, stage in enumerate(plan.stages, start=1):
@@ -182,6 +183,17 @@ def _commands(work: Work, *, ranks: int) -> list[list[str]]:
     return [work.words if work.kind == "export" else [*work.words, "--ranks", str(ranks)]]
 
 
+def check_figure(plan: Plan) -> None:
+    """Check the `figure:` by its own program, as far as it is installed on this machine."""
+    if plan.figure is None:
+        return
+    command = [sys.executable, "-m", "analysis", "figure", *plan.words, "--check"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if checked.returncode == BAD_INPUT:
+        problem = checked.stderr.strip().removeprefix("analysis: ")
+        raise SettingsError(f"{plan.path}: figure", problem, "correct it", code="bad-value")
+
+
 def _run_work(work: Work, here: Here, *, ranks: int) -> int:
     if work.kind == "build":
         _doubt(work).parent.mkdir(parents=True, exist_ok=True)
@@ -217,6 +229,7 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
     """
     plan = load_checked(path)
     refuse_missing(Submission(tuple(options)), plan.missing())
+    check_figure(plan)
     todo = [stage for stage in plan.stages if stage.undone()]
     if len(todo) > 1:  # of a single one the members that are in the queue are left out
         _refuse_twice(todo)

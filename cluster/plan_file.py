@@ -40,7 +40,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -169,66 +169,6 @@ Entries = Annotated[
 ]
 
 
-VARIABLES = (
-    "width",
-    "hidden_width",
-    "density",
-    "channels",
-    "tokens",
-    "log_cs",
-    "log2_omega",
-    "gamma",
-    "depth",
-    "patch_size",
-    "mixing",
-    "kind",
-    "model",
-    "parameters",
-    "multiply_adds",
-    "epochs",
-    "images",
-    "samples",
-    "compute",
-    "lr",
-    "optimizer",
-    "global_batch_size",
-    "augmented",
-    "views",
-    "task",
-    "target",
-)
-"""What results differ in, besides the axes of their plan: columns of `analysis points`, and log_cs
-= ln(C / S), log2_omega rounded, mixing = normal or RP."""
-
-
-class FigureSettings(Settings):
-    """What `analysis figure PLAN` draws, the last thing that a plan does. A variable is of
-    VARIABLES, else an axis of the plan."""
-
-    kind: Literal["sweep", "curves", "scaling", "cka"]
-    """sweep: errors by x; curves: losses while training; scaling: laws; cka: features of the first
-    entry's runs beside those of the others with the same values on the axes that both have."""
-    x: str | None = Field(None, examples=["width"])
-    """Of a sweep, what stands on its axis."""
-    hue: Annotated[tuple[str, ...], _SEVERAL] = Field((), examples=["mixing"])
-    """What makes lines."""
-    facet: Annotated[tuple[str, ...], _SEVERAL] = Field((), examples=["target"])
-    """What makes panels."""
-    task: str | None = Field(None, examples=["probe"])
-    """Results of this alone, a column of the points: pretrain, probe, tune, evaluate, ..."""
-
-    @model_validator(mode="after")
-    def _has_x(self) -> "FigureSettings":
-        if (self.kind == "sweep") != (self.x is not None):
-            raise UserError(
-                "x",
-                "it is required for kind sweep and not valid for others",
-                "set it, for example x: width",
-                code="conflict",
-            )
-        return self
-
-
 class Sections(Settings):
     prepare: Entries = Field((), examples=["configs/data_prep/demo_pretrain.yaml"])
     """Datasets to make, by `data_prep build`."""
@@ -245,10 +185,10 @@ class Sections(Settings):
     export: Entries = Field((), examples=["configs/export/demo.yaml"])
     """Exports, by `finetune export`; they wait for what judges the same checkpoint, which their
     model cards tell of."""
-    figure: FigureSettings | None = Field(
+    figure: dict[str, Any] | None = Field(
         None, examples=[{"kind": "sweep", "x": "width", "hue": ["mixing"]}]
     )
-    """The figure of the results, drawn last."""
+    """The figure of the results, drawn last. `analysis figure PLAN --check` checks it."""
 
 
 class PlanSettings(Sections):
@@ -320,7 +260,7 @@ class Plan:
     path: str
     stages: tuple[Stage, ...]
     """Each after those that it waits for."""
-    figure: FigureSettings | None = None
+    figure: Mapping[str, Any] | None = None
     is_demo: bool = False
 
     @property

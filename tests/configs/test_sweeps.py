@@ -20,9 +20,10 @@ from typing import Any, cast
 import pandas as pd
 import pytest
 
+from analysis.figure import figure_settings
 from analysis.results import STAGES, as_frame, read_results, results_of_plans
 from analysis.run_rows import about_model
-from analysis.sweeps.curves import curves_of
+from analysis.sweeps.curves import losses_of
 from analysis.sweeps.sweep import places_of
 from cluster.plan_file import Plan, load_checked
 from cluster.work import Work
@@ -610,15 +611,14 @@ def test_the_figure_of_each_plan_draws_what_its_members_reach(plans: dict[str, P
     drawn."""
     kinds = Counter[str]()
     for name, plan in plans.items():
-        figure = plan.figure
-        assert figure is not None, name
+        figure = figure_settings(plan)
         points = made_points(plan)
         if figure.kind == "sweep":
             places = places_of(points, figure.x or "", figure.hue, figure.facet, figure.task)
             meant = points if figure.task is None else points[points.task == figure.task]
             assert len(places) > 1 and places.num_results.sum() == len(meant), name
         elif figure.kind == "curves":
-            losses, _ = curves_of(points, figure.hue, figure.facet)
+            losses = losses_of(points, figure.hue, figure.facet)
             assert losses.run.nunique() == len(points), name
         kinds[figure.kind] += 1
     assert kinds == {"sweep": 44, "curves": 6, "scaling": 2, "cka": 2}
