@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: benchmarks cluster-test demo demos findings gpu-dry-run gpu-tests launchers study test check soak stores lint types arrows tests format lock clean-demo clean-demos
+.PHONY: benchmarks cluster-test demo demos findings gpu-dry-run gpu-tests launchers study test check soak stores lint types arrows tests settings format lock clean-demo clean-demos
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -98,6 +98,10 @@ launchers: .venv/.installed
 	$(BIN)/uv pip install --quiet --python .venv/skypilot skypilot==0.14.1
 	SKYPILOT_DISABLE_USAGE_COLLECTION=1 .venv/skypilot/bin/python -c "import sky; print(sky.Task.from_yaml('cluster/skypilot.yaml'))"
 
+# Writes docs/settings.md and configs/schemas/, for readers and editors; git ignores both.
+settings: .venv/.installed
+	$(BIN)/python -m tests.settings_page
+
 format: .venv/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -123,3 +127,4 @@ endif
 
 .venv/.installed: requirements.lock pyproject.toml install.sh
 	sh install.sh
+	$(BIN)/python -m tests.settings_page

@@ -92,7 +92,7 @@ def main() -> None:
         stall_s, during_s = time.perf_counter() - began_s, []
         while not (news := writer.news()):
             during_s.append(step_s())
-        writer.finish(None)
+        writer.finish()
         began_s = time.perf_counter()
         snapshot = Snapshot(engine.export_state(), TrainerState(number * 2 + 2, 0), card)
         publish(run_dir, snapshot)

@@ -234,7 +234,7 @@ def queue(path: str, options: Sequence[str], *, dry_run: bool) -> int:
     if len(todo) > 1:  # of a single one the members that are in the queue are left out
         _refuse_twice(todo)
     jobs: dict[str, tuple[str, ...]] = {}
-    keep("what was queued is cancelled", ends_within_s=None)
+    keep("what was queued is cancelled")
     try:
         for stage in todo:
             words = submission(

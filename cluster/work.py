@@ -39,7 +39,7 @@ from data_prep.settings import Settings, apply_override, read_yaml, refuse_of_an
 from finetune.evaluate.config import EvaluateSettings, is_evaluated
 from finetune.export.config import RECORD, ExportSettings, is_exported
 from finetune.probe.cache import check_room
-from finetune.probe.config import FeatureSettings, KnnSettings, ProbeSettings
+from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.tune.config import TuneSettings, is_finished, repeats_of
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.hub import is_on_hub
@@ -239,7 +239,7 @@ class Work:
             return
         if isinstance(settings, KnnSettings):
             settings.check_against(load_manifest(settings.data.dataset))
-        if isinstance(settings, FeatureSettings) and settings.must_keep:
+        if isinstance(settings, (ProbeSettings, KnnSettings)) and settings.must_keep:
             checkpoint = Checkpoint.found(source) if source else None
             if checkpoint or not source:
                 check_room(settings, load_manifest(settings.data.dataset), checkpoint)

@@ -10,10 +10,6 @@ The protocol, for a file and for a directory alike:
 A crash before 3 leaves only a temporary name, which the next writer of the same name takes over. A
 writer locks its temporary name, so a second writer at the same time takes a numbered one, and the
 last to end is published. After a crash, a numbered name stays until `remove_leftovers`.
-
-A process that uses a workspace has its temporary names there: what appears is renamed out of it,
-what is removed is renamed into it. Whoever removes the workspace has fenced that process off
-(pretrain/ranks/starts.py): such a rename fails in the file system itself.
 """
 
 import errno
@@ -31,7 +27,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-from urllib.parse import quote
 
 from data_prep.errors import UserError
 
@@ -40,66 +35,10 @@ REPLACED = "replaced-"
 """After the prefix: a directory that another is about to take the place of."""
 HASHED_BYTES = 4 << 20
 """How much of a file is read at once, to be hashed."""
-_WORKSPACES: dict[Path, Path] = {}
-"""Of this process: directory -> where what appears under it is made."""
-
-
-class Superseded(UserError):  # noqa: N818
-    """This process may not change the place any more: its workspace is gone."""
-
-
-def use_workspace(workspace: Path, *, under: Path) -> None:
-    """From now on, in all threads: what appears under the directory is made in the workspace, on
-    the same file system."""
-    _WORKSPACES[under.absolute()] = workspace.absolute()
-
-
-def workspace_of(path: Path) -> Path | None:
-    """The workspace that this process uses for it."""
-    found = _workspace_above(path)
-    return found[1] if found else None
-
-
-def _workspace_above(path: Path) -> tuple[Path, Path] | None:
-    whole, workspaces = path.absolute(), _WORKSPACES.copy()  # another thread may add one
-    if any(whole.is_relative_to(workspace) for workspace in workspaces.values()):
-        return None  # what lies in a workspace is not published yet
-    return max((each for each in workspaces.items() if whole.is_relative_to(each[0])), default=None)
-
-
-def check_not_superseded(path: Path) -> None:
-    """The workspace's time is set, not read: the server of a network file system is asked, whatever
-    this node remembers."""
-    workspace = workspace_of(path)
-    try:
-        if workspace is not None:
-            os.utime(workspace)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ESTALE):
-            raise Superseded(
-                f"{path}: a newer start has taken over ({workspace} is gone); this one changes"
-                " nothing"
-            ) from error
-
-
-@contextmanager
-def unless_superseded(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError:
-        check_not_superseded(path)
-        raise
 
 
 def _temporary_of(path: Path, kind: str = "") -> Path:
-    found = _workspace_above(path)
-    if found is None:
-        return path.with_name(f"{TEMPORARY_PREFIX}{kind}{path.name}")
-    root, workspace = found
-    return (
-        workspace
-        / f"{TEMPORARY_PREFIX}{kind}{quote(str(path.absolute().relative_to(root)), safe='')}"
-    )
+    return path.with_name(f"{TEMPORARY_PREFIX}{kind}{path.name}")
 
 
 def _name(error: BaseException, path: Path) -> None:
@@ -146,50 +85,48 @@ def _claim(path: Path, *, is_directory: bool = False) -> _Claim:
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A binary file object; its bytes stand at `path` only if the block ends without an
     exception."""
-    with unless_superseded(path):
-        temporary, *_, descriptor = _claim(path)
-        with os.fdopen(descriptor, "wb") as file:  # closed last, for it holds the lock
-            try:
-                file.truncate(0)
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(temporary, path)
-            except BaseException as error:
-                temporary.unlink(missing_ok=True)
-                _name(error, path)
-                raise
-        sync(path.parent)
+    temporary, *_, descriptor = _claim(path)
+    with os.fdopen(descriptor, "wb") as file:  # closed last, for it holds the lock
+        try:
+            file.truncate(0)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            _name(error, path)
+            raise
+    sync(path.parent)
 
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
     """A fresh directory to fill; it stands at `path` (replacing an older one) only if the block
     ends well."""
-    with unless_superseded(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary, replaced, lock, descriptor = _claim(path, is_directory=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary, replaced, lock, descriptor = _claim(path, is_directory=True)
+    try:
+        if replaced.exists() and not path.exists():  # a crash between the two renames below
+            _rename_directory(replaced, path)
+        for leftover in (temporary, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary.mkdir()
         try:
-            if replaced.exists() and not path.exists():  # a crash between the two renames below
-                _rename_directory(replaced, path)
-            for leftover in (temporary, replaced):
-                shutil.rmtree(leftover, ignore_errors=True)
-            temporary.mkdir()
-            try:
-                yield temporary
-                for file in sorted(temporary.rglob("*")):
-                    sync(file)
-                sync(temporary)
-                _put_in_place(temporary, path, replaced)
-            except BaseException as error:
-                shutil.rmtree(temporary, ignore_errors=True)
-                _name(error, path)
-                raise
-            sync(path.parent)
-            shutil.rmtree(replaced, ignore_errors=True)
-        finally:
-            lock.unlink(missing_ok=True)
-            os.close(descriptor)
+            yield temporary
+            for file in sorted(temporary.rglob("*")):
+                sync(file)
+            sync(temporary)
+            _put_in_place(temporary, path, replaced)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            _name(error, path)
+            raise
+        sync(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def _put_in_place(temporary: Path, path: Path, replaced: Path) -> None:
@@ -215,10 +152,9 @@ def _rename_directory(directory: Path, path: Path) -> bool:
 def withdraw(path: Path) -> None:
     """Takes away a file or a directory, whole; what a crash leaves has a temporary name."""
     condemned = _temporary_of(path, "withdrawn-")
-    with unless_superseded(path):
-        _remove(condemned)
-        os.rename(path, condemned)
-        _remove(condemned)
+    _remove(condemned)
+    os.rename(path, condemned)
+    _remove(condemned)
 
 
 def _remove(path: Path) -> None:

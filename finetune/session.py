@@ -35,9 +35,9 @@ from pretrain.models.build import pooled_features
 from pretrain.models.image_model import ImageModel
 from pretrain.ranks.collectives import is_distributed, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
-from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.settings import RanksSettings
+from pretrain.ranks.watchdog import watched
 from pretrain.ranks.world import World
 from pretrain.record import RecordedTask, write_record
 from pretrain.tracking.run_tags import dataset_of, run_tags, target_of, with_note
@@ -57,11 +57,11 @@ def session(
     task: str,
     tracking: TrackingSettings | None = None,
     identity: str | None = None,
-    begin: Callable[[], bool] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[torch.device, Tracker]]:
     """Entered by all ranks of a run: one that is gone, frozen, stuck or fails meanwhile ends the
     others, and is named. `identity`: a hash of all that the ranks must have found alike, if that is
-    more than the weights; `begin`: see `claim`.
+    more than the weights; `facts`: see `claim`.
     """
     device = start_accelerator(world, timeout_s=settings.ranks.timeout_s).device
     identity = identity or (checkpoint.sha256 if checkpoint else "0")
@@ -82,7 +82,7 @@ def session(
             used=used,
             checkpoint=checkpoint,
             tags={"task": task},
-            begin=begin,
+            facts=facts,
         )
         with record as tracker:
             heartbeat.watch(run_dir / "stacks")
@@ -215,7 +215,7 @@ def recorded(
     checkpoint: Checkpoint | None,
     tags: dict[str, str],
     stop: StopFlag | None = None,
-    begin: Callable[[], bool] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Iterator[Tracker]:
     """Entered by all ranks; the first one's tracker is real. The run is a child of the one that
     made the weights; None: there are none. `used`: splits of one dataset, and for what (training,
@@ -225,9 +225,7 @@ def recorded(
         yield Tracker(None, params={}, tags={})
         return
     weights = checkpoint.mark if checkpoint and tags.get("init") != "scratch" else None
-    with claim(
-        run_dir, settings, is_first=True, ranks=ranks, stop=stop, begin=begin, weights=weights
-    ):
+    with claim(run_dir, settings, ranks=ranks, stop=stop, weights=weights, facts=facts):
         task = cast(RecordedTask, tags["task"].removesuffix("_seeds"))
         seed = getattr(settings, "seed", None)
         started_from = checkpoint if tags.get("init") != "scratch" else None

@@ -1,4 +1,4 @@
-"""Command line of the second floor: `pretrain start | train | preview | show | models | widths |
+"""Command line of the second floor: `pretrain start | train | preview | show | models |
 plan | sync | serve`.
 
 Heavy imports wait until the config is known to be good. Long because the options of all verbs of
@@ -114,24 +114,24 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
     models.add_argument(
         "--match", default="*", metavar="GLOB", help="only such names, for example 'mixer_*'"
     )
-    models.epilog = "pretrain models --match 'mixer_*'"
-    models.set_defaults(run=_models)
-    widths = verbs.add_parser(
-        "widths", help="sizes of mixers and SW-MLPs that have a given number of connections"
+    models.add_argument(
+        "--omega",
+        help="print sizes with this average of connections per layer instead, such as 2^18",
     )
-    widths.add_argument(
-        "--omega", required=True, help="average connections per layer, such as 2^18 or 2.6e8"
-    )
-    widths.add_argument(
+    models.add_argument(
         "--gamma",
         type=float,
         default=1.0,
-        help="hidden width as a multiple (default: 1, the S-Mixer)",
+        help="with --omega: hidden width as a multiple (default: 1, the S-Mixer)",
     )
-    widths.add_argument("--channels", metavar="C,C,...", help="print S and m for each")
-    widths.add_argument("--density", metavar="P,P,...", help="print m of a SW-MLP for each")
-    widths.epilog = "pretrain widths --omega 2^18 --channels 16,64,256"
-    widths.set_defaults(run=_widths)
+    models.add_argument(
+        "--channels", metavar="C,C,...", help="with --omega: print S and m of a mixer for each"
+    )
+    models.add_argument(
+        "--density", metavar="P,P,...", help="with --omega: print m of a SW-MLP for each"
+    )
+    models.epilog = "pretrain models --match 'mixer_*'"
+    models.set_defaults(run=_models)
     _add_plan(
         verbs.add_parser(
             "plan",
@@ -436,8 +436,26 @@ def console() -> "Console":
 
 
 def _models(options: argparse.Namespace) -> int:
-    from pretrain.models.listing import list_models, print_models
+    from pretrain.models.listing import (
+        list_models,
+        parse_numbers,
+        parse_power,
+        print_models,
+        print_widths,
+    )
 
+    if options.omega:
+        channels, densities = options.channels, options.density
+        print_widths(
+            parse_power(options.omega),
+            gamma=options.gamma,
+            channels=parse_numbers(channels, field="--channels") if channels else [],
+            densities=(
+                parse_numbers(densities, field="--density", is_whole=False) if densities else []
+            ),
+            console=console(),
+        )
+        return OK
     rows, unfit = list_models(
         match=options.match, num_classes=options.classes, image_size=options.image_size
     )
@@ -445,27 +463,14 @@ def _models(options: argparse.Namespace) -> int:
     return OK
 
 
-def _widths(options: argparse.Namespace) -> int:
-    from pretrain.models.listing import parse_channels, parse_densities, parse_power, print_widths
-
-    print_widths(
-        parse_power(options.omega),
-        gamma=options.gamma,
-        channels=parse_channels(options.channels) if options.channels else [],
-        densities=parse_densities(options.density) if options.density else [],
-        console=console(),
-    )
-    return OK
-
-
 def _plan(options: argparse.Namespace) -> int:
     from pretrain.data.order import epoch_length
     from pretrain.engine.zero_cost import Cluster, Plan, in_hours, plan_of, print_plan
     from pretrain.models.cost import cost_of
-    from pretrain.models.listing import parse_channels
+    from pretrain.models.listing import parse_numbers
     from pretrain.models.presets import preset, spec_of
 
-    num_nodes = parse_channels(options.nodes, field="--nodes")
+    num_nodes = [int(count) for count in parse_numbers(options.nodes, field="--nodes")]
     cluster = Cluster(options.gpus, options.gbit, options.gbit_inside, options.teraflops)
     classes, size, samples = options.classes, options.image_size, options.samples
     settings = None

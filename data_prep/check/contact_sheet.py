@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data_prep.check.stored import Storage, each_picture
+from data_prep.check.stored import each_picture
 from data_prep.errors import UserError
 from data_prep.images import decode, resize
 from data_prep.images.sheet import LabelledPicture, draw_sheet
 from data_prep.manifest import load_index, load_manifest
+from data_prep.remote import Storage
 
 
 def contact_sheet(

@@ -8,7 +8,7 @@ its reader ends; results come in the order of the shards, whatever the number of
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,13 +24,11 @@ from data_prep.manifest import (
     Shard,
     load_index,
 )
-from data_prep.remote import nameless_copy
+from data_prep.remote import Storage, nameless_copy
 from data_prep.tar import BLOCK, TarError, header_name, key_of
 from data_prep.workers import Tally, sweep
 
 T = TypeVar("T")
-Storage = Mapping[str, Any]
-"""Options for fsspec, where shards are remote: credentials, an endpoint."""
 
 
 @contextmanager
@@ -60,7 +58,7 @@ def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Pa
         return
     room = directory if os.access(directory, os.W_OK) else Path(tempfile.gettempdir())
     own = options_for(shard.file, storage, hosts=[own_host(directory)]) if storage else {}
-    with nameless_copy(shard.file, room, storage=own) as path:
+    with nameless_copy(shard.file, room, storage=own) as (path, _):
         yield path
 
 

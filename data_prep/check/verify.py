@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.build.merge import WIDS_NAME, wids_index
-from data_prep.check.stored import Storage, each_shard, known_files, local_tar, tar_content
+from data_prep.check.stored import each_shard, known_files, local_tar, tar_content
 from data_prep.images import Rejection, decode
 from data_prep.manifest import (
     PARTS,
@@ -41,7 +41,7 @@ from data_prep.manifest import (
     load_rejected,
 )
 from data_prep.publish import TEMPORARY_PREFIX
-from data_prep.remote import MissingError, RemoteError
+from data_prep.remote import MissingError, RemoteError, Storage
 from data_prep.tar import Run, TarError, members, runs
 from data_prep.workers import Tally
 

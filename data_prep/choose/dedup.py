@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.check.stored import Storage, each_shard, stored_key, tar_content
+from data_prep.check.stored import each_shard, stored_key, tar_content
 from data_prep.choose.hashes import DTYPE, Hashes, same_colours, shard_hashes
 from data_prep.choose.neighbours import MAX_NEAR, near_pairs
 from data_prep.errors import UserError
 from data_prep.manifest import REJECTED_NAME, Manifest, Shard, load_index, load_manifest, load_paths
 from data_prep.publish import make_directory
+from data_prep.remote import Storage
 
 Ids = NDArray[np.int64]
 PRIORITY = {"test": 0, "val": 1}

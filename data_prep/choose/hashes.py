@@ -26,10 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from data_prep.check.stored import Storage, each_picture
+from data_prep.check.stored import each_picture
 from data_prep.images import decode, resize
 from data_prep.manifest import Shard
 from data_prep.publish import write_atomic
+from data_prep.remote import Storage
 from data_prep.workers import Tally
 
 Hashes = NDArray[np.void]

@@ -7,7 +7,7 @@ Steps, under the lock of OUT, after OUT was marked as ours (`claim`):
    missing shards are found at once;
 3. if the manifest exists, check that shards of another version still have the same content;
 4. read every shard without a record of its version (samples.py). A remote shard is copied into
-   OUT/PARTS meanwhile. This writes OUT/PARTS/NAME.npy, OUT/NAME.paths and then the record;
+   OUT/PARTS without a name. This writes OUT/PARTS/NAME.npy, OUT/NAME.paths and then the record;
 5. number the classes: words are numbered by their sorted set. Write OUT/NAME.npy of every shard,
    rejected.jsonl, versions.json and manifest.json, then remove the parts.
 

@@ -14,10 +14,11 @@ from data_prep.progress import doing
 from data_prep.publish import make_directory
 from data_prep.settings import load_settings
 from finetune.export.config import ONNX, PT2, ExportSettings
+from finetune.export.push import check_access, push
 from finetune.verbs import end_on_signals, show, split_config
 from pretrain.checkpoints.card import MODEL
 from pretrain.checkpoints.checkpoint import HASHES, Checkpoint, fault_of
-from pretrain.checkpoints.hub import HUB, check_access, check_name, push
+from pretrain.checkpoints.hub import HUB
 from pretrain.ranks.world import rank_of
 
 NEEDED_LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
@@ -97,7 +98,6 @@ def _export(options: argparse.Namespace) -> int:
             code="unsupported",
         )
     if settings.push_to is not None:
-        check_name(settings.push_to, field="push_to")
         check_access(settings.push_to, private=settings.private)
     if _is_whole(settings, source):
         again = "" if settings.push_to else "; name another directory to do it anew"

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from data_prep.errors import UserError
 from data_prep.settings import Settings
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.run import is_begun
+from pretrain.checkpoints.run import is_output
 from pretrain.record import RecordSettings
 
 Format = Literal["timm", "onnx", "torch"]
@@ -92,15 +92,9 @@ class ExportSettings(Settings):
 
     def is_begun(self, checkpoint: Checkpoint | None) -> bool:
         """Whether `out` is this export of these weights. An error where something else is."""
-        wanted = {} if checkpoint is None else self.identity(weights_sha256=checkpoint.sha256)
-        return is_begun(
-            Path(self.out),
-            wanted,
-            record=RECORD,
-            key="request",
-            what="an export",
-            field="out",
-            alone=True,
+        request = self.identity(weights_sha256=checkpoint.sha256) if checkpoint else {}
+        return is_output(
+            Path(self.out), request, record=RECORD, key="request", kind="an export", field="out"
         )
 
 

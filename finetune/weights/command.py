@@ -12,7 +12,7 @@ from data_prep.manifest import load_manifest
 from data_prep.progress import doing
 from data_prep.settings import near_path, read_lines
 from pretrain.checkpoints.card import CONFIG
-from pretrain.checkpoints.run import is_begun
+from pretrain.checkpoints.run import is_output
 from pretrain.models.spec import Activation
 
 
@@ -79,7 +79,7 @@ def _import(options: argparse.Namespace) -> int:
         dataset = local_copy(options.classes, storage=None)
         load_manifest(dataset) if dataset.is_dir() else read_lines("--classes", options.classes)
     if not (options.out / CONFIG).exists():
-        is_begun(options.out, {}, record=CONFIG, what="these weights", field="out", alone=True)
+        is_output(options.out, {}, record=CONFIG, kind="these weights", field="out")
     with doing("loading torch"):
         from finetune.weights.importing import import_weights
 

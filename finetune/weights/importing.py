@@ -22,10 +22,10 @@ from data_prep.settings import read_lines
 from finetune.weights.foreign import Family, Foreign, convert
 from finetune.weights.reading import Kind, read_weights
 from pretrain.augment.augmentation import Normalisation
-from pretrain.checkpoints.card import CONFIG, ModelCard, config_of
+from pretrain.checkpoints.card import CONFIG, TIMM_TRANSFORM, ModelCard, config_of
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import save_folder
-from pretrain.checkpoints.run import is_begun
+from pretrain.checkpoints.run import is_output
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters
 from pretrain.models.spec import Activation
@@ -47,9 +47,6 @@ SQUARES: dict[str, Any] = {
     "fed_interpolation": "area",
 }
 """How scaling_mlps has FFCV make and feed its pictures."""
-TRANSFORM = ("interpolation", "crop_pct", "crop_mode")
-"""What timm says of how pictures become squares; its mixers' are bicubic (miil's bilinear), of
-which 0.875 is cropped."""
 
 
 def import_weights(given: argparse.Namespace) -> list[str]:
@@ -78,9 +75,7 @@ def import_weights(given: argparse.Namespace) -> list[str]:
         timm_transform=transform,
         **(SQUARES if foreign.family == "scaling_mlps" else fed),
     )
-    if is_begun(
-        given.out, config_of(card), record=CONFIG, what="these weights", field="out", alone=True
-    ):
+    if is_output(given.out, config_of(card), record=CONFIG, kind="these weights", field="out"):
         Checkpoint.open(given.out)  # the same command, typed again
     else:
         save_folder(given.out, card=card, weights=foreign.weights)
@@ -152,7 +147,7 @@ def _transform(
 ) -> tuple[dict[str, str | float], str]:
     if foreign.family != "timm":
         return {}, ""
-    found = {key: beside[key] for key in TRANSFORM if key in beside}
+    found = {key: beside[key] for key in TIMM_TRANSFORM if key in beside}
     if found:
         return found, "of the config beside the file"
     return {

@@ -125,7 +125,8 @@ class Remote:
                 yield
         except RemoteError as error:
             fix = f"Try again later, or set {FIELD}=null to resume from run_dir only"
-            raise UserError(FIELD, str(error), fix, code="unreachable") from None
+            problem = f"{error.field}: {error.problem}"
+            raise UserError(FIELD, problem, fix, code="unreachable") from None
 
     # ---- fetching
 

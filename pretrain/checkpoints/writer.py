@@ -10,8 +10,8 @@ Training waits for steps 1 and 2 only (usage/checkpoint_stall_s). A failed write
 the next checkpoint replaces it: a full disk costs a checkpoint, never the run. Only the last
 checkpoint is retried, by `finish`.
 
-The best checkpoint is the one with the best evaluation. best.json names the best one that was
-published. Figures wait in `news` for the trainer's thread, which alone uses the tracker.
+best.json names the best checkpoint that was published. Figures wait in `news`, because only the
+trainer's thread uses the tracker.
 """
 
 import errno
@@ -30,9 +30,8 @@ from pretrain.checkpoints.files import (
     Snapshot,
     TrainerState,
     publish,
-    published_best,
+    read_best,
     settle,
-    write_best,
 )
 from pretrain.checkpoints.remote import Remote
 from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints
@@ -46,19 +45,21 @@ from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
 
 _FIXES = {
-    errno.ENOSPC: "Free some space on it",
-    errno.EDQUOT: "Free some of your quota on it",
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Make it writable again"),
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "Put the directory back in its place"),
-    errno.EXDEV: "Keep all of the run on one file system",
+    errno.ENOSPC: "free some space on it",
+    errno.EDQUOT: "free some of your quota on it",
+    errno.EROFS: "make it writable again",
+    errno.EACCES: "make it writable again",
+    errno.EPERM: "make it writable again",
+    errno.ENOTDIR: "put the directory back in its place",
+    errno.EEXIST: "put the directory back in its place",
+    errno.EXDEV: "keep all of the run on one file system",
 }
 FINAL_S = 120.0
-"""How long the end of training waits for a file system that refuses. A slow one has all the time
-that it needs."""
+"""Time that the end of training waits for a file system that refuses. A slow one has no limit."""
 RETRY_S = 10.0
-"""The pause between two attempts to write the last checkpoint."""
+"""Pause between two attempts to write the last checkpoint."""
 _GRACE_FRACTION = 0.9
-"""The fraction of checkpoint.grace_s for the upload. The rest is for the last lines."""
+"""Fraction of checkpoint.grace_s for the upload. The rest is for the last lines."""
 _LOOK_S = 0.2
 
 
@@ -87,15 +88,13 @@ class Saver:
 
         self._every, self._num_steps = steps(wanted.every), steps(settings.train.duration)
         keep_every = steps(wanted.keep_every) if wanted.keep_every else None
-        self._retention = Retention(
-            wanted.keep_last, keep_every, frozenset(steps(length) for length in wanted.keep_at)
-        )
-        self._keep_best = (
-            data.settings.eval_split is not None if wanted.keep_best is None else wanted.keep_best
-        )
+        keep_at = frozenset(map(steps, wanted.keep_at))
+        self._retention = Retention(wanted.keep_last, keep_every, keep_at)
+        self._keep_best = wanted.keep_best
+        if wanted.keep_best is None:
+            self._keep_best = data.settings.eval_split is not None
         self._longest_wait_s = settings.engine.timeout_s / 2
-        """How long a checkpoint waits for the previous one, before the other ranks give up a
-        collective."""
+        """Time that a checkpoint waits for the previous one."""
         self._engine, self._world, self._card = engine, world, card
         self._grace_s = wanted.grace_s
         self._deadline_s: float | None = None
@@ -147,12 +146,10 @@ class Saver:
         ):
             if self._world.is_first:
                 skipped = "" if is_last else f"; the checkpoint of step {step} is skipped"
-                print(
-                    "WARNING: checkpoint.every: the previous checkpoint is still being written"
-                    f" after {self._longest_wait_s:,.0f} s{skipped}. Use a longer interval or a"
-                    " faster file system",
-                    file=sys.stderr,
-                    flush=True,
+                _warn(
+                    "checkpoint.every: the previous checkpoint is still being written after"
+                    f" {self._longest_wait_s:,.0f} s{skipped}. Use a longer interval or a faster"
+                    " file system"
                 )
             if not is_last:
                 return
@@ -174,7 +171,8 @@ class Saver:
 
         def write() -> None:
             if self._world.is_first:
-                self.best = self.writer.finish(self.best)
+                self.writer.finish()
+                self.best = read_best(self.writer.run_dir) if self.best else None
 
         on_all_ranks(
             write,
@@ -184,16 +182,18 @@ class Saver:
 
     def close(self, *, finished: bool) -> None:
         """Wait for the upload, once nothing more is written in RUN."""
-        if self.remote is None:
-            return
         uploader = self.writer.uploader
-        on_all_ranks(
-            lambda: (
-                uploader.close(finished=finished, deadline_s=self._deadline_s) if uploader else None
-            ),
-            device=self._engine.device,
-            failed="the remote is not complete; see the message of the first rank",
-        )
+
+        def upload() -> None:
+            if uploader is not None:
+                uploader.close(finished=finished, deadline_s=self._deadline_s)
+
+        if self.remote is not None:
+            on_all_ranks(
+                upload,
+                device=self._engine.device,
+                failed="the remote is not complete; see the message of the first rank",
+            )
 
 
 class CheckpointWriter:
@@ -207,12 +207,12 @@ class CheckpointWriter:
         log: EventLog | None = None,
         uploader: Uploader | None = None,
     ):
-        self._run_dir, self._retention, self._log = run_dir, retention, log
+        self.run_dir, self._retention, self._log = run_dir, retention, log
         self.uploader = uploader
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._fault: OSError | None = None
-        """Why the snapshot could not be written."""
+        """Reason why the snapshot could not be written."""
         self._defect: Exception | None = None
         """Our own mistake, which ends training at the next checkpoint."""
         self._num_failures = 0
@@ -253,9 +253,8 @@ class CheckpointWriter:
         if self.uploader is not None:
             self.uploader.wait(max(0.0, end_s - time.monotonic()))
 
-    def finish(self, best: Best | None) -> Best | None:
-        """Return the best checkpoint on disk once the last snapshot is on disk. Failed writes are
-        retried for FINAL_S."""
+    def finish(self) -> None:
+        """Wait until the last snapshot is on disk. Failed writes are retried for FINAL_S."""
         give_up_at_s = time.monotonic() + FINAL_S
         self.make_room(timeout_s=None)
         while self._fault is not None and self._snapshot is not None:
@@ -263,57 +262,51 @@ class CheckpointWriter:
                 raise self._last_failed(self._snapshot.trainer.step, self._fault)
             self.submit(self._snapshot)
             self.make_room(timeout_s=None)
-            retry_at_s = time.monotonic() + RETRY_S
-            while self._fault is not None and time.monotonic() < min(retry_at_s, give_up_at_s):
+            retry_at_s = min(time.monotonic() + RETRY_S, give_up_at_s)
+            while self._fault is not None and time.monotonic() < retry_at_s:
                 PROGRESS.touch()  # the run waits, and does not hang
                 time.sleep(_LOOK_S)
-        if best is None:
-            return None
-        published = published_best(self._run_dir, best)
-        write_best(self._run_dir, published)
-        return published
 
     def _work(self, snapshot: Snapshot) -> None:
         try:
             if self._log is not None:
                 self._log.sync()
-            began_s, num_bytes = time.monotonic(), publish(self._run_dir, snapshot)
+            began_s, num_bytes = time.monotonic(), publish(self.run_dir, snapshot)
             write_s = time.monotonic() - began_s
             self.report(
                 {"usage/checkpoint_write_s": write_s, "usage/checkpoint_gb": num_bytes / 1e9}
             )
-            settle(self._run_dir, snapshot, self._retention)
+            settle(self.run_dir, snapshot, self._retention)
             self._fault = None
         except OSError as error:
             self._fault = error
             self._num_failures += 1
             self.report({"usage/checkpoint_failures": float(self._num_failures)})
-            self._warn(snapshot.trainer.step, error)
+            PROGRESS.touch()
+            _warn(
+                f"{checkpoints_dir(self.run_dir)}: the checkpoint of step {snapshot.trainer.step}"
+                f" could not be written ({error.strerror or error}). To fix it, {_fix_of(error)}."
+                " The next checkpoint replaces it"
+            )
         except Exception as error:  # noqa: BLE001 (the trainer raises it at the next checkpoint)
             self._defect = error
         if self.uploader is not None:
             self.uploader.offer()
 
-    def _warn(self, step: int, error: OSError) -> None:
-        PROGRESS.touch()
-        print(
-            f"WARNING: {checkpoints_dir(self._run_dir)}: the checkpoint of step {step} could not be"
-            f" written ({error.strerror or error}). {_fix_of(error)}. The next checkpoint replaces"
-            f" it; the last one is retried for up to {FINAL_S:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
-
     def _last_failed(self, step: int, error: OSError) -> CheckpointError:
-        earlier = list_checkpoints(self._run_dir)[-1:]
+        earlier = list_checkpoints(self.run_dir)[-1:]
         resumes = f". The same command then resumes from {earlier[0].name}" if earlier else ""
         return CheckpointError(
-            str(checkpoints_dir(self._run_dir)),
+            str(checkpoints_dir(self.run_dir)),
             f"the last checkpoint (step {step}) could not be written ({error.strerror or error})",
             _fix_of(error) + resumes,
             code="no-space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "no-access",
         )
 
 
+def _warn(text: str) -> None:
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
 def _fix_of(error: OSError) -> str:
-    return limit_remedy(error) or _FIXES.get(error.errno or 0, "Check the file system")
+    return limit_remedy(error) or _FIXES.get(error.errno or 0, "check the file system")

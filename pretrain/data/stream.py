@@ -222,14 +222,14 @@ class Stream:
                     kept = {name: members[name] for name in used}
                     yield Sample(shard, group["__key__"], kept)
             except (zlib.error, EOFError, ValueError, gzip.BadGzipFile) as error:
-                raise remote.RemoteError(str(error.args[0])) from None  # args[1:] hold the URL
+                raise OSError(str(error.args[0])) from None  # args[1:] hold the URL
 
     @contextmanager
     def _stream(self, url: str) -> Iterator[IO[bytes]]:
         scheme, storage = urlsplit(url).scheme, self._settings.storage
         if scheme in STORES or (scheme in ("http", "https") and storage):
             whole = {"block_size": 0} if scheme not in STORES else {}  # web servers without ranges
-            with closing(client(url, storage, retries=False).open(url, "rb", **whole)) as file:
+            with closing(client(url, storage).open(url, "rb", **whole)) as file:
                 yield file
             return
         from webdataset import gopen
@@ -259,7 +259,7 @@ class Stream:
             while pipe.stream.read(_DRAINED_BYTES):
                 pass  # closing the pipe before the output ends would end the command with an error
             status = pipe.proc.wait()
-        except remote.RemoteError:
+        except OSError:
             with suppress(subprocess.TimeoutExpired):  # an output that is cut may be its effect
                 status = pipe.proc.wait(timeout=_LAST_WORDS_S)
             if not status:
@@ -270,7 +270,7 @@ class Stream:
             with suppress(OSError):
                 pipe.close()
         if status:
-            raise remote.RemoteError(f"its command ended with {status}")
+            raise OSError(f"its command ended with {status}")
 
     # ---- from samples to images and labels
 

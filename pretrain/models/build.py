@@ -1,4 +1,4 @@
-"""spec -> module, with weights that are a function of the seed alone."""
+"""Build a module from a spec, with weights that depend only on the seed."""
 
 from typing import Any
 
@@ -31,8 +31,8 @@ def build(
     seed: int | None = None,
     **changes: Any,
 ) -> ImageModel:
-    """A model of the papers by name, with other values for some fields; size and classes are the
-    paper's unless given."""
+    """Build a model of the papers by name, with other values for some fields. Size and classes are
+    the paper's by default."""
     return build_model(
         spec_of(name, **changes),
         num_classes=preset(name).num_classes if num_classes is None else num_classes,
@@ -44,7 +44,7 @@ def build(
 def build_model(
     spec: AnySpec, *, num_classes: int, image_size: int, seed: int | None = None
 ) -> ImageModel:
-    """The model with its initial weights; with a seed they are the same in every process."""
+    """Build the model. With a seed the initial weights are the same in every process."""
     spec.check(image_size=image_size)
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
@@ -79,5 +79,5 @@ def _with_biases(spec: AnySpec, *, num_classes: int, image_size: int) -> ImageMo
 
 
 def pooled_features(model: ImageModel, images_BCHW: Tensor) -> Tensor:
-    """One vector per image: what a linear probe sees."""
+    """Return one vector per image, the input of a linear probe."""
     return model.forward_head(model.forward_features(images_BCHW), pre_logits=True)

@@ -1,4 +1,4 @@
-"""The MLPs of "Scaling MLPs": the whole image is one vector. Shapes: B batch, D = 3 H W, M width, K
+"""MLPs of "Scaling MLPs": the complete image is one vector. Shapes: B batch, D = 3 H W, M width, K
 classes."""
 
 from abc import ABC, abstractmethod
@@ -19,8 +19,7 @@ NORMS: dict[str, type[nn.Module]] = {
 
 
 class Block(nn.Module, ABC):
-    """z + branch(norm(z)), or with the norm after it norm(z + branch(z)); without a skip path there
-    is no z in the sum."""
+    """z + branch(norm(z)), or norm(z + branch(z)). Without a skip path the sum has no z."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class StandardBlock(Block):
 
 
 class SkipPath(nn.Sequential):
-    """Around several layers."""
+    """A skip path around several layers."""
 
     def forward(self, x_BM: Tensor) -> Tensor:
         y_BM: Tensor = super().forward(x_BM)  # type: ignore[no-untyped-call]

@@ -54,7 +54,7 @@ def start(options: argparse.Namespace) -> int:
             "name a run, or a folder of finetune import, as --from RUN",
             code="conflict",
         )
-    keep("pictures that are packed stay; the same command goes on", ends_within_s=None)
+    keep("pictures that are packed stay; the same command goes on")
     card = Checkpoint.open(options.pretrained).card if options.pretrained else None
     name = (
         options.name

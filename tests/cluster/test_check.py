@@ -194,10 +194,10 @@ def test_the_given_job_is_checked_as_it_will_be(slurm: Path, shapes: Path) -> No
     job = ("cluster/pretrain.slurm", MLP)
     whole = (*job, "train.global_batch_size=32", f"data.dataset={shapes}")
     for words, verdict, found in (
-        (("--nodes=2", "--gpus-per-node=1", *whole), "ok", "its batch splits over 2 ranks"),
-        (("--nodes=3", *whole), "FAULT", "does not split over 3 ranks"),
-        ((*job, "train.duratoin=3"), "FAULT", "train.duratoin: unknown key"),
-        (job, "FAULT", "is no finished dataset"),
+        (("--nodes=2", "--gpus-per-node=1", *whole), "ok", "splits over 2 ranks"),
+        (("--nodes=3", *whole), "FAULT", "[conflict]"),
+        ((*job, "train.duratoin=3"), "FAULT", "[unknown-key]"),
+        (job, "FAULT", "[unfinished]"),
     ):
         finding, *more = check_job(read_submission(words), os.environ)
         assert (finding.check, finding.verdict) == ("config", verdict) and found in finding.text, (

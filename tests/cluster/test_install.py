@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.check import check_driver
 from cluster.driver import cuda_of_torch, find_driver, outdated_driver
@@ -28,7 +29,7 @@ msgpack multidict mypy ninja numba numpy nvidia-cublas nvidia-cuda-cupti nvidia-
 nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13
 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx onnx onnxruntime opencv-python-headless pandas
 propcache protobuf psutil pyarrow pydantic-core pyyaml regex rpds-py ruff safetensors scikit-learn scipy simplejpeg
-sqlalchemy tomli torch torchvision triton uv wandb wcwidth wrapt xxhash yarl
+sqlalchemy tensorboard-data-server tomli torch torchvision triton uv wandb wcwidth wrapt xxhash yarl
 """.split()  # noqa: SIM905 (a list in rows)
 """Asked of the registry on 23 November 2026, for Python 3.11 (runtime packages: 3.12 and 3.13, too)
 and glibc 2.28: uv pip compile pyproject.toml --all-extras --group dev --python-platform
@@ -214,11 +215,14 @@ def test_the_driver_is_that_of_site_env_or_of_this_node(
     )
     assert find_driver({}, loaded=loaded) == "570.86.15"
     assert find_driver({"CUDA_DRIVER": "535.1"}, loaded=loaded) == "535.1"
-    monkeypatch.chdir(REPOSITORY)
-    assert str(cuda_of_torch(Path(".venv"))).startswith("13.")
+    monkeypatch.chdir(tmp_path)
+    version = Path(".venv/lib/python3.11/site-packages/torch/version.py")
+    version.parent.mkdir(parents=True)
+    shutil.copy(Path(torch.__file__).with_name("version.py"), version)
+    assert cuda_of_torch(Path(".venv")) == torch.version.cuda
     (finding,) = check_driver(read_submission([]), {"CUDA_DRIVER": "570.86"})
     assert finding.verdict == "FAULT"
-    assert "make CUDA=cu128" in finding.remedy
+    assert "make CUDA=cu128" in finding.fix
     assert [
         each.verdict for each in check_driver(read_submission([]), {"CUDA_DRIVER": "600.1"})
     ] == ["ok"]

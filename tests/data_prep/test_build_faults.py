@@ -18,6 +18,7 @@ from data_prep.cli import main
 from data_prep.manifest import DatasetError, load_manifest
 from tests.data_prep.samples import build, files_of, fork, forked, write_classes, write_files
 from tests.data_prep.stock import index, sample, write_stock
+from tests.errors import printed_errors
 from tests.soak import soaked
 
 STEPS = ("replace", "rename", "fsync", "mkdir", "unlink", "rmdir")
@@ -303,10 +304,9 @@ def test_a_source_that_vanishes_is_one_line_and_the_build_goes_on_when_it_is_bac
         return work
 
     monkeypatch.setattr("data_prep.build.build.prepare", prepare)
-    assert build(source, out, "samples_per_shard=3") == 1
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert "No such file or directory" in said
-    assert said.endswith("what is finished is kept, the same command goes on from there")
+    assert build(source, out, "samples_per_shard=3") == 2
+    ((_, code),) = printed_errors(capfd.readouterr().err)
+    assert code == "missing-path"
     assert not (out / "manifest.json").exists()
     monkeypatch.undo()
     assert build(source, out, "samples_per_shard=3") == 2  # not there: says so

@@ -25,6 +25,7 @@ from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from tests import training as trainings
 from tests.conftest import Capture
+from tests.errors import printed_errors
 from tests.faults.test_interrupted_training import contents
 from tests.finetune.tiny import write_folder
 from tests.moments import Strike
@@ -145,11 +146,7 @@ def test_a_cosine_follows_the_new_length_and_a_shorter_one_is_refused(
     finish(start(config, run_dir, *words, "train.duration=6 steps", ranks=1))
     before = contents(run_dir)
     assert main(["train", str(config), f"run_dir={run_dir}", *words, "train.duration=5 steps"]) == 2
-    refused = (
-        f"train.duration: 5 steps is 5 steps, but {run_dir} is at step 6 already; give at least"
-        " that, or name another run_dir\n"
-    )
-    assert capsys.readouterr().err == f"pretrain: {refused}"
+    assert printed_errors(capsys.readouterr().err) == [("train.duration", "conflict")]
     assert contents(run_dir) == before
     said = finish(
         start(
@@ -306,7 +303,7 @@ def test_a_kept_checkpoint_is_the_end_of_a_shorter_run_and_a_branch_goes_on_from
         (
             f"{run}@1epochs",
             ("train.seed=1",),
-            "goes on as its run does, with other settings (train.seed: 1, was 0)",
+            "resumes its run, but with other settings (train.seed: 1, was 0)",
         ),
         (f"{run}@2epochs", (), f"2 epochs is 35 steps, but {run}@2epochs is at step 35"),
     ):

@@ -213,7 +213,7 @@ def test_the_average_of_a_training_file_is_taken_unless_the_weights_as_trained_a
             ["--mean", "0", "0", "0", "--std", "0", "1", "1"],
             "--std: 0 1 1 is not on the scale 0..1",
         ),
-        (["--out", "full"], "out: full exists and is not these weights; name another out"),
+        (["--out", "full"], "out: full exists and is not these weights"),
         (["--out", "weights"], "out: weights exists and is not these weights"),
     ],
 )

@@ -230,10 +230,8 @@ def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
     assert printed_errors(said) == [("flat", "unknown-format")] and "--labels flat/t.csv" in said
     assert main(["start", "flat", "--labels", "none.csv", "--untimed"]) == 2
     said = capfd.readouterr().err
-    assert (
-        "source.labels: none.csv is not there" in said
-        and "pretrain: flat is no dataset yet" in said
-    )
+    assert printed_errors(said) == [("source.labels", "missing-path")]
+    assert not Path("data/flat/manifest.json").exists()
     assert main(["start", "flat", "--labels", "flat/t.csv", "--image-size", "16", "--untimed"]) == 0
     manifest = load_manifest("data/flat")
     assert (manifest.classes, manifest.image_size) == (("a", "b"), 16)

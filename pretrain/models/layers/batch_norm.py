@@ -1,5 +1,5 @@
-"""Batch norm in the precision of its running statistics: DeepSpeed makes weights bf16, not buffers;
-torch takes no mixture."""
+"""Batch norm in the precision of its running statistics. DeepSpeed converts weights to bf16, not
+buffers, and torch rejects the mixture."""
 
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
@@ -16,16 +16,12 @@ class _Exact(_BatchNorm):
         if self.training:
             self.num_batches_tracked.add_(1)
         exact = self.running_mean.dtype
-        statistics, scale, shift = (
-            (self.running_mean, self.running_var),
-            self.weight.to(exact),
-            self.bias.to(exact),
-        )
         y = batch_norm(
             x.to(exact),
-            *statistics,
-            scale,
-            shift,
+            self.running_mean,
+            self.running_var,
+            self.weight.to(exact),
+            self.bias.to(exact),
             training=self.training,
             momentum=self.momentum,
             eps=self.eps,

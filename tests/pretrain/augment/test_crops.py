@@ -103,21 +103,6 @@ def test_area_equals_opencvs_within_one_level(stored: int) -> None:
             ).abs().max() <= 1
 
 
-def test_area_doubles_the_pixels_of_cifar() -> None:
-    doubled = (
-        pictures(3, 32)
-        .repeat_interleave(2, dim=1)
-        .repeat_interleave(2, dim=2)
-        .permute(0, 3, 1, 2)
-        .float()
-    )
-    for found in (
-        resample(pictures(3, 32), whole_boxes(3, 32), size=64, area=True),
-        on_cpu.crop(pictures(3, 32), whole_boxes(3, 32), size=64, area=True),
-    ):
-        assert torch.equal(found, doubled)
-
-
 @pytest.mark.parametrize("cubic", [False, True])
 @pytest.mark.parametrize("size", [8, 24, 96])
 def test_fixed_point_sums_are_exact_in_any_order(size: int, cubic: bool) -> None:
@@ -190,20 +175,3 @@ def test_crop_with_padding_equals_torchvision(mode: PaddingMode, padding: int) -
         expected = reference.crop(around, int(top[number]), int(left[number]), 12, 12)
         expected = reference.horizontal_flip(expected) if flip[number] else expected
         assert torch.equal(ours[number], expected.permute(1, 2, 0))
-
-
-def test_padding_may_be_wider_than_the_picture() -> None:
-    """numpy reflects as often as it takes."""
-    stored = pictures(1, 3)
-    ours = padded_crop(
-        stored, np.array([0]), np.array([9]), flip=np.array([False]), padding=8, mode="reflect"
-    )
-    around = np.pad(stored[0].numpy(), ((8, 8), (8, 8), (0, 0)), mode="reflect")
-    assert np.array_equal(ours[0].numpy(), around[0:3, 9:12])
-
-
-def test_offsets_are_uniform() -> None:
-    top, left = draw_offsets(AugmentSettings(crop_padding=2), draws_of(20_000))
-    for offsets in (top, left):
-        assert np.abs(np.bincount(offsets, minlength=5) / 20_000 - 0.2).max() < 0.01
-    assert abs(np.corrcoef(top, left)[0, 1]) < 0.02

@@ -141,10 +141,3 @@ def test_an_error_of_the_augmentation_reaches_the_trainer(
         pytest.raises(RuntimeError, match="no such picture"),
     ):
         next(found)
-
-
-def test_batches_as_stored_are_left_alone_while_somebody_holds_them(reader: ShardReader) -> None:
-    with loaded(reader, Order(reader.num_samples, 4), BatchPlan(24, 24, 1)) as batches:
-        held = [next(batches) for _ in range(30)]
-    for batch in held:
-        assert torch.equal(batch.images_BHWC, reader.images(batch.samples))

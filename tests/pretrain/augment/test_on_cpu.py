@@ -85,13 +85,6 @@ def test_crop_equals_resample_and_torchvision(stored: int, size: int) -> None:
         torch.testing.assert_close(ours[number], expected, rtol=0, atol=1e-2)
 
 
-def test_the_whole_box_at_the_stored_size_is_the_picture_itself_and_flip_its_mirror() -> None:
-    images, boxes = pictures(3, 16), whole_boxes(3, 16)
-    assert torch.equal(crop(images, boxes, size=16), images.permute(0, 3, 1, 2).float())
-    flipped = Boxes(boxes.top, boxes.left, boxes.height, boxes.width, np.ones(3, bool))
-    assert torch.equal(crop(images, flipped, size=16), images.permute(0, 3, 1, 2).float().flip(-1))
-
-
 @pytest.mark.parametrize(("stored", "size"), [(24, 32), (64, 64), (96, 64)])
 @pytest.mark.parametrize("mixed", [True, False])
 def test_mixed_and_normalised(stored: int, size: int, mixed: bool) -> None:

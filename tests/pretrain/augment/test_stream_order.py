@@ -13,14 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import pretrain.augment.feed as feeding
-from analysis.features.mixings import Images
-from finetune.probe import features
 from pretrain.augment.augmentation import Prepared
 from pretrain.augment.feed import Ahead, Feed, on_device
 from pretrain.data.loader import Batch, evaluation_batches
@@ -246,44 +243,7 @@ def judge(reader: ShardReader) -> None:
     assert seen == list(range(240))
 
 
-def compute_features(reader: ShardReader) -> None:
-    rows, waiting, maker = list[np.ndarray](), list[Any](), object.__new__(features.FeatureMaker)
-    maker.__dict__.update(backbone=nn.Module(), settings=nn.Module())
-    maker.backbone.extract = lambda images: images.float().flatten(1)  # type: ignore[misc]
-    maker.settings.feature_dtype = "float32"  # type: ignore[misc]
-    file = nn.Module()
-    file.write = lambda values, row: rows.append(np.array(values))  # type: ignore[assignment]
-    with (
-        evaluation_batches(
-            reader, local_batch_size=50, world=World(0, 0, 1), num_threads=2, pin=True
-        ) as stored,
-        on_device(stored, GPU) as batches,
-        pytest.MonkeyPatch.context() as patched,
-    ):
-        patched.setattr(features, "view_of", lambda batch, view, augmentation: batch.images_BHWC)
-        waiting = [maker._start(batch, None, None, file, count=40) for batch in batches]  # type: ignore[arg-type]
-    for finish in waiting:
-        finish()
-    assert np.array_equal(rows[1], reader.images(np.arange(50, 90)).flatten(1).numpy())
-
-
-def analyse(reader: ShardReader) -> None:
-    (part,), seen = reader.parts, list[np.ndarray]()
-    pictures, order = (
-        Images(str(part.directory), part.manifest, part.split, batch=50),
-        np.random.default_rng(0).permutation(240),
-    )
-    for batch in pictures.batches("", size=reader.stored_size, device=GPU):
-        sums = batch.images_BHWC.flatten(1).sum(1) + batch.labels_B
-        expected = reader.images(batch.samples).flatten(1).sum(1) + torch.from_numpy(
-            reader.labels[batch.samples]
-        )
-        assert torch.equal(plain(sums), expected)
-        seen.append(batch.samples)
-    assert np.array_equal(np.concatenate(seen), order)
-
-
-@pytest.mark.parametrize("work", [train, judge, compute_features, analyse])
+@pytest.mark.parametrize("work", [train, judge])
 def test_memory_that_crosses_streams_is_waited_for_and_handed_over(
     reader: ShardReader, recorder: None, work: Any
 ) -> None:
@@ -294,10 +254,7 @@ def test_memory_that_crosses_streams_is_waited_for_and_handed_over(
     ("broken", "message", "work"),
     [
         ((Stream, "wait_event", lambda self, event: None), "before who made it", train),
-        ((feeding, "_on_gpu", lambda made: ()), "without record_stream", train),
         ((feeding, "_on_gpu", lambda made: ()), "without record_stream", judge),
-        ((feeding, "_on_gpu", lambda made: ()), "without record_stream", analyse),
-        ((Event, "synchronize", lambda self: None), "before who made it", compute_features),
         ((Event, "synchronize", lambda self: None), "before who made it", train),
         ((Tensor, "pin_memory", lambda self: self), "NVIDIA|CUDA", judge),
     ],

@@ -93,7 +93,7 @@ def test_another_disk_resumes_from_what_the_remote_has(tmp_path: Path) -> None:
         node.record("tracking/journal.jsonl", b"line\n" * step)
         node.record("tracking/delivered.json", json.dumps({"offset": 5 * step}).encode())
         submitted(writer, step, best=best)
-    writer.finish(best)
+    writer.finish()
     uploads.close(finished=True)
     assert steps(node.run_dir) == [30, 60, 70, 90, 100]
     assert {70, 90, 100} <= {*complete(store)} <= {30, 60, 70, 90, 100}
@@ -233,7 +233,7 @@ def test_a_bucket_that_refuses_costs_training_nothing(
     writer, uploads = node.writer(Retention(2))
     for step in (7, 8, 9):
         submitted(writer, step)
-    writer.finish(None)
+    writer.finish()
     wait_until(lambda: writer.news().get("usage/remote_failures", 0) >= 1)
     node.record("result.json", b'{"step": 9}')
     with fails("unreachable", "checkpoint.remote"):
@@ -264,7 +264,7 @@ def test_a_stopped_run_waits_for_the_bucket_until_its_deadline(
     monkeypatch.setattr(remote, "upload", slow)
     writer, uploads = node.writer(Retention(2))
     submitted(writer, 2, state(2.0))
-    writer.finish(None)
+    writer.finish()
     if not is_late:
         go_on.set()
     uploads.close(finished=False, deadline_s=time.monotonic() + (-1 if is_late else 1000))

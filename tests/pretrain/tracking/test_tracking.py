@@ -20,7 +20,7 @@ from data_prep.errors import UserError
 from data_prep.publish import LOCK
 from pretrain.config import TrackingSettings
 from pretrain.ranks.preemption import SIGNALS
-from pretrain.ranks.starts import started
+from pretrain.ranks.starts import hold_run
 from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
 from pretrain.tracking.store import Store
 from pretrain.tracking.tracker import Journal, RunIdentity, Tracker
@@ -256,7 +256,7 @@ def test_a_run_that_died_unseen_has_failed_but_not_while_its_trainer_lives(
 ) -> None:
     run_dir = tmp_path / "run"
     write_journal(run_dir, START, loss(1))
-    with started(run_dir, lock_wait_s=0):
+    with hold_run(run_dir, lock_wait_s=0):
         sync(run_dir)
         assert [run.info.status for run in runs_in(store)] == ["RUNNING"]
     sync(run_dir)
@@ -288,7 +288,7 @@ def test_running_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     assert said == []  # a new MLflow run is running
     write_journal(run_dir, START, loss(2))
     delivery = Delivery(run_dir, Store(f"sqlite:///{store}"))
-    with started(run_dir, lock_wait_s=0):
+    with hold_run(run_dir, lock_wait_s=0):
         for _ in range(3):
             delivery.deliver()
     assert said == ["RUNNING"]

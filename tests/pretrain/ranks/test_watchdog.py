@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import pytest
 
-from pretrain.ranks.heartbeat import LONGEST_LINE, Heartbeat, Message, Wire, encoded, listen
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.settings import RanksSettings
+from pretrain.ranks.watchdog import LONGEST_LINE, Message, Watchdog, Wire, encoded, listen
 from pretrain.ranks.world import Peer, World, read_world
 from tests.forked import begin, environments, wait
 from tests.moments import wait_until
@@ -45,7 +45,7 @@ def rank(folder: str, timeout_s: float, plans: dict[int, str]) -> None:
     world, place = read_world(), Path(folder)
     heard: dict[int, dict[str, int]] = {}
     waits = plans.get(world.rank) == "waits"
-    heartbeat = Heartbeat(world, RanksSettings(heartbeat_timeout_s=timeout_s))
+    heartbeat = Watchdog(world, RanksSettings(heartbeat_timeout_s=timeout_s))
     heartbeat.attend(
         at_end=lambda stopped: print(f"rank {world.rank} ends, stopped {stopped}", flush=True),
         stuck_wait_s=lambda: 99.0 if waits and (place / "go").exists() else 0.0,
@@ -85,7 +85,7 @@ def started(
 ) -> list[ForkServerProcess]:
     """Ranks that have all been heard of, and now do what `plans` say."""
     words = (
-        "tests.pretrain.ranks.test_heartbeat:rank",
+        "tests.pretrain.ranks.test_watchdog:rank",
         str(folder),
         timeout_s,
         dict(enumerate(plans)),
@@ -111,7 +111,7 @@ def said(folder: Path) -> list[str]:
 
 
 STOPS = "the run stops"
-GOES_ON = f"{STOPS}; the same command goes on with it"
+GOES_ON = f"{STOPS}. Run the same command to resume"
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
@@ -119,7 +119,7 @@ LOCK, BROKEN = "holds Python's lock", "has a broken collective"
 SILENT = "sent nothing for 2 s (frozen, or its node is lost)"
 FAILED, STUCK = (
     "has failed (ValueError: rank two gives up)",
-    "waits for data, and all were told to stop",
+    "waits for data, and all ranks were told to stop",
 )
 
 
@@ -292,7 +292,7 @@ def test_a_message_costs_the_same_however_many_ranks_there_are(
     descriptor."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     facts, heard, reads, receive = list[int](), list[int](), list[Wire](), Wire.receive
-    heartbeat = Heartbeat(World(0, 0, 21), RanksSettings())
+    heartbeat = Watchdog(World(0, 0, 21), RanksSettings())
     heartbeat.attend(received=lambda rank, report: heard.append(rank))
 
     def announce(numbers: list[int]) -> list[int]:
@@ -355,7 +355,7 @@ def test_a_name_that_means_loopback_here_is_not_where_other_nodes_look() -> None
 
 def test_a_world_of_one_starts_nothing() -> None:
     before = threading.active_count()
-    heartbeat = Heartbeat(read_world({}), RanksSettings()).start(lambda numbers: numbers)
+    heartbeat = Watchdog(read_world({}), RanksSettings()).start(lambda numbers: numbers)
     assert threading.active_count() == before
     heartbeat.blame(ValueError("x"))
     heartbeat.stop()
