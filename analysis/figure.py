@@ -16,7 +16,8 @@ from data_prep.manifest import load_manifest
 from data_prep.settings import Settings, nearest, validate
 
 Names = Annotated[
-    tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
+    tuple[str, ...],
+    BeforeValidator(lambda given: tuple([given] if isinstance(given, str) else given)),
 ]
 
 
