@@ -329,7 +329,8 @@ def load_index(
 ) -> NDArray[np.int64]:
     """Return the (num_samples, 3) index of one shard, memory-mapped. `path`: a copy to read."""
     shape = (shard.num_samples, 3)
-    return _array(directory, path or shard.index_file, shard.index_sha256, shape, INDEX_DTYPE)
+    file = path.absolute() if path else shard.index_file  # not below the directory twice
+    return _array(directory, file, shard.index_sha256, shape, INDEX_DTYPE)
 
 
 def _array(

@@ -252,7 +252,7 @@ def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["split=test"], "has no split 'test'; "),
+        (["split=test"], "has no split 'test'"),
         (["views=2", "augment.mixup_alpha=0.8"], "finetune: augment.mixup_alpha: "),
         (["include_plain=true"], "finetune: include_plain: "),
         (["augment.flip_probability=0"], "finetune: augment: "),
