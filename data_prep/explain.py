@@ -373,8 +373,9 @@ def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
     """Return {class: {field: text}}. Pydantic's `use_attribute_docstrings` costs every command 60
     ms."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-        for field, text in pairwise(node.body) if isinstance(node, ast.ClassDef) else ():
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    for node in (each for each in body if isinstance(each, ast.ClassDef)):
+        for field, text in pairwise(node.body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 words = " ".join(str(ast.literal_eval(text.value)).split())
                 found.setdefault(node.name, {})[ast.unparse(field.target)] = words

@@ -40,7 +40,7 @@ class ProgressLine:
         self.title, self.total, self.unit, self.done, self.note = title, total, unit, start, ""
         self._start, self._enabled, self._logged_s = start, enabled, time.monotonic()
         self._is_inner = bool(_open_lines)
-        self._display = _open_lines[0]._display if _open_lines else _new_display()
+        self._display: Progress = _open_lines[0]._display if _open_lines else _new_display()
         self._display.add_task("", total=total, completed=start, line=self)
         self._task = self._display.tasks[-1]
         self._silence = threading.Timer(SILENT_S, self._print)

@@ -130,8 +130,8 @@ def read_lines(field: str, file: str, *, spelled: bool = False) -> list[str]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    problem, code = "is not a readable text file", "unreadable"
-    fix = "choose a YAML file"
+    problem, fix = "is not a readable text file", "choose a YAML file"
+    code: Code = "unreadable"
     try:
         return parse_yaml(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError:
