@@ -56,7 +56,7 @@ class Simulated(Source):
         return Entries(names, offsets, sizes, np.full(PER_CONTAINER, container.label, np.int32))
 
     def arrange(self, inventory: Inventory) -> Arrangement:
-        return move_to_val(inventory, by_container(inventory), count=lambda total: 50, seed=0)
+        return move_to_val(inventory, by_container(inventory), seed=0, per_class=50)
 
     def read(self, entry: Entry) -> bytes:  # noqa: ARG002
         raise AssertionError("nothing is read here")

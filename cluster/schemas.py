@@ -10,13 +10,14 @@ from data_prep.build.config import BuildSettings
 from data_prep.explain import json_schema
 from data_prep.index.config import IndexSettings
 from data_prep.publish import make_directory, write_atomic
+from data_prep.settings import Settings
 from finetune.evaluate.config import EvaluateSettings
 from finetune.export.config import ExportSettings
 from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.tune.config import TuneSettings
 from pretrain.config import PretrainSettings
 
-SCHEMAS = {
+SCHEMAS: dict[str, type[Settings]] = {
     "build": BuildSettings,
     "index": IndexSettings,
     "train": PretrainSettings,

@@ -373,8 +373,8 @@ def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
     """Return {class: {field: text}}. Pydantic's `use_attribute_docstrings` costs every command 60
     ms."""
     found: dict[str, dict[str, str]] = {}
-    body = ast.parse(inspect.getsource(sys.modules[module])).body
-    for node in (each for each in body if isinstance(each, ast.ClassDef)):
+    classes = ast.parse(inspect.getsource(sys.modules[module])).body
+    for node in [each for each in classes if isinstance(each, ast.ClassDef)]:
         for field, text in pairwise(node.body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 words = " ".join(str(ast.literal_eval(text.value)).split())

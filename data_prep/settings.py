@@ -130,16 +130,13 @@ def read_lines(field: str, file: str, *, spelled: bool = False) -> list[str]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    problem, fix = "is not a readable text file", "choose a YAML file"
     code: Code = "unreadable"
+    problem, fix = "it is not a readable text file", "choose a YAML file"
     try:
         return parse_yaml(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError:
-        problem, code, fix = (
-            "this config file does not exist",
-            "missing-path",
-            near_path(path) or fix,
-        )
+        code, problem = "missing-path", "this config file does not exist"
+        fix = near_path(path) or fix
         if "=" in str(path):
             fix = "write the config file before every key=value"
     except IsADirectoryError:
