@@ -52,6 +52,8 @@ class UserError(ValueError):
 
     is_final: ClassVar[bool] = False
     """True if another attempt would fail in the same way, even after the checks (exit code 2)."""
+    is_passing: ClassVar[bool] = False
+    """True if another attempt may succeed, even before the start (exit code 1)."""
     of_all_ranks = False
     """True if every rank raises it at the same step, so one rank may print it for all."""
 

@@ -62,6 +62,8 @@ Storage = Mapping[str, Any]
 class RemoteError(UserError):
     """A server does not deliver. The same command may succeed later."""
 
+    is_passing = True
+
 
 class ContentError(OSError):
     """A server delivers other bytes than it should."""

@@ -16,6 +16,7 @@ from data_prep.cli import main as data_prep
 from data_prep.errors import SettingsError, UserError
 from data_prep.exit_codes import BAD_INPUT, BUSY, FAILED, OK, exit_code_of
 from data_prep.publish import Busy, sole_writer
+from data_prep.remote import RemoteError
 from finetune.cli import main as finetune
 from pretrain.checkpoints.card import CheckpointError, WeightsError
 from pretrain.cli import main as pretrain
@@ -39,7 +40,7 @@ PROGRAMS = {
         (CheckpointError("not written"), BAD_INPUT, FAILED),
         (UserError("model", "another node differs", code="mismatch"), BAD_INPUT, FAILED),
         (Busy("out", "is held", code="busy"), BUSY, BUSY),
-        (UserError("s3://x", "is silent", code="unreachable"), FAILED, FAILED),
+        (RemoteError("s3://x", "is silent", code="unreachable"), FAILED, FAILED),
         (OSError(errno.ENOSPC, "disk full"), FAILED, FAILED),
         (FileNotFoundError(errno.ENOENT, "no such file"), BAD_INPUT, FAILED),
         (ValueError("from a library"), BAD_INPUT, FAILED),

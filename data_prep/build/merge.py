@@ -22,7 +22,7 @@ from data_prep import __version__
 from data_prep.archives.inventory import open_inventory
 from data_prep.build.config import BuildSettings
 from data_prep.build.parts import forget_parts, sole_builder
-from data_prep.build.shards import ShardRecord, damaged_files, load_record
+from data_prep.build.shards import ShardRecord, finished_record
 from data_prep.build.workplan import (
     Workplan,
     load_begun,
@@ -145,39 +145,22 @@ def _changed_source(source: Source, directory: Path, stamp: str, numbers: range)
 
 
 def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[ShardRecord]:
-    directory = work.directory
-    planned = {plan.name for plan in work.shards}
-    if strangers := sorted({path.stem for path in directory.glob("*.tar")} - planned):
-        raise UserError(
-            str(directory),
-            f"{strangers[0]}.tar does not belong to this build",
-            "move it elsewhere, then merge",
-            code="conflict",
-        )
-    records: list[ShardRecord] = []
-    faults: list[str] = []
-    for plan in work.shards:
-        try:
-            record = load_record(directory, plan.name)
-        except FileNotFoundError:
-            faults.append(f"{plan.name} is not written")
-        except ValueError:
-            faults.append(f"the record of {plan.name} is damaged, or of another shard")
-        else:
-            records.append(record)
-            if record.plan_hash != work.parts_id or record.num_inputs != plan.stop - plan.start:
-                faults.append(f"{plan.name} is of another build")
-    if not faults:
-        check = partial(damaged_files, directory, trust=trust)
-        damaged = sweep(check, records, title="verifying parts", unit="shards", workers=num_workers)
-        faults = [f"{files[0]} is not as it was written" for files in damaged if files]
-    if faults:
-        raise UserError(
-            str(directory),
-            f"{len(faults)} of {len(work.shards)} shards cannot be merged ({faults[0]})",
-            "run all tasks again: they write only missing shards",
-            code="unfinished",
-        )
+    directory, names = work.directory, [plan.name for plan in work.shards]
+    if strangers := sorted({path.stem for path in directory.glob("*.tar")} - set(names)):
+        problem, fix = f"{strangers[0]}.tar is not of this build", "move it elsewhere, then merge"
+        raise UserError(str(directory), problem, fix, code="conflict")
+    check = partial(finished_record, directory, plan_hash=work.parts_id, trust=trust)
+    found = sweep(check, names, title="verifying parts", unit="shards", workers=num_workers)
+    records = [
+        record
+        for plan, record in zip(work.shards, found, strict=True)
+        if record is not None and record.num_inputs == plan.stop - plan.start
+    ]
+    if missing := sorted({*names} - {record.shard.name for record in records}):
+        counts = f"{len(missing)} of {len(names)} shards"
+        problem = f"{counts} are missing, damaged or of another build ({missing[0]})"
+        fix = "run all tasks again: they write only these shards"
+        raise UserError(str(directory), problem, fix, code="unfinished")
     return records
 
 

@@ -145,38 +145,27 @@ def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
     return {str(label): int(count) for label, count in zip(seen, counts, strict=True)}
 
 
-def finished_record(directory: Path, name: str, *, plan_hash: str) -> ShardRecord | None:
-    """Return the record of a shard that this very build has finished, if its files are intact."""
+def finished_record(
+    directory: Path, name: str, *, plan_hash: str, trust: bool = False
+) -> ShardRecord | None:
+    """Return the record of a shard that this very build has finished, if its files are intact. With
+    `trust`, only the size of the tar is compared."""
     try:
-        record = load_record(directory, name)
+        record = read_record(directory, name, ShardRecord)
+        shard = record.shard
+        if shard.name != name or record.plan_hash != plan_hash:
+            return None
+        if (directory / shard.file).stat().st_size != shard.num_bytes:
+            return None
+        hashes = {
+            shard.file: shard.sha256,
+            shard.index_file: shard.index_sha256,
+            shard.paths_file: shard.paths_sha256,
+        }
+        for file, sha256 in hashes.items():
+            path = directory / file
+            if not (path.is_file() if trust else sha256_of(path) == sha256):
+                return None
     except (OSError, ValueError):
         return None
-    is_finished = record.plan_hash == plan_hash and not damaged_files(directory, record)
-    return record if is_finished else None
-
-
-def load_record(directory: Path, name: str) -> ShardRecord:
-    """Return the record; raise ValueError if it is damaged or a copy of another shard's record."""
-    record = read_record(directory, name, ShardRecord)
-    if record.shard.name != name:
-        raise ValueError(f"is the record of {record.shard.name}")
     return record
-
-
-def damaged_files(directory: Path, record: ShardRecord, *, trust: bool = False) -> list[str]:
-    """Return the shard's files that are missing or changed; with `trust`, compare only sizes."""
-    shard = record.shard
-    hashes = {
-        shard.file: shard.sha256,
-        shard.index_file: shard.index_sha256,
-        shard.paths_file: shard.paths_sha256,
-    }
-    damaged = []
-    for file, sha256 in hashes.items():
-        path = directory / file
-        is_intact = path.is_file() and (
-            file != shard.file or path.stat().st_size == shard.num_bytes
-        )
-        if not is_intact or not (trust or sha256_of(path) == sha256):
-            damaged.append(file)
-    return damaged

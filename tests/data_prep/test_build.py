@@ -464,35 +464,20 @@ def _hashes(shard: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ("", "is not a directory; give the folder that holds the classes"),
-        ("./", "holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"),
-        ("ant/0.jpg bee/", ("1 classes of this folder source have no images (bee)")),
-        ("ant/0.jpg links/0.jpg->", "1 classes of this folder source have no images (links)"),
+        ("", "[missing-path]"),
+        ("./", "[unknown-format]"),
+        ("ant/0.jpg bee/", "bee"),
+        ("ant/0.jpg links/0.jpg->", "links"),
         # a val without cats may be meant
-        (
-            "train/ant/0.jpg train/bee/0.jpg train/cat/0.jpg val/ant/0.jpg val/bee/",
-            "have no images (val/bee)",
-        ),
-        ("train/ant/", "split train of this folder source has no images"),
-        ("train/ant/0.jpg val/", "{source}/val holds no class folders"),
-        ("cat/a.jpg val/cat/b.jpg", "also cat/, which is none of train, val, test"),
-        (
-            "train/cat/a.jpg validation/cat/b.jpg",
-            "also validation/, which is none of train, val, test",
-        ),
-        (
-            "train/cat/a.jpg train/loose.png",
-            "1 images are in {source}/train itself, in no class (loose.png)",
-        ),
-        ("cat/a.jpg loose.JPG", "1 images are in {source} itself, in no class (loose.JPG)"),
-        (
-            "cat/a.jpg a.jfif b.avif",
-            "2 images are in {source} itself, in no class (a.jfif, b.avif)",
-        ),
-        (
-            "cat/a.jpg no-ending c.backup",
-            "2 images are in {source} itself, in no class (c.backup, no-ending)",
-        ),
+        ("train/ant/0.jpg train/bee/0.jpg train/cat/0.jpg val/ant/0.jpg val/bee/", "val/bee"),
+        ("train/ant/", "train"),
+        ("train/ant/0.jpg val/", "{source}/val"),
+        ("cat/a.jpg val/cat/b.jpg", "cat/"),
+        ("train/cat/a.jpg validation/cat/b.jpg", "validation/"),
+        ("train/cat/a.jpg train/loose.png", "loose.png"),
+        ("cat/a.jpg loose.JPG", "loose.JPG"),
+        ("cat/a.jpg a.jfif b.avif", "a.jfif, b.avif"),
+        ("cat/a.jpg no-ending c.backup", "c.backup, no-ending"),
     ],
 )
 def test_what_lacks_pictures_or_would_be_left_out_of_a_folder_is_refused(
@@ -532,9 +517,7 @@ def test_a_class_or_split_that_leads_nowhere_is_refused(
     ]
     for make, kind in kinds:
         make()
-        refused(
-            build(source, tmp_path / "out"), f"are neither folders nor files ({path.name}: {kind})"
-        )
+        refused(build(source, tmp_path / "out"), f"{path.name}: {kind}")
         path.unlink()
     assert build(source, tmp_path / "out") == 0
 

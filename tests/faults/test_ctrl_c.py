@@ -42,7 +42,7 @@ def answered(program: str, kept: str) -> str:
 VERBS = {
     "evaluate": (
         "finetune evaluate pretrained={folder} dataset={shapes}",
-        "nothing is saved; the same command begins anew",
+        "nothing is saved; the same command starts again",
     ),
     "probe": (
         (
@@ -156,12 +156,12 @@ def test_ranks_within_an_evaluation(folder: Path, shapes: Path, tmp_path: Path) 
         "tracking.enabled=false",
     ]
     strikes = {
-        rank: Strike(tmp_path, 1, stage="answering val", signal=signal.SIGINT) for rank in range(2)
+        rank: Strike(tmp_path, 1, stage="predicting val", signal=signal.SIGINT) for rank in range(2)
     }
     run = Run(words, ranks=2, program="finetune", strikes=strikes)
     said, _ = run.communicate()
     assert [rank.exitcode for rank in run.ranks] == [130, 130]
     assert said.replace("loading torch\n", "") == answered(
-        "finetune", "nothing is saved; the same command begins anew"
+        "finetune", "nothing is saved; the same command starts again"
     )
     assert not (tmp_path / "run" / "result.json").exists()
