@@ -1,11 +1,9 @@
-"""Every setting of a pretraining run with its default and its meaning. No torch here: a bad config
-costs under a second.
+"""Every setting of a pretraining run with its default and its meaning. No torch.
 
-What one section can know is checked in it; what needs the dataset or the number of ranks is checked
-by `load_training_data` and `check_against_data` (datasets.py) and `check_against_ranks`, still
-before anything heavy is imported.
+A section checks its own settings. `load_training_data`, `check_against_data` (datasets.py) and
+`check_against_ranks` check them against the dataset and the ranks, before torch is imported.
 
-Long because all settings of a training stand here, each with its sentence.
+Long because it has all settings of a training.
 """
 
 import re
@@ -44,7 +42,7 @@ MixWith = Literal["neighbour", "previous"]
 SinkName = Literal["tensorboard", "wandb"]
 
 REMOTES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "file")
-"""What can be written to, listed and pruned."""
+"""URL schemes of checkpoint.remote."""
 
 Unit = Literal["steps", "epochs", "samples"]
 _FORM = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*(\w+)\s*")
@@ -96,7 +94,7 @@ Cadence = Annotated[
 
 
 def _kept_out(remedy: str) -> AfterValidator:
-    """Of an address, which stands in config.yaml, in MLflow and in cards."""
+    """Reject secrets in an address, which config.yaml, MLflow and model cards record."""
     return AfterValidator(partial(without_secrets, remedy=remedy))
 
 
@@ -126,11 +124,11 @@ class MixedDataset(Settings):
     """A further dataset to train on."""
 
     dataset: Address = Field(examples=["data/more"])
-    """A directory, or a URL of one, that `data_prep build` or `index` has finished."""
+    """Directory or URL of a dataset that `data_prep build` or `index` has finished."""
     split: str = "train"
-    """The split of it to train on."""
+    """Training split of this dataset."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[0.5])
-    """How much of the training is drawn from it, against the weights of the others."""
+    """Fraction of the samples from this dataset, relative to the weights of the others."""
 
 
 class ReadingSettings(Settings):
@@ -138,20 +136,21 @@ class ReadingSettings(Settings):
     `data` of every verb begins."""
 
     dataset: Address = Field(examples=["data/mine"])
-    """A directory that `data_prep build` or `index` has finished; or its URL, such as gs://bucket/mine."""
+    """Directory or URL of a dataset that `data_prep build` or `index` has finished, such as
+    data/mine or gs://bucket/mine."""
     cache_dir: str | None = Field(None, examples=["/scratch/shards"])
-    """Copies of remote shards, shared by the ranks and jobs of a node; by default a directory of
-    the user's under the system's for temporary files. And of the index of a dataset behind a URL;
-    by default ~/.cache/wide-mlps."""
+    """Directory for copies of remote shards, shared by the ranks and jobs of a node (default: in
+    the system's temporary directory), and for the index of a remote dataset (default:
+    ~/.cache/wide-mlps)."""
     cache_gb: float = Field(50, gt=0)
-    """Room for these copies; those that were not used for longest make way."""
+    """Size limit of the shard cache in GB. The least recently used shards are removed."""
     storage: dict[str, Any] = Field(default_factory=dict, exclude=True, examples=[{"anon": True}])
-    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3. They may be secrets,
-    so no dump of the settings holds them."""
+    """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3. They may be secrets
+    and are never stored."""
 
     @property
     def directory(self) -> Path:
-        """Where the dataset is read; that of a URL appears now (local_copy.py)."""
+        """Directory of the dataset. For a URL, its index is copied now (local_copy.py)."""
         return self.directory_of(self.dataset)
 
     def directory_of(self, dataset: str) -> Path:
@@ -159,16 +158,15 @@ class ReadingSettings(Settings):
 
 
 class PixelOrder(Settings):
-    """Of a training, and on the card of what it has made."""
+    """Order of the pixels, in a training and on its model card."""
 
     example_with: ClassVar = {"permute": "{}pixel_permutation=0"}
     pixel_permutation: int | None = Field(None, ge=0, examples=[0])
-    """Seed of one random order of the pixels, in which the model sees every picture, in training
-    and whatever is done with the weights later. To an MLP that is the same task; to a Mixer, and to
-    augmentation before which it stands, it is another."""
+    """Seed of one random order of the pixels, used in training and in every later use of the
+    weights. An MLP's task stays the same; a Mixer's does not."""
     permute: Literal["after", "before"] = "after"
-    """after: augmented pictures; before: augmentation crops and mirrors pictures whose pixels are
-    in that order already, and so knows nothing of what lies beside what."""
+    """after: permute augmented images. before: augment permuted images, so crops and flips do not
+    know neighbors."""
 
     @model_validator(mode="after")
     def _order_exists(self) -> Self:
@@ -198,69 +196,68 @@ class StreamSettings(Settings):
         name: _stream_without(name) for name in (*_OF_A_STREAM, *_ALSO_OF_A_STREAM)
     }
     stream: bool = False
-    """`dataset` is a list of shards as webdataset takes it: paths, URLs and `pipe:` commands (which
-    a shell runs), with {000..146} and `::` between them, tar or tar.gz. Each rank reads its own. No
-    index, so no exact resume and no shuffle over all of them. Records hold a command's program and
-    hash only, so a resume needs the command again."""
+    """Train on stock WebDataset shards as they come. `dataset` is then a list as webdataset takes
+    it: paths, URLs and `pipe:` commands (run by a shell), with {000..146} and `::`. A stream has no
+    index, so no exact resume and no global shuffle. Records keep only a command's program and hash,
+    so a resume needs the command again."""
     num_classes: int | None = Field(None, ge=2, le=1 << 20, examples=[1000])
-    """Of a stream, whose labels are numbers below it."""
+    """Number of classes of a stream. Its labels are numbers below it."""
     samples_per_epoch: int | None = Field(None, ge=1, examples=[1281167])
-    """Of a stream: by which epochs are counted. Its shards begin anew when they end, wherever that
-    is."""
+    """Number of samples that count as an epoch of a stream. Its shards begin again when they
+    end."""
     channel_mean: tuple[float, float, float] | None = Field(None, examples=[[0.485, 0.456, 0.406]])
-    """Of a stream: on the scale 0..1; by default ImageNet's."""
+    """Channel means of a stream on the scale 0..1 (default: ImageNet's)."""
     channel_std: tuple[float, float, float] | None = Field(None, examples=[[0.229, 0.224, 0.225]])
-    """Of a stream: the standard deviations, likewise."""
+    """Channel standard deviations of a stream on the scale 0..1 (default: ImageNet's)."""
     label: str = Field(
         "cls", pattern=r"^(cls|txt|json:[^.]+(\.[^.]+)*)$", examples=["json:meta.label"]
     )
-    """Of a stream: cls: the integer in KEY.cls; txt: in KEY.txt; json:FIELD.SUBFIELD: in KEY.json.
-    With `eval_dataset` the name of one of its classes will do, too."""
+    """Place of the label in a stream. cls: the number in KEY.cls. txt: KEY.txt.
+    json:FIELD.SUBFIELD: KEY.json. With `eval_dataset` a class name is valid, too."""
     image_member: str | None = Field(None, examples=["rgb.png"])
-    """Of a stream: the ending of the picture's member, where a sample holds several."""
+    """Extension of the image in a stream, if a sample has several images."""
     shuffle_buffer: int = Field(1000, ge=0)
-    """Of a stream: undecoded samples in the memory of each rank, of which one is drawn at a time.
-    With data.shuffle none they stay in the order of the shards."""
+    """Number of undecoded samples of a stream in the memory of each rank, from which samples are
+    drawn at random. With data.shuffle=none, samples keep their order."""
     eval_dataset: Address | None = Field(None, examples=["data/theirs"])
-    """With a stream: the dataset that has `eval_split`, as a stream cannot be evaluated on."""
+    """Indexed dataset that has `eval_split`. A stream cannot be evaluated on."""
 
 
 class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     example_with: ClassVar = {"weight": "{}also='[{dataset: data/more, weight: 1}]'"}
     train_split: str = "train"
-    """The split to train on."""
+    """Training split."""
     eval_split: str | None = "val"
-    """The split that the evaluations during training are of; null evaluates nothing."""
+    """Split for evaluations during training; null for none."""
     fold: int | None = Field(None, ge=0, examples=[0])
-    """Train on this fold alone of a split that has folds (STL-10's `train` has ten of 1,000)."""
+    """Train on one fold of a split that has folds (STL-10's `train` has ten of 1,000 images)."""
     also: tuple[MixedDataset, ...] = Field((), examples=[[{"dataset": "data/more"}]])
-    """Further datasets to train on; evaluation stays with the first."""
+    """More datasets to train on. Only the first dataset is evaluated on."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[2.0])
-    """With `also`: how much of the training is drawn from `dataset`, against the weights there; by
-    default all samples are drawn equally often."""
+    """Fraction of the samples from `dataset`, relative to the weights in `also`. By default every
+    sample is drawn equally often."""
     shuffle: Shuffle = "full"
-    """full: over the whole epoch; block: in blocks of neighbouring samples, for shards on slow
-    disks; none: in the stored order."""
+    """full: shuffle the complete epoch. block: shuffle blocks of neighboring samples, for slow
+    disks. none: keep the stored order."""
     block_size: int = Field(1024, ge=1)
-    """block shuffle: neighbouring samples that are read together."""
+    """Number of neighboring samples that block shuffle reads together."""
     window_blocks: int = Field(16, ge=1)
-    """block shuffle: how many blocks are mixed with each other."""
+    """Number of blocks that block shuffle mixes with each other."""
     last_batch: LastBatch = "carry"
-    """Where an epoch is no whole number of batches: carry (a batch reaches over its end, nothing is
-    lost), drop or pad."""
+    """Last batch of an epoch that is not a multiple of the batch size. carry: the batch continues
+    in the next epoch, so nothing is lost. drop: skip the rest. pad: repeat samples of the epoch."""
     image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
-    """What the model is fed; by default the dataset's own resolution."""
+    """Input size of the model in pixels (default: the dataset's)."""
     max_bad_share: float = Field(0.001, ge=0, le=1)
-    """Of an epoch's samples: if more than that cannot be decoded, the run stops. Others stand in
-    for those that cannot."""
+    """Largest fraction of an epoch's samples that may fail to decode before the run stops. Other
+    samples take their places."""
     check: Literal["first-read", "none"] = "first-read"
-    """first-read: hash each shard that is read in place once in a run, in the background, and stop
-    training at the first shard that differs from its manifest. Checkpoints do not wait for the
-    hashes. none: do not hash these shards."""
+    """first-read: hash each shard once per run, in the background, and stop at the first shard that
+    differs from its manifest. Checkpoints do not wait for the hashes. none: do not hash shards that
+    are read in place."""
     stage_dir: str | None = Field(None, examples=["/scratch"])
-    """A directory on each node's own disk: the shards are copied there, into shards-UID, before
-    training reads them, once for all ranks and jobs of the node. Without room training reads them
-    where they are, and warns. Remote shards have `cache_dir`."""
+    """Directory on each node's own disk, to which shards are copied before training reads them.
+    Without space, training warns and reads the original shards. Remote shards use `cache_dir`."""
 
     @model_validator(mode="after")
     def _mixture_fits(self) -> "DataSettings":
@@ -327,7 +324,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
 
     @property
     def datasets(self) -> tuple[str, ...]:
-        """The directories that are read."""
+        """The datasets that are read."""
         of_evaluation = () if self.eval_dataset is None else (self.eval_dataset,)
         return (
             of_evaluation
@@ -341,44 +338,42 @@ class AugmentSettings(Settings):
     then MixUp or CutMix."""
 
     crop_scale: tuple[float, float] | None = Field(None, examples=[[0.4, 1.0]])
-    """Random resized crop: share of the image's area, such as [0.4, 1.0]; null takes the whole
-    image."""
+    """Area of random resized crops as fractions of the image, such as [0.4, 1.0]; null takes the
+    complete image."""
     crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
-    """Random resized crop: width over height, from the least to the most."""
+    """Smallest and largest aspect ratio (width / height) of random resized crops."""
     crop_interpolation: Interpolation | None = Field(None, examples=["bicubic"])
-    """bilinear and bicubic are antialiased; random is one of these two for each picture, which is
-    timm's way; area is OpenCV's INTER_AREA, which is FFCV's. Left out, or null: what the checkpoint
-    was fed with, and bilinear where there is none. Plain pictures are resized with the same filter
-    (random: bilinear)."""
+    """Filter for crops and plain images. bilinear and bicubic are antialiased; area is OpenCV's
+    INTER_AREA, as in FFCV; random draws bilinear or bicubic per image, as timm does. By default the
+    filter of the checkpoint, else bilinear."""
     crop_padding: int = Field(0, ge=0, le=1024)
-    """Crop with padding: so many pixels on each side, then a crop of the stored size (32-pixel
-    recipes take 4); 0 is off."""
+    """Pixels of padding on each side before a crop of the stored size (recipes for 32 px use 4); 0
+    is off."""
     padding_mode: PaddingMode = "constant"
-    """constant is black."""
+    """Padding: constant is black, reflect mirrors the image."""
     flip_probability: float = Field(0.5, ge=0, le=1)
-    """Of a picture being mirrored left to right."""
+    """Probability of a horizontal flip."""
     auto_augment: str | None = Field(None, examples=["rand-m9-mstd0.5-inc1"])
-    """timm's names: rand-m9-mstd0.5-inc1 and its family (m, n, p, mstd, mmax, inc, tweights),
-    original, originalr, v0, v0r; and cifar10, AutoAugment's policy for CIFAR as torchvision has
-    it."""
+    """Policy by timm's name: rand-m9-mstd0.5-inc1 and its family (m, n, p, mstd, mmax, inc,
+    tweights), original, originalr, v0, v0r; or cifar10, torchvision's policy for CIFAR."""
     erase_probability: float = Field(0.0, ge=0, le=1)
-    """Random erasing; 0 is off."""
+    """Probability of random erasing; 0 is off."""
     erase_mode: EraseMode = "pixel"
-    """Filled with the mean colour, with one random colour, or with noise."""
+    """Fill of erased blocks. const: mean color. rand: one random color. pixel: noise."""
     erase_count: int = Field(1, ge=1, le=100)
-    """At most so many blocks in a picture, sharing the area of one."""
+    """Largest number of erased blocks per image. They share the area of one block."""
     mixup_alpha: float = Field(0.0, ge=0)
-    """MixUp with lambda ~ Beta(alpha, alpha) between pictures of a batch; 0 is off."""
+    """MixUp with lambda ~ Beta(alpha, alpha) between images of a batch; 0 is off."""
     cutmix_alpha: float = Field(0.0, ge=0)
-    """CutMix, likewise."""
+    """CutMix with lambda ~ Beta(alpha, alpha) between images of a batch; 0 is off."""
     mix_with: MixWith = "neighbour"
-    """neighbour: the pictures of a pair with each other, with a lambda for each pair; previous:
-    each with the one before it in the global batch, with one lambda for the whole batch, which is
-    the way of FFCV and of paper B's code."""
+    """neighbour: mix the two images of a pair with one lambda per pair. previous: mix each image
+    with the previous one of the global batch with one lambda per batch, as FFCV and the code of
+    Scaling MLPs do."""
     mix_probability: float = Field(1.0, ge=0, le=1)
-    """Of a pair (or batch) being mixed at all."""
+    """Probability that a pair (or batch) is mixed."""
     switch_probability: float = Field(0.5, ge=0, le=1)
-    """Of CutMix rather than MixUp, where both are on."""
+    """Probability of CutMix instead of MixUp, if both are on."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "AugmentSettings":
@@ -407,7 +402,7 @@ class AugmentSettings(Settings):
 
     @property
     def is_crop_flip_mixup(self) -> bool:
-        """Nothing but what can be done in one pass over the pictures."""
+        """True if one pass over the images does everything."""
         others = self.crop_padding or self.auto_augment or self.erase_probability > 0
         return (
             not others
@@ -425,17 +420,17 @@ class AugmentSettings(Settings):
 
     @property
     def plain_filter(self) -> Filter:
-        """With which a picture that is not augmented is resized, too."""
+        """Filter for images that are not augmented."""
         chosen = self.crop_interpolation
         return "bilinear" if chosen is None or chosen == "random" else chosen
 
     def fed_as(self, filter_: Filter) -> Self:
-        """The same, with the filter that a checkpoint's card names, unless another is asked for."""
+        """Return these settings with the filter of a checkpoint, unless they have one."""
         return self.model_copy(update={"crop_interpolation": self.crop_interpolation or filter_})
 
     @property
     def recipe(self) -> str:
-        """What differs from no augmentation at all, in the words of the config."""
+        """The settings that differ from no augmentation, as in a config."""
         plain = AugmentSettings(flip_probability=0, crop_interpolation="bilinear").model_dump(
             mode="json"
         )
@@ -447,7 +442,7 @@ class AugmentSettings(Settings):
 
     @property
     def mixing(self) -> dict[str, str]:
-        """Which of the two ways to mix neighbours are on: name -> the field that turns it off."""
+        """The active ways to mix images, with the setting that turns each off."""
         ways = {
             "MixUp": ("mixup_alpha", self.mixup_alpha),
             "CutMix": ("cutmix_alpha", self.cutmix_alpha),
@@ -462,24 +457,26 @@ class AugmentSettings(Settings):
 class OptimizerSettings(Settings):
     example_with: ClassVar = {"nesterov": "{}name=sgd"}
     name: Literal["lion", "adamw", "sgd"] = "lion"
-    """The papers' MLPs use lion."""
+    """Optimizer. The papers' MLPs use lion."""
     lr: float = Field(1e-4, gt=0)
-    """Learning rate after the warm-up, from which the schedule falls."""
+    """Learning rate after the warm-up, before the schedule decays it."""
     weight_decay: float = Field(1e-3, ge=0)
-    """Decoupled: the step that it makes is in proportion to the rate, not to the gradient."""
+    """Decoupled weight decay: a step's decay is proportional to the learning rate, not to the
+    gradient."""
     decay: Literal["matrices", "all"] = "matrices"
-    """What is decayed: matrices only, or norms and biases, too, as in paper B's code."""
+    """matrices: decay only matrices. all: also norms and biases, as in the code of Scaling MLPs."""
     betas: tuple[float, float] | None = Field(None, examples=[[0.9, 0.99]])
-    """By default (0.9, 0.99) for lion, (0.9, 0.999) for adamw."""
+    """Momentum coefficients (default: 0.9, 0.99 for lion; 0.9, 0.999 for adamw)."""
     momentum: float = Field(0.9, ge=0, lt=1)
-    """For sgd alone."""
+    """Momentum (SGD only)."""
     nesterov: bool = True
-    """Of sgd's momentum; paper A says so, paper B's code has it not."""
+    """Use Nesterov momentum (SGD only). The Mixer paper uses it; the code of Scaling MLPs does
+    not."""
     head_lr_scale: float = Field(1.0, gt=0)
     """Learning rate of the classifier as a multiple of the body's."""
     layer_decay: float = Field(1.0, gt=0, le=1)
-    """Each layer's learning rate as a multiple of that of the layer above it, from the last block
-    down to the stem; 1 is off."""
+    """Learning rate of each layer as a multiple of the next layer's, from the last block to the
+    stem; 1 is off."""
 
     @model_validator(mode="after")
     def _betas_fit(self) -> "OptimizerSettings":
@@ -503,19 +500,18 @@ class OptimizerSettings(Settings):
 class ScheduleSettings(Settings):
     example_with: ClassVar = {"warmup_from": "{}warmup='5 epochs'", "cooldown": "{}name=wsd"}
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """How the learning rate goes on after the warm-up: it stays, or falls to final_lr along half a
-    cosine or a line; wsd (warm-up, stable, decay) stays, and falls along a line in the last part,
-    the cooldown."""
+    """Learning rate after the warm-up. constant: unchanged. cosine, linear: decays to final_lr. wsd
+    (warm-up, stable, decay): constant, then linear decay during the cooldown."""
     warmup: Duration = Field("0 steps", examples=["5 epochs"])
-    """A straight line up to optimizer.lr, which the step after it is the first to take. A warm-up
-    as long as the run or longer is shortened to a tenth of the run."""
+    """Linear warm-up to optimizer.lr. A warm-up that is not shorter than the run becomes a tenth of
+    the run."""
     warmup_from: float | None = Field(None, ge=0, examples=[1e-06])
-    """Learning rate of the very first step; by default one step's share of optimizer.lr."""
+    """Learning rate of the first step (default: optimizer.lr divided by the warm-up's steps)."""
     final_lr: float = Field(0.0, ge=0)
-    """Where cosine, linear and wsd end."""
+    """Last learning rate of cosine, linear and wsd."""
     cooldown: Duration = Field("0 steps", examples=["10 epochs"])
-    """The part of train.duration in which the rate of wsd falls. Runs of several lengths share the
-    stable part: see start_from."""
+    """Last part of train.duration, in which wsd decays the learning rate. Runs of several lengths
+    share the stable part: see start_from."""
 
 
 def _number_or_auto(value: object) -> object:
@@ -530,62 +526,61 @@ class TrainSettings(Settings):
     short_words: ClassVar[Mapping[str, tuple[str, str]]] = {"epochs": ("duration", "{} epochs")}
 
     duration: Duration
-    """How long to train. epochs=N on the command line is short for "N epochs"."""
+    """Length of the training. epochs=N on the command line means duration='N epochs'."""
     global_batch_size: int = Field(1024, ge=1)
     """Samples of one optimizer step, over all ranks."""
     local_batch_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_number_or_auto)] = (
         Field(None, examples=["auto", 64])
     )
-    """Samples per rank and micro-batch; by default all of a rank's share at once. auto: the most
-    that fit into memory, measured when the run begins and kept with it; the global batch stays what
-    it is."""
+    """Samples per rank and micro-batch (default: all of a rank's samples at once). auto: as many as
+    fit into memory, measured when the run begins. The global batch does not change."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Share of the target that is spread over all classes; 0 is off."""
+    """Fraction of the target that is spread over all classes; 0 is off."""
     seed: int = Field(0, ge=0)
-    """Of the initial weights, the order and the augmentation."""
+    """Seed of the initial weights, the order and the augmentation."""
     eval_every: Cadence = "1 epochs"
-    """How often the model is evaluated on data.eval_split."""
+    """Interval of evaluations on data.eval_split."""
     log_every_steps: int = Field(10, ge=1)
-    """How often loss, learning rate and speed are logged."""
+    """Interval of logged losses, learning rates and throughput, in steps."""
     max_skipped_steps: int = Field(20, ge=1)
-    """In a row: a step whose loss or gradients are not finite is skipped; after so many the run
-    stops and names the samples."""
+    """Number of consecutive steps with a non-finite loss or gradient after which the run stops and
+    names the samples. Each such step is skipped."""
     loader_threads: int | None = Field(None, ge=1, examples=[4])
-    """By default all cores of a node, shared among its ranks."""
+    """Threads that decode images, per rank (default: the rank's cores)."""
     prefetch_batches: int = Field(4, ge=1)
-    """Batches that are read ahead of the step that takes them."""
+    """Batches that are loaded ahead."""
     ema_decay: float | None = Field(None, gt=0, lt=1, examples=[0.9999])
-    """Such as 0.9999: evaluate and publish a moving average of the weights, which keeps this share
-    of itself at each update."""
+    """Decay of a moving average of the weights, such as 0.9999, which is evaluated and published
+    instead of the weights."""
 
 
 class PassSettings(RanksSettings):
-    """Of both engines."""
+    """Settings of both engines."""
 
     gradient_clip_norm: float = Field(0.0, ge=0)
-    """0 is off."""
+    """Largest norm of the gradient; 0 is off."""
     activation_checkpointing: bool = False
-    """Keep each block's input alone and compute the rest again in the backward pass: less memory,
-    about a third more compute."""
+    """Keep only each block's input and recompute the rest in the backward pass: less memory, about
+    a third more compute."""
     compile: bool = False
-    """torch.compile the model, block by block: a minute or more at the first step, on GPUs faster
-    steps afterwards. Leave it out on CPUs, where it gains next to nothing and may be slower."""
+    """Compile the model block by block with torch.compile. The first step takes a minute or more;
+    later steps are faster on GPUs, and hardly on CPUs."""
 
 
 class EngineSettings(PassSettings):
     example_with: ClassVar = {"cuda_graphs": "{}compile=true {}zero_stage=0"}
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What ZeRO shares out among the ranks: 0 nothing, 1 the optimizer's state, 2 the gradients
-    too, 3 the weights too."""
+    """What ZeRO shards over the ranks. 0: nothing. 1: the optimizer's state. 2: also the gradients.
+    3: also the weights."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
-    """tf32: as fp32, but GPUs round what they multiply to ten bits. fp16 scales its loss
-    dynamically and skips the steps that overflow."""
+    """Precision of the passes. tf32: fp32 with products that GPUs round to ten bits. fp16: dynamic
+    loss scale; steps that overflow are skipped."""
     cuda_graphs: bool = False
-    """With `compile` at stage 0: passes are recorded once and replayed, for models so small that a
-    GPU waits for its host. One micro-batch a step. Not yet run on a GPU."""
+    """Record the passes once and replay them, for small models on GPUs. Needs `compile`, stage 0
+    and one micro-batch per step. Not yet run on a GPU."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What lies in the node's memory instead of the GPU's: the optimizer's state and its update
-    (from stage 1 on), or the weights as well (stage 3)."""
+    """State in the memory of the node instead of the GPU. optimizer: the optimizer's state and
+    update (stages 1 to 3). all: also the weights (stage 3)."""
 
     @model_validator(mode="after")
     def _graphs_can_be_recorded(self) -> "EngineSettings":
@@ -617,19 +612,19 @@ class EngineSettings(PassSettings):
 class CheckpointSettings(Settings):
     example_with: ClassVar = {"remote_storage": "{}remote=s3://bucket/run"}
     every: Cadence = "1 epochs"
-    """How often a checkpoint is made; the end of training makes one, too."""
+    """Interval of checkpoints. The end of training makes one, too."""
     keep_last: int = Field(2, ge=1)
-    """The newest ones stay; training can fall back to the one before if the newest is damaged."""
+    """Number of newest checkpoints to keep. If the newest is damaged, training resumes from the
+    previous one."""
     keep_every: Cadence | None = Field(None, examples=["50 epochs"])
-    """Such as 50 epochs: a checkpoint at each multiple is made, and stays for ever."""
+    """Interval of checkpoints that are kept forever, such as 50 epochs."""
     keep_at: tuple[Duration, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
-    """Checkpoints that are made and stay for ever, where a run of each length would end. At a
-    constant rate (and in the stable part of wsd) they are the last ones of these shorter runs, bit
-    for bit. RUN@50epochs names one wherever a run is named."""
+    """Lengths at which a checkpoint is made and kept forever, where a run of that length would end.
+    With a constant learning rate it is that run's last checkpoint, bit for bit. RUN@50epochs names
+    it."""
     keep_best: bool | None = None
-    """An evaluation with the highest top-1 so far makes a checkpoint, which stays until there is a
-    better one; see RUN/checkpoints/best.json. By default wherever there is an evaluation
-    (data.eval_split)."""
+    """Make a checkpoint at each evaluation with the highest top-1 so far, and keep it until a
+    better one (RUN/checkpoints/best.json). By default on if data.eval_split is set."""
     remote: Annotated[str, _kept_out(_OF_REMOTE)] | None = Field(
         None, examples=["s3://bucket/runs/mine"]
     )
@@ -639,7 +634,7 @@ class CheckpointSettings(Settings):
     remote_storage: dict[str, Any] = Field(
         default_factory=dict, exclude=True, examples=[{"endpoint_url": "https://minio:9000"}]
     )
-    """Options for fsspec, as data.storage. They may be secrets, so they are stored nowhere."""
+    """Options for fsspec, as in data.storage. They may be secrets and are never stored."""
     grace_s: float = Field(30.0, ge=1)
     """Seconds from SIGTERM until this process is killed (Kubernetes: 30, most spot offers: 120).
     A stopped run waits that long for the upload of its last checkpoint. Without a complete upload
@@ -665,20 +660,19 @@ class CheckpointSettings(Settings):
 
 class TrackingSettings(Settings):
     enabled: bool = True
-    """Whether the run is sent to MLflow; its journal is written either way."""
+    """Send the run to MLflow. The event log is written in any case."""
     experiment: str = "wide-mlps"
-    """The MLflow experiment that the run appears in."""
+    """MLflow experiment of the run."""
     uri: Annotated[str, _kept_out(OF_SERVER)] | None = Field(
         None, examples=["sqlite:///runs/mlflow.db"]
     )
-    """An MLflow store or server; by default MLFLOW_TRACKING_URI, else runs/mlflow.db beside the
-    runs."""
+    """MLflow database or server (default: MLFLOW_TRACKING_URI, else mlflow.db next to the run
+    directory)."""
     sinks: tuple[SinkName, ...] = Field((), examples=[["tensorboard"]])
-    """Other tools whose files in RUN/tracking get the figures while the run lasts; `pretrain sync
-    RUN --to` writes them later."""
+    """Other tools whose files are written to RUN/tracking during the run. `pretrain sync RUN --to`
+    writes them later."""
     peak_teraflops: float | None = Field(None, gt=0, examples=[312.0])
-    """What a rank's device can do at best, for MFU; by default its data sheet's rate, else a
-    measured one."""
+    """Peak TFLOP/s of a rank's device, for MFU (default: from its data sheet, else measured)."""
 
     @field_validator("sinks")
     @classmethod
@@ -714,14 +708,14 @@ Resume = Literal["auto", "must", "never"]
 
 
 class TrainingSettings(Settings):
-    """Of a training, from random weights or others."""
+    """Settings of a training, from random or other weights."""
 
     run_dir: str = Field(examples=["runs/mine"])
-    """All of the run is here: checkpoints, journal, resolved config. The same command goes on where
-    it stopped."""
+    """Directory of the run, with checkpoints, event log and resolved config. The same command
+    resumes it."""
     resume: Resume = "auto"
-    """auto: go on if there is a checkpoint; must: refuse to start from scratch; never: refuse to go
-    on."""
+    """auto: resume if there is a checkpoint. must: fail without a checkpoint. never: fail if there
+    is one."""
     data: DataSettings
     augment: AugmentSettings = AugmentSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -784,15 +778,13 @@ class TrainingSettings(Settings):
 class PretrainSettings(TrainingSettings):
     of_verb = "pretrain train"
     start_from: str | None = Field(None, examples=["runs/mine"])
-    """A run or a folder of weights of the same model to begin with, in the place of random weights;
-    the head too, where the classes are the same. RUN@50epochs goes on from there as RUN itself
-    would, with optimizer and place in the data: a branch with another schedule or length. Read at
-    the beginning alone: a run that goes on does not need it."""
+    """Run or folder of weights of the same model to begin with. The head is included if the classes
+    are the same. RUN@50epochs continues with the optimizer and the position in the data: a branch
+    with another schedule or length. A resume does not read it again."""
     model: Annotated[
         ModelSpec, BeforeValidator(expand_preset, json_schema_input_type=NamedModel | ModelSpec)
     ]
-    """The architecture: a named one (`preset`, see `pretrain models`), or a `kind` and its
-    sizes."""
+    """Architecture: a named one (`preset`, see `pretrain models`), or a `kind` and its sizes."""
     engine: EngineSettings = EngineSettings()
 
     @model_validator(mode="after")

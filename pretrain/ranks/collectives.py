@@ -14,7 +14,7 @@ from data_prep.errors import UserError
 
 T = TypeVar("T")
 LOOK_S = 1.0
-"""How often ranks that wait for one that works alone exchange a sign of life."""
+"""Interval at which waiting ranks exchange a sign of life."""
 
 
 def is_distributed() -> bool:
@@ -29,7 +29,7 @@ def all_sum(values: Tensor) -> Tensor:
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:
-    """In place."""
+    """Average over ranks in place."""
     return all_sum(values).div_(dist.get_world_size()) if is_distributed() else values
 
 
@@ -51,13 +51,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know of a step."""
+    """The facts of a step that all ranks know."""
 
     loss: float
     """The mean; not finite where any rank's is not."""
     gradient_norm: float
     votes: int
-    """How many ranks raised their flag."""
+    """Number of ranks that raised their flag."""
     num_bad: int
     own_loss: float
     """This rank's alone."""
@@ -115,12 +115,12 @@ class Exchange:
 
 
 def any_rank(flag: bool, *, device: torch.device) -> bool:
-    """Whether any rank raised its flag: the answer is the same on all."""
+    """Return True, on all ranks, if any rank raised its flag."""
     return bool(all_sum(torch.tensor(float(flag), device=device)) > 0) if is_distributed() else flag
 
 
 def highest(value: int, *, device: torch.device) -> int:
-    """Of all ranks."""
+    """Return the highest value of all ranks."""
     if not is_distributed():
         return value
     values = torch.tensor(value, device=device)

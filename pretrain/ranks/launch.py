@@ -30,15 +30,13 @@ LAUNCHED_WITH = "WIDE_MLPS_LAUNCHED_WITH"
 it."""
 _JOINED_PIPE = "WIDE_MLPS_JOINED_PIPE"
 LAST_WORDS_S = 5.0
-"""How long the other ranks may go on after one has died."""
+"""Time that the other ranks have after one has died."""
 GRACE_S = LAST_WRITE_S + 10.0
-"""How long they may take after SIGTERM: one of them may be writing a checkpoint. A rank that hangs
-is then killed."""
+"""Time that ranks have after SIGTERM, to write a checkpoint. Then they are killed."""
 
 
 def end_with_parent() -> None:
-    """In a child before its command begins: Linux sends it SIGTERM when whoever has started it has
-    died."""
+    """Have Linux send SIGTERM to this child when its parent has died."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -127,7 +125,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], *, joined: int) -> int:
 
 
 def describe(code: int | None) -> str:
-    """How a process has ended."""
+    """Return how a process has ended."""
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 

@@ -85,11 +85,11 @@ class StopFlag:
             self._waits_since_s = None
 
     def stuck_wait_s(self) -> float:
-        """How long a wait has lasted since training is to stop; 0 if it is not."""
+        """Return how long a wait has lasted since the stop request; 0 without one."""
         return 0.0 if self._waits_since_s is None else self.ignored_s(self._waits_since_s)
 
     def ignored_s(self, since_s: float) -> float:
-        """How long it has been since then that training is to stop; 0 if it is not."""
+        """Return the time since the stop request, at most since `since_s`; 0 without a request."""
         return 0.0 if self.raised_by is None else time.monotonic() - max(since_s, self._raised_at_s)
 
     def result(self, future: "Future[T]") -> T:

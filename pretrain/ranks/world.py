@@ -19,9 +19,9 @@ class World:
     local_rank: int
     num_ranks: int
     num_cores: int = 1
-    """Of this rank."""
+    """Cores of this rank."""
     num_local_ranks: int = 1
-    """Of this node."""
+    """Ranks of this node."""
     num_slurm_gpus: int = 0
     """GPUs of this node that SLURM has given to its ranks; 0 if the ranks are not tasks of
     SLURM."""
@@ -146,7 +146,7 @@ def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
 
 
 def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
-    """From what SLURM says of each node: the step's list, or the job's where it is of as many
+    """Return the number of tasks from the step's list of nodes, or the job's if it has as many
     tasks; "4(x3),2" is 4, 4, 4, 2."""
     num_tasks, node = int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_NODEID", "0"))
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):

@@ -36,7 +36,7 @@ _MODELS = (
     (200_000, "mlp_b6_wi1024"),
     (2_000_000, "mlp_b12_wi1024"),
 )
-"""From so many pictures on; the wider ones on GPUs alone."""
+"""Smallest number of images of each model; the two larger models only on GPUs."""
 _ON_GPUS = {
     "local_batch": "auto",
     "width_reason": (
@@ -54,7 +54,7 @@ _ON_CPUS = {
 
 
 def image_size(pictures: Pictures) -> tuple[int, str]:
-    """What pictures are stored at, and why."""
+    """Return the size of stored images, and the reason."""
     seen = f"yours are {pictures.width} x {pictures.height} in the median"
     if min(pictures.width, pictures.height) < 48:
         return 32, f"{seen}, so 64 px would only blow them up"
@@ -84,7 +84,7 @@ def pretraining(data: Data, machine: Machine, *, name: str) -> dict[str, Any]:
 
 
 def tuning(data: Data, *, name: str, pretrained: str, card: ModelCard) -> dict[str, Any]:
-    """For tune and probe alike."""
+    """Return the values of a tuning or a probe."""
     epochs, about = 30 if data.num_train < FEW else 15, f"{card.model.label}"
     found = _common(data, name=name, epochs=epochs, warmup=epochs / 15, most=1024)
     return found | {

@@ -1,5 +1,5 @@
-"""What a node is doing while it trains: CPU, memory, disk, network, GPUs, under the names that
-MLflow's System metrics tab knows.
+"""Metrics of a node: CPU, memory, disk, network, GPUs, under the names of MLflow's System metrics
+tab.
 
 sampler = NodeSampler(run_dir)
 tracker.sample_system(sampler.sample)       # on the first rank's node: a thread, every 10 s
@@ -61,7 +61,7 @@ class NodeSampler:
 
 
 def node_name(world: World) -> str | None:
-    """What stands before a node's figures where there are several."""
+    """Return the prefix of a node's metrics if there are several nodes."""
     return None if world.is_one_node else platform.node()
 
 

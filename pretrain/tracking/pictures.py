@@ -24,7 +24,7 @@ PANEL, MARGIN, HEAD = 144, 6, 66
 _RED_TO_BLUE = np.array(
     [(103, 0, 31), (214, 96, 77), (247, 247, 247), (67, 147, 195), (5, 48, 97)], np.float64
 )
-"""For -1, -1/2, 0, 1/2 and 1."""
+"""Colors of -1, -1/2, 0, 1/2 and 1."""
 
 
 def filter_side(spec: AnySpec, *, image_size: int) -> int | None:
@@ -45,8 +45,7 @@ def filters_of(weight_NF: Tensor, *, side: int) -> NDArray[np.float32]:
 
 
 def strongest_filters(weight_NF: Tensor, *, side: int, count: int) -> NDArray[np.float32]:
-    """Of the (at most `count`) neurons with the largest weights, the largest first; only these
-    leave the device."""
+    """Return the filters of the `count` neurons with the largest weights, the largest first."""
     order = weight_NF.float().norm(dim=1).argsort(descending=True, stable=True)[:count]
     return filters_of(weight_NF[order], side=side)
 
@@ -98,8 +97,7 @@ def fed_sheet(
     title: str,
     facts: str,
 ) -> Image.Image:
-    """What the model is fed, with the labels that go with it; only the normalisation is undone,
-    which no eye could do."""
+    """Draw the input of the model, without the normalization, with its labels."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalisation)
     levels = (
         ((prepared.images_BCHW.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)

@@ -1,5 +1,4 @@
-"""What the page of a run shows from its start: a note, tags, and the datasets as MLflow shows
-them."""
+"""The note, the tags and the datasets on the page of a run."""
 
 import json
 import os
@@ -22,14 +21,13 @@ from pretrain.data.datasets import Part, StreamData, TrainingData
 from pretrain.ranks.launch import LAUNCHED_WITH
 
 LABEL_COLUMN = 2
-"""Of a shard's index."""
+"""Column of the label in a shard's index."""
 DIGEST_LENGTH = 32
-"""Of the 64 digits of a content hash: a store takes no more than 36. The whole is among the
-parameters."""
+"""Digits of a content hash in MLflow, which takes at most 36. The parameters have all 64."""
 
 
 def run_tags(*, dataset: str, target: str, model: str) -> dict[str, str]:
-    """Of every run: where it came from, and on what it is; `with_note` adds the note."""
+    """Return the tags of every run; `with_note` adds the note."""
     return {
         "mlflow.source.name": shown_command(sys.argv),
         "mlflow.source.type": "LOCAL",
@@ -138,8 +136,7 @@ def dataset_of(part: Part, context: str) -> dict[str, str]:
 
 
 def summary(part: Part) -> dict[str, Any]:
-    """Of the manifest, for the split in use; pictures and classes are those of the fold, where one
-    is trained on alone."""
+    """Return facts of the split, or of its fold if only that is trained on."""
     manifest, split = part.manifest, part.content
     counts = list(split.class_counts)
     if part.chosen is not None:
@@ -167,7 +164,7 @@ def summary(part: Part) -> dict[str, Any]:
 
 
 _OPTIONS = re.compile(r"^([\w.]*storage[\w.]*|(?:data|checkpoint)(?==.*storage))=.*", re.DOTALL)
-"""Of a store, given by themselves or with their section."""
+"""Overrides with storage options, which may be secrets."""
 
 
 def shown_command(words: list[str]) -> str:

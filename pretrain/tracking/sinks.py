@@ -1,9 +1,8 @@
-"""A run's journal for other tools, in RUN/tracking/TOOL/: TensorBoard's event files, Weights &
-Biases' offline folders.
+"""The event log of a run for other tools, in RUN/tracking/TOOL/: TensorBoard and Weights & Biases
+(offline).
 
-Each is made anew from the journal whenever a sink is opened, and then takes what comes: so nothing
-is doubled, whatever was killed. Figures go to both; pictures to TensorBoard, parameters to Weights
-& Biases. Their times are the journal's.
+Opening a sink writes its files again from the beginning of the log, so a kill doubles nothing. Both
+get metrics; TensorBoard also gets images, Weights & Biases parameters.
 """
 
 import os
@@ -25,14 +24,14 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """Of one run, as far as the journal has been read."""
+    """The sinks of one run, with their position in the event log."""
 
     def __init__(self, run_dir: Path, names: Iterable[str]):
         self._journal, self._offset = run_dir / "tracking" / "journal.jsonl", 0
         self._sinks = [open_sink(name, run_dir) for name in names]
 
     def write(self) -> int:
-        """What the journal has more by now; the number of its events."""
+        """Write the new events of the log; returns their number."""
         if not self._sinks or not self._journal.exists():
             return 0
         with open(self._journal, "rb") as file:
