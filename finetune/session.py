@@ -20,13 +20,14 @@ from torch import Tensor
 
 from data_prep.errors import UserError
 from data_prep.manifest import Manifest
+from data_prep.publish import hash_of_json
 from data_prep.settings import flatten
 from finetune.config import ChannelStats, Fed, ShortRunSettings
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.run import CONFIG_FILE, claim
-from pretrain.config import AugmentSettings, TrackingSettings, TrainingSettings
+from pretrain.config import AugmentSettings, TrainingSettings
 from pretrain.data.datasets import Part
 from pretrain.engine.step import keep_freed_memory, working_in
 from pretrain.models.build import pooled_features
@@ -48,20 +49,18 @@ def session(
     settings: ShortRunSettings,
     world: World,
     *,
-    run_dir: Path,
     used: Sequence[tuple[Part, str]],
     checkpoint: Checkpoint | None,
     task: str,
-    tracking: TrackingSettings | None = None,
-    identity: str | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[torch.device, Tracker]]:
     """Enter a run on all ranks. A rank that is gone, stuck or fails ends the others.
 
-    `identity`: a hash that all ranks must share, by default the weights'; `facts`: see `claim`.
+    All ranks must have the same weights, and the same `facts` if there are any (see `claim`).
     """
     device = start_accelerator(world, timeout_s=settings.ranks.timeout_s).device
-    identity = identity or (checkpoint.sha256 if checkpoint else "0")
+    identity = hash_of_json(facts) if facts else checkpoint.sha256 if checkpoint else "0"
+    run_dir = Path(cast(Any, settings).run_dir)
     with watched(world, settings.ranks, device=device) as heartbeat:
         if not same_on_all_ranks(int(identity[:15], 16), device=device):
             place = str(checkpoint.directory if checkpoint else run_dir)
@@ -71,14 +70,7 @@ def session(
             fix = "choose one of its checkpoints/step-*"
             raise UserError(place, problem, fix, code="mismatch")
         with recorded(
-            settings,
-            world,
-            run_dir=run_dir,
-            used=used,
-            checkpoint=checkpoint,
-            tags={"task": task},
-            tracking=tracking,
-            facts=facts,
+            settings, world, used=used, checkpoint=checkpoint, tags={"task": task}, facts=facts
         ) as tracker:
             heartbeat.watch(run_dir / "stacks")
             try:
@@ -197,11 +189,9 @@ def recorded(
     settings: ShortRunSettings | TrainingSettings,
     world: World,
     *,
-    run_dir: Path,
     used: Sequence[tuple[Part, str]],
     checkpoint: Checkpoint | None,
     tags: dict[str, str],
-    tracking: TrackingSettings | None = None,
     stop: StopFlag | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[Tracker]:
@@ -213,7 +203,7 @@ def recorded(
     if not world.is_first:
         yield Tracker(None, params={}, tags={})
         return
-    tracking = tracking or settings.tracking
+    run_dir, tracking = Path(cast(Any, settings).run_dir), settings.tracking
     ranks = getattr(settings, "ranks", None) or cast(Any, settings).engine
     card, manifest = checkpoint.card if checkpoint else None, used[0][0].manifest
     source = checkpoint if tags.get("init") != "scratch" else None

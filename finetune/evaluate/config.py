@@ -9,7 +9,7 @@ run of the weights records them; otherwise those of the public command of Scalin
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -108,7 +108,7 @@ class EvaluateSettings(ShortRunSettings):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The settings with the chosen augmentation, the dataset, and the weights."""
+    """The settings with augmentation, run directory and tracking, the dataset, and the weights."""
 
     settings: EvaluateSettings
     manifest: Manifest
@@ -128,12 +128,14 @@ class Evaluation:
         manifest = load_manifest(settings.data.directory)
         check_split(manifest, settings.data.split, directory=settings.data.dataset)
         checkpoint = checkpoint or Checkpoint.open(settings.pretrained, verify=verify)
-        if not settings.views:
-            return cls(settings, manifest, checkpoint)
-        augment, source = choose_views(settings.augment, checkpoint.run_dir)
-        augment = augment.fed_as(checkpoint.card.fed_interpolation)
-        chosen = settings.model_copy(update={"augment": augment})
-        return cls(chosen, manifest, checkpoint, source)
+        source = None
+        if settings.views:
+            augment, source = choose_views(settings.augment, checkpoint.run_dir)
+            augment = augment.fed_as(checkpoint.card.fed_interpolation)
+            settings = settings.model_copy(update={"augment": augment})
+        evaluation = cls(settings, manifest, checkpoint, source)
+        places = {"run_dir": str(evaluation._run_dir()), "tracking": evaluation._tracking()}
+        return replace(evaluation, settings=settings.model_copy(update=places))
 
     @property
     def card(self) -> ModelCard:
@@ -170,6 +172,9 @@ class Evaluation:
 
     @property
     def run_dir(self) -> Path:
+        return Path(str(self.settings.run_dir))
+
+    def _run_dir(self) -> Path:
         settings, folder = self.settings, self.checkpoint.home
         if settings.run_dir is not None:
             return Path(settings.run_dir)
@@ -180,10 +185,9 @@ class Evaluation:
         words = [self.manifest.name, settings.data.split, *views, self.identity[:8]]
         return place / "-".join(words)
 
-    @property
-    def tracking(self) -> TrackingSettings:
-        """The tracking settings, by default those of the run of the weights: its database alone
-        knows the parent."""
+    def _tracking(self) -> TrackingSettings:
+        """Return the tracking settings, by default those of the run of the weights, because only
+        its database knows the parent."""
         wanted, base = self.settings.tracking, self.checkpoint.run_dir or self.checkpoint.home
         known, changes = RunIdentity.known(base), dict[str, str]()
         if known is None and not wanted.uri and "MLFLOW_TRACKING_URI" not in os.environ:

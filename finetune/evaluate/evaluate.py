@@ -45,12 +45,9 @@ def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] 
         session(
             settings,
             world,
-            run_dir=evaluation.run_dir,
             used=[(part, "evaluation")],
             checkpoint=checkpoint,
             task="evaluate",
-            tracking=evaluation.tracking,
-            identity=evaluation.identity,
             facts=evaluation.facts,
         ) as (device, tracker),
         reading([part], settings.data, image_size=checkpoint.card.image_size) as reader,

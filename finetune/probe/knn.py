@@ -42,9 +42,10 @@ def knn(
     """Return the result, on the first rank."""
     manifest, run_dir = load_manifest(settings.data.directory), Path(settings.run_dir)
     used = settings.used(manifest)
-    with session(
-        settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="knn"
-    ) as (device, tracker):
+    with session(settings, world, used=used, checkpoint=checkpoint, task="knn") as (
+        device,
+        tracker,
+    ):
         maker = FeatureMaker.open(settings, manifest, checkpoint, world, device)
         train, test = (
             maker.tables(split, [None])[0]

@@ -72,9 +72,10 @@ def probe(
     """Return the result, on the first rank."""
     manifest, run_dir = load_manifest(settings.data.directory), Path(settings.run_dir)
     used = settings.used(manifest)
-    with session(
-        settings, world, run_dir=run_dir, used=used, checkpoint=checkpoint, task="probe"
-    ) as (device, tracker):
+    with session(settings, world, used=used, checkpoint=checkpoint, task="probe") as (
+        device,
+        tracker,
+    ):
         maker = FeatureMaker.open(settings, manifest, checkpoint, world, device)
         with source_of(settings, maker) as source:
             outcome = choose_and_test(

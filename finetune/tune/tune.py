@@ -136,7 +136,6 @@ def tune_repeatedly(
     place = recorded(
         settings,
         world,
-        run_dir=run_dir,
         used=[(part, "training") for part in parts],
         checkpoint=checkpoint,
         tags={"task": "tune_seeds", "init": settings.init},

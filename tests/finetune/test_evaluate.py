@@ -367,10 +367,7 @@ def test_pixels_are_fed_as_the_card_says_and_other_squares_reported(
             == 0
         )
         said = capsys.readouterr().err
-        assert (
-            "became squares by center and bicubic, those of the weights' source by longer_side and"
-            " area" in said
-        ) == told
+        assert ("center" in said and "longer_side" in said) == told
 
 
 def test_training_pictures_are_warned_of(

@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ from tests.conftest import Capture, Patch
 from tests.errors import fails, printed_errors
 from tests.finetune.tiny import MEAN, STD, export_of, model_of, write_folder
 from tests.forked import begin, environments, new_output, wait
-from tests.moments import Strike
+from tests.moments import wait_until
 from tests.records import write_record_of
 from tests.training import finish, start, write_config
 
@@ -345,22 +346,17 @@ def test_an_export_that_is_ended_leaves_nothing_there(
     write_folder(tmp_path / "folder")
     out, output = tmp_path / "out", new_output()
     words = ["export", str(tmp_path / "folder"), str(out), "--formats", "torch"]
-    strike = Strike(tmp_path / ".tmp-out", 7, signal=number)  # where it opens model.pt2
     process = begin(
-        "tests.training:main",
-        "finetune",
-        words,
-        strike,
-        environment=environments(1)[0],
-        output=output,
+        "tests.training:main", "finetune", words, environment=environments(1)[0], output=output
     )
+    wait_until(lambda: any(tmp_path.glob(".tmp-*-out/model.pt2")))
+    assert process.pid is not None
+    os.kill(process.pid, number)
     assert wait([process], timeout_s=300) == [130 if number == signal.SIGTERM else -9]
-    left = [".tmp-lock-out", ".tmp-out"] if number == signal.SIGKILL else []
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "folder"]
-    export_of(
-        tmp_path / "folder", out, formats=("timm",)
-    )  # the next one clears away what this one left
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out"]
+    left = [path.name for path in tmp_path.iterdir() if path != tmp_path / "folder"]
+    assert len(left) == (number == signal.SIGKILL) and not out.exists()
+    export_of(tmp_path / "folder", out, formats=("timm",))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "folder", "out"]
 
 
 def test_the_record_and_the_metadata_say_what_was_made_of_what(run: Path, exported: Path) -> None:

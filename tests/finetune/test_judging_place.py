@@ -252,14 +252,14 @@ def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["split=test"], "has no split 'test'"),
+        (["split=test"], "[unknown-name]"),
         (["views=2", "augment.mixup_alpha=0.8"], "finetune: augment.mixup_alpha: "),
         (["include_plain=true"], "finetune: include_plain: "),
         (["augment.flip_probability=0"], "finetune: augment: "),
         (["run_dir=/proc/evaluation"], "finetune: run_dir: "),
         (["dataset=OTHER"], "finetune: dataset: "),
         (["pretrained=/nowhere"], "finetune: /nowhere: "),
-        (["pretrained=CUT"], "model.safetensors has changed"),
+        (["pretrained=CUT"], "[damaged]"),
         (["viewss=3"], "finetune: viewss: "),
     ],
 )

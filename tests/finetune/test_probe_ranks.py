@@ -87,22 +87,23 @@ def quarrel_case(world: World, folder: str, other: str, dataset: str, place: str
     finds full when it syncs, of an error of one alone."""
     start_accelerator(world, timeout_s=20)
     settings = feature_settings(Path(dataset), Path(place), Path(folder))
-    about: dict[str, Any] = {"run_dir": Path(place), "used": [], "task": "probe"}
     said = []
-    for weights, identity in (
-        ((folder, other)[world.rank], None),
-        (folder, f"{world.rank}{'0' * 63}"),
-    ):
+    for weights, facts in (((folder, other)[world.rank], None), (folder, {"rank": world.rank})):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as quarrel:
             patch.setattr(session_room, "watched", lambda *_words, **_also: nullcontext())
             with session(
-                settings, world, checkpoint=Checkpoint.open(weights), identity=identity, **about
+                settings,
+                world,
+                used=[],
+                checkpoint=Checkpoint.open(weights),
+                task="probe",
+                facts=facts,
             ):
                 pass
         said.append(quarrel.value.code)
     maker = maker_of(settings, world=world)
     full, out_of_memory = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), MemoryError("none left")
-    for place_of, name, error in ((os, "fdatasync", full), (features, "view_of", out_of_memory)):
+    for place_of, name, error in ((os, "fsync", full), (features, "view_of", out_of_memory)):
         with (
             pytest.MonkeyPatch.context() as patch,
             pytest.raises((UserError, MemoryError)) as fault,

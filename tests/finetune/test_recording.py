@@ -53,7 +53,6 @@ def test_the_status_is_how_it_ended(
             recorded(
                 settings,
                 World(0, 0, 1),
-                run_dir=run_dir,
                 used=[(Part(shapes, load_manifest(shapes), "val"), "evaluation")],
                 checkpoint=weights,
                 tags={"task": "probe"},
