@@ -46,14 +46,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster.slurm import (
-    ALL_TASKS,
     SlurmError,
     about_job,
     cpus_per_rank,
     expand_hosts,
     facts,
     inherited,
-    lines_of,
     new_job,
     slurm,
     state_of,
@@ -549,9 +547,6 @@ def run_command(job: Job, words: list[str]) -> int:
         return 0
     if answer["state"] == "blind":
         raise job.blame_node(f"{answer['about']} is not there", limit=2)
-    if answer["state"] == "taken":
-        first = f"{place} is taken by {answer['about']}, which was started first"
-        raise End(f"{first}; submit this again when it has ended")
     if answer["needs_one_rank"]:
         job.num_nodes = 1
     job.place_ranks(per_node=1 if answer["needs_one_rank"] else None)
@@ -583,8 +578,6 @@ def prepare(job: Job, words: list[str]) -> int:
     if part != "--merge" and answer["state"] == "finished":
         job.log(f"{out} is built already")
         return 0
-    if not Path("jobs", at.array, "writes").exists():
-        (job.directory / "writes").write_text(lines_of({out: ALL_TASKS}))
     job.place_ranks(per_node=1)
     if part == "--merge":
         both = '"${@:2}" -m data_prep merge "$1" && "${@:2}" -m data_prep verify "$1"'

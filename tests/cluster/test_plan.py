@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,6 @@ from cluster.cli import main
 from cluster.plan import Here
 from cluster.plan_file import compressed, load_checked, load_plan
 from cluster.queue_jobs import main as submit
-from cluster.work import Work
 from data_prep.errors import UserError
 from pretrain.config import PretrainSettings
 from tests.cluster.checkouts import finish, has_error, stand_in
@@ -359,10 +357,7 @@ def test_what_is_queued_is_not_queued_again(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit([DEMO]) == 0
-    since = "2026-01-01T10:00:00"
-    (slurm / "queue").write_text(
-        f"101 1 PENDING N/A\n101 0 RUNNING {since}\n9 N/A RUNNING {since}\n107 N/A PENDING N/A\n"
-    )
+    (slurm / "queue").write_text("101 1 PENDING\n101 0 RUNNING\n9 N/A RUNNING\n107 N/A PENDING\n")
     (slurm / "again.yaml").write_text(
         Path(DEMO).read_text()
     )  # under another name it writes the same places
@@ -373,7 +368,7 @@ def test_what_is_queued_is_not_queued_again(
         assert has_error(said, f"{path}: prepare/1", "busy")
         assert "job 101_0 (RUNNING)" in said and "scancel 101 107" in said
     assert len(calls(slurm, "sbatch")) == 7
-    (slurm / "queue").write_text(f"9 N/A RUNNING {since}\n")
+    (slurm / "queue").write_text("9 N/A RUNNING\n")
     assert submit([DEMO]) == 0 and len(calls(slurm, "sbatch")) == 14
 
 
@@ -546,9 +541,7 @@ def test_it_stops_after_a_failure_and_goes_on_from_there(
 
     monkeypatch.setattr(Here, "run", run)
     assert main(["run", path, "--ranks", "3"]) == 1
-    assert (checkout / "data/small/manifest.json").exists() and not list(
-        (checkout / "jobs/unverified").iterdir()
-    )
+    assert (checkout / "data/small/manifest.json").exists()
     said = capsys.readouterr()
     assert "failed with exit code 9" in said.out and "skipped: probe" in said.err
     works = load_plan(path).stages[1].works
@@ -556,24 +549,6 @@ def test_it_stops_after_a_failure_and_goes_on_from_there(
     assert main(["run", path, "--ranks", "2"]) == 0
     assert [words[:2] for words in asked[3:]] == [["pretrain", "train"], ["finetune", "probe"]]
     assert asked[3] == [*works[1].words, "--ranks", "2"]
-
-
-def test_a_dataset_that_was_not_verified_is_not_finished(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def run(here: Here, words: list[str]) -> int:
-        asked.append(words[1])
-        if words[1] == "build":
-            return subprocess.run(["mkdir", "-p", "data/demo-pretrain"], check=False).returncode
-        return 1 if len(asked) == 2 else 0
-
-    monkeypatch.setattr(Here, "run", run)
-    monkeypatch.setattr(Work, "is_finished", lambda work: Path(work.writes).exists())
-    path = written("prepare: configs/data_prep/demo_pretrain.yaml")
-    assert [main(["run", path]) for _ in range(3)] == [1, 0, 0]
-    assert asked == ["build", "verify", "build", "verify"]
 
 
 def test_a_signal_reaches_the_command_which_may_save(checkout: Path) -> None:
