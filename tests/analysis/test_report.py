@@ -234,7 +234,7 @@ def test_what_is_no_run_and_what_cannot_be_read_is_left_out(
     (write_run("b", PRETRAIN) / "config.yaml").write_text("data: [\n")
     assert list(found_in(tmp_path / "runs")) == ["a"]
     error = capsys.readouterr().err
-    assert str(tmp_path / "runs" / "b" / "config.yaml") in error and "the run is left out" in error
+    assert str(tmp_path / "runs" / "b" / "config.yaml") in error and "the run is skipped" in error
     assert run_of(tmp_path / "runs" / "b") is None
     (tmp_path / "runs" / "config.yaml").write_text(
         "seeds: [1]\n"
