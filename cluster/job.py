@@ -221,7 +221,7 @@ class Job:
             # a config that was good before has not become bad: this node may see less, or the run
             # is another's by now
             raise self.blame_node(
-                f"the check of the config failed there (exit code {code}, see above)", limit=2
+                f"the check of the config failed there (exit code {code}, see above)", once=True
             )
         raise self.blame_node(f"Python does not run there (exit code {code}, see above)")
 
@@ -234,10 +234,11 @@ class Job:
             return 127, b""
         return done.returncode, done.stdout
 
-    def blame_node(self, reason: str, *, limit: int = 1000) -> End:
-        """Start again without this node. If `limit` nodes have the same, it is no node's fault."""
+    def blame_node(self, reason: str, *, once: bool = False) -> End:
+        """Start again without this node. `once`: if another node has the same, the cause is the
+        config."""
         others = [node for node, why in self.bad_nodes() if why == reason]
-        if len(others) + 1 >= limit:
+        if others and once:
             return End(f"{reason}; on {','.join(others)} as well", BAD_INPUT)
         self.log(f"{self.at.node} is bad: {reason}")
         with open(self.directory / "bad-nodes", "a") as names:
@@ -546,7 +547,7 @@ def run_command(job: Job, words: list[str]) -> int:
         job.log(f"{place} is finished; choose another one to do it again")
         return 0
     if answer["state"] == "blind":
-        raise job.blame_node(f"{answer['about']} is not there", limit=2)
+        raise job.blame_node(f"{answer['about']} is not there", once=True)
     if answer["needs_one_rank"]:
         job.num_nodes = 1
     job.place_ranks(per_node=1 if answer["needs_one_rank"] else None)

@@ -30,17 +30,13 @@ REFUSED = [
     (f"pretrain.slurm {MLP} data.dataset=SHAPES data.eval_split=nope", "data.eval_split", ""),
     (f"--array=9%2 grid.slurm {GRID} pretrain", "--array", "unknown-name"),
     (f"grid.slurm {GRID} pretrain train.seed=1", "cluster/grid.slurm", "bad-syntax"),
-    (f"grid.slurm {GRID} pretrain", "data/study-pretrain", "unfinished"),
     (f"grid.slurm {GRID} probe", GRID, "unknown-name"),
     (f"pretrain.slurm --nodes 2 {MLP}", "--nodes", "bad-syntax"),
     (f"mine/pretrain.slurm {MLP}", "mine/pretrain.slurm", "missing-path"),
     (f"pretrian.slurm {MLP}", "cluster/pretrian.slurm", "missing-path"),
-    (f"data_prep.slurm {SHAPES} imagesize=32", f"{SHAPES}: imagesize", "unknown-key"),
     (f"data_prep.slurm {CIFAR}", "source.path", "missing-path"),
-    ("evaluate.slurm configs/evaluate/demo.yaml view=3", "configs/evaluate/demo.yaml: view", "unknown-key"),
     (f"knn.slurm {KNN} data.dataset=SHAPES", "pretrained", "missing-path"),
     (f"knn.slurm {KNN} data.dataset=SHAPES pretrained=null neighbours=9999", "neighbours", "bad-value"),
-    ("-a 0-1 export.slurm configs/export/demo.yaml", "--array", "conflict"),
 ]  # fmt: skip
 
 
