@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-from cluster.plan_file import Plan, load_checked
+from cluster.plan_file import Plan, check_figure, load_checked
 from cluster.slurm import in_columns
 from cluster.work import Work, in_file
 from data_prep.exit_codes import FAILED, OK
@@ -87,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
     ranks = options.ranks or num_gpus() or 1
     if missing := plan.missing():
         raise in_file(plan.path, *missing)
+    check_figure(plan)
     drawing = ["analysis", "figure", *plan.words]
     if options.dry_run:
         works = [member.work for stage in plan.stages for member in stage.undone()]

@@ -30,16 +30,19 @@ import itertools
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from cluster.work import COMMANDS, Kind, Work, in_file, kept, place_of
 from data_prep.errors import SettingsError, UserError
+from data_prep.exit_codes import BAD_INPUT
 from data_prep.settings import Settings, apply_override, load_settings, nearest, validate
 from pretrain.checkpoints.run import run_and_length
 from pretrain.config import parse_length
@@ -142,66 +145,6 @@ Entries = Annotated[
 ]
 
 
-VARIABLES = (
-    "width",
-    "hidden_width",
-    "density",
-    "channels",
-    "tokens",
-    "log_cs",
-    "log2_omega",
-    "gamma",
-    "depth",
-    "patch_size",
-    "mixing",
-    "kind",
-    "model",
-    "parameters",
-    "multiply_adds",
-    "epochs",
-    "images",
-    "samples",
-    "compute",
-    "lr",
-    "optimizer",
-    "global_batch_size",
-    "augmented",
-    "views",
-    "task",
-    "target",
-)
-"""What results differ in, besides the axes of their plan: columns of `analysis points`, and log_cs
-= ln(C / S), log2_omega rounded, mixing = normal or RP."""
-
-
-class FigureSettings(Settings):
-    """What `analysis figure PLAN` draws, the last thing that a plan does. A variable is of
-    VARIABLES, else an axis of the plan."""
-
-    kind: Literal["sweep", "curves", "scaling", "cka"]
-    """sweep: errors by x; curves: losses while training; scaling: laws; cka: features of the first
-    entry's runs beside those of the others with the same values on the axes that both have."""
-    x: str | None = Field(None, examples=["width"])
-    """Of a sweep, what stands on its axis."""
-    hue: Annotated[tuple[str, ...], _SEVERAL] = Field((), examples=["mixing"])
-    """What makes lines."""
-    facet: Annotated[tuple[str, ...], _SEVERAL] = Field((), examples=["target"])
-    """What makes panels."""
-    task: str | None = Field(None, examples=["probe"])
-    """Results of this alone, a column of the points: pretrain, probe, tune, evaluate, ..."""
-
-    @model_validator(mode="after")
-    def _has_x(self) -> "FigureSettings":
-        if (self.kind == "sweep") != (self.x is not None):
-            raise UserError(
-                "x",
-                "it is required for kind sweep and not valid for others",
-                "set it, for example x: width",
-                code="conflict",
-            )
-        return self
-
-
 class Sections(Settings):
     prepare: Entries = Field((), examples=["configs/data_prep/demo_pretrain.yaml"])
     """Datasets to build, by `data_prep build`."""
@@ -218,10 +161,10 @@ class Sections(Settings):
     export: Entries = Field((), examples=["configs/export/demo.yaml"])
     """Exports, by `finetune export`. An export waits for the evaluations of its checkpoint, because
     its model card has their results."""
-    figure: FigureSettings | None = Field(
+    figure: dict[str, Any] | None = Field(
         None, examples=[{"kind": "sweep", "x": "width", "hue": ["mixing"]}]
     )
-    """The figure of the results, drawn last."""
+    """The figure of the results, drawn last. `analysis figure PLAN --check` checks it."""
 
 
 class PlanSettings(Sections):
@@ -290,7 +233,7 @@ class Plan:
     path: str
     stages: tuple[Stage, ...]
     """Each after those that it waits for."""
-    figure: FigureSettings | None = None
+    figure: Mapping[str, Any] | None = None
     is_demo: bool = False
 
     @property
@@ -380,6 +323,17 @@ def load_checked(path: str, *, is_demo: bool = False) -> Plan:
     if errors := [*_problems(plan)]:
         raise in_file(path, *errors[:20])
     return plan
+
+
+def check_figure(plan: Plan) -> None:
+    """Check the `figure:` by its own program, as far as it is installed on this machine."""
+    if plan.figure is None:
+        return
+    command = [sys.executable, "-m", "analysis", "figure", *plan.words, "--check"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if checked.returncode == BAD_INPUT:
+        problem = checked.stderr.strip().removeprefix("analysis: ")
+        raise SettingsError(f"{plan.path}: figure", problem, "correct it", code="bad-value")
 
 
 def compressed(indices: Iterable[int]) -> str:

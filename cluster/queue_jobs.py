@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from cluster.plan_file import Plan, Stage, load_checked
+from cluster.plan_file import Plan, Stage, check_figure, load_checked
 from cluster.slurm import SlurmError, in_columns, jobs_of, slurm, writers_of
 from cluster.submission import Submission, book_part_of_node, read_submission
 from cluster.submit import NothingLeft, RefusedError, examine, refuse_missing, submit
@@ -63,6 +63,7 @@ def _examine(submission: Submission, ranks: str) -> int:
 def queue(path: str, options: Sequence[str], *, is_dry_run: bool) -> None:
     plan = load_checked(path)
     refuse_missing(Submission(tuple(options)), plan.missing())
+    check_figure(plan)
     todo = [stage for stage in plan.stages if stage.undone()]
     if len(todo) > 1:  # of a single one the members that are in the queue are skipped
         _refuse_queued(path, todo)

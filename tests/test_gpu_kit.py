@@ -105,7 +105,7 @@ def test_the_table_holds_what_was_found_beside_its_goal(benchmarks: None, tmp_pa
         "56%",
         "missed",
     ]  # 0.75 x 600 / 800
-    assert rows["an epoch of 12.5 M pictures of 64 px, from shards"] == ["< 25 s", "20.8 s", "met"]
+    assert rows["an epoch of 12.5 M images of 64 px, from shards"] == ["< 25 s", "20.8 s", "met"]
     assert rows["augmentation, of the time of a step with it"] == ["<= 5 %", "20.0%", "missed"]
     assert rows["weak scaling, one GPU to all: images/s of each, of one alone's"][1] == "50%"
     assert rows["evaluation in bf16 beside fp32, top-1"] == [

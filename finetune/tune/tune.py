@@ -149,7 +149,7 @@ def tune_repeatedly(
         on_all_ranks(
             lambda: remote.send_records() if remote else None,
             device=accelerator.device,
-            failed="the remote could not be written; see the message of the first rank",
+            field="checkpoint.remote",
         )
         for each, data in repeats:
             is_done = finished_result(Path(each.run_dir), each) is not None
