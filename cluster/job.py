@@ -46,14 +46,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster.slurm import (
-    ALL_TASKS,
     SlurmError,
     about_job,
     cpus_per_rank,
     expand_hosts,
     facts,
     inherited,
-    lines_of,
     new_job,
     slurm,
     state_of,
@@ -223,7 +221,7 @@ class Job:
             # a config that was good before has not become bad: this node may see less, or the run
             # is another's by now
             raise self.blame_node(
-                f"the check of the config failed there (exit code {code}, see above)", limit=2
+                f"the check of the config failed there (exit code {code}, see above)", once=True
             )
         raise self.blame_node(f"Python does not run there (exit code {code}, see above)")
 
@@ -236,10 +234,11 @@ class Job:
             return 127, b""
         return done.returncode, done.stdout
 
-    def blame_node(self, reason: str, *, limit: int = 1000) -> End:
-        """Start again without this node. If `limit` nodes have the same, it is no node's fault."""
+    def blame_node(self, reason: str, *, once: bool = False) -> End:
+        """Start again without this node. `once`: if another node has the same, the cause is the
+        config."""
         others = [node for node, why in self.bad_nodes() if why == reason]
-        if len(others) + 1 >= limit:
+        if others and once:
             return End(f"{reason}; on {','.join(others)} as well", BAD_INPUT)
         self.log(f"{self.at.node} is bad: {reason}")
         with open(self.directory / "bad-nodes", "a") as names:
@@ -548,10 +547,7 @@ def run_command(job: Job, words: list[str]) -> int:
         job.log(f"{place} is finished; choose another one to do it again")
         return 0
     if answer["state"] == "blind":
-        raise job.blame_node(f"{answer['about']} is not there", limit=2)
-    if answer["state"] == "taken":
-        first = f"{place} is taken by {answer['about']}, which was started first"
-        raise End(f"{first}; submit this again when it has ended")
+        raise job.blame_node(f"{answer['about']} is not there", once=True)
     if answer["needs_one_rank"]:
         job.num_nodes = 1
     job.place_ranks(per_node=1 if answer["needs_one_rank"] else None)
@@ -583,8 +579,6 @@ def prepare(job: Job, words: list[str]) -> int:
     if part != "--merge" and answer["state"] == "finished":
         job.log(f"{out} is built already")
         return 0
-    if not Path("jobs", at.array, "writes").exists():
-        (job.directory / "writes").write_text(lines_of({out: ALL_TASKS}))
     job.place_ranks(per_node=1)
     if part == "--merge":
         both = '"${@:2}" -m data_prep merge "$1" && "${@:2}" -m data_prep verify "$1"'

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 from cluster.plan_file import Plan, check_figure, load_checked
@@ -91,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     check_figure(plan)
     drawing = ["analysis", "figure", *plan.words]
     if options.dry_run:
-        works = [work for stage in plan.stages for work in stage.works if not _is_done(work)]
+        works = [member.work for stage in plan.stages for member in stage.undone()]
         commands = [words for work in works for words in _commands(work, ranks=ranks)]
         for words in [*commands, *[drawing] * (plan.figure is not None)]:
             print(f"$ {shlex.join(words)}")
@@ -123,11 +122,12 @@ def _run_stage(plan: Plan, number: int, here: Here, *, ranks: int) -> Iterator[l
     stage = plan.stages[number]
     for member in stage.members:
         work, title, outcome = member.work, stage.title(member), "finished before"
-        if not _is_done(work):
+        if not work.is_finished():
             code = INTERRUPTED
             if not here.received:
                 print(f"\n[{number + 1}/{len(plan.stages)}] {title}: {work.writes}", flush=True)
-                code = _run_work(work, here, ranks=ranks)
+                commands = _commands(work, ranks=ranks)
+                code = next(filter(None, map(here.run, commands)), OK)
             outcome = f"failed with exit code {code}" if code else "ended unfinished"
             if code == 0 and work.is_finished():
                 outcome = "finished"
@@ -136,28 +136,7 @@ def _run_stage(plan: Plan, number: int, here: Here, *, ranks: int) -> Iterator[l
         yield [title, outcome, work.writes]
 
 
-def _is_done(work: Work) -> bool:
-    return work.is_finished() and not _unverified(work).exists()
-
-
 def _commands(work: Work, *, ranks: int) -> list[list[str]]:
     if work.kind == "build":
         return [work.words, ["data_prep", "verify", work.writes]]
     return [work.words if work.kind == "export" else [*work.words, "--ranks", str(ranks)]]
-
-
-def _run_work(work: Work, here: Here, *, ranks: int) -> int:
-    mark = _unverified(work)
-    if work.kind == "build":
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    for words in _commands(work, ranks=ranks):
-        if code := here.run(words):
-            return code
-    mark.unlink(missing_ok=True)
-    return OK
-
-
-def _unverified(work: Work) -> Path:
-    """Return the file that exists while a dataset was built here and not verified."""
-    return Path("jobs/unverified") / str(Path(work.writes).absolute()).replace("/", "%")

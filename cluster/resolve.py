@@ -5,9 +5,9 @@
 
 The answer is JSON: `words` after python -m; `writes`, `reads` and `result`, its last file;
 `can_stage` its data and `needs_one_rank`; `work`, the work directory of a build; and `state`:
-finished or unfinished, and with --starting also taken (`about`: by which job) or blind (`about`:
-a path of another file system that is missing here; some nodes may lack a mount). Every file,
-also one that a plan names, is the one in SNAPSHOT. A mistake ends it with code 2 and its message.
+finished, unfinished, or with --starting blind (`about`: a path of another file system that is
+missing here; some nodes may lack a mount). Every file, also one that a plan names, is the one in
+SNAPSHOT. A mistake ends it with code 2 and its message.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.plan_file import load_plan
-from cluster.slurm import taken_by
 from cluster.work import COMMANDS, Work, kept
 from data_prep.errors import SettingsError, UserError
 from finetune.tune.config import TuneSettings
@@ -70,9 +69,7 @@ def describe(work: Work, *, is_starting: bool) -> dict[str, object]:
     if is_starting and state == "unfinished" and work.kind != "build":
         absent = [path for path in work.reads if not Path(path).exists()]
         unseen = [path for path in absent if _file_system(Path(path)) != _file_system(Path())]
-        writer = None if unseen else taken_by(work.writes, os.environ)
-        if unseen or writer:
-            state, about = ("blind", unseen[0]) if unseen else ("taken", str(writer))
+        state, about = ("blind", unseen[0]) if unseen else (state, about)
     settings = work.settings
     return {
         "state": state,

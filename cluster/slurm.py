@@ -1,12 +1,10 @@
 """Questions to SLURM, and which of its jobs write which place. Imports only the standard library
 (Python 3.9 or newer).
 
-Two jobs for one run, or for one dataset, would only fight. jobs/JOB/writes has a line for each
-place that a job writes: the array's task that writes it (or "-": all of the job), a tab, the
-complete path. `cluster/submit` writes it when SLURM has taken the job. A job that plain sbatch took
-writes it at its start; a task of an array then in jobs/JOB_TASK, because NFS does not let many
-nodes append to one file. Jobs that squeue does not list any more do not count, so nobody cleans up
-after them.
+Two jobs for one run, or for one dataset, would only wait for each other's lock. `cluster/submit`
+notes in jobs/JOB/writes the places that a job writes, with a line for each: the array's task that
+writes it (or "-": all of the job), a tab, the complete path. Jobs that squeue does not list any
+more do not count, so nobody cleans up after them.
 """
 
 from __future__ import annotations
@@ -198,97 +196,46 @@ def new_job(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 # ---- who writes what
-# --------------------------------------------------------------------------------------------------
 
 
 class Writer(NamedTuple):
-    """A task of a job that is in the queue; `task` is empty where the job is no array."""
+    """A job in the queue, or a task of an array."""
 
     job: str
     task: str
+    """Empty if the job is no array."""
     state: str
-    since: str
-    """When it was started: ISO, so that texts sort as times do."""
-
-    @property
-    def label(self) -> str:
-        """The name of its logs."""
-        return f"{self.job}_{self.task}" if self.task else self.job
 
     def __str__(self) -> str:
-        return f"job {self.label} ({self.state})"
+        label = f"{self.job}_{self.task}" if self.task else self.job
+        return f"job {label} ({self.state})"
 
 
 def lines_of(places: Mapping[str, str]) -> str:
     """Return the text of a file `writes`; `places`: path -> task."""
-    return "".join(f"{task}\t{_path(place)}\n" for place, task in places.items())
+    return "".join(f"{task}\t{Path(place).resolve()}\n" for place, task in places.items())
 
 
 def writers_of(places: Sequence[str]) -> dict[str, list[Writer]]:
-    """Return the writers of each place that has any, the first that started first."""
-    wanted = {_path(place): place for place in places}
+    """Return the writers of each place that has any, running ones first."""
+    wanted = {str(Path(place).resolve()): place for place in places}
+    # all of one's own, not -j: that is an error as soon as SLURM has forgotten one of them
+    lines = slurm("squeue", "--noheader", "--me", "--array", "--format=%F %K %T").splitlines()
     found: dict[str, list[Writer]] = {}
-    for writer in sorted(
-        my_jobs(), key=lambda each: (each.state != "RUNNING", each.since, int(each.job))
-    ):
-        # one that is ending, which may take long after scancel, writes no more than its last
-        # checkpoint
-        for path in _noted(writer) & wanted.keys() if writer.state != "COMPLETING" else ():
-            found.setdefault(wanted[path], []).append(writer)
+    for job, task, state in (line.split() for line in lines if len(line.split()) == 3):
+        writer, noted = Writer(job, "" if task == "N/A" else task, state), list[str]()
+        # a job that is ending, which may take long after scancel, writes only its last checkpoint
+        if state != "COMPLETING":
+            with suppress(OSError):
+                noted = Path("jobs", job, "writes").read_text().splitlines()
+        for of_task, _, path in (line.partition("\t") for line in noted):
+            if of_task in (ALL_TASKS, writer.task) and path in wanted:
+                found.setdefault(wanted[path], []).append(writer)
+    for writers in found.values():
+        writers.sort(key=lambda each: (each.state != "RUNNING", int(each.job)))
     return found
 
 
 def jobs_of(writers: Iterable[list[Writer]]) -> list[str]:
     """Return their numbers, each once."""
     return sorted({writer.job for each in writers for writer in each}, key=int)
-
-
-def taken_by(place: str, environment: Mapping[str, str]) -> Writer | None:
-    """Return another job that writes this place and was started before this one. Note first that
-    this one does, so of two that start at once one gives way."""
-    job = environment.get("SLURM_ARRAY_JOB_ID") or environment.get("SLURM_JOB_ID")
-    if not job:
-        return None
-    me = Writer(job, environment.get("SLURM_ARRAY_TASK_ID", ""), "", "")
-    if _path(place) not in _noted(me):
-        with suppress(OSError):  # a full disk is reported by whoever needs it
-            _file(me.label).parent.mkdir(parents=True, exist_ok=True)
-            _file(me.label).write_text(lines_of({place: ALL_TASKS}))
-    try:
-        first = writers_of([place]).get(place, [me])[0]
-    except (
-        SlurmError
-    ):  # SLURM does not answer, or not from within a container: the run's own lock is left
-        return None
-    return first if first.state == "RUNNING" and first.label != me.label else None
-
-
-def my_jobs() -> list[Writer]:
-    # all of one's own, not -j: that is an error as soon as SLURM has forgotten one of them
-    lines = slurm("squeue", "--noheader", "--me", "--array", "--format=%F %K %T %S").splitlines()
-    found = [line.split() for line in lines if len(line.split()) == 4]
-    return [
-        Writer(job, "" if task == "N/A" else task, state, since)
-        for job, task, state, since in found
-    ]
-
-
-def _path(place: str) -> str:
-    return str(Path(place).resolve())
-
-
-def _file(label: str) -> Path:
-    return Path("jobs") / label / "writes"
-
-
-def _noted(writer: Writer) -> set[str]:
-    """Return the paths that it writes."""
-    lines: list[str] = []
-    for label in {writer.job, writer.label}:
-        with suppress(OSError):
-            lines += _file(label).read_text().splitlines()
-    return {
-        path
-        for task, _, path in (line.partition("\t") for line in lines)
-        if task in (ALL_TASKS, writer.task)
-    }

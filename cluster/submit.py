@@ -63,8 +63,6 @@ def submit(submission: Submission) -> tuple[str, ...]:
     submission = book_part_of_node(order.submission, gpus=order.gpus)
     arguments = submission.arguments
     config = next((word for word in arguments if not word.startswith("-")), "")
-    if not Path(config).is_file():
-        raise SettingsError(config, "no such file", "check the path", code="missing-path")
     words = ["cluster/snapshot", config, *order.reads]
     kept = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if kept.returncode:

@@ -18,7 +18,7 @@ sbatch)
     [ "$count" != "$(cat refuse 2>/dev/null)" ] || { echo "sbatch: error: no such partition" >&2; exit 1; }
     echo "a word of the site's"; echo "$((100 + count));lab" ;;
 squeue)
-    [ -z "$SQUEUE_STATES" ] && [ "$*" = "--noheader --me --array --format=%F %K %T %S" ] || exit 1
+    [ -z "$SQUEUE_STATES" ] && [ "$*" = "--noheader --me --array --format=%F %K %T" ] || exit 1
     cat queue 2>/dev/null; true ;;
 snapshot) echo /kept ;;
 esac"""

@@ -30,17 +30,13 @@ REFUSED = [
     (f"pretrain.slurm {MLP} data.dataset=SHAPES data.eval_split=nope", "data.eval_split", ""),
     (f"--array=9%2 grid.slurm {GRID} pretrain", "--array", "unknown-name"),
     (f"grid.slurm {GRID} pretrain train.seed=1", "cluster/grid.slurm", "bad-syntax"),
-    (f"grid.slurm {GRID} pretrain", "data/study-pretrain", "unfinished"),
     (f"grid.slurm {GRID} probe", GRID, "unknown-name"),
     (f"pretrain.slurm --nodes 2 {MLP}", "--nodes", "bad-syntax"),
     (f"mine/pretrain.slurm {MLP}", "mine/pretrain.slurm", "missing-path"),
     (f"pretrian.slurm {MLP}", "cluster/pretrian.slurm", "missing-path"),
-    (f"data_prep.slurm {SHAPES} imagesize=32", f"{SHAPES}: imagesize", "unknown-key"),
     (f"data_prep.slurm {CIFAR}", "source.path", "missing-path"),
-    ("evaluate.slurm configs/evaluate/demo.yaml view=3", "configs/evaluate/demo.yaml: view", "unknown-key"),
     (f"knn.slurm {KNN} data.dataset=SHAPES", "pretrained", "missing-path"),
     (f"knn.slurm {KNN} data.dataset=SHAPES pretrained=null neighbours=9999", "neighbours", "bad-value"),
-    ("-a 0-1 export.slurm configs/export/demo.yaml", "--array", "conflict"),
 ]  # fmt: skip
 
 
@@ -165,10 +161,7 @@ def test_only_tasks_that_are_in_the_queue_keep_a_member_from_being_submitted(
         and GRID not in first.reads
     )
     note("50", lines_of(first.writes))
-    since = "2026-01-01T10:00:00"
-    (slurm / "queue").write_text(
-        f"50 2 RUNNING {since}\n50 3 PENDING N/A\n50 1 COMPLETING {since}\n60 0 RUNNING {since}\n"
-    )
+    (slurm / "queue").write_text("50 2 RUNNING\n50 3 PENDING\n50 1 COMPLETING\n60 0 RUNNING\n")
     second = order(*words)
     assert second.submission.options[-1] == "--array=0-1%2" and sorted(second.writes.values()) == [
         "0",
@@ -179,9 +172,7 @@ def test_only_tasks_that_are_in_the_queue_keep_a_member_from_being_submitted(
     for given in (["--arr=0,1"], ["--depend=afterany:50", "--array=1-2"]):
         chosen = "--array=0-1%2" if given == ["--arr=0,1"] else "--array=1-2%2"
         assert order(*given, *words).submission.options == (*given, words[0], chosen)
-    (slurm / "queue").write_text(
-        "".join(f"50 {index} PENDING N/A\n" for index in range(len(places)))
-    )
+    (slurm / "queue").write_text("".join(f"50 {index} PENDING\n" for index in range(len(places))))
     with pytest.raises(NothingLeft):
         order(*words)
 
@@ -194,38 +185,10 @@ def test_a_dataset_that_is_being_built_is_not_built_twice(slurm: Path) -> None:
         assert order(*words).writes == {"data/demo-pretrain": "-"}
     for number in ("8", "9"):  # the parts and their merge
         note(number, f"-\t{Path('data/demo-pretrain').resolve()}\n")
-    (slurm / "queue").write_text("9 0 PENDING N/A\n8 1 RUNNING 2026-01-01T10:00:00\n")
+    (slurm / "queue").write_text("9 0 PENDING\n8 1 RUNNING\n")
     with fails("busy", "data/demo-pretrain") as error:
         order("cluster/data_prep.slurm", SHAPES)
     assert "job 8_1 (RUNNING)" in str(error.value) and "afterany:8:9" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("others", "answer"),
-    [
-        ("", "unfinished"),
-        ("4 N/A PENDING N/A", "unfinished"),
-        ("4 N/A RUNNING 2026-01-01T09:00:00", "taken job 4 (RUNNING)"),
-        ("4 N/A RUNNING 2026-01-01T11:00:00", "unfinished"),
-        ("4 N/A RUNNING 2026-01-01T10:00:00", "taken job 4 (RUNNING)"),
-        ("6 N/A RUNNING 2026-01-01T10:00:00", "unfinished"),
-    ],
-)
-def test_of_two_jobs_for_one_run_the_one_that_was_started_first_has_it(
-    slurm: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    others: str,
-    answer: str,
-) -> None:
-    note(others[:1] or "4", f"-\t{Path('runs/mine').resolve()}\n")
-    (slurm / "queue").write_text(f"5 N/A RUNNING 2026-01-01T10:00:00\n{others}\n")
-    monkeypatch.setenv("SLURM_JOB_ID", "5")
-    for _ in range(2):  # as at a second start
-        assert ask(["--starting", "pretrain", "train", MLP, "run_dir=runs/mine"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert f"{found['state']} {found['about']}".strip() == answer
-    assert Path("jobs/5/writes").read_text() == f"-\t{Path('runs/mine').resolve()}\n"
 
 
 def test_indices_of_an_array() -> None:

@@ -112,7 +112,7 @@ signal_node() { # NODE SIGNAL [NAME]: to all that is there, or to those of that 
     namespace=$(readlink "/proc/$(first_of "$(<"$lab/node.$1.pid")")/ns/pid")
     for process in /proc/[0-9]*; do
         [ "$(readlink "$process/ns/pid")" = "$namespace" ] || continue
-        name=$(<"$process/comm")
+        name=$(<"$process/comm") || continue # it has ended meanwhile
         [ "${3:-$name}" != "$name" ] || kill -"$2" "${process#/proc/}" || :
     done 2>/dev/null
 }
