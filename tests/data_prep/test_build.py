@@ -460,8 +460,8 @@ def _hashes(shard: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ("", "is not a directory; give the folder that holds the classes"),
-        ("./", "holds no class folders; the layout is PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"),
+        ("", "is no folder. Give the folder that holds the classes"),
+        ("./", "holds no class folders. Give PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"),
         ("ant/0.jpg bee/", ("1 classes of this folder source have no images (bee)")),
         ("ant/0.jpg links/0.jpg->", "1 classes of this folder source have no images (links)"),
         # a val without cats may be meant
@@ -471,11 +471,8 @@ def _hashes(shard: Path) -> set[str]:
         ),
         ("train/ant/", "split train of this folder source has no images"),
         ("train/ant/0.jpg val/", "{source}/val holds no class folders"),
-        ("cat/a.jpg val/cat/b.jpg", "also cat/, which is none of train, val, test"),
-        (
-            "train/cat/a.jpg validation/cat/b.jpg",
-            "also validation/, which is none of train, val, test",
-        ),
+        ("cat/a.jpg val/cat/b.jpg", "the split val/ and cat/"),
+        ("train/cat/a.jpg validation/cat/b.jpg", "the split train/ and validation/"),
         (
             "train/cat/a.jpg train/loose.png",
             "1 images are in {source}/train itself, in no class (loose.png)",
