@@ -1,130 +1,98 @@
-"""Command line of `analysis`. A command checks all that it can before it imports slow libraries,
-and returns a `Result`, which is printed and saved here."""
+"""Command line of `analysis`. A command checks all that it can before it imports slow libraries."""
 
 import argparse
-import sys
 from pathlib import Path
 
+from analysis import command
+from analysis.command import add_command, add_points
 from analysis.features import command as features
 from analysis.matrices import command as matrices
-from analysis.output import Result, check_out, show, write
+from analysis.output import Result
 from analysis.scaling import command as scaling
 from analysis.speed import command as speed
 from analysis.sweeps import command as sweeps
 from data_prep.errors import UserError
-from data_prep.exit_codes import OK, exit_code_of, message_of
+from data_prep.exit_codes import OK, run_command
 from data_prep.explain import Verbs, program
 from data_prep.settings import near_path
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = program(
-        "analysis", description="Tables and figures of trained runs.", add_verbs=_add_verbs
-    ).parse_args(arguments)
-    try:
-        if options.out is None:
-            options.out = options.default_out(options)
-        check_out(options.out)
-        result = options.run(options)
-        show(result)
-        print(f"written: {', '.join(map(str, write(result, options.out)))}")
-        return OK
-    except (ValueError, OSError) as error:
-        print(f"analysis: {message_of(error)}", file=sys.stderr)
-        return exit_code_of(error)
+    about = "Tables and figures of trained runs."
+    parser = program("analysis", description=about, add_verbs=_add_verbs)
+    return run_command("analysis", parser.parse_args(arguments))
 
 
 def _add_verbs(verbs: Verbs) -> None:
-    _add_tables(verbs)
-    _add_plans(verbs)
-    for package in (sweeps, scaling, features, matrices, speed):
-        package.add_commands(verbs)
-
-
-def _add_tables(verbs: Verbs) -> None:
-    report = verbs.add_parser(
-        "report", help="a table and a figure of all runs in a folder", epilog="analysis report runs"
+    report = add_command(
+        verbs,
+        "report",
+        _report,
+        out="{runs}/report",
+        help="a table and a figure of all runs in a folder",
+        epilog="analysis report runs",
     )
     report.add_argument("runs", type=Path, help="folder of the runs")
-    report.set_defaults(
-        run=_report, default_out=lambda options: _check_runs(options.runs) / "report"
-    )
-    table = verbs.add_parser(
+    table = add_command(
+        verbs,
         "table",
+        _table,
+        out="{runs}/tables",
         help="accuracies of finished runs and the papers' tables: Markdown and PNG",
         epilog="analysis table runs",
     )
     table.add_argument(
         "runs", type=Path, nargs="?", default=Path("runs"), help="folder of the runs"
     )
-    table.set_defaults(run=_table, default_out=lambda options: _check_runs(options.runs) / "tables")
-    for verb, name in ((report, "report"), (table, "tables")):
-        verb.add_argument("--out", type=Path, help=f"name of the files (default: RUNS/{name})")
-    paper = verbs.add_parser(
+    paper = add_command(
+        verbs,
         "paper",
+        _paper,
+        out="papers/{paper}",
         help="one page with every figure and table of a paper, and the commands for missing ones",
         epilog="analysis paper A --out papers/A",
     )
-    paper.add_argument(
-        "paper", choices=["A", "B"], help="A: Understanding MLP-Mixer; B: Scaling MLPs"
-    )
-    paper.add_argument(
-        "--out", type=Path, help="folder of index.html and the figures (default: papers/A)"
-    )
-    paper.add_argument("--demo", action="store_true", help="use the demo variants of the plans")
-    paper.set_defaults(run=_paper, default_out=lambda options: Path("papers", options.paper))
-    _add_points_option(paper)
-
-
-def _add_points_option(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "--points",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="files of `analysis points` to use instead of runs",
-    )
-
-
-def _add_plans(verbs: Verbs) -> None:
-    points = verbs.add_parser(
+    papers = "A: Understanding MLP-Mixer; B: Scaling MLPs"
+    paper.add_argument("paper", choices=["A", "B"], help=papers)
+    points = add_command(
+        verbs,
         "points",
+        _points,
+        out="runs/plans/points",
         help="the results table of plans: one row for each checkpoint and accuracy",
         epilog="analysis points configs/plan/b_scaling.yaml --out runs/plans/b_scaling.parquet",
     )
     points.add_argument("plans", nargs="+", metavar="PLAN.yaml", help="plans whose runs to read")
-    points.add_argument(
-        "--out",
-        type=lambda name: Path(name.removesuffix(".parquet")),
-        required=True,
-        metavar="FILE.parquet",
-        help="the file to write",
-    )
-    points.set_defaults(run=_points)
-    figure = verbs.add_parser(
+    figure = add_command(
+        verbs,
         "figure",
+        _figure,
+        out="runs/plans/{plan.stem}{demo}/figure",
         help="the `figure:` of a plan file",
         epilog="analysis figure configs/plan/a_fig7_depth.yaml",
     )
-    figure.add_argument("plan", metavar="PLAN.yaml", help="plan whose runs to read")
-    figure.add_argument(
-        "--out", type=Path, help="name of the files (default: runs/plans/PLAN/figure)"
-    )
+    figure.add_argument("plan", type=Path, metavar="PLAN.yaml", help="plan whose runs to read")
     figure.add_argument(
         "--kept", type=Path, metavar="SNAPSHOT", help="snapshot of the configs, for SLURM jobs"
     )
-    _add_points_option(figure)
-    figure.set_defaults(
-        run=_figure,
-        default_out=lambda options: Path(
-            "runs/plans", Path(options.plan).stem + "_demo" * options.demo, "figure"
-        ),
+    figure.add_argument(
+        "--check", action="store_true", help="only check the `figure:`, before the plan is run"
     )
-    for verb in (points, figure):
+    figure.set_defaults(run=_run_figure)
+    for verb in (points, figure, paper):
         verb.add_argument(
-            "--demo", action="store_true", help="take the `demo:` section of each plan"
+            "--demo",
+            action="store_const",
+            const="_demo",
+            default="",
+            help="use the `demo:` section of each plan",
         )
-        verb.add_argument("--partial", action="store_true", help="use the finished runs only")
+        if verb is not paper:
+            verb.add_argument("--partial", action="store_true", help="use the finished runs only")
+        if verb is not points:
+            add_points(verb, "--points", help="files of `analysis points` to use instead of runs")
+    for package in (sweeps, scaling, features, matrices, speed):
+        package.add_commands(verbs)
 
 
 def _check_runs(root: Path) -> Path:
@@ -133,8 +101,6 @@ def _check_runs(root: Path) -> Path:
     if not root.exists():
         fix = near_path(root) or fix
         raise UserError(str(root), "the folder does not exist", fix, code="missing-path")
-    if not root.is_dir():
-        raise UserError(str(root), "is a file", fix, code="unreadable")
     if not any(root.rglob("config.yaml")):
         raise UserError(str(root), "the folder has no runs", fix, code="empty")
     return root
@@ -159,26 +125,34 @@ def _points(options: argparse.Namespace) -> Result:
     from analysis.results import results_of_plans
     from cluster.plan_file import load_plan
 
-    plans = [load_plan(path, is_demo=options.demo) for path in options.plans]
+    plans = [load_plan(path, is_demo=bool(options.demo)) for path in options.plans]
     results = results_of_plans(plans, partial=options.partial)
     line = f"{len(results):,} results of {results.run.nunique():,} runs"
     return Result(results, inputs=options.plans, printed=[line])
 
 
+def _run_figure(options: argparse.Namespace) -> int:
+    from analysis.figure import figure_settings
+    from cluster.plan_file import load_plan
+
+    is_demo, snapshot = bool(options.demo), options.kept
+    options.loaded = load_plan(str(options.plan), is_demo=is_demo, snapshot=snapshot)
+    figure_settings(options.loaded)
+    return OK if options.check else command.run(options)
+
+
 def _figure(options: argparse.Namespace) -> Result:
     from analysis.figure import figure
     from analysis.results import read_results
-    from cluster.plan_file import load_plan
 
-    plan = load_plan(options.plan, is_demo=options.demo, snapshot=options.kept)
     results = read_results(options.points) if options.points else None
-    return figure(plan, results, partial=options.partial).with_inputs(options.points)
+    return figure(options.loaded, results, partial=options.partial)
 
 
 def _paper(options: argparse.Namespace) -> Result:
     from analysis.paper import paper
     from analysis.results import read_results
 
-    results = read_results(options.points) if options.points else None
     folder, options.out = options.out, options.out / "index"
-    return paper(options.paper, folder, results, demo=options.demo)
+    results = read_results(options.points) if options.points else None
+    return paper(options.paper, folder, results, is_demo=bool(options.demo))

@@ -1,24 +1,63 @@
-"""The `figure:` of a plan, drawn from the results of its runs."""
+"""The `figure:` of a plan: its settings, and the figure drawn from the results of its runs."""
 
-import shlex
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Annotated, Literal
 
 import pandas as pd
+from pydantic import BeforeValidator, Field
 
 from analysis.output import Result
-from analysis.results import results_of_plans
-from cluster.plan_file import Member, Plan
+from analysis.results import VARIABLES, results_of_plans
+from cluster.plan_file import Plan
 from data_prep.errors import SettingsError, UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import load_manifest
+from data_prep.settings import Settings, nearest, validate
+
+Names = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda given: tuple([given] if isinstance(given, str) else given)),
+]
+
+
+class FigureSettings(Settings):
+    """A variable is one of VARIABLES or an axis of the plan."""
+
+    kind: Literal["sweep", "curves", "scaling", "cka"]
+    """sweep: errors by x; curves: losses during training; scaling: laws; cka: features of the first
+    entry's runs compared with those of the others that have the same values on common axes."""
+    x: str | None = Field(None, examples=["width"])
+    """Variable of a sweep's horizontal axis."""
+    hue: Names = Field((), examples=["mixing"])
+    """Variables that make lines."""
+    facet: Names = Field((), examples=["target"])
+    """Variables that make panels."""
+    task: str | None = Field(None, examples=["probe"])
+    """Only results of this task: pretrain, probe, tune, evaluate, ..."""
+
+
+def figure_settings(plan: Plan) -> FigureSettings:
+    """Return the checked settings. Runs are not read."""
+    if plan.figure is None:
+        fix = "add one, such as figure: {kind: sweep, x: width, hue: kind}"
+        raise SettingsError(plan.path, "it has no `figure:`", fix, code="missing-value")
+    settings = validate(FigureSettings, dict(plan.figure))
+    if (settings.kind == "sweep") != (settings.x is not None):
+        problem = "it is required for kind sweep and not valid for others"
+        raise SettingsError("figure.x", problem, "set x: width, for example", code="conflict")
+    members = (member for stage in plan.stages for member in stage.members)
+    known = [*VARIABLES, *dict.fromkeys(axis for member in members for axis in member.labels)]
+    for name in (*filter(None, [settings.x]), *settings.hue, *settings.facet):
+        if name not in known:
+            problem = f"{name} is not a variable or an axis of the plan"
+            raise SettingsError("figure", problem, nearest(name, known), code="unknown-name")
+    return settings
 
 
 def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = False) -> Result:
     """`results`: a results table to use instead of the plan's runs."""
-    settings = plan.figure
-    if settings is None:
-        fix = "add one, such as figure: {kind: sweep, x: width, hue: kind}"
-        raise SettingsError(plan.path, "it has no `figure:`", fix, code="missing-value")
+    settings = figure_settings(plan)
     if settings.kind == "cka":
         if results is not None:
             problem = "a figure of kind cka reads the weights of runs"
@@ -30,7 +69,7 @@ def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = F
     if settings.task is not None:
         results = results[results.task == settings.task]
     if results.empty:
-        fix = f"run it with wide-mlps run {shlex.join(plan.words)}"
+        fix = f"run it with wide-mlps run {' '.join(plan.words)}"
         raise SettingsError(plan.path, "none of its runs is finished", fix, code="empty")
     if settings.kind == "scaling":
         from analysis.scaling.study import scaling
@@ -48,20 +87,12 @@ def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = F
 
 
 def _cka(plan: Plan, *, partial: bool) -> Result:
-    """Compare each run of the first pretraining entry with those runs of the other entries that
-    have the same values on the axes that both have."""
     stages = [stage for stage in plan.stages if stage.kind == "pretrain"]
     unfinished = [member.work.writes for stage in stages for member in stage.undone()]
     if unfinished and not partial:
         fix = "run the plan to its end, or give --partial"
         raise SettingsError(unfinished[0], "the run is not finished", fix, code="unfinished")
-    pairs = [
-        (one.work.writes, other.work.writes)
-        for one in stages[0].members
-        for stage in stages[1:]
-        for other in stage.members
-        if _is_pair(one, other) and not {one.work.writes, other.work.writes} & {*unfinished}
-    ]
+    pairs = [pair for pair in _pairs(plan) if not {*pair} & {*unfinished}]
     if not pairs:
         problem = "it has no finished pair of a run of its first entry and another run"
         raise SettingsError(plan.path, problem, "run the plan", code="empty")
@@ -74,6 +105,12 @@ def _cka(plan: Plan, *, partial: bool) -> Result:
     return compare_features(Images(dataset, manifest, split), pairs)
 
 
-def _is_pair(one: Member, other: Member) -> bool:
-    shared = (one.labels.keys() & other.labels.keys()) - {"config"}
-    return all(one.labels[axis] == other.labels[axis] for axis in shared)
+def _pairs(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield each run of the first pretraining entry with those runs of the other entries that have
+    the same values on common axes."""
+    first, *others = [stage for stage in plan.stages if stage.kind == "pretrain"]
+    for one in first.members:
+        for other in (member for stage in others for member in stage.members):
+            common = (one.labels.keys() & other.labels.keys()) - {"config"}
+            if all(one.labels[axis] == other.labels[axis] for axis in common):
+                yield one.work.writes, other.work.writes

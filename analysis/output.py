@@ -9,15 +9,14 @@ NAME.json                 the facts, the sha256 of all inputs, the commit, the n
                           files; written last, so the result is complete if this file exists
 """
 
-import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.errors import UserError
 from data_prep.local_copy import local_copy
 from data_prep.manifest import MANIFEST_NAME, load_manifest
 from data_prep.publish import (
@@ -29,7 +28,7 @@ from data_prep.publish import (
     write_json,
 )
 from pretrain.checkpoints.checkpoint import Checkpoint
-from pretrain.checkpoints.run import CONFIG_FILE, RESULT, check_place
+from pretrain.checkpoints.run import CONFIG_FILE, RESULT
 from pretrain.tracking.run_tags import git_commit
 
 if TYPE_CHECKING:
@@ -37,47 +36,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
     from PIL.Image import Image
-    from rich.console import RenderableType
     from rich.table import Table
-
-FORMATS = ("png", "svg")
 
 
 @dataclass(frozen=True)
 class Result:
-    rows: "Sequence[Mapping[str, Any]] | DataFrame" = ()
+    rows: "DataFrame | None" = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     figures: "Mapping[str, Figure | Image]" = field(default_factory=dict)
     """By the part of the name after NAME; "" for the only figure."""
     inputs: Sequence[Path | str] = ()
-    """Files, datasets, runs and checkpoints whose hashes are recorded."""
-    printed: "Sequence[RenderableType]" = ()
+    """Datasets, runs and checkpoints whose hashes are recorded, besides the option `points`."""
+    printed: "Sequence[str | DataFrame]" = ()
     """Lines and tables for the console."""
     page: str = ""
     """Markdown."""
     results: "DataFrame | None" = None
     """The results table of a plan's figure, saved as NAME-results.parquet."""
-
-    def with_inputs(self, inputs: "Sequence[Path | str]") -> "Result":
-        return replace(self, inputs=inputs)
-
-
-def add_out(command: argparse.ArgumentParser, default: str) -> None:
-    command.add_argument(
-        "--out", type=Path, default=Path(default), help="name of the files, without an ending"
-    )
-
-
-def check_out(out: Path) -> None:
-    """Check that files with this name can be written, before any work."""
-    if out.suffix in (".png", ".svg", ".pdf", ".json", ".parquet", ".md"):
-        raise UserError(
-            "--out",
-            f"{out} has an ending, but several files get this name",
-            f"give {out.with_suffix('')}",
-            code="bad-value",
-        )
-    check_place(out.absolute().parent, field="--out")
 
 
 def show(result: Result) -> None:
@@ -85,19 +60,43 @@ def show(result: Result) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     for each in result.printed:
-        console.print(each, soft_wrap=isinstance(each, str))
+        if isinstance(each, str):
+            console.print(each, soft_wrap=True)
+        else:
+            console.print(_table_of(each))
 
 
-def write(result: Result, out: Path) -> list[Path]:
+def _table_of(frame: "DataFrame") -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in frame:
+        is_text = frame[name].map(lambda value: isinstance(value, str)).any()
+        table.add_column(str(name), justify="left" if is_text else "right")
+    for row in frame.itertuples(index=False):
+        table.add_row(*map(_words, row))
+    return table
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None or math.isnan(value):
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def write(result: Result, out: Path, inputs: Sequence[Path | str] = ()) -> list[Path]:
     """Write the files of a result and return their paths."""
     make_directory(out.absolute().parent)
     facts_path = out.with_name(f"{out.name}.json")
     facts_path.unlink(missing_ok=True)
     files = list[Path]()
-    for which, rows in (("", result.rows), ("results", result.results)):
+    for which, rows in (("", result.rows), ("-results", result.results)):
         if rows is not None and len(rows):
-            files.append(out.with_name("-".join(filter(None, (out.name, which))) + ".parquet"))
-            _write_rows(rows, files[-1])
+            files.append(out.with_name(f"{out.name}{which}.parquet"))
+            with atomic_file(files[-1]) as file:
+                rows.to_parquet(file, compression="zstd", index=False)
     if result.page:
         files.append(out.with_name(f"{out.name}.md"))
         write_atomic(files[-1], result.page.encode())
@@ -105,26 +104,13 @@ def write(result: Result, out: Path) -> list[Path]:
         files += _write_figure(figure, out.with_name("-".join(filter(None, (out.name, which)))))
     facts = {
         **result.facts,
-        "inputs": {str(place): hash_of(place) for place in result.inputs},
+        "inputs": {str(place): hash_of(place) for place in (*inputs, *result.inputs)},
         "files": [path.name for path in files],
         "commit": git_commit(),
     }
     text = json.dumps(facts, default=float)
     write_json(facts_path, json.loads(text, parse_constant=lambda _: None))  # no NaN in JSON
     return [*files, facts_path]
-
-
-def _write_rows(rows: "Sequence[Mapping[str, Any]] | DataFrame", path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if isinstance(rows, Sequence):
-        names = dict.fromkeys(name for row in rows for name in row)
-        table = pa.table({name: [row.get(name) for row in rows] for name in names})
-    else:
-        table = pa.Table.from_pandas(rows, preserve_index=False)
-    with atomic_file(path) as file:
-        pq.write_table(table, file, compression="zstd")
 
 
 def _write_figure(figure: "Figure | Image", path: Path) -> list[Path]:
@@ -137,31 +123,12 @@ def _write_figure(figure: "Figure | Image", path: Path) -> list[Path]:
     if isinstance(figure, Image):
         save_sheet(figure, sheet := path.with_name(f"{path.name}.png"))
         return [sheet]
-    files = [path.with_name(f"{path.name}.{ending}") for ending in FORMATS]
+    files = [path.with_name(f"{path.name}.{ending}") for ending in ("png", "svg")]
     for file in files:
         # matplotlib looks up colors by number and ticks like 10^3 when it saves
         with looks(), rc_context({"text.parse_math": True}):
             save(figure, file)
     return files
-
-
-def table_of(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    title: str | None = None,
-    num_words: int = 1,
-) -> "Table":
-    """Return a table for the console: the first `num_words` columns on the left, numbers on the
-    right."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(header):
-        table.add_column(column, justify="left" if number < num_words else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def mark(number: int) -> dict[str, Any]:

@@ -31,13 +31,12 @@ from data_prep.publish import make_directory, write_atomic
 from finetune.looks import DPI
 from pretrain.tracking.run_tags import git_commit
 
-PLANS, RUNS = Path("configs/plan"), Path("runs/plans")
+PLANS, RUNS = "configs/plan", Path("runs/plans")
 
 
 @dataclass
 class Section:
     experiment: Experiment
-    plans: list[str]
     commands: list[str]
     """Commands that make the figure; one that works on this machine is first."""
     num_finished: int = 0
@@ -47,48 +46,43 @@ class Section:
 
     @property
     def state(self) -> str:
-        if not self.plans:
+        if not self.experiment.plans:
             return "drawn" if self.images else "one command"
         if not self.num_finished:
             return "not run"
         is_complete = self.num_finished == self.num_members
-        number = f"{self.num_finished:,} of {self.num_members:,}"
-        return f"{'all' if is_complete else number} runs"
+        return f"{'all' if is_complete else f'{self.num_finished:,} of {self.num_members:,}'} runs"
 
     def add(self, result: Result, out: Path) -> None:
-        for path in write(result, out):
-            if path.suffix == ".png":
-                content = path.read_bytes()
-                pixels = int.from_bytes(content[16:20], "big")  # the width in a PNG header
-                data = base64.b64encode(content).decode()
-                width = pixels * 110 // DPI
-                self.images.append({"name": path.stem, "width": width, "data": data})
+        for path in (path for path in write(result, out) if path.suffix == ".png"):
+            content = path.read_bytes()
+            width = int.from_bytes(content[16:20], "big") * 110 // DPI  # from the PNG header
+            data = base64.b64encode(content).decode()
+            self.images.append({"name": path.stem, "width": width, "data": data})
 
 
-def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, demo: bool) -> Result:
+def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, is_demo: bool) -> Result:
     """Write the page. `results`: a results table to use instead of runs."""
     make_directory(out)
-    sections = [_section(each, demo=demo) for each in EXPERIMENTS if each.paper == name]
+    sections = [_section(each, is_demo=is_demo) for each in EXPERIMENTS if each.paper == name]
     with progress(f"paper {name}", total=len(sections), unit="experiments") as line:
         for section in sections:
-            for plan in section.plans:
-                _add_plan(section, plan, out, results, demo=demo)
+            for plan in section.experiment.plans:
+                _add_plan(section, plan, out, results, is_demo=is_demo)
             if section.experiment.verb == "masks":
                 section.add(masks(8, 8, seed=1), out / "masks")
             elif section.experiment.verb == "widths":
                 section.add(widths({f"2^{n}": 2.0**n for n in (18, 21, 27)}, 1.0), out / "widths")
             line.advance(1)
-    source = A if name == "A" else B
-    tables = [table for table in TABLES if table.source.startswith(source)]
+    tables = [table for table in TABLES if table.source.startswith(A if name == "A" else B)]
     cells = cells_of(tables, results_below(RUNS) if RUNS.is_dir() else as_frame([]))
     num_drawn = sum(bool(section.images) for section in sections)
     about = f"{len(sections)} figures and tables, {num_drawn} of them drawn"
-    if demo:
+    if is_demo:
         about += "; demo variants on synthetic images, whose numbers are not the paper's"
-    template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
-    ).get_template("paper.html")
-    page = template.render(
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
+    page = environment.get_template("paper.html").render(
         title=f"{name}: {TITLES[name]}",
         about=f"{about}; commit {git_commit()}",
         sections=sections,
@@ -99,32 +93,26 @@ def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, demo: bool) -
     return Result(facts=facts, printed=[f"page: {out / 'index.html'}"])
 
 
-def _section(experiment: Experiment, *, demo: bool) -> Section:
-    plans = list(experiment.plans)
-    programs = ["wide-mlps run"]
-    if not demo:
+def _section(experiment: Experiment, *, is_demo: bool) -> Section:
+    programs, option = ["wide-mlps run"], " --demo" * is_demo
+    if not is_demo:
         programs.insert(shutil.which("sbatch") is None, "cluster/submit")
-    option = " --demo" * demo
-    commands = [f"{program} {PLANS}/{plan}.yaml{option}" for plan in plans for program in programs]
+    paths = [f"{PLANS}/{plan}.yaml{option}" for plan in experiment.plans]
+    commands = [f"{program} {path}" for path in paths for program in programs]
     if experiment.verb:
         commands.append(f"analysis {experiment.verb}")
-    return Section(experiment, plans, commands)
+    return Section(experiment, commands)
 
 
 def _add_plan(
-    section: Section, name: str, out: Path, results: pd.DataFrame | None, *, demo: bool
+    section: Section, name: str, out: Path, results: pd.DataFrame | None, *, is_demo: bool
 ) -> None:
     try:
-        plan = load_plan(f"{PLANS}/{name}.yaml", is_demo=demo)
-        members = [
-            (stage.name, member)
-            for stage in plan.stages
-            if stage.kind in STAGES
-            for member in stage.members
-        ]
-        section.num_members += len(members)
+        plan = load_plan(f"{PLANS}/{name}.yaml", is_demo=is_demo)
+        stages = [stage for stage in plan.stages if stage.kind in STAGES]
+        section.num_members += sum(len(stage.members) for stage in stages)
         if results is None:
-            num_finished = sum(member.work.state() == "finished" for _, member in members)
+            num_finished = sum(work.state() == "finished" for each in stages for work in each.works)
         else:
             own = results[results.plan == plan.name]
             num_finished = len(own.drop_duplicates(["stage", "member"]))

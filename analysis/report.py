@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from analysis.output import Result, table_of
+from analysis.output import Result
 from data_prep.errors import UserError
 from data_prep.images import decode
 from data_prep.images.lettering import legible
@@ -27,15 +27,24 @@ COLORS = {
     "evaluate": "#8877bb",
 }
 NUM_SAMPLES = 24
+NUMBERS = ["top1", "top1_std", "class_mean", "largest_class", "chance", "images_per_s"]
 
 
 def report(root: Path) -> Result:
     runs = collect(root)
     rows = rows_of(runs)
-    names = (name for run in runs for name in (run.name, run.dataset.name))
-    with looks(*names):
+    with looks(*rows.run, *(run.dataset.name for run in runs)):
         figure = draw(runs, rows)
-    return Result(rows.drop(columns="task"), {}, {"": figure}, printed=[_table(rows)])
+    shown = rows.copy()
+    accuracies = pd.Series([accuracy_words(row) for row in rows.itertuples()])
+    shown["top1"] = accuracies.where(accuracies != "", rows.state)
+    for name in ("class_mean", "largest_class", "chance"):
+        percent = (100 * rows[name]).map("{:.3g}%".format)
+        shown[name] = percent.where(rows[name].notna(), "")
+    are_unequal = rows.largest_class.notna().any()
+    unequal = ["class_mean", "largest_class"] if are_unequal else []
+    columns = ["run", "training", "model", "dataset", "top1", *unequal, "chance", "images_per_s"]
+    return Result(rows.drop(columns="task"), {}, {"": figure}, printed=[shown[columns]])
 
 
 def collect(root: Path) -> list[Run]:
@@ -73,26 +82,7 @@ def rows_of(runs: Sequence[Run]) -> pd.DataFrame:
                 "images_per_s": run.result.get("images_per_s"),
             }
         )
-    numbers = ["top1", "top1_std", "class_mean", "largest_class", "chance", "images_per_s"]
-    return pd.DataFrame(rows).astype(dict.fromkeys(numbers, float))
-
-
-def _table(rows: pd.DataFrame) -> Any:
-    def percent(value: float) -> str:
-        return "" if math.isnan(value) else f"{value:.1%}"
-
-    are_unequal = rows.largest_class.notna().any()
-    lines = []
-    for row in rows.itertuples():
-        top1 = accuracy_words(row) or ("not evaluated" if row.state == "finished" else row.state)
-        classes = [percent(row.class_mean), percent(row.largest_class)] if are_unequal else []
-        chance = "?" if math.isnan(row.chance) else f"{100 * row.chance:.3g}%"
-        rate = "" if math.isnan(row.images_per_s) else f"{row.images_per_s:,.0f}"
-        about = (row.run, row.training, row.model, row.dataset)
-        lines.append([*about, top1, *classes, chance, rate])
-    unequal = ("class mean", "largest class") if are_unequal else ()
-    header = ("run", "task", "model", "data", "top-1", *unequal, "chance", "images/s")
-    return table_of(header, lines, title="runs", num_words=4)
+    return pd.DataFrame(rows).astype(dict.fromkeys(NUMBERS, float))
 
 
 def accuracy_words(row: Any) -> str:
@@ -111,8 +101,8 @@ def draw(runs: Sequence[Run], rows: pd.DataFrame) -> Figure:
     bars = rows[rows.top1.notna() & ~rows.task.isin(["pretrain", "evaluate"])]
     if (rows.task == "evaluate").all():
         bars = rows[rows.top1.notna()]
-    has_panels = bool(trained) or len(bars) > 0
-    heights = [0.9] * len(datasets) + [max(3.0, 0.8 + 0.36 * len(bars))] * has_panels
+    widths = [1.0, 1.0] * bool(trained) + [1.5] * (len(bars) > 0)
+    heights = [0.9] * len(datasets) + [max(3.0, 0.8 + 0.36 * len(bars))] * bool(widths)
     figure = Figure(figsize=(11, max(1.0, sum(heights))))
     strips = figure.subfigures(
         max(1, len(heights)), 1, height_ratios=heights or None, squeeze=False
@@ -123,8 +113,7 @@ def draw(runs: Sequence[Run], rows: pd.DataFrame) -> Figure:
         axes.set_axis_off()
         classes = len(load_manifest(dataset).classes)
         axes.set_title(f"{legible(dataset.name)}: {classes} classes", pad=2)
-    if has_panels:
-        widths = [1.0, 1.0] * bool(trained) + [1.5] * (len(bars) > 0)
+    if widths:
         panels = strips[-1, 0].subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
         if trained:
             draw_curves(trained, *panels[:2])
@@ -151,39 +140,34 @@ def draw_curves(runs: Sequence[Run], loss: Axes, accuracy: Axes) -> None:
     loss.set(title="pretraining: training loss (dotted: chance)", xlabel="step")
     legend = _legend({run.split for run in runs}, any(run.largest_class for run in runs), "thin")
     accuracy.set(title=f"pretraining: top-1 on {legend}", xlabel="step")
-    for axes in (loss, accuracy):
-        axes.legend()
+    loss.legend()
+    accuracy.legend()
     accuracy.yaxis.set_major_formatter("{x:.0%}")
 
 
 def draw_accuracies(rows: pd.DataFrame, axes: Axes) -> None:
     """Draw a bar for each run next to the chance of its dataset."""
-    rows = rows.assign(is_model=rows.model != "pixels").sort_values(
-        ["is_model", "model", "top1"], kind="stable"
-    )
+    rows = rows.assign(is_model=rows.model != "pixels")
+    rows = rows.sort_values(["is_model", "model", "top1"], kind="stable")
+    heights, colors = np.arange(len(rows)), rows.task.map(COLORS).fillna("#bbbbbb")
+    axes.barh(heights, rows.top1, color=colors.where(rows.is_model, "#ddaa44"))
+    known = rows.top1_std.notna().to_numpy()
+    if known.any():
+        bars = {"xerr": rows.top1_std[known], "fmt": "none", "ecolor": "black", "capsize": 2}
+        axes.errorbar(rows.top1[known], heights[known], **bars)
+    for name, line in (("chance", ":"), ("largest_class", "--")):
+        ends = (rows[name], heights - 0.5, heights + 0.5)
+        axes.vlines(*ends, color="black", linewidth=1, linestyle=line)
+    has_mean = (rows.class_mean.notna() & rows.largest_class.notna()).to_numpy()
+    axes.plot(rows.class_mean[has_mean], heights[has_mean], "D", color="black", markersize=4)
     has_splits, has_datasets = rows.split.nunique() > 1, rows.dataset.nunique() > 1
     labels = []
     for height, row in enumerate(rows.itertuples()):
-        color = COLORS.get(row.task, "#bbbbbb") if row.is_model else "#ddaa44"
-        axes.barh(height, row.top1, color=color)
         words = accuracy_words(row) + f" on {row.split}" * has_splits
         axes.text(row.top1 + 0.01, height, words, va="center")
-        ends: dict[str, Any] = {
-            "ymin": height - 0.5,
-            "ymax": height + 0.5,
-            "color": "black",
-            "linewidth": 1,
-        }
-        if not math.isnan(row.top1_std):
-            axes.errorbar(row.top1, height, xerr=row.top1_std, color="black", capsize=2)
-        if not math.isnan(row.chance):
-            axes.vlines(row.chance, linestyle=":", **ends)
-        if not math.isnan(row.largest_class):
-            axes.plot(row.class_mean, height, "D", color="black", markersize=4)
-            axes.vlines(row.largest_class, linestyle="--", **ends)
         about = f"{row.model}, {row.training}" if row.is_model else row.training
         labels.append(f"{legible(row.run)}\n{legible(about + f', {row.dataset}' * has_datasets)}")
-    axes.set_yticks(range(len(rows)), labels)
+    axes.set_yticks(heights, labels)
     legend = _legend({*rows.split}, rows.largest_class.notna().any(), "diamond")
     axes.set(title=f"transfer: top-1 on {legend}", xlim=(0, 1.12))
     axes.xaxis.set_major_formatter("{x:.0%}")

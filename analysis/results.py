@@ -12,7 +12,6 @@ from typing import Any
 import pandas as pd
 
 from analysis.run_rows import rows_of_run
-from cluster import plan_file
 from cluster.plan_file import Plan
 from data_prep.errors import SettingsError, UserError
 from finetune.runs import read_run, runs_below
@@ -80,18 +79,21 @@ COLUMNS = {
     "test_losses": "its losses",
     "test_errors": "its errors",
 }
-VARIABLES = (*plan_file.VARIABLES, "neighbors")
-"""Variables that figures distinguish results by, besides the axes of their plan."""
+VARIABLES = (
+    *("width", "hidden_width", "density", "channels", "tokens", "log_cs", "log2_omega", "gamma"),
+    *("depth", "patch_size", "mixing", "kind", "model", "parameters", "multiply_adds", "epochs"),
+    *("images", "samples", "compute", "lr", "optimizer", "global_batch_size", "augmented", "views"),
+    *("task", "target", "neighbors"),
+)
+"""Variables that figures distinguish results by, besides the axes of their plan: columns, and
+log_cs = ln(C / S), log2_omega rounded, mixing = normal or RP."""
 STAGES = ("pretrain", "probe", "knn", "tune", "evaluate")
 """Kinds of work that end with an accuracy."""
 
 
-def as_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    return _with_nan(pd.DataFrame(rows, columns=list(COLUMNS)))
-
-
-def _with_nan(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the frame with NaN instead of None in empty columns."""
+def as_frame(rows: Sequence[dict[str, Any]] | pd.DataFrame) -> pd.DataFrame:
+    """Return a results table with all columns, and NaN instead of None in empty ones."""
+    frame = pd.DataFrame(rows, columns=list(COLUMNS))
     return frame.astype({name: float for name in frame if frame[name].isna().all()})
 
 
@@ -103,21 +105,15 @@ def read_results(paths: Iterable[Path]) -> pd.DataFrame:
         try:
             frame = pd.read_parquet(path)
         except FileNotFoundError:
-            raise UserError(
-                str(path), "the file does not exist", fix, code="missing-path"
-            ) from None
-        except (ValueError, OSError) as problem:
-            first_line = str(problem).partition("\n")[0]
-            raise UserError(
-                str(path),
-                f"the file is not a results table ({first_line})",
-                fix,
-                code="unknown-format",
-            ) from None
+            problem = "the file does not exist"
+            raise UserError(str(path), problem, fix, code="missing-path") from None
+        except (ValueError, OSError) as error:
+            problem = f"the file is not a results table ({str(error).partition(chr(10))[0]})"
+            raise UserError(str(path), problem, fix, code="unknown-format") from None
         if "task" not in frame:
             raise UserError(str(path), "the file has no column task", fix, code="unknown-format")
-        frames.append(_with_nan(frame.reindex(columns=list(COLUMNS))))
-    return pd.concat(frames, ignore_index=True) if len(frames) != 1 else frames[0]
+        frames.append(as_frame(frame))
+    return pd.concat(frames, ignore_index=True)
 
 
 def last_of_each_run(results: pd.DataFrame) -> pd.DataFrame:
@@ -128,44 +124,38 @@ def last_of_each_run(results: pd.DataFrame) -> pd.DataFrame:
 
 def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.DataFrame:
     """Return the results of all members. Unfinished members are an error without `partial`."""
-    names = [plan.name for plan in plans]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise SettingsError(
-            repeated[0], "two plans have this name", "leave out one of them", code="conflict"
-        )
+    names = ", ".join(plan.name for plan in plans)
+    if len({plan.name for plan in plans}) < len(plans):
+        fix = "leave out one of them"
+        raise SettingsError(names, "two plans have the same name", fix, code="conflict")
     rows, unfinished = list[dict[str, Any]](), list[str]()
-    for plan, name in zip(plans, names, strict=True):
-        for stage in [stage for stage in plan.stages if stage.kind in STAGES]:
-            found = list[dict[str, Any]]()
+    for plan in plans:
+        for stage in (stage for stage in plan.stages if stage.kind in STAGES):
+            undone = [member.index for member in stage.undone()]
+            titles = (stage.title(stage.members[index]) for index in undone)
+            unfinished += [f"{plan.name}: {title}" for title in titles]
+            num_before = len(rows)
             for member in stage.members:
-                about = {"plan": name, "stage": stage.name, "member": member.index}
-                if not member.work.is_finished():
-                    unfinished.append(f"{name}: {stage.title(member)}")
+                if member.index in undone:
                     continue
+                about = {"plan": plan.name, "stage": stage.name, "member": member.index}
                 run = read_run(Path(member.work.writes))
-                repeats = run.result["runs"] if run.is_group else ["."]
-                for repeat in repeats:
-                    found += [row | about for row in rows_of_run(read_run(run.directory / repeat))]
-            if not found and not unfinished:
-                raise SettingsError(
-                    plan.path,
+                for repeat in run.result["runs"] if run.is_group else ["."]:
+                    repeated = read_run(run.directory / repeat)
+                    rows += [row | about for row in rows_of_run(repeated)]
+            if len(rows) == num_before and not undone:
+                problem, fix = (
                     f"{stage.name} has no accuracies",
                     "set data.eval_split in its config",
-                    code="empty",
                 )
-            rows += found
+                raise SettingsError(plan.path, problem, fix, code="empty")
     if unfinished and not partial:
         more = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
-        raise SettingsError(
-            ", ".join(names),
-            f"{', '.join(unfinished[:3])}{more} are not finished",
-            "run the plan to its end, or give --partial",
-            code="unfinished",
-        )
+        problem = f"{', '.join(unfinished[:3])}{more} are not finished"
+        fix = "run the plan to its end, or give --partial"
+        raise SettingsError(names, problem, fix, code="unfinished")
     if not rows:
-        raise SettingsError(
-            ", ".join(names), "no member is finished", "run the plan first", code="empty"
-        )
+        raise SettingsError(names, "no member is finished", "run the plan first", code="empty")
     return as_frame(rows)
 
 

@@ -12,6 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from cluster.schemas import write_schemas
 from data_prep.errors import UserError
 from data_prep.publish import make_directory, write_atomic
 
@@ -39,11 +40,7 @@ def lay_out(options: argparse.Namespace) -> int:
     copies = {
         Path("cluster", path.name): path for path in [HERE / "site.env", *HERE.glob("*.slurm")]
     }
-    copies |= {
-        path.relative_to(HERE): path
-        for path in HERE.glob("configs/*/*.*")
-        if path.suffix in (".yaml", ".json")
-    }
+    copies |= {path.relative_to(HERE): path for path in HERE.glob("configs/*/*.yaml")}
     kept = []
     for name, source in sorted(copies.items()):
         target = directory / name
@@ -52,6 +49,7 @@ def lay_out(options: argparse.Namespace) -> int:
             write_atomic(target, source.read_bytes())
         elif target.read_bytes() != source.read_bytes():
             kept.append(target)
+    write_schemas(directory / "configs/schemas")
     links = {Path("cluster", name): HERE / name for name in PROGRAMS} | {
         Path(".venv"): Path(sys.prefix)
     }

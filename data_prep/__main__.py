@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import suppress
 
+from data_prep.errors import UserError
 from data_prep.interrupts import interruptible
 
 _run = interruptible("data_prep", "data_prep.cli")
@@ -21,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         from data_prep.workers import start_server
 
-        with suppress(OSError):  # the build meets it again, and reports it
+        with suppress(OSError, UserError):  # the build meets the error again, and reports it
             start_server()  # workers' imports and this process's take place at once
     return _run(arguments)
 

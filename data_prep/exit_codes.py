@@ -67,7 +67,8 @@ def exit_code_of(error: ValueError | OSError, *, is_started: bool = False) -> in
     if isinstance(error, OSError):
         return BAD_INPUT if isinstance(error, _WRONG_PATH) and not is_started else FAILED
     is_final = isinstance(error, UserError) and error.is_final
-    return FAILED if is_started and not is_final else BAD_INPUT
+    is_passing = isinstance(error, UserError) and error.code == "unreachable"
+    return FAILED if is_passing or (is_started and not is_final) else BAD_INPUT
 
 
 def message_of(error: Exception) -> str:

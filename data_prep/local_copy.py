@@ -1,14 +1,13 @@
-"""A dataset whose directory is a URL: all of it but the shards is copied to this machine, and the
-shards are read where they lie.
+"""A dataset whose directory is a URL: everything but its shards is copied to this machine, and the
+shards are read from the server.
 
-    CACHE/datasets/KEY/     KEY: of the URL and of what its manifest says
-      manifest.json         written last; the dataset's own, but that each shard's `file` is a URL
-      .host                 the server that the dataset is on: no other receives storage options
-      ...                   indices, paths, annotations and rejected.jsonl, as they are there
+    CACHE/datasets/KEY/     KEY: hash of the URL and of the manifest
+      manifest.json         written last; each shard's `file` is a URL
+      .host                 the dataset's server: no other receives storage options
+      ...                   indices, paths, annotations and rejected.jsonl, unchanged
 
-Invariants: every file of a copy has the hash that the manifest gives when a process first uses it;
-another manifest at the URL is another KEY, so a copy never changes under its reader; a process that
-has opened a URL reads that copy of it to its end.
+When a process first opens a URL, every file of the copy is compared with its hash in the manifest.
+Another manifest at the URL has another KEY, so a copy never changes while it is read.
 """
 
 import hashlib
@@ -34,9 +33,9 @@ from data_prep.manifest import (
 )
 from data_prep.progress import progress
 from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, sole_writer, write_atomic
-from data_prep.remote import ContentError, join, read_bytes, read_together
+from data_prep.remote import ContentError, Storage, join, read_bytes
 
-NUM_THREADS, FILES_AT_ONCE = 8, 16
+NUM_THREADS = 16
 HOST_NAME = ".host"
 _OPENED: dict[tuple[str, str], Path] = {}
 """(URL, storage options as JSON) -> the copy that this process reads."""
@@ -45,90 +44,82 @@ _OPENED: dict[tuple[str, str], Path] = {}
 def local_copy(
     dataset: Path | str, *, storage: Mapping[str, Any] | None, cache_dir: str | None = None
 ) -> Path:
-    """The directory to read: of a dataset on this disk its own.
+    """Return the directory to read. A dataset on this disk is read in place.
 
-    `storage` None: as this process has opened that URL before, else without options. `cache_dir`
-    None: the user's cache.
+    `storage` None: as this process opened the URL before, else without options. `cache_dir` None:
+    the user's cache.
     """
     url = str(dataset).rstrip("/")
     if url.startswith("file://"):
         return Path(url.removeprefix("file://"))
     if is_command(url):
-        raise UserError(
-            "data.dataset: a command can only be streamed. Set data.stream=true, or name a dataset"
-        )
+        problem, fix = "a command can only be streamed", "set data.stream=true"
+        raise UserError("data.dataset", problem, fix, code="unsupported")
     if "://" not in url:
         return Path(dataset)
-    without_secrets(url, remedy="give it as a storage option")
+    without_secrets(url, remedy="give it as a storage option", field=shown(url))
     options = json.dumps(dict(storage or {}), sort_keys=True, default=str)
     key = next((known for known in _OPENED if storage is None and known[0] == url), (url, options))
     if key not in _OPENED:
         user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wide-mlps"
-        _OPENED[key] = _copied(url, Path(cache_dir) if cache_dir else user, dict(storage or {}))
+        _OPENED[key] = _copied(url, Path(cache_dir) if cache_dir else user, storage or {})
     return _OPENED[key]
 
 
 def own_host(directory: Path) -> str:
-    """The server that a dataset's storage options are meant for.
+    """Return the server that a dataset's storage options are meant for.
 
     A copy's server is the one of its URL, whatever hosts the manifest names. A local dataset has
     its remote shards on one server.
     """
     if (directory / HOST_NAME).is_file():
         return (directory / HOST_NAME).read_text()
-    shards = (
-        shard
-        for split in load_manifest(directory).splits.values()
-        for shard in split.shards
-        if shard.is_remote
-    )
+    splits = load_manifest(directory).splits.values()
+    shards = (shard for split in splits for shard in split.shards if shard.is_remote)
     hosts = sorted({host_of(shard.file) for shard in shards})
     if len(hosts) > 1:
-        several = (
+        problem = (
             f"the shards of {directory} are on {len(hosts)} hosts ({', '.join(hosts[:3])}), and"
-            " options are sent to one only"
+            " options are sent to one host only"
         )
-        raise UserError(
-            f"storage: {several}. Index the shards of each host as a dataset of its own"
-        )
+        fix = "index the shards of each host as a dataset of its own"
+        raise UserError("storage", problem, fix, code="conflict")
     return "".join(hosts)
 
 
-def _copied(url: str, cache: Path, storage: dict[str, Any]) -> Path:
+def _copied(url: str, cache: Path, storage: Storage) -> Path:
     address = join(url, MANIFEST_NAME)
     try:
         manifest = parse_manifest(read_bytes(address, storage=storage), shown(address))
     except MissingError as error:
-        raise DatasetError(f"{shown(url)}: no finished dataset is there ({error})") from None
+        problem = f"it has no {MANIFEST_NAME}, so it is no finished dataset"
+        raise DatasetError(shown(url), problem, error.fix, code="missing-path") from None
     directory = cache / "datasets" / hash_of_json([url, manifest.hash])[:32]
-    if all((directory / name).is_file() for name in (MANIFEST_NAME, HOST_NAME)) and not _missing(
-        directory, manifest
-    ):
+    own = (directory / MANIFEST_NAME, directory / HOST_NAME)
+    if all(path.is_file() for path in own) and not _missing(directory, manifest):
         return directory
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with sole_writer(
-            directory.parent,
-            wait=True,
-            notice=f"{shown(url)}: another process copies its index; waiting",
-        ):
+        notice = f"{shown(url)}: another process copies its index; waiting"
+        with sole_writer(directory.parent, wait=True, notice=notice):
             directory.mkdir(exist_ok=True)
             remove_leftovers(directory)
             _fill(url, directory, _missing(directory, manifest), storage)
             write_atomic(directory / HOST_NAME, host_of(url).encode())
             save_manifest(directory, _with_addresses(url, manifest))
+    except ContentError as error:
+        fix = "write the dataset again"
+        raise DatasetError(shown(url), str(error), fix, code="damaged") from None
     except OSError as error:
-        if error.errno is None:  # the store's fault, not the disk's
-            raise
+        problem = f"{cache} cannot be written ({error.strerror})"
         raise UserError(
-            f"data.cache_dir: {cache}: {error.strerror}; name another directory of your own"
+            "data.cache_dir", problem, "choose another directory", code="unreadable"
         ) from None
     return directory
 
 
 def _missing(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Files of the dataset, beside its shards, that are not there as they should be -> their
-    sha256."""
+    """Return the dataset's files, except its shards, that are missing or damaged -> sha256."""
     files = {REJECTED_NAME: manifest.rejected_sha256}
     for split in manifest.splits.values():
         files |= {each.file: each.sha256 for each in split.annotations.values()}
@@ -139,38 +130,18 @@ def _missing(directory: Path, manifest: Manifest) -> dict[str, str]:
         return (directory / name).is_file() and sha256_of(directory / name) == files[name]
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        return {
-            name: files[name]
-            for name, right in zip(files, pool.map(is_right, files), strict=True)
-            if not right
-        }
+        right = pool.map(is_right, files)
+        return {name: files[name] for name, ok in zip(files, right, strict=True) if not ok}
 
 
-def _fill(url: str, directory: Path, files: dict[str, str], storage: dict[str, Any]) -> None:
-    names = list(files)
-
-    def read(name: str) -> bytes:
-        address = join(url, name)
-
+def _fill(url: str, directory: Path, files: dict[str, str], storage: Storage) -> None:
+    def fetch(name: str) -> None:
         def check(data: bytes) -> None:
             if hashlib.sha256(data).hexdigest() != files[name]:
-                raise ContentError(
-                    f"{shown(address)}: is not what the manifest there says; write that dataset"
-                    " again"
-                )
+                raise ContentError(f"{name} is not what the manifest says")
 
-        return read_bytes(address, storage=storage, check=check)
-
-    def fetch(first: int) -> int:
-        group = names[first : first + FILES_AT_ONCE]
-        for name, data in zip(
-            group, read_together([join(url, name) for name in group], storage=storage), strict=True
-        ):
-            is_right = hashlib.sha256(data).hexdigest() == files[name]
-            (directory / name).write_bytes(
-                data if is_right else read(name)
-            )  # cut by a crash it has another hash
-        return len(group)
+        # a file that a crash cuts has another hash
+        (directory / name).write_bytes(read_bytes(join(url, name), storage=storage, check=check))
 
     title = f"copying the index of {shown(url)}"
     with (
@@ -178,10 +149,8 @@ def _fill(url: str, directory: Path, files: dict[str, str], storage: dict[str, A
         progress(title, total=len(files), unit="files") as line,
     ):
         try:
-            for num_files in pool.map(fetch, range(0, len(names), FILES_AT_ONCE)):
-                line.advance(num_files)
-        except ContentError as error:
-            raise DatasetError(str(error)) from None
+            for _ in pool.map(fetch, files):
+                line.advance()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -189,22 +158,21 @@ def _fill(url: str, directory: Path, files: dict[str, str], storage: dict[str, A
 def _with_addresses(url: str, manifest: Manifest) -> Manifest:
     splits = {}
     for name, split in manifest.splits.items():
-        shards = tuple(
+        shards = (
             each.model_copy(update={"file": _address(url, each.file)}) for each in split.shards
         )
-        splits[name] = split.model_copy(update={"shards": shards})
+        splits[name] = split.model_copy(update={"shards": tuple(shards)})
     return manifest.model_copy(update={"splits": splits})
 
 
 def _address(url: str, file: str) -> str:
-    """Of a shard; never outside the bucket, or the host, that the dataset is in."""
+    """Return the URL of a shard, which is never outside the dataset's bucket or host."""
     if "://" in file:
         return file
     if posixpath.isabs(file):
-        raise DatasetError(
-            f"{shown(url)}: its shards are on the disk where it was made, such as {file}; index"
-            " them where they are"
-        )
+        problem = f"its shards are on the disk of the machine that made it, such as {file}"
+        fix = "index the shards in their own place"
+        raise DatasetError(shown(url), problem, fix, code="unsupported")
     scheme, _, rest = url.partition("://")
     place, _, folder = rest.partition("/")
     path = posixpath.join("/", folder, quote(file) if scheme.startswith("http") else file)

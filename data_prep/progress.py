@@ -1,149 +1,154 @@
-"""One calm progress line with speed and time left: a live bar on a terminal, a line now and then in
-a log file.
+"""Progress lines with speed and time left: a live bar on a terminal, a line now and then in a log
+file.
 
     packing  1,000/4,000 images  100/s  train-000001.tar  eta 30 s
     demo-mlp  step 1,200/9,000  loss 3.214  top-1 41.2 %  12,345 images/s  MFU 54 %  eta 1 h 12 min
 
-In a log file that is a line every ten seconds at first, and every minute after ten minutes.
-Starting a line is free; work that ends within a second leaves none. A line within a line (the
-evaluation during a training) takes the outer one's place while it lasts. The outer one's speed does
-not count that time; its time left does, in the share that it had so far.
+A log file gets a line every ten seconds at first, and every minute after ten minutes. Work that
+ends within a second leaves no line. A line within a line (the evaluation during a training) is a
+second bar, and is not logged.
 """
 
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.table import Column
+from rich.text import Text
 
 LOG_INTERVAL_S = 10.0
-SELDOM_AFTER_S, SELDOM_TIMES = 600.0, 6
-RECENT_S = 60.0
+SELDOM_AFTER_S, SELDOM_INTERVAL_S = 600.0, 60.0
+SPEED_S = 600.0
+"""The speed is measured over the last 1,000 advances within this time."""
 SILENT_S = 1.5
-"""So long nothing is said of work that has begun."""
-_BAR, _NARROWEST = 24, 8
+"""Time after which begun work is named."""
+DRAWN_AFTER_S = 0.5
 
 _open_lines: list["ProgressLine"] = []
-"""The outermost first; only it draws."""
+"""The outermost first."""
 
 
 class ProgressLine:
-    """`advance` counts finished work; `note` is free text behind it (file name; loss and speed)."""
+    """`advance` counts finished work; `note` is free text (file name; loss and speed). Work whose
+    unit is "step" gives its speed in its note."""
 
     def __init__(self, title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True):
         self.title, self.total, self.unit, self.done, self.note = title, total, unit, start, ""
-        self._start, self._started_s, self._logged_s = start, time.monotonic(), time.monotonic()
-        self._elsewhere_s = 0.0
-        self._recent = deque([(0.0, start)])
-        """(seconds of work, done), for the speed of the last minute."""
-        self._bar: Progress | None = None
-        self._enabled = enabled
-        self._outer = _open_lines[-1] if enabled and _open_lines else None
-        self.silence = doing(lambda: self._text(""), enabled=enabled and self._outer is None)
+        self._start, self._enabled, self._logged_s = start, enabled, time.monotonic()
+        self._is_inner = bool(_open_lines)
+        self._display: Progress = _open_lines[0]._display if _open_lines else _new_display()
+        self._display.add_task("", total=total, completed=start, line=self)
+        self._task = self._display.tasks[-1]
+        self._silence = threading.Timer(SILENT_S, self._print)
+        self._silence.daemon = True
+        if enabled:
+            _open_lines.append(self)
+            if not self._is_inner:
+                self._silence.start()
 
     def advance(self, count: int = 1, *, note: str | None = None) -> None:
         self.done += count
         self.note = self.note if note is None else note
-        self.silence.end()
+        self._silence.cancel()
         if not self._enabled:
             return
-        now_s = self._worked_s()
-        if self.unit == "step" and len(self._recent) == 1 and self._recent[0][1] == self._start:
-            self._recent[0] = (
-                now_s,
-                self.done,
-            )  # the first step warms everything up: the others are faster
-        if now_s - self._recent[-1][0] >= RECENT_S / 60:
-            self._recent.append((now_s, self.done))
-        while len(self._recent) > 1 and self._recent[1][0] <= now_s - RECENT_S:
-            self._recent.popleft()
-        if sys.stderr.isatty():
-            (_open_lines[0] if self._outer else self)._draw(self, self._left())
-            return
-        seldom = time.monotonic() - self._started_s >= SELDOM_AFTER_S
-        if time.monotonic() - self._logged_s >= LOG_INTERVAL_S * (SELDOM_TIMES if seldom else 1):
-            self._log(self._left())
+        self._display.update(self._task.id, completed=self.done)
+        elapsed_s = self._task.elapsed or 0.0
+        interval_s = LOG_INTERVAL_S if elapsed_s < SELDOM_AFTER_S else SELDOM_INTERVAL_S
+        if not self._display.disable:
+            if elapsed_s >= DRAWN_AFTER_S:
+                self._display.start()
+        elif not self._is_inner and time.monotonic() - self._logged_s >= interval_s:
+            self.log_now()
 
     def log_now(self) -> None:
-        """Logs a line at once for what has just been found; a terminal's bar shows it anyway."""
-        if self._enabled and not sys.stderr.isatty():
-            self._log(self._left())
+        """Log a line now. A terminal's bar shows the same."""
+        if self._enabled and self._display.disable:
+            self._logged_s = time.monotonic()
+            self._print(self.eta(self._task))
 
-    def close(self, *, failed: bool = False) -> None:
-        """Shows the last state, once; after a failure, which has a line of its own, only the bar
-        ends."""
-        took_s = time.monotonic() - self._started_s
-        self.silence.end()
-        if self._outer is not None:
-            self._outer._elsewhere_s += took_s
-        elif self._bar is not None:
-            if not failed:
-                self._draw(self, f"in {in_words(took_s)}")
-            self._bar.stop()
-        elif self._enabled and not failed and took_s >= 1.0:
-            self._log(f"in {in_words(took_s)}")
-        self._enabled = False
+    def close(self, *, is_done: bool = True) -> None:
+        """End the bar; show the last state of long work that is done."""
+        took_s = self._task.elapsed or 0.0
+        self._silence.cancel()
+        self._display.remove_task(self._task.id)
+        if not self._enabled:
+            return
+        _open_lines.remove(self)
+        if not self._is_inner:
+            self._display.stop()
+            if is_done and took_s >= 1.0:
+                self._print(f"in {in_words(took_s)}")
 
-    def rate(self) -> float:
-        """Of the last minute, without what other lines took."""
-        before_s, before = self._recent[0]
-        return (self.done - before) / max(self._worked_s() - before_s, 1e-9)
+    def eta(self, task: Task) -> str:
+        left_s = task.time_remaining
+        return f"eta {in_words(left_s)}" if left_s and self.done < self.total else ""
 
-    def _worked_s(self) -> float:
-        return time.monotonic() - self._started_s - self._elsewhere_s
-
-    def _left(self) -> str:
-        rate = self.rate()
-        if rate <= 0 or self.done >= self.total:
-            return ""
-        share_of_others = 1 + self._elsewhere_s / max(self._worked_s(), 1e-9)
-        return f"eta {in_words((self.total - self.done) / rate * share_of_others)}"
-
-    def _draw(self, line: "ProgressLine", ending: str) -> None:
-        """This line's bar, with the text of `line`, which is this one or one within it."""
-        if self._bar is None:
-            if time.monotonic() - self._started_s < 0.5:
-                return
-            self._column = BarColumn(bar_width=_BAR, table_column=Column(no_wrap=True))
-            text = TextColumn(
-                "{task.description}",
-                markup=False,
-                table_column=Column(no_wrap=True, overflow="ellipsis"),
-            )
-            self._bar = Progress(
-                self._column, text, console=Console(stderr=True), refresh_per_second=4
-            )
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self.total)
-        before = "" if line is self else f"{self.title}  "
-        width = self._bar.console.width - 1
-        shown = before + line._text(ending, width=width - _NARROWEST - len(before))
-        self._column.bar_width = max(_NARROWEST, min(_BAR, width - len(shown)))
-        self._bar.update(self._task, completed=self.done, total=self.total, description=shown)
-
-    def _log(self, ending: str) -> None:
-        self._logged_s = time.monotonic()
-        print(self._text(ending), file=sys.stderr, flush=True)
-
-    def _text(self, ending: str, *, width: int | None = None) -> str:
-        """Where it is too long, the last parts of the note go."""
+    def text(self, task: Task) -> str:
         counts = f"{self.done:,}/{self.total:,}"
-        counts = (
-            f"step {counts}"
-            if self.unit == "step"
-            else f"{counts} {self.unit}  {self.rate():,.0f}/s"
-        )
-        notes = self.note.split("  ")
-        while True:
-            text = "  ".join(part for part in [self.title, counts, *notes, ending] if part)
-            if width is None or len(text) <= width or not notes:
-                return text
-            notes.pop()
+        if self.unit == "step":
+            counts = f"step {counts}"
+        else:
+            mean = (self.done - self._start) / max(task.elapsed or 0.0, 1e-9)
+            counts = f"{counts} {self.unit}  {task.speed or mean:,.0f}/s"
+        return "  ".join(filter(None, [self.title, counts, self.note]))
+
+    def _print(self, ending: str = "") -> None:
+        print("  ".join(filter(None, [self.text(self._task), ending])), file=sys.stderr, flush=True)
+
+
+class _Words(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["line"].text(task), no_wrap=True, overflow="ellipsis")
+
+
+class _Eta(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["line"].eta(task), no_wrap=True)
+
+
+def _new_display() -> Progress:
+    return Progress(
+        BarColumn(bar_width=24),
+        _Words(Column(no_wrap=True, overflow="ellipsis")),
+        _Eta(Column(no_wrap=True)),
+        console=Console(stderr=True),
+        refresh_per_second=4,
+        speed_estimate_period=SPEED_S,
+        transient=True,
+        get_time=time.monotonic,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+@contextmanager
+def progress(
+    title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True
+) -> Iterator[ProgressLine]:
+    line = ProgressLine(title, total=total, unit=unit, start=start, enabled=enabled)
+    is_done = False
+    try:
+        yield line
+        is_done = True
+    finally:
+        line.close(is_done=is_done)
+
+
+@contextmanager
+def doing(what: str, *, enabled: bool = True) -> Iterator[None]:
+    """Say what is being done, if it takes longer than a moment."""
+    silence = threading.Timer(SILENT_S, print, [what], {"file": sys.stderr, "flush": True})
+    silence.daemon = True
+    if enabled:
+        silence.start()
+    try:
+        yield
+    finally:
+        silence.cancel()
 
 
 def in_words(seconds: float) -> str:
@@ -162,51 +167,3 @@ def in_words(seconds: float) -> str:
     unit_s, size, large, small = units
     whole, rest = divmod(round(seconds / unit_s), size)
     return f"{whole} {large} {rest} {small}" if rest else f"{whole} {large}"
-
-
-class doing:  # noqa: N801 (it is used as a function)
-    """Says what is being done, if it takes longer than a moment."""
-
-    def __init__(self, what: str | Callable[[], str], *, enabled: bool = True):
-        self._what, self._timer = what, threading.Timer(SILENT_S, self._say) if enabled else None
-
-    def __enter__(self) -> None:
-        self.begin()
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def begin(self) -> None:
-        if self._timer is not None:
-            self._timer.daemon = True
-            self._timer.start()
-
-    def end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _say(self) -> None:
-        print(
-            self._what if isinstance(self._what, str) else self._what(), file=sys.stderr, flush=True
-        )
-
-
-@contextmanager
-def progress(
-    title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True
-) -> Iterator[ProgressLine]:
-    """Work whose unit is "step" gives its speed in its note."""
-    line = ProgressLine(title, total=total, unit=unit, start=start, enabled=enabled)
-    failed = False
-    if enabled:
-        _open_lines.append(line)
-        line.silence.begin()
-    try:
-        yield line
-    except Exception:
-        failed = True
-        raise
-    finally:
-        if enabled:
-            _open_lines.remove(line)
-        line.close(failed=failed)

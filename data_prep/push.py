@@ -25,7 +25,7 @@ def push(directory: Path, url: str, *, storage: Mapping[str, Any]) -> Manifest:
     """Upload the dataset and return its manifest."""
     if "://" not in url:
         raise UserError("URL", f"{url} is not a URL", "write s3://BUCKET/NAME", code="bad-value")
-    without_secrets(url, remedy="give it as a storage option")
+    without_secrets(url, remedy="give it as a storage option", field="URL")
     manifest, options = load_manifest(directory), dict(storage)
     for split in manifest.splits.values():
         for shard in split.shards:

@@ -1,18 +1,17 @@
-"""timm's names of augmentation policies -> which operations they choose from. No torch and no
-drawing here.
+"""Parse timm's names of augmentation policies. No torch and no drawing here.
 
 RandAugment names are sections joined by dashes: `rand`, then any of m (magnitude, 0-10), n
-(operations per picture), p (probability of each), mstd (spread of the magnitude; above 100: uniform
+(operations per image), p (probability of each), mstd (spread of the magnitude; above 100: uniform
 from 0 to m), mmax (its upper bound), inc (0 or 1: strength grows with the magnitude), tweights
 (weighted choice without repetition). AutoAugment names are `original`, `originalr`, `v0`, `v0r`,
-and may be followed by mstd; and `cifar10`, which timm has not: its policy, strengths and sampling
-are torchvision's.
+optionally with mstd, and `cifar10`, which is torchvision's policy.
 """
 
 import math
 import re
 from dataclasses import dataclass
 
+from data_prep.errors import SettingsError
 from data_prep.settings import nearest
 
 FULL_MAGNITUDE = 10.0
@@ -20,32 +19,30 @@ FULL_MAGNITUDE = 10.0
 
 
 @dataclass(frozen=True)
-class Step:
+class PolicyStep:
     name: str
-    """As timm calls it, with its way from magnitude to strength: PosterizeIncreasing,
-    TranslateXRel."""
+    """timm's name, such as PosterizeIncreasing or TranslateXRel."""
     probability: float
     magnitude: float
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What is drawn from for each picture."""
+    """The steps from which each image's operations are drawn."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PolicyStep, ...]
     num_layers: int
-    """Operations per picture."""
+    """Operations per image."""
     chained: bool = False
-    """The steps are chains of `num_layers`, of which one is chosen whole; otherwise every layer
+    """True if the steps are chains of `num_layers`, of which one is chosen. Otherwise every layer
     chooses a step."""
     weights: tuple[float, ...] | None = None
-    """How often each step is chosen, and then no step twice for a picture; None: all alike,
-    independently."""
+    """Weights of the steps, of which no image gets one twice; None: uniform and independent."""
     magnitude_std: float = 0.0
-    """inf: uniform from 0 to the magnitude."""
+    """The spread; inf: uniform from 0 to the magnitude."""
     magnitude_max: float = FULL_MAGNITUDE
     nearest: bool = False
-    """What is moved takes the nearest pixel, not a mean of several."""
+    """True if geometric operations take the nearest pixel."""
 
 
 def parse_policy(text: str) -> Policy:
@@ -60,20 +57,25 @@ def parse_policy(text: str) -> Policy:
         words = [word.split() for word in re.split(r"[,|\n]", _SEARCHED[head].strip())]
         full = 9 if of_cifar else FULL_MAGNITUDE  # torchvision's magnitudes are ninths
         steps = tuple(
-            Step(name, float(p), float(magnitude) * FULL_MAGNITUDE / full)
+            PolicyStep(name, float(p), float(magnitude) * FULL_MAGNITUDE / full)
             for name, p, magnitude in words
         )
         return Policy(
             steps, num_layers=2, chained=True, magnitude_std=_spread(given), nearest=of_cifar
         )
     known = ["rand-m9-mstd0.5-inc1", *_SEARCHED]
-    raise ValueError(f"augment.auto_augment: {text!r} is not a policy; {nearest(text, known)}")
+    raise SettingsError(
+        "augment.auto_augment",
+        f"{text!r} is not a policy",
+        nearest(text, known),
+        code="unknown-name",
+    )
 
 
 def _rand_augment(text: str, given: dict[str, str]) -> Policy:
     for key in ("m", "n", "mmax", "inc"):
         if "." in given.get(key, ""):
-            raise _wrong(text, f"{key}{given[key]}", "a whole number is needed")
+            raise _wrong(text, f"{key}{given[key]}", "write a whole number")
     magnitude, num_layers = int(given.get("m", "10")), int(given.get("n", "2"))
     probability, highest = float(given.get("p", "0.5")), int(given.get("mmax", "10"))
     names = _INCREASING if given.get("inc") == "1" else _PLAIN
@@ -84,16 +86,16 @@ def _rand_augment(text: str, given: dict[str, str]) -> Policy:
         (
             "t",
             given.get("t") in (None, "weights"),
-            "of timm's choices only tweights is offered (the others blur)",
+            "write tweights, the only choice of timm that does not blur",
         ),
         ("inc", given.get("inc", "0") in ("0", "1"), "write inc0 or inc1"),
-        ("p", 0 <= probability <= 1, "a probability is between 0 and 1"),
-        ("mmax", highest >= 1, "it must be at least 1"),
-        ("n", 1 <= num_layers <= len(names), f"it must be between 1 and {len(names)}"),
+        ("p", 0 <= probability <= 1, "write a probability between 0 and 1"),
+        ("mmax", highest >= 1, "write 1 or more"),
+        ("n", 1 <= num_layers <= len(names), f"write a number from 1 to {len(names)}"),
     ):
         if not is_right:
             raise _wrong(text, f"{key}{given[key]}", remedy)
-    steps = tuple(Step(name, probability, magnitude) for name in names)
+    steps = tuple(PolicyStep(name, probability, magnitude) for name in names)
     return Policy(
         steps,
         num_layers,
@@ -104,7 +106,7 @@ def _rand_augment(text: str, given: dict[str, str]) -> Policy:
 
 
 def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict[str, str]:
-    """Key -> value; each at most once."""
+    """Return key -> value."""
     given: dict[str, str] = {}
     for section in sections:
         match = re.fullmatch(r"t([a-z0-9]+)|([a-z]+)(\d+(?:\.\d+)?)", section)
@@ -113,19 +115,20 @@ def _sections(text: str, sections: list[str], *, known: tuple[str, ...]) -> dict
         )
         if key not in known:
             remedy = (
-                f"its sections are {', '.join(known)}, each with a number, such as {known[0]}0.5"
+                f"write {', '.join(known)}, each with a number, such as {known[0]}0.5"
                 if known
-                else "it has none"
+                else "remove it"
             )
             raise _wrong(text, section, remedy)
         if key in given:
-            raise _wrong(text, section, f"{key} is given twice")
+            raise _wrong(text, section, f"write {key} only once")
         given[key] = value
     return given
 
 
-def _wrong(text: str, section: str, remedy: str) -> ValueError:
-    return ValueError(f"augment.auto_augment: {section!r} in {text!r} will not do; {remedy}")
+def _wrong(text: str, section: str, fix: str) -> SettingsError:
+    problem = f"{section!r} in {text!r} is not valid"
+    return SettingsError("augment.auto_augment", problem, fix, code="bad-value")
 
 
 def _spread(given: dict[str, str]) -> float:

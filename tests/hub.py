@@ -1,9 +1,5 @@
-"""A hub on loopback, for huggingface_hub's own client: repositories of models with branches and
-commits, in memory.
-
-What the client asks for is read in its source (hf_api, _commit_api, lfs, file_download); git and
-xet are left out. Who has no good token sees no private repository.
-"""
+"""A Hugging Face hub in memory, on loopback, for the real client: models with branches and commits.
+Private repositories need the token."""
 
 import base64
 import hashlib
@@ -15,7 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_of_the_tests"
 LARGE = 20_000
@@ -27,9 +23,9 @@ class Repository:
     private: bool = False
     gated: bool = False
     branches: dict[str, list[str]] = field(default_factory=lambda: {"main": []})
-    """Commits, the newest last."""
+    """Commits by branch, the newest last."""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    """By commit."""
+    """Files by commit."""
 
     def commit(self, branch: str, files: dict[str, bytes]) -> str:
         number = sum(map(len, self.branches.values()))
@@ -50,10 +46,9 @@ class Hub:
     lfs: dict[str, bytes] = field(default_factory=dict)
     asked: list[tuple[str, str]] = field(default_factory=list)
     """Method and path of each request."""
-    cut_after: int | None = None
-    """Bytes of a file after which the connection breaks off."""
+    cut_after: int = 0
     num_cuts: int = 0
-    """How often it will."""
+    """So many times the connection breaks off after `cut_after` bytes of a file."""
     url: str = ""
 
     def put(
@@ -115,12 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if (
-            self.hub.num_cuts
-            and self.hub.cut_after is not None
-            and len(body) > self.hub.cut_after
-            and status in (200, 206)
-        ):
+        if self.hub.num_cuts and len(body) > self.hub.cut_after and status in (200, 206):
             self.hub.num_cuts -= 1
             self.close_connection = True
             body = body[: self.hub.cut_after]
@@ -128,9 +118,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _json(self, tree: Any, status: int = 200) -> None:
         self._send(status, json.dumps(tree).encode(), {"Content-Type": "application/json"})
-
-    # ---- who asks for what
-    # -----------------------------------------------------------------------------------------------
 
     def _is_known(self) -> bool:
         given = self.headers.get("Authorization")
@@ -162,26 +149,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"id": name, "sha": sha, "private": repository.private, "siblings": []})
 
     def tree(self, name: str, revision: str) -> None:
-        is_empty = (
-            self._repository(name).branches.get(revision) == []
-        )  # nothing was ever committed there
-        files = {} if is_empty else self._repository(name).files[self._commit(name, revision)[1]]
+        repository = self._repository(name)
+        is_empty = repository.branches.get(revision) == []
+        files = {} if is_empty else repository.files[self._commit(name, revision)[1]]
         self._json([_entry(path, content) for path, content in sorted(files.items())])
-
-    def paths_info(self, name: str, revision: str) -> None:
-        repository, sha = self._commit(name, revision)
-        asked = (
-            json.loads(self.body)["paths"]
-            if self.body.startswith(b"{")
-            else parse_qs(self.body.decode())["paths"]
-        )
-        self._json(
-            [
-                _entry(path, repository.files[sha][path])
-                for path in asked
-                if path in repository.files[sha]
-            ]
-        )
 
     def resolve(self, name: str, revision: str, path: str) -> None:
         repository, sha = self._commit(name, revision)
@@ -198,24 +169,18 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(200, content, headers)
 
-    # ---- what is written
-    # -------------------------------------------------------------------------------------------------
-
     def create(self) -> None:
         if not self._is_known():
             raise RefusedError(401)
         given = json.loads(self.body)
         name = "/".join(filter(None, (given["organization"], given["name"])))
+        answer = {"url": f"{self.hub.url}/{name}", "name": name}
         if name in self.hub.repositories:
-            self._json(
-                {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"},
-                409,
-            )
+            self._json(answer | {"error": "You already created this model repo"}, 409)
             return
-        self.hub.repositories[name] = Repository(
-            private=given.get("visibility") == "private" or given.get("private") is True
-        )
-        self._json({"url": f"{self.hub.url}/{name}", "name": name})
+        is_private = given.get("visibility") == "private" or given.get("private") is True
+        self.hub.repositories[name] = Repository(private=is_private)
+        self._json(answer)
 
     def branch(self, name: str, branch: str) -> None:
         branches = self._repository(name).branches
@@ -224,23 +189,13 @@ class _Handler(BaseHTTPRequestHandler):
         branches[branch] = list(branches["main"])
         self._json({})
 
-    def preupload(self, name: str, revision: str) -> None:
-        repository = self._repository(name)
-        there = repository.files.get(repository.at(revision) or "", {})
-        modes = [
-            {
-                "path": each["path"],
-                "uploadMode": "lfs" if each["size"] >= LARGE else "regular",
-                "shouldIgnore": False,
-                "oid": (
-                    _entry(each["path"], there[each["path"]])["oid"]
-                    if each["path"] in there
-                    else None
-                ),
-            }
-            for each in json.loads(self.body)["files"]
-        ]
-        self._json({"files": modes})
+    def preupload(self, name: str, _revision: str) -> None:
+        self._repository(name)
+        files = json.loads(self.body)["files"]
+        for each in files:
+            mode = "lfs" if each["size"] >= LARGE else "regular"
+            each.update(uploadMode=mode, shouldIgnore=False, oid=None)
+        self._json({"files": files})
 
     def batch(self, name: str) -> None:
         self._repository(name)
@@ -290,10 +245,9 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
 _NAME = r"([^/]+/[^/]+?)"
 _ROUTES = {
     r"GET /api/whoami-v2": _Handler.whoami,
-    rf"GET /api/(?:models|datasets)/{_NAME}(?:/revision/(.+))?": _Handler.info,
-    rf"GET /api/(?:models|datasets)/{_NAME}/tree/(.+)": _Handler.tree,
-    rf"POST /api/datasets/{_NAME}/paths-info/(.+)": _Handler.paths_info,
-    rf"(?:GET|HEAD) /(?:datasets/)?{_NAME}/resolve/([^/]+)/(.+)": _Handler.resolve,
+    rf"GET /api/models/{_NAME}(?:/revision/(.+))?": _Handler.info,
+    rf"GET /api/models/{_NAME}/tree/(.+)": _Handler.tree,
+    rf"(?:GET|HEAD) /{_NAME}/resolve/([^/]+)/(.+)": _Handler.resolve,
     r"POST /api/repos/create": _Handler.create,
     rf"POST /api/models/{_NAME}/branch/(.+)": _Handler.branch,
     rf"POST /api/models/{_NAME}/preupload/(.+)": _Handler.preupload,

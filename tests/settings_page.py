@@ -1,5 +1,4 @@
-"""Makes docs/settings.md and configs/schemas/ from the parsers and the docstrings: `python -m
-tests.settings_page`."""
+"""Write docs/settings.md and configs/schemas/ from the parsers and docstrings: `make settings`."""
 
 import argparse
 from dataclasses import replace
@@ -10,7 +9,8 @@ import cluster.cli
 import data_prep.commands
 import finetune.cli
 import pretrain.cli
-from data_prep.explain import Explained, json_schema, options_of, program, schema_of, settings_of
+from cluster.schemas import write_schemas
+from data_prep.explain import Explained, options_of, program, schema_of, settings_of
 
 REPOSITORY = Path(__file__).parent.parent
 ADD_VERBS = {
@@ -22,7 +22,7 @@ ADD_VERBS = {
 }
 HEAD = """# Options and settings
 
-Made by `python -m tests.settings_page` from the docstrings under the settings; a test holds it to them. In the terminal the same is
+Made by `make settings` from the docstrings under the settings. In the terminal the same is
 `PROGRAM explain VERB [KEY]`, such as `pretrain explain train optimizer.lr`.
 
 On the command line a setting is `key=value`, and the last word of its key is enough where no other setting of the verb ends with
@@ -46,9 +46,9 @@ def verbs_of(name: str) -> dict[str, argparse.ArgumentParser]:
     return dict(program(name, description="", add_verbs=ADD_VERBS[name]).commands)
 
 
-def pages() -> dict[Path, str]:
-    """{file: text}"""
-    text, found, seen = HEAD, dict[Path, str](), dict[object, str]()
+def settings_page() -> str:
+    """Return the text of docs/settings.md."""
+    text, seen = HEAD, dict[object, str]()
     for name in ADD_VERBS:
         text += f"\n## {name}\n"
         for word, verb in verbs_of(name).items():
@@ -66,10 +66,7 @@ def pages() -> dict[Path, str]:
             elif schema is not None:
                 seen[schema] = title
                 text += _settings(settings_of(verb), seen, title)
-                if "config" in (action.dest for action in verb._actions) or name == "wide-mlps":
-                    file = "plan" if name == "wide-mlps" else word
-                    found[REPOSITORY / f"configs/schemas/{file}.json"] = json_schema(schema)
-    return {REPOSITORY / "docs/settings.md": text, **found}
+    return text
 
 
 def _examples(verb: argparse.ArgumentParser) -> list[str]:
@@ -110,7 +107,5 @@ def _table(rows: list[Explained]) -> str:
 
 
 if __name__ == "__main__":
-    for path, text in pages().items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        print(path)
+    (REPOSITORY / "docs/settings.md").write_text(settings_page())
+    write_schemas(REPOSITORY / "configs/schemas")

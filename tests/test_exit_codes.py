@@ -39,6 +39,7 @@ PROGRAMS = {
         (CheckpointError("not written"), BAD_INPUT, FAILED),
         (UserError("model", "another node differs", code="mismatch"), BAD_INPUT, FAILED),
         (Busy("out", "is held", code="busy"), BUSY, BUSY),
+        (UserError("s3://x", "is silent", code="unreachable"), FAILED, FAILED),
         (OSError(errno.ENOSPC, "disk full"), FAILED, FAILED),
         (FileNotFoundError(errno.ENOENT, "no such file"), BAD_INPUT, FAILED),
         (ValueError("from a library"), BAD_INPUT, FAILED),

@@ -323,7 +323,7 @@ MISTAKES = [
     ("pretrain plan mlp_b12_wi1024 --optimizer adam", "--optimizer", "bad-value"),
     ("pretrain plan mlp_b12_wi1024 --nodes 3 --batch 4096", "--batch", "4096 does not split"),
     ("pretrain models --match zzz", "--match", "no model is named"),
-    ("pretrain widths --omega x", "--omega", "'x' is not a"),
+    ("pretrain models --omega x", "--omega", "'x' is not a"),
     ("finetune import nowhere.pth --out o", "nowhere.pth", "is not there"),
     ("finetune import runs/m/checkpoints/step-00000008 --out o", "runs/m/checkpoints/step-00000008", "is a directory"),
     ("finetune import points.csv --out o --mean .5 .5 .5", "--mean and --std", "one is given without"),

@@ -9,240 +9,154 @@ layers of a pair.
 """
 
 import itertools
-import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
+import pandas as pd
 import torch
 from torch import Tensor
 
-from analysis.device import device_of
+from analysis.command import device_of
 from analysis.features.hsic import Grams, WholeCka, cka, gram, hsic
 from analysis.features.mixings import Images, Subject, open_subjects
 from analysis.output import Result
-from data_prep.errors import UserError
+from analysis.run_rows import model_words
 from finetune.looks import looks
-from pretrain.models.spec import ModelSpec, SparseMlpSpec
+from pretrain.models.spec import SparseMlpSpec
 
 RESAMPLES, INTERVAL = 1000, (2.5, 97.5)
 FEWEST_BATCHES = 4
-"""Of fewer there is no interval: their resamples are too much alike."""
+"""Fewer batches have no interval: their resamples are too similar."""
 Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Group:
-    """Pairs of the same two architectures."""
-
-    names: tuple[Sequence[str], Sequence[str]]
-    """Of the two networks' mixings."""
-    matrix_LM: np.ndarray
-    """The mean over the pairs."""
-    facts: dict[str, Any]
-    """Density: of the second, where it is a SW-MLP. Ceilings: of the first and of the second
-    architecture, where there are several seeds."""
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """All that a pass over the split has found."""
+    """HSIC1 of all layers of all runs in each batch."""
 
     subjects: dict[str, Subject]
     hsic_TFF: Tensor
     floor_TFF: Tensor
-    """With the images of the second in another order."""
+    """With the images of the second layer in another order."""
     num_images: int
-    whole: dict[Pair, list[float]]
 
-    def resampled(self, pair: Pair, weights_WT: Tensor, *, floor: bool = False) -> Tensor:
-        """(W, L, M): CKA of HSIC1 averaged with each row of weights of the batches."""
-        ends = list(
-            itertools.accumulate(
-                (len(subject.mixings) for subject in self.subjects.values()), initial=0
-            )
-        )
-        one, other = (
-            slice(*ends[place : place + 2]) for place in map(list(self.subjects).index, pair)
-        )
-        cross = torch.einsum(
-            "wt,tlm->wlm", weights_WT, (self.floor_TFF if floor else self.hsic_TFF)[:, one, other]
-        )
-        selves = weights_WT @ self.hsic_TFF.diagonal(
-            dim1=1, dim2=2
-        )  # with itself a shuffled network has what it had
+    def cka(self, pair: Pair, weights_WT: Tensor | None = None, *, floor: bool = False) -> Tensor:
+        """Return CKA (W, L, M) of HSIC1 averaged with each row of weights of the batches."""
+        if weights_WT is None:
+            num_batches = len(self.hsic_TFF)
+            weights_WT = torch.full((1, num_batches), 1 / num_batches, dtype=torch.float64)
+        lengths = (len(subject.mixings) for subject in self.subjects.values())
+        ends = list(itertools.accumulate(lengths, initial=0))
+        places = [list(self.subjects).index(run) for run in pair]
+        one, other = (slice(*ends[place : place + 2]) for place in places)
+        hsic_TFF = self.floor_TFF if floor else self.hsic_TFF
+        cross = torch.einsum("wt,tlm->wlm", weights_WT, hsic_TFF[:, one, other])
+        # a network with shuffled images has the same HSIC1 with itself
+        selves = weights_WT @ self.hsic_TFF.diagonal(dim1=1, dim2=2)
         return cka(cross, selves[:, one], selves[:, other])
-
-    def matrix(self, pair: Pair, *, floor: bool = False) -> Tensor:
-        """(L, M)"""
-        num_batches = len(self.hsic_TFF)
-        return self.resampled(
-            pair, torch.full((1, num_batches), 1 / num_batches, dtype=torch.float64), floor=floor
-        )[0]
-
-    def mean_diagonal(self, pairs: Iterable[Pair], *, floor: bool = False) -> float | None:
-        values = [float(diagonal_of(self.matrix(pair, floor=floor))) for pair in pairs]
-        return statistics.fmean(values) if values else None
 
 
 def diagonal(rows: int, columns: int) -> list[tuple[int, int]]:
-    """The entries at the same share of both depths."""
+    """Return the entries at the same fraction of both depths."""
     longest = max(rows, columns)
     return [(place * rows // longest, place * columns // longest) for place in range(longest)]
 
 
-def diagonal_of(matrix: Tensor) -> Tensor:
-    """(..., L, M) to (...): the mean over the diagonal."""
-    rows, columns = zip(*diagonal(matrix.shape[-2], matrix.shape[-1]), strict=True)
-    return matrix[..., list(rows), list(columns)].mean(-1)
+def diagonal_of(matrices: Tensor) -> Tensor:
+    """Return the mean over the diagonal of each (L, M)."""
+    rows, columns = zip(*diagonal(*matrices.shape[-2:]), strict=True)
+    return matrices[..., list(rows), list(columns)].mean(-1)
 
 
-def compare(
-    images: Images, pairs: Sequence[Pair], *, whole: bool, device: torch.device
-) -> Comparison:
-    """One pass over the images, with all runs at once; with `whole`, one more for each entry of a
-    diagonal."""
+def compare(images: Images, pairs: Sequence[Pair], *, device: torch.device) -> Comparison:
+    """Compare all runs in one pass over the images."""
     subjects = open_subjects(itertools.chain(*pairs), images.manifest, device=device)
-    if whole:
-        _check_room(subjects, pairs, device=device)
-    sums, floors, seen = list[Tensor](), list[Tensor](), 0
-    for batch in images.batches(
-        "features", size=max(each.card.image_size for each in subjects.values()), device=device
-    ):
+    sums, floors, num_images = list[Tensor](), list[Tensor](), 0
+    size = max(each.card.image_size for each in subjects.values())
+    for batch in images.batches("features", size=size, device=device):
         grams = Grams.of(
             one
             for each in subjects.values()
             for one in each.run(each.plain.plain(batch).images_BCHW, gram)[1]
         )
-        order_N = torch.randperm(
-            len(batch.samples), generator=torch.Generator().manual_seed(seen)
-        ).to(device, non_blocking=True)
-        sums.append(hsic(grams, grams))  # nobody waits for it before the end
+        generator = torch.Generator().manual_seed(num_images)
+        order_N = torch.randperm(len(batch.samples), generator=generator).to(device)
+        sums.append(hsic(grams, grams))
         floors.append(hsic(grams, grams.shuffled(order_N)))
-        seen += len(batch.samples)
-    wholes = (
-        {pair: _whole(images, *(subjects[run] for run in pair), device=device) for pair in pairs}
-        if whole
-        else {}
-    )
-    return Comparison(subjects, torch.stack(sums).cpu(), torch.stack(floors).cpu(), seen, wholes)
+        num_images += len(batch.samples)
+    return Comparison(subjects, torch.stack(sums).cpu(), torch.stack(floors).cpu(), num_images)
 
 
-def _check_room(
-    subjects: dict[str, Subject], pairs: Sequence[Pair], *, device: torch.device
-) -> None:
-    """For the whole-sample form of the largest mixings, before an hour's work."""
-    most = {}
-    for run, subject in subjects.items():
-        most[run] = max(
-            subject.run(
-                torch.zeros(1, 3, *[subject.card.image_size] * 2, device=device), torch.numel
-            )[1]
-        )
-    need = 8 * max(
-        most[one] ** 2 + most[other] ** 2 + most[one] * most[other] for one, other in pairs
-    )
-    room = (
-        torch.cuda.mem_get_info(device)[0]
-        if device.type == "cuda"
-        else psutil.virtual_memory().available
-    )
-    if need > room:
-        problem = f"needs {need / 1e9:,.1f} GB, and {room / 1e9:,.1f} GB are free"
-        raise UserError("--whole", problem, "leave it out", code="no-space")
-
-
-def _whole(images: Images, one: Subject, other: Subject, *, device: torch.device) -> list[float]:
-    """The diagonal, a pass for each entry: the products of one pair of layers are held at a
-    time."""
-    found = list[float]()
-    for row, column in diagonal(len(one.mixings), len(other.mixings)):
-        whole, title = WholeCka(), f"whole sample, mixings {row + 1} and {column + 1}"
-        for batch in images.batches(
-            title, size=max(one.card.image_size, other.card.image_size), device=device
-        ):
-            chosen = (one.only(row), other.only(column))
-            whole.add(
-                *(
-                    each.run(each.plain.plain(batch).images_BCHW, lambda output: output)[1][0]
-                    for each in chosen
-                )
-            )
+def whole_diagonal(images: Images, pair: Sequence[Subject], *, device: torch.device) -> list[float]:
+    """Return the diagonal over the complete sample, by one pass for each entry: the products of one
+    pair of layers are in memory at a time."""
+    found, size = list[float](), max(each.card.image_size for each in pair)
+    for entry in diagonal(*(len(each.mixings) for each in pair)):
+        whole, title = WholeCka(), f"whole sample, mixings {entry[0] + 1} and {entry[1] + 1}"
+        chosen = [each.only(number) for each, number in zip(pair, entry, strict=True)]
+        for batch in images.batches(title, size=size, device=device):
+            inputs = [each.plain.plain(batch).images_BCHW for each in chosen]
+            outputs = [
+                each.run(x, torch.clone)[1][0] for each, x in zip(chosen, inputs, strict=True)
+            ]
+            whole.add(*outputs)
         found.append(whole.value())
     return found
 
 
-# ---- what follows from it
-
-
-def groups_of(found: Comparison, pairs: Sequence[Pair]) -> list[Group]:
-    """In the order of their densities."""
-    together: dict[tuple[ModelSpec, ...], list[Pair]] = {}
-    for pair in pairs:
-        together.setdefault(tuple(found.subjects[run].card.model for run in pair), []).append(pair)
-    random, num_batches = np.random.default_rng(0), len(found.hsic_TFF)
-    weights_WT = torch.from_numpy(
-        random.multinomial(num_batches, np.full(num_batches, 1 / num_batches), RESAMPLES)
-        / num_batches
-    )
-    groups = []
-    for (first, second), members in together.items():
-        matrices = [found.matrix(pair) for pair in members]
-        diagonals = [float(diagonal_of(matrix)) for matrix in matrices]
-        resampled = torch.stack(
-            [diagonal_of(found.resampled(pair, weights_WT)) for pair in members]
-        ).mean(0)
-        ones, others = (list(dict.fromkeys(runs)) for runs in zip(*members, strict=True))
-        facts = {
-            "model_a": first.label,
-            "model_b": second.label,
-            "density": second.density if isinstance(second, SparseMlpSpec) else None,
-            "pairs": members,
-            "diagonal": statistics.fmean(diagonals),
-            "diagonal_std_over_pairs": statistics.stdev(diagonals) if len(members) > 1 else None,
-            "diagonal_interval_over_batches": (
-                np.nanpercentile(resampled, INTERVAL).tolist()
-                if num_batches >= FEWEST_BATCHES
-                else None
-            ),
-            "ceiling_a": found.mean_diagonal(itertools.combinations(ones, 2)),
-            "ceiling_b": found.mean_diagonal(itertools.combinations(others, 2)),
-            "floor": found.mean_diagonal(members, floor=True),
-        }
-        names = tuple(list(found.subjects[run].mixings) for run in members[0])
-        groups.append(Group((names[0], names[1]), torch.stack(matrices).mean(0).numpy(), facts))
-    return sorted(
-        groups, key=lambda each: (each.facts["model_a"], each.facts["density"] or -math.inf)
-    )
-
-
-def rows_of(found: Comparison, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """One for each entry of each pair's matrix."""
-    rows = []
+def entries_of(found: Comparison, pairs: Sequence[Pair]) -> pd.DataFrame:
+    """Return a row for each entry of each pair's matrix."""
+    rows = list[dict[str, Any]]()
     for pair in pairs:
         one, other = (found.subjects[run] for run in pair)
-        matrix, floor = found.matrix(pair), found.matrix(pair, floor=True)
+        models = dict(zip(("model_a", "model_b"), _models(found, pair), strict=True))
+        matrix, floor = found.cka(pair)[0], found.cka(pair, floor=True)[0]
         entries = diagonal(*matrix.shape)
-        wholes = dict(zip(entries, found.whole.get(pair, []), strict=False))
-        place = {
-            "run_a": pair[0],
-            "run_b": pair[1],
-            "model_a": one.card.model.label,
-            "model_b": other.card.model.label,
-        }
-        for (row, first), (column, second) in itertools.product(
-            enumerate(one.mixings), enumerate(other.mixings)
-        ):
-            values = {"cka": float(matrix[row, column]), "floor": float(floor[row, column])}
-            about = {
-                "on_diagonal": (row, column) in entries,
-                "cka_whole": wholes.get((row, column)),
-            }
-            rows.append({**place, "mixing_a": first, "mixing_b": second, **values, **about})
-    return rows
+        for place in np.ndindex(*matrix.shape):
+            names = (list(each.mixings)[n] for each, n in zip((one, other), place, strict=True))
+            row = dict(
+                zip(("run_a", "run_b", "mixing_a", "mixing_b"), (*pair, *names), strict=True)
+            )
+            row |= {**models, "on_diagonal": place in entries}
+            rows.append(row | {"cka": float(matrix[place]), "floor": float(floor[place])})
+    return pd.DataFrame(rows)
+
+
+def _models(found: Comparison, pair: Pair) -> list[str]:
+    return [model_words(found.subjects[run].card.model) for run in pair]
+
+
+def groups_of(found: Comparison, pairs: Sequence[Pair]) -> pd.DataFrame:
+    """Return a row for each two architectures, by density. Density: of a SW-MLP in the second
+    place. Ceilings: of the first and of the second architecture, if they have several seeds."""
+    seeds_of: dict[Any, list[Pair]] = {}
+    for pair in pairs:
+        specs = tuple(found.subjects[run].card.model for run in pair)
+        seeds_of.setdefault(specs, []).append(pair)
+    count = len(found.hsic_TFF)
+    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES)
+    weights_WT, rows = torch.from_numpy(drawn / count), []
+    for (_, second), seeds in seeds_of.items():
+        first_model, second_model = _models(found, seeds[0])
+        row: dict[str, Any] = {"model_a": first_model, "model_b": second_model}
+        row["density"] = second.density if isinstance(second, SparseMlpSpec) else np.nan
+        diagonals = pd.Series([float(diagonal_of(found.cka(pair))) for pair in seeds])
+        row |= {"pairs": len(seeds), "diagonal": diagonals.mean(), "sd": diagonals.std()}
+        resampled = torch.stack([diagonal_of(found.cka(pair, weights_WT)) for pair in seeds]).mean(
+            0
+        )
+        has_interval = count >= FEWEST_BATCHES
+        row["low"], row["high"] = (
+            np.nanpercentile(resampled, INTERVAL) if has_interval else (np.nan, np.nan)
+        )
+        for name, runs in zip(("ceiling_a", "ceiling_b"), zip(*seeds, strict=True), strict=True):
+            others = itertools.combinations(dict.fromkeys(runs), 2)
+            row[name] = pd.Series([float(diagonal_of(found.cka(pair))) for pair in others]).mean()
+        floors = [float(diagonal_of(found.cka(pair, floor=True))) for pair in seeds]
+        rows.append(row | {"floor": np.mean(floors)})
+    return pd.DataFrame(rows).sort_values(["model_a", "density"], na_position="first")
 
 
 def compare_features(
@@ -252,20 +166,23 @@ def compare_features(
     whole: bool = False,
     device: torch.device | None = None,
 ) -> Result:
-    from analysis.features.drawing import cka_figures, table_of_groups
+    from analysis.features.drawing import draw_cka
 
-    found = compare(images, pairs, whole=whole, device=device or device_of(None))
-    groups = groups_of(found, pairs)
+    device = device or device_of(None)
+    found = compare(images, pairs, device=device)
+    entries, groups = entries_of(found, pairs), groups_of(found, pairs)
+    if whole:
+        subjects = [[found.subjects[run] for run in pair] for pair in pairs]
+        wholes = [each for pair in subjects for each in whole_diagonal(images, pair, device=device)]
+        entries.loc[entries.on_diagonal, "cka_whole"] = wholes
     facts = {
         "split": images.split,
         "num_images": found.num_images,
         "batch": images.batch,
         "num_batches": len(found.hsic_TFF),
         "gram_bytes": found.hsic_TFF.shape[1] * images.batch**2 * 8,
-        "groups": [group.facts for group in groups],
+        "groups": groups.to_dict("records"),
     }
-    names = (group.facts[model] for group in groups for model in ("model_a", "model_b"))
-    with looks(*names):
-        figures = cka_figures(groups)
-    inputs = [images.dataset, *found.subjects]
-    return Result(rows_of(found, pairs), facts, figures, inputs, [table_of_groups(groups)])
+    with looks(*groups.model_a, *groups.model_b):
+        figures = draw_cka(entries, groups)
+    return Result(entries, facts, figures, [images.dataset, *found.subjects], [groups])

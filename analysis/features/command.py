@@ -3,8 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from analysis.device import add_device, device_of
-from analysis.output import Result, add_out
+from analysis.command import add_command, add_device, device_of
+from analysis.output import Result
 from data_prep.explain import Verbs, at_least
 from data_prep.local_copy import local_copy
 from data_prep.manifest import Manifest, load_manifest
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 QUICK_IMAGES, QUICK_VIEWS = 1024, 5
 
 
-def add_commands(commands: Verbs) -> None:
-    cka = commands.add_parser(
+def add_commands(verbs: Verbs) -> None:
+    cka = add_command(
+        verbs,
         "cka",
+        _cka,
         help="similarity of the features of two networks, mixing by mixing (Mixer paper, Fig. 2)",
         description=(
             "Unbiased minibatch CKA. Memory: 1 GB, the weights, mixings of all runs x BATCH^2 x 16"
@@ -44,9 +46,10 @@ def add_commands(commands: Verbs) -> None:
         action="store_true",
         help="also compute the diagonals over the complete sample, without batches (slower)",
     )
-    cka.set_defaults(run=_cka)
-    invariance = commands.add_parser(
+    invariance = add_command(
+        verbs,
         "invariance",
+        _invariance,
         help="accuracy, agreement and CKA for shifted, flipped, cropped and permuted images, and"
         " accuracy over augmented views",
         description="Memory: 1 GB, the weights and mixings of a run x BATCH^2 x 24 bytes.",
@@ -64,8 +67,7 @@ def add_commands(commands: Verbs) -> None:
     invariance.add_argument(
         "--seeds", type=at_least(1), default=3, help="random seeds of the views (default: 3)"
     )
-    invariance.set_defaults(run=_invariance)
-    for command, name in ((cka, "cka"), (invariance, "invariance")):
+    for command in (cka, invariance):
         command.add_argument("dataset", help="finished dataset, or its URL")
         command.add_argument("--split", default="val", help="split of the images (default: val)")
         command.add_argument(
@@ -78,7 +80,6 @@ def add_commands(commands: Verbs) -> None:
             "--quick", action="store_true", help=f"the same as --count {QUICK_IMAGES}"
         )
         add_device(command)
-        add_out(command, name)
 
 
 def _images(options: argparse.Namespace, manifest: Manifest) -> "Images":
@@ -92,7 +93,7 @@ def _cka(options: argparse.Namespace) -> Result:
     manifest = load_manifest(local_copy(options.dataset, storage=None))
     manifest.split(options.split, directory=options.dataset)
     pairs = [(options.run_a, options.run_b), *map(tuple, options.more)]
-    for run in dict.fromkeys(run for pair in pairs for run in pair):
+    for run in {run for pair in pairs for run in pair}:
         Checkpoint.open(run, verify=False)
     with doing("loading torch"):
         from analysis.features.cka import compare_features

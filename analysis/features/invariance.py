@@ -1,5 +1,5 @@
 """`analysis invariance`: predictions and features of a network for changed images (shifted,
-mirrored, cropped, with permuted pixels), and the accuracy of the mean prediction over augmented
+flipped, cropped, with permuted pixels), and the accuracy of the mean prediction over augmented
 views.
 
 Each change is made to the model's input image, before the model's own pixel order. A shift fills
@@ -7,10 +7,9 @@ with the mean color. CKA compares the features of the mixings for an image and t
 batch, K changes, L mixings, M moments: numbers of views.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import pandas as pd
 import torch
@@ -37,47 +36,37 @@ ORDER = 0
 class Change:
     kind: str
     """none, shift, flip, crop or permutation."""
-    amount: float
-    """Pixels of a shift; remaining fraction of the side for a crop."""
-    direction: str
     of: Callable[[Tensor], Tensor]
     """(B, C, H, W) to the same."""
+    change: str = "unchanged"
+    """For tables and figures."""
+    amount: float = 0.0
+    """Pixels of a shift; remaining fraction of the side for a crop."""
+    direction: str = ""
 
 
-def changes(size: int, *, quick: bool = False) -> list[Change]:
-    """Return the changes of images of this size, first no change. `quick`: fewer shifts."""
-    found = [Change("none", 0, "", lambda x: x)]
+def changes(size: int, *, quick: bool = False) -> Iterator[Change]:
+    """Yield the changes of images of this size, first no change. `quick`: fewer shifts."""
+    yield Change("none", Tensor.contiguous)
     for pixels in (each for each in (QUICK_SHIFTS if quick else SHIFTS) if each < size):
         for name, (y, x) in DIRECTIONS.items():
-            found.append(
-                Change(
-                    "shift",
-                    pixels,
-                    name,
-                    partial(pad, pad=(x * pixels, -x * pixels, y * pixels, -y * pixels)),
-                )
-            )
-    found += [
-        Change("flip", 0, name, partial(torch.flip, dims=(axis,)))
-        for name, axis in (("left to right", 3), ("upside down", 2))
-    ]
-    found += [
-        Change("crop", share, "", partial(_crop, side=max(1, round(size * share))))
-        for share in CROPS
-    ]
-    return [
-        *found,
-        Change("permutation", 0, "", partial(_permute, order_P=pixel_order(ORDER, size=size))),
-    ]
+            sides = (x * pixels, -x * pixels, y * pixels, -y * pixels)
+            yield Change("shift", partial(pad, pad=sides), f"shift by {pixels} px", pixels, name)
+    for name, axis in (("left to right", 3), ("upside down", 2)):
+        yield Change("flip", partial(torch.flip, dims=(axis,)), f"flip {name}", 0, name)
+    for share in CROPS:
+        crop = partial(_crop, side=max(1, round(size * share)))
+        yield Change("crop", crop, f"middle {share:.0%}", share)
+    permute = partial(_permute, order_P=pixel_order(ORDER, size=size))
+    yield Change("permutation", permute, "permutation")
 
 
 def _crop(x_BCHW: Tensor, *, side: int) -> Tensor:
     """Crop the middle and resize it to the old size."""
     size = x_BCHW.shape[2]
     middle = slice((size - side) // 2, (size - side) // 2 + side)
-    return interpolate(
-        x_BCHW[:, :, middle, middle], size=(size, size), mode="bilinear", align_corners=False
-    )
+    cropped = x_BCHW[:, :, middle, middle]
+    return interpolate(cropped, size=(size, size), mode="bilinear", align_corners=False)
 
 
 def _permute(x_BCHW: Tensor, *, order_P: Tensor) -> Tensor:
@@ -94,28 +83,36 @@ class Measurement:
 
 
 def invariance(runs: Sequence[str], how: Measurement) -> Result:
-    from analysis.features.drawing import invariance_figures, table_of_changes
+    from analysis.features.drawing import draw_changes, draw_mixings, means_of
 
-    manifest, measured = how.images.manifest, []
+    frames = []
     for run in dict.fromkeys(runs):  # one in memory at a time
-        subject = open_subjects([run], manifest, device=how.device)[run]
-        measured += measure(subject, how)
+        subject = open_subjects([run], how.images.manifest, device=how.device)[run]
+        parts = [measure(subject, how)]
+        parts += [_measure_views(subject, how, seed) for seed in range(how.seeds) if how.views]
+        frames.append(pd.concat(parts).assign(run=run, model=subject.card.model.label))
         del subject
-    rows = pd.DataFrame(measured)
+    rows = pd.concat(frames, ignore_index=True)
+    top1 = rows.top1
+    rows["standard_error"] = (top1 * (1 - top1) / rows.num_images) ** 0.5
     facts = {"split": how.images.split, "batch": how.images.batch, "views": how.views}
     with looks(*runs):
-        figures = invariance_figures(rows)
-    inputs, printed = [how.images.dataset, *runs], [table_of_changes(rows)]
-    return Result(rows, facts | {"seeds": how.seeds}, figures, inputs, printed)
+        figures = {"": draw_changes(rows), "mixings": draw_mixings(rows)}
+    shown = rows[(rows.kind != "shift") | rows.amount.isin(QUICK_SHIFTS)]
+    inputs = [how.images.dataset, *runs]
+    return Result(rows, facts | {"seeds": how.seeds}, figures, inputs, [means_of(shown)])
 
 
-def measure(subject: Subject, how: Measurement) -> list[dict[str, Any]]:
-    """Return a row for each change, and one for each number of views and seed of the views. All
-    counts stay on the device until the end."""
+def _classes(subject: Subject, how: Measurement) -> Tensor:
+    numbers = class_numbers(subject.card, how.images.manifest, dataset=how.images.dataset)
+    return torch.tensor(numbers, device=how.device)
+
+
+def measure(subject: Subject, how: Measurement) -> pd.DataFrame:
+    """Return a row for each change. All counts stay on the device until the end."""
     card, device = subject.card, how.device
-    size, dataset = card.image_size, how.images.dataset
-    classes = torch.tensor(class_numbers(card, how.images.manifest, dataset=dataset), device=device)
-    tried = changes(size, quick=how.quick)
+    size, classes = card.image_size, _classes(subject, how)
+    tried = [*changes(size, quick=how.quick)]
     plain = replace(subject.backbone, pixels=IN_PLACE).augmentation(device=device)
     order_P = torch.arange(size**2)
     if card.pixel_permutation is not None:
@@ -136,55 +133,26 @@ def measure(subject: Subject, how: Measurement) -> list[dict[str, Any]]:
             del features, grams, pairs  # frees their memory before the next ones
         num_images += len(labels_B)
     cross, one, other = hsic_K3L[..., None].cpu().unbind(1)
-    cka_KL = cka(cross[..., None], one, other)[..., 0, 0].tolist()
-    rows = [
-        {
-            **_place(change.kind, change.amount, change.direction),
-            **_accuracy(right, num_images),
-            "agreement": same / num_images,
-            "cka": cka_L,
-        }
-        for change, right, same, cka_L in zip(
-            tried, right_K.tolist(), same_K.tolist(), cka_KL, strict=True
-        )
-    ]
-    for seed in range(how.seeds if how.views else 0):
-        rows += _measure_views(subject, how, classes, seed)
-    return [{"run": subject.place, "model": card.model.label} | row for row in rows]
-
-
-def _place(
-    kind: str, amount: float, direction: str = "", seed: int | None = None
-) -> dict[str, Any]:
-    names = {
-        "none": "unchanged",
-        "shift": f"shift by {amount:.0f} px",
-        "crop": f"middle {amount:.0%}",
-        "views": f"views: {amount:.0f}",
-    }
-    change = names.get(kind, f"{kind} {direction}".strip())
-    place = {"kind": kind, "amount": float(amount), "direction": direction, "seed": seed}
-    return place | {"change": change}
-
-
-def _accuracy(right: int, num_images: int) -> dict[str, Any]:
-    top1 = right / num_images
-    error = (top1 * (1 - top1) / num_images) ** 0.5
-    return {"num_images": num_images, "top1": top1, "standard_error": error}
+    names = ("kind", "change", "amount", "direction")
+    rows = pd.DataFrame([[getattr(each, name) for name in names] for each in tried], columns=names)
+    return rows.assign(
+        num_images=num_images,
+        top1=right_K.cpu().numpy() / num_images,
+        agreement=same_K.cpu().numpy() / num_images,
+        cka=cka(cross[..., None], one, other)[..., 0, 0].tolist(),
+    )
 
 
 @torch.no_grad()
-def _measure_views(
-    subject: Subject, how: Measurement, classes: Tensor, seed: int
-) -> list[dict[str, Any]]:
+def _measure_views(subject: Subject, how: Measurement, seed: int) -> pd.DataFrame:
     """Return the accuracy of the mean softmax over the first 1, 2, 5, ... views, which are those of
     `finetune evaluate views=... seed=...`."""
     checkpoint, model = subject.backbone.checkpoint, subject.backbone.model
     assert checkpoint is not None and model is not None
-    moments, device = moments_up_to(how.views), how.device
+    moments, device, classes = moments_up_to(how.views), how.device, _classes(subject, how)
     settings = choose_views(ViewSettings(), checkpoint.run_dir)[0]
     augmentation = subject.backbone.augmentation(settings, seed=seed, device=device)
-    right_M = {moment: torch.zeros((), dtype=torch.int64, device=device) for moment in moments}
+    right_M = dict.fromkeys(moments, torch.zeros((), dtype=torch.int64, device=device))
     num_images, size = 0, subject.card.image_size
     title = f"{subject.place}: views, seed {seed}"
     for batch in how.images.batches(title, size=size, device=device, times=how.views):
@@ -192,9 +160,11 @@ def _measure_views(
         for view in range(how.views):
             total_BK = total_BK + model(view_of(batch, view, augmentation)).double().softmax(1)
             if view + 1 in moments:
-                right_M[view + 1] += (total_BK.argmax(1) == classes[batch.labels_B]).sum()
+                is_right_B = total_BK.argmax(1) == classes[batch.labels_B]
+                right_M[view + 1] = right_M[view + 1] + is_right_B.sum()
         num_images += len(batch.labels_B)
-    return [
-        {**_place("views", number, seed=seed), **_accuracy(int(right), num_images)}
-        for number, right in right_M.items()
+    rows = [
+        {"change": f"views: {count}", "amount": float(count), "top1": int(right) / num_images}
+        for count, right in right_M.items()
     ]
+    return pd.DataFrame(rows).assign(kind="views", direction="", seed=seed, num_images=num_images)

@@ -3,16 +3,19 @@
 import argparse
 from pathlib import Path
 
-from analysis.device import add_device, device_of
-from analysis.output import Result, add_out
+from analysis.command import add_command, add_device, device_of
+from analysis.output import Result
 from data_prep.errors import UserError
 from data_prep.explain import Verbs, at_least
 from data_prep.progress import doing
+from pretrain.checkpoints.checkpoint import Checkpoint
 
 
 def add_commands(verbs: Verbs) -> None:
-    spectra = verbs.add_parser(
+    spectra = add_command(
+        verbs,
         "spectra",
+        _spectra,
         help=(
             "singular values of a run's matrices during training, or of initial matrices (Mixer"
             " paper, Figures 4 and S.1)"
@@ -25,33 +28,35 @@ def add_commands(verbs: Verbs) -> None:
     spectra.add_argument(
         "--figs1",
         action="store_true",
-        help="no run: Figure S.1 centre, and the largest against Omega; seconds",
+        help="no run: Figure S.1 center, and the largest against Omega; seconds",
     )
-    spectra.set_defaults(run=_spectra)
-    structure = verbs.add_parser(
+    structure = add_command(
+        verbs,
         "structure",
+        _structure,
         help=(
             "distance of trained matrices to Monarch and Kronecker matrices, compared with random"
             " matrices of equal spectrum"
         ),
         epilog="analysis structure runs/mine --out runs/mine-structure",
     )
-    structure.set_defaults(run=_structure)
-    masks = verbs.add_parser(
+    masks = add_command(
+        verbs,
         "masks",
+        _masks,
         help="the nonzero entries of effective matrices (Mixer paper, Figures 1 and S.9)",
         epilog="analysis masks --tokens 8 --channels 6",
     )
-    masks.add_argument("--tokens", type=int, default=8, help="S")
-    masks.add_argument("--channels", type=int, default=8, help="C")
+    masks.add_argument("--tokens", type=at_least(2), default=8, help="S")
+    masks.add_argument("--channels", type=at_least(2), default=8, help="C")
     masks.add_argument(
         "--seed", type=at_least(0), default=1, help="of permutations and of the SW-MLP's mask"
     )
-    add_out(masks, "masks")
-    masks.set_defaults(run=_masks)
-    filters = verbs.add_parser(
+    filters = add_command(
+        verbs,
         "filters",
-        help=("first-layer filters of MLPs and Mixers as images side by side, and their locality"),
+        _filters,
+        help="first-layer filters of MLPs and Mixers as images side by side, and their locality",
         epilog="analysis filters runs/mine",
     )
     filters.add_argument(
@@ -66,30 +71,16 @@ def add_commands(verbs: Verbs) -> None:
     filters.add_argument(
         "--init", action="store_true", help="also show the initial weights of each run"
     )
-    filters.set_defaults(run=_filters)
-    what = "run directories, checkpoints, RUN@50epochs, imported folders"
-    for verb, name, nargs in (
-        (spectra, "spectra", "*"),
-        (structure, "structure", "*"),
-        (filters, "filters", "+"),
-    ):
-        verb.add_argument("runs", type=Path, nargs=nargs, metavar="RUN", help=what)
-        add_out(verb, name)
-        if verb is not filters:
-            verb.add_argument(
-                "--quick",
-                action="store_true",
-                help="only the newest checkpoint, and fewer random matrices",
-            )
-            add_device(verb)
-
-
-def _check_checkpoints(options: argparse.Namespace) -> None:
-    """Check that the checkpoints exist, before torch is imported."""
-    from pretrain.checkpoints.checkpoint import Checkpoint
-
-    for place in options.runs:
-        Checkpoint.open(place, verify=False)
+    words = "run directories, checkpoints, RUN@50epochs, imported folders"
+    for command, nargs in ((spectra, "*"), (structure, "*"), (filters, "+")):
+        command.add_argument("runs", type=Path, nargs=nargs, metavar="RUN", help=words)
+    for command in (spectra, structure):
+        command.add_argument(
+            "--quick",
+            action="store_true",
+            help="only the newest checkpoint, and fewer random matrices",
+        )
+        add_device(command)
 
 
 def _spectra(options: argparse.Namespace) -> Result:
@@ -114,10 +105,6 @@ def _structure(options: argparse.Namespace) -> Result:
 
 
 def _masks(options: argparse.Namespace) -> Result:
-    for name in ("tokens", "channels"):
-        if not 2 <= getattr(options, name) <= 64:
-            problem = f"{getattr(options, name)} is not between 2 and 64"
-            raise UserError(f"--{name}", problem, "give 8, for example", code="bad-value")
     from analysis.matrices.masks import masks
 
     return masks(options.tokens, options.channels, seed=options.seed)
@@ -129,3 +116,9 @@ def _filters(options: argparse.Namespace) -> Result:
         from analysis.matrices.filters import filters
     which, count = options.which, options.count
     return filters(options.runs, which=which, count=count, with_initial=options.init)
+
+
+def _check_checkpoints(options: argparse.Namespace) -> None:
+    """Check that the checkpoints exist, before torch is imported."""
+    for place in options.runs:
+        Checkpoint.open(place, verify=False)

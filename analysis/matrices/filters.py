@@ -11,21 +11,20 @@ Locality of a neuron whose pixels have energies e, their squared weights summed 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from analysis.matrices.weights import Array, initial_model, name_of
-from analysis.output import Result, table_of
+from analysis.matrices.weights import initial_model, name_of
+from analysis.output import Result, mark
 from data_prep.errors import UserError
 from data_prep.images.lettering import legible
 from data_prep.images.sheet import PAPER
-from finetune.looks import COLOURS, GREY, looks, panels
+from finetune.looks import GREY, looks, panels
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_weights
 from pretrain.tracking.pictures import (
@@ -52,9 +51,9 @@ class Layer:
     side: int
     """Side of the square of pixels that each neuron has weights for."""
 
-    @cached_property
-    def locality(self) -> dict[str, Array]:
-        """Return a value for each neuron; area 0 for a neuron without weights."""
+    @property
+    def locality(self) -> pd.DataFrame:
+        """Return a row for each neuron; area 0 for a neuron without weights."""
         weights = self.weight_NF.double().cpu().numpy().reshape(-1, 3, self.side, self.side)
         energy = (weights**2).sum(1)
         total = np.maximum(energy.sum((1, 2)), _LEAST)
@@ -62,28 +61,18 @@ class Layer:
         across = [energy.sum(axis) / total[:, None] for axis in (1, 2)]
         spread = sum(each @ places**2 - (each @ places) ** 2 for each in across)
         pairs = [(weights[..., 1:, :], weights[..., :-1, :]), (weights[..., 1:], weights[..., :-1])]
-        together = sum((one * other).sum((1, 2, 3)) for one, other in pairs)
-        alone = sum((one**2 + other**2).sum((1, 2, 3)) / 2 for one, other in pairs)
-        return {
-            "area": (
-                energy.sum((1, 2)) ** 2
-                / (self.side**2 * np.maximum((energy**2).sum((1, 2)), _LEAST))
-            ),
-            "radius": np.sqrt(np.maximum(spread, 0)),
-            "neighbors": together / np.maximum(alone, _LEAST),
-        }
-
-    @property
-    def medians(self) -> dict[str, float]:
-        return {key: float(np.median(values)) for key, values in self.locality.items()}
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        values = zip(*(each.tolist() for each in self.locality.values()), strict=True)
-        return [
-            {"layer": self.name, "neuron": n, **dict(zip(MEASURES, each, strict=True))}
-            for n, each in enumerate(values)
-        ]
+        products = sum((one * other).sum((1, 2, 3)) for one, other in pairs)
+        squares = sum((one**2 + other**2).sum((1, 2, 3)) / 2 for one, other in pairs)
+        used = self.side**2 * np.maximum((energy**2).sum((1, 2)), _LEAST)
+        return pd.DataFrame(
+            {
+                "layer": self.name,
+                "neuron": np.arange(len(weights)),
+                "area": energy.sum((1, 2)) ** 2 / used,
+                "radius": np.sqrt(np.maximum(spread, 0)),
+                "neighbors": products / np.maximum(squares, _LEAST),
+            }
+        )
 
 
 def filters(runs: Sequence[Path], *, which: str, count: int, with_initial: bool) -> Result:
@@ -94,56 +83,45 @@ def filters(runs: Sequence[Path], *, which: str, count: int, with_initial: bool)
         layer = first_layer(each, f"{name}, step {step:,}" if step else name)
         layers.append(layer)
         if with_initial:
-            begun = initial_model(each)
-            if begun is None:
+            model = initial_model(each)
+            if model is None:
                 problem = f"{place} has no run that began from a seed"
                 raise UserError("--init", problem, "leave it out", code="unsupported")
-            weight = begun.get_parameter(FIRST_LAYER).detach()
+            weight = model.get_parameter(FIRST_LAYER).detach()
             layers.append(Layer(f"{name}, initial", weight, layer.side))
-    facts = {layer.name: layer.medians for layer in layers}
-    cells = [[name, *(f"{each:.3f}" for each in facts[name].values())] for name in facts]
-    figures = {"": sheet(layers, which=which, count=count), "locality": draw_locality(layers)}
-    rows = [row for layer in layers for row in layer.rows]
+    rows = pd.concat([layer.locality for layer in layers], ignore_index=True)
+    medians = rows.groupby("layer", sort=False)[[*MEASURES]].median()
+    figures = {"": sheet(layers, which=which, count=count), "locality": draw_locality(rows)}
     inputs = [each.directory for each in opened]
-    printed = [table_of(["median over the neurons", *MEASURES.values()], cells)]
-    return Result(rows, facts, figures, inputs, printed)
+    table = medians.reset_index().rename(columns={"layer": "median over the neurons", **MEASURES})
+    return Result(rows, medians.to_dict("index"), figures, inputs, [table])
 
 
 def first_layer(opened: Checkpoint, name: str = "") -> Layer:
-    card, weights = opened.card, load_weights(opened)
+    card, weights, place = opened.card, load_weights(opened), str(opened.directory)
     side = filter_side(card.model, image_size=card.image_size)
-    place = str(opened.directory)
     if side is None:
         problem = f"the first layer of {card.model.label} has no filters"
         raise UserError(place, problem, "give an MLP or a Mixer", code="unsupported")
     if not weights[FIRST_LAYER].isfinite().all():
-        problem = f"{FIRST_LAYER} is not finite"
-        raise UserError(place, problem, "give an earlier checkpoint", code="not-finite")
+        problem, fix = f"{FIRST_LAYER} is not finite", "give an earlier checkpoint"
+        raise UserError(place, problem, fix, code="not-finite")
     return Layer(name, weights[FIRST_LAYER], side)
 
 
 def sheet(layers: Sequence[Layer], *, which: str, count: int) -> Image.Image:
     drawn = []
     for layer in layers:
+        weight, side = layer.weight_NF, layer.side
         if which == "largest":
-            filters, words = (
-                strongest_filters(layer.weight_NF, side=layer.side, count=count),
-                f"the {count} strongest filters",
-            )
+            shown = strongest_filters(weight, side=side, count=count)
         else:
-            filters = filters_of(
-                layer.weight_NF[: count if which == "first" else None], side=layer.side
-            )
-            words = (
-                f"the first {count} filters"
-                if which == "first"
-                else f"all {len(filters):,} filters"
-            )
-        columns = int(np.ceil(len(filters) ** 0.5))
-        panel = max(layer.side + 14, min(PANEL, 1800 // columns))
-        drawn.append(
-            draw_filters(filters, columns=columns, title=f"{layer.name}: {words}", panel=panel)
-        )
+            shown = filters_of(weight[: count if which == "first" else None], side=side)
+        words = {"largest": f"the {count} strongest", "first": f"the first {count}"}
+        title = f"{layer.name}: {words.get(which, f'all {len(shown):,}')} filters"
+        columns = int(np.ceil(len(shown) ** 0.5))
+        panel = max(side + 14, min(PANEL, 1800 // columns))
+        drawn.append(draw_filters(shown, columns=columns, title=title, panel=panel))
     starts = np.cumsum([0, *(each.width + _GAP for each in drawn)]).tolist()
     whole = Image.new("RGB", (starts[-1] - _GAP, max(each.height for each in drawn)), PAPER)
     for start, each in zip(starts, drawn, strict=False):
@@ -151,25 +129,18 @@ def sheet(layers: Sequence[Layer], *, which: str, count: int) -> Image.Image:
     return whole
 
 
-def draw_locality(layers: Sequence[Layer]) -> Figure:
+def draw_locality(rows: pd.DataFrame) -> Figure:
     """Draw the fraction of the neurons below each value."""
-    with looks(*(layer.name for layer in layers)):
+    with looks(*rows.layer.unique()):
         figure, axes_of = panels(3, height=2.4)
         for axes, (key, words) in zip(axes_of, MEASURES.items(), strict=True):
-            for number, layer in enumerate(layers):
-                style = ":" if layer.name.endswith("initial") else "-"
-                axes.ecdf(
-                    layer.locality[key],
-                    label=legible(layer.name),
-                    color=COLOURS[number % len(COLOURS)],
-                    ls=style,
-                )
+            for number, (name, own) in enumerate(rows.groupby("layer", sort=False)):
+                line, color = ":" if name.endswith("initial") else "-", mark(number)["color"]
+                axes.ecdf(own[key], label=legible(name), color=color, ls=line)
             axes.set_xlabel(words)
         axes_of[0].set_ylabel("fraction of the neurons")
-        for of_noise, words, line in (
-            (3 / 5, "Gaussian noise: 3/5", "--"),
-            (15 / 19, "uniform noise: 15/19", "-."),
-        ):
-            axes_of[0].axvline(of_noise, color=GREY, lw=0.8, ls=line, label=words)
+        noise = {"Gaussian noise: 3/5": (3 / 5, "--"), "uniform noise: 15/19": (15 / 19, "-.")}
+        for words, (area, line) in noise.items():
+            axes_of[0].axvline(area, color=GREY, lw=0.8, ls=line, label=words)
         figure.legend(*axes_of[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure

@@ -1,12 +1,12 @@
-"""Spectra of initial matrices, without any run: paper A's Figures 4 right and S.1.
+"""Spectra of initial matrices, without any run: Figures 4 right and S.1 of the Mixer paper.
 
-gamma m x m matrices with connections of probability p, N(0, 1/(p m)). Paper A's (17) has their
-largest singular value near sqrt(L+), L+ = c^2 + 3 c^2 sqrt(gamma) (1 - p) / q^2 with c = 1 +
-sqrt(gamma) and q^2 = p m. As it is printed that is too large where gamma is not 1; with q^2 = p
-gamma m it is what one measures (docs/papers.md).
+gamma m x m matrices with connections of probability p, N(0, 1/(p m)). Equation (17) of the paper
+has their largest singular value near sqrt(L+), L+ = c^2 + 3 c^2 sqrt(gamma) (1 - p) / q^2 with
+c = 1 + sqrt(gamma) and q^2 = p m. The printed form is too large if gamma is not 1; with
+q^2 = p gamma m it agrees with the measurement (docs/papers.md).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +15,18 @@ import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-from analysis.matrices.spectra import Row, singular_values
-from analysis.output import Result
+from analysis.matrices.spectra import singular_values
+from analysis.output import Result, mark
 from data_prep.progress import progress
-from finetune.looks import BLUE, COLOURS, GREY, MARKERS, looks, panels
+from finetune.looks import BLUE, COLOURS, GREY, looks, panels
 from pretrain.models.layers.sparse import draw_connections, largest_singular_value
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
+Case = Mapping[str, Any]
+"""width, gamma, density, and the shape or the exponent that they come from."""
 OMEGA, GAMMA = 2**19, 2.0
 SIDES = (
     (4, 360), (8, 252), (12, 203), (16, 173), (20, 152), (24, 136), (28, 124), (32, 113),
@@ -37,37 +38,27 @@ SPARSER, SPARSER_OMEGA = 1.5, 1_000
 LAWS = {"dense": "1 + √γ", "printed": "√L₊, q² = pm (printed)", "with_gamma": "√L₊, q² = pγm"}
 
 
-def sparse_matrix(case: Row) -> "csr_matrix":
-    """From torch's generator."""
+def sparse_matrix(case: Case) -> "csr_matrix":
+    """Return a matrix drawn from torch's generator."""
     width, gamma, density = case["width"], case["gamma"], case["density"]
     connections = draw_connections(width, num_outputs=round(gamma * width), density=density)
-    return connections.matrix(
-        torch.randn(len(connections.columns), dtype=torch.float64) / (density * width) ** 0.5
-    )
+    weights = torch.randn(len(connections.columns), dtype=torch.float64)
+    return connections.matrix(weights / (density * width) ** 0.5)
 
 
-def of_seeds(cases: Sequence[Row], *, seeds: int, measure: Callable[[Row], Row]) -> pd.DataFrame:
-    """A row for each case (width, gamma, density) and seed of torch's generator, beside what the
-    laws have."""
-    rows = list[Row]()
-    with (
-        progress("initial matrices", total=len(cases) * seeds, unit="matrices") as line,
-        torch.random.fork_rng(devices=[]),
-    ):
+def _repeated(cases: Sequence[Case], *, seeds: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each case and seed of torch's generator, with the values of the laws."""
+    title, total = "initial matrices", len(cases) * seeds
+    with progress(title, total=total, unit="matrices") as line, torch.random.fork_rng(devices=[]):
         for case, seed in product(cases, range(seeds)):
             torch.manual_seed(seed)
             width, gamma, density = case["width"], case["gamma"], case["density"]
             edge = 1 + gamma**0.5
-            printed, with_gamma = (
-                edge * (1 + 3 * gamma**0.5 * (1 - density) / q2) ** 0.5
-                for q2 in (density * width, density * gamma * width)
-            )
-            laws = {"dense": edge, "printed": printed, "with_gamma": with_gamma}
-            rows.append(
-                {**case, "hidden_width": gamma * width, "seed": seed, **laws, **measure(case)}
-            )
+            row = {**case, "hidden_width": gamma * width, "seed": seed, "dense": edge}
+            for law, q2 in (("printed", density * width), ("with_gamma", density * gamma * width)):
+                row[law] = edge * (1 + 3 * gamma**0.5 * (1 - density) / q2) ** 0.5
+            yield row
             line.advance(note=f"m {width:,}")
-    return pd.DataFrame(rows)
 
 
 def widths(
@@ -77,31 +68,45 @@ def widths(
     gamma: float = GAMMA,
     seeds: int = 10,
 ) -> pd.DataFrame:
-    """Figure 4 right: at fixed Omega, of the Mixer of each width (its two matrices) and of the
-    SW-MLP as wide."""
+    """Return the rows of Figure 4 right: at fixed Omega, the two matrices of each Mixer and the
+    SW-MLP of its width."""
     cases = [
         {"channels": channels, "tokens": tokens, "width": channels * tokens, "gamma": gamma}
         | {"density": omega / (gamma * (channels * tokens) ** 2)}
         for channels, tokens in sides
     ]
+    rows = []
+    for row in _repeated(cases, seeds=seeds):
+        for name in ("tokens", "channels"):
+            side = row[name]
+            weight = torch.randn(round(gamma * side), side, dtype=torch.float64).numpy()
+            row[f"mixer_{name}"] = float(np.linalg.norm(weight, 2) / side**0.5)
+        rows.append(row | {"sw_mlp": largest_singular_value(sparse_matrix(row))})
+    return pd.DataFrame(rows)
 
-    def measure(case: Row) -> Row:
-        token, channel = (
-            float(
-                np.linalg.norm(
-                    torch.randn(round(gamma * side), side, dtype=torch.float64).numpy(), 2
-                )
-                / side**0.5
-            )
-            for side in (case["tokens"], case["channels"])
-        )
-        return {
-            "mixer_tokens": token,
-            "mixer_channels": channel,
-            "sw_mlp": largest_singular_value(sparse_matrix(case)),
-        }
 
-    return of_seeds(cases, seeds=seeds, measure=measure)
+def sparser(
+    exponents: Sequence[float], omegas: Sequence[int], *, seeds: int, with_all_values: bool
+) -> pd.DataFrame:
+    """Return the rows of Figure S.1: m x m matrices with about Omega connections, and all or only
+    the largest of their singular values. p m = Omega^((1 - a) / 2) grows, is 1, or vanishes."""
+    cases = [
+        {"a": a, "omega": omega, "width": round(omega ** ((1 + a) / 2))}
+        | {"density": omega**-a, "gamma": 1.0}
+        for a, omega in product(exponents, omegas)
+    ]
+    rows = []
+    for row in _repeated(cases, seeds=seeds):
+        matrix = sparse_matrix(row)
+        row["connections"] = int(matrix.nnz)
+        values = singular_values(matrix) if with_all_values else None
+        if values is None:
+            row["sigma_max"] = largest_singular_value(matrix)
+        else:  # most rows have no connection
+            row["sigma_max"] = values[0]
+            row["values"] = values[values > 1e-7 * values[0]].tolist()
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def figure_4(*, quick: bool) -> Result:
@@ -115,7 +120,7 @@ def figure_4(*, quick: bool) -> Result:
 
 
 def figure_s1(*, quick: bool) -> Result:
-    center = sparser(seeds=2 if quick else 50, with_all_values=True)
+    center = sparser((SPARSER,), (SPARSER_OMEGA,), seeds=2 if quick else 50, with_all_values=True)
     omegas = (100, 300, 1_000, 3_000)
     right = sparser((0.5, 1.0, 1.5), omegas, seeds=2 if quick else 10, with_all_values=False)
     rows = pd.concat([center, right], ignore_index=True)
@@ -123,6 +128,7 @@ def figure_s1(*, quick: bool) -> Result:
 
 
 def draw_widths(rows: pd.DataFrame, *, title: str) -> Figure:
+    by_width = rows.groupby("hidden_width")
     measured = {
         "mixer_tokens": "Mixer, token mixing",
         "mixer_channels": "Mixer, channel mixing",
@@ -130,12 +136,10 @@ def draw_widths(rows: pd.DataFrame, *, title: str) -> Figure:
     }
     with looks():
         figure, (axes,) = panels(1, height=2.9)
-        for (name, label), color, marker in zip(measured.items(), COLOURS, MARKERS, strict=False):
-            style = {"color": color, "fmt": marker, "label": label}
-            _draw_over_seeds(axes, rows.groupby("hidden_width")[name], **style)
+        for number, (name, label) in enumerate(measured.items()):
+            _draw_over_seeds(axes, by_width[name], number, label)
         for (name, label), line in zip(LAWS.items(), ("-", ":", "--"), strict=True):
-            law = rows.groupby("hidden_width")[name].first()
-            color = GREY if name == "dense" else "black"
+            law, color = by_width[name].first(), GREY if name == "dense" else "black"
             axes.plot(law.index, law, line, color=color, lw=1, label=label)
         axes.set(xlabel="width of the hidden layer γm", ylabel="largest singular value")
         axes.set_title(title)
@@ -143,44 +147,11 @@ def draw_widths(rows: pd.DataFrame, *, title: str) -> Figure:
     return figure
 
 
-def _draw_over_seeds(axes: Axes, groups: Any, **style: Any) -> None:
+def _draw_over_seeds(axes: Axes, seeds: Any, number: int, label: str) -> None:
     """Draw means and deviations."""
-    means, deviations = groups.mean(), groups.std().fillna(0)
+    means, deviations = seeds.mean(), seeds.std().fillna(0)
+    style: dict[str, Any] = mark(number) | {"linestyle": "", "label": label}
     axes.errorbar(means.index, means, deviations, ms=4, capsize=2, **style)
-
-
-def sparser(
-    exponents: Sequence[float] = (SPARSER,),
-    omegas: Sequence[int] = (SPARSER_OMEGA,),
-    *,
-    seeds: int,
-    with_all_values: bool,
-) -> pd.DataFrame:
-    """Return the m x m matrices of Figure S.1 with about Omega connections. Center: all singular
-    values; most rows have no connection. Right: the largest against Omega. p m =
-    Omega^((1 - a) / 2) grows, is 1, or vanishes.
-    """
-
-    def measure(case: Row) -> Row:
-        matrix = sparse_matrix(case)
-        row = {"connections": int(matrix.nnz)}
-        values = singular_values(matrix) if with_all_values else None
-        if values is None:
-            return row | {"sigma_max": largest_singular_value(matrix)}
-        nonzero = values[values > 1e-7 * values[0]]
-        return row | {"sigma_max": float(values[0]), "values": nonzero.tolist()}
-
-    cases = [
-        {
-            "a": a,
-            "omega": omega,
-            "width": round(omega ** ((1 + a) / 2)),
-            "density": omega**-a,
-            "gamma": 1.0,
-        }
-        for a, omega in product(exponents, omegas)
-    ]
-    return of_seeds(cases, seeds=seeds, measure=measure)
 
 
 def draw_sparser(spectra: pd.DataFrame, largest: pd.DataFrame) -> Figure:
@@ -197,18 +168,14 @@ def draw_sparser(spectra: pd.DataFrame, largest: pd.DataFrame) -> Figure:
         center.set_title(title)
         center.legend()
         for number, (a, own) in enumerate(largest.groupby("a")):
-            color, groups = COLOURS[number], own.groupby("omega")
-            style = {"color": color, "fmt": MARKERS[number], "label": f"a = {a:g}"}
-            _draw_over_seeds(right, groups.sigma_max, **style)
-            law = groups.printed.first()
-            right.plot(law.index, law, "--", color=color, lw=1)
+            by_omega = own.groupby("omega")
+            _draw_over_seeds(right, by_omega.sigma_max, number, f"a = {a:g}")
+            law = by_omega.printed.first()
+            right.plot(law.index, law, "--", color=COLOURS[number], lw=1)
         right.plot([], [], "--", color=GREY, lw=1, label="√L₊")
         right.set(xscale="log", yscale="log", xlabel="connections Ω")
         right.set(ylabel="largest singular value", title="γ = 1, m = Ω^((1+a)/2), p = Ω^-a")
         for axis in (right.xaxis, right.yaxis):
             axis.set_major_formatter("{x:,g}")
-        right.xaxis.set_minor_formatter(NullFormatter())
-        right.yaxis.set_minor_formatter(StrMethodFormatter("{x:,g}"))
-        right.set_ylim(top=2 * right.get_ylim()[1])
         right.legend(loc="upper left", ncols=2)
     return figure

@@ -2,6 +2,7 @@
 A vector is token after token."""
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -12,22 +13,26 @@ Mask = NDArray[np.bool_]
 
 
 def masks(tokens: int, channels: int, *, seed: int) -> Result:
-    drawn = masks_of(tokens, channels, seed=seed)
-    rows = [
-        {
-            "mask": name,
-            "width": len(mask),
-            "connections": int(mask.sum()),
-            "density": float(mask.mean()),
-        }
-        for name, mask in drawn.items()
-    ]
+    found = masks_of(tokens, channels, seed=seed)
+    rows = pd.DataFrame(
+        [
+            {"mask": name, "width": len(mask), "connections": mask.sum(), "density": mask.mean()}
+            for name, mask in found.items()
+        ]
+    )
+    with looks():
+        figure = Figure(figsize=(PAGE, 3.9))
+        for axes, (name, mask) in zip(figure.subplots(2, 4).flat, found.items(), strict=True):
+            axes.imshow(~mask, cmap="gray", interpolation="nearest", vmin=0, vmax=1)
+            axes.spines[:].set_visible(True)
+            axes.set(xticks=[], yticks=[], title=name, xlabel=f"{mask.mean():.1%} of {len(mask)}²")
     facts = {"tokens": tokens, "channels": channels, "seed": seed}
-    return Result(rows, facts, {"": draw(drawn)})
+    return Result(rows, facts, {"": figure})
 
 
 def masks_of(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
-    """The SW-MLP has as many connections as the mean mixing, (C S^2 + C^2 S) / 2."""
+    """Return the masks by name. The SW-MLP has as many connections as the mean mixing,
+    (C S^2 + C^2 S) / 2."""
     generator = np.random.default_rng(seed)
     width = tokens * channels
     of_tokens = np.kron(np.ones((tokens, tokens), bool), np.eye(channels, dtype=bool))
@@ -50,15 +55,5 @@ def masks_of(tokens: int, channels: int, *, seed: int = 0) -> dict[str, Mask]:
 
 
 def _product(left: Mask, right: Mask) -> Mask:
-    """The entries that a product of such matrices can have."""
+    """Return the entries that a product of such matrices can have."""
     return left.astype(np.float32) @ right.astype(np.float32) > 0
-
-
-def draw(found: dict[str, Mask]) -> Figure:
-    with looks():
-        figure = Figure(figsize=(PAGE, 3.9))
-        for axes, (name, mask) in zip(figure.subplots(2, 4).flat, found.items(), strict=True):
-            axes.imshow(~mask, cmap="gray", interpolation="nearest", vmin=0, vmax=1)
-            axes.spines[:].set_visible(True)
-            axes.set(xticks=[], yticks=[], title=name, xlabel=f"{mask.mean():.1%} of {len(mask)}²")
-    return figure

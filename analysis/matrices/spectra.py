@@ -37,12 +37,11 @@ from data_prep.images.lettering import legible
 from finetune.looks import COLOURS, GREY, MARKERS, looks, panels
 from pretrain.models.layers.sparse import largest_singular_value
 
-Row = Mapping[str, Any]
 LONGEST_SIDE = 4096
-"""Of a Gram matrix: 134 MB of float64, of which three are there at once. Beyond it only the largest
-singular value is computed."""
+"""Side of the largest Gram matrix: 134 MB of float64, three times. Of larger matrices only the
+largest singular value is computed."""
 LARGEST_DENSE = 4096 * 4096
-"""Entries that a sparse matrix is filled up to before it is multiplied."""
+"""Entries of the largest sparse matrix that is made dense before it is multiplied."""
 
 
 def spectra(places: list[Path], *, quick: bool, device: torch.device) -> Result:
@@ -53,23 +52,22 @@ def spectra(places: list[Path], *, quick: bool, device: torch.device) -> Result:
             "step": step,
             **spectrum(matrix, initial=initial[n] if initial else None, device=device.type),
         }
-        for run, _, step, matrices, initial in steps_of(runs, what="spectra")
+        for run, _, step, matrices, initial in steps_of(runs, title="spectra")
         for n, matrix in enumerate(matrices)
     )
     return Result(rows, {"device": device.type}, draw(rows), inputs)
 
 
-def spectrum(matrix: Matrix, *, initial: Matrix | None, device: str = "cpu") -> Row:
+def spectrum(matrix: Matrix, *, initial: Matrix | None, device: str = "cpu") -> dict[str, Any]:
     weight, (rows, columns) = matrix.weight, matrix.weight.shape[-2:]
     values, frobenius = singular_values(weight, device=device), norm(weight)
     if values is None:
-        largest = max(
-            largest_singular_value(csr_matrix(each))
-            for each in (weight if weight.ndim == 3 else [weight])
-        )
+        slices = weight if weight.ndim == 3 else [weight]
+        largest = max(largest_singular_value(csr_matrix(each)) for each in slices)
     else:
         largest = float(values[0])
-    return {
+    edge = frobenius * np.prod(weight.shape) ** -0.5 * (rows**0.5 + columns**0.5)
+    found = {
         "block": matrix.block,
         "name": matrix.name,
         "rows": rows,
@@ -79,79 +77,55 @@ def spectrum(matrix: Matrix, *, initial: Matrix | None, device: str = "cpu") -> 
         "nonzero": int(np.count_nonzero(weight) if isinstance(weight, np.ndarray) else weight.nnz),
         "sigma_max": largest,
         "frobenius": frobenius,
-        "gaussian_edge": float(
-            frobenius * np.prod(weight.shape) ** -0.5 * (rows**0.5 + columns**0.5)
-        ),
+        "gaussian_edge": float(edge),
         "stable_rank": (frobenius / largest) ** 2 if largest else 0.0,
-        "effective_rank": None if values is None else effective_rank(values),
-        "distance": (
-            None
-            if values is None
-            else distance(values, ratio=min(rows, columns) / max(rows, columns))
-        ),
-        "drift": (
-            None
-            if initial is None
-            else norm(weight - initial.weight) / (norm(initial.weight) or 1.0)
-        ),
+        "effective_rank": None,
+        "distance": None,
+        "drift": None,
     }
-
-
-def norm(weight: Array | csr_matrix) -> float:
-    return float(
-        np.linalg.norm(
-            (weight if isinstance(weight, np.ndarray) else weight.data).ravel().astype(np.float64)
-        )
-    )
-
-
-def singular_values(weight: Array | csr_matrix, *, device: str = "cpu") -> Array | None:
-    """As many as the shorter side, the largest first; of several matrices those of all. None where
-    the side is too long."""
-    if weight.ndim == 3:
-        found = [singular_values(each, device=device) for each in weight]
-        return None if any(each is None for each in found) else -np.sort(-np.concatenate(found))  # type: ignore[arg-type]
-    kept = weight
-    if not isinstance(
-        weight, np.ndarray
-    ):  # empty rows and columns add singular values of 0 at most
-        kept = weight[weight.getnnz(1) > 0][:, weight.getnnz(0) > 0]
-    if min(kept.shape) > LONGEST_SIDE:
-        return None
-    if not isinstance(kept, np.ndarray) and np.prod(kept.shape) > LARGEST_DENSE:
-        gram = kept.T @ kept if kept.shape[0] >= kept.shape[1] else kept @ kept.T
-        squares = np.linalg.eigvalsh(gram.toarray())
-    else:
-        squares = squared_singular_values(
-            kept if isinstance(kept, np.ndarray) else kept.toarray(), device=device
-        )
-    values = np.zeros(min(weight.shape))
-    values[: len(squares)] = np.sqrt(np.maximum(squares, 0))[::-1]
-    return values
-
-
-def squared_singular_values(dense: Array, *, device: str) -> Array:
-    """Ascending, of a matrix or of each of many: the eigenvalues of the smaller of W W' and W'W."""
-    tall = (dense if dense.shape[-2] >= dense.shape[-1] else dense.swapaxes(-1, -2)).astype(
-        np.float64, copy=False
-    )
-    if device == "cpu":
-        return np.linalg.eigvalsh(
-            tall.swapaxes(-1, -2) @ tall
-        )  # of one matrix numpy computes half of the product
-    on_device = torch.from_numpy(tall).to(device)
-    found: Array = torch.linalg.eigvalsh(on_device.mT @ on_device).cpu().numpy()
+    if values is not None:
+        ratio = min(rows, columns) / max(rows, columns)
+        found["effective_rank"] = effective_rank(values)
+        found["distance"] = distance(values, ratio=ratio)
+    if initial is not None:
+        found["drift"] = norm(weight - initial.weight) / (norm(initial.weight) or 1.0)
     return found
 
 
+def norm(weight: Array | csr_matrix) -> float:
+    entries = weight if isinstance(weight, np.ndarray) else weight.data
+    return float(np.linalg.norm(entries.ravel().astype(np.float64)))
+
+
+def singular_values(weight: Array | csr_matrix, *, device: str = "cpu") -> Array | None:
+    """Return as many values as the shorter side has entries, the largest first; for several
+    matrices the values of all. None if the side is too long."""
+    kept, num_values = weight, int(np.prod(weight.shape) // max(weight.shape[-2:]))
+    if not isinstance(kept, np.ndarray):  # empty rows and columns add only zeros
+        kept = kept[kept.getnnz(1) > 0][:, kept.getnnz(0) > 0]
+    if min(kept.shape[-2:]) > LONGEST_SIDE:
+        return None
+    if not isinstance(kept, np.ndarray) and np.prod(kept.shape) <= LARGEST_DENSE:
+        kept = kept.toarray()
+    kept = kept.astype(np.float64, copy=False)
+    turned = kept.swapaxes(-1, -2) if isinstance(kept, np.ndarray) else kept.T
+    is_tall = kept.shape[-2] >= kept.shape[-1]
+    gram = turned @ kept if is_tall else kept @ turned  # numpy computes half of the product
+    dense = gram if isinstance(gram, np.ndarray) else gram.toarray()
+    squares = torch.linalg.eigvalsh(torch.from_numpy(dense).to(device)).cpu().numpy()
+    values = np.zeros(num_values)
+    values[: squares.size] = np.sort(np.sqrt(np.maximum(squares, 0)), axis=None)[::-1]
+    return values
+
+
 def effective_rank(values: Array) -> float:
-    shares = values[values > 0] / (values.sum() or 1.0)
-    return float(np.exp(-(shares * np.log(shares)).sum()))
+    fractions = values[values > 0] / (values.sum() or 1.0)
+    return float(np.exp(-(fractions * np.log(fractions)).sum()))
 
 
 def distance(values: Array, *, ratio: float) -> float:
-    """The law is that of entries with W's own mean square, so a matrix that has only grown is as
-    near as it was."""
+    """Return the distance to the law for entries with the mean square of W, so that growth of all
+    entries does not change it."""
     squares = np.sort(values.astype(np.float64) ** 2)
     if not squares.any():
         return 1.0
@@ -162,18 +136,18 @@ def distance(values: Array, *, ratio: float) -> float:
 
 @lru_cache(maxsize=64)
 def marchenko_pastur(ratio: float, num_points: int = 8192) -> tuple[Array, Array]:
-    """(x, share below x) of the squared singular values over their mean, of a matrix whose shorter
-    side is `ratio` of the longer.
+    """Return x and the fraction below x of the squared singular values divided by their mean, for
+    matrices whose shorter side is `ratio` of the longer side.
 
-    The density sqrt((b - x)(x - a)) / (2 pi ratio x) between a and b = (1 -+ sqrt(ratio))^2, summed
-    over the angle t of x = 1 + ratio - 2 sqrt(ratio) cos t at the middles of small steps: at ratio
-    1 it is infinite at 0.
+    The density sqrt((b - x)(x - a)) / (2 pi ratio x) between a and b = (1 -+ sqrt(ratio))^2 is
+    summed over the angle t of x = 1 + ratio - 2 sqrt(ratio) cos t, because at ratio 1 it is
+    infinite at 0.
     """
     edges = np.linspace(0, np.pi, num_points + 1)
     middles = (edges[1:] + edges[:-1]) / 2
     x = 1 + ratio - 2 * np.sqrt(ratio) * np.cos(middles)
-    shares = np.concatenate([[0.0], np.cumsum(np.sin(middles) ** 2 / x)])
-    return 1 + ratio - 2 * np.sqrt(ratio) * np.cos(edges), shares / shares[-1]
+    fractions = np.concatenate([[0.0], np.cumsum(np.sin(middles) ** 2 / x)])
+    return 1 + ratio - 2 * np.sqrt(ratio) * np.cos(edges), fractions / fractions[-1]
 
 
 def draw(rows: pd.DataFrame) -> dict[str, Figure]:
@@ -210,27 +184,22 @@ def draw_lines(rows: pd.DataFrame, titles: Mapping[str, str], *, x: str) -> Figu
     """Draw a panel for each column. The lines of a run have one color, those of a kind of matrix
     one marker. Over blocks: the run's last step, and pale its initial weights; over steps: the mean
     and range over all blocks."""
-    runs, names = rows.run.unique().tolist(), rows.name.unique().tolist()
-    colors, markers = (
-        dict(zip(keys, cycle(values), strict=False))
-        for keys, values in ((runs, COLOURS), (names, MARKERS))
-    )
+    colors = dict(zip(rows.run.unique(), cycle(COLOURS), strict=False))
+    markers = dict(zip(rows.name.unique(), cycle(MARKERS), strict=False))
     pale: dict[str, Any] = {"ls": ":", "alpha": 0.4}
-    is_last = rows.step == rows.groupby("run").step.transform("max")
-    with looks(*runs):
+    last = rows.groupby("run").step.transform("max")
+    shown = rows if x == "step" else rows[rows.step.isin([0]) | (rows.step == last)]
+    is_initial = (shown.step < last[shown.index]) & (x == "block")
+    with looks(*colors):
         figure, axes = panels(len(titles), height=2.3 if len(titles) > 1 else 2.8)
         for panel, (column, title) in zip(axes, titles.items(), strict=True):
-            known = rows.assign(value=rows[column].astype(float)).dropna(subset="value")
-            for (run, name), own in known.groupby(["run", "name"], sort=False):
-                of_steps = [(own, {"marker": markers[name]})]
-                if x == "block":
-                    last = own[is_last[own.index]]
-                    of_steps = [(own[own.step == 0], pale), (last, of_steps[0][1])]
-                for part, style in of_steps:
-                    values = part.groupby(x).value.agg(["min", "mean", "max"])
-                    low, mean, high = (values[each] for each in values)
-                    color = {"color": colors[run], "lw": 1}
-                    draw_band(panel, values.index, low, mean, high, **color, **style)
+            known = shown.assign(value=shown[column].astype(float), initial=is_initial)
+            parts = known.dropna(subset="value").groupby(["run", "name", "initial"], sort=False)
+            for (run, name, initial), own in parts:
+                values = own.groupby(x).value.agg(["min", "mean", "max"])
+                style = pale if initial else {"marker": markers[name]}
+                low, mean, high = (values[each] for each in values)
+                draw_band(panel, values.index, low, mean, high, color=colors[run], lw=1, **style)
             panel.set(title=title, xlabel=x)
             panel.set_ylim(bottom=0)
             panel.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
@@ -238,7 +207,7 @@ def draw_lines(rows: pd.DataFrame, titles: Mapping[str, str], *, x: str) -> Figu
             axes[0].plot([], [], color=color, label=legible(run))
         for name, marker in markers.items():
             axes[0].plot([], [], marker, color=GREY, label=name)
-        if x == "block" and not is_last.all():
+        if is_initial.any():
             axes[0].plot([], [], color=GREY, label="initial", **pale)
         figure.legend(loc="outside lower center", ncols=3 if len(titles) > 1 else 2)
     return figure

@@ -9,7 +9,7 @@ variable is measured in units of its geometric mean. Squares are of the error, n
 B stands for resamples, K for columns (factors, then E_inf), Q for shape parameters, N for points.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -152,14 +152,7 @@ class Fit:
         return np.asarray((self.linear_BK[:, None] @ columns_BKN)[:, 0])
 
 
-def fit(
-    law: Law,
-    points: Points,
-    errors_N: Array,
-    weights_BN: Array | None = None,
-    *,
-    advance: Callable[[int], None] = lambda _: None,
-) -> Fit:
+def fit(law: Law, points: Points, errors_N: Array, weights_BN: Array | None = None) -> Fit:
     """To each resample, given by how often it has each point; else to the points as they are. Each
     starts from the best for it of the grid's places that are good for all together."""
     weights_BN = np.ones((1, len(errors_N))) if weights_BN is None else weights_BN
@@ -186,7 +179,6 @@ def fit(
         )
         starts = np.argmax((right * _non_negative(gram, right)).sum(-1), axis=1)
         pieces.append(_polish(law, scaled, errors_N, weights, grid_BQ[starts]))
-        advance(len(weights))
     return Fit(law, units, *(np.concatenate(each) for each in zip(*pieces, strict=True)))
 
 

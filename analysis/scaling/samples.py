@@ -1,5 +1,4 @@
-"""What laws are fitted to: the points of one target in columns, their frontier, and resamples of
-their runs."""
+"""The points of one target, their frontier, and resamples of their runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,20 +14,20 @@ from data_prep.errors import UserError
 
 COLUMNS = ("compute", "parameters", "images", "epochs", "samples")
 FEWEST_RUNS = 4
-"""Of fewer there is no law: their resamples are too much alike to say how good it is."""
+"""Fewer runs fix no law: their resamples are too similar for an interval."""
 SAME_T = 0.01
-"""By so much numbers of epochs may differ and be the same: a run ends at a whole batch."""
+"""Relative difference of equal numbers of epochs: a run ends with a complete batch."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """In the order of their compute, whatever order the files have. What is not known is NaN."""
+    """Points in the order of their compute. Unknown values are NaN."""
 
     name: str
     points: Points
     errors_N: Array
     runs_N: NDArray[np.int64]
-    """Which pretraining each point is of: its checkpoints are resampled together."""
+    """The pretraining of each point: its checkpoints are resampled together."""
 
     @property
     def num_runs(self) -> int:
@@ -39,8 +38,8 @@ class Sample:
         return len(np.unique(values[np.isfinite(values)]))
 
     def resamples(self, count: int, *, seed: int = 0) -> Array:
-        """How often each point is in each of them: in the first once, in the others as often as its
-        run was drawn. There are none of too few runs. Of a whole sample."""
+        """Return how often each resample has each point: the first one has each once. Too few runs
+        have no other resamples."""
         count *= self.num_runs >= FEWEST_RUNS
         drawn = np.random.default_rng(seed).multinomial(
             self.num_runs, [1 / self.num_runs] * self.num_runs, size=count
@@ -48,26 +47,26 @@ class Sample:
         return np.vstack([np.ones(len(self.runs_N)), drawn[:, self.runs_N]])
 
     def frontier(self, weights_BN: Array) -> Array:
-        """1 for the points of each resample that are better than all of less compute, else 0."""
+        """Return 1 for each point of a resample that is better than all of less compute, else
+        0."""
         errors_BN = np.where(weights_BN > 0, self.errors_N, np.inf)
-        before_BN = np.minimum.accumulate(
-            np.pad(errors_BN, ((0, 0), (1, 0)), constant_values=np.inf), axis=1
-        )[:, :-1]
+        least_BN = np.minimum.accumulate(errors_BN, axis=1)
+        before_BN = np.roll(least_BN, 1, axis=1)
+        before_BN[:, 0] = np.inf
         return (errors_BN < before_BN).astype(float)
 
     def largest(self, *names: str) -> NDArray[np.bool_]:
-        """Points that have the largest of the first; of these the largest of the second, and so
-        on."""
+        """Return the points with the largest value of the first name; of these the largest of the
+        second, and so on."""
         held = np.ones(len(self.errors_N), bool)
         for name in names:
-            values = self.points[name]
-            held &= values >= np.max(values, where=held & np.isfinite(values), initial=0.0) * (
-                1 - SAME_T * (name == "epochs")
-            )
+            values, tolerance = self.points[name], SAME_T * (name == "epochs")
+            most = np.max(values, where=held & np.isfinite(values), initial=0.0)
+            held &= values >= most * (1 - tolerance)
         return held
 
     def at_epochs(self, wanted: float) -> tuple[NDArray[np.bool_], float]:
-        """The points at so many epochs, or, where there are none, at the fewest that there are."""
+        """Return the points at this number of epochs, or at the least known number."""
         epochs = self.points["epochs"]
         held = np.abs(epochs / wanted - 1) <= SAME_T
         if not held.any() and np.isfinite(epochs).any():
@@ -76,12 +75,8 @@ class Sample:
         return held, wanted
 
     def of(self, held: NDArray[np.bool_]) -> "Sample":
-        return Sample(
-            self.name,
-            {name: values[held] for name, values in self.points.items()},
-            self.errors_N[held],
-            self.runs_N[held],
-        )
+        points = {name: values[held] for name, values in self.points.items()}
+        return Sample(self.name, points, self.errors_N[held], self.runs_N[held])
 
 
 def read_points(paths: Sequence[Path]) -> pd.DataFrame:
@@ -94,11 +89,11 @@ def read_points(paths: Sequence[Path]) -> pd.DataFrame:
             continue
         try:
             pairs = pd.read_csv(path)[["compute", "error"]].astype(float)
-        except ValueError as problem:
-            fix = "give a number in each row"
+        except (ValueError, KeyError) as problem:
+            fix = "give the columns compute and error, with a number in each row"
             raise UserError(str(path), str(problem), fix, code="unknown-format") from None
-        rows = [f"file {number} row {row:06}" for row in range(len(pairs))]
-        frames.append(pairs.assign(task="csv", target=path.stem, run=rows))
+        runs = [f"file {number} row {row:06}" for row in range(len(pairs))]
+        frames.append(pairs.assign(task="csv", target=path.stem, run=runs))
     return pd.concat(frames, ignore_index=True)
 
 
@@ -110,10 +105,12 @@ def samples_of(results: pd.DataFrame, targets: Sequence[str] = ()) -> tuple[list
     if known.empty:
         problem, fix = "no result has a compute and an error", "give results of pretrainings"
         raise UserError("points", problem, fix, code="empty")
+    if not (np.isfinite(known.compute) & (known.compute > 0) & known.error.between(0, 1)).all():
+        problem = "a compute is not positive, or an error is not between 0 and 1"
+        raise UserError("points", problem, "divide per cents by 100", code="bad-value")
     tasks = known.groupby("target").task.nunique()
     if unknown := [each for each in targets if each not in tasks]:
-        problem = f"there are no results on {unknown[0]}"
-        fix = f"give one of {', '.join(tasks.index)}"
+        problem, fix = f"{unknown[0]} has no results", f"give one of {', '.join(tasks.index)}"
         raise UserError("--target", problem, fix, code="unknown-name")
     samples = [
         _sample(target if tasks[target] == 1 else f"{target} ({task})", rows)
@@ -129,11 +126,5 @@ def _sample(name: str, rows: pd.DataFrame) -> Sample:
     rows = rows.assign(run=run, rounded=rows.compute.map("{:.9e}".format).astype(float))
     rows = rows.sort_values(["rounded", "error", "run"])
     columns = {each: rows[each].astype(float).replace(0, np.nan).to_numpy() for each in COLUMNS}
-    errors_N = rows.error.to_numpy(float)
-    if not (np.isfinite(columns["compute"]) & (columns["compute"] > 0)).all():
-        problem = "every compute must be a positive number"
-        raise UserError(name, problem, "remove the other rows", code="bad-value")
-    if not ((errors_N >= 0) & (errors_N <= 1)).all():
-        problem = "every error must be between 0 and 1"
-        raise UserError(name, problem, "divide per cents by 100", code="bad-value")
-    return Sample(name, columns, errors_N, np.unique(rows.run, return_inverse=True)[1])
+    runs_N = np.unique(rows.run, return_inverse=True)[1]
+    return Sample(name, columns, rows.error.to_numpy(float), runs_N)

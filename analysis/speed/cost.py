@@ -17,8 +17,8 @@ import torch
 from matplotlib.figure import Figure
 from torch.nn import functional
 
-from analysis.output import Result, mark, table_of
-from analysis.speed.efficiency import choose_conditions, machine
+from analysis.output import Result, mark
+from analysis.speed.efficiency import machine
 from data_prep.progress import progress
 from finetune.looks import looks, panels
 from pretrain.models.build import build_model
@@ -27,10 +27,6 @@ from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 IMAGE_SIZE, NUM_CLASSES, BATCH, EPOCH = 32, 10, 128, 50_000
 _MIXER = {"kind": "mixer", "patch_size": 4, "num_channels": 64, "depth": 3, "expansion": 2.0}
 _SPARSE = _MIXER | {"kind": "sw_mlp", "depth": 6, "density": 1 / 64}
-COLUMNS = (
-    *("model", "memory of the blocks", "FLOPs of them", "s / epoch", "of MLP-Mixer"),
-    *("paper: memory", "FLOPs", "s / epoch", "of MLP-Mixer"),
-)
 NOTE = (
     "paper: Table S.3, on a V100; its memory of the small Mixers is ten times that of their"
     " weights in float32 (docs/papers.md). An epoch is 50,000 images in batches of 128: forward,"
@@ -41,84 +37,82 @@ NOTE = (
 class Model(NamedTuple):
     name: str
     spec: AnySpec
-    bytes_per_weight: int
+    bytes_per_weight: int = 4
     """8 with a mask entry for each weight."""
-    published: tuple[str, str, float] | None
-    """Memory, FLOPs, seconds per epoch."""
+    paper_memory: str = ""
+    paper_flops: str = ""
+    paper_epoch_s: float | None = None
 
 
 MODELS = (
-    Model("MLP-Mixer", MixerSpec.model_validate(_MIXER), 4, ("3.9 MB", "12.5 M", 6.08)),
+    Model("MLP-Mixer", MixerSpec.model_validate(_MIXER), 4, "3.9 MB", "12.5 M", 6.08),
     Model(
         "RP-Mixer",
         MixerSpec.model_validate(_MIXER | {"permuted_blocks": "all"}),
         4,
-        ("3.9 MB", "12.5 M", 6.41),
+        "3.9 MB",
+        "12.5 M",
+        6.41,
     ),
-    Model(
-        "SW-MLP, stored sparse",
-        SparseMlpSpec.model_validate(_SPARSE | {"storage": "sparse"}),
-        4,
-        None,
-    ),
+    Model("SW-MLP, stored sparse", SparseMlpSpec.model_validate(_SPARSE | {"storage": "sparse"})),
     Model(
         "SW-MLP, masked",
         SparseMlpSpec.model_validate(_SPARSE | {"storage": "masked"}),
         8,
-        ("3.22 GB", "805 M", 28.2),
+        "3.22 GB",
+        "805 M",
+        28.2,
     ),
 )
 
 
-def cost(device: str | None, *, quick: bool) -> Result:
-    conditions = choose_conditions(device, "fp32", False, None, quick=quick)
-    place = machine(conditions)
+def cost(device: torch.device, *, quick: bool) -> Result:
+    place = machine(device.type)
     rounds, steps = (1, 1) if quick else (5, 3)
-    rows = measure(device=conditions.device, num_rounds=rounds, num_steps=steps)
+    rows = measure(MODELS, device=device.type, num_rounds=rounds, num_steps=steps)
+    shown = rows.assign(memory_mb=rows.bytes / 1e6, mflop=rows.flop / 1e6)
+    shown["paper_ratio"] = rows.paper_epoch_s / rows.paper_epoch_s[0]
     title = f"{place}, median of {rounds} rounds of {steps} steps"
-    cells = [_cells(model, row) for model, (_, row) in zip(MODELS, rows.iterrows(), strict=True)]
     facts = {"machine": place, "rounds": rounds, "steps": steps}
-    figure = draw(rows, device=conditions.device)
-    return Result(rows, facts, {"": figure}, printed=[table_of(COLUMNS, cells, title=title), NOTE])
+    printed = [title, shown.drop(columns=["bytes", "flop"]), NOTE]
+    return Result(rows, facts, {"": draw(rows, device=device.type)}, printed=printed)
 
 
 def measure(
-    models: Sequence[Model] = MODELS, *, device: str, num_rounds: int, num_steps: int
+    models: Sequence[Model], *, device: str, num_rounds: int, num_steps: int
 ) -> pd.DataFrame:
     """Return one row for each model; ratios are to the first."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(BATCH, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator).to(device)
     labels = torch.arange(BATCH, device=device) % NUM_CLASSES
+    sizes = {"num_classes": NUM_CLASSES, "image_size": IMAGE_SIZE}
 
-    def step_s(
-        model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, num_steps: int
-    ) -> float:
+    def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, count: int) -> float:
         began_s = time.perf_counter()
-        for _ in range(num_steps):
+        for _ in range(count):
             torch.autograd.backward(functional.cross_entropy(model(images), labels))
             optimizer.step()
             optimizer.zero_grad()
         if images.is_cuda:
             torch.cuda.synchronize()
         line.advance(1)
-        return (time.perf_counter() - began_s) / num_steps
+        return (time.perf_counter() - began_s) / count
 
     with progress("training steps", total=(num_rounds + 1) * len(models), unit="models") as line:
         built = []
         for each in models:
-            model = build_model(
-                each.spec, num_classes=NUM_CLASSES, image_size=IMAGE_SIZE, seed=0
-            ).to(device)
+            model = build_model(each.spec, **sizes, seed=0).to(device)
             built.append((model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)))
-            step_s(*built[-1], num_steps=1)  # selects kernels, makes the optimizer's state
-        rounds = [[step_s(*each, num_steps=num_steps) for each in built] for _ in range(num_rounds)]
+            step_s(*built[-1], 1)  # selects kernels, makes the optimizer's state
+        rounds = [[step_s(*each, num_steps) for each in built] for _ in range(num_rounds)]
     seconds = pd.DataFrame(rounds)
-    costs = pd.DataFrame([block_cost(each) for each in models], columns=["bytes", "flop"])
-    return costs.assign(
-        model=[each.name for each in models],
-        epoch_s=-(-EPOCH // BATCH) * seconds.median(),
-        ratio=seconds.div(seconds[0], axis=0).median(),
-    )
+    rows = pd.DataFrame([block_cost(each) for each in models], columns=["bytes", "flop"])
+    rows["model"] = [each.name for each in models]
+    rows["epoch_s"] = -(-EPOCH // BATCH) * seconds.median()
+    rows["ratio"] = seconds.div(seconds[0], axis=0).median()
+    for name in ("paper_memory", "paper_flops", "paper_epoch_s"):
+        rows[name] = [getattr(each, name) for each in models]
+    return rows.astype({"paper_epoch_s": float})
 
 
 def block_cost(model: Model) -> tuple[int, int]:
@@ -138,34 +132,18 @@ def block_cost(model: Model) -> tuple[int, int]:
 
 
 def draw(rows: pd.DataFrame, *, device: str) -> Figure:
-    here = list(zip(rows.epoch_s, rows.model, strict=True))
-    paper = [(model.published[2], model.name) for model in MODELS if model.published]
+    label: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 6}
     with looks():
         figure, (axes,) = panels(1, height=1.9)
-        for number, (places, name) in enumerate(
-            ((here, f"here, {device}"), (paper, "paper, V100"))
-        ):
-            axes.plot(*zip(*places, strict=True), **mark(number) | {"linestyle": ""}, label=name)
-            for place in places:
-                seconds = f"{place[0]:,.3g}" if place[0] < 1000 else f"{place[0]:,.0f}"
-                style: dict[str, Any] = {
-                    "textcoords": "offset points",
-                    "ha": "center",
-                    "fontsize": 6,
-                }
-                axes.annotate(seconds, place, (0, 4), **style)
+        columns = {"epoch_s": f"measured, {device}", "paper_epoch_s": "paper, V100"}
+        for number, (column, name) in enumerate(columns.items()):
+            known = rows[rows[column].notna()]
+            style = mark(number) | {"linestyle": ""}
+            axes.plot(known[column], known.model, **style, label=name)
+            for seconds, model in zip(known[column], known.model, strict=True):
+                axes.annotate(f"{seconds:,.3g}", (seconds, model), (0, 4), **label)
         axes.set(xscale="log", xlabel="training (s / epoch)")
         axes.invert_yaxis()
         axes.margins(0.12, 0.2)
         figure.legend(loc="outside upper center", ncols=2)
     return figure
-
-
-def _cells(model: Model, row: "pd.Series") -> list[str]:
-    size, unit = (row.bytes / 1e9, "GB") if row.bytes >= 1e9 else (row.bytes / 1e6, "MB")
-    ours = (f"{size:.3g} {unit}", f"{row.flop / 1e6:,.1f} M", f"{row.epoch_s:,.1f} s")
-    published = ["", "", "", ""]
-    if model.published and MODELS[0].published:
-        memory, flop, epoch_s = model.published
-        published = [memory, flop, f"{epoch_s:g} s", f"{epoch_s / MODELS[0].published[2]:.3g} x"]
-    return [model.name, *ours, f"{row.ratio:.3g} x", *published]

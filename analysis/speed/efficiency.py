@@ -20,8 +20,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from analysis.device import device_of
-from analysis.output import Result, mark, table_of
+from analysis.output import Result, mark
 from finetune.looks import GREY, looks, panels
 from pretrain.engine.step import DTYPES, working_in
 from pretrain.models.build import build_model
@@ -30,10 +29,6 @@ from pretrain.models.presets import preset, spec_of
 from pretrain.tracking.run_tags import git_commit
 
 IMAGE_SIZE, NUM_CLASSES = 64, 1000
-COLUMNS = (
-    *("model", "params", "MACs", "latency", "of first", "images/s", "of first"),
-    *("paper: MACs", "latency", "images/s", "of first"),
-)
 
 
 class Published(NamedTuple):
@@ -64,46 +59,34 @@ class Conditions(NamedTuple):
     """Least duration of one measurement, which has at least one forward pass."""
 
 
-def choose_conditions(
-    device: str | None,
-    dtype: str | None,
-    is_compiled: bool | None,
-    batch_size: int | None,
-    *,
-    quick: bool,
-) -> Conditions:
-    """Complete the options: bf16 and compiled on CUDA, float32 and eager on a CPU."""
-    on_gpu = device_of(device).type == "cuda"
-    usual_batch = (512 if quick else 1024) if on_gpu else (4 if quick else 16)
-    rounds, seconds = (3, 0.2) if quick else (7, 1.0)
-    return Conditions(
-        "cuda" if on_gpu else "cpu",
-        dtype or ("bf16" if on_gpu else "fp32"),
-        on_gpu if is_compiled is None else is_compiled,
-        batch_size or usual_batch,
-        rounds,
-        seconds,
-    )
-
-
 def efficiency(conditions: Conditions) -> Result:
-    place = machine(conditions)
+    place = machine(conditions.device)
     models = {
         name: build_model(spec_of(name), num_classes=NUM_CLASSES, image_size=IMAGE_SIZE, seed=0)
         for name in PUBLISHED
     }
     rows = summarize(measure(models, conditions, image_size=IMAGE_SIZE))
-    how = (
-        f"{conditions.dtype}, {'compiled' if conditions.is_compiled else 'eager'}, batch"
-        f" {conditions.batch_size}"
+    mode = "compiled" if conditions.is_compiled else "eager"
+    how = f"{conditions.dtype}, {mode}, batch {conditions.batch_size}"
+    rounds = f"medians of {conditions.num_rounds} rounds"
+    title = f"One forward pass at {IMAGE_SIZE} px, {how}, {rounds}; {place}"
+    shown = pd.DataFrame(
+        {
+            "model": rows.paper_label,
+            "params (M)": rows.num_parameters / 1e6,
+            "MACs (G)": rows.multiply_adds / 1e9,
+            "latency (ms)": rows.latency_ms,
+            "of first": rows.latency_ratio,
+            "images/s": rows.images_per_s,
+            "of first ": rows.throughput_ratio,
+            "paper: MACs (G)": rows.paper_giga_multiply_adds,
+            "latency (ms) ": rows.paper_latency_ms,
+            "images/s ": rows.paper_images_per_s,
+            "of first  ": rows.paper_images_per_s / rows.paper_images_per_s[0],
+        }
     )
-    title = (
-        f"One forward pass at {IMAGE_SIZE} px, {how}, medians of {conditions.num_rounds} rounds;"
-        f" {place}"
-    )
-    cells = [_cells(row, rows.iloc[0]) for _, row in rows.iterrows()]
     facts = {"machine": place, "conditions": conditions._asdict(), "image_size": IMAGE_SIZE}
-    printed: list[Any] = [title, table_of(COLUMNS, cells), "paper: Table 4, on an A5000"]
+    printed = [title, shown, "paper: Table 4, on an A5000"]
     return Result(rows, facts, {"": draw(rows, conditions)}, printed=printed)
 
 
@@ -150,28 +133,23 @@ def measure(
 def summarize(timings: pd.DataFrame) -> pd.DataFrame:
     """Return one row for each model: medians, medians of the ratios to the first model within a
     round, its cost, and what the paper publishes."""
-    first = timings[timings.model == timings.model.iloc[0]].set_index("round")
-    rows = []
-    for name, own in timings.groupby("model", sort=False):
-        rounds = own.set_index("round")
-        published = PUBLISHED[name]._asdict()
-        rows.append(
-            {
-                "model": name,
-                **vars(cost_of_named(name)),
-                "latency_ms": 1000 * own.latency_s.median(),
-                "images_per_s": own.images_per_s.median(),
-                "latency_ratio": (rounds.latency_s / first.latency_s).median(),
-                "throughput_ratio": (rounds.images_per_s / first.images_per_s).median(),
-                **{f"paper_{key}": value for key, value in published.items()},
-            }
-        )
-    return pd.DataFrame(rows)
+    measured = timings.pivot(index="round", columns="model")[["latency_s", "images_per_s"]]
+    names = timings.model.unique().tolist()
+    latency, rate = measured.latency_s[names], measured.images_per_s[names]
+    medians = {
+        "latency_ms": 1000 * latency.median(),
+        "images_per_s": rate.median(),
+        "latency_ratio": latency.div(latency[names[0]], axis=0).median(),
+        "throughput_ratio": rate.div(rate[names[0]], axis=0).median(),
+    }
+    costs = pd.DataFrame([vars(cost_of_named(name)) for name in names], index=names)
+    paper = pd.DataFrame([PUBLISHED[name] for name in names], index=names).add_prefix("paper_")
+    return pd.concat([costs, pd.DataFrame(medians), paper], axis=1).reset_index(names="model")
 
 
-def machine(conditions: Conditions) -> str:
+def machine(device: str) -> str:
     """Return the processor, its load before the measurement, and the versions."""
-    if conditions.device == "cuda":
+    if device == "cuda":
         where = torch.cuda.get_device_name()
     else:
         load, count = os.getloadavg()[0], torch.get_num_threads()
@@ -180,27 +158,6 @@ def machine(conditions: Conditions) -> str:
         processor = name[1] if name else platform.machine()
         where = f"{processor}, {count} thread{'s' if count > 1 else ''}, load {load:.1f} before"
     return f"{where}, torch {torch.__version__}, commit {git_commit()}"
-
-
-def _cells(row: "pd.Series", first: "pd.Series") -> list[str]:
-    rate, paper_rate = row.images_per_s, row.paper_images_per_s
-    return [
-        row.paper_label,
-        f"{row.num_parameters / 1e6:.2f} M",
-        _giga(row.multiply_adds / 1e9),
-        f"{row.latency_ms:,.1f} ms",
-        f"{row.latency_ratio:.3g} x",
-        f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
-        f"{row.throughput_ratio:.3g} x",
-        _giga(row.paper_giga_multiply_adds),
-        f"{row.paper_latency_ms:g} ms",
-        f"{paper_rate:,}",
-        f"{paper_rate / first.paper_images_per_s:.3g} x",
-    ]
-
-
-def _giga(value: float) -> str:
-    return f"{value:.2f} G" if value >= 1 else f"{1000 * value:.1f} M"
 
 
 def draw(rows: pd.DataFrame, conditions: Conditions) -> Figure:
@@ -215,7 +172,7 @@ def draw(rows: pd.DataFrame, conditions: Conditions) -> Figure:
             published = row.paper_giga_multiply_adds, row.paper_images_per_s
             axes.plot(*published, **style, fillstyle="none")
         dashed: dict[str, Any] = {"color": GREY, "linestyle": "--", "linewidth": 0.7}
-        here = f"here, {conditions.device} {conditions.dtype}"
+        here = f"measured, {conditions.device} {conditions.dtype}"
         for rates, fill, name in (
             (rows.images_per_s, "full", here),
             (rows.paper_images_per_s, "none", "paper, A5000"),

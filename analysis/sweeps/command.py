@@ -1,17 +1,19 @@
 """`analysis sweep`, `curves` and `widths`."""
 
 import argparse
-from pathlib import Path
 
-from analysis.output import Result, add_out
+from analysis.command import add_command, add_points
+from analysis.output import Result
 from data_prep.errors import UserError
 from data_prep.explain import Verbs
 from pretrain.models.listing import parse_power
 
 
-def add_commands(commands: Verbs) -> None:
-    sweep = commands.add_parser(
+def add_commands(verbs: Verbs) -> None:
+    sweep = add_command(
+        verbs,
         "sweep",
+        _sweep,
         help="errors of many runs by width, shape, depth, batch size ... over seeds (Mixer paper,"
         " Fig. 2d, 4-7; Scaling MLPs, Fig. 4)",
         description=(
@@ -28,9 +30,10 @@ def add_commands(commands: Verbs) -> None:
         " global_batch_size, or an axis of the plan",
     )
     sweep.add_argument("--task", help="only results of this task, such as probe (default: all)")
-    sweep.set_defaults(run=_sweep)
-    curves = commands.add_parser(
+    curves = add_command(
+        verbs,
         "curves",
+        _curves,
         help="training and test loss, ranges over seeds, and overfit (Mixer paper, Fig. S.6-S.8)",
         description=(
             "Bands are the range over seeds; the table has the SD. Overfit is the last test loss"
@@ -38,39 +41,27 @@ def add_commands(commands: Verbs) -> None:
         ),
         epilog="analysis curves runs/plans/a_figS6.parquet --hue mixing --facet shape",
     )
-    curves.set_defaults(run=_curves)
-    for command, name in ((sweep, "sweep"), (curves, "curves")):
-        command.add_argument(
-            "results",
-            nargs="+",
-            type=Path,
-            metavar="RESULTS.parquet",
-            help="files of `analysis points`",
-        )
-        command.add_argument(
-            "--hue", type=_names, default=(), help="variables that make lines, such as kind,mixing"
-        )
-        command.add_argument(
-            "--facet", type=_names, default=(), help="variables that make panels, such as target"
-        )
-        add_out(command, name)
-    widths = commands.add_parser(
+    for command in (sweep, curves):
+        add_points(command, metavar="POINTS.parquet")
+        for option, words in (
+            ("--hue", "variables that make lines, such as kind,mixing"),
+            ("--facet", "variables that make panels, such as target"),
+        ):
+            command.add_argument(option, type=_names, default=(), help=words)
+    widths = add_command(
+        verbs,
         "widths",
+        _widths,
         help="the effective width m and the density p against C at a fixed number of connections"
         " (Mixer paper, Fig. 3)",
         epilog="analysis widths --omega 2^18,2^21 --gamma 1",
     )
     widths.add_argument(
-        "--omega", default="2^18,2^21,2^27", help="connections of a layer, with commas"
+        "--omega", type=_names, default="2^18,2^21,2^27", help="connections of a layer, with commas"
     )
     widths.add_argument(
-        "--gamma",
-        type=float,
-        default=1.0,
-        help="hidden width divided by width (default: 1, the S-Mixer)",
+        "--gamma", type=float, default=1.0, help="hidden width divided by width (default: 1)"
     )
-    add_out(widths, "widths")
-    widths.set_defaults(run=_widths)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -81,27 +72,24 @@ def _sweep(options: argparse.Namespace) -> Result:
     from analysis.results import read_results
     from analysis.sweeps.sweep import sweep
 
-    results = read_results(options.results)
-    result = sweep(results, options.x, options.hue, options.facet, options.task)
-    return result.with_inputs(options.results)
+    results = read_results(options.points)
+    return sweep(results, options.x, options.hue, options.facet, options.task)
 
 
 def _curves(options: argparse.Namespace) -> Result:
     from analysis.results import read_results
     from analysis.sweeps.curves import curves
 
-    result = curves(read_results(options.results), options.hue, options.facet)
-    return result.with_inputs(options.results)
+    return curves(read_results(options.points), options.hue, options.facet)
 
 
 def _widths(options: argparse.Namespace) -> Result:
     if not options.gamma > 0:
-        raise UserError(
-            "--gamma", f"{options.gamma:g} is not positive", "give 4, for example", code="bad-value"
-        )
-    omegas = {name: parse_power(name) for name in _names(options.omega)}
-    if not omegas:
+        problem = f"{options.gamma:g} is not positive"
+        raise UserError("--gamma", problem, "give 4, for example", code="bad-value")
+    if not options.omega:
         raise UserError("--omega", "no number is given", "give 2^18", code="missing-value")
+    omegas = {name: parse_power(name) for name in options.omega}
     from analysis.sweeps.widths import widths
 
     return widths(omegas, options.gamma)

@@ -7,76 +7,54 @@ import numpy as np
 import pandas as pd
 
 from analysis.output import Result
-from analysis.sweeps.sweep import groups_of
+from analysis.sweeps.sweep import grouped
 from data_prep.errors import UserError
 
+LINE = ["facet", "hue", "curve"]
 
-def curves_of(
+
+def losses_of(
     results: pd.DataFrame, hue: Sequence[str] = (), facet: Sequence[str] = ()
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the loss of each seed (panel, line, curve, run, epochs, loss), and one row for each
-    band (panel, line, curve, epochs, and statistics over seeds).
-
-    All seeds of a line are interpolated at the epochs of its first one, as far as all of them go.
-    """
+) -> pd.DataFrame:
+    """Return the loss of each seed: facet, hue, curve, run, epochs, loss. All seeds of a line are
+    interpolated at the epochs of its first one, as far as all of them go."""
     known = results[results.train_losses.notna() | results.test_losses.notna()]
     if known.empty:
-        raise UserError(
-            "curves",
-            "no result has a training curve",
-            "train with tracking.enabled=true, which writes the event log",
-            code="empty",
-        )
-    known, _ = groups_of(known, "", hue, facet)
-    parts = []
-    for (panel, line), seeds in known.groupby(["panel", "line"], sort=False):
+        fix = "train with tracking.enabled=true, which writes the event log"
+        raise UserError("curves", "no result has a training curve", fix, code="empty")
+    frames = []
+    for (panel, line), seeds in grouped(known, "", hue, facet).groupby(LINE[:2], sort=False):
         for curve in ("train", "test"):
             own = seeds[seeds[f"{curve}_losses"].notna()]
             if own.empty:
                 continue
             epochs = own[f"{curve}_epochs"]
-            first, low, high = epochs.iloc[0], epochs.str[0].max(), epochs.str[-1].min()
-            common = np.array([epoch for epoch in first if low <= epoch <= high])
+            low, high = epochs.str[0].max(), epochs.str[-1].min()
+            common = np.array([epoch for epoch in epochs.iloc[0] if low <= epoch <= high])
             if not len(common):
-                raise UserError(
-                    "--hue",
-                    f"the {curve} curves of {own.run.iloc[0]} and its seeds share no epoch",
-                    "make lines or panels of the variable in which they differ",
-                    code="conflict",
-                )
-            parts += [
-                pd.DataFrame({"epochs": common, "loss": np.interp(common, x, y)}).assign(
-                    panel=panel, line=line, curve=curve, run=run
-                )
-                for run, x, y in zip(own.run, epochs, own[f"{curve}_losses"], strict=True)
-            ]
-    losses = pd.concat(parts, ignore_index=True)
-    bands = losses.groupby(["panel", "line", "curve", "epochs"], sort=False).loss.agg(
-        mean="mean", sd="std", min="min", max="max", num_seeds="size"
-    )
-    return losses, bands.reset_index()
+                problem = f"the {curve} curves of {own.run.iloc[0]} and its seeds share no epoch"
+                fix = "make lines or panels of the variable in which they differ"
+                raise UserError("--hue", problem, fix, code="conflict")
+            for run, x, y in zip(own.run, epochs, own[f"{curve}_losses"], strict=True):
+                about = {"facet": panel, "hue": line, "curve": curve, "run": run}
+                loss = np.interp(common, x, y)
+                frames.append(pd.DataFrame({**about, "epochs": common, "loss": loss}))
+    return pd.concat(frames, ignore_index=True)
+
+
+def bands_of(losses: pd.DataFrame) -> pd.DataFrame:
+    """Return the statistics over seeds at each epoch."""
+    seeds = losses.groupby([*LINE, "epochs"], sort=False).loss
+    return seeds.agg(mean="mean", sd="std", min="min", max="max", num_seeds="size").reset_index()
 
 
 def curves(results: pd.DataFrame, hue: Sequence[str] = (), facet: Sequence[str] = ()) -> Result:
-    losses, bands = curves_of(results, hue, facet)
+    losses = losses_of(results, hue, facet)
     from analysis.sweeps.pictures import draw_curves
 
-    lines, printed = [], []
-    tests = losses[losses.curve == "test"].groupby(["panel", "line"], sort=False)
-    for (panel, line), own in tests:
-        of_runs = own.groupby("run", sort=False).loss
-        overfit = of_runs.last() - of_runs.min()
-        lines.append(
-            {
-                "facet": panel,
-                "hue": line,
-                "overfit_mean": overfit.mean(),
-                "overfit_sd": overfit.std(),
-                "overfit": overfit.tolist(),
-            }
-        )
-        name = ", ".join(filter(None, [panel, line])) or "all"
-        deviation = f" ± {overfit.std():.4f}" if len(overfit) > 1 else ""
-        printed.append(f"{name}: overfit {overfit.mean():.4f}{deviation}, seeds: {len(overfit)}")
-    rows = bands.rename(columns={"panel": "facet", "line": "hue"})
-    return Result(rows, {"lines": lines}, {"": draw_curves(bands)}, printed=printed)
+    bands = bands_of(losses)
+    tests = losses[losses.curve == "test"].groupby(["facet", "hue", "run"], sort=False).loss
+    overfit = (tests.last() - tests.min()).groupby(["facet", "hue"], sort=False)
+    lines = overfit.agg(overfit_mean="mean", overfit_sd="std", num_seeds="size").reset_index()
+    facts = {"lines": lines.assign(overfit=overfit.agg(list).tolist()).to_dict("records")}
+    return Result(bands, facts, {"": draw_curves(bands)}, printed=[lines] if len(lines) else [])

@@ -1,7 +1,7 @@
 """The figures of sweeps, curves and widths."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,84 +10,61 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogFormatter, NullLocator
 
 from analysis.output import draw_band, mark
+from analysis.sweeps.sweep import are_numbers
 from data_prep.images.lettering import legible, short
-from finetune.looks import COLUMN, GREY, PAGE, looks, panels
+from finetune.looks import GREY, looks, panels
 
 MOST_TICKS = 8
 
 
-def draw_sweep(places: pd.DataFrame, facts: dict[str, Any], title: str) -> Figure:
-    """Draw mean and SD over seeds; the band is the binomial error of the test images. A lower
+def draw_sweep(places: pd.DataFrame, lines: pd.DataFrame, title: str) -> Figure:
+    """Draw mean and SD over seeds; the band is the binomial error of the test images. A second
     panel shows what permuting changes, one dot per seed."""
-    facets, hues = places.panel.unique().tolist(), places.line.unique().tolist()
-    is_number = places.x.map(lambda value: isinstance(value, int | float)).all()
+    facets, hues = places.facet.unique().tolist(), places.hue.unique().tolist()
+    is_number = are_numbers(places.x)
     values = sorted(places.x.unique()) if is_number else places.x.unique().tolist()
+    shown = places.assign(at=places.x.astype(float) if is_number else places.x.map(values.index))
     has_pairs = places.minus_normal_mean.notna().any()
     with looks(*facets, *hues, *map(str, values)):
-        figure, tops, bottoms = _axes(len(facets), with_pairs=has_pairs)
-        for (panel, line), own in places.groupby(["panel", "line"], sort=False):
-            number, top = hues.index(line), tops[facets.index(panel)]
-            x = own.x
-            if not is_number:
-                x = own.x.map(values.index) + (number - (len(hues) - 1) / 2) * 0.12
-            x = x.astype(float)
-            _draw_line(top, own, x, mark(number), is_number=is_number)
+        figure, axes = panels(len(facets) * (1 + has_pairs), most=2 if has_pairs else 3)
+        tops, changes = (axes[::2], axes[1::2]) if has_pairs else (axes, [])
+        for (facet, hue), group in shown.groupby(["facet", "hue"], sort=False):
+            number, place = hues.index(hue), facets.index(facet)
+            beside = 0 if is_number else (number - (len(hues) - 1) / 2) * 0.12
+            own = group.assign(at=group["at"] + beside)
+            _draw_line(tops[place], own, mark(number), is_number=is_number)
             if has_pairs:
                 style: dict[str, Any] = {"color": mark(number)["color"], "linestyle": ""}
-                dots = pd.DataFrame({"x": x, "y": own.minus_normal}).explode("y")
-                bottom = bottoms[facets.index(panel)]
-                bottom.plot(
-                    dots.x, 100 * dots.y.astype(float), marker=".", ms=3, alpha=0.6, **style
-                )
-                bottom.plot(x, 100 * own.minus_normal_mean, marker="_", ms=9, mew=1.5, **style)
-        for line in facts["lines"]:
-            if found := line["optimum"]:
-                color = mark(hues.index(line["hue"]))["color"]
-                top = tops[facets.index(line["facet"])]
-                top.axvline(found["at"], color=color, linestyle="--", linewidth=0.8)
-                top.axvspan(found["low"], found["high"], color=color, alpha=0.08, linewidth=0)
-        for axes in (*tops, *bottoms):
-            _set_x_ticks(axes, values, is_number=is_number)
-        for top, bottom in zip(tops, bottoms, strict=False):
-            bottom.axhline(0, color=GREY, linewidth=0.6)
-            bottom.sharex(top)
-            top.tick_params(labelbottom=False)
-            bottoms[0].set_ylabel("RP - normal\n(points)")
-        for top, lowest, facet in zip(tops, bottoms or tops, facets, strict=True):
-            top.set_title(legible(facet))
-            lowest.set_xlabel(legible(title))
-        tops[0].set_ylabel("test error (%)")
+                dots = own[["at", "minus_normal"]].explode("minus_normal").astype(float)
+                changes[place].plot(dots["at"], 100 * dots.minus_normal, marker=".", ms=3, **style)
+                means = 100 * own.minus_normal_mean
+                changes[place].plot(own["at"], means, marker="_", ms=9, mew=1.5, **style)
+        for line in lines.dropna(subset="at").itertuples() if "at" in lines else ():
+            color, top = mark(hues.index(line.hue))["color"], tops[facets.index(line.facet)]
+            top.axvline(line.at, color=color, linestyle="--", linewidth=0.8)
+            top.axvspan(line.low, line.high, color=color, alpha=0.08, linewidth=0)
+        for each in axes:
+            _set_x_ticks(each, values, is_number=is_number)
+            each.set_xlabel(legible(title))
+        for each in changes:
+            each.axhline(0, color=GREY, linewidth=0.6)
+            each.set_ylabel("RP - normal (percentage points)")
+        for top, facet in zip(tops, facets, strict=True):
+            top.set(title=legible(facet), ylabel="test error (%)")
         _draw_legend(figure, tops)
     return figure
 
 
-def _axes(count: int, *, with_pairs: bool) -> tuple[Figure, Sequence[Axes], Sequence[Axes]]:
-    """Return the upper axes, and with pairs one lower axes for each."""
-    if not with_pairs:
-        return *panels(count), []
-    columns = min(count, 3)
-    rows = -(-count // columns)
-    figure = Figure(figsize=(COLUMN if count == 1 else PAGE, 3.0 * rows))
-    grid = figure.subplots(2 * rows, columns, squeeze=False, height_ratios=[3, 1] * rows)
-    tops, bottoms = grid[0::2].ravel().tolist(), grid[1::2].ravel().tolist()
-    for unused in (*tops[count:], *bottoms[count:]):
-        unused.set_axis_off()
-    return figure, tops[:count], bottoms[:count]
-
-
-def _draw_line(
-    axes: Axes, own: pd.DataFrame, x: pd.Series, style: dict[str, Any], *, is_number: bool
-) -> None:
+def _draw_line(axes: Axes, own: pd.DataFrame, style: dict[str, Any], *, is_number: bool) -> None:
     means, band = 100 * own.error_mean, 100 * own.binomial_se.fillna(0)
-    line = {"linestyle": "-" if is_number else "", **style}
-    label = legible(short(own.line.iloc[0], length=32))
+    color, label = style["color"], legible(short(own.hue.iloc[0], length=32))
+    style = {**style, "linestyle": "-" if is_number else "", "label": label}
     deviations = 100 * own.error_sd.fillna(0)
-    axes.errorbar(x, means, yerr=deviations, label=label, capsize=2, elinewidth=0.8, **line)
-    color = style["color"]
+    axes.errorbar(own["at"], means, deviations, capsize=2, elinewidth=0.8, **style)
     if is_number and len(own) > 1:
-        axes.fill_between(x, means - band, means + band, color=color, alpha=0.12, linewidth=0)
+        axes.fill_between(own["at"], means - band, means + band, color=color, alpha=0.12, lw=0)
     else:
-        axes.errorbar(x, means, yerr=band, linestyle="", color=color, alpha=0.25, elinewidth=4)
+        axes.errorbar(own["at"], means, band, linestyle="", color=color, alpha=0.25, elinewidth=4)
 
 
 def _set_x_ticks(axes: Axes, values: list[Any], *, is_number: bool) -> None:
@@ -96,18 +73,14 @@ def _set_x_ticks(axes: Axes, values: list[Any], *, is_number: bool) -> None:
     if not is_number:
         names = [legible(short(str(value), length=24)) for value in values]
         is_long = max(map(len, names)) * len(names) > 24
-        axes.set_xticks(
-            range(len(names)),
-            names,
-            rotation=40 * is_long,
-            ha="right" if is_long else "center",
-            rotation_mode="anchor",
-        )
+        place: dict[str, Any] = {"rotation": 40, "ha": "right"} if is_long else {}
+        axes.set_xticks(range(len(names)), names, rotation_mode="anchor", **place)
         axes.set_xlim(-0.5, len(names) - 0.5)
         return
     is_log = values[0] > 0 and values[-1] >= 10 * values[0]
     if is_log:
-        _set_log(axes, "x", base=2 if (np.log2(values) % 1 == 0).all() else 10)
+        axes.set_xscale("log", base=2 if (np.log2(values) % 1 == 0).all() else 10)
+        _set_plain_digits(axes)
     places = np.log(values) if is_log else np.array(values)
     gap = (places[-1] - places[0]) / (MOST_TICKS + 2)
     are_whole = all(value == round(value) for value in values)
@@ -119,12 +92,12 @@ def _set_x_ticks(axes: Axes, values: list[Any], *, is_number: bool) -> None:
         )
 
 
-def _set_log(axes: Axes, which: Literal["x", "y"], *, base: int = 10) -> None:
-    """Use plain digits: matplotlib's own labels are formulas, which `looks` does not render."""
-    getattr(axes, f"set_{which}scale")("log", base=base)
-    axis = getattr(axes, f"{which}axis")
-    axis.set_major_formatter("{x:,g}")
-    axis.set_minor_formatter(LogFormatter(base=base))
+def _set_plain_digits(axes: Axes) -> None:
+    """matplotlib's own labels of a logarithmic axis are formulas, which `looks` does not render."""
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            axis.set_major_formatter("{x:,g}")
+            axis.set_minor_formatter(LogFormatter())
 
 
 def _draw_legend(figure: Figure, axes: Sequence[Axes]) -> None:
@@ -142,16 +115,16 @@ def _draw_legend(figure: Figure, axes: Sequence[Axes]) -> None:
 
 def draw_curves(bands: pd.DataFrame) -> Figure:
     """Draw the range and the mean over seeds; training is dashed."""
-    facets, hues = bands.panel.unique().tolist(), bands.line.unique().tolist()
+    facets, hues = bands.facet.unique().tolist(), bands.hue.unique().tolist()
     with looks(*facets, *hues):
         figure, axes = panels(len(facets), height=2.0)
-        for (panel, line, curve), own in bands.groupby(["panel", "line", "curve"], sort=False):
-            style = mark(hues.index(line)) | {"marker": "o" if len(own) == 1 else ""}
+        for (facet, hue, curve), own in bands.groupby(["facet", "hue", "curve"], sort=False):
+            style = mark(hues.index(hue)) | {"marker": "o" if len(own) == 1 else ""}
             style |= {"linestyle": "-" if curve == "test" else "--"}
-            style |= {"label": ", ".join(filter(None, [legible(line), curve]))}
-            each = axes[facets.index(panel)]
+            style |= {"label": ", ".join(filter(None, [legible(hue), curve]))}
+            each = axes[facets.index(facet)]
             draw_band(each, own.epochs, own["min"], own["mean"], own["max"], **style)
-            each.set(title=legible(panel), xlabel="epochs")
+            each.set(title=legible(facet), xlabel="epochs")
         axes[0].set_ylabel("loss (nats)")
         _draw_legend(figure, axes)
     return figure
@@ -164,11 +137,9 @@ def draw_widths(rows: pd.DataFrame) -> Figure:
         figure, both = panels(2)
         for axes, (key, title) in zip(both, titles.items(), strict=True):
             for number, (name, own) in enumerate(rows.groupby("omega_name", sort=False)):
-                widest = [int(own.width.argmax())]
-                label = f"Ω = {name}"
-                axes.plot(own.channels, own[key], label=label, markevery=widest, **mark(number))
-            axes.set(xlabel="channels C", ylabel=title)
-            _set_log(axes, "x")
-            _set_log(axes, "y")
+                style = mark(number) | {"label": f"Ω = {name}"}
+                axes.plot(own.channels, own[key], markevery=[int(own.width.argmax())], **style)
+            axes.set(xscale="log", yscale="log", xlabel="channels C", ylabel=title)
+            _set_plain_digits(axes)
         _draw_legend(figure, both)
     return figure

@@ -19,7 +19,8 @@ from data_prep.errors import UserError
 from data_prep.settings import nearest
 
 Names = Sequence[str]
-NORMAL, PERMUTED = "normal", "RP"
+PLACE, SEED = ["facet", "hue", "x"], ["seed", "own_seed"]
+NORMAL = "normal"
 KINDS = {"mlp": "MLP", "mixer": "MLP-Mixer", "smixer": "S-Mixer", "sw_mlp": "SW-MLP"}
 WIDTHS = ("width", "hidden_width")
 OF_SHAPES = {
@@ -48,49 +49,44 @@ TITLES = {
 def with_variables(results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Return the results with a column for each variable and each axis of the plans, and the names
     of the axes."""
-    labels = pd.DataFrame(map(json.loads, results.labels), index=results.index).map(_number)
-    axes = labels.drop(columns=[name for name in labels if name in {*results, *VARIABLES}])
+    labels = pd.DataFrame(map(json.loads, results.labels), index=results.index)
+    numbers = labels.apply(pd.to_numeric, errors="coerce").astype(object)
+    axes = numbers.where(numbers.notna(), labels)
     permuted, depth = results.permuted_blocks, results.depth
     some = permuted.map("RP in {:.0f} of ".format) + depth.map("{:.0f}".format)
+    mixing = some.mask(permuted == depth, "RP").mask(permuted == 0, NORMAL)
     data = results.assign(
         kind=results.kind.map(KINDS).fillna(results.model),
-        mixing=some.mask(permuted == depth, PERMUTED)
-        .mask(permuted == 0, NORMAL)
-        .where(permuted.notna()),
+        mixing=mixing.where(permuted.notna()),
         log_cs=np.log(results.channels.astype(float) / results.tokens.astype(float)),
         log2_omega=np.log2(results.omega.astype(float)).round(),
         epochs=results.epochs.astype(float).round(1),
         augmented=results.augmented.map({True: "+ DA", False: "no DA"}),
     )
-    return pd.concat([data, axes], axis=1), list(labels)
+    own = [name for name in axes if name not in data]
+    return pd.concat([data, axes[own]], axis=1), [*axes]
 
 
-def _number(word: Any) -> Any:
-    try:
-        return float(word)
-    except ValueError:
-        return word
-
-
-def words_of(values: Sequence[Any], names: Names) -> str:
+def _words_of(values: Sequence[Any], names: Names) -> str:
     """Return the name of a line or panel."""
     words = []
     for value, name in zip(values, names, strict=True):
-        if pd.isna(value):
-            continue
-        if name == "log2_omega":
+        if name == "log2_omega" and pd.notna(value):
             words.append(f"Ω = 2^{value:.0f}")
-        else:
-            is_number = isinstance(value, int | float)
-            words.append(f"{TITLES.get(name, name)} {value:g}" if is_number else str(value))
+        elif isinstance(value, str):
+            words.append(value)
+        elif pd.notna(value):
+            words.append(f"{TITLES.get(name, name)} {value:g}")
     return ", ".join(words)
 
 
-def groups_of(
-    results: pd.DataFrame, x: str, hue: Names, facet: Names
-) -> tuple[pd.DataFrame, list[str]]:
-    """Return the results with the columns `panel`, `line` and `x`, sorted, after checking that all
-    results at a place are equal but for the seed."""
+def are_numbers(values: "pd.Series[Any]") -> bool:
+    return bool(values.map(lambda value: isinstance(value, int | float)).all())
+
+
+def grouped(results: pd.DataFrame, x: str, hue: Names, facet: Names) -> pd.DataFrame:
+    """Return the results with the columns `facet`, `hue` and `x`, sorted, after checking that all
+    results at a place are equal except for the seed."""
     data, axes = with_variables(results)
     for name in filter(None, (x, *hue, *facet)):
         if name not in (*axes, *VARIABLES):
@@ -101,32 +97,25 @@ def groups_of(
     data = data[data.x.notna()]
     if data.empty:
         raise UserError(x, "is not known for any result", "choose another x", code="empty")
-    for column, names in (("panel", facet), ("line", hue)):
-        data[column] = [
-            words_of(values, names) for values in data[[*names]].itertuples(index=False)
-        ]
-    is_number = data.x.map(lambda value: isinstance(value, int | float)).all()
-    order = {name: pd.factorize(data[name])[0] for name in ("panel", "line", "x")}
-    order |= {"x": data.x.astype(float)} if is_number else {}
-    data = data.iloc[
-        pd.DataFrame(order).reset_index(drop=True).sort_values([*order], kind="stable").index
-    ]
-    for _, place in data.groupby(["panel", "line", "x"], sort=False):
+    for column, names in (("facet", facet), ("hue", hue)):
+        data[column] = [_words_of(values, names) for values in data[[*names]].to_numpy()]
+    for column in PLACE:
+        is_sorted = column == "x" and are_numbers(data.x)
+        data[f"_{column}"] = data.x.astype(float) if is_sorted else pd.factorize(data[column])[0]
+    data = data.sort_values([f"_{column}" for column in PLACE], kind="stable")
+    for _, place in data.groupby(PLACE, sort=False):
         _check_place(place, x, axes)
-    return data, axes
+    return data.drop(columns=[f"_{column}" for column in PLACE])
 
 
 def _check_place(place: pd.DataFrame, x: str, axes: Names) -> None:
-    def varying(rows: pd.DataFrame, names: Names) -> list[str]:
-        return [name for name in names if rows[name].nunique(dropna=False) > 1]
-
-    is_width = x in WIDTHS
-    own = ["seed", "own_seed", *(("tokens", "channels") if is_width else ())]
-    same_seed = [rows for _, rows in place.groupby(own, dropna=False) if len(rows) > 1]
-    names = [name for name in varying(place, VARIABLES) if not (is_width and name in OF_SHAPES)]
-    if names or same_seed:
-        rows = same_seed[0] if same_seed else place
-        names += varying(rows, [axis for axis in axes if axis != "name"])
+    own = [*SEED, *(("tokens", "channels") if x in WIDTHS else ())]
+    is_repeated = place.duplicated(own, keep=False)
+    free = OF_SHAPES if x in WIDTHS else ()
+    names = [name for name in VARIABLES if name not in free and _differs(place, name)]
+    if names or is_repeated.any():
+        rows = place[is_repeated] if is_repeated.any() else place
+        names += [axis for axis in axes if axis != "name" and _differs(rows, axis)]
         raise UserError(
             x or "--hue",
             f"{' and '.join(rows.run.iloc[[0, -1]])} are at the same place"
@@ -134,6 +123,10 @@ def _check_place(place: pd.DataFrame, x: str, axes: Names) -> None:
             f"give --hue or --facet {names[0]}" if names else "leave out one of them",
             code="conflict",
         )
+
+
+def _differs(rows: pd.DataFrame, name: str) -> bool:
+    return bool(rows[name].nunique(dropna=False) > 1)
 
 
 def places_of(
@@ -149,83 +142,51 @@ def places_of(
         raise UserError("--task", "no result has an accuracy", f"tasks: {tasks}", code="empty")
     if not LENGTHS & {x, *hue, *facet}:
         data = last_of_each_run(data)
-    data, _ = groups_of(data, x, hue, facet)
-    data["num_results"] = 1
-    place, seed = ["panel", "line", "x"], ["seed", "own_seed"]
-    others = {name: "first" for name in data if name not in (*place, *seed, "error", "num_results")}
-    means = {"error": "mean", "num_results": "sum"} | others
-    seeds = data.groupby([*place, *seed], sort=False, dropna=False).agg(means).reset_index()
-    groups = [name for name in (*hue, *facet) if name != "mixing"]
+    data = grouped(data, x, hue, facet)
+    seeds = data.groupby([*PLACE, *SEED], sort=False, dropna=False)
+    size, error = seeds.error.transform("size"), seeds.error.transform("mean")
+    data = data.assign(num_results=size, error=error).drop_duplicates([*PLACE, *SEED])
     # a Mixer's normal counterpart differs in nothing else
-    alike = [*groups, "x"] if "mixing" in (*hue, *facet) else [
-        *dict.fromkeys([*groups, *(name for name in VARIABLES if name not in ("mixing", "model"))])
-    ]  # fmt: skip
-    is_normal = seeds.mixing == NORMAL
-    normal = seeds[is_normal].drop_duplicates([*alike, *seed])[[*alike, *seed, "error"]]
-    seeds = seeds.merge(normal, on=[*alike, *seed], how="left", suffixes=("", "_normal"))
-    seeds["minus_normal"] = (seeds.error - seeds.error_normal).mask(
-        seeds.mixing.isna() | (seeds.mixing == NORMAL)
+    names = [name for name in (*hue, *facet) if name != "mixing"]
+    if "mixing" not in (*hue, *facet):
+        names += [name for name in VARIABLES if name not in ("mixing", "model", *names)]
+    alike = [*names, *(["x"] if "mixing" in (*hue, *facet) else []), *SEED]
+    normal = data[data.mixing == NORMAL].drop_duplicates(alike)[[*alike, "error"]]
+    data = data.merge(normal, on=alike, how="left", suffixes=("", "_normal"))
+    is_permuted = data.mixing.notna() & (data.mixing != NORMAL)
+    data["minus_normal"] = (data.error - data.error_normal).where(is_permuted)
+    places = (
+        data.groupby(PLACE, sort=False)
+        .agg(
+            error_mean=("error", "mean"),
+            error_sd=("error", "std"),
+            num_seeds=("error", "size"),
+            num_results=("num_results", "sum"),
+            num_test=("num_test", "first"),
+            errors=("error", list),
+            minus_normal_mean=("minus_normal", "mean"),
+            minus_normal_sd=("minus_normal", "std"),
+            minus_normal=("minus_normal", lambda values: values.dropna().tolist()),
+        )
+        .reset_index()
     )
-    grouped = seeds.groupby(place, sort=False)
-    places = grouped.agg(
-        error_mean=("error", "mean"),
-        error_sd=("error", "std"),
-        num_seeds=("error", "size"),
-        num_results=("num_results", "sum"),
-        num_test=("num_test", "first"),
-        errors=("error", list),
-        minus_normal_mean=("minus_normal", "mean"),
-        minus_normal_sd=("minus_normal", "std"),
-        minus_normal=("minus_normal", lambda values: values.dropna().tolist()),
-    ).reset_index()
     # seeds share their test images
     variance = places.error_mean * (1 - places.error_mean) / places.num_test.astype(float)
     return places.assign(binomial_se=variance**0.5)
 
 
-def facts_of(places: pd.DataFrame, x: str) -> dict[str, Any]:
-    """Return Kendall's tau of each line against a width, the optimum of each line against
-    ln(C / S), and a summary of all differences between RP and normal Mixers."""
+def lines_of(places: pd.DataFrame, x: str) -> pd.DataFrame:
+    """Return Kendall's tau of each line against a width, or its optimum against ln(C / S)."""
     lines = []
-    for (panel, line), own in places.groupby(["panel", "line"], sort=False):
-        pairs = own[["x", "errors"]].explode("errors").astype(float) if x == "log_cs" else None
-        lines.append(
-            {
-                "facet": panel,
-                "hue": line,
-                "kendall": kendall(own.x.tolist(), own.error_mean.tolist())
-                if x in WIDTHS
-                else None,
-                "optimum": optimum(pairs.x, pairs.errors) if pairs is not None else None,
-            }
-        )
-    changes = places.minus_normal.explode().dropna().astype(float)
-    summary = {"pairs": len(changes), "mean": changes.mean(), "lower": int((changes < 0).sum())}
-    return {"lines": lines, "rp_minus_normal": summary if len(changes) else None}
-
-
-def lines_of(facts: dict[str, Any]) -> list[str]:
-    """Return the facts as lines for the console."""
-    lines = []
-    for line in facts["lines"]:
-        name = ", ".join(filter(None, [line["facet"], line["hue"]])) or "all"
-        if found := line["kendall"]:
-            lines.append(
-                f"{name}: Kendall's tau {found['tau']:.2f} over {found['num']} widths,"
-                f" exact p {found['p']:.2g}"
-            )
-        if found := line["optimum"]:
-            interval = f"[{found['low']:.2f}, {found['high']:.2f}]"
-            side = "inside" if found["has_zero"] else "outside"
-            lines.append(
-                f"{name}: least error at ln(C / S) = {found['at']:.2f} {interval}; 0 is {side}"
-            )
-    if found := facts["rp_minus_normal"]:
-        lines.append(
-            f"RP - normal: {100 * found['mean']:+.2f} points over {found['pairs']} pairs of a"
-            f" seed, {found['lower']} of them lower"
-        )
-    return lines
+    for (facet, hue), own in places.groupby(["facet", "hue"], sort=False):
+        statistics = {}
+        if x in WIDTHS:
+            statistics = kendall(own.x.tolist(), own.error_mean.tolist())
+        elif x == "log_cs":
+            each = own[["x", "errors"]].explode("errors").astype(float)
+            statistics = optimum(each.x, each.errors)
+        lines.append({"facet": facet, "hue": hue, **statistics})
+    return pd.DataFrame(lines)
 
 
 def sweep(
@@ -234,8 +195,15 @@ def sweep(
     places = places_of(results, x, hue, facet, task)
     from analysis.sweeps.pictures import draw_sweep
 
-    facts = facts_of(places, x)
-    figure = draw_sweep(places, facts, TITLES.get(x, x))
-    choices = {"x": x, "hue": [*hue], "facet": [*facet], "task": task}
-    rows = places.rename(columns={"panel": "facet", "line": "hue"})
-    return Result(rows, {**choices, **facts}, {"": figure}, printed=lines_of(facts))
+    lines, printed = lines_of(places, x), []
+    changes = places.minus_normal.explode().dropna().astype(float)
+    pairs = {"pairs": len(changes), "mean": changes.mean(), "lower": int((changes < 0).sum())}
+    facts = {"x": x, "hue": [*hue], "facet": [*facet], "task": task, "rp_minus_normal": pairs}
+    if len(lines.columns) > 2:
+        printed.append(lines)
+    if len(changes):
+        words = f"{100 * changes.mean():+.2f} percentage points over {len(changes)} pairs of a seed"
+        printed.append(f"RP - normal: {words}, {pairs['lower']} of them lower")
+    figure = draw_sweep(places, lines, TITLES.get(x, x))
+    facts["lines"] = lines.to_dict("records")
+    return Result(places, facts, {"": figure}, printed=printed)

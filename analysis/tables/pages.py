@@ -1,19 +1,16 @@
 """The papers' tables with our numbers: as Markdown, on the console, and as a figure."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis.output import Result, table_of
+from analysis.output import Result
 from analysis.tables.published import TABLES
 from analysis.tables.table import cells_of
-from data_prep.images.lettering import legible
+from data_prep.images.lettering import legible, short
 from finetune.looks import looks
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 NOTES = (
     (
@@ -37,48 +34,47 @@ LINE_INCHES, NAME_INCHES, CELL_INCHES, CHARACTER_INCHES, LONGEST = 0.46, 3.9, 1.
 class Page(NamedTuple):
     title: str
     source: str
-    header: list[str]
-    rows: list[list[str]]
-    kinds: list[list[str]]
+    cells: pd.DataFrame
+    """The cells as words; the index has the names of the rows."""
+    kinds: pd.DataFrame
     """Key of `COLORS` for each cell."""
 
     @property
     def heading(self) -> str:
         return f"{self.title} ({self.source})" if self.source else self.title
 
+    @property
+    def lines(self) -> list[list[str]]:
+        """The header, then the rows."""
+        rows = zip(self.cells.index, self.cells.to_numpy().tolist(), strict=True)
+        return [["", *self.cells.columns], *([name, *cells] for name, cells in rows)]
+
 
 def pages_of(cells: pd.DataFrame, *, between: str = " / ") -> Iterator[Page]:
-    for (title, source), own in cells.groupby(["table", "source"], sort=False):
-        text = [_words(cell, between) for cell in own.itertuples()]
-        kinds = [_kind(cell) for cell in own.itertuples()]
-        columns, rows = own.column.unique().tolist(), own.row.unique().tolist()
-        width = len(columns)
-        yield Page(
-            title,
-            source,
-            ["", *columns],
-            [[name, *text[i * width : (i + 1) * width]] for i, name in enumerate(rows)],
-            [kinds[i * width : (i + 1) * width] for i in range(len(rows))],
-        )
+    words = [_words(cell, between) for cell in cells.itertuples()]
+    kinds = [_kind(cell) for cell in cells.itertuples()]
+    shown = cells.assign(words=words, kinds=kinds)
+    for (title, source), own in shown.groupby(["table", "source"], sort=False):
+        wide = own.set_index(["row", "column"])[["words", "kinds"]].unstack(sort=False)
+        yield Page(title, source, wide.words, wide.kinds)
 
 
-def _words(cell: "pd.Series", between: str) -> str:
+def _words(cell: Any, between: str) -> str:
     digits, has_paper, is_run = cell.decimals, pd.notna(cell.paper), pd.notna(cell.mean)
     ours = "cited" if cell.is_cited else "not run"
     if is_run:
-        spread = ""
-        if pd.notna(cell.std):
-            spread = f" ± {cell.std:.{digits}f} (n={cell.num_repetitions})"
-        left_out = f" +{cell.num_left_out}" if cell.num_left_out else ""
-        ours = f"{cell.mean:.{digits}f}{spread}{left_out}"
+        spread = f" ± {cell.std:.{digits}f} (n={cell.num_repetitions})" * pd.notna(cell.std)
+        ours = f"{cell.mean:.{digits}f}{spread}" + f" +{cell.num_left_out}" * bool(
+            cell.num_left_out
+        )
     if not has_paper:
         return "-" if not is_run and (not cell.source or cell.is_cited) else ours
-    spread = f" ± {cell.paper_std:.{digits}f}" if pd.notna(cell.paper_std) else ""
-    gap = f" / {cell.gap:+.{digits}f}" if is_run else ""
+    spread = f" ± {cell.paper_std:.{digits}f}" * pd.notna(cell.paper_std)
+    gap = f" / {cell.gap:+.{digits}f}" * is_run
     return f"{ours}{between}{cell.paper:.{digits}f}{spread}{gap}"
 
 
-def _kind(cell: "pd.Series") -> str:
+def _kind(cell: Any) -> str:
     if pd.isna(cell.mean):
         return "not run"
     return "ours" if pd.isna(cell.gap) else "better" if cell.gap >= 0 else "worse"
@@ -87,9 +83,10 @@ def _kind(cell: "pd.Series") -> str:
 def markdown(cells: pd.DataFrame) -> str:
     parts = ["# Our runs and the published numbers"]
     for page in pages_of(cells):
-        lines = [page.header, ["---", *("---:" for _ in page.header[1:])], *page.rows]
-        rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
-        parts += [f"## {page.heading}", "\n".join(rows)]
+        header, *rows = page.lines
+        lines = [header, ["---", *("---:" for _ in header[1:])], *rows]
+        text = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+        parts += [f"## {page.heading}", "\n".join(text)]
     return "\n\n".join([*parts, *NOTES]) + "\n"
 
 
@@ -103,37 +100,35 @@ def with_runs(cells: pd.DataFrame) -> pd.DataFrame:
 
 def table(results: pd.DataFrame) -> Result:
     cells = cells_of(TABLES, results)
-    shown = with_runs(cells)
-    printed: list[RenderableType] = []
+    shown, printed = with_runs(cells), list[str | pd.DataFrame]()
     if cells["mean"].notna().any():
         for page in pages_of(shown):
-            printed += [page.heading, table_of(page.header, page.rows), ""]
+            printed += [page.heading, page.cells.rename_axis("").reset_index(), ""]
         printed += NOTES
     num_runs = results.run.nunique()
     printed.append(f"{num_runs:,} finished runs")
-    return Result(
-        cells, {"finished_runs": num_runs}, {"": draw(shown)}, (), printed, markdown(cells)
-    )
+    facts, text = {"finished_runs": num_runs}, markdown(cells)
+    return Result(cells, facts, {"": draw(shown)}, printed=printed, page=text)
 
 
 def draw(cells: pd.DataFrame) -> Figure:
     """Draw our number above the paper's number and the gap; green if ours is not worse."""
     pages = list(pages_of(cells, between="\n"))
-    names = [row[0] for page in pages for row in page.rows]
-    name_inches = max(NAME_INCHES, CHARACTER_INCHES * max(map(len, names)) + 0.3)
-    widths = [name_inches + CELL_INCHES * (len(page.header) - 1) for page in pages]
+    name_inches = max(NAME_INCHES, CHARACTER_INCHES * cells.row.str.len().max() + 0.3)
+    widths = [name_inches + CELL_INCHES * len(page.cells.columns) for page in pages]
     width = max(*widths, *(0.088 * len(page.heading) + 1 for page in pages))
-    heights = [LINE_INCHES * (len(page.rows) + 1) for page in pages]
-    with looks(*names, *(column for page in pages for column in page.header)):
+    heights = [LINE_INCHES * len(page.lines) for page in pages]
+    with looks(*cells.row.unique(), *cells.column.unique()):
         figure = Figure(figsize=(width, sum(heights) + 0.5 * len(pages)))
         panels = figure.subplots(len(pages), 1, height_ratios=heights, squeeze=False)[:, 0]
         for axes, page, inches in zip(panels, pages, widths, strict=True):
+            header, *rows = page.lines
             axes.set_title(f"{page.heading}, top-1 in %", fontsize=11)
             axes.set_axis_off()
             drawn = axes.table(
-                [[legible(name), *cells] for name, *cells in page.rows],
-                colLabels=[legible(_shortened(column)) for column in page.header],
-                colWidths=[name_inches / inches] + [CELL_INCHES / inches] * (len(page.header) - 1),
+                [[legible(name), *words] for name, *words in rows],
+                colLabels=[legible(short(name, length=LONGEST)) for name in header],
+                colWidths=[name_inches / inches] + [CELL_INCHES / inches] * (len(header) - 1),
                 cellLoc="center",
                 edges="horizontal",
                 bbox=(0, 0, inches / width, 1),
@@ -145,9 +140,5 @@ def draw(cells: pd.DataFrame) -> Figure:
                     cell.set_text_props(ha="left")
                     cell.PAD = 0.02
                 elif row:
-                    cell.set_text_props(color=COLORS[page.kinds[row - 1][column - 1]])
+                    cell.set_text_props(color=COLORS[page.kinds.iloc[row - 1, column - 1]])
     return figure
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."

@@ -40,29 +40,19 @@ def cells_of(tables: Sequence[Table], results: pd.DataFrame) -> pd.DataFrame:
     is_used = pd.Series(False, index=entries.index)
     cells = list[dict[str, Any]]()
     for table in tables:
+        about = {"table": table.title, "source": table.source, "decimals": table.decimals}
         for row in table.rows:
             for number, column in enumerate(table.columns):
                 is_meant = _is_meant(entries, row, column)
                 is_used |= is_meant
-                known = number < len(row.top1)
-                cell = {
-                    "table": table.title,
-                    "source": table.source,
-                    "decimals": table.decimals,
-                    "row": row.name,
-                    "column": COLUMNS[column],
-                    "is_cited": row.method is None,
-                    "paper": row.top1[number] if known else None,
-                    "paper_std": row.std if number == 0 else None,
-                }
-                cells.append(cell | _statistics(entries[is_meant], table.plan))
+                cell = {"row": row.name, "column": COLUMNS[column], "is_cited": row.method is None}
+                cell["paper"] = row.top1[number] if number < len(row.top1) else None
+                cell["paper_std"] = row.std if number == 0 else None
+                cells.append(about | cell | _statistics(entries[is_meant], table.plan))
     others = entries[~is_used]
     about = {"table": OURS, "source": "", "decimals": 1, "is_cited": False}
-    columns = [*(each for each in COLUMNS if each in set(others.column))]
-    columns += sorted(set(others.column) - COLUMNS.keys())
-    for name in sorted(
-        others.name.unique(), key=lambda name: re.sub(r"\d+", lambda n: n[0].zfill(9), name)
-    ):
+    columns = sorted({*others.column}, key=lambda name: ([*COLUMNS, name].index(name), name))
+    for name in sorted({*others.name}, key=_by_numbers):
         for column in columns:
             own = others[(others.name == name) & (others.column == column)]
             cell = about | {"row": name, "column": COLUMNS.get(column, column)}
@@ -71,6 +61,11 @@ def cells_of(tables: Sequence[Table], results: pd.DataFrame) -> pd.DataFrame:
     numbers = ["paper", "paper_std", "mean", "std"]
     frame[numbers] = frame[numbers].astype(float)
     return frame.assign(gap=frame["mean"] - frame.paper)
+
+
+def _by_numbers(name: str) -> list[str]:
+    """Return a key that sorts B-6 before B-12."""
+    return [part.zfill(9) for part in re.split(r"(\d+)", name)]
 
 
 def entries_of(results: pd.DataFrame) -> pd.DataFrame:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.check.stored import Storage, each_picture, each_shard
+from data_prep.check.stored import each_picture, each_shard
 from data_prep.images import decode, resize, size_of
 from data_prep.images.channels import ChannelSums, ChannelTotals, channel_statistics
 from data_prep.manifest import Manifest, Shard, Split, load_index, load_manifest, load_rejected
+from data_prep.remote import Storage
 
 SPREAD = {"min": 0, "5 %": 5, "median": 50, "95 %": 95, "max": 100}
 NUM_EXTREMES = 3

@@ -28,7 +28,6 @@ from data_prep.index.config import IndexSettings
 from data_prep.manifest import PARTS
 from data_prep.pictures import COMPRESSED
 from data_prep.progress import progress
-from data_prep.publish import TEMPORARY_PREFIX
 from data_prep.remote import Version
 
 MAX_SHARDS = 1_000_000
@@ -131,11 +130,13 @@ def opened(
 ) -> Iterator[tuple[Path, Version]]:
     """Yield a local file with the shard's content, and its version. It must stay unchanged."""
     if shard.is_remote:
-        place = directory / PARTS / f"{TEMPORARY_PREFIX}{shard.name}.tar"
-        with remote.copied(
-            shard.place, place, storage=settings.storage, num_attempts=settings.num_attempts
-        ) as version:
-            yield place, version
+        with remote.nameless_copy(
+            shard.place,
+            directory / PARTS,
+            storage=settings.storage,
+            num_attempts=settings.num_attempts,
+        ) as copy:
+            yield copy
         return
     before = version_of(shard, settings)
     yield Path(shard.place), before
@@ -271,4 +272,4 @@ def _check_url(url: str) -> None:
             f"copy the shards to a local disk, or use {clients.SCHEMES}",
             code="unsupported",
         )
-    clients.without_secrets(url, remedy=_REMEDY)
+    clients.without_secrets(url, remedy=_REMEDY, field=remote.shown(url))

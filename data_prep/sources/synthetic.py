@@ -26,7 +26,7 @@ from data_prep.archives.inventory import Outline
 from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
 from data_prep.settings import Settings
 from data_prep.sources.folder import FolderSettings, FolderSource
-from data_prep.workers import Tally, sweep
+from data_prep.workers import sweep
 
 JPEG_QUALITY = 90
 BEGUN_NAME = "begun.json"
@@ -128,11 +128,10 @@ class SyntheticSource(FolderSource):
         drawn = sweep(
             self._write_class,
             jobs,
-            total=sum(job[2] for job in jobs),
-            num_workers=self.num_workers,
             title="drawing images",
             unit="images",
-            jobs_are="folders",
+            sizes=[job[2] for job in jobs],
+            workers=self.num_workers,
         )
         list(drawn)
 
@@ -148,7 +147,6 @@ class SyntheticSource(FolderSource):
             )
             (temporary / f"{number:06d}.jpg").write_bytes(data)
         temporary.rename(folder)
-        Tally.add(count)
 
 
 # ---- one image

@@ -1,10 +1,9 @@
-"""`finetune evaluate` on the command line: checks, and what is printed of a result, made or stored.
-No torch until the settings are known to be good."""
+"""`finetune evaluate` on the command line. Settings are checked before torch is imported."""
 
 import argparse
 import json
+import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +23,7 @@ from pretrain.cli import leave, world_of
 from pretrain.config import AugmentSettings
 
 WORSE_BY = 0.02
-"""Than on the plain pictures: no chance any more."""
+"""Loss of accuracy by views that is no longer due to chance."""
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -49,34 +48,21 @@ finetune evaluate configs/evaluate/demo.yaml pretrained=runs/mine run_dir=runs/m
 def _evaluate(options: argparse.Namespace) -> int:
     words = [word for word in (options.config, *options.overrides) if word is not None]
     config, overrides = split_config(words)
-    bare = [word for word in overrides if "=" not in word]
-    if bare:
-        meant = f"pretrained={bare[0]} data.dataset={bare[1] if len(bare) > 1 else 'DATASET'}"
-        raise SettingsError(
-            bare[0],
-            "is not of the form key=value",
-            f"write finetune evaluate {meant}",
-            code="bad-syntax",
-        )
+    if bare := [word for word in overrides if "=" not in word]:
+        fix = f"write finetune evaluate pretrained={bare[0]} data.dataset={(*bare, 'DATASET')[1]}"
+        raise SettingsError(bare[0], "is not of the form key=value", fix, code="bad-syntax")
     settings = load_settings(EvaluateSettings, path=config, overrides=overrides)
     if options.show:
-        return show(
-            Evaluation.of(settings).settings if settings.views else settings
-        )  # with what views=... chooses
+        return show(Evaluation.of(settings).settings if settings.views else settings)
     world = world_of(options)
     evaluation = Evaluation.of(settings, verify=world.local_rank == 0)
     class_numbers(evaluation.card, evaluation.manifest, dataset=settings.data.dataset)
     stored = evaluation.stored_result()
     warn_once(evaluation.warning(), world)
-    warn_once(
-        evaluation.card.other_pixels(evaluation.manifest, dataset=settings.data.dataset), world
-    )
+    pixels = evaluation.card.other_pixels(evaluation.manifest, dataset=settings.data.dataset)
+    warn_once(pixels, world)
     if stored is None and options.ranks:
-        return launch_ranks(
-            "evaluate",
-            [*(["--json"] if options.json else []), *words[: bool(options.config)]],
-            options,
-        )
+        return launch_ranks("evaluate", ["--json"] * options.json + words[:1], options)
     result = stored if world.is_first else None
     if stored is None:
         options.started = True
@@ -95,68 +81,51 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def print_result(result: dict[str, Any], console: Console, *, stored: bool = False) -> None:
-    left_out = result["num_unreadable"]
-    missing = (
-        f", {left_out:,} more do not decode: {', '.join(result['unreadable'])}" if left_out else ""
-    )
-    missing += ", ..." if left_out > len(result["unreadable"]) else ""
+    num_bad = result["num_unreadable"]
+    bad = f", {num_bad:,} more do not decode: {', '.join(result['unreadable'])}" if num_bad else ""
     views = f", {result['num_views']} views each" if result["views"] else ""
     heading = (
         f"{result['model']} on {result['dataset']}, {result['split']}: {result['num_samples']:,}"
-        f" images{views}{missing}"
-    )
-    worst = ", ".join(f"{name} {top1:.0%}" for name, top1 in result["worst_classes"][:3])
-    augment = (
-        AugmentSettings.model_validate(result["augment"], strict=False)
-        if result.get("augment")
-        else None
+        f" images{views}{bad}"
     )
     rows = {
         "top-1": f"{result['eval/top1']:.2%}",
-        "guessing": (
-            baselines(result["num_classes"], result["largest_class"])
-            if "num_classes" in result
-            else ""
-        ),
-        "top-1, ReaL": f"{result['eval/real']:.2%}" if "eval/real" in result else "",
+        "guessing": baselines(result["num_classes"], result["largest_class"]),
         "top-5": f"{result['eval/top5']:.2%}",
         "loss": f"{result['eval/loss']:.4f}",
         "ECE": (
             f"{result['eval/ece']:.2%} (largest gap {result['eval/mce']:.1%}), Brier"
             f" {result['eval/brier']:.4f}"
         ),
-        "top-1 by views": "  ".join(
-            f"{moment['num_views']}: {moment['top1']:.2%}" for moment in result["curve"]
-        ),
-        "views": f"{augment.recipe}: {result['augment_from']}" if augment else "",
-        "class top-1": f"mean {result['eval/class_top1']:.2%}; worst: {worst}",
-        "most confused": ", ".join(
-            f"{one} as {other} ({count:,})" for one, other, count in result["most_confused"][:3]
-        ),
+        "class top-1": f"mean {result['eval/class_top1']:.2%}; worst: "
+        + ", ".join(f"{name} {top1:.0%}" for name, top1 in result["worst_classes"][:3]),
         "speed": f"{result['images_per_s']:,.0f} images/s, {result['seconds']:.1f} s",
     }
+    if "eval/real" in result:
+        rows["top-1, ReaL"] = f"{result['eval/real']:.2%}"
+    if result["most_confused"]:
+        pairs = result["most_confused"][:3]
+        rows["most confused"] = ", ".join(f"{a} as {b} ({count:,})" for a, b, count in pairs)
+    if result["views"]:
+        augment = AugmentSettings.model_validate(result["augment"], strict=False)
+        rows["views"] = f"{augment.recipe}: {result['augment_from']}"
+        rows["top-1 by views"] = "  ".join(
+            f"{moment['num_views']}: {moment['top1']:.2%}" for moment in result["curve"]
+        )
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, words in rows.items():
-        if words:
-            table.add_row(name, escape(words))
-    console.print(heading, highlight=False, markup=False, soft_wrap=True)
-    console.print(table, highlight=False)
+        table.add_row(name, escape(words))
+    lines: list[str | Table] = [heading, table]
     plain = result.get("plain_top1")
     if result["views"] and plain is not None and plain - result["eval/top1"] > WORSE_BY:
-        flips = ", its flips above all" if result["augment"]["flip_probability"] else ""
-        hint = (
-            f"the plain pictures reach {plain:.2%}: these views may not suit the classes; see"
-            f" augment{flips}"
+        lines.append(
+            f"the plain images reach {plain:.2%}: these views may not suit the classes. Check"
+            " augment, above all its flips."
         )
-        console.print(hint, highlight=False, soft_wrap=True)
     if stored:
-        console.print(
-            "asked before: the stored result; name another run_dir to do it anew", highlight=False
-        )
-    place = Path(result["run_dir"])
-    place = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
-    console.print(
-        f"{place}: predictions, classes, pictures", highlight=False, markup=False, soft_wrap=True
-    )
+        lines.append("the stored result of an earlier run; choose another run_dir to repeat it")
+    lines.append(f"{os.path.relpath(result['run_dir'])}: predictions, classes, figures")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))

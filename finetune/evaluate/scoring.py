@@ -1,30 +1,28 @@
-"""The table of what a model answers on a split, and how good the answers are: every figure is a
-pure function of the table.
+"""The predictions of a model on a split, and the scores that follow from them.
 
-K classes of the dataset; the model may have others, whose answers are counted together in the
-column K. N samples, A answers (the five most probable), M moments of test-time augmentation.
+K classes of the dataset, N samples, A top predictions, M moments of test-time augmentation.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from pretrain.data.order import Ids
 
 Floats = NDArray[np.float64]
 NUM_BINS = 15
-"""Of the confidence, for the calibration error."""
+"""Bins of the confidence, for the calibration error."""
 OTHER = "(other)"
-"""How an answer is called that is no class of the dataset."""
+"""Name of a prediction that is no class of the dataset."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Labels and answers are the model's numbers of the classes."""
+    """Labels and predictions as the model's class numbers, one row for each sample."""
 
     samples_N: Ids
     labels_N: Ids
@@ -32,228 +30,129 @@ class Answers:
     """The most probable first."""
     probabilities_NA: Floats
     losses_N: Floats
-    """-log of the probability of the label; of the mean probability, with test-time
-    augmentation."""
+    """-log of the probability of the label, averaged over views."""
     entropies_N: Floats
-    """Of all probabilities, in nats."""
+    """Entropy of all probabilities, in nats."""
     squares_N: Floats
-    """The sum of the squares of all probabilities."""
+    """Sum of the squares of all probabilities."""
     answers_NM: Ids
-    """The most probable answer after so many views."""
+    """The most probable class at each moment."""
     losses_NM: Floats
     moments: tuple[int, ...] = ()
-    """After how many views the running mean is noted; none without test-time augmentation."""
+    """Numbers of views after which the running mean is noted."""
 
     @classmethod
     def of_ranks(cls, shares: Sequence["Answers"], *, num_samples: int, num_bad: int) -> "Answers":
-        """Of all ranks, in any order. Every sample is there once, or was counted as one that does
-        not decode."""
-        order = np.argsort(
-            samples := np.concatenate([share.samples_N for share in shares]), kind="stable"
-        )
-        whole = {
+        """Join the shares of all ranks, and check that each sample is in them once."""
+        samples = np.concatenate([share.samples_N for share in shares])
+        order = np.argsort(samples, kind="stable")
+        columns = {
             name: np.concatenate([getattr(share, name) for share in shares])[order]
             for name in COLUMNS
         }
-        found = samples[order]
-        assert (np.diff(found) > 0).all(), "a sample was answered twice"
-        assert len(found) + num_bad == num_samples, (len(found), num_bad, num_samples)
-        assert not len(found) or (found[0] >= 0 and found[-1] < num_samples), (
-            found[0],
-            found[-1],
-            num_samples,
-        )
-        return cls(**whole, moments=shares[0].moments)
+        present = samples[order]
+        assert (np.diff(present) > 0).all(), "a sample was predicted twice"
+        assert len(present) + num_bad == num_samples, (len(present), num_bad, num_samples)
+        assert not len(present) or 0 <= present[0] <= present[-1] < num_samples
+        return cls(**columns, moments=shares[0].moments)
 
     def __len__(self) -> int:
         return len(self.samples_N)
 
-    def left_out(self, *, num_samples: int) -> Ids:
-        """The samples that did not decode."""
-        return np.setdiff1d(np.arange(num_samples), self.samples_N, assume_unique=True)
+    @property
+    def is_right(self) -> NDArray[np.bool_]:
+        return np.equal(self.answers_NA[:, 0], self.labels_N)
 
 
 COLUMNS = tuple(field.name for field in fields(Answers) if field.name != "moments")
 
 
 def scores_of(answers: Answers) -> dict[str, float]:
-    """By their names in a result; `entropy` is in nats."""
-    assert len(answers)
-    right_NA = answers.answers_NA == answers.labels_N[:, None]
-    bins = calibration(answers.probabilities_NA[:, 0], right_NA[:, 0])
-    # the mean squared distance of the probabilities from the truth, summed over classes: 0 is
-    # perfect, 2 the worst
+    """Return the scores by their names in a result."""
+    bins = calibration(answers.probabilities_NA[:, 0], answers.is_right)
+    # squared distance between probabilities and truth, summed over classes: between 0 and 2
     brier = answers.squares_N - 2 * np.exp(-answers.losses_N) + 1
     return {
-        "top1": float(right_NA[:, 0].mean()),
-        "top5": float(right_NA.any(axis=1).mean()),
+        "top1": float(answers.is_right.mean()),
+        "top5": float((answers.answers_NA == answers.labels_N[:, None]).any(axis=1).mean()),
         "loss": float(answers.losses_N.mean()),
-        "ece": bins.expected_error,
-        "mce": bins.max_error,
+        "ece": float((bins["gap"] * bins["count"]).sum() / len(answers)),
+        "mce": float(bins["gap"].max()),
         "brier": float(brier.mean()),
         "entropy": float(answers.entropies_N.mean()),
     }
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Pictures by the probability of their first answer, in bins of equal width, each without its
-    lower edge."""
+def calibration(confidences_N: Floats, right_N: NDArray[np.bool_]) -> pd.DataFrame:
+    """Return count, mean confidence, accuracy and gap of each bin of the confidence.
 
-    counts: Ids
-    confidences: Floats
-    """The mean of each bin; nan where it is empty."""
-    accuracies: Floats
-
-    @property
-    def _gaps(self) -> Floats:
-        return np.where(self.counts > 0, np.abs(self.confidences - self.accuracies), 0.0)
-
-    @property
-    def expected_error(self) -> float:
-        """The mean gap over the bins, weighted by their pictures."""
-        return float((self._gaps * self.counts).sum() / self.counts.sum())
-
-    @property
-    def max_error(self) -> float:
-        return float(self._gaps.max())
-
-
-def calibration(confidences_N: Floats, right_N: NDArray[np.bool_]) -> Calibration:
+    Bins have equal widths and include their upper edges.
+    """
+    frame = pd.DataFrame({"confidence": confidences_N, "accuracy": right_N})
     edges = np.linspace(0, 1, NUM_BINS + 1)
-    places = np.clip(np.searchsorted(edges, confidences_N, side="left") - 1, 0, NUM_BINS - 1)
-    counts = np.bincount(places, minlength=NUM_BINS)
-    sums = [
-        np.bincount(places, weights=values, minlength=NUM_BINS)
-        for values in (confidences_N, right_N)
-    ]
-    with np.errstate(invalid="ignore"):
-        confidence, accuracy = (total / counts for total in sums)
-    return Calibration(counts, confidence, accuracy)
+    places = pd.cut(frame["confidence"].clip(0, 1), edges, labels=False, include_lowest=True)
+    bins = frame.groupby(places).mean().reindex(range(NUM_BINS))
+    bins["count"] = places.value_counts().reindex(range(NUM_BINS), fill_value=0)
+    bins["gap"] = (bins["confidence"] - bins["accuracy"]).abs()
+    return bins
 
 
-@dataclass(frozen=True)
-class Confusion:
-    """How often each class was answered for each, as the entries that are not 0, in the order of
-    (label, answer)."""
+def predictions_by_class(
+    answers: Answers, *, names: Sequence[str], numbers: Sequence[int]
+) -> pd.DataFrame:
+    """Return label, prediction and scores of each sample, as class names of the dataset.
 
-    names: tuple[str, ...]
-    """Of the dataset's classes."""
-    labels: Ids
-    answers: Ids
-    """The dataset's numbers; K where it is none of its classes."""
-    counts: Ids
-
-    @classmethod
-    def of(cls, answers: Answers, *, names: Sequence[str], numbers: Sequence[int]) -> "Confusion":
-        """`numbers`: what the model calls each class of the dataset."""
-        size = len(names)
-        labels_N, tops_N = (
-            dataset_numbers(values, numbers)
-            for values in (answers.labels_N, answers.answers_NA[:, 0])
-        )
-        assert (labels_N < size).all()
-        pairs, counts = np.unique(labels_N * (size + 1) + tops_N, return_counts=True)
-        return cls(tuple(names), pairs // (size + 1), pairs % (size + 1), counts)
-
-    @cached_property
-    def has_others(self) -> bool:
-        return bool((self.answers == len(self.names)).any())
-
-    def name(self, number: int) -> str:
-        return self.names[number] if number < len(self.names) else OTHER
-
-    def wrong(self) -> Ids:
-        """The entries that are mistakes, the most frequent first."""
-        wrong = np.flatnonzero(self.labels != self.answers)
-        return wrong[np.argsort(-self.counts[wrong], kind="stable")]
-
-    def most_confused(self, count: int) -> list[tuple[str, str, int]]:
-        """(class, what it was taken for, how often), the most frequent first."""
-        found = zip(
-            *(
-                each[self.wrong()[:count]].tolist()
-                for each in (self.labels, self.answers, self.counts)
-            ),
-            strict=True,
-        )
-        return [(self.name(label), self.name(answer), number) for label, answer, number in found]
-
-    def matrix(self, *, num_blocks: int | None = None) -> Floats:
-        """Counts; a last column for other answers, if there are any. With `num_blocks`, of blocks
-        of neighbouring classes."""
-        size = len(self.names)
-        rows = size if num_blocks is None else num_blocks
-        labels, answers = (
-            np.where(values < size, values * rows // size, rows)
-            for values in (self.labels, self.answers)
-        )
-        matrix = np.zeros((rows, rows + int(self.has_others)))
-        np.add.at(matrix, (labels, answers), self.counts)
-        return matrix
+    `numbers`: the model's number of each class of the dataset.
+    """
+    name_of = pd.Series(names, index=numbers)
+    return pd.DataFrame(
+        {
+            "label": name_of.loc[answers.labels_N].to_numpy(),
+            "answer": name_of.reindex(answers.answers_NA[:, 0]).fillna(OTHER).to_numpy(),
+            "top1": answers.is_right,
+            "top5": (answers.answers_NA == answers.labels_N[:, None]).any(axis=1),
+            "loss": answers.losses_N,
+        }
+    )
 
 
-def dataset_numbers(model_numbers: Ids, numbers: Sequence[int]) -> Ids:
-    """What the dataset calls the classes that the model calls so; K where it has no such class."""
-    size = max(int(model_numbers.max(initial=0)), *numbers) + 1
-    column_of = np.full(size, len(numbers), np.int64)
-    column_of[list(numbers)] = np.arange(len(numbers))
-    return column_of[model_numbers]
+def confusion_of(predictions: pd.DataFrame) -> pd.DataFrame:
+    """Return (label, answer, count) of each pair that occurs, the most frequent first."""
+    pairs = predictions.groupby(["label", "answer"]).size().reset_index(name="count")
+    return pairs.sort_values("count", ascending=False, kind="stable", ignore_index=True)
 
 
-@dataclass(frozen=True)
-class PerClass:
-    """A row per class of the dataset; nan where it has no picture (or was never answered)."""
-
-    counts_K: Ids
-    top1_K: Floats
-    """The accuracy on the pictures of the class: its recall."""
-    top5_K: Floats
-    precision_K: Floats
-    """How many of the pictures that were answered so are of the class."""
-    loss_K: Floats
-    taken_for_K: Ids
-    """The most frequent wrong answer; -1 where there is none."""
-
-    @classmethod
-    def of(cls, answers: Answers, confusion: Confusion, *, numbers: Sequence[int]) -> "PerClass":
-        size, labels_N = len(numbers), dataset_numbers(answers.labels_N, numbers)
-        hits_NA = answers.answers_NA == answers.labels_N[:, None]
-        counts = np.bincount(labels_N, minlength=size)
-        summed = (hits_NA[:, 0], hits_NA.any(axis=1), answers.losses_N)
-        sums = [np.bincount(labels_N, weights=values, minlength=size) for values in summed]
-        answered = np.bincount(confusion.answers, weights=confusion.counts, minlength=size + 1)[
-            :size
-        ]
-        with np.errstate(invalid="ignore"):
-            top1, top5, loss = (total / counts for total in sums)
-            precision = sums[0] / answered
-        taken_for = np.full(size, -1, np.int64)
-        rising = confusion.wrong()[::-1]
-        taken_for[confusion.labels[rising]] = confusion.answers[
-            rising
-        ]  # the last, most frequent one stays
-        return cls(counts, top1, top5, precision, loss, taken_for)
-
-    def order(self) -> Ids:
-        """The classes that have pictures, the worst first; of equal ones the larger loss."""
-        present = np.flatnonzero(self.counts_K)
-        return present[np.lexsort((-self.loss_K[present], self.top1_K[present]))]
+def classes_of(
+    predictions: pd.DataFrame, *, names: Sequence[str], numbers: Sequence[int]
+) -> pd.DataFrame:
+    """Return a row for each class, the lowest accuracy first; classes without images come last."""
+    by_label = predictions.groupby("label")
+    classes = by_label[["top1", "top5", "loss"]].mean().reindex(list(names))
+    classes.insert(0, "images", by_label.size().reindex(list(names), fill_value=0))
+    classes.insert(0, "class", list(numbers))
+    classes.insert(4, "precision", predictions.groupby("answer")["top1"].mean().reindex(names))
+    wrong = confusion_of(predictions[~predictions["top1"]]).drop_duplicates("label")
+    classes["most_taken_for"] = wrong.set_index("label")["answer"].reindex(list(names))
+    return classes.rename_axis("name").sort_values(["top1", "loss"], ascending=[True, False])
 
 
-class Moment(NamedTuple):
-    """After so many views."""
+def confusion_matrix(confusion: pd.DataFrame, names: Sequence[str], *, size: int) -> Floats:
+    """Return counts of `size` blocks of neighboring classes; a last column has other predictions.
 
-    num_views: int
-    top1: float
-    loss: float
+    The column is missing if all predictions are classes of the dataset.
+    """
+    block_of = {name: place * size // len(names) for place, name in enumerate(names)}
+    rows, columns = (confusion[name].map(block_of).fillna(size) for name in ("label", "answer"))
+    matrix = np.zeros((size, size + 1))
+    np.add.at(matrix, (rows.to_numpy(int), columns.to_numpy(int)), confusion["count"])
+    return matrix if (columns == size).any() else matrix[:, :size]
 
 
-def moments(answers: Answers) -> list[Moment]:
-    right_M = (answers.answers_NM == answers.labels_N[:, None]).mean(axis=0).tolist()
+def curve_of(answers: Answers) -> list[dict[str, Any]]:
+    """Return top-1 and loss at each moment."""
+    top1_M = (answers.answers_NM == answers.labels_N[:, None]).mean(axis=0).tolist()
+    columns = (answers.moments, top1_M, answers.losses_NM.mean(axis=0).tolist())
     return [
-        Moment(*each)
-        for each in zip(
-            answers.moments, right_M, answers.losses_NM.mean(axis=0).tolist(), strict=True
-        )
+        {"num_views": num_views, "top1": top1, "loss": loss}
+        for num_views, top1, loss in zip(*columns, strict=True)
     ]

@@ -1,24 +1,21 @@
-"""The features of a split, plain or in augmented views: found on disk, or computed once and kept.
+"""The features of a split in plain or augmented views: found on disk, or computed once and kept.
 
     FEATURES/NAME-KEY/
       features.npy     (N, D), in the split's order
       features.json    key, rows of a block, sha256 of each block of rows; written last
 
-The key (cache.py) is the hash of everything that the numbers depend on. One file has all rows, so
-any number of ranks finds the features that any other number has written.
+The key (cache.py) is the hash of everything that the features depend on. Any number of ranks finds
+the features that any other number has written. Ranks and nodes share the directory:
 
-Features are made on any number of ranks and nodes that share the directory:
-
-1. The first rank creates a directory under a temporary name, a function of the key and the run
-   directory, checks the free space, and creates the file of each missing view at its full size.
-2. Each rank sends its blocks of images through the frozen model, writes them into their slices of
-   the file and hashes them. Up to ten views are made together, so images are decoded once for them.
+1. The first rank creates a temporary directory with one file of full size for each missing view.
+2. Each rank computes its blocks of images, writes them into its slices and hashes them. Up to ten
+   views are computed together, so images are decoded once for them.
 3. When all ranks are done, the first rank adds features.json and renames the directory. If another
    job was faster, its equal features stay.
 
 A kill before step 3 leaves a temporary name. Nothing reads it, and the same command removes it.
-An error of one rank ends all ranks. Before features are used, the ranks read all blocks once, each
-rank its share, and compare them with their hashes. Every rank maps the table; none holds it.
+An error of one rank ends all ranks. Before features are used, the ranks compare all blocks with
+their hashes, each rank its fraction. Every rank maps the table; none holds it.
 B batch, D features, N samples, n chosen samples.
 """
 
@@ -31,52 +28,48 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.errors import UserError
 from data_prep.manifest import DatasetError, Manifest
 from data_prep.publish import make_directory, sync, write_json
 from finetune.probe.cache import Cache
-from finetune.probe.config import FeatureSettings
-from finetune.session import Backbone, PatientGroup
+from finetune.probe.config import KnnSettings, ProbeSettings
+from finetune.session import Backbone, PatientGroup, open_backbone
 from finetune.split import batches_of, view_of
-from pretrain.augment.augmentation import Augmentation
+from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import FLUSHED_BYTES, Flusher, flush
 from pretrain.data.datasets import Part
-from pretrain.data.loader import Batch
 from pretrain.data.reader import ShardReader, reading
 from pretrain.models.cost import forward_flops
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 
 LEAST, MOST = 512, 8192
-"""Pictures of a forward pass, where settings give no number."""
+"""Limits of the default batch size."""
 VIEWS_AT_ONCE = 10
-"""Made in one pass over the pictures; a kill costs at most so many."""
+"""Views that are computed together. A kill loses at most these."""
 FACTS, VALUES = "features.json", "features.npy"
 VISIBLE_WITHIN_S = 60.0
-"""How long another node's file may stay unseen: network file systems remember what was not
-there."""
-Result = TypeVar("Result")
+"""How long network file systems may not show a file of another node."""
 
 
 def undecodable(shard: str, key: str, *, dataset: str) -> DatasetError:
-    remedy = f"leave it out with data_prep subset {dataset} --exclude"
-    return DatasetError(shard, f"{key} does not decode", remedy, code="damaged")
+    fix = f"remove it with data_prep subset {dataset} --exclude"
+    return DatasetError(shard, f"{key} does not decode", fix, code="damaged")
 
 
 class ElsewhereError(UserError):
-    """Another rank prints what is wrong."""
+    """Another rank prints the problem."""
 
     of_all_ranks = True
 
@@ -97,7 +90,7 @@ class Table:
         return self.values_ND.shape[1]
 
     def chunks(self, size: int) -> Iterator[Tensor]:
-        """All rows in the split's order."""
+        """Return all rows in the split's order."""
         for part in torch.split(self.values_ND, size):
             PROGRESS.touch()
             yield part
@@ -108,22 +101,40 @@ class Table:
 
 @dataclass(frozen=True)
 class FeatureMaker:
-    """Makes tables of splits, for all ranks together: its methods are collective."""
+    """Finds or computes tables. Its methods are collective."""
 
-    settings: FeatureSettings
+    settings: ProbeSettings | KnnSettings
     manifest: Manifest
     backbone: Backbone
     world: World
     device: torch.device
     group: PatientGroup = field(default_factory=PatientGroup)
-    """Ranks are not done at the same time where they read and write."""
+
+    @classmethod
+    def open(
+        cls,
+        settings: ProbeSettings | KnnSettings,
+        manifest: Manifest,
+        checkpoint: Checkpoint | None,
+        world: World,
+        device: torch.device,
+    ) -> "FeatureMaker":
+        backbone = open_backbone(
+            checkpoint,
+            manifest,
+            image_size=settings.data.image_size,
+            device=device,
+            channel_stats=settings.channel_stats,
+            precision=settings.feature_precision,
+        )
+        return cls(settings, manifest, backbone, world, device)
 
     @cached_property
     def cache(self) -> Cache:
         return Cache(self.settings, self.manifest, self.backbone)
 
     def tables(self, split: str, views: Sequence[int | None]) -> list[Table]:
-        """Of a split in each of `views`; None is the plain pictures."""
+        """Return a table of the split for each view; None is the plain images."""
         part = Part(self.settings.data.directory, self.manifest, split)
         places = {self.cache.place_of(split, view): view for view in views}
         with reading([part], self.settings.data, image_size=self.backbone.image_size) as reader:
@@ -131,31 +142,28 @@ class FeatureMaker:
             missing = self._missing(list(places))
             for first in range(0, len(missing), VIEWS_AT_ONCE):
                 PROGRESS.mark(f"computing features of {split}")
-                self._compute(
-                    reader,
-                    split,
-                    {place: places[place] for place in missing[first : first + VIEWS_AT_ONCE]},
-                )
+                group = missing[first : first + VIEWS_AT_ONCE]
+                self._compute(reader, split, {place: places[place] for place in group})
             if self.world.is_first and len(missing) < len(views):
-                what = (
-                    f"{len(views) - len(missing)} of {len(views)} views"
-                    if len(views) > 1
-                    else "features"
-                )
+                found = f"{len(views) - len(missing)} of {len(views)} views"
+                what = "features" if len(views) == 1 else found
                 print(f"{split}: {what} found in {self.settings.features_place}")
             labels_N = torch.from_numpy(reader.labels.astype(np.int64))
-            return [_table(place, labels_N) for place in places]
+        # private pages: writing to the rows changes nothing on disk
+        values = [np.load(_visible(place / VALUES), mmap_mode="c") for place in places]
+        return [Table(torch.from_numpy(values_ND), labels_N) for values_ND in values]
 
     @property
     def batch_size(self) -> int:
-        """Of a forward pass on each rank. On a GPU one of a trillion operations, a few
-        milliseconds: the host needs less to launch the next."""
+        """Images of a forward pass on each rank.
+
+        On a GPU, a pass has about 10^12 operations: it takes longer than the launch of the next.
+        """
         checkpoint, given = self.backbone.checkpoint, self.settings.feature_batch_size
         if given is not None or checkpoint is None or self.device.type != "cuda":
             return given or LEAST
-        flops = forward_flops(
-            checkpoint.card.model, num_classes=0, image_size=self.backbone.image_size
-        )
+        size = self.backbone.image_size
+        flops = forward_flops(checkpoint.card.model, num_classes=0, image_size=size)
         return min(MOST, max(LEAST, 2 ** round(math.log2(1e12 / flops)))) if flops else LEAST
 
     @cached_property
@@ -165,100 +173,72 @@ class FeatureMaker:
             return self.backbone.extract(torch.zeros(1, 3, size, size, device=self.device)).shape[1]
 
     def _missing(self, places: Sequence[Path]) -> list[Path]:
-        """Those that are not there, or not whole; ranks share the files; the first with a fault
-        prints it."""
+        """Return the places without complete features. Each rank checks its fraction of blocks."""
         rank, num_ranks = self.world.rank, self.world.num_ranks
-        faults = [_fault(place, part=rank, num_parts=num_ranks) for place in places]
-        finders_RM = torch.zeros(num_ranks, len(places))
-        finders_RM[rank] = torch.tensor([float(fault is not None) for fault in faults])
-        self.group.all_sum(finders_RM)
-        for place, fault, before in zip(
-            places, faults, finders_RM[:rank].any(dim=0).tolist(), strict=True
-        ):
-            if fault and not before:
-                print(f"{place}: {fault}; its features are computed again", file=sys.stderr)
-        return [
-            place
-            for place, is_missing in zip(places, finders_RM.any(dim=0).tolist(), strict=True)
-            if is_missing
-        ]
+        is_bad = torch.tensor([not _is_complete(place, rank, num_ranks) for place in places])
+        self.group.all_sum(counts := is_bad.float())
+        missing = [place for place, count in zip(places, counts.tolist(), strict=True) if count]
+        for place in filter(Path.exists, missing) if self.world.is_first else ():
+            print(f"{place}: is damaged; its features are computed again", file=sys.stderr)
+        return missing
 
     @torch.no_grad()
     def _compute(self, reader: ShardReader, split: str, wanted: dict[Path, int | None]) -> None:
-        world, block, num_features = self.world, self.batch_size, self.num_features
+        place, is_first = self.settings.features_place, self.world.is_first
         dtype = np.dtype(self.settings.feature_dtype).newbyteorder("<")
-        shape = (reader.num_samples, num_features)
-        temporary = [self.cache.temporary_of(place) for place in wanted]
-        files = [_File(directory, shape, dtype) for directory in temporary]
-        num_bytes = reader.num_samples * num_features * dtype.itemsize * len(files)
-
-        def lay_out() -> None:
-            make_directory(self.settings.features_place)
-            for file in files:
-                shutil.rmtree(file.directory, ignore_errors=True)
-            if num_bytes > shutil.disk_usage(self.settings.features_place).free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            for file in files:
-                file.directory.mkdir()
-                file.create()
-
-        def write() -> list[dict[int, str]]:
-            with ExitStack() as opened:
+        shape = (reader.num_samples, self.num_features)
+        num_bytes = math.prod(shape) * dtype.itemsize * len(wanted)
+        files = [_File(self.cache.temporary_of(each) / VALUES, dtype, shape) for each in wanted]
+        try:
+            with self._together():
+                if is_first:
+                    make_directory(place)
+                    for file in files:
+                        shutil.rmtree(file.path.parent, ignore_errors=True)
+                    if num_bytes > shutil.disk_usage(place).free:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    for file in files:
+                        file.path.parent.mkdir()
+                        np.lib.format.open_memmap(file.path, "w+", dtype, shape)
+            with self._together(), ExitStack() as opened:
                 for file in files:
                     opened.enter_context(file.opened())
-                self._write_all(reader, files, list(wanted.values()), title=f"features of {split}")
-                return [file.finish() for file in files]
-
-        def publish() -> None:
-            assert hashes is not None
-            for number, (place, view) in enumerate(wanted.items()):
-                of_rows: dict[int, str] = {}
-                for of_rank in hashes:
-                    of_rows |= of_rank[number]
-                facts = {
-                    "key": self.cache.key(split, view),
-                    "rows_per_block": block,
-                    "sha256": [of_rows[row] for row in range(0, reader.num_samples, block)],
-                }
-                _publish(files[number].directory, place, facts)
-
-        try:
-            self._together(lay_out, on_first=True)
-            hashes = self.group.gather(self._together(write))
-            self._together(publish, on_first=True)
-        except Exception as error:
-            if world.is_first:  # the others have closed their files
+                self._write(reader, files, list(wanted.values()), title=f"features of {split}")
                 for file in files:
-                    shutil.rmtree(file.directory, ignore_errors=True)
+                    file.flush()
+            hashes = self.group.gather([file.hashes for file in files])
+            with self._together():
+                for number, (each, view) in enumerate(wanted.items() if hashes else ()):
+                    of_rows = {k: v for of_rank in hashes or () for k, v in of_rank[number].items()}
+                    facts = {
+                        "key": self.cache.key(split, view),
+                        "rows_per_block": self.batch_size,
+                        "sha256": [of_rows[row] for row in sorted(of_rows)],
+                    }
+                    _publish(files[number].path.parent, each, facts)
+        except Exception as error:
+            for file in files if is_first else ():  # the other ranks have closed their files
+                shutil.rmtree(file.path.parent, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                lack = (
-                    f"{self.settings.features_place} has no room for {num_bytes / 1e9:.3g} GB of"
-                    f" features ({error.strerror})"
-                )
-                advice = (
-                    "make room, name another features_dir, or set feature_dtype=float16 or fewer"
-                    " views"
-                )
-                raise UserError("features_dir", lack, advice, code="no-space") from None
+                problem = f"{place} has no room for {num_bytes / 1e9:.3g} GB ({error.strerror})"
+                fix = "free some space, choose another features_dir, or set feature_dtype=float16"
+                raise UserError("features_dir", problem, fix, code="no-space") from None
             raise
 
-    def _together(self, work: Callable[[], Result], *, on_first: bool = False) -> Result | None:
-        """What `work` returns on this rank (`on_first`: on the first alone), when all are done; an
-        error of one ends all."""
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """End the block when it has ended on all ranks. An error of one rank is an error of all."""
         fault: Exception | None = None
-        result: Result | None = None
         try:
-            if self.world.is_first or not on_first:
-                result = work()
-        except Exception as error:  # noqa: BLE001 (whatever it is: the others wait for this rank below)
+            yield
+        except Exception as error:  # noqa: BLE001 (the other ranks wait for this one below)
             fault = error
         if self.group.any_rank(fault is not None):
             raise fault or ElsewhereError(
                 "features", "another rank failed", "see its message", code="another-rank"
             )
-        return result
 
-    def _write_all(
+    def _write(
         self,
         reader: ShardReader,
         files: "Sequence[_File]",
@@ -266,164 +246,117 @@ class FeatureMaker:
         *,
         title: str,
     ) -> None:
-        """This rank's rows. On a GPU a batch is written while the next ones are computed."""
+        """Compute and write this rank's rows. A GPU computes the next batches meanwhile."""
+        settings, size, device = self.settings, self.batch_size, self.device
         augmentation = self.backbone.augmentation(
-            self.cache.fed, seed=self.cache.seed, device=self.device
+            self.cache.augment, seed=settings.seed, device=device
         )
-        waiting: deque[Callable[[], None]] = deque()
-        size = self.batch_size
+        waiting: deque[tuple[_File, int, Tensor, torch.cuda.Event | None]] = deque()
         for batch in batches_of(
-            reader, title=title, local_batch_size=size, world=self.world, device=self.device
+            reader, title=title, local_batch_size=size, world=self.world, device=device
         ):
             assert batch.mask_B is not None
-            # masked, but in its place; padding, which is masked as well, repeats the last sample of
-            # the split
-            if batch.num_bad:
+            if batch.num_bad:  # masked in its place; padding repeats the last sample
                 in_place = batch.samples == batch.samples[0] + np.arange(len(batch.samples))
                 ((shard, key),) = reader.names(batch.samples[in_place & ~batch.mask_B.numpy()][:1])
-                raise undecodable(shard, key, dataset=self.settings.data.dataset)
-            count = int(batch.mask_B.sum())  # padding is at the end
+                raise undecodable(shard, key, dataset=settings.data.dataset)
+            count, first = int(batch.mask_B.sum()), int(batch.samples[0])  # padding is at the end
             for file, view in zip(files, views, strict=True) if count else ():
                 PROGRESS.touch()
-                waiting.append(self._start(batch, view, augmentation, file, count=count))
+                vectors = self.backbone.extract(view_of(batch, view, augmentation))[:count]
+                vectors, event = vectors.to(getattr(torch, settings.feature_dtype)), None
+                if vectors.is_cuda:
+                    host = torch.empty_like(vectors, device="cpu", pin_memory=True)
+                    vectors, event = host.copy_(vectors, non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    event.record()
+                waiting.append((file, first, vectors, event))
                 while len(waiting) > 2:
-                    waiting.popleft()()
-        for finish in waiting:
-            finish()
-
-    def _start(
-        self,
-        batch: Batch,
-        view: int | None,
-        augmentation: Augmentation,
-        file: "_File",
-        *,
-        count: int,
-    ) -> Callable[[], None]:
-        """Computes a batch; what is returned waits for it and writes it."""
-        vectors = self.backbone.extract(view_of(batch, view, augmentation))[:count]
-        vectors = vectors.to(getattr(torch, self.settings.feature_dtype))
-        row = int(batch.samples[0])
-        if not vectors.is_cuda:
-            return lambda: file.write(vectors.numpy(), row)
-        host = torch.empty_like(vectors, device="cpu", pin_memory=True).copy_(
-            vectors, non_blocking=True
-        )
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-
-        def finish() -> None:
-            arrived.synchronize()
-            file.write(host.numpy(), row)
-
-        return finish
+                    _write_rows(*waiting.popleft())
+        for each in waiting:
+            _write_rows(*each)
 
 
+@dataclass
 class _File:
-    """The file of one view, into which each rank writes slices of rows and hashes them."""
+    """The file of one view. Each rank writes and hashes slices of rows."""
 
-    def __init__(self, directory: Path, shape: tuple[int, int], dtype: "np.dtype[Any]"):
-        self.directory, self._shape, self._dtype = directory, shape, dtype
-        self._hashes: dict[int, str] = {}
-        """By first row."""
-        self._flusher = Flusher(FLUSHED_BYTES)
-
-    def create(self) -> None:
-        """Create the file at its full size."""
-        path = self.directory / VALUES
-        np.lib.format.open_memmap(path, "w+", self._dtype, self._shape)
+    path: Path
+    dtype: "np.dtype[Any]"
+    shape: tuple[int, int]
+    hashes: dict[int, str] = field(default_factory=dict)
+    """Hashes of this rank's slices by first row."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        values = np.lib.format.open_memmap(_seen(self.directory / VALUES), "r")
-        self._start = values.offset
-        with open(self.directory / VALUES, "r+b", buffering=0) as self._file:
+        self._start = np.lib.format.open_memmap(_visible(self.path), "r").offset
+        self._flusher = Flusher(FLUSHED_BYTES)
+        with open(self.path, "r+b") as self._file:
             yield
 
-    def write(self, rows_BD: NDArray[Any], first: int) -> None:
+    def write(self, rows_BD: "np.ndarray[Any, Any]", first: int) -> None:
         """Write rows from number `first` on."""
         if not np.isfinite(rows_BD).all():
-            is_half = self._dtype.itemsize == 2
+            is_half = self.dtype.itemsize == 2
             problem = "does not fit into float16" if is_half else "is not finite"
             fix = "set feature_dtype=float32" if is_half else "check the weights"
             rows = f"a feature of samples {first:,} to {first + len(rows_BD) - 1:,}"
             raise UserError("feature_dtype", f"{rows} {problem}", fix, code="not-finite")
-        data = np.ascontiguousarray(rows_BD, self._dtype).reshape(-1).view(np.uint8).data
-        self._hashes[first] = hashlib.sha256(data).hexdigest()
+        data = rows_BD.astype(self.dtype, copy=False).tobytes()
+        self.hashes[first] = hashlib.sha256(data).hexdigest()
+        self._file.seek(self._start + first * self.shape[1] * self.dtype.itemsize)
+        self._file.write(data)
         self._flusher.wrote(len(data), self._file.fileno())
-        offset = self._start + first * self._shape[1] * self._dtype.itemsize
-        while data:
-            written = os.pwrite(self._file.fileno(), data, offset)
-            data, offset = data[written:], offset + written
 
-    def finish(self) -> dict[int, str]:
-        """Return the hashes of this rank's slices by first row, when the disk has them."""
+    def flush(self) -> None:
+        """Return when the disk has all rows."""
+        self._file.flush()
         flush(self._file.fileno())
-        return self._hashes
+
+
+def _write_rows(file: _File, first: int, rows_BD: Tensor, event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        event.synchronize()
+    file.write(rows_BD.numpy(), first)
 
 
 def _publish(temporary: Path, place: Path, facts: dict[str, Any]) -> None:
     write_json(temporary / FACTS, facts)
     sync(temporary)
+    if place.exists() and not _is_complete(place):
+        shutil.rmtree(place, ignore_errors=True)
     try:
         os.rename(temporary, place)
-    except OSError:  # there is one
-        if _fault(place) is None:
-            shutil.rmtree(temporary)
-            return
-        shutil.rmtree(place, ignore_errors=True)
-        os.rename(temporary, place)
+    except OSError:
+        if not place.exists():
+            raise
+        shutil.rmtree(temporary)  # another job was faster
     sync(place.parent)
 
 
-def _fault(place: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
-    """What keeps features from being used; None where they are whole; "" where there are none. Only
-    a part of the blocks is read: `num_parts` readers see all of them."""
-    if not place.exists():
-        return ""
+def _is_complete(place: Path, part: int = 0, num_parts: int = 1) -> bool:
+    """True if each block has its hash. Only the blocks of one part are read."""
     try:
         facts = json.loads((place / FACTS).read_text())
         hashes, block = list(facts["sha256"]), int(facts["rows_per_block"])
-    except OSError as error:
-        return str(error)
-    except (ValueError, KeyError, TypeError):
-        return f"{FACTS} is damaged"
-    try:
         values_ND = np.load(place / VALUES, mmap_mode="r")
-        blocks = list(enumerate(hashes))[part::num_parts]
-        is_whole = len(hashes) == -(-len(values_ND) // block)
-        for number, expected in blocks if is_whole else ():
-            PROGRESS.touch()
-            rows = values_ND[number * block : (number + 1) * block]
-            is_whole = is_whole and hashlib.sha256(rows).hexdigest() == expected
-        return None if is_whole else f"{VALUES} has changed"
-    except OSError as error:
-        return str(error)
-    except ValueError:
-        return f"{VALUES} has changed"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    for number in range(part, len(hashes), num_parts):
+        PROGRESS.touch()
+        rows = values_ND[number * block : (number + 1) * block]
+        if hashlib.sha256(rows).hexdigest() != hashes[number]:
+            return False
+    return len(hashes) == -(-len(values_ND) // block)
 
 
-def _table(place: Path, labels_N: Tensor) -> Table:
-    # writing to the mapped rows changes nothing on disk
-    values_ND = torch.from_numpy(np.load(_seen(place / VALUES), mmap_mode="c"))
-    assert len(values_ND) == len(labels_N), (place, len(labels_N))
-    return Table(values_ND, labels_N)
-
-
-def _seen(path: Path) -> Path:
-    """The path, when this node sees it."""
+def _visible(path: Path) -> Path:
+    """Return the path when this node sees it."""
     deadline_s = time.monotonic() + VISIBLE_WITHIN_S
     while not path.exists():
         if time.monotonic() > deadline_s:
-            remedy = "name a features_dir that all nodes share"
-            raise UserError(
-                str(path),
-                "another node wrote it, and this node does not see it",
-                remedy,
-                code="missing-path",
-            )
-        sorted(
-            path.parent.parent.iterdir()
-        )  # network file systems look again when a directory is opened
+            problem = "another node wrote it, and this node does not see it"
+            fix = "choose a features_dir that all nodes share"
+            raise UserError(str(path), problem, fix, code="missing-path")
+        sorted(path.parent.parent.iterdir())  # network file systems look again
         time.sleep(0.05)
     return path

@@ -1,10 +1,8 @@
-"""Batches of features on the device, standardized, with the column of ones that a bias is the
-weight of.
+"""Batches of standardized features on the device, with a column of ones for the bias.
 
-Tables are memory-mapped files (one for each view). On a GPU those that fit lie there; of the
-others, and on a CPU, batches are gathered from the file, on a GPU by a thread that is one batch
-ahead. B batch, D features, E = D + 1 filled up with zeros to a multiple of 8 (so that matrix
-products are aligned), N rows of a table, n those that are chosen.
+Tables are memory-mapped files, one for each view. Tables that fit are copied to the GPU. Batches of
+other tables are gathered from the file, for a GPU by a thread that is one batch ahead.
+B batch, D features, E = D + 1 padded to a multiple of 8, N rows of a table, n chosen rows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,9 +18,9 @@ from pretrain.data.order import Ids
 from pretrain.ranks.hangs import PROGRESS
 
 CHUNK = 8192
-"""Rows that are looked at together where no batch size is given."""
+"""Default number of rows of a batch."""
 ROOM_SHARE = 0.7
-"""Of a GPU's free memory that tables may take; heads and their gradients need the rest."""
+"""Fraction of a GPU's free memory for tables. Heads and gradients need the rest."""
 
 
 class Standard(NamedTuple):
@@ -37,7 +35,7 @@ class Standard(NamedTuple):
 
     @staticmethod
     def of(parts: Iterable[Tensor], *, num_features: int) -> "Standard":
-        """One pass over rows, in double precision; a feature that never changes keeps its scale."""
+        """Compute both in one pass, in double precision. A constant feature keeps its scale."""
         count, mean = 0, torch.zeros(num_features, dtype=torch.float64)
         squares = torch.zeros_like(mean)
         for part in parts:
@@ -56,22 +54,21 @@ class Standard(NamedTuple):
 
 
 def filled_width(num_features: int) -> int:
-    """E: of D features."""
+    """Return E."""
     return -(-(num_features + 1) // 8) * 8
 
 
 class OnDevice:
-    """Tables that lie on the device, each once, whoever reads them; those that are asked for first,
-    as far as there is room."""
+    """Copies of tables on the device, as far as there is room."""
 
     def __init__(self, device: torch.device, *, room: float | None = None):
-        """`room` in bytes; None: a share of what is free when the first table is asked for."""
+        """`room`: bytes; by default a fraction of the memory that is free at the first copy."""
         self.device, self._room = device, room
         self._placed: dict[int, tuple[Table, Tensor]] = {}
-        """By the identity of a table, which is held as well, so that nothing else gets it."""
+        """Table and copy by the table's id, which stays unique while the table is held."""
 
     def of(self, table: Table) -> Tensor | None:
-        """All its rows; None: there is no room for them."""
+        """Return all rows of the table; None if there is no room for them."""
         if id(table) not in self._placed:
             if self._room is None:
                 self._room = ROOM_SHARE * torch.cuda.mem_get_info(self.device)[0]
@@ -89,7 +86,7 @@ class OnDevice:
 
 
 class Rows:
-    """The chosen rows of the tables of one split; equal in number and labels in all of them."""
+    """The chosen rows of the tables of one split; all tables have the same labels."""
 
     def __init__(
         self,
@@ -114,8 +111,7 @@ class Rows:
         self._buffer_BE = torch.zeros(0, self.width, device=device)
 
     def epoch(self, view: int, order_n: Ids, *, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(x_BE, labels_B) in the given order of the chosen rows. x_BE is good until the next one
-        is asked for."""
+        """Return (x_BE, labels_B) in the given order. The next batch overwrites x_BE."""
         order = torch.from_numpy(order_n)
         labels_n = self.labels_n[order.to(self.device, non_blocking=True)]
         batches = torch.split(self._chosen_n[order], batch_size)
@@ -126,7 +122,7 @@ class Rows:
             yield self._finished(values_BD), labels_B
 
     def chunks(self, *, view: int = 0, size: int = CHUNK) -> Iterator[tuple[Tensor, Tensor]]:
-        """All of them, in the split's order."""
+        """Return all rows in the split's order."""
         return self.epoch(view, np.arange(self.num_rows), batch_size=size)
 
     def _finished(self, values_BD: Tensor) -> Tensor:

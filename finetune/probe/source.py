@@ -1,16 +1,15 @@
-"""Where the rows of a probe come from: tables of features that are kept on disk, or a stream.
+"""Rows of a probe: from tables of features on disk, or streamed.
 
-Of a stream features are made each time rows are asked for, and nothing is kept. All ranks ask for
-the same rows at the same time. Each reads and augments its share of the pictures, sends it through
-the frozen model, and receives the features of the others: so every rank sees each batch whole, as
-it would from a table, and trains its own share of the grid. The rows of a pass are cut into blocks
-of one forward pass per rank, whatever the size of the heads' batches.
+Streamed features are computed each time rows are asked for, and nothing is kept. All ranks ask for
+the same rows at the same time. Each rank decodes and augments its fraction of the images, computes
+their features, and receives those of the other ranks. So every rank sees complete batches, as from
+a table, and trains its fraction of the candidates.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from pretrain.data.reader import ShardReader, Unreadable, reading
 
 
 class Listed(NamedTuple):
-    """An order of samples that are named one by one."""
+    """An order given by a list of samples."""
 
     samples: Ids
 
@@ -48,14 +47,12 @@ class StreamedRows(Rows):
         standard: Standard | None = None,
         chosen_n: Tensor | None = None,
     ):
-        """`standard`: None takes features as they are."""
         labels_N = torch.from_numpy(reader.labels.astype(np.int64))
-        self._lay_out(
-            labels_N, standard or Standard.none(maker.num_features), chosen_n, device=maker.device
-        )
+        standard = standard or Standard.none(maker.num_features)
+        self._lay_out(labels_N, standard, chosen_n, device=maker.device)
         self._maker, self._reader, self._views = maker, reader, views
         self._augmentation = maker.backbone.augmentation(
-            maker.cache.fed, seed=maker.cache.seed, device=maker.device
+            maker.cache.augment, seed=maker.settings.seed, device=maker.device
         )
 
     def _gathered(self, view: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -69,9 +66,9 @@ class StreamedRows(Rows):
 
     @torch.no_grad()
     def _blocks(self, view: int, ids: Ids) -> Iterator[Tensor]:
+        """Features of the samples, in blocks of one forward pass on each rank."""
         maker, world = self._maker, self._maker.world
-        share = maker.batch_size
-        cuts = [*range(0, len(ids), share * world.num_ranks), len(ids)]
+        cuts = [*range(0, len(ids), maker.batch_size * world.num_ranks), len(ids)]
         requests = (
             Request(_share_of(first, end, rank=world.rank, num_ranks=world.num_ranks))
             for first, end in pairwise(cuts)
@@ -90,9 +87,8 @@ class StreamedRows(Rows):
             on_device(stored, self.device) as read,
         ):
             for (first, end), batch in zip(pairwise(cuts), read, strict=True):
-                own_BD = maker.backbone.extract(
-                    view_of(batch, self._views[view], self._augmentation)
-                ).float()
+                images_BCHW = view_of(batch, self._views[view], self._augmentation)
+                own_BD = maker.backbone.extract(images_BCHW).float()
                 all_BD = own_BD
                 if world.num_ranks > 1:
                     all_BD = own_BD.new_empty(len(own_BD) * world.num_ranks, own_BD.shape[1])
@@ -104,33 +100,36 @@ class StreamedRows(Rows):
 
 
 def _share_of(first: int, end: int, *, rank: int, num_ranks: int) -> Ids:
-    """Equally many for each rank; the last ones repeat the last row."""
+    """Return equally many rows for each rank; the last ranks repeat the last row."""
     size = -(-(end - first) // num_ranks)
     return np.minimum(np.arange(first + rank * size, first + (rank + 1) * size), end - 1)
 
 
 class Cached:
-    """Rows of tables, which each rank reads as it likes."""
+    """Rows of tables, which each rank reads independently."""
 
     are_shared = False
-    """Whether all ranks must ask for the same rows at the same time."""
+    """True if all ranks must ask for the same rows at the same time."""
 
     def __init__(self, tables: Mapping[Which, list[Table]], *, device: torch.device):
-        self._tables, self._place = (
-            tables,
-            dict[str, Any](device=device, on_device=OnDevice(device)),
-        )
+        self._tables, self._on_device = tables, OnDevice(device)
         self.num_train, self.num_features = len(tables["train"][0]), tables["test"][0].num_features
 
     def standard(self) -> Standard:
         return Standard.of(self._tables["train"][0].chunks(CHUNK), num_features=self.num_features)
 
     def rows(self, which: Which, *, standard: Standard, chosen_n: Tensor | None = None) -> Rows:
-        return Rows(self._tables[which], standard=standard, chosen_n=chosen_n, **self._place)
+        return Rows(
+            self._tables[which],
+            standard=standard,
+            device=self._on_device.device,
+            chosen_n=chosen_n,
+            on_device=self._on_device,
+        )
 
 
 class Streamed:
-    """Rows whose features are made as they are asked for."""
+    """Rows whose features are computed when they are asked for."""
 
     def __init__(
         self,
@@ -158,8 +157,15 @@ class Streamed:
 
 @contextmanager
 def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached | Streamed]:
-    wanted = wanted_of(settings)
-    if not _streams(settings, maker):
+    """Choose between both kinds, the same on all ranks."""
+    wanted, cache = wanted_of(settings), maker.cache
+    is_streamed = maker.group.any_rank(
+        settings.features == "stream" or (not settings.must_keep and cache.fault is not None)
+    )
+    if maker.world.is_first and (is_streamed or cache.missing_gb):
+        way = "streamed, without" if is_streamed else "kept on disk:"
+        print(f"features are {way} {cache.missing_gb:.2g} GB more in {settings.features_place}")
+    if not is_streamed:
         tables = {
             which: maker.tables(*each)
             for which, each in wanted.items()
@@ -175,18 +181,3 @@ def source_of(settings: ProbeSettings, maker: FeatureMaker) -> Iterator[Cached |
                 reading([part], settings.data, image_size=maker.backbone.image_size)
             )
         yield Streamed(maker, wanted, readers)
-
-
-def _streams(settings: ProbeSettings, maker: FeatureMaker) -> bool:
-    """The same on all ranks; the first prints it."""
-    gigabytes = maker.cache.missing_gb
-    chosen = maker.group.any_rank(
-        settings.features == "stream" or (not settings.must_keep and maker.cache.fault is not None)
-    )
-    if maker.world.is_first:
-        cache = f"a cache in {settings.features_place} would take {gigabytes:.2g} GB more"
-        if chosen:
-            print(f"features are streamed: made anew for each batch ({cache})")
-        elif gigabytes:
-            print(f"features are kept: {gigabytes:.2g} GB more in {settings.features_place}")
-    return chosen

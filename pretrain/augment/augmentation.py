@@ -1,12 +1,12 @@
-"""Stored uint8 pictures in, normalised float pictures out, on the training device, in batches.
+"""Turn stored uint8 images into normalized float images on the training device, in batches.
 
-In timm's order: crop, flip, auto-augment (in whole levels, as PIL), normalise, random erasing,
-MixUp or CutMix. All random numbers are hashes of (seed, epoch, sample) or of who is mixed, so the
-pictures do not depend on rank, worker or resume: in whole levels bit for bit, and within the
-rounding of a matrix product (1e-3 of 255) where crops stay floats, without auto-augment. The
-papers' usual recipe (crop, flip, MixUp, normalise) is one pass: compiled loops on a CPU
-(`on_cpu.py`), a kernel on a GPU (`on_gpu.py`), which resizes for the other recipes, too.
-B batch, H/W height and width in, O out, C colours.
+The order is timm's: crop, flip, auto-augment (in whole levels, as PIL), normalize, random erasing,
+MixUp or CutMix. All random numbers are hashes of (seed, epoch, sample) or of the mixed pair, so
+images do not depend on rank, worker or resume: bit for bit in whole levels, and within the rounding
+of a matrix product otherwise. The papers' recipe (crop, flip, MixUp, normalize) is one pass:
+compiled loops on a CPU (on_cpu.py), a kernel on a GPU (on_gpu.py). The kernel also resizes for
+other recipes.
+B batch, H/W height and width in, O out, C colors.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from pretrain.augment.crops import (
 )
 from pretrain.augment.draws import Draws, Floats, Purpose
 from pretrain.augment.erasing import draw_blocks, erase
-from pretrain.augment.mixing import Mixer
+from pretrain.augment.mixing import PairMixer
 from pretrain.augment.operations import apply_plan
 from pretrain.augment.plan import draw_plan
 from pretrain.auto_augment import parse_policy
@@ -44,14 +44,14 @@ IN_PLACE = PixelOrder()
 
 
 def pixel_order(seed: int, *, size: int) -> Tensor:
-    """From which place of a square picture each pixel comes."""
+    """Return the source place of each pixel of a square image."""
     return torch.from_numpy(
         np.argsort(hash64(seed, int(Purpose.PIXELS), np.arange(size**2)), kind="stable")
     )
 
 
 def kernels() -> ModuleType:
-    """What a GPU runs; imported there alone, for it imports Triton."""
+    """Import the GPU's kernels, and with them Triton."""
     from pretrain.augment import on_gpu
 
     return on_gpu
@@ -66,18 +66,17 @@ class Normalisation(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a training step needs: pictures, and labels as a mixture of two."""
+    """Inputs of a training step: images, and labels as a mixture of two."""
 
     images_BCHW: Tensor
     labels_B: Tensor
     other_labels_B: Tensor | None = None
     weight_B: Tensor | None = None
-    """Share of `labels_B`; the rest belongs to `other_labels_B`."""
+    """Fraction of `labels_B`; the rest belongs to `other_labels_B`."""
 
 
 class Augmentation:
-    """Turns stored batches into model inputs, for training (`prepare`) and for evaluation
-    (`plain`)."""
+    """Turn stored batches into model inputs for training (`prepare`) and evaluation (`plain`)."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class Augmentation:
         mean_levels = [min(255, round(255 * mean)) for mean in normalisation.mean]
         self._fill_C = torch.tensor(mean_levels, dtype=torch.uint8, device=device)
         self._policy = parse_policy(settings.auto_augment) if settings.auto_augment else None
-        self._mixer = Mixer(settings) if settings.mixing else None
+        self._mixer = PairMixer(settings) if settings.mixing else None
         self._buffers = BufferPool()
         self._on_cpu, self._kernels = (
             device.type == "cpu",
@@ -143,7 +142,7 @@ class Augmentation:
         )
 
     def _permuted_levels(self, images_BHWC: Tensor, order_P: Tensor) -> Tensor:
-        """Of pictures in the size that the model is fed."""
+        """Permute the pixels of images in the model's size."""
         images, (count, stored) = self._move(images_BHWC), images_BHWC.shape[:2]
         if stored != self.image_size:
             cubic = np.ones(count, bool) if self.settings.plain_filter == "bicubic" else None
@@ -171,13 +170,13 @@ class Augmentation:
                 pictures = erase(pictures, blocks, mode=self.settings.erase_mode)
             if self._mixer and drawn:
                 pictures, weight = self._mixer.mix(pictures, drawn)
-        labels, others = self._mixer.parted(labels) if self._mixer else (labels, None)
+        labels, others = self._mixer.with_partners(labels) if self._mixer else (labels, None)
         return Prepared(pictures.to(self.dtype), labels, others, weight)
 
     def _finished(
         self, images_BHWC: Tensor, boxes: Boxes, *, weights: Floats | None
     ) -> tuple[Tensor, Tensor | None]:
-        """In one pass; and the weights where the pictures are."""
+        """Make the images in one pass. Return them and the weights on the same device."""
         size, dtype, area = self.image_size, self.dtype, self._area
         if self._kernels:
             made: tuple[Tensor, Tensor | None] = self._kernels.crop_mix_normalise(
@@ -239,7 +238,7 @@ class Augmentation:
         return Prepared(self._normalise(pictures).to(self.dtype), self._move(batch.labels_B))
 
     def _cropped(self, images_BHWC: Tensor, draws: Draws) -> Tensor:
-        """Cropped, flipped and auto-augmented: float (B, C, O, O) on the scale 0..255."""
+        """Crop, flip and auto-augment: float (B, C, O, O) on the scale 0..255."""
         settings, count, stored = self.settings, len(images_BHWC), images_BHWC.shape[1]
         boxes = draw_boxes(settings, draws, count=count, stored_size=stored)
         done = settings.crop_scale is None and settings.flip_probability == 0

@@ -1,17 +1,15 @@
-"""Crop, resize and flip. B batch, H/W height and width in, O out, C colours.
+"""Crop, resize and flip. B batch, H/W height and width in, O out, C colors.
 
-A resized crop with its flip is one separable linear map per picture, out = Wy @ image @ Wx^T, with
-a row of weights for each output pixel (antialiased triangle or cubic filter, as torchvision's and
-PIL's; or OpenCV's INTER_AREA). `resample` gives exact floats. `resample_levels` gives 0..255 in
-whole levels, as PIL does: its weights are fixed-point, so that every sum is exact in float32
-whatever its order, and a picture does not depend on the batch that it is in. (TF32 would end that:
-see `_product`.)
+A resized crop with its flip is one separable linear map per image, out = Wy @ image @ Wx^T, with a
+row of weights for each output pixel (antialiased triangle or cubic filter as in torchvision and
+PIL, or OpenCV's INTER_AREA). `resample` returns floats. `resample_levels` returns whole levels
+0..255, as PIL does: its weights are fixed-point, so every sum is exact in float32 in any order, and
+an image does not depend on its batch.
 """
 
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +25,12 @@ Flags = NDArray[np.bool_]
 
 _CROP_TRIES = 10
 _LEVEL_BITS = 15
-"""Of a weight: 8 bits of a pixel, 15 of a weight and the 1.3 that a cubic's weights can add up to,
-fit float32's 24."""
+"""Bits of a weight. With 8 bits of a pixel and a cubic's sum of up to 1.3 they fit float32's 24."""
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """One crop per picture, in pixels; `flip` mirrors it."""
+    """One crop per image, in pixels; `flip` mirrors it."""
 
     top: NDArray[np.float64]
     left: NDArray[np.float64]
@@ -52,8 +49,7 @@ def draw_flips(settings: AugmentSettings, draws: Draws) -> Flags:
 
 
 def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_size: int) -> Boxes:
-    """Random resized crops, as torchvision draws them: ten tries at an area and a ratio that fit,
-    else the centre."""
+    """Draw random resized crops as torchvision: ten tries at area and ratio, else the center."""
     flip = draw_flips(settings, draws)
     if settings.crop_scale is None:
         return replace(whole_boxes(count, stored_size), flip=flip)
@@ -75,7 +71,7 @@ def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_si
         rows = rows[~found[rows]]
         if not len(rows):
             break
-    # else the largest centre crop of an allowed ratio (a square picture has ratio 1)
+    # else the largest center crop of an allowed ratio
     height = np.where(found, height, stored_size if narrow <= 1 else round(stored_size / narrow))
     width = np.where(found, width, stored_size if wide >= 1 else round(stored_size * wide))
     top = np.floor(draws.uniform(Purpose.CROP_TOP) * (stored_size - height + 1))
@@ -90,7 +86,7 @@ def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_si
 
 
 def draw_kernels(settings: AugmentSettings, draws: Draws, *, count: int) -> Flags | None:
-    """Which pictures are resized with the cubic filter; None: none."""
+    """Return a flag for each image that is resized with the cubic filter, or None."""
     if settings.crop_interpolation == "random":
         return draws.uniform(Purpose.CROP_KERNEL) < 0.5
     return np.ones(count, bool) if settings.crop_interpolation == "bicubic" else None
@@ -99,7 +95,7 @@ def draw_kernels(settings: AugmentSettings, draws: Draws, *, count: int) -> Flag
 def resample(
     images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False
 ) -> Tensor:
-    """The boxes of the pictures at `size` pixels: float (B, C, O, O). `area`: with INTER_AREA."""
+    """Resize the boxes to `size` pixels: float (B, C, O, O). `area`: with INTER_AREA."""
     batch, height, width, colours = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(images_BHWC, boxes, size=size, cubic=cubic, area=area)
     pictures_BHWC = images_BHWC.float()
@@ -115,8 +111,8 @@ def resample(
 def resample_levels(
     images_BHWC: Tensor, boxes: Boxes, *, size: int, cubic: Flags | None = None, area: bool = False
 ) -> Tensor:
-    """The same in whole levels: uint8 (B, O, O, C). First across, then down, rounded in between, as
-    PIL does it."""
+    """Resize to whole levels, uint8 (B, O, O, C): as in PIL first across, then down, and rounded in
+    between."""
     batch, height, width, colours = images_BHWC.shape
     rows_BOH, columns_BOW = _weights(
         images_BHWC, boxes, size=size, cubic=cubic, area=area, fixed_point=True
@@ -131,7 +127,7 @@ def resample_levels(
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Exact, whatever the model's passes are rounded to meanwhile."""
+    """Multiply without TF32, which the model may use at the same time."""
     with products(in_tf32=False) if left.is_cuda else nullcontext():
         return torch.bmm(left, right)
 
@@ -147,11 +143,10 @@ def axis_weights(
     enlarged_B: Tensor | None = None,
     fixed_point: bool = False,
 ) -> Tensor:
-    """(B, O, stored_size) weights of an antialiased resize of [start, start + extent) to `size`
-    pixels; with INTER_AREA where `enlarged_B` says whether either side of the box is enlarged.
+    """Return (B, O, stored_size) weights of an antialiased resize of [start, start + extent) to
+    `size` pixels. `enlarged_B` selects INTER_AREA: True if either side of the box is enlarged.
 
-    In fixed point they have 15 bits behind the point, before and after they are divided by their
-    sum, which is exact, too.
+    Fixed-point weights have 15 bits after the point, before and after the division by their sum.
     """
     device = start_B.device
     start_B11, extent_B11 = start_B.view(-1, 1, 1), extent_B.view(-1, 1, 1)
@@ -168,7 +163,7 @@ def axis_weights(
         inside_B1H = (pixel_11H > start_B11) & (pixel_11H < start_B11 + extent_B11)
         weights_BOH = weights_BOH * inside_B1H
     else:
-        # divided last, so that what lies on a pixel's edge is there exactly
+        # divided last, so that pixel edges are exact
         begin_BO1, end_BO1 = out_BO1 * extent_B11 / size, (out_BO1 + 1) * extent_B11 / size
         weights_BOH = _covered(
             pixel_11H - 0.5 - start_B11, begin_BO1, end_BO1, enlarged_B.view(-1, 1, 1)
@@ -189,8 +184,7 @@ def padded_crop(
     padding: int,
     mode: PaddingMode,
 ) -> Tensor:
-    """Crops of the stored size from the pictures with `padding` pixels around them, at (top, left),
-    then flipped."""
+    """Pad the images, crop the stored size at (top, left), and flip."""
     _, height, width, _ = images_BHWC.shape
     rows_BH = top[:, None] + np.arange(height)
     columns_BW = left[:, None] + np.arange(width)
@@ -217,7 +211,7 @@ def draw_offsets(
 
 
 def _reflected(places: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Mirrored at the first and the last pixel, which are not doubled."""
+    """Mirror places at the first and the last pixel, which are not doubled."""
     period = max(2 * size - 2, 1)
     around = places % period
     return np.minimum(around, period - around) if size > 1 else np.zeros_like(places)
@@ -242,17 +236,29 @@ def _weights(
     if area:
         flags["enlarged"] = (boxes.height < size) | (boxes.width < size)
     sent = send({**sides, **flags}, images_BHWC.device)
-    kind: dict[str, Any] = {"size": size, "fixed_point": fixed_point}
-    kind |= {"cubic_B": sent.get("cubic"), "enlarged_B": sent.get("enlarged")}
-    rows_BOH = axis_weights(sent["top"], sent["height"], sent["never"], stored_size=height, **kind)
-    columns_BOW = axis_weights(sent["left"], sent["width"], sent["flip"], stored_size=width, **kind)
+    rows_BOH, columns_BOW = (
+        axis_weights(
+            sent[start],
+            sent[extent],
+            sent[flip],
+            stored_size=stored_size,
+            size=size,
+            cubic_B=sent.get("cubic"),
+            enlarged_B=sent.get("enlarged"),
+            fixed_point=fixed_point,
+        )
+        for start, extent, flip, stored_size in (
+            ("top", "height", "never", height),
+            ("left", "width", "flip", width),
+        )
+    )
     return rows_BOH, columns_BOW
 
 
 def _covered(start_B1H: Tensor, begin_BO1: Tensor, end_BO1: Tensor, enlarged_B11: Tensor) -> Tensor:
-    """The share of each output pixel [begin, end) that the pixel at `start` covers. Where either
-    side is enlarged, OpenCV takes no more than two pixels, on the other side too: what the first
-    leaves is the second's."""
+    """Return the fraction of each output pixel [begin, end) that the pixel at `start` covers. If
+    either side is enlarged, OpenCV uses at most two pixels on both sides, and the second one gets
+    the rest."""
     covered_BOH = (
         torch.minimum(start_B1H + 1, end_BO1) - torch.maximum(start_B1H, begin_BO1)
     ).clamp(min=0)
@@ -265,7 +271,7 @@ def _covered(start_B1H: Tensor, begin_BO1: Tensor, end_BO1: Tensor, enlarged_B11
 
 
 def _cubic(distance: Tensor) -> Tensor:
-    """Keys's kernel with a = -1/2, as PIL's and torchvision's antialiased bicubic."""
+    """Compute Keys's kernel with a = -1/2, as PIL's and torchvision's antialiased bicubic."""
     near = (1.5 * distance - 2.5) * distance * distance + 1
     far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
     return torch.where(distance < 1, near, torch.where(distance < 2, far, 0))

@@ -1,9 +1,8 @@
-"""Random numbers of the augmentation: each is a function of the picture (seed, epoch, sample) or
-the pair, and of what it is for.
+"""Random numbers of the augmentation: functions of the image (seed, epoch, sample) or pair, and of
+their purpose.
 
-Nothing has a state, so what is drawn depends on no rank, worker, batch or resume. The numbers of
-`Purpose` are part of a run's
-identity: a new purpose gets a new number, and none is used again.
+Nothing has a state, so draws depend on no rank, worker, batch or resume. The numbers of `Purpose`
+belong to a run's identity: a new purpose gets a new number, and no number is used again.
 """
 
 from collections.abc import Mapping
@@ -42,13 +41,13 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class Draws:
-    """Numbers for every picture (or pair) of a batch; `more` numbers several draws for one purpose,
-    one array axis each."""
+    """Numbers for every image (or pair) of a batch. `more` numbers several draws for one purpose,
+    with one array axis each."""
 
     keys: tuple[ArrayLike, ...]
 
     def uniform(self, purpose: Purpose, *more: ArrayLike) -> Floats:
-        """In [0, 1): (B, *more)."""
+        """Draw from [0, 1): (B, *more)."""
         return uniform(*self._parts(purpose, more), after=self._after(more))
 
     def normal(self, purpose: Purpose, *more: ArrayLike) -> Floats:
@@ -57,27 +56,27 @@ class Draws:
     def integer(
         self, purpose: Purpose, count: int | NDArray[np.int64], *more: ArrayLike
     ) -> NDArray[np.int64]:
-        """In 0..count-1."""
+        """Draw from 0..count-1."""
         return np.floor(self.uniform(purpose, *more) * count).astype(np.int64)
 
     def key(self, purpose: Purpose) -> NDArray[np.int64]:
-        """64 bits a picture, for numbers that are made on the device."""
+        """Return 64 bits per image, for numbers that are made on the device."""
         return hash64(*self._parts(purpose, ()), after=self._hashed).view(np.int64)
 
     def of(self, rows: NDArray[np.int64]) -> "Draws":
-        """For some of the pictures only."""
+        """Select some of the images."""
         return Draws(tuple(np.asarray(key)[rows] if np.ndim(key) else key for key in self.keys))
 
     @cached_property
     def _hashed(self) -> NDArray[np.uint64]:
-        """The keys; whatever is drawn, once."""
+        """Hash of the keys."""
         return hash64(*self.keys)
 
     def _after(self, more: tuple[ArrayLike, ...]) -> NDArray[np.uint64]:
         return np.asarray(_with_axes(self._hashed, sum(np.ndim(numbers) for numbers in more)))
 
     def _parts(self, purpose: Purpose, more: tuple[ArrayLike, ...]) -> list[ArrayLike]:
-        """Each array on an axis of its own, so that what they share is hashed once."""
+        """Put each array on its own axis, so that shared parts are hashed once."""
         axes = sum(np.ndim(numbers) for numbers in more)
         parts: list[ArrayLike] = [int(purpose)]
         for numbers in more:
@@ -94,8 +93,7 @@ def _with_axes(numbers: ArrayLike, axes: int) -> ArrayLike:
 def first_that(
     fits: NDArray[np.bool_], *tries: NDArray[Any]
 ) -> tuple[NDArray[np.bool_], list[NDArray[Any]]]:
-    """Of several tries, along the last axis: whether one fits, and the numbers of the first that
-    does."""
+    """Return whether one of several tries (the last axis) fits, and the numbers of the first."""
     first = np.expand_dims(fits.argmax(axis=-1), -1)
     return np.asarray(fits.any(axis=-1)), [
         np.take_along_axis(each, first, axis=-1)[..., 0] for each in tries
@@ -103,8 +101,7 @@ def first_that(
 
 
 class BetaTable:
-    """Beta(alpha, alpha) from uniform numbers: its inverse distribution function on an even
-    grid."""
+    """Inverse distribution function of Beta(alpha, alpha) on an even grid."""
 
     def __init__(self, alpha: float):
         self._grid = np.linspace(0, 1, 4097)
@@ -118,8 +115,8 @@ _ALIGNMENT = 16
 
 
 def send(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
-    """One tensor per array. On CUDA they are views of one buffer, copied from pinned memory: no
-    synchronisation."""
+    """Return one tensor per array. They are views of one buffer, copied from pinned memory without
+    synchronization."""
     places, end = {}, 0
     for name, array in arrays.items():
         places[name] = end
@@ -127,9 +124,8 @@ def send(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, 
     buffer = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for name, array in arrays.items():
         in_bytes = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        buffer[places[name] : places[name] + array.nbytes].copy_(
-            in_bytes
-        )  # not through numpy: a fake tensor has no memory
+        # not through numpy, because a fake tensor has no memory
+        buffer[places[name] : places[name] + array.nbytes].copy_(in_bytes)
     there = buffer.to(device, non_blocking=True)
     sent = {}
     for name, array in arrays.items():

@@ -1,10 +1,9 @@
-"""Random erasing of blocks of normalised pictures, as in timm: K blocks at most, B batch, n erased
-pictures, O size, C colours.
+"""Random erasing of blocks of normalized images, as in timm. K blocks at most, B batch, n erased
+images, O size, C colors.
 
-A block takes 2 % to a third of the picture (shared by the blocks of a picture), with sides 0.3 to
-1/0.3 as long as each other. It is filled with 0 (the mean colour), one normal colour, or normal
-noise. Noise is made on the device from a key per picture and the place of the pixel, so it, too, is
-independent of the batch. Where noisy blocks overlap they show the same noise.
+The blocks of an image share 2 % to a third of its area, and have aspect ratios from 0.3 to 1/0.3. A
+block is filled with 0 (the mean color), one normal color, or normal noise. Noise depends on a key
+for the image and on the place of the pixel, so it does not depend on the batch.
 """
 
 import math
@@ -30,8 +29,8 @@ _GOLDEN, _M1, _M2 = (
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """What is erased of the pictures `rows` of a batch; a block that is not drawn has no height."""
+class ErasedBlocks:
+    """Erased blocks of the images `rows` of a batch. A block that is not drawn has no height."""
 
     rows: NDArray[np.int64]
     top_nK: NDArray[np.int64]
@@ -42,7 +41,7 @@ class Blocks:
     noise_keys_n: NDArray[np.int64]
 
 
-def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Blocks:
+def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> ErasedBlocks:
     rows = np.flatnonzero(draws.uniform(Purpose.ERASE) < settings.erase_probability)
     draws = draws.of(rows)
     blocks, tries = np.arange(settings.erase_count), np.arange(_TRIES)
@@ -65,13 +64,13 @@ def draw_blocks(settings: AugmentSettings, draws: Draws, *, size: int) -> Blocks
     top_nK = draws.integer(Purpose.ERASE_TOP, size - height_nK + 1, blocks)
     left_nK = draws.integer(Purpose.ERASE_LEFT, size - width_nK + 1, blocks)
     colours_nKC = draws.normal(Purpose.ERASE_COLOUR, blocks, np.arange(3)).astype(np.float32)
-    return Blocks(
+    return ErasedBlocks(
         rows, top_nK, left_nK, height_nK, width_nK, colours_nKC, draws.key(Purpose.ERASE_NOISE)
     )
 
 
-def erase(pictures_BCOO: Tensor, blocks: Blocks, *, mode: EraseMode) -> Tensor:
-    """Changes the pictures in place."""
+def erase(pictures_BCOO: Tensor, blocks: ErasedBlocks, *, mode: EraseMode) -> Tensor:
+    """Change the images in place."""
     if not len(blocks.rows):
         return pictures_BCOO
     _, colours, size, _ = pictures_BCOO.shape
@@ -98,8 +97,7 @@ def erase(pictures_BCOO: Tensor, blocks: Blocks, *, mode: EraseMode) -> Tensor:
 
 
 def normal_noise(keys_n: Tensor, count: int) -> Tensor:
-    """(n, count) normal numbers: SplitMix64's sequence from each key, its top 23 bits through the
-    inverse distribution."""
+    """Return (n, count) normal numbers from 23 bits of SplitMix64's sequence of each key."""
     place = torch.arange(1, count + 1, device=keys_n.device)
     state = keys_n.unsqueeze(-1) + place * _GOLDEN
     state = (state ^ _shifted(state, 30)) * _M1
@@ -110,7 +108,7 @@ def normal_noise(keys_n: Tensor, count: int) -> Tensor:
 
 
 def _shifted(values: Tensor, places: int) -> Tensor:
-    """To the right, zeros coming in (torch's >> repeats the sign)."""
+    """Shift to the right with zeros (torch's >> repeats the sign)."""
     return (values >> places) & ((1 << (64 - places)) - 1)
 
 

@@ -1,11 +1,10 @@
-"""What models are fed: augmented micro-batches to train on (`Feed`), batches of one pass
-(`on_device`), on the model's device.
+"""Batches on the model's device: augmented micro-batches for training (`Feed`), or the batches of
+one pass (`on_device`).
 
-On a CPU the loader's threads augment, and nothing is left to do here. On a GPU one more thread
-(`Ahead`) draws the augmentation of the next batches, and queues their copies from pinned memory and
-their augmentation on a side stream, while the model works: the model's stream waits for an event,
-the host for nothing. Pinned buffers come from torch's caching allocator, which hands one out again
-only when the copies from it are done.
+On a CPU the loader's threads augment. On a GPU one more thread (`Ahead`) draws the augmentation of
+the next batches, and queues their copies from pinned memory and their augmentation on a side
+stream. The model's stream waits for an event; the host waits for nothing. Torch's allocator reuses
+pinned buffers only after the copies from them are done.
 """
 
 import collections
@@ -13,7 +12,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from pretrain.data.loader import Batch, Batches, BatchSource, Waits, as_stored
 
 T = TypeVar("T")
 NUM_AHEAD = 2
-"""Batches on the GPU besides the one in use."""
+"""Batches on the GPU in addition to the one in use."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,10 @@ class Fed:
 
 
 class Ahead(Generic[T]):
-    """What `make` makes of batches on a GPU, queued on a side stream `NUM_AHEAD` batches before it
-    is asked for. Use as a context manager, within that of the batches."""
+    """Results of `make` for batches on a GPU, queued on a side stream `NUM_AHEAD` batches ahead.
+
+    Use it as a context manager within that of the batches.
+    """
 
     def __init__(
         self,
@@ -44,13 +46,11 @@ class Ahead(Generic[T]):
         *,
         waits: "Waits[tuple[T, torch.cuda.Event]]" = Future.result,
     ):
-        """`waits`: how the caller of `next` waits for our thread."""
+        """`waits`: how the caller of `next` waits for the thread."""
         self._batches, self._make, self._waits = batches, make, waits
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._device = (
-            self._stream.device
-        )  # with its number, which accelerate's may lack and `set_device` needs
-        # constants of the augmentation may still be on their way, on the stream of whoever made it
+        self._device = self._stream.device  # it has a number, which accelerate's may lack
+        # constants of the augmentation may still be copied on the current stream
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._thread = ThreadPoolExecutor(
             1,
@@ -77,7 +77,7 @@ class Ahead(Generic[T]):
         current = torch.cuda.current_stream(self._device)
         current.wait_event(ready)
         for tensor in _on_gpu(made):
-            tensor.record_stream(current)  # which owns the memory from here on
+            tensor.record_stream(current)
         return made
 
     def _launch(self) -> "tuple[T, torch.cuda.Event]":
@@ -96,27 +96,31 @@ def _on_gpu(made: object) -> Iterator[Tensor]:
             yield value
 
 
+def finish_for(augmentation: Augmentation) -> Callable[[Batch], Any]:
+    """Return the work of the loader's threads on each batch: on a CPU they augment it."""
+    return as_stored if augmentation.device.type == "cuda" else partial(_augmented, augmentation)
+
+
+def _augmented(augmentation: Augmentation, batch: Batch) -> Fed:
+    return Fed(augmentation.prepare(batch), batch.num_bad)
+
+
 class Feed:
-    """Use as a context manager; `next(feed)` is the next micro-batch."""
+    """The augmented micro-batches: use it as a context manager and call `next`."""
 
     def __init__(
         self,
-        open_batches: Callable[[Callable[[Batch], Batch | Fed]], BatchSource[Batch | Fed]],
+        batches: BatchSource[Any],
         augmentation: Augmentation,
         *,
         waits: "Waits[tuple[Fed, torch.cuda.Event]]" = Future.result,
     ):
-        """`waits`: on a GPU, where the caller of `next` waits for our thread; else it waits for the
-        loader, in its way."""
-
-        def make(batch: Batch) -> Fed:
-            return Fed(augmentation.prepare(batch), batch.num_bad)
-
-        on_gpu = augmentation.device.type == "cuda"
-        self._batches = cast(BatchSource[Any], open_batches(as_stored if on_gpu else make))
-        self._ahead = (
-            Ahead(self._batches, make, augmentation.device, waits=waits) if on_gpu else None
-        )
+        """`batches`: batches with `finish=finish_for(augmentation)`. `waits`: how the caller of
+        `next` waits on a GPU. On a CPU it waits for the loader."""
+        self._batches, self._ahead = batches, None
+        if augmentation.device.type == "cuda":
+            make = partial(_augmented, augmentation)
+            self._ahead = Ahead(batches, make, augmentation.device, waits=waits)
 
     def __enter__(self) -> "Feed":
         return self
@@ -140,8 +144,7 @@ def on_device(
     *,
     waits: "Waits[tuple[Batch, torch.cuda.Event]]" = Future.result,
 ) -> Iterator[Iterator[Batch]]:
-    """The batches of a pass with pictures and labels on the device; the mask stays where the host
-    can read it, pinned for a GPU."""
+    """Yield the batches with images and labels on the device. The mask stays on the host."""
     if device.type != "cuda":
         yield batches
         return

@@ -1,10 +1,9 @@
-"""MixUp and CutMix: of neighbours, the pictures at positions 2j and 2j + 1 of a batch, with each
-other; or of each picture with the one before it in the global batch, which stands in front of a
-micro-batch's own. B batch, O size.
+"""MixUp and CutMix, of neighbors (positions 2j and 2j + 1 of a batch) or of each image with the one
+before it in the global batch. B batch, O size.
 
-All that share a draw have the same weight and the same box: mixed at all, then which way, then
-lambda ~ Beta(alpha, alpha). CutMix's box has the share 1 - lambda of the picture around a uniform
-centre; where the border cuts it, the weight is that of the box as it is (timm's `correct_lam`).
+All images that share a draw have the same weight and box. Three numbers are drawn: mixed or not,
+the way, and lambda ~ Beta(alpha, alpha). CutMix's box has the area fraction 1 - lambda around a
+uniform center. If the border cuts the box, the weight follows the cut box (timm's `correct_lam`).
 """
 
 from dataclasses import dataclass
@@ -22,20 +21,20 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Mix:
-    """One row per picture, the same for all that share a draw."""
+    """One row per image, equal for all images that share a draw."""
 
     weight: Floats
-    """Share of the picture's own label."""
+    """Fraction of the image's own label."""
     blend: Floats
-    """Share of the picture itself in each pixel outside the box."""
+    """Fraction of the image in each pixel outside the box."""
     top: Ints
     bottom: Ints
     left: Ints
     right: Ints
-    """The box, which is the partner's; empty for MixUp."""
+    """Box with the partner's pixels; empty for MixUp."""
 
 
-class Mixer:
+class PairMixer:
     def __init__(self, settings: AugmentSettings):
         self.settings, alphas = (
             settings,
@@ -72,9 +71,9 @@ class Mixer:
         return Mix(weight, blend, top, bottom, left, right)
 
     def mix(self, pictures_BCOO: Tensor, drawn: Mix) -> tuple[Tensor, Tensor]:
-        """The mixed pictures, and the share of each picture's own label."""
+        """Return the mixed images, and the fraction of each image's own label."""
         device, size = pictures_BCOO.device, pictures_BCOO.shape[-1]
-        pictures_BCOO, others_BCOO = self.parted(pictures_BCOO)
+        pictures_BCOO, others_BCOO = self.with_partners(pictures_BCOO)
         shares = {
             "weight": drawn.weight.astype(np.float32),
             "blend": drawn.blend.astype(np.float32),
@@ -95,8 +94,8 @@ class Mixer:
             )
         return torch.lerp(others_BCOO, pictures_BCOO, own_B111), sent["weight"]
 
-    def parted(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Pictures (or labels), and those that they are mixed with."""
+    def with_partners(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images (or labels), and the partners with which they are mixed."""
         if self.settings.mix_with == "previous":
             return rows[1:], rows[:-1]
         return rows, rows[torch.arange(len(rows), device=rows.device) ^ 1]

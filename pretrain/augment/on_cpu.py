@@ -1,27 +1,24 @@
-"""Crop, resize, flip, MixUp and normalise a batch on a CPU: loops that numba compiles for the CPU
-they run on.
+"""Crop, resize, flip, MixUp and normalize a batch on a CPU: loops that numba compiles for this CPU.
 
-Same pictures as `resample` (bilinear, or INTER_AREA), MixUp and normalisation of pretrain.augment,
-in float32 throughout. Those are two batched matrix products whose weights are nearly all zero (2 of
-64 in a row count), then passes over memory; this is one pass over the taps that count. Pictures per
-CPU second, crop to bfloat16, 64 px (and 256 to 224), measured in one run: this 61,000 (4,200); the
-matrix products 5,400 (190); the best of torch's own operations, grid_sample in chunks, 12,000 (it
-cannot downsample); Pillow-SIMD a picture at a time 8,000 (840), rounded between passes and reading
-beyond its box; torch.compile of gathers 2,600.
+The images equal `resample` (bilinear, or INTER_AREA), MixUp and normalization in float32. The
+matrix products of `resample` have nearly only zero weights; these loops visit the other weights in
+one pass. Images per CPU second, 64 px crop to bfloat16 (256 to 224 px): 61,000 (4,200); matrix
+products 5,400 (190); Pillow-SIMD 8,000 (840).
 
-How: the two neighbours that MixUp mixes are made together, one output row at a time. The source
-rows that it needs are resized across once, into a ring of a few planar float rows, with one 8-byte
-load per output pixel (two RGB neighbours; hence little-endian, and spare bytes behind the last
-picture); all arithmetic then runs over contiguous floats, which LLVM turns into vector
-instructions. Then down, mix, normalise and round, all in the core's own cache: a pair works on 12
-KB at 64 px, 43 KB at 224. To keep it so: no loop takes more than four arrays (LLVM gives up proving
-that more do not overlap, and stays scalar), inner axes are contiguous by type, and an index is one
-that cannot be negative.
+The two neighbors of a MixUp pair are made together, one output row at a time:
 
-Threads: a call runs on its own thread without the GIL; a pool calls it with a chunk (an even number
-of pictures) per thread. Numba's own threads are not used: they do not survive a fork, and compete
-with torch's. Compiling takes seconds, once per kind of CPU: numba keeps the result in
-`__pycache__`, else under ~/.cache, else it compiles in every process.
+1. Resize the source rows of the output row across, into a ring of a few planar float rows. One
+   8-byte load reads two RGB neighbors of an output pixel, so the code needs little-endian and spare
+   bytes after the last image.
+2. Resize down, mix, normalize and round over contiguous floats, which LLVM vectorizes.
+
+A pair needs 12 KB at 64 px and 43 KB at 224 px, so it stays in the core's cache. For vectorization
+no loop has more than four arrays, inner axes are contiguous by type, and indices are unsigned.
+
+A call runs on its own thread without the GIL, and a pool calls it with an even number of images per
+thread. Numba's own threads are not used, because they do not survive a fork and compete with
+torch's. Compiling takes seconds once per kind of CPU. Numba keeps the result in `__pycache__` or
+~/.cache, or else compiles in every process.
 """
 
 import pickle

@@ -1,15 +1,13 @@
-"""Crop, resize, flip, MixUp and normalise a batch on a GPU in one pass.
+"""Crop, resize, flip, MixUp and normalize a batch on a GPU in one pass.
 
-The Triton kernel `gathered` must equal the plain torch forms `resample`, `resample_levels` and
-MixUp (and on_cpu.py). A program makes a block of output pixels from the stored pixels that count.
-It reads uint8 and writes the model's type; no array as large as a batch is in between. With
+The Triton kernel `gathered` must equal `resample`, `resample_levels` and MixUp (and on_cpu.py). A
+program makes a block of output pixels from stored uint8 pixels and writes the model's type. With
 `mix_with: neighbour` one program makes both images of a pair. With `previous` each program makes
-its own image and the image before it. Where the last bit decides about a level, divisions are
-IEEE's and no product is fused with a sum: levels equal the plain form bit for bit. Floats agree
-within rounding.
+its own image and the image before it. Levels equal the plain form bit for bit: divisions are IEEE's
+and no product is fused with a sum. Floats agree within rounding.
 
-The kernel is a custom operator: fake tensors have shapes, and nothing is launched. It has not run
-on a GPU yet: tests run it in Triton's interpreter, and compile it for a GPU.
+The kernel is a custom operator: with fake tensors nothing is launched. Tests run it in Triton's
+interpreter and compile it for a GPU.
 """
 
 import math
@@ -28,15 +26,13 @@ if TYPE_CHECKING:
     from pretrain.augment.crops import Boxes, Flags
 
 _BLOCK = 512
-"""Output pixels of a program of four warps: each thread has four pixels of three colours under
-way."""
+"""Output pixels of a program of four warps: four pixels for each thread."""
 NO_MIXING, PAIRS, PREVIOUS = 0, 1, 2
 """Values of the kernel's MIXING."""
 _ONE = tl.constexpr(32768.0)
-"""Of fixed-point weights, as `_LEVEL_BITS` of crops.py."""
+"""1 as a fixed-point weight, 2^`_LEVEL_BITS` of crops.py."""
 _WHOLE = tl.constexpr(12582912.0)
-"""1.5 * 2^23: a float32 below 2^22 that goes there and back is rounded to a whole number, ties to
-even, as torch's round."""
+"""1.5 * 2^23: adding and subtracting it rounds a float32 below 2^22 as torch's round."""
 
 
 def crop_mix_normalise(
@@ -51,11 +47,11 @@ def crop_mix_normalise(
     area: bool = False,
     levels: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As on_cpu's, of pictures on a GPU, with means and scales there; and `weights`, there.
-    `levels`: as `resample_levels`.
+    """Return the images as on_cpu.py does, and the weights on the GPU. `levels`: as
+    `resample_levels`.
 
-    With a weight for each image the images of a pair are mixed. With one weight less each image but
-    the first is mixed with the one before it (`mix_with: previous`).
+    With a weight for each image the images of a pair are mixed. With one weight less each image
+    except the first is mixed with the one before it (`mix_with: previous`).
     """
     mixing = (
         NO_MIXING if weights is None else PAIRS if len(weights) == len(images_BHWC) else PREVIOUS
@@ -84,7 +80,7 @@ def gathered(
     cubic: bool,
     levels: bool,
 ) -> Tensor:
-    """(B, C, O, O); of levels (B, O, O, C). With `PREVIOUS` one image less."""
+    """Return (B, C, O, O), or levels (B, O, O, C). `PREVIOUS` returns one image less."""
     images_BHWC = images_BHWC.contiguous()
     out, (batch, stored) = _empty(images_BHWC, size, dtype, mixing, levels), images_BHWC.shape[:2]
     assert images_BHWC.shape == (batch, stored, stored, 3) and images_BHWC.dtype == torch.uint8, (
@@ -98,12 +94,10 @@ def gathered(
     if out.numel():
         blocks = triton.cdiv(size**2, _BLOCK)
         ratio = max(stored / size, 1.0)
-        taps = (
-            math.ceil(ratio) + 1 if area else math.ceil(ratio * (4 if cubic else 2))
-        )  # no box is larger than its picture
+        taps = math.ceil(ratio) + 1 if area else math.ceil(ratio * (4 if cubic else 2))
         kind = {"TAPS": taps, "MIXING": mixing, "AREA": area, "CUBIC": cubic, "LEVELS": levels}
         kind["NORMALISED"] = colours_23 is not None
-        colours = boxes_7B if colours_23 is None else colours_23  # a pointer there must be
+        colours = boxes_7B if colours_23 is None else colours_23  # a pointer is required
         with torch.cuda.device_of(out):
             _gather[(blocks * (len(out) // 2 if mixing == PAIRS else len(out)),)](
                 images_BHWC,
@@ -210,7 +204,7 @@ def _made(
     images, boxes, count, number, y, x, is_pixel, stored, size,
     TAPS: tl.constexpr, AREA: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One picture's colours at the output's (y, x), on the scale 0..255."""
+    """Return one image's colors at output (y, x), on the scale 0..255."""
     top, left = tl.load(boxes + number), tl.load(boxes + count + number)
     height, width = tl.load(boxes + 2 * count + number), tl.load(boxes + 3 * count + number)
     x = tl.where(tl.load(boxes + 4 * count + number) > 0, size - 1 - x, x)
@@ -259,9 +253,9 @@ def _made(
 
 @triton.jit
 def _axis(at, start, extent, size, cubic, AREA: tl.constexpr, CUBIC: tl.constexpr):
-    """Of output pixels: the first pixel that counts, and what `_share` must know."""
+    """Return the first stored pixel of each output pixel, and the numbers for `_share`."""
     ratio = tl.div_rn(extent, size * 1.0)
-    if AREA:  # divided last, so that what lies on a pixel's edge is there exactly
+    if AREA:  # divided last, so that pixel edges are exact
         begin, end = tl.div_rn(at * extent, size * 1.0), tl.div_rn((at + 1) * extent, size * 1.0)
         first, known = start + tl.floor(begin), (start, begin, end, end)
     else:
@@ -287,8 +281,7 @@ def _share(
     CUBIC: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """The weight of the `k`-th pixel that counts, not yet divided by their sum, as `axis_weights`
-    has it."""
+    """Return the weight of the `k`-th pixel before normalization, as `axis_weights`."""
     pixel = first + k
     if AREA:
         start, begin, end, _ = known
@@ -317,7 +310,7 @@ def _share(
 
 @triton.jit
 def _settled(share, total, LEVELS: tl.constexpr):
-    """Of fixed-point weights: divided by their sum. Floats are, once, at the end."""
+    """Divide fixed-point weights by their sum. Floats are divided once, at the end."""
     return ((tl.div_rn(share * _ONE, total) + _WHOLE) - _WHOLE) / _ONE if LEVELS else share
 
 

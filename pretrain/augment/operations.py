@@ -1,28 +1,19 @@
-"""A drawn plan on pictures: per layer, the pictures of one kind of operation are taken out, changed
-together and written back.
+"""Apply a drawn plan to images. For each layer, the images of one kind of operation are taken out,
+changed together and written back.
 
-Who gets what is known on the host, so no step looks at the device; all numbers of a plan go over in
-one copy. Every picture stands alone and no sum depends on an order, so the result does not depend
-on how a global batch is cut.
+The host knows which image gets which operation, and copies all numbers of a plan at once. No sum
+depends on an order, so an image does not depend on its batch.
 
-Colours change in whole levels 0..255, rounded where PIL does it. Most of these operations look a
-level up in a table, so they are one lookup for all pictures: the tables of INVERT, POSTERIZE,
-SOLARIZE, SOLARIZE_ADD and BRIGHTNESS are known on the host, those of AUTOCONTRAST, EQUALIZE and
-CONTRAST follow from the picture. Every result equals PIL's bit for bit
-(tests/pretrain/augment/test_operations.py), but for Pillow-SIMD's rounding of grey: in one colour
-of 500 it is a level off Pillow's, and so off ours, which moves COLOR by a level there.
+Colors change in whole levels 0..255, rounded as in PIL. Most color operations are lookups in tables
+of levels. The tables of INVERT, POSTERIZE, SOLARIZE, SOLARIZE_ADD and BRIGHTNESS are known on the
+host; those of AUTOCONTRAST, EQUALIZE and CONTRAST depend on the image. Every result equals PIL's
+bit for bit, except that Pillow-SIMD rounds grey differently in one color of 500 (COLOR).
 
-Rotation, shear and translation are one affine sampling with a matrix per picture, as PIL's: output
-pixel centres are mapped into the picture; what falls outside is filled; inside, taps beyond the
-border repeat it, and values are cut off to whole levels. All in float64, as PIL has it: with shifts
-such as 28.8 pixels one value in a hundred is a whole level, and float32 would fall on its other
-side.
+Rotation, shear and translation are one affine sampling with a matrix for each image, in float64 as
+in PIL. The center of each output pixel is mapped into the image. Pixels from outside are filled;
+inside, the border repeats.
 
-Colours have no kernel: counted on fake tensors, timm's recipe moves 15.5 GB a batch of 1,024 x 224
-px in 320 launches (5.2 ms at 3 TB/s, beside the model, whose step takes 136), of which colours are
-6 GB in 266; 16,384 x 64 px: 20.5 GB.
-
-n pictures of a kind, H W height and width, C colours, L levels.
+n images of a kind, H W height and width, C colors, L levels.
 """
 
 from collections.abc import Callable
@@ -35,19 +26,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.augment.draws import Floats, send
-from pretrain.augment.plan import Operation, Plan
+from pretrain.augment.plan import Operation, OperationPlan
 
 Arrays = dict[str, NDArray[Any]]
 Ints = NDArray[np.int64]
 Change = Callable[[Tensor, Tensor], Tensor]
-"""(n pictures, what is known of them) -> the pictures, or the tables, that come of it."""
+"""(n images, their numbers) -> the changed images, or tables of levels."""
 
 LEVELS = np.arange(256)
 
 
-def apply_plan(pictures_BHWC: Tensor, plan: Plan, *, fill_C: Tensor) -> Tensor:
-    """Changes the uint8 pictures in place, layer after layer; `fill_C` is the colour of what comes
-    in from outside."""
+def apply_plan(pictures_BHWC: Tensor, plan: OperationPlan, *, fill_C: Tensor) -> Tensor:
+    """Change the uint8 images in place. `fill_C` is the color of pixels from outside."""
     _, height, width, _ = pictures_BHWC.shape
     layers = [
         _arrays(plan, layer, height=height, width=width) for layer in range(len(plan.operations_LB))
@@ -67,8 +57,8 @@ def apply_plan(pictures_BHWC: Tensor, plan: Plan, *, fill_C: Tensor) -> Tensor:
     return pictures_BHWC
 
 
-def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
-    """The rows of each kind that occurs, and what the kind needs to know about them."""
+def _arrays(plan: OperationPlan, layer: int, *, height: int, width: int) -> Arrays:
+    """Return the rows of each kind that occurs, and their numbers."""
     operations, strengths, cubic = (
         plan.operations_LB[layer],
         plan.strengths_LB[layer],
@@ -95,8 +85,7 @@ def _arrays(plan: Plan, layer: int, *, height: int, width: int) -> Arrays:
 
 
 def _apply_layer(pictures_BHWC: Tensor, sent: dict[str, Tensor], *, fill_C: Tensor) -> None:
-    """The kinds have different rows, so their order does not matter; all that looks levels up does
-    so in one go."""
+    """Apply all kinds in any order, because their rows differ. All tables need one lookup."""
 
     def result(name: str, change: Change) -> Tensor:
         return change(pictures_BHWC.index_select(0, sent[name]), sent[f"{name}.known"])
@@ -120,12 +109,8 @@ def _apply_layer(pictures_BHWC: Tensor, sent: dict[str, Tensor], *, fill_C: Tens
             pictures_BHWC.index_copy_(0, sent[name], result(name, change))
 
 
-# ---- colours
-# --------------------------------------------------------------------------------------------------
-
-
 def fixed_tables(operations_n: Ints, strengths_n: Floats) -> NDArray[np.uint8]:
-    """The 256 levels that the levels become, for what needs no look at the picture: (n, 256)."""
+    """Return the tables (n, 256) of operations that do not depend on the image."""
     tables = np.empty((len(operations_n), 256), np.uint8)
     for operation, table in _FIXED.items():
         here = operations_n == operation
@@ -165,12 +150,11 @@ def look_up(pictures_nHWC: Tensor, tables_nCL: Tensor) -> Tensor:
 
 
 def autocontrast_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
-    """The darkest level of a channel becomes 0, the lightest 255; a flat channel stays."""
+    """Map the darkest level of a channel to 0 and the lightest to 255. A flat channel stays."""
     low_nC1 = pictures_nHWC.amin(dim=(1, 2)).double().unsqueeze(-1)
     high_nC1 = pictures_nHWC.amax(dim=(1, 2)).double().unsqueeze(-1)
-    scale_nC1 = torch.full_like(low_nC1, 255) / (
-        high_nC1 - low_nC1
-    )  # 255 / x would be 255 * (1 / x)
+    # 255 / x would be computed as 255 * (1 / x)
+    scale_nC1 = torch.full_like(low_nC1, 255) / (high_nC1 - low_nC1)
     levels_L = torch.arange(256, device=pictures_nHWC.device, dtype=torch.float64)
     stretched_nCL = levels_L * scale_nC1 + -low_nC1 * scale_nC1
     return torch.where(high_nC1 > low_nC1, stretched_nCL.trunc().clamp(0, 255), levels_L).to(
@@ -179,7 +163,7 @@ def autocontrast_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
 
 
 def equalize_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
-    """As many pixels in every stretch of levels."""
+    """Equalize the histogram of each channel."""
     count, height, width, colours = pictures_nHWC.shape
     device = pictures_nHWC.device
     places = _table_places(pictures_nHWC).view(-1).long()
@@ -196,7 +180,7 @@ def equalize_tables(pictures_nHWC: Tensor, _: Tensor) -> Tensor:
 
 
 def contrast_tables(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
-    """Away from (or towards) the mean brightness of the picture."""
+    """Move levels away from (or towards) the mean brightness of the image."""
     grey_nHW = _grey(pictures_nHWC)
     pixels = grey_nHW[0].numel()
     mean_n1 = (2 * grey_nHW.sum(dim=(1, 2)).unsqueeze(-1) + pixels) // (2 * pixels)
@@ -206,14 +190,14 @@ def contrast_tables(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
 
 
 def saturate(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
-    """0 is grey, 1 the picture, above 1 more colourful."""
+    """Blend: 0 is grey, 1 the image, above 1 more colorful."""
     grey_nHW1 = _grey(pictures_nHWC).float().unsqueeze(-1)
     return _blend(grey_nHW1, pictures_nHWC.float(), factors_n.view(-1, 1, 1, 1))
 
 
 def sharpen(pictures_nHWC: Tensor, factors_n: Tensor) -> Tensor:
-    """0 is smoothed, 1 the picture, above 1 sharper. The filter is 3x3, its middle weighs 5 of 13;
-    the border stays."""
+    """Blend: 0 is smoothed, 1 the image, above 1 sharper. The filter is 3x3 with 5 of 13 in its
+    center; the border stays."""
     values = pictures_nHWC.int()
     columns = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
     around = columns[:, :, :-2] + columns[:, :, 1:-1] + columns[:, :, 2:]
@@ -232,47 +216,40 @@ CHANGES: dict[Operation, Change] = {Operation.COLOR: saturate, Operation.SHARPNE
 
 
 def _blend(start: Tensor, end: Tensor, factor: Tensor) -> Tensor:
-    """From `start` (0) to `end` (1) and beyond."""
+    """Interpolate from `start` (0) to `end` (1) and beyond."""
     return (start + factor * (end - start)).clamp_(0, 255).to(torch.uint8)
 
 
 def _grey(pictures_nHWC: Tensor) -> Tensor:
-    """ITU-R 601 brightness in PIL's fixed point."""
+    """Return ITU-R 601 brightness in PIL's fixed point."""
     red, green, blue = pictures_nHWC.int().unbind(-1)
     return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
 
 
 def _table_places(pictures_nHWC: Tensor) -> Tensor:
-    """Where each level stands in flat tables (n, C, 256)."""
+    """Return the place of each level in flat tables (n, C, 256)."""
     count, _, _, colours = pictures_nHWC.shape
     start = torch.arange(count * colours, device=pictures_nHWC.device, dtype=torch.int32) * 256
     return pictures_nHWC.int() + start.view(count, 1, 1, colours)
 
 
-# ---- geometry
-# --------------------------------------------------------------------------------------------------
-
-
 _TOGETHER_ON_CPU = 8
-"""Pictures of 64 pixels whose values stay in a core's cache from one step of the arithmetic to the
-next."""
+"""Images of 64 px that fit in a core's cache."""
 TAPS = {"nearest": range(1), "linear": range(2), "cubic": range(-1, 3)}
-"""Which pixels beside the one at its left and upper side a place is made of."""
+"""Pixels that are sampled, relative to the pixel at the upper left."""
 GEOMETRIC = tuple(operation for operation in Operation if operation >= Operation.ROTATE)
 
 
 def matrices(operations_n: Ints, strengths_n: Floats, *, height: int, width: int) -> Floats:
-    """(n, 6), each (a, b, c, d, e, f): output (x, y) is taken from (a x + b y + c, d x + e y +
+    """Return (n, 6) matrices (a, b, c, d, e, f): output (x, y) samples (a x + b y + c, d x + e y +
     f)."""
 
     def only(operation: Operation) -> Floats:
         return np.where(operations_n == operation, strengths_n, 0.0)
 
     angle = -np.radians(only(Operation.ROTATE) % 360.0)
-    cosine, sine = (
-        np.round(np.cos(angle), 15),
-        np.round(np.sin(angle), 15),
-    )  # a quarter turn is exact
+    # rounded, so that a quarter turn is exact
+    cosine, sine = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)
     x, y = width / 2, height / 2  # about the middle
     right = only(Operation.TRANSLATE_X) * width + np.trunc(only(Operation.SHIFT_X) * width)
     lower = only(Operation.TRANSLATE_Y) * height + np.trunc(only(Operation.SHIFT_Y) * height)
@@ -335,8 +312,7 @@ def _only(value: Tensor, _: Tensor) -> Tensor:
 
 
 def _cubic(v1: Tensor, v2: Tensor, v3: Tensor, v4: Tensor, share: Tensor) -> Tensor:
-    """Through v2 (0) and v3 (1): the cubic convolution with a = -1 that PIL's transform uses (its
-    resize has -1/2)."""
+    """Interpolate between v2 (0) and v3 (1) by PIL's cubic convolution with a = -1."""
     difference = v1 - v2
     return v2 + share * (
         v3 - v1 + share * (2 * difference + v3 - v4 + share * (v4 - v3 - difference))

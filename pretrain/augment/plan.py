@@ -1,8 +1,7 @@
-"""What a policy does to each picture of a batch, drawn on the host: operations, strengths, kernels.
-numpy only.
+"""Draw the operations, strengths and kernels of a policy for each image of a batch. numpy only.
 
-The strengths are timm's functions of the magnitude (of the policy `cifar10`: torchvision's). A
-magnitude is normal around the policy's, or uniform below it, then clipped.
+The strengths are timm's functions of the magnitude (torchvision's for the policy `cifar10`). A
+magnitude is normal around the policy's, or uniform below it, and clipped.
 L layers, B batch.
 """
 
@@ -19,7 +18,7 @@ from pretrain.auto_augment import FULL_MAGNITUDE, Policy
 
 
 class Operation(IntEnum):
-    """What `strength` means stands behind each."""
+    """A comment says what the strength is."""
 
     NONE = 0
     AUTOCONTRAST = 1
@@ -42,18 +41,18 @@ class Operation(IntEnum):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """For every picture and layer, in the order of application."""
+class OperationPlan:
+    """Operations for every image and layer, in the order of application."""
 
     operations_LB: NDArray[np.int64]
     strengths_LB: Floats
     cubic_LB: NDArray[np.bool_]
-    """Of geometric operations: sampled bicubic, not bilinear."""
+    """True if a geometric operation samples bicubic, not bilinear."""
     nearest: bool = False
-    """Instead of either: the nearest pixel."""
+    """True if geometric operations take the nearest pixel."""
 
 
-def draw_plan(policy: Policy, draws: Draws) -> Plan:
+def draw_plan(policy: Policy, draws: Draws) -> OperationPlan:
     layers = np.arange(policy.num_layers)
     steps_LB = _choose(policy, draws)
     probability = np.array([step.probability for step in policy.steps])
@@ -69,7 +68,7 @@ def draw_plan(policy: Policy, draws: Draws) -> Plan:
         operation, strength = _STRENGTHS[name]
         operations_LB[here_LB] = operation
         strengths_LB[here_LB] = strength(level_LB[here_LB], sign_LB[here_LB])
-    return Plan(
+    return OperationPlan(
         operations_LB,
         strengths_LB,
         draws.uniform(Purpose.POLICY_KERNEL, layers).T < 0.5,
@@ -78,15 +77,14 @@ def draw_plan(policy: Policy, draws: Draws) -> Plan:
 
 
 def _choose(policy: Policy, draws: Draws) -> NDArray[np.int64]:
-    """Which step of the policy each layer of each picture is."""
+    """Choose a step of the policy for each layer of each image."""
     count, layers = len(policy.steps), np.arange(policy.num_layers)
     if policy.chained:
         chain_B = draws.integer(Purpose.POLICY_STEP, count // policy.num_layers)
         return np.asarray(chain_B[None, :] * policy.num_layers + layers[:, None])
     if policy.weights is None:
         return draws.integer(Purpose.POLICY_STEP, count, layers).T
-    # A race: the step with rate w finishes after an exponential time / w, so the first finishers
-    # are a weighted choice without repetition, in order.
+    # exponential times / weights: the first finishers are a weighted choice without repetition
     time = -np.log1p(-draws.uniform(Purpose.POLICY_STEP, np.arange(count))) / np.array(
         policy.weights
     )

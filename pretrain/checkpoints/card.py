@@ -1,5 +1,4 @@
-"""The card of weights, config.json beside them: what makes them usable, in our words and in timm's.
-No torch here."""
+"""Checkpoint metadata: config.json next to the weights, for us and for timm. No torch."""
 
 import importlib.util
 import json
@@ -17,18 +16,17 @@ CONFIG, MODEL = "config.json", "model.safetensors"
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing or damaged; the text names it and the remedy."""
+    """A checkpoint is missing or damaged."""
 
 
 class WeightsError(CheckpointError):
-    """Weights or metadata that cannot be used; another attempt would read the same."""
+    """Weights or metadata cannot be used; another attempt would read the same."""
 
     is_final = True
 
 
 class ModelCard(PixelOrder):
-    """What weights need in order to be used, and where they come from; config.json holds it, and
-    timm's words for it beside it."""
+    """Everything that is needed to use weights, and their origin."""
 
     model: ModelSpec
     image_size: int
@@ -36,48 +34,44 @@ class ModelCard(PixelOrder):
     channel_mean: tuple[float, float, float]
     channel_std: tuple[float, float, float]
     dataset: str
-    """The name of what they were trained on."""
+    """Name of the training data."""
     stream: bool = False
-    """Trained on shards without an index (data.stream): no resume on the way was exact, and no
-    shuffle over all of them."""
+    """True if trained with data.stream, without exact resumes and without a global shuffle."""
     stored_crop: CropPolicy | None = None
     stored_interpolation: Filter | None = None
-    """How the pictures there had become squares; None where that is not known, or not one thing."""
+    """How images of the training data were made square; None if unknown or mixed."""
     stored_size: int | None = None
-    """Of those squares; None as above, and where they have `image_size`."""
+    """Size of these squares; None if unknown or equal to `image_size`."""
     fed_interpolation: Filter = "bilinear"
-    """With which stored squares are resized to `image_size`."""
+    """Filter that resizes stored squares to `image_size`."""
     content_hash: str = ""
     pixels_hash: str = ""
-    """Of what they were trained on, and of that together with what readers made of it."""
+    """Hash of the training data, and hash of the pixels that readers make of it."""
     step: int = 0
     run_key: str = ""
-    """These four are of a run of ours; imported weights have none."""
+    """Only runs of ours have these four."""
     origin: str = ""
-    """Of imported weights: the file that they were read from."""
+    """File or repository of imported weights."""
     timm_transform: dict[str, str | float] = Field(default_factory=dict)
-    """Of weights that were imported from timm: what its transform does (interpolation, crop_pct,
-    crop_mode), for config.json."""
+    """Transform of weights imported from timm (interpolation, crop_pct, crop_mode), for timm."""
 
     def other_pixels(self, manifest: Manifest, *, dataset: str) -> str | None:
-        """A warning where the squares of a dataset were made in another way than those that the
-        weights were trained on."""
-        known, here = (
-            (self.stored_crop, self.stored_interpolation),
-            (manifest.crop, manifest.interpolation),
-        )
-        if None in known or known == here:
+        """Return a warning if the squares of a dataset were made in another way than those of the
+        training data."""
+        known = self.stored_crop, self.stored_interpolation
+        own = manifest.crop, manifest.interpolation
+        if None in known or known == own:
             return None
         return (
-            f"{dataset}: its pictures became squares by {here[0]} and {here[1]}, those of the"
-            f" weights' source by {known[0]} and {known[1]}; unless all were squares of"
-            f" {manifest.image_size} px before, the model sees other pixels than there; build the"
-            f" dataset with crop={known[0]} interpolation={known[1]}"
+            f"{dataset}: its images were made square by {own[0]} and {own[1]}, the training data of"
+            f" the weights by {known[0]} and {known[1]}. Unless all were squares of"
+            f" {manifest.image_size} px before, build the dataset with crop={known[0]}"
+            f" interpolation={known[1]}"
         )
 
 
 TIMM_ARCHITECTURE = "wide_mlps"
-"""What `pretrain.models.timm_names` registers for any spec."""
+"""Name that `pretrain.models.timm_names` registers for any spec."""
 
 TIMM_MIXERS = {
     (32, 8, 512): "mixer_s32_224",
@@ -87,8 +81,10 @@ TIMM_MIXERS = {
     (32, 24, 1024): "mixer_l32_224",
     (16, 24, 1024): "mixer_l16_224",
 }
-"""(patch size, blocks, channels) of the Mixers that timm has itself; it lets image size and hidden
-widths be chosen."""
+"""timm's own Mixers by (patch size, blocks, channels). Their image size and widths can be set."""
+
+TIMM_TRANSFORM = ("interpolation", "crop_pct", "crop_mode")
+"""Keys of timm that say how images become squares."""
 
 _TIMM_KEYS = (
     "architecture",
@@ -103,98 +99,79 @@ _TIMM_KEYS = (
 
 
 def timms_own(card: ModelCard) -> tuple[str, dict[str, Any]] | None:
-    """(architecture, arguments) of the model that computes the same in timm without this package,
-    where there is one."""
+    """Return (architecture, arguments) of timm's own model that computes the same, if there is
+    one."""
     spec, size = card.model, card.image_size
-    if (
-        not isinstance(spec, MixerSpec)
-        or spec.layers_per_mixing != 2
-        or spec.num_tokens
-        or spec.permuted_blocks
-    ):
+    if not isinstance(spec, MixerSpec) or spec.activation != "gelu":
         return None
     name = TIMM_MIXERS.get((spec.patch_size, spec.depth, spec.num_channels))
-    if name is None or spec.activation != "gelu":
+    if name is None or spec.layers_per_mixing != 2 or spec.num_tokens or spec.permuted_blocks:
         return None
     hidden = spec.hidden_sizes(num_tokens=spec.tokens(image_size=size))
-    # timm cuts ratio x channels down to a whole number; a half more keeps rounding from losing one
-    return name, {
-        "img_size": size,
-        "mlp_ratio": [(width + 0.5) / spec.num_channels for width in hidden],
-    }
+    # timm rounds ratio x channels down; the half keeps rounding errors from losing one
+    ratios = [(width + 0.5) / spec.num_channels for width in hidden]
+    return name, {"img_size": size, "mlp_ratio": ratios}
 
 
 def config_of(card: ModelCard, *, for_plain_timm: bool = False) -> dict[str, Any]:
-    """config.json: the card, and what `timm.create_model("local-dir:...")` or `"hf-hub:..."` asks
-    for.
+    """Return config.json: the card, and what `timm.create_model("local-dir:...")` needs.
 
-    `for_plain_timm`: the weights beside it have the names of `timms_own`, and timm loads them
-    without this package.
+    `for_plain_timm`: the weights have the names of `timms_own`, so timm loads them without this
+    package.
     """
-    fields = card.model_dump(mode="json")
-    own = timms_own(card) if for_plain_timm else None
-    architecture, arguments = own or (
-        TIMM_ARCHITECTURE,
-        {"spec": fields["model"], "img_size": card.image_size},
-    )
-    timm = {
-        "architecture": architecture,
-        "num_classes": len(card.classes),
-        "model_args": arguments,
-        "pretrained_cfg": (
-            {
-                "architecture": architecture,
-                "input_size": [3, card.image_size, card.image_size],
-                "fixed_input_size": True,
-                "interpolation": (
-                    "box" if card.fed_interpolation == "area" else card.fed_interpolation
-                ),
-                "crop_pct": 1.0,
-                "mean": fields["channel_mean"],
-                "std": fields["channel_std"],
-                "num_classes": len(card.classes),
-                "label_names": fields["classes"],
-                "classifier": "head",
-            }
-            | ({"first_conv": "stem.proj"} if own else {})
-            | card.timm_transform
-        ),
+    fields, count = card.model_dump(mode="json"), len(card.classes)
+    architecture = TIMM_ARCHITECTURE
+    arguments = {"spec": fields["model"], "img_size": card.image_size}
+    pretrained = {
+        "input_size": [3, card.image_size, card.image_size],
+        "fixed_input_size": True,
+        "interpolation": "box" if card.fed_interpolation == "area" else card.fed_interpolation,
+        "crop_pct": 1.0,
+        "mean": fields["channel_mean"],
+        "std": fields["channel_std"],
+        "num_classes": count,
+        "label_names": fields["classes"],
+        "classifier": "head",
     }
-    return fields | timm
+    if for_plain_timm and (own := timms_own(card)):
+        architecture, arguments = own
+        pretrained["first_conv"] = "stem.proj"
+    return fields | {
+        "architecture": architecture,
+        "num_classes": count,
+        "model_args": arguments,
+        "pretrained_cfg": {"architecture": architecture} | pretrained | card.timm_transform,
+    }
 
 
 def read_card(directory: Path) -> ModelCard:
-    """Of a directory of weights."""
+    """Read the card of a directory of weights."""
     path = directory / CONFIG
     try:
         tree = json.loads(path.read_text())
         if is_of_timm(tree):
             return _card_of_timm(tree, shapes=_shapes_in(directory / MODEL))
-        fields = (
-            {key: value for key, value in tree.items() if key not in _TIMM_KEYS}
-            if isinstance(tree, dict)
-            else tree
-        )
-        return ModelCard.model_validate_json(json.dumps(fields))
+        if isinstance(tree, dict):
+            tree = {key: value for key, value in tree.items() if key not in _TIMM_KEYS}
+        return ModelCard.model_validate_json(json.dumps(tree))
+    except WeightsError:
+        raise
     except ValidationError as error:
         fault = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-        raise WeightsError(f"{path}: cannot be read ({fault})") from None
-    except OSError as error:
-        is_final = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
-        raise (WeightsError if is_final else CheckpointError)(
-            f"{path}: cannot be read ({error})"
+        raise WeightsError(
+            str(path), f"is not valid ({fault})", "Use other weights", code="unknown-format"
         ) from None
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:  # anybody may have written it
-        raise WeightsError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+    except OSError as error:
+        problem, fix = f"cannot be read ({error})", "Copy the checkpoint again, or use another"
+        if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+            raise WeightsError(str(path), problem, fix, code="missing-path") from None
+        raise CheckpointError(str(path), problem, fix, code="unreadable") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # written by others
+        problem = f"is not valid ({str(error).splitlines()[0]})"
+        raise WeightsError(str(path), problem, "Use other weights", code="unknown-format") from None
 
 
-# ---- folders that timm has written
-# -----------------------------------------------------------------------------------
+# ---- folders of timm
 
 _SYNSETS = {
     1000: "imagenet",
@@ -204,43 +181,39 @@ _SYNSETS = {
     21842: "imagenet22k_ms",
     21843: "imagenet21k_goog",
 }
-"""timm's lists of WordNet's names, by how many classes they have, as timm itself tells them
-apart."""
+"""timm's lists of WordNet names by their number of classes."""
 
 
 def is_of_timm(tree: Any) -> bool:
-    """Whether a config.json is timm's alone."""
-    return (
-        isinstance(tree, dict)
-        and "pretrained_cfg" in tree
-        and "architecture" in tree
-        and "model" not in tree
-    )
+    """Return True if only timm has written this config.json."""
+    keys = tree.keys() if isinstance(tree, dict) else set()
+    return keys >= {"pretrained_cfg", "architecture"} and "model" not in keys
 
 
 def _card_of_timm(tree: dict[str, Any], *, shapes: dict[str, list[int]]) -> ModelCard:
-    """As far as this project has the architecture itself, its own; else one that timm builds."""
-    told, name = tree["pretrained_cfg"], tree["architecture"]
+    """Make a card whose model is ours if we have the architecture, else timm's."""
+    config, name = tree["pretrained_cfg"], tree["architecture"]
     arguments = {
         key: value
         for key, value in (tree.get("model_args") or {}).items()
         if key not in ("num_classes", "in_chans")
     }
-    colours, height, width = told["input_size"]
-    if colours != 3 or height != width:
-        raise CheckpointError(
-            f"{name} takes pictures of {width} x {height} in {colours} colours; here they are"
-            " square and RGB"
-        )
-    if not isinstance(told.get("classifier"), str):
-        raise CheckpointError(f"{name} has no classifier, or several; here a model has one")
-    count, head = (
-        tree.get("num_classes", told.get("num_classes", 0)),
-        shapes.get(f"{told['classifier']}.weight"),
-    )
-    if told.get("fixed_input_size"):
+    channels, height, width = config["input_size"]
+    problem = ""
+    if channels != 3 or height != width:
+        problem = f"its images are {width} x {height} in {channels} channels, not square and RGB"
+    elif not isinstance(config.get("classifier"), str):
+        problem = "it does not have exactly one classifier"
+    if problem:
+        raise WeightsError(name, problem, "choose another model", code="unsupported")
+    count = tree.get("num_classes", config.get("num_classes", 0))
+    head = shapes.get(f"{config['classifier']}.weight")
+    if config.get("fixed_input_size"):
         arguments = {"img_size": height} | arguments
-    arguments |= {"global_pool": told["global_pool"]} if "global_pool" in told else {}
+    if "global_pool" in config:
+        arguments["global_pool"] = config["global_pool"]
+    labels = tree.get("label_names") or config.get("label_names") or _classes_of_timm(count)
+    transform = {key: config[key] for key in TIMM_TRANSFORM if key in config}
     return ModelCard(
         model=_mixer_of_timm(name, arguments)
         or TimmModelSpec(
@@ -250,16 +223,12 @@ def _card_of_timm(tree: dict[str, Any], *, shapes: dict[str, list[int]]) -> Mode
             num_features=head[1] if head and count else tree["num_features"],
         ),
         image_size=height,
-        classes=tuple(
-            tree.get("label_names") or told.get("label_names") or _classes_of_timm(count)
-        ),
-        channel_mean=tuple(told["mean"]),
-        channel_std=tuple(told["std"]),
-        dataset=told.get("tag") or "not stated",
-        fed_interpolation="bicubic" if told.get("interpolation") == "bicubic" else "bilinear",
-        timm_transform={
-            key: told[key] for key in ("interpolation", "crop_pct", "crop_mode") if key in told
-        },
+        classes=tuple(labels),
+        channel_mean=tuple(config["mean"]),
+        channel_std=tuple(config["std"]),
+        dataset=config.get("tag") or "not stated",
+        fed_interpolation="bicubic" if transform.get("interpolation") == "bicubic" else "bilinear",
+        timm_transform=transform,
     )
 
 
@@ -283,19 +252,16 @@ def _mixer_of_timm(name: str, arguments: dict[str, Any]) -> AnySpec | None:
 
 
 def _classes_of_timm(count: int) -> list[str]:
-    """In the order of the classifier; numbers where timm has no list."""
-    package = importlib.util.find_spec("timm")  # to import it would import torch
+    """Return names in the order of the classifier; numbers if timm has no list."""
+    package = importlib.util.find_spec("timm")  # an import would import torch, too
     if count not in _SYNSETS or package is None or package.origin is None:
         return [f"class_{number:05d}" for number in range(count)]
-    return (
-        (Path(package.origin).parent / "data" / "_info" / f"{_SYNSETS[count]}_synsets.txt")
-        .read_text()
-        .split()
-    )
+    lists = Path(package.origin).parent / "data" / "_info"
+    return (lists / f"{_SYNSETS[count]}_synsets.txt").read_text().split()
 
 
 def _shapes_in(path: Path) -> dict[str, list[int]]:
-    """Of the tensors of a safetensors file, by its head alone."""
+    """Read the shapes of the tensors in a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:

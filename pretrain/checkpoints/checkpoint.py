@@ -1,18 +1,16 @@
-"""A checkpoint as one finds it: resolved, held to its hashes and its card read ONCE, then handed
-on. No torch here.
+"""A checkpoint that is read: found, verified, and its metadata read once. No torch.
 
     RUN/checkpoints/step-00000120/
       model.safetensors        fp32 weights by name
-      config.json              the card: what makes the weights usable, here and in timm
+      config.json              metadata, for us and for timm (card.py)
       optimizer.safetensors    KIND.NAME
-      trainer.json             step, samples consumed, updates, the best evaluation so far, whether one is still owed
-      sha256.json              of the four files above
-    RUN/checkpoints/latest     the name of the newest good one
-    RUN/checkpoints/best.json  the best evaluation of those that are there
+      trainer.json             step, samples consumed, updates, best evaluation (files.py)
+      sha256.json              hashes of these four files
+    RUN/checkpoints/latest     name of the newest complete checkpoint
+    RUN/checkpoints/best.json  the best evaluation of a checkpoint that exists
 
-A folder of weights that was imported or exported is a checkpoint without what only a resume needs.
-How one is written: files.py.
-"""  # noqa: E501 (a table)
+A folder of imported or exported weights is a checkpoint without the files for a resume.
+"""
 
 import json
 import sys
@@ -48,19 +46,17 @@ class Checkpoint:
     directory: Path
     card: ModelCard
     hashes: Mapping[str, str]
-    """By file; {} where a folder came without."""
+    """sha256 by file; {} for a folder without hashes."""
     origin: str = ""
-    """On the hub, with its commit: hf-hub:USER/NAME@COMMIT; "" of what lies on a disk of ours."""
+    """hf-hub:USER/NAME@COMMIT; "" if it is not from the hub."""
 
     @classmethod
     def open(cls, place: Path | str, *, verify: bool = True) -> "Checkpoint":
-        """What a user means by `place`: a checkpoint, a folder of weights, or a run, of which it is
-        the newest whole checkpoint; or RUN@50epochs, that of an earlier step; or a name on the hub
-        (hub.py).
+        """Open what a user names: a checkpoint, a folder of weights, a run (its newest complete
+        checkpoint), RUN@50epochs, or a name on the hub.
 
-        `verify`: the weights are held to their hash, which reads them; one process of a node need
-        do that for a checkpoint that is named itself. Of a run every process verifies, so that all
-        fall back alike from one that is damaged.
+        `verify`: check the hashes of a checkpoint or folder, which one process of a node has to do.
+        The checkpoints of a run are always verified, so all processes fall back to the same one.
         """
         name, origin = str(place), ""
         if is_on_hub(name):
@@ -74,151 +70,120 @@ class Checkpoint:
             if newest is None:
                 raise _no_checkpoint(place)
             return newest
-        with doing(f"{place}: reading its weights", enabled=rank_of() == 0):
-            fault = (
-                fault_of(place, needed=(MODEL, CONFIG))
-                if verify and (place / HASHES).exists()
-                else None
-            )
+        fault = None
+        if verify and (place / HASHES).exists():
+            with doing(f"{place}: reading its weights", enabled=rank_of() == 0):
+                fault = fault_of(place, needed=(MODEL, CONFIG))
         if fault is not None:
             fix = "Remove it to fetch it again" if origin else "Copy it again, or use another"
-            raise CheckpointError(
-                str(place), f"the checkpoint is damaged ({fault})", fix, code="damaged"
-            )
+            problem = f"the checkpoint is damaged ({fault})"
+            raise CheckpointError(str(place), problem, fix, code="damaged")
         return cls.read(place, origin=origin)
 
     @classmethod
     def newest(cls, run_dir: Path, *, to_read: bool = False) -> "Checkpoint | None":
-        """Of a run, the newest of which all that is needed is whole; None where there never was a
-        checkpoint. `to_read`: the weights alone are needed, which a user may have copied without
-        their hashes; else training goes on from it.
-        """
-        found, fault = list_checkpoints(run_dir), f"{LATEST} names one that is gone"
+        """Return the newest complete checkpoint of a run; None if it never had one. `to_read`: only
+        the weights are needed, and a user may have copied them without hashes."""
+        places, fault = list_checkpoints(run_dir), f"{LATEST} names a missing one"
         needed = (MODEL, CONFIG) if to_read else (MODEL, OPTIMIZER, CONFIG, TRAINER)
-        for directory in reversed(found):
+        for directory in reversed(places):
             is_bare = to_read and not (directory / HASHES).exists()
             with doing(f"{directory}: reading it", enabled=rank_of() == 0):
                 fault = "" if is_bare else fault_of(directory, needed=needed) or ""
             if not fault:
                 return cls.read(directory)
-            if directory != found[0] and rank_of() == 0:
-                print(
-                    f"checkpoint {directory} is damaged ({fault}); trying the one before",
-                    file=sys.stderr,
-                )
-        if found or (checkpoints_dir(run_dir) / LATEST).exists():
-            last = (
-                "use another run"
-                if to_read
-                else f"move {checkpoints_dir(run_dir)} away to begin again"
-            )
-            raise CheckpointError(
-                str(run_dir),
-                f"every checkpoint is damaged ({fault})",
-                f"Copy one again, or {last}",
-                code="damaged",
-            )
-        return None
+            if directory != places[0] and rank_of() == 0:
+                words = f"checkpoint {directory} is damaged ({fault}); trying the previous one"
+                print(words, file=sys.stderr)
+        if not places and not (checkpoints_dir(run_dir) / LATEST).exists():
+            return None
+        fix = "use another run" if to_read else f"move {checkpoints_dir(run_dir)} to begin again"
+        problem = f"every checkpoint is damaged ({fault})"
+        raise CheckpointError(str(run_dir), problem, f"Copy one again, or {fix}", code="damaged")
 
     @classmethod
     def read(cls, directory: Path, *, origin: str = "") -> "Checkpoint":
-        """One that has been verified already, by this process or by another of its node."""
+        """Read a checkpoint that a process of this node has verified."""
         try:
             hashes = json.loads((directory / HASHES).read_text())
         except (OSError, ValueError):
             hashes = {}
         card = read_card(directory)
-        if origin:  # it goes along with what is made of the weights
-            card = card.model_copy(
-                update={"origin": f"{origin}, {card.origin}" if card.origin else origin}
-            )
+        if origin:
+            origins = f"{origin}, {card.origin}" if card.origin else origin
+            card = card.model_copy(update={"origin": origins})
         return cls(directory, card, hashes, origin)
 
     @classmethod
     def found(cls, place: str) -> "Checkpoint | None":
-        """What `place` means, its weights unread; None where it is gone, or not there yet, as who
-        opens it will say."""
+        """Do as `open` does without reading weights; None if the checkpoint does not exist."""
         try:
             if is_on_hub(place):
                 directory, origin = fetch(place, files=(CONFIG, HASHES))
-                return (
-                    cls.read(directory, origin=origin)
-                    if (directory / HASHES).is_file()
-                    else cls.open(place, verify=False)
-                )
-            return cls.read(
-                checkpoint_at(place) or (list_checkpoints(Path(place)) or [Path(place)])[-1]
-            )
+                if not (directory / HASHES).is_file():
+                    return cls.open(place, verify=False)
+                return cls.read(directory, origin=origin)
+            newest = list_checkpoints(Path(place))[-1:] or [Path(place)]
+            return cls.read(checkpoint_at(place) or newest[0])
         except (CheckpointError, HubError, OSError):
             return None
 
     @property
     def name(self) -> str:
-        """Under which others find it."""
         return self.origin or str(self.directory.absolute())
 
     @property
     def home(self) -> Path:
-        """Beside which lies what is made of it. What came from the hub lies in a cache, which is no
-        place for that."""
+        """Directory next to which results of these weights are written. Weights of the hub are in a
+        cache, so they get runs/USER--NAME."""
         if not self.origin:
             return self.directory.absolute()
         repository = self.origin.partition("@")[0].rpartition(":")[2]
-        return (
-            Path("runs") / repository.replace("/", "--")
-        ).absolute()  # as the hub's own cache spells it: others have a NAME, too
+        return (Path("runs") / repository.replace("/", "--")).absolute()
 
     @cached_property
     def sha256(self) -> str:
-        """Of the weights: their name everywhere."""
+        """Hash of the weights, which identifies them everywhere."""
         return self.hashes.get(MODEL) or sha256_of(self.directory / MODEL)
 
     @property
     def mark(self) -> dict[str, Any]:
-        """What a run that begins with these weights records of them."""
+        """Entry of weights.json in a run that begins with these weights."""
         mark = {"weights_sha256": self.sha256, "weights_step": self.card.step}
         return mark | ({"weights_from": self.origin} if self.origin else {})
 
     @property
     def run_dir(self) -> Path | None:
-        """The run that it belongs to; None for a bare folder of weights."""
-        place = self.directory.absolute().parent
-        run_dir = place.parent if place.name == "checkpoints" else None
-        return run_dir if run_dir is not None and (run_dir / CONFIG_FILE).is_file() else None
+        """The run of the checkpoint; None for a folder of weights."""
+        above = self.directory.absolute().parent
+        is_in_run = above.name == "checkpoints" and (above.parent / CONFIG_FILE).is_file()
+        return above.parent if is_in_run else None
 
 
 def check_source(run_dir: Path, pretrained: str | None) -> None:
-    """A run is of the weights that it began with, also where `pretrained` names a run that has been
-    trained on since."""
+    """Check that `pretrained` still holds the weights that the run began with."""
     begun = begun_with(run_dir)
-    if pretrained is None or not begun:
+    source = Checkpoint.found(pretrained) if pretrained is not None and begun else None
+    if source is None or source.sha256 == begun["weights_sha256"]:
         return
-    source = Checkpoint.found(pretrained)
-    now = begun if source is None else source.mark
-    if now["weights_sha256"] != begun["weights_sha256"]:
-        steps = (
-            f"is at step {now['weights_step']:,} now, but {run_dir} began with its step"
-            f" {begun['weights_step']:,}"
-        )
-        if now["weights_step"] == begun["weights_step"]:
-            steps = f"holds other weights now than those that {run_dir} began with"
-        raise SettingsError(
-            "pretrained", f"{pretrained} {steps}", "Choose another run_dir", code="changed"
-        )
+    step, before = source.card.step, begun["weights_step"]
+    problem = f"is at step {step:,} now, but {run_dir} began with its step {before:,}"
+    if step == before:
+        problem = f"holds other weights now than those that {run_dir} began with"
+    fix = "Choose another run_dir"
+    raise SettingsError("pretrained", f"{pretrained} {problem}", fix, code="changed")
 
 
 def fault_of(directory: Path, *, needed: tuple[str, ...]) -> str | None:
-    """What is wrong with the needed files of a directory that holds its hashes, or None."""
+    """Return the fault of the needed files, compared with their hashes, or None."""
     try:
         hashes: dict[str, str] = json.loads((directory / HASHES).read_text())
-        changed = [
-            name
-            for name in needed
-            if sha256_of(directory / name, after_each_piece=PROGRESS.touch) != hashes.get(name)
-        ]
-        return f"{changed[0]} has changed" if changed else None
+        for name in needed:
+            if sha256_of(directory / name, after_each_piece=PROGRESS.touch) != hashes.get(name):
+                return f"{name} has changed"
     except (OSError, ValueError) as error:
         return str(error)
+    return None
 
 
 def _no_checkpoint(place: Path) -> CheckpointError:

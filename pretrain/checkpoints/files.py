@@ -1,31 +1,25 @@
-"""What a checkpoint's files are made of and made into: tensors, the state of a training, a model;
-and which checkpoints stay.
+"""The files of a checkpoint: written, read, made into a model, and removed.
 
-Publishing, by the first rank alone (in the background: see writer.py):
-1. the four files into a temporary directory, then sha256.json, hashed while they are written;
-2. fsync of each, rename to step-N, fsync of the parent: from here on it is what a restart goes on
-   from;
-3. `latest`; 4. `best.json`, if this checkpoint knows a better one;
-5. what no rule keeps is renamed, then removed.
-A crash anywhere leaves the newest published checkpoint whole; what is half written or half removed
-has a temporary name, in the start's workspace, which the next start removes (starts.py). Restoring
-verifies the hashes and falls back to the newest checkpoint that is whole (checkpoint.py).
+The first rank publishes a checkpoint, in the background (writer.py):
+1. It writes the four files into a temporary directory, then sha256.json.
+2. It syncs each file, renames the directory to step-N, and syncs the parent. From here on a restart
+   resumes from this checkpoint.
+3. It writes `latest`.
+4. It writes best.json, if this checkpoint knows of a better one.
+5. It removes the checkpoints that no rule keeps.
+A crash at any point leaves the newest published checkpoint complete. Incomplete files have a
+temporary name, and the next start removes them.
 
-Which stay: the last ones, the best by evaluation, and those at multiples of a length, for ever.
-Which one is the best is part of the training state (trainer.json holds it), so a run that goes on
-knows it as an undisturbed one would; best.json repeats it for people and scripts, and names only
-one that is there. Nothing is removed before a newer checkpoint is published, and the best that is
-published stays until a better one is.
+Rules: the newest ones stay, the best by evaluation, and those at multiples of a length. Nothing is
+removed before a newer checkpoint is published. trainer.json holds the best evaluation, so a resumed
+run knows it. best.json is for people and scripts; it names the best one that was published.
 
-Tensors are written in pieces, and hashed on the way: no second reading, and hardly a moment of
-Python's lock, which `safetensors.save_file` holds for the whole file: training would stop for as
-long. The bytes are those that safetensors would write. Reading and writing report their progress
-(hangs.py) whenever the file system has done some more, so a slow one is no hang.
+Tensors are written in pieces that are hashed on the way, so no file is read again. Reading and
+writing report their progress, so a slow file system is not taken for a hang.
 """
 
 import hashlib
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -58,7 +52,7 @@ from pretrain.ranks.hangs import PROGRESS
 BEST = "best.json"
 PIECE_BYTES = 4 << 20
 FLUSHED_BYTES = 256 << 20
-"""Written to disk at once: at 1 MB/s still in half of hang_timeout_s."""
+"""Bytes between two syncs: at 1 MB/s they take half of hang_timeout_s."""
 _PAGE_BYTES = 4096
 _TYPES = {
     torch.int64: "I64",
@@ -72,22 +66,21 @@ _TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""safetensors' names, in its order: wide types come first, so that every tensor lies aligned."""
+"""Names in safetensors' order: wide types come first, so every tensor is aligned."""
 
 
 # ---- tensors
-# --------------------------------------------------------------------------------------------------
 
 
 def flush(descriptor: int) -> None:
-    """Waits until the disk has it, without Python's lock."""
-    getattr(os, "fdatasync", os.fsync)(descriptor)  # macOS has but the latter
+    """Wait until the disk has the file. It releases Python's lock."""
+    os.fsync(descriptor)
     PROGRESS.touch()
 
 
 class Flusher:
-    """Of one file, whenever so much more has been written to it. What is written lies in memory
-    first, and all at once at the end would take any time without a sign of progress."""
+    """Flushes one file whenever so many bytes have been written to it. One flush at the end could
+    take any time without progress."""
 
     def __init__(self, every_bytes: int):
         self._every_bytes, self._in_memory = every_bytes, 0
@@ -100,7 +93,7 @@ class Flusher:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """The file's sha256. The tensors are on the CPU."""
+    """Write tensors on the CPU, and return the sha256 of the file."""
     digest, flusher = hashlib.sha256(), Flusher(FLUSHED_BYTES)
     with open(path, "xb", buffering=0) as file:
         for piece in _pieces(tensors):
@@ -137,11 +130,8 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """As safetensors itself does: mapped into memory, so the ranks of a node share what they read.
-
-    What is merely mapped is read when it is first looked at: so each page is, here, where progress
-    is reported.
-    """
+    """Map a file into memory, which the ranks of a node share. Each page is read now, and not when
+    it is first used, so that progress is reported."""
     tensors: dict[str, Tensor] = {}
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (it is no dict)
@@ -155,12 +145,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 # ---- the state of a training
-# -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Best:
-    """The checkpoint with the highest top-1 accuracy so far; of equal ones the first."""
+    """The step with the highest top-1 accuracy so far, the first of equal ones."""
 
     step: int
     score: float
@@ -168,27 +157,23 @@ class Best:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where training stood: all that a resume needs besides weights."""
+    """Everything that a resume needs besides the engine's state."""
 
     step: int
     samples_consumed: int
     best: Best | None = None
     owes_evaluation: bool = False
-    """The evaluation that was due at this step was given up, to stop sooner."""
+    """True if the evaluation of this step was given up to stop sooner."""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    """The last ones, up to this step: a run that diverges and is started again and again still
-    stops in the end."""
     num_cpu_threads: int | None = None
-    """See `num_cpu_threads`."""
     lengths: tuple[int, ...] = ()
-    """How many steps the run was to have: the present number comes last, those before it are what
-    it was extended from."""
+    """Numbers of steps that the run was to have; the last one is the present number."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one checkpoint is made of, in memory."""
+    """One checkpoint in memory."""
 
     engine: EngineState
     trainer: TrainerState
@@ -199,7 +184,7 @@ class Snapshot:
 
 
 def publish(run_dir: Path, snapshot: Snapshot) -> int:
-    """Steps 1 and 2; the bytes written."""
+    """Do steps 1 and 2; return the size in bytes."""
     engine = snapshot.engine
     state = asdict(snapshot.trainer) | {
         "num_updates": engine.num_updates,
@@ -218,9 +203,9 @@ def publish(run_dir: Path, snapshot: Snapshot) -> int:
 
 
 def load_state(directory: Path) -> tuple[EngineState, TrainerState]:
-    """Of a checkpoint that has been verified."""
+    """Read a verified checkpoint."""
     state: dict[str, Any] = json.loads((directory / TRAINER).read_text())
-    num_updates, scale = state.pop("num_updates"), state.pop("engine.loss_scale", {})
+    num_updates, scale = state.pop("num_updates"), state.pop("engine.loss_scale")
     engine = EngineState(
         read_tensors(directory / MODEL), read_tensors(directory / OPTIMIZER), num_updates, scale
     )
@@ -229,7 +214,6 @@ def load_state(directory: Path) -> tuple[EngineState, TrainerState]:
 
 
 # ---- which checkpoints stay
-# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -239,18 +223,21 @@ class Retention:
     steps: frozenset[int] = frozenset()
 
     def keeps(self, step: int) -> bool:
-        """For ever."""
-        return step in self.steps or (
-            self.keep_every_steps is not None and step % self.keep_every_steps == 0
-        )
+        """Return True if the checkpoint of this step is never removed."""
+        every = self.keep_every_steps
+        return step in self.steps or (every is not None and step % every == 0)
 
 
 def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
     """Do steps 3 to 5."""
-    newest, trainer = snapshot.place(run_dir), snapshot.trainer
-    best = published_best(run_dir, trainer.best, newest_step=trainer.step)
+    newest, best = snapshot.place(run_dir), snapshot.trainer.best
     write_atomic(checkpoints_dir(run_dir) / LATEST, newest.name.encode() + b"\n")
-    write_best(run_dir, best)
+    if (
+        best is not None
+        and best != read_best(run_dir)
+        and checkpoint_dir(run_dir, best.step).exists()
+    ):
+        write_json(checkpoints_dir(run_dir) / BEST, asdict(best))
     found = list_checkpoints(run_dir)
     for path in superfluous(found, newest=newest, retention=retention, best=read_best(run_dir)):
         withdraw(path)
@@ -259,49 +246,25 @@ def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
 def superfluous(
     found: list[Path], *, newest: Path, retention: Retention, best: Best | None
 ) -> list[Path]:
-    """Of all (oldest first) the older ones that no rule keeps, and those newer than `newest`:
-    training had gone on there."""
+    """Return the older ones that no rule keeps, and those newer than `newest`, which training has
+    abandoned. `found`: all of them, oldest first."""
     older = [path for path in found if step_of(path) < step_of(newest)]
     kept = {newest, *older[max(0, len(older) - (retention.keep_last - 1)) :]}
-    kept |= {
-        path
-        for path in older
-        if retention.keeps(step_of(path)) or (best is not None and step_of(path) == best.step)
-    }
+    best_step = None if best is None else best.step
+    kept |= {each for each in older if retention.keeps(step_of(each)) or step_of(each) == best_step}
     return [path for path in found if path not in kept]
 
 
-def published_best(
-    run_dir: Path, best: Best | None, *, newest_step: float = math.inf
-) -> Best | None:
-    """This one, or, where its checkpoint never came to be, the one that best.json names. What is
-    newer than `newest_step` goes."""
-    published = {
-        step_of(path) for path in list_checkpoints(run_dir) if step_of(path) <= newest_step
-    }
-    found = (best, read_best(run_dir))
-    return next((each for each in found if each is not None and each.step in published), None)
-
-
-def write_best(run_dir: Path, best: Best | None) -> None:
-    """Of a published one. Does nothing where it is known already."""
-    path = checkpoints_dir(run_dir) / BEST
-    if best is None:
-        if path.exists():
-            withdraw(path)
-    elif read_best(run_dir) != best:
-        write_json(path, asdict(best))
-
-
 def read_best(run_dir: Path) -> Best | None:
+    """Return best.json; None if its checkpoint does not exist."""
     try:
-        return Best(**json.loads((checkpoints_dir(run_dir) / BEST).read_text()))
+        best = Best(**json.loads((checkpoints_dir(run_dir) / BEST).read_text()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
+    return best if checkpoint_dir(run_dir, best.step).exists() else None
 
 
 # ---- weights and models
-# ----------------------------------------------------------------------------------------------
 
 
 def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -311,48 +274,46 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     try:
         return by_our_names(read_tensors(path), checkpoint.card.model)
     except (SafetensorError, OSError) as error:
-        raise WeightsError(
-            f"{path}: cannot be read ({error}); copy it again, or use another"
-        ) from None
+        problem, fix = f"cannot be read ({error})", "copy it again, or use another"
+        raise WeightsError(str(path), problem, fix, code="damaged") from None
 
 
 def _is_of_timm(checkpoint: Checkpoint) -> bool:
-    """What timm has written, and we have no architecture for; not what was trained on here
-    since."""
-    is_another = isinstance(checkpoint.card.model, TimmModelSpec)
-    return is_another and is_of_timm(json.loads((checkpoint.directory / CONFIG).read_text()))
+    """Return True for a folder of timm's whose architecture we do not have. Once we have trained
+    such a model, its checkpoints are ours."""
+    return isinstance(checkpoint.card.model, TimmModelSpec) and is_of_timm(
+        json.loads((checkpoint.directory / CONFIG).read_text())
+    )
 
 
 def load_model(checkpoint: Checkpoint) -> ImageModel:
+    card = checkpoint.card
     if _is_of_timm(checkpoint):
-        return model_of_timm(checkpoint.directory, card=checkpoint.card)
-    card, weights = checkpoint.card, load_weights(checkpoint)
+        return model_of_timm(checkpoint.directory, card=card)
+    weights = load_weights(checkpoint)
     model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
     load_strictly(model, weights, source=checkpoint.directory, label=card.model.label)
     return model
 
 
 def take_weights(model: ImageModel, checkpoint: Checkpoint, *, classes: tuple[str, ...]) -> None:
-    """Into a model of the checkpoint's spec: all of them, or where the classes are others, all but
-    the head's."""
+    """Load weights into a model of the checkpoint's spec. If the classes differ, the model keeps
+    its own head."""
     weights, label = load_weights(checkpoint), checkpoint.card.model.label
     if checkpoint.card.classes != classes:
-        own = {
-            name: tensor for name, tensor in model.state_dict().items() if name.startswith("head.")
-        }
-        weights = {
-            name: tensor for name, tensor in weights.items() if not name.startswith("head.")
-        } | own
+        own = model.state_dict()
+        heads = {name for name in (*weights, *own) if name.startswith("head.")}
+        weights = {name: weights[name] for name in weights if name not in heads}
+        weights |= {name: own[name] for name in own if name in heads}
     load_strictly(model, weights, source=checkpoint.directory, label=label)
 
 
 def save_folder(directory: Path, *, card: ModelCard, weights: Mapping[str, Tensor]) -> None:
-    """Weights that one can pass on: a checkpoint without what only a resume needs. Probe, tune,
-    evaluate and analysis take it as they take a run, and timm as `local-dir:DIRECTORY`; uploaded as
-    it is, as `hf-hub:OWNER/NAME`.
+    """Write a checkpoint without the files for a resume. All commands read it as they read a run;
+    timm reads it as `local-dir:DIRECTORY` or, once uploaded, as `hf-hub:USER/NAME`.
 
-    `weights`: a state_dict of the card's model; the directory appears whole, in place of one that
-    was there.
+    `weights`: a state_dict of the card's model. The directory appears complete, and replaces an
+    earlier one.
     """
     with torch.device("meta"):
         model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
@@ -361,7 +322,7 @@ def save_folder(directory: Path, *, card: ModelCard, weights: Mapping[str, Tenso
     check_finite(weights, source=directory)
     with atomic_directory(directory) as temporary:
         write_json(temporary / CONFIG, config_of(card))
-        model_sha256 = write_tensors(
-            temporary / MODEL, {name: tensor.cpu() for name, tensor in weights.items()}
-        )
-        write_json(temporary / HASHES, {MODEL: model_sha256, CONFIG: sha256_of(temporary / CONFIG)})
+        on_cpu = {name: tensor.cpu() for name, tensor in weights.items()}
+        hashes = {MODEL: write_tensors(temporary / MODEL, on_cpu)}
+        hashes[CONFIG] = sha256_of(temporary / CONFIG)
+        write_json(temporary / HASHES, hashes)

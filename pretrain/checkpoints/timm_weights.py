@@ -1,4 +1,4 @@
-"""Weights with timm's names: of a Mixer of ours, and of folders that timm has written."""
+"""Weights with timm's names: our Mixers for timm, and folders of timm for us."""
 
 import math
 import re
@@ -21,24 +21,22 @@ def pairs(theirs: str, ours: str, parts: tuple[str, ...] = ("weight", "bias")) -
 
 
 def mixer_names(depth: int) -> dict[str, str]:
-    """timm's name of each weight of a Mixer -> ours."""
+    """Return our name of each weight of a Mixer by timm's name."""
     table = pairs("stem.proj", "stem")
-    for i in range(depth):
-        for theirs, ours in (("tokens", "token"), ("channels", "channel")):
-            table |= pairs(
-                f"blocks.{i}.norm{1 if ours == 'token' else 2}", f"blocks.{i}.{ours}_norm"
-            )
-            table |= pairs(f"blocks.{i}.mlp_{theirs}.fc1", f"blocks.{i}.{ours}_mixing.inner")
-            table |= pairs(f"blocks.{i}.mlp_{theirs}.fc2", f"blocks.{i}.{ours}_mixing.outer")
+    for block in (f"blocks.{i}" for i in range(depth)):
+        for number, ours in enumerate(("token", "channel"), start=1):
+            table |= pairs(f"{block}.norm{number}", f"{block}.{ours}_norm")
+            table |= pairs(f"{block}.mlp_{ours}s.fc1", f"{block}.{ours}_mixing.inner")
+            table |= pairs(f"{block}.mlp_{ours}s.fc2", f"{block}.{ours}_mixing.outer")
     return table | pairs("norm", "norm") | pairs("head", "head")
 
 
 def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]:
-    """A Mixer's weights by timm's names, for a model that computes the same with timm's epsilon in
-    its norms.
+    """Return a Mixer's weights by timm's names, scaled so that the same is computed with timm's
+    epsilon.
 
-    (s x) / sqrt(s^2 var + eps) = x / sqrt(var + eps / s^2): where the epsilons differ, all that is
-    added to the residual stream is scaled by s, which no norm lets through.
+    (s x) / sqrt(s^2 var + eps) = x / sqrt(var + eps / s^2), so everything that is added to the
+    residual stream is multiplied by s.
     """
     scale = math.sqrt(TIMM_NORM_EPS / spec.norm_eps)
     added = re.compile(r"stem\.|blocks\.\d+\.\w+_mixing\.outer\.")
@@ -52,54 +50,38 @@ def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]
 
 @torch.no_grad()
 def model_of_timm(directory: Path, *, card: ModelCard) -> ImageModel:
-    """Of a folder that timm has written: read by timm, put into the model that the card names, and
-    held to timm's answers."""
-    import timm  # takes seconds, which no other folder need spend
+    """Load a folder of timm with timm, put the weights into the model of the card, and compare the
+    predictions of both."""
+    import timm  # it takes seconds, and other folders do not need it
 
-    source = f"{directory}, of timm's {card.model.label}"
+    source, size = f"{directory}, of timm's {card.model.label}", card.image_size
     try:
         theirs = timm.create_model(f"local-dir:{directory}", pretrained=True).eval()
         head = theirs.get_classifier()
-        assert isinstance(head, nn.Linear | nn.Conv2d | nn.Identity), (
-            f"its classifier is a {type(head).__name__}"
+        assert isinstance(head, nn.Linear | nn.Conv2d | nn.Identity), type(head).__name__
+        prefix = next(name for name, module in theirs.named_modules() if module is head)
+        weights = {f"body.{name}": tensor for name, tensor in theirs.state_dict().items()}
+        for part in ("weight", "bias"):
+            if (tensor := weights.pop(f"body.{prefix}.{part}", None)) is not None:
+                weights[f"head.{part}"] = tensor.flatten(1) if part == "weight" else tensor
+        ours = build_model(card.model, num_classes=len(card.classes), image_size=size).eval()
+        load_strictly(ours, weights, source=source, label=card.model.label)
+        generator = torch.Generator().manual_seed(0)
+        x_BCHW = torch.rand(2, 3, size, size, generator=generator)
+        expected = (
+            theirs(x_BCHW) if card.classes else theirs.forward_head(theirs.forward_features(x_BCHW))
         )
-        prefix = next(name for name, module in theirs.named_modules() if module is head) + "."
-        ours = build_model(
-            card.model, num_classes=len(card.classes), image_size=card.image_size
-        ).eval()
-        x_BCHW = torch.rand(
-            2, 3, card.image_size, card.image_size, generator=torch.Generator().manual_seed(0)
-        )
-        weights = theirs.state_dict()
-        renamed = {name: f"body.{name}" for name in weights} | {
-            f"{prefix}{part}": f"head.{part}" for part in ("weight", "bias")
-        }
-        taken = {
-            renamed[name]: tensor.flatten(1) if name == f"{prefix}weight" else tensor
-            for name, tensor in weights.items()
-        }
-        load_strictly(ours, taken, source=source, label=card.model.label)
-        expected, found = (
-            (
-                theirs(x_BCHW)
-                if card.classes
-                else theirs.forward_head(theirs.forward_features(x_BCHW))
-            ),
-            ours(x_BCHW),
-        )
-        apart = float((found - expected.flatten(1)).abs().max() / expected.abs().max())
-        assert apart < 1e-4, f"its answers are {apart:.1e} of the largest apart"
+        apart = float((ours(x_BCHW) - expected.flatten(1)).abs().max() / expected.abs().max())
+        assert apart < 1e-4, f"predictions differ by {apart:.1e} of the largest"
     except (AttributeError, AssertionError, RuntimeError, LookupError, TypeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{source}: cannot be taken apart into features and a classifier ({reason}); name"
-            " another model"
-        ) from None
+        problem = f"cannot be split into features and a classifier ({reason})"
+        raise UserError(source, problem, "choose another model", code="unsupported") from None
     return ours
 
 
 def by_our_names(weights: dict[str, Tensor], spec: AnySpec) -> dict[str, Tensor]:
-    """Those of a folder that was exported for plain timm; others as they are."""
+    """Rename the weights of a Mixer that was exported for plain timm; return others as they are."""
     if not isinstance(spec, MixerSpec) or "stem.proj.weight" not in weights:
         return weights
     names = mixer_names(spec.depth)

@@ -1,8 +1,4 @@
-"""Weights by name: compared with a model, and loaded completely or not at all.
-
-Weights that do not fit are one message, which counts the differences and names the first of each
-kind.
-"""
+"""Weights by name: compared with a model, and loaded completely or not at all."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -37,28 +33,24 @@ def check_fit(given: Shapes, needed: Shapes, *, source: object, label: str) -> N
 
 
 def needed_shapes(model: nn.Module, given: Shapes) -> Shapes:
-    """Of the model's state dict. A sparse layer takes either storage and any number of
-    connections."""
+    """Return the shapes of the model's state dict. A sparse layer takes either storage and any
+    number of connections."""
     needed = dict(shapes(model.state_dict()))
     for name, layer in model.named_modules():
         if not isinstance(layer, MaskedLinear | SparseLinear):
             continue
-        matrix, count = (
-            (layer.out_features, layer.in_features),
-            (math.prod(given.get(f"{name}.columns", ())),),
-        )
-        forms: dict[str, Shapes] = {
-            "mask": {"weight": matrix, "mask": matrix},
-            "columns": {"values": count, "row_starts": (layer.out_features + 1,), "columns": count},
-        }
-        stored = next((form for mark, form in forms.items() if f"{name}.{mark}" in given), None)
-        if stored is not None:
-            needed = {
-                key: shape
-                for key, shape in needed.items()
-                if key.rpartition(".")[0] != name or key.endswith(".bias")
-            }
-            needed |= {f"{name}.{entry}": shape for entry, shape in stored.items()}
+        matrix = (layer.out_features, layer.in_features)
+        count = (math.prod(given.get(f"{name}.columns", ())),)
+        if f"{name}.mask" in given:
+            stored: Shapes = {"weight": matrix, "mask": matrix}
+        elif f"{name}.columns" in given:
+            stored = {"values": count, "row_starts": (layer.out_features + 1,), "columns": count}
+        else:
+            continue
+        own = [key for key in needed if key.rpartition(".")[0] == name and key != f"{name}.bias"]
+        for key in own:
+            del needed[key]
+        needed |= {f"{name}.{key}": shape for key, shape in stored.items()}
     return needed
 
 
@@ -80,8 +72,7 @@ def check_finite(weights: Mapping[str, Tensor], *, source: object) -> None:
 def load_strictly(
     model: nn.Module, weights: Mapping[str, Tensor], *, source: object, label: str
 ) -> None:
-    """Every weight of the model from a finite tensor of its name and shape, and nothing left
-    over."""
+    """Load finite tensors with exactly the model's names and shapes."""
     given = shapes(weights)
     check_fit(given, needed_shapes(model, given), source=source, label=label)
     check_finite(weights, source=source)

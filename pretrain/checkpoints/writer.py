@@ -10,8 +10,7 @@ Training waits for steps 1 and 2 only (usage/checkpoint_stall_s). A failed write
 the next checkpoint replaces it: a full disk costs a checkpoint, never the run. Only the last
 checkpoint is retried, by `finish`.
 
-The best checkpoint is the one with the best evaluation. best.json names the best one that was
-published. Figures wait in `news` for the trainer's thread, which alone uses the tracker.
+best.json names the best checkpoint that was published.
 """
 
 import errno
@@ -20,7 +19,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from data_prep.limits import limit_remedy
 from pretrain.checkpoints.card import CheckpointError, ModelCard
@@ -30,13 +28,12 @@ from pretrain.checkpoints.files import (
     Snapshot,
     TrainerState,
     publish,
-    published_best,
+    read_best,
     settle,
-    write_best,
 )
 from pretrain.checkpoints.remote import Remote
 from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints
-from pretrain.checkpoints.uploader import Uploader
+from pretrain.checkpoints.uploader import EventLog, Uploader
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.engine.step import Engine
@@ -46,25 +43,22 @@ from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World
 
 _FIXES = {
-    errno.ENOSPC: "Free some space on it",
-    errno.EDQUOT: "Free some of your quota on it",
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Make it writable again"),
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "Put the directory back in its place"),
-    errno.EXDEV: "Keep all of the run on one file system",
+    errno.ENOSPC: "free some space on it",
+    errno.EDQUOT: "free some of your quota on it",
+    errno.EROFS: "make it writable again",
+    errno.EACCES: "make it writable again",
+    errno.EPERM: "make it writable again",
+    errno.ENOTDIR: "put the directory back in its place",
+    errno.EEXIST: "put the directory back in its place",
+    errno.EXDEV: "keep all of the run on one file system",
 }
 FINAL_S = 120.0
-"""How long the end of training waits for a file system that refuses. A slow one has all the time
-that it needs."""
+"""Time that the end of training waits for a file system that refuses. A slow one has no limit."""
 RETRY_S = 10.0
-"""The pause between two attempts to write the last checkpoint."""
+"""Pause between two attempts to write the last checkpoint."""
 _GRACE_FRACTION = 0.9
-"""The fraction of checkpoint.grace_s for the upload. The rest is for the last lines."""
+"""Fraction of checkpoint.grace_s for the upload. The rest is for the last lines."""
 _LOOK_S = 0.2
-
-
-class EventLog(Protocol):
-    def sync(self) -> None:
-        """Write all events to disk."""
 
 
 class Saver:
@@ -87,16 +81,14 @@ class Saver:
 
         self._every, self._num_steps = steps(wanted.every), steps(settings.train.duration)
         keep_every = steps(wanted.keep_every) if wanted.keep_every else None
-        self._retention = Retention(
-            wanted.keep_last, keep_every, frozenset(steps(length) for length in wanted.keep_at)
-        )
-        self._keep_best = (
-            data.settings.eval_split is not None if wanted.keep_best is None else wanted.keep_best
-        )
+        keep_at = frozenset(map(steps, wanted.keep_at))
+        self._retention = Retention(wanted.keep_last, keep_every, keep_at)
+        self._keep_best = wanted.keep_best
+        if wanted.keep_best is None:
+            self._keep_best = data.settings.eval_split is not None
         self._longest_wait_s = settings.engine.timeout_s / 2
-        """How long a checkpoint waits for the previous one, before the other ranks give up a
-        collective."""
-        self._engine, self._world, self._card = engine, world, card
+        """Time that a checkpoint waits for the previous one."""
+        self._engine, self._world, self._card, self._log = engine, world, card, log
         self._grace_s = wanted.grace_s
         self._deadline_s: float | None = None
         self.remote = Remote.of(settings)
@@ -105,7 +97,9 @@ class Saver:
             self._retention,
             log=log,
             uploader=(
-                Uploader(self.remote, self._retention) if self.remote and world.is_first else None
+                Uploader(self.remote, self._retention, log)
+                if self.remote and world.is_first
+                else None
             ),
         )
         self.saved_step = 0
@@ -147,12 +141,10 @@ class Saver:
         ):
             if self._world.is_first:
                 skipped = "" if is_last else f"; the checkpoint of step {step} is skipped"
-                print(
-                    "WARNING: checkpoint.every: the previous checkpoint is still being written"
-                    f" after {self._longest_wait_s:,.0f} s{skipped}. Use a longer interval or a"
-                    " faster file system",
-                    file=sys.stderr,
-                    flush=True,
+                _warn(
+                    "checkpoint.every: the previous checkpoint is still being written after"
+                    f" {self._longest_wait_s:,.0f} s{skipped}. Use a longer interval or a faster"
+                    " file system"
                 )
             if not is_last:
                 return
@@ -160,7 +152,8 @@ class Saver:
         if self._world.is_first:
             card = self._card.model_copy(update={"step": step})
             self.writer.submit(Snapshot(engine, replace(state, best=self.best), card))
-            self.writer.report({"usage/checkpoint_stall_s": time.monotonic() - began_s})
+            stall_s = time.monotonic() - began_s
+            self._log.metrics({"usage/checkpoint_stall_s": stall_s}, step=step)
         self.saved_step = step
 
     def finish(self, stop: StopFlag | None = None) -> None:
@@ -174,26 +167,23 @@ class Saver:
 
         def write() -> None:
             if self._world.is_first:
-                self.best = self.writer.finish(self.best)
+                self.writer.finish()
+                self.best = read_best(self.writer.run_dir) if self.best else None
 
         on_all_ranks(
-            write,
-            device=self._engine.device,
-            failed="the last checkpoint could not be written; see the message of the first rank",
+            write, device=self._engine.device, field=str(checkpoints_dir(self.writer.run_dir))
         )
 
     def close(self, *, finished: bool) -> None:
         """Wait for the upload, once nothing more is written in RUN."""
-        if self.remote is None:
-            return
         uploader = self.writer.uploader
-        on_all_ranks(
-            lambda: (
-                uploader.close(finished=finished, deadline_s=self._deadline_s) if uploader else None
-            ),
-            device=self._engine.device,
-            failed="the remote is not complete; see the message of the first rank",
-        )
+
+        def upload() -> None:
+            if uploader is not None:
+                uploader.close(finished=finished, deadline_s=self._deadline_s)
+
+        if self.remote is not None:
+            on_all_ranks(upload, device=self._engine.device, field="checkpoint.remote")
 
 
 class CheckpointWriter:
@@ -204,19 +194,18 @@ class CheckpointWriter:
         run_dir: Path,
         retention: Retention,
         *,
-        log: EventLog | None = None,
+        log: EventLog,
         uploader: Uploader | None = None,
     ):
-        self._run_dir, self._retention, self._log = run_dir, retention, log
+        self.run_dir, self._retention, self._log = run_dir, retention, log
         self.uploader = uploader
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._fault: OSError | None = None
-        """Why the snapshot could not be written."""
+        """Reason why the snapshot could not be written."""
         self._defect: Exception | None = None
         """Our own mistake, which ends training at the next checkpoint."""
         self._num_failures = 0
-        self._lock, self._news = threading.Lock(), dict[str, float]()
 
     def make_room(self, *, timeout_s: float | None) -> bool:
         """Wait until no snapshot is being written; False if one still is."""
@@ -235,16 +224,6 @@ class CheckpointWriter:
         )
         self._thread.start()
 
-    def report(self, figures: dict[str, float]) -> None:
-        with self._lock:
-            self._news |= figures
-
-    def news(self) -> dict[str, float]:
-        """Return figures since the last call."""
-        with self._lock:
-            found, self._news = self._news, {}
-        return found | (self.uploader.news() if self.uploader else {})
-
     def wait(self, timeout_s: float) -> None:
         """Wait for a write or an upload before the process ends for another reason."""
         end_s = time.monotonic() + timeout_s
@@ -253,9 +232,8 @@ class CheckpointWriter:
         if self.uploader is not None:
             self.uploader.wait(max(0.0, end_s - time.monotonic()))
 
-    def finish(self, best: Best | None) -> Best | None:
-        """Return the best checkpoint on disk once the last snapshot is on disk. Failed writes are
-        retried for FINAL_S."""
+    def finish(self) -> None:
+        """Wait until the last snapshot is on disk. Failed writes are retried for FINAL_S."""
         give_up_at_s = time.monotonic() + FINAL_S
         self.make_room(timeout_s=None)
         while self._fault is not None and self._snapshot is not None:
@@ -263,57 +241,51 @@ class CheckpointWriter:
                 raise self._last_failed(self._snapshot.trainer.step, self._fault)
             self.submit(self._snapshot)
             self.make_room(timeout_s=None)
-            retry_at_s = time.monotonic() + RETRY_S
-            while self._fault is not None and time.monotonic() < min(retry_at_s, give_up_at_s):
+            retry_at_s = min(time.monotonic() + RETRY_S, give_up_at_s)
+            while self._fault is not None and time.monotonic() < retry_at_s:
                 PROGRESS.touch()  # the run waits, and does not hang
                 time.sleep(_LOOK_S)
-        if best is None:
-            return None
-        published = published_best(self._run_dir, best)
-        write_best(self._run_dir, published)
-        return published
 
     def _work(self, snapshot: Snapshot) -> None:
+        step = snapshot.trainer.step
         try:
-            if self._log is not None:
-                self._log.sync()
-            began_s, num_bytes = time.monotonic(), publish(self._run_dir, snapshot)
-            write_s = time.monotonic() - began_s
-            self.report(
-                {"usage/checkpoint_write_s": write_s, "usage/checkpoint_gb": num_bytes / 1e9}
-            )
-            settle(self._run_dir, snapshot, self._retention)
+            self._log.sync()
+            began_s, num_bytes = time.monotonic(), publish(self.run_dir, snapshot)
+            cost = {"write_s": time.monotonic() - began_s, "gb": num_bytes / 1e9}
+            named = {f"usage/checkpoint_{name}": value for name, value in cost.items()}
+            self._log.metrics(named, step=step)
+            settle(self.run_dir, snapshot, self._retention)
             self._fault = None
         except OSError as error:
             self._fault = error
             self._num_failures += 1
-            self.report({"usage/checkpoint_failures": float(self._num_failures)})
-            self._warn(snapshot.trainer.step, error)
+            failures = {"usage/checkpoint_failures": float(self._num_failures)}
+            self._log.metrics(failures, step=step)
+            PROGRESS.touch()
+            _warn(
+                f"{checkpoints_dir(self.run_dir)}: the checkpoint of step {step}"
+                f" could not be written ({error.strerror or error}). To fix it, {_fix_of(error)}."
+                " The next checkpoint replaces it"
+            )
         except Exception as error:  # noqa: BLE001 (the trainer raises it at the next checkpoint)
             self._defect = error
         if self.uploader is not None:
             self.uploader.offer()
 
-    def _warn(self, step: int, error: OSError) -> None:
-        PROGRESS.touch()
-        print(
-            f"WARNING: {checkpoints_dir(self._run_dir)}: the checkpoint of step {step} could not be"
-            f" written ({error.strerror or error}). {_fix_of(error)}. The next checkpoint replaces"
-            f" it; the last one is retried for up to {FINAL_S:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
-
     def _last_failed(self, step: int, error: OSError) -> CheckpointError:
-        earlier = list_checkpoints(self._run_dir)[-1:]
+        earlier = list_checkpoints(self.run_dir)[-1:]
         resumes = f". The same command then resumes from {earlier[0].name}" if earlier else ""
         return CheckpointError(
-            str(checkpoints_dir(self._run_dir)),
+            str(checkpoints_dir(self.run_dir)),
             f"the last checkpoint (step {step}) could not be written ({error.strerror or error})",
             _fix_of(error) + resumes,
             code="no-space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "no-access",
         )
 
 
+def _warn(text: str) -> None:
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
 def _fix_of(error: OSError) -> str:
-    return limit_remedy(error) or _FIXES.get(error.errno or 0, "Check the file system")
+    return limit_remedy(error) or _FIXES.get(error.errno or 0, "check the file system")

@@ -1,9 +1,8 @@
-"""Samples that turn out unreadable while training: each has a stand-in and a line in the log, and
-too many of them end the run.
+"""Samples that do not decode during training. Each has a stand-in and a log line. Too many end the
+the run.
 
-A stand-in is a function of the sample alone, so every rank, world size and resume trains on the
-same pictures. Lines go to RUN/bad_samples/rank-R.jsonl (sample, shard, key, reason, stand-in), once
-per process for each sample.
+A stand-in depends on the sample only, so every rank, world size and resume trains on the same
+images. Lines go to RUN/bad_samples/rank-R.jsonl, once per process for each sample.
 """
 
 import json
@@ -24,13 +23,13 @@ MAX_ATTEMPTS = 16
 
 
 class TooManyBadSamples(UserError):  # noqa: N818
-    """More than the config allows."""
+    """More bad samples than the config allows."""
 
     of_all_ranks = True
 
 
 class BadSampleLog:
-    """The lines of one rank; used by its loader's threads."""
+    """The log of one rank, for all threads of its loader."""
 
     def __init__(self, log: Path | None):
         self._log = log
@@ -38,8 +37,8 @@ class BadSampleLog:
         self._lock = threading.Lock()
 
     def note(self, bad: Unreadable, stand_in: int | None, *, known_as: Hashable) -> None:
-        """Log the bad sample once. Datasets of a mixture may have shards and keys of equal names,
-        so `known_as` identifies the sample. In a stream it is skipped, without a stand-in."""
+        """Log the bad sample once. `known_as` identifies it, because datasets of a mixture may have
+        equal shard names and keys. A stream skips it, without a stand-in."""
         with self._lock:
             if known_as in self._known:
                 return
@@ -60,16 +59,15 @@ class BadSampleLog:
 
 
 class BadSamples(BadSampleLog):
-    """What one rank makes of the bad samples of one reader."""
+    """Stand-ins for the bad samples of one reader."""
 
     def __init__(self, reader: ShardReader, *, log: Path | None = None, chosen: Ids | None = None):
-        """`chosen`: a fold, whose samples alone may stand in for each other."""
+        """`chosen`: the samples of a fold, the only possible stand-ins."""
         super().__init__(log)
         self._reader, self._chosen = reader, chosen
 
     def replace(self, bad: Sequence[Unreadable], ids: Ids, batch_BHWC: Tensor) -> Ids:
-        """Fills the bad places of the batch; returns `ids` with those of the stand-ins, which is
-        whose labels count."""
+        """Fill the bad places of the batch. Return the ids with those of the stand-ins."""
         shown = ids.copy()
         for each in bad:
             shown[each.place] = self._stand_in(each, batch_BHWC[each.place : each.place + 1])
@@ -94,12 +92,10 @@ class BadSamples(BadSampleLog):
 
 
 def left_out(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
-    """What evaluation does instead: nobody can stand in for a sample that is to be judged."""
-    for each in {
-        each.sample: each for each in bad
-    }.values():  # the last of a split pads a batch, many times over
+    """Mask bad samples of an evaluation, and print each once (padding repeats a sample)."""
+    for each in {each.sample: each for each in bad}.values():
         print(
-            f"bad sample: {each.shard}: {each.key}: {each.reason}; it is left out of the score",
+            f"bad sample: {each.shard}: {each.key}: {each.reason}; the score ignores it",
             file=sys.stderr,
         )
     return masked(bad, ids, images_BHWC)
@@ -114,8 +110,7 @@ def masked(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
 
 
 def check_share(num_bad: int, *, num_seen: int, num_samples: int, max_share: float) -> None:
-    """`num_bad` of the `num_seen` samples that all ranks have trained on since they started; judged
-    against an epoch at least."""
+    """Check the fraction of bad samples since the start, or of an epoch if it is larger."""
     if num_bad > max_share * max(num_seen, num_samples):
         raise TooManyBadSamples(
             "data.max_bad_share",

@@ -1,9 +1,8 @@
-"""What a run trains on: one split of one dataset, or the mixture of several, seen as one. No torch
-here.
+"""The training data of a run: one split of a dataset, a mixture of several datasets, or a stream.
+No torch here.
 
-The classes of a mixture are those of its datasets in the order of their first mention; a class that
-several datasets name alike is one class. Its channel statistics are those of the pictures as they
-are drawn.
+The classes of a mixture are those of its datasets in the order of their first mention; equal names
+are one class. Its channel statistics are weighted as its datasets are drawn.
 
 Long because datasets, mixtures, folds and streams have one interface.
 """
@@ -38,7 +37,7 @@ from data_prep.publish import hash_of_json
 from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, parse_length
 from pretrain.data.order import (
     AsItComes,
-    Chosen,
+    FoldOrder,
     Ids,
     Line,
     Mixture,
@@ -53,10 +52,9 @@ from pretrain.models.spec import ModelSpec
 
 FOLDS = "folds"
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and standard deviation of its colours."""
+"""Mean and standard deviation of ImageNet's colors."""
 STORES = tuple(scheme for scheme in KINDS if scheme not in ("http", "https"))
-"""From which a stream is read through fsspec, with data.storage; other URLs are opened by
-webdataset."""
+"""Schemes that a stream reads through fsspec with data.storage. webdataset opens other URLs."""
 _OPENED = (
     "",
     "file",
@@ -76,27 +74,26 @@ Statistic = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Part:
-    """A split of a dataset, with the number that each of its classes has among those of the
-    whole."""
+    """A split of a dataset, and the number of each of its classes in the complete data."""
 
     directory: Path
     manifest: Manifest
     split: str
     classes: tuple[int, ...] | None = None
-    """None: they keep their numbers."""
+    """None: the classes keep their numbers."""
     fold: int | None = None
-    """Trained on alone, of a split with the annotation `folds`."""
+    """The only fold to train on, of a split with the annotation `folds`."""
     staged: ShardStore | None = None
-    """Where shards and indices are read instead, if they were brought to this node's disk."""
+    """Copies of the shards and indices on this node's disk."""
 
     @property
     def num_samples(self) -> int:
-        """That are trained on."""
+        """Number of samples to train on."""
         return self.content.num_samples if self.chosen is None else len(self.chosen)
 
     @cached_property
     def chosen(self) -> Ids | None:
-        """The fold's samples, by their number in the split; None: all."""
+        """Samples of the fold, by their number in the split; None: all."""
         if self.fold is None:
             return None
         bits = load_annotation(self.directory, self.content, FOLDS)
@@ -107,24 +104,19 @@ class Part:
         return self.manifest.splits[self.split]
 
     def tar(self, shard: Shard) -> Path:
-        """Of a local shard."""
-        return (
-            self.directory / shard.file
-            if self.staged is None
-            else self.staged.path / f"{shard.sha256}.tar"
-        )
+        """Return the path of a local shard."""
+        if self.staged is None:
+            return self.directory / shard.file
+        return self.staged.path / f"{shard.sha256}.tar"
 
     def index(self, shard: Shard) -> Path:
-        staged = self.staged
-        return (
-            self.directory / shard.index_file
-            if staged is None
-            else staged.path / f"{shard.index_sha256}.npy"
-        )
+        if self.staged is None:
+            return self.directory / shard.index_file
+        return self.staged.path / f"{shard.index_sha256}.npy"
 
     def stored_size(self, image_size: int | None) -> int:
-        """What its pictures are read at: as they are stored, or at `image_size` where they keep
-        their own sizes."""
+        """Return the size of images as they are read: the stored size, or `image_size` if the
+        images keep their own sizes."""
         if self.manifest.encoding == "keep" and image_size is not None:
             return image_size
         return self.manifest.image_size
@@ -147,23 +139,23 @@ class TrainingData:
 
     @property
     def image_size(self) -> int:
-        """What the model is fed."""
+        """Size of the model's images."""
         return self.settings.image_size or self.parts[0].manifest.image_size
 
     @property
     def read_parts(self) -> tuple[Part, ...]:
-        """To train and to evaluate on."""
+        """Parts to train and to evaluate on."""
         evaluated = self.eval_part()
         return self.parts if evaluated is None else (*self.parts, evaluated)
 
     @cached_property
     def content_hash(self) -> str:
-        """Of the one dataset, or of all that makes up the mixture."""
+        """Hash of the dataset, or of all datasets of the mixture and their weights."""
         return self._hash([part.manifest.content_hash for part in self.parts])
 
     @cached_property
     def pixels_hash(self) -> str:
-        """And of what readers make of it."""
+        """Hash of the pixels that readers return."""
         return self._hash([part.manifest.pixels_hash for part in self.parts])
 
     def _hash(self, hashes: list[str]) -> str:
@@ -174,7 +166,7 @@ class TrainingData:
 
     @cached_property
     def channel_statistics(self) -> tuple[Statistic, Statistic]:
-        """(mean, standard deviation) over the pictures in the shares in which they are drawn."""
+        """Mean and standard deviation, weighted as images are drawn."""
         if len(self.parts) == 1:
             return self.parts[0].manifest.channel_mean, self.parts[0].manifest.channel_std
         shares = np.array(self.weights) / sum(self.weights)
@@ -184,16 +176,16 @@ class TrainingData:
         return _triple(mean), _triple(np.sqrt(np.maximum(shares @ squares - mean**2, 0)))
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises where there is not enough for so many."""
+        """Raise an error if a stream has fewer shards than ranks."""
 
     @property
     def squares(self) -> tuple[CropPolicy, Filter] | tuple[None, None]:
-        """How the pictures became squares, where they all did alike."""
+        """Crop and interpolation of the stored images, if all parts have the same."""
         ways = {(part.manifest.crop, part.manifest.interpolation) for part in self.parts}
         return ways.pop() if len(ways) == 1 else (None, None)
 
     def order(self, *, seed: int, global_batch_size: int) -> Line:
-        """The sequence of samples, whose ids are those of a `ShardReader` over `parts`."""
+        """Return the sequence of samples, with the ids of a `ShardReader` over `parts`."""
         orders = [
             self._order(number, seed=seed, batch=global_batch_size)
             for number in range(len(self.parts))
@@ -201,10 +193,10 @@ class TrainingData:
         if len(orders) > 1:
             return Mixture(tuple(orders), self.weights)
         chosen = self.parts[0].chosen
-        return orders[0] if chosen is None else Chosen(orders[0], chosen)
+        return orders[0] if chosen is None else FoldOrder(orders[0], chosen)
 
     def epoch_size(self, *, global_batch_size: int) -> int:
-        """The positions of one epoch, by which durations are counted."""
+        """Return the number of positions in one epoch."""
         return epoch_length(
             self.num_samples,
             global_batch_size=global_batch_size,
@@ -212,14 +204,14 @@ class TrainingData:
         )
 
     def steps(self, length: str, *, global_batch_size: int) -> int:
-        """A length of the settings, such as 5 epochs, in steps."""
+        """Convert a length of the settings, such as 5 epochs, to steps."""
         num_samples = self.epoch_size(global_batch_size=global_batch_size)
         return parse_length(length).steps(
             global_batch_size=global_batch_size, num_samples=num_samples
         )
 
     def eval_part(self) -> Part | None:
-        """Of the first dataset, in the classes of the whole."""
+        """Return the evaluation split of the first dataset, with the classes of all data."""
         first, split = self.parts[0], self.settings.eval_split
         return (
             None
@@ -229,16 +221,14 @@ class TrainingData:
 
     @property
     def baselines(self) -> str:
-        """The accuracies without a model on the evaluation split, in words."""
-        judged = self.eval_part()
-        return baselines(len(self.classes), judged.content.largest_class if judged else None)
+        """Accuracies without a model on the evaluation split, in words."""
+        part = self.eval_part()
+        return baselines(len(self.classes), part.content.largest_class if part else None)
 
     def _order(self, number: int, *, seed: int, batch: int) -> Order:
         data, part = self.settings, self.parts[number]
         num_samples = part.num_samples
-        differs = (
-            (number,) if number else ()
-        )  # or a dataset that is named twice would come twice in step
+        differs = (number,) if number else ()  # a dataset that is named twice needs two orders
         key = int(hash64(hex_key(part.manifest.content_hash), seed, *differs) >> 1)
         length = epoch_length(num_samples, global_batch_size=batch, last_batch=data.last_batch)
         return Order(num_samples, key, data.shuffle, data.block_size, data.window_blocks, length)
@@ -246,11 +236,10 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class StreamData(TrainingData):
-    """Of data.stream. The manifest of its one part says how pictures are read; its split has no
-    shards to look up."""
+    """A stream. The manifest of its one part says how to read images; its split has no shards."""
 
     urls: tuple[str, ...] = ()
-    """Also `pipe:` commands: they are from a config or a command line, never from a manifest."""
+    """Addresses and `pipe:` commands, which never come from a manifest."""
     evaluated: Part | None = None
 
     @property
@@ -260,7 +249,7 @@ class StreamData(TrainingData):
 
     @cached_property
     def content_hash(self) -> str:
-        """Of the list: nobody knows what is in the shards."""
+        """Hash of the list, because the content of the shards is not known."""
         return hash_of_json(["stream", self.urls, self.classes])
 
     @cached_property
@@ -284,7 +273,7 @@ class StreamData(TrainingData):
 
     @property
     def in_words(self) -> str:
-        """What one should know of it before it begins."""
+        """Description with the limits of a stream."""
         rows = [" ".join(f"{value:.3f}" for value in row) for row in self.channel_statistics]
         default = (
             ", ImageNet's by default"
@@ -292,14 +281,14 @@ class StreamData(TrainingData):
             else ""
         )
         return (
-            f"a stream of {len(self.urls):,} shards: no shuffle over all of them and no exact"
-            f" resume, and nothing but data.samples_per_epoch={self.num_samples:,} says what an"
-            f" epoch is; mean / std {' / '.join(rows)}{default}"
+            f"a stream of {len(self.urls):,} shards: no shuffle over all shards and no exact"
+            f" resume; an epoch is data.samples_per_epoch={self.num_samples:,}; mean / std"
+            f" {' / '.join(rows)}{default}"
         )
 
 
 def load_training_data(data: DataSettings) -> TrainingData:
-    """Loads the manifests; raises what only they can tell."""
+    """Load the manifests, and check the settings against them."""
     if data.stream:
         return _load_stream(data)
     manifest = load_manifest(data.directory)
@@ -382,8 +371,8 @@ def _load_stream(data: DataSettings) -> StreamData:
 
 
 def expand_shards(words: str) -> tuple[str, ...]:
-    """As webdataset does it (which imports torch): `::` between lists, ${NAME} is WDS_NAME of the
-    environment, then braces."""
+    """Expand a list of shards as webdataset does: `::` between lists, ${NAME} for the variable
+    WDS_NAME, then braces."""
 
     def value(match: re.Match[str]) -> str:
         if (found := os.environ.get(name := f"WDS_{match[1]}")) is None:
@@ -444,7 +433,7 @@ def expand_shards(words: str) -> tuple[str, ...]:
 def check_against_data(
     data: TrainingData, *, model: ModelSpec, train: TrainSettings, schedule: ScheduleSettings
 ) -> int:
-    """The number of steps of the run; raises what only the datasets can tell."""
+    """Return the number of steps of the run, and check the settings against the datasets."""
     model.check(image_size=data.image_size)
     batch = train.global_batch_size
     if batch > data.num_samples:
@@ -495,7 +484,7 @@ def _labelled(manifest: Manifest, split: str, *, field: str, directory: str) -> 
 
 
 def num_folds(part: Part) -> int:
-    """How many folds the split has."""
+    """Return the number of folds of the split."""
     annotation = part.content.annotations.get(FOLDS)
     return annotation.num_columns if annotation else 0
 
@@ -532,23 +521,20 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
 
 
 def _check_names(parts: Sequence[Part]) -> None:
-    """Stock shards may come without names for their classes; then numbers stand for them, and 7 is
-    not 7 everywhere."""
-    unnamed = [
-        part
+    """Reject mixtures of datasets without class names and with different numbers of classes."""
+    sizes = {
+        len(part.manifest.classes): part.directory
         for part in parts
         if part.manifest.classes == tuple(map(str, range(len(part.manifest.classes))))
-    ]
-    for part in unnamed[1:]:
-        mine, others = len(part.manifest.classes), len(unnamed[0].manifest.classes)
-        if mine != others:
-            raise SettingsError(
-                "data.also",
-                f"{part.directory} and {unnamed[0].directory} have {mine:,} and {others:,} classes"
-                " without names, so equal numbers may mean different classes",
-                "index both datasets again with a classes_file",
-                code="mismatch",
-            )
+    }
+    if len(sizes) > 1:
+        words = " and ".join(f"{path} ({size:,} classes)" for size, path in sizes.items())
+        raise SettingsError(
+            "data.also",
+            f"the classes of {words} have no names, so equal numbers may mean different classes",
+            "index the datasets again with a classes_file",
+            code="mismatch",
+        )
 
 
 def _triple(values: np.ndarray) -> Statistic:

@@ -4,18 +4,12 @@ run at the first wrong shard.
 1. The local shards that at least one node reads in place are divided among all ranks. Staged and
    downloaded shards are hashed as they arrive.
 2. On each rank a thread of the lowest priority hashes its shards. RUN/checked/rank-R.jsonl gets a
-   line for each correct shard (path, size, mtime, sha256), so later starts of this run do not hash
-   that shard again.
+   line for each correct shard (path, size, mtime, sha256), so later attempts do not hash it again.
 3. The rank that finds a wrong shard fails at its next step, or at the end of training, and the
    heartbeat ends the other ranks.
 
-Checkpoints do not wait for the hashes, so earlier checkpoints may have been trained on the wrong
-bytes. A run that ends before all shards are hashed leaves the other shards unchecked. A file that
-changes after its hash is noticed at the next start, if its size or mtime changed.
-
-The cost is one CPU second for 1.3 GB, at a priority that gives way to training. Steps took 10 %
-longer meanwhile on 2 cores that training keeps busy (benchmarks/train.py --quick --only mlp, AMD
-EPYC, commit 8b3410d).
+Checkpoints do not wait for the hashes, so earlier checkpoints may have been trained on wrong bytes.
+If a run ends before all shards are hashed, the other shards stay unchecked.
 """
 
 import json
@@ -37,65 +31,55 @@ from pretrain.ranks.world import World
 
 class FirstRead(threading.Thread):
     def __init__(self, parts: Sequence[Part], *, run_dir: Path, world: World, device: torch.device):
-        """All ranks call this with the same number of parts, because the ranks agree part by part
-        whether a rank reads the part in place."""
+        """All ranks call this with the same parts, some of which may be staged."""
         super().__init__(name="first-read", daemon=True)
         self._checked, self._rank = run_dir / "checked", world.rank
-        shards: dict[tuple[Path, str], Path] = {}
-        for part in parts:
-            is_read_in_place = any_rank(part.staged is None, device=device)
-            for shard in part.content.shards if is_read_in_place else ():
-                if shard.num_samples and not shard.is_remote:
-                    path = (part.directory / shard.file).absolute()
-                    shards[path, shard.sha256] = part.directory
+        is_in_place = any_rank(any(part.staged is None for part in parts), device=device)
+        shards = {
+            ((part.directory / shard.file).absolute(), shard.sha256): part.directory
+            for part in parts
+            for shard in part.content.shards
+            if is_in_place and shard.num_samples and not shard.is_remote
+        }
         self._shards = list(shards.items())[world.rank :: world.num_ranks]
         self._fault: Exception | None = None
 
     def run(self) -> None:
         lowest_priority()
         try:
-            self._hash_all()
-        except Exception as error:  # noqa: BLE001 (raised where training can end)
+            known = {
+                line
+                for path in self._checked.glob("rank-*.jsonl")
+                for line in path.read_bytes().splitlines()
+            }
+            for (path, expected), dataset in self._shards:
+                self._check(path, expected, dataset, known)
+        except Exception as error:  # noqa: BLE001 (raised at a place where training can end)
             self._fault = error
 
     def raise_fault(self) -> None:
         if self._fault is not None:
             raise self._fault
 
-    def _hash_all(self) -> None:
-        known = {
-            line
-            for path in self._checked.glob("rank-*.jsonl")
-            for line in path.read_bytes().splitlines()
-        }
-        for (path, expected), dataset in self._shards:
-            try:
-                status = path.stat()
-                line = json.dumps(
-                    [str(path), status.st_size, status.st_mtime_ns, expected]
-                ).encode()
-                sha256 = expected if line in known else sha256_of(path)
-            except OSError as error:
-                raise DatasetError(
-                    str(path),
-                    f"the shard cannot be read ({cause_of(error)})",
-                    f"run data_prep verify {dataset}",
-                    code="unreadable",
-                ) from None
-            if sha256 != expected:
-                raise DatasetError(
-                    str(path),
-                    f"the shard has sha256 {sha256[:12]}..., not the manifest's {expected[:12]}...,"
-                    " and checkpoints of this run may have been trained on wrong bytes",
-                    f"run data_prep verify {dataset}, restore the file, and repeat the command",
-                    code="damaged",
-                )
-            if line not in known:
-                self._remember(line)
-
-    def _remember(self, line: bytes) -> None:
-        """Append the line. Without disk space the shard is hashed again at the next start."""
-        with suppress(OSError):
+    def _check(self, path: Path, expected: str, dataset: Path, known: set[bytes]) -> None:
+        try:
+            status = path.stat()
+            words = [str(path), status.st_size, status.st_mtime_ns, expected]
+            if (line := json.dumps(words).encode()) in known:
+                return
+            sha256 = sha256_of(path)
+        except OSError as error:
+            problem, fix = f"cannot be read ({cause_of(error)})", f"run data_prep verify {dataset}"
+            raise DatasetError(str(path), f"the shard {problem}", fix, code="unreadable") from None
+        if sha256 != expected:
+            raise DatasetError(
+                str(path),
+                f"the shard has sha256 {sha256[:12]}..., not the manifest's {expected[:12]}...,"
+                " and checkpoints of this run may have been trained on wrong bytes",
+                f"run data_prep verify {dataset}, restore the file, and repeat the command",
+                code="damaged",
+            )
+        with suppress(OSError):  # without disk space the shard is hashed again
             self._checked.mkdir(parents=True, exist_ok=True)
             with open(self._checked / f"rank-{self._rank}.jsonl", "ab", buffering=0) as file:
                 file.write(line + b"\n")

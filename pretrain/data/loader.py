@@ -1,16 +1,19 @@
-"""Batches for one rank, fetched ahead by threads, in the one order that the plan and the order fix:
-to train, and to judge.
+"""Batches for one rank, prefetched by threads in the plan's order, for training and evaluation.
 
-The loader has no state of its own: it starts after `consumed` samples and the trainer, which knows
-what it has used, says so in the checkpoint. Threads serve where processes would copy: gathering
-from mapped shards, libjpeg-turbo and numpy let go of the GIL.
+The loader has no state: it starts after `consumed` samples, and the checkpoint of the trainer holds
+that number. Threads serve, because gathering from mapped shards, libjpeg-turbo and numpy release
+the GIL.
 
-How a batch comes about: 1. a batch is taken, which makes room for one more request; 2. whichever
-thread is free first locates its samples, and those of its neighbours, because numpy is slow at
-finding few; 3. the threads fill parts of one buffer, whose memory has been used before; 4. the
-thread that ends last looks up the labels and calls `finish` (on a CPU the augmentation; for a GPU
-nothing, see `feed.py`). At most `prefetch` batches are under way. What lies in a store is asked for
-early, and for all ranks.
+A batch is made in these steps:
+
+1. The caller takes a batch, which makes room for one more request.
+2. The first free thread locates its samples and those of the next requests, because numpy is slow
+   for few samples.
+3. The threads fill parts of one reused buffer.
+4. The thread that ends last looks up the labels and calls `finish` (the augmentation on a CPU,
+   nothing for a GPU, see feed.py).
+
+At most `prefetch` batches are under way. Remote shards are announced early, for all ranks.
 """
 
 import itertools
@@ -30,31 +33,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.data.bad_samples import BadSamples, left_out
-from pretrain.data.order import BatchPlan, Ids, InSequence, Line
+from pretrain.data.order import BatchPlan, Ids, Line, Order
 from pretrain.data.reader import Places, ShardReader, Unreadable
 from pretrain.ranks.world import World
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 OnBad = Callable[[Sequence[Unreadable], Ids, Tensor], Ids]
-"""Mends the bad places of (ids, images) and returns whose labels count at each place; -1: leave the
-place out."""
+"""Replaces bad places of (ids, images), and returns the ids whose labels count; -1: skip."""
 Waits = Callable[[Future[T]], T]
-"""How to wait for a batch: see `StopFlag.result`."""
+"""How to wait for a batch, such as `StopFlag.result`."""
 
 SMALLEST_PART, SMALLEST_GATHER = 32, 2_000_000
-"""Pictures that are decoded, bytes that are gathered: less is not worth the change of threads."""
+"""Images to decode, and bytes to gather: smaller parts are not worth another thread."""
 LOCATED_TOGETHER = 8192
-"""Samples."""
+"""Samples that are located together."""
 LOOK_AHEAD = 32_768
-"""Samples of all ranks whose remote shards are asked for in advance (two global batches, if that is
-more); said anew every half."""
+"""Samples of all ranks whose remote shards are announced (at least two global batches). The next
+announcement comes after half of them."""
 MOST_IDLE = 8
-"""Buffers of one size that wait in the pool; more are given back to the system."""
+"""Idle buffers of one size in the pool; others are freed."""
 
 
 class Reader(Protocol):
-    """What batches are read from, such as a `ShardReader`: pictures by their number."""
+    """A source of images by number, such as a `ShardReader`."""
 
     num_samples: int
     stored_size: int
@@ -69,11 +71,11 @@ class Reader(Protocol):
 
 
 class BatchSource(Protocol[T_co]):
-    """What a feed takes batches from: `Batches`, or those of a stream."""
+    """A source of batches: `Batches`, or a stream's."""
 
     def __next__(self) -> T_co: ...
     def end_waits(self) -> None:
-        """For what lies behind a network: nothing is fetched from here on."""
+        """End all downloads. Nothing is fetched afterwards."""
 
     def close(self) -> None: ...
 
@@ -86,24 +88,23 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank, as stored (not yet augmented)."""
+    """One micro-batch of one rank, not yet augmented."""
 
     images_BHWC: Tensor
     labels_B: Tensor
     epochs: Ids
     samples: Ids
     mix_keys: Ids
-    """Which draw of MixUp each picture has, on every world size: position // 2, which neighbours
-    share, or the number of the global batch, and then the picture before the first stands in front
-    of the others, without a key of its own."""
+    """The MixUp draw of each image: position // 2, which neighbors share, or the number of the
+    global batch. In the second case the images begin with one more image, which has no key."""
     mask_B: Tensor | None = None
-    """False where evaluation is padded, or a sample cannot be read."""
+    """False for padding of an evaluation, and for samples that cannot be read."""
     num_bad: int = 0
     """Samples that could not be read."""
 
 
 def as_stored(batch: Batch) -> Batch:
-    """The `finish` of whoever wants batches as they are."""
+    """Return the batch: a `finish` that does nothing."""
     return batch
 
 
@@ -122,9 +123,10 @@ def training_batches(
     waits: Waits[T] = Future.result,
     previous_in: int | None = None,
 ) -> "Batches[T]":
-    """The micro-batches of a rank from `consumed` samples on, without end; with `previous_in` (the
-    size of a global batch) each has the picture before it in its global batch (before the first:
-    the last) in front of its own, to be mixed with.
+    """Return the endless micro-batches of a rank after `consumed` samples.
+
+    With `previous_in` (the global batch size) each micro-batch begins with one more image: the one
+    before it in its global batch, or the last one for the first micro-batch.
     """
     return Batches(
         reader,
@@ -158,16 +160,14 @@ def evaluation_batches(
     on_bad: OnBad = left_out,
     waits: Waits[Batch] = Future.result,
 ) -> "Batches[Batch]":
-    """Every sample of the split once over all ranks, in order; padding is masked, and so is what
-    cannot be read."""
+    """Return every sample of the split once over all ranks, in order. Padding and unreadable
+    samples are masked."""
     plan = BatchPlan(local_batch_size * world.num_ranks, local_batch_size, world.num_ranks)
-    num_batches = -(
-        -reader.num_samples // plan.global_batch_size
-    )  # of every rank, and all are equal
+    num_batches = -(-reader.num_samples // plan.global_batch_size)  # of every rank
     positions = itertools.islice(plan.sequence(consumed=0, rank=world.rank), num_batches)
     return Batches(
         reader,
-        InSequence(reader.num_samples),
+        Order(reader.num_samples, 0, "none", length=num_batches * plan.global_batch_size),
         (Request(own, own < reader.num_samples) for own in positions),
         finish=as_stored,
         on_bad=on_bad,
@@ -179,7 +179,7 @@ def evaluation_batches(
 
 
 class Batches(Generic[T]):
-    """Iterates what has been made of the requests, in their order; use as a context manager."""
+    """An iterator over the finished requests in their order. Use it as a context manager."""
 
     def __init__(
         self,
@@ -238,8 +238,8 @@ class Batches(Generic[T]):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def announce(self, position: int) -> None:
-        """Now and then the reader learns which samples of the whole sequence come next: the ranks
-        of a node share their copies."""
+        """Tell the reader which samples of all ranks come next, because the ranks of a node share
+        copies."""
         if not self.reader.is_remote:
             return
         with self._announcing:
@@ -258,11 +258,8 @@ class Batches(Generic[T]):
         if self._following is None and len(group.jobs) <= group.num_requests // 2:
             self._following = _Group(self)
             if self._following.jobs:
-                self._pool.submit(
-                    self._following.located
-                )  # meanwhile the others have batches to fill
-        # decoding takes long enough to share every batch; gathering is shared by as many as would
-        # else have none to fill
+                self._pool.submit(self._following.located)
+        # all threads share the decoding of a batch, but only idle threads share gathering
         smallest, sharing = SMALLEST_PART, self._num_threads
         if not self.reader.decodes:
             smallest, sharing = (
@@ -282,7 +279,7 @@ class _Group:
     def __init__(self, batches: Batches[Any]):
         self._batches, self._lock = batches, threading.Lock()
         self.jobs: deque[tuple[Request, slice]] = deque()
-        """With the place of the request's samples among those of the group."""
+        """Requests, and the places of their samples in the group."""
         num_samples = 0
         while (
             num_samples < LOCATED_TOGETHER and (request := next(batches.requests, None)) is not None
@@ -297,7 +294,7 @@ class _Group:
         self._located: tuple[Ids, Places] | None = None
 
     def located(self) -> tuple[Ids, Places]:
-        """(epochs, places): by the thread that comes first; the others wait."""
+        """Return (epochs, places). The first thread locates them; the others wait."""
         with self._lock:
             if self._located is None:
                 epochs, samples = self._batches.order.locate(np.concatenate(self._positions))
@@ -306,7 +303,7 @@ class _Group:
 
 
 class _Job(Generic[T]):
-    """One batch on its way through the threads."""
+    """One batch while the threads fill it."""
 
     def __init__(
         self, batches: Batches[T], group: _Group, request: Request, *, own: slice, num_parts: int
@@ -323,15 +320,14 @@ class _Job(Generic[T]):
     def run(self, part: int) -> None:
         try:
             self._run(part)
-        except BaseException as error:  # noqa: BLE001 (it belongs to whoever waits for this batch)
+        except BaseException as error:  # noqa: BLE001 (raised for the caller that waits)
             with self._lock:
                 if not self.done.done():
                     self.done.set_exception(error)
 
     def _run(self, part: int) -> None:
         batches, first, end = self._batches, self._cuts[part], self._cuts[part + 1]
-        # for each batch: those of one group may lie far apart, as between them stand those of all
-        # other ranks
+        # for each batch, because the batches of other ranks are between those of a group
         batches.announce(int(self._request.positions.min()))
         epochs, places = self._group.located()
         places = places.part(self._own)
@@ -382,36 +378,32 @@ class _Job(Generic[T]):
 
 
 def num_cpu_threads(device: torch.device) -> int | None:
-    """How many of a rank's threads share a sum, which is rounded as they share it: of one number
-    alone, the same bits. None where a GPU computes."""
+    """Return the number of threads of a rank, on which the rounding of sums depends. None on a
+    GPU."""
     return torch.get_num_threads() if device.type == "cpu" else None
 
 
 def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
-    """Each works alone: were torch to split every gather over all cores once more, the threads
-    would hinder each other."""
+    """Start threads in which torch uses one thread each, so that they do not hinder each other."""
     device = torch.cuda.current_device() if pin else None
     started, before = threading.Barrier(number), torch.get_num_threads()
 
-    def settle() -> None:
+    def initialize() -> None:
         try:
             if device is not None:
-                torch.cuda.set_device(
-                    device
-                )  # pinned memory would open a context on the first GPU, for every rank
-            # or the thread would take the number of the process when torch first works in it
-            torch.get_num_threads()
-            torch.set_num_threads(1)  # of this thread, and of threads that begin from here on
+                torch.cuda.set_device(device)  # else pinned memory opens a context on the first GPU
+            torch.get_num_threads()  # else torch's first operation takes the process's number
+            torch.set_num_threads(1)  # for this thread, and for threads that begin later
         except BaseException:
-            started.abort()  # nobody waits for who cannot come
+            started.abort()
             raise
         with suppress(threading.BrokenBarrierError):
             started.wait()
 
     pool = ThreadPoolExecutor(number, thread_name_prefix="loader")
     try:
-        for settled in [pool.submit(settle) for _ in range(number)]:
-            settled.result()
+        for each in [pool.submit(initialize) for _ in range(number)]:
+            each.result()
     except BaseException:
         started.abort()
         pool.shutdown()
@@ -422,14 +414,10 @@ def lone_threads(number: int, *, pin: bool) -> ThreadPoolExecutor:
 
 
 class BufferPool:
-    """Memory of batches that is used again: fresh memory costs a page fault every 4 KB, as much as
-    filling it does.
+    """Reused memory of batches. Page faults of fresh memory cost as much as filling it.
 
-    A tensor on loan keeps its memory for as long as anything refers to it, views and autograd's
-    graph included; then the memory goes back to the pool by itself. Pinned memory is torch's own
-    affair: its allocator does the same, and knows of copies under way. May be used by several
-    threads. Each `Batches` has a pool of its own: what an evaluation pays for its first buffers
-    (four of 12 MB: 4 ms, on 2 cores) is not worth the memory between evaluations.
+    Memory returns to the pool when nothing refers to the tensor, its views or their graph. torch
+    pools pinned memory itself. Several threads may use the pool.
     """
 
     def __init__(self) -> None:

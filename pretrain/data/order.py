@@ -1,37 +1,29 @@
-"""The order of training: pure integers -> which sample stands at which place, for any place, at no
-cost in memory.
+"""The order of training: a pure function from position to sample, without tables.
 
-Training walks one endless line of positions: position p is place p mod E of epoch p div E. Global
-batch i is the positions [i B, (i + 1) B), fixed before any rank exists; a rank takes its slice; a
-resume is the number of samples consumed. So every rank has the same number of steps, and every
-world size sees the same batches.
+Training follows one endless line of positions: position p is place p mod E of epoch p div E. Global
+batch i has positions [i B, (i + 1) B), and each rank takes its slice. A resume needs only the
+number of consumed samples. So all ranks have the same number of steps, and all world sizes see the
+same batches.
 
-The length E of an epoch says what becomes of its last, incomplete batch (`epoch_length`). `carry`:
-E = N, every sample stands exactly once in every epoch, and a batch may reach over the end of one.
-`drop`: E = N rounded down to whole batches; what an epoch leaves out changes from epoch to epoch.
-`pad`: E = N rounded up; the last batch is filled with the epoch's first samples again.
+`data.last_batch` sets the length E of an epoch of N samples. `carry`: E = N, and a batch may span
+two epochs. `drop`: E is N rounded down to complete batches, and each epoch drops other samples.
+`pad`: E is N rounded up, and the last batch repeats the epoch's first samples.
 
-Within an epoch the order is a keyed permutation of 0..N-1, computed position by position with a
-Feistel network over Z_a x Z_b (a b >= N, walking on while the result is >= N), so that an epoch of
-any size needs no table and a resume no replay.
+Within an epoch the order is a keyed permutation of 0..N-1: a Feistel network over Z_a x Z_b (a b >=
+N), repeated while the result is >= N. `full` permutes all samples. `block` permutes blocks of
+neighboring samples and then the samples within windows of several blocks, so that a reader needs
+few blocks at a time. The blocks begin at another sample in every epoch (benchmarks/order.py
+measures how well that mixes classes).
 
-`full` permutes all samples. `block` permutes blocks of neighbouring samples and then the samples
-within windows of several blocks, so that a reader touches few blocks at a time; the blocks start at
-another sample in every epoch. How well it mixes classes is measured by `benchmarks/order.py`.
+A `Mixture` of datasets is one line: the source of each position is a pure function of weights and
+position. With two sources of weights a and b, floor(p a / (a + b)) of the first p positions belong
+to the first; more sources are the first against all others, and so on. In every range of positions
+each source has its fraction to within the number of sources. The n-th position of a source is the
+n-th of its own order. If weights are numbers of samples, one epoch has every sample of every source
+once. Sample ids of a source follow those of the sources before it, as in `ShardReader`.
 
-Several datasets are one line (`Mixture`): which of them stands at each position is a pure function
-of the weights and the position. The sources are dealt out as evenly as integers allow. Two sources
-of weights a and b: of the first p positions, floor(p a / (a + b)) belong to the first. More
-sources: the first against all the others together, and so on among those. So in every stretch of
-positions each source has its share to within the number of sources; the n-th position of a source
-is the n-th of its own order, with its own epochs, and a resume needs nothing but the position. With
-weights equal to the numbers of samples, one epoch of the mixture holds every sample of every source
-exactly once. Sample ids of source k follow those of the sources before it, as the parts of a
-`ShardReader` do.
-
-All random numbers of training are counter-based (`hash64`): every value is a hash of what it is
-for, so no generator has a state to lose, and what is drawn for sample 17 of epoch 3 is the same on
-every rank, for every worker count and after every resume.
+All random numbers of training are counter-based: `hash64` of their purpose, so no generator has a
+state.
 """
 
 import itertools
@@ -50,14 +42,14 @@ U64 = NDArray[np.uint64]
 
 _NUM_ROUNDS = 6
 LARGEST_SUM = 2**31 - 1
-"""Of the weights of a mixture: a product of two such numbers has 64 bits."""
+"""Largest sum of a mixture's weights: a product of two such numbers has 64 bits."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def hash64(*parts: ArrayLike, after: U64 | None = None) -> U64:
-    """One 64-bit hash of the parts, broadcast over arrays; the order of the parts matters. `after`:
-    the hash of those before."""
+    """Hash the parts in their order to 64 bits, broadcast over arrays. `after` is the hash of
+    earlier parts."""
     with np.errstate(over="ignore"):
         state = np.asarray(_GOLDEN) if after is None else after
         for part in parts:
@@ -72,18 +64,17 @@ def _mix(x: U64) -> U64:
 
 
 def uniform(*parts: ArrayLike, after: U64 | None = None) -> NDArray[np.float64]:
-    """Uniform in [0, 1) with 53 bits, a function of the parts."""
+    """Return uniform numbers in [0, 1) with 53 bits, a function of the parts."""
     return (hash64(*parts, after=after) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def hex_key(text: str) -> int:
-    """The first 63 bits of a hex digest, as a part for `hash64`."""
+    """Return the first 63 bits of a hex digest, as a part for `hash64`."""
     return int(text[:16], 16) >> 1
 
 
 def permute(positions: Ids, *, size: int, key: int | U64) -> Ids:
-    """Where `positions` (each in 0..size-1) go under the permutation of 0..size-1 that `key` names;
-    a key each, or one for all."""
+    """Apply the permutation of 0..size-1 with this key to the positions. `key` may be an array."""
     rows = int(np.ceil(np.sqrt(size)))
     columns = -(-size // rows)
     result = _feistel(positions, rows=rows, columns=columns, key=key)
@@ -108,14 +99,14 @@ def _feistel(positions: Ids, *, rows: int, columns: int, key: int | U64) -> Ids:
 
 
 class Line(Protocol):
-    """What is trained on, position by position."""
+    """A sequence of samples."""
 
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
-        """(epoch, sample id) of positions on the endless line."""
+        """Return (epoch, sample id) of positions on the endless line."""
 
 
 def epoch_length(num_samples: int, *, global_batch_size: int, last_batch: LastBatch) -> int:
-    """The positions of one epoch."""
+    """Return the number of positions in one epoch."""
     if last_batch == "carry":
         return num_samples
     batches = (
@@ -132,12 +123,12 @@ class Order:
 
     num_samples: int
     key: int
-    """From the content's hash and the seed."""
+    """A number from the content's hash and the seed."""
     shuffle: Shuffle = "full"
     block_size: int = 1024
     window_blocks: int = 16
     length: int | None = None
-    """Positions of an epoch; None: as many as there are samples."""
+    """Positions of an epoch; None: `num_samples`."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.length == 0:
@@ -145,9 +136,9 @@ class Order:
             raise UserError("data", problem, "choose another split", code="empty")
 
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
-        """(epoch, sample id) of positions on the endless line."""
+        """Return (epoch, sample id) of positions on the endless line."""
         epochs, within = np.divmod(positions, self.length or self.num_samples)
-        within %= self.num_samples  # beyond all samples stands what pads the last batch
+        within %= self.num_samples  # `pad` repeats the first samples
         samples = np.empty_like(within)
         for epoch in np.unique(epochs):
             rows = np.flatnonzero(epochs == epoch)
@@ -163,7 +154,7 @@ class Order:
         return self._blockwise(within, key)
 
     def _blockwise(self, within: Ids, key: int) -> Ids:
-        """Whole blocks first, in windows; the last, shorter block ends the epoch."""
+        """Order complete blocks in windows; the last, shorter block ends the epoch."""
         num_blocks = self.num_samples // self.block_size
         window_size = self.block_size * self.window_blocks
         whole = num_blocks * self.block_size
@@ -198,7 +189,7 @@ class Mixture:
         assert min(self.weights) > 0 and sum(self.weights) <= LARGEST_SUM, self.weights
 
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
-        """(epoch of the sample's own source, sample id) of positions on the endless line."""
+        """Return (epoch of the sample's source, sample id) of positions on the endless line."""
         sources, places = self.deal(positions)
         epochs, samples = np.empty_like(positions), np.empty_like(positions)
         first_ids = np.cumsum([0, *(order.num_samples for order in self.orders)])
@@ -209,7 +200,7 @@ class Mixture:
         return epochs, samples
 
     def deal(self, positions: Ids) -> tuple[Ids, Ids]:
-        """(source, place in the source's own line) of each position."""
+        """Return (source, place in the source's own line) of each position."""
         sources, places = np.zeros_like(positions), positions.copy()
         rows = np.arange(len(positions))
         for source in range(len(self.weights) - 1):
@@ -226,16 +217,15 @@ class Mixture:
 
 
 def _share(counts: Ids, weight: int, total: int) -> Ids:
-    """floor(counts * weight / total) without leaving 64 bits: counts is split, because weights may
-    be numbers of samples."""
+    """Return floor(counts * weight / total) within 64 bits."""
     whole, rest = np.divmod(counts, total)
     share: Ids = whole * weight + rest * weight // total
     return share
 
 
 def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:
-    """As integers, in lowest terms: how often each source is drawn. Without weights, each sample is
-    drawn equally often."""
+    """Return weights as integers in lowest terms. Without weights all samples are equally
+    frequent."""
     if all(weight is None for weight in weights):
         wanted = np.array(sizes, np.int64)
     else:
@@ -252,8 +242,8 @@ def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tu
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """An order of some samples of a split: `of` orders their places among `samples`."""
+class FoldOrder:
+    """An order of some samples of a split: `of` orders their places in `samples`."""
 
     of: Line
     samples: Ids
@@ -264,19 +254,8 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class InSequence:
-    """One pass over a split as it is stored: the order of evaluation. Beyond the end stands the
-    last sample."""
-
-    num_samples: int
-
-    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
-        return np.zeros_like(positions), np.minimum(positions, self.num_samples - 1)
-
-
-@dataclass(frozen=True)
 class AsItComes:
-    """The line of a stream: a sample has no number of its own, so it is called by its position."""
+    """The line of a stream, whose sample ids are positions."""
 
     epoch_size: int
 
@@ -286,8 +265,8 @@ class AsItComes:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a global batch is cut: `accumulation_steps` micro-batches of `local_batch_size` on each
-    of `num_ranks` ranks."""
+    """The division of a global batch: `accumulation_steps` micro-batches of `local_batch_size` on
+    each of `num_ranks` ranks."""
 
     global_batch_size: int
     local_batch_size: int
@@ -301,13 +280,12 @@ class BatchPlan:
         return self.global_batch_size // (self.local_batch_size * self.num_ranks)
 
     def positions(self, *, consumed: int, micro_step: int, rank: int) -> Ids:
-        """The positions of one rank's micro-batch in the global batch that starts after `consumed`
-        samples."""
+        """Return the positions of one rank's micro-batch in the global batch after `consumed`."""
         start = consumed + (micro_step * self.num_ranks + rank) * self.local_batch_size
         return np.arange(start, start + self.local_batch_size, dtype=np.int64)
 
     def sequence(self, *, consumed: int, rank: int) -> Iterator[Ids]:
-        """The positions of all micro-batches of a rank from there on, without end."""
+        """Yield the positions of a rank's endless micro-batches."""
         for start in itertools.count(consumed, self.global_batch_size):
             for micro_step in range(self.accumulation_steps):
                 yield self.positions(consumed=start, micro_step=micro_step, rank=rank)

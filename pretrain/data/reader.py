@@ -1,30 +1,24 @@
-"""Reads samples by number out of the shards of one split, or of several datasets one after the
-other.
+"""Random access to the samples of one split, or of several datasets one after the other.
 
-All shards stand side by side in one range of addresses, and so do their indices (`FileRange`). A
-batch of raw pictures is therefore one gather over all shards, straight into the batch: tar members
-begin at multiples of 512 bytes, so the range is seen as overlapping rows that begin at every block.
-Anything else is decoded picture by picture, by the code that the dataset was checked with. Pixels
-come out as uint8 (B, H, W, 3).
+All shards are in one range of addresses, and so are all indices (`FileRange`). A batch of raw
+images is therefore one gather over all shards into the batch: tar members begin at multiples of 512
+bytes, so the range is viewed as overlapping rows that begin at every block. Other images are
+decoded one by one, by the code that verified the dataset. Pixels are uint8 (B, H, W, 3).
 
-Nothing is opened, read or held in memory before it is needed: a rank of a run over 1,400 shards
-starts in milliseconds. Local shards are mapped from their first use on, remote ones (from their
-copy in the node's store) while they are needed: such a one is let go, unmapped and free to be
-evicted, when nobody reads from it and it is not among those that are needed next, or the store has
-no room for what some reader of this process needs now.
+Shards are opened at their first use. Local shards then stay mapped. A remote shard is unmapped when
+no thread reads it and it is not among the shards that are needed next, or when the store needs room
+for another reader of this process.
 
-Invariants: a shard stays mapped while a `reading` block that named it is open; what is mapped has
-the size that the manifest says.
+Invariants: a shard stays mapped while a `reading` block with its number is open; a mapped file has
+the size of the manifest.
 
-Long because it is one noun, from the number of a sample to its pixels, and a batch passes all of
-it.
+Long because one noun leads from the number of a sample to its pixels.
 """
 
 import ctypes
 import itertools
 import mmap
 import os
-import shlex
 import tempfile
 import threading
 import weakref
@@ -46,16 +40,15 @@ from data_prep.limits import cause_of
 from data_prep.local_copy import own_host
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
 from pretrain.config import ReadingSettings
-from pretrain.data.bus_error import name_dataset
 from pretrain.data.datasets import Part
 from pretrain.data.order import Ids, hash64
 from pretrain.data.store import File, ShardStore, tar_of
 
 BLOCK = 512
-"""Of a tar: every member begins at a multiple of it."""
+"""Every member of a tar begins at a multiple of it."""
 _OFFSET, _LENGTH, _LABEL = range(3)
 
-_MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
+_MAP_FIXED = 0x10  # Linux; Python's mmap has no name for it
 _NO_ACCESS = 0
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -77,7 +70,7 @@ class Unreadable:
     """A sample that does not decode."""
 
     place: int
-    """In the batch."""
+    """Row of the batch."""
     sample: int
     shard: str
     key: str
@@ -85,12 +78,12 @@ class Unreadable:
 
 
 class Places(NamedTuple):
-    """Where samples stand, and what they are."""
+    """Places and labels of samples."""
 
     ids: Ids
     shards: Ids
     offsets: Ids
-    """In the range of all shards."""
+    """Offsets in the range of all shards."""
     lengths: Ids
     labels: Ids
 
@@ -109,11 +102,7 @@ class ShardReader:
         store: ShardStore | None = None,
     ):
         self.parts = tuple(parts)
-        (self.stored_size,) = {
-            part.stored_size(image_size) for part in parts
-        }  # the config is checked against the datasets before
-        for part in parts:
-            name_dataset(shlex.quote(str(part.directory)))
+        (self.stored_size,) = {part.stored_size(image_size) for part in parts}
         self._placed = [
             (part, shard) for part in parts for shard in part.content.shards if shard.num_samples
         ]
@@ -124,23 +113,23 @@ class ShardReader:
         self._indices = FileRange([_index_size(*placed) for placed in self._placed])
         self._table = self._indices.content.view("<i8")
         self._table_starts = np.full(len(self._placed), -1, np.int64)
-        """In `_table`; -1 until the index has been mapped and checked."""
+        """Places in `_table`; -1 until the index is mapped and checked."""
         self._opening = threading.Lock()
         self._classes, self._classes_start = _class_numbers([part for part, _ in self._placed])
         self._is_raw = np.array(
             [part.manifest.encoding == "raw" for part, _ in self._placed], np.bool_
         )
         self.is_remote, self.decodes = self._shards.any_remote, not bool(self._is_raw.all())
-        """Whether there are shards behind a network, and pictures that are not stored as pixels."""
+        """True if any shard is remote; true if any image is not stored as pixels."""
         self._pictures = self._blockwise()
 
     @cached_property
     def labels(self) -> Ids:
-        """Of all samples; 8 bytes each, so not for training."""
+        """Labels of all samples. They take 8 bytes each, so training does not use them."""
         return self.locate(np.arange(self.num_samples)).labels
 
     def locate(self, ids: Ids) -> Places:
-        """What the indices say of the samples."""
+        """Look the samples up in the indices."""
         shards = self.shards_of(ids)
         if (self._table_starts[shards] < 0).any():
             self._open_indices(shards)
@@ -153,11 +142,11 @@ class ShardReader:
         return Places(ids, shards, self._shards.files.starts[shards] + offsets, lengths, labels)
 
     def shards_of(self, ids: Ids) -> Ids:
-        """The number of each sample's shard."""
+        """Return the number of each sample's shard."""
         return np.searchsorted(self._starts, ids, side="right") - 1
 
     def images(self, ids: Ids) -> Tensor:
-        """The pictures of `ids`, uint8 (B, H, W, 3); one that does not decode is an error."""
+        """Return the images, uint8 (B, H, W, 3). An image that does not decode is an error."""
         places, size = self.locate(ids), self.stored_size
         batch = torch.empty(len(ids), size, size, 3, dtype=torch.uint8)
         for bad in self.read(places, batch):
@@ -166,7 +155,7 @@ class ShardReader:
         return batch
 
     def read(self, places: Places, batch_BHWC: Tensor) -> list[Unreadable]:
-        """Puts the pictures into `batch_BHWC`; says which places could not be filled."""
+        """Write the images to `batch_BHWC`, and return the samples that do not decode."""
         with self._shards.reading(places.shards):
             is_raw = self._is_raw[places.shards]
             if is_raw.all():
@@ -184,22 +173,20 @@ class ShardReader:
             return self._decode(places, others, batch_BHWC.numpy())
 
     def fetch_ahead(self, ids: Ids) -> None:
-        """The samples that are needed next, in their order; only shards behind a network need to
-        know."""
+        """Fetch the remote shards of the samples that are needed next, in their order."""
         if self.is_remote:
             numbers = self.shards_of(ids)
             _, first = np.unique(numbers, return_index=True)
             self._shards.fetch_ahead(numbers[np.sort(first)].tolist())
 
     def stand_in(self, sample: int, attempt: int) -> int:
-        """Who takes the place of a sample that cannot be read: another of the same shard, the same
-        one in every run."""
+        """Return another sample of the same shard, the same one in every run."""
         number = int(self.shards_of(np.array([sample]))[0])
         start, end = self._starts[number : number + 2].tolist()
         return int(start + int(hash64(sample, attempt)) % (end - start))
 
     def names(self, ids: Ids) -> list[tuple[str, str]]:
-        """(shard, key) of the samples: for people."""
+        """Return (shard, key) of the samples."""
         numbers = self.shards_of(ids).tolist()
         placed = {number: self._placed[number] for number in numbers}
         paths = {
@@ -211,8 +198,7 @@ class ShardReader:
         ]
 
     def end_waits(self) -> None:
-        """For downloads, in whatever thread and of whatever reader of the same store: nothing is
-        fetched from here on."""
+        """End the downloads of all readers of the same store."""
         if self._store is not None:
             self._store.close()
 
@@ -251,12 +237,9 @@ class ShardReader:
                 self._table_starts[number] = int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
 
     def _blockwise(self) -> Tensor:
-        """(blocks, 3 H W): the pixels that would follow a PPM header at the beginning of each
-        block."""
-        header, num_pixels = (
-            len(ppm_header(self.stored_size, self.stored_size)),
-            3 * self.stored_size**2,
-        )
+        """Return a view (blocks, 3 H W): the pixels after a PPM header at each block."""
+        size = self.stored_size
+        header, num_pixels = len(ppm_header(size, size)), 3 * size**2
         content = torch.frombuffer(self._shards.files.buffer, dtype=torch.uint8)
         num_rows = max(0, (len(content) - header - num_pixels) // BLOCK + 1)
         return content.as_strided((num_rows, num_pixels), (BLOCK, 1), header)
@@ -278,7 +261,7 @@ def open_split(
 def reading(
     parts: Sequence[Part], data: ReadingSettings, *, image_size: int | None = None
 ) -> Iterator[ShardReader]:
-    """A reader with a store of its own, for the length of the block."""
+    """Yield a reader with its own store."""
     reader = ShardReader(parts, image_size=image_size, store=open_store(data, parts))
     try:
         yield reader
@@ -288,7 +271,7 @@ def reading(
 
 
 def open_store(settings: ReadingSettings, parts: Sequence[Part]) -> ShardStore | None:
-    """Where there are remote shards; its directory is what ranks and runs share."""
+    """Open the store of remote shards, if there are any. Ranks and runs share its directory."""
     if not any(shard.is_remote for part in parts for shard in part.content.shards):
         return None
     default = Path(tempfile.gettempdir()) / f"wide-mlps-shards-{os.getuid()}"
@@ -304,8 +287,8 @@ def open_store(settings: ReadingSettings, parts: Sequence[Part]) -> ShardStore |
 
 
 def _class_numbers(part_of_shards: Sequence[Part]) -> tuple[Ids | None, Ids]:
-    """The classes of all parts one after the other, and where those of each shard begin; None where
-    all keep their numbers."""
+    """Return the classes of all parts one after the other, or None if all keep their numbers, and
+    the place of each shard's classes."""
     parts = {id(part): part for part in part_of_shards}
     if all(part.classes is None for part in parts.values()):
         return None, np.zeros(len(part_of_shards), np.int64)
@@ -349,7 +332,7 @@ class MappedShards:
         self.files = FileRange([shard.num_bytes for _, shard in shards])
         self.is_remote = np.array([shard.is_remote for _, shard in shards], np.bool_)
         self.any_remote = bool(self.is_remote.any())
-        assert store is not None or not self.any_remote  # `open_store` is for all who read
+        assert store is not None or not self.any_remote
         self._mapped = np.zeros(len(shards), np.bool_)
         self._users = np.zeros(len(shards), np.int64)
         self._held: dict[int, File] = {}
@@ -358,14 +341,13 @@ class MappedShards:
         for number in np.flatnonzero(~self.is_remote).tolist():
             self._check_local(number)
         if store is not None and self.any_remote:
-            store.add_reader(self)
+            store.readers.add(self)
 
     @contextmanager
     def reading(self, numbers: Ids) -> Iterator[None]:
-        """The shards are mapped for the length of the block; waits for those that are still on
-        their way."""
+        """Keep the shards mapped during the block. Wait for shards that are not yet fetched."""
         if not self.any_remote and self._mapped[numbers].all():
-            yield  # the common case: local shards are never let go
+            yield  # local shards stay mapped
             return
         needed = np.unique(numbers)
         with self._lock:
@@ -379,8 +361,7 @@ class MappedShards:
                 self._users[needed] -= 1
 
     def fetch_ahead(self, numbers: Sequence[int]) -> None:
-        """What is needed next, in this order; the rest is let go as soon as nobody reads from
-        it."""
+        """Fetch these shards in this order, and release other shards that no thread reads."""
         remote = [number for number in numbers if self.is_remote[number]]
         if self._store is None or not remote:
             return
@@ -401,7 +382,7 @@ class MappedShards:
         )
 
     def close(self) -> None:
-        """Nothing may be read from here on."""
+        """Release all shards. Nothing may be read afterwards."""
         with self._lock:
             self._release(list(self._held))
 
@@ -459,27 +440,25 @@ class MappedShards:
 
 
 class FileRange:
-    """Slots for files of at most the given sizes."""
+    """A range of addresses with slots for files of at most the given sizes."""
 
     def __init__(self, sizes: Sequence[int]):
         page = mmap.ALLOCATIONGRANULARITY
         slots = np.array([-(-max(size, 1) // page) * page for size in sizes], np.int64)
         ends = np.cumsum(slots)
         self.starts: NDArray[np.int64] = ends - slots
-        """Where each slot begins in `content`; a multiple of the page size."""
+        """Begin of each slot in `content`, a multiple of the page size."""
         self._slots = slots
         num_bytes = int(ends[-1]) if len(ends) else page
         self._address = _map(None, num_bytes, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        # at the end of the process a thread may still be reading: the system takes the range back
-        # when it is over
+        # at the end of the process a thread may still read, so only the system unmaps the range
         weakref.finalize(self, _libc.munmap, self._address, num_bytes).atexit = False
         self.buffer: Any = (ctypes.c_ubyte * num_bytes).from_address(self._address)
         self.content: NDArray[np.uint8] = np.ctypeslib.as_array(self.buffer)
         self.content.flags.writeable = False
 
     def map(self, number: int, path: Path, *, num_bytes: int) -> None:
-        """Puts the file into its slot. Its size is the caller's to check: what lies behind its end
-        must not be read."""
+        """Map the file into its slot. The caller must not read beyond the end of the file."""
         assert num_bytes <= self._slots[number], (path, num_bytes)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -494,7 +473,7 @@ class FileRange:
             os.close(descriptor)
 
     def unmap(self, number: int) -> None:
-        """Nobody may be reading from the slot."""
+        """Unmap the slot, from which no thread may read."""
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         _map(self._at(number), int(self._slots[number]), _NO_ACCESS, kind, -1)
 

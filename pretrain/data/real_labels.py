@@ -1,9 +1,7 @@
-"""The ReaL labels of a split ("Are we done with ImageNet?"): for each picture all classes that are
-right, or none.
+"""ReaL labels of a split ("Are we done with ImageNet?"): all correct classes of an image.
 
-`data_prep` stores them as the annotation `real`, a bit for each class of the dataset. A picture
-without a right class does not count.
-B batch, K classes of the dataset.
+`data_prep` stores them as the annotation `real`, with a bit for each class of the dataset. Images
+without a correct class do not count. B batch, K classes of the dataset.
 """
 
 from dataclasses import dataclass
@@ -25,12 +23,11 @@ class RealLabels:
     bits: NDArray[np.bool_]
     """(samples of the split, K)"""
     column_of: Tensor
-    """For each class that a model may answer, the column of it; -1 where the dataset has no such
-    class."""
+    """Column of each class that a model can predict; -1 if the dataset has no such class."""
 
     @classmethod
     def of(cls, part: Part, *, num_answers: int, device: torch.device) -> "RealLabels | None":
-        """None where the split has no such annotation."""
+        """Load the labels, or return None if the split has no such annotation."""
         if NAME not in part.content.annotations:
             return None
         bits = load_annotation(part.directory, part.content, NAME)
@@ -48,8 +45,8 @@ class RealLabels:
         return cls(bits, column_of.to(device))
 
     def count(self, answers_B: Tensor, samples: Ids, mask_B: Tensor) -> Tensor:
-        """(right, number) of the unmasked pictures that have a right class, summed; on the answers'
-        device, without a wait."""
+        """Count the correct predictions, and the unmasked images with a correct class. The result
+        stays on the device of the predictions."""
         bits_BK, columns_B = torch.from_numpy(self.bits[samples]), self.column_of[answers_B]
         if columns_B.is_cuda:
             bits_BK = bits_BK.pin_memory().to(columns_B.device, non_blocking=True)

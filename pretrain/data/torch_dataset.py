@@ -1,8 +1,7 @@
-"""A split of a dataset for training loops of others: `Shards` gives samples by number,
-`ShardBatches` streams whole batches.
+"""A split of a dataset for other training loops: `Shards` has samples by number, `ShardBatches`
+iterates batches.
 
-Pictures are uint8 (3, H, W) squares, not augmented; the label of an unlabelled one is -1. Both read
-as `pretrain train` does.
+Images are uint8 (3, H, W) squares without augmentation. The label of an unlabelled image is -1.
 """
 
 import math
@@ -29,8 +28,7 @@ Transform = Callable[[Tensor], Any]
 
 
 class Shards(Dataset[tuple[Any, int]]):
-    """`shards[7]` is (picture, label). The workers of a DataLoader may each have their own; they
-    fetch a batch at once."""
+    """`shards[7]` is (image, label). Each worker of a DataLoader reads a batch at once."""
 
     def __init__(
         self,
@@ -40,7 +38,7 @@ class Shards(Dataset[tuple[Any, int]]):
         image_size: int | None = None,
         transform: Transform | None = None,
     ):
-        """`image_size`: of datasets that keep their pictures' own sizes."""
+        """`image_size` is for datasets that keep the images' own sizes."""
         self.settings = ReadingSettings(dataset=str(dataset))
         manifest = load_manifest(self.settings.directory)
         self.classes, self.num_samples = (
@@ -77,13 +75,13 @@ class Shards(Dataset[tuple[Any, int]]):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For workers: what is mapped stays here."""
+        """Pickle without the mapped shards."""
         return self.__dict__ | {"_reader": None}
 
 
 class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
-    """Batches of (pictures, labels), read and decoded by threads. Each pass is the next epoch:
-    every sample once, shuffled anew."""
+    """Batches of (images, labels), read and decoded by threads. Each pass is the next epoch, with
+    every sample once."""
 
     def __init__(
         self,
@@ -93,13 +91,12 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         batch_size: int,
         shuffle: bool = True,
         seed: int = 0,
-        **reading: Any,
+        image_size: int | None = None,
     ):
-        """`reading`: `image_size`, as `Shards` has it."""
-        self.shards = Shards(dataset, split, transform=None, **reading)
+        self.shards = Shards(dataset, split, image_size=image_size)
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
         self.epoch = 0
-        """Of the next pass. Equal (dataset, seed, epoch) give an equal order on every machine."""
+        """Epoch of the next pass. Equal (dataset, seed, epoch) give the same order everywhere."""
 
     def __len__(self) -> int:
         return math.ceil(len(self.shards) / self.batch_size)
@@ -108,7 +105,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         if get_worker_info() is not None:
             raise UserError(
                 "num_workers",
-                "ShardBatches has threads of its own, so a DataLoader must not have workers",
+                "ShardBatches has its own threads, so a DataLoader must not have workers",
                 "use DataLoader(batches, batch_size=None)",
                 code="conflict",
             )
@@ -119,12 +116,16 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         cuts = [*range(first, first + count, self.batch_size), first + count]
         requests = (Request(np.arange(*ends)) for ends in pairwise(cuts))
         with reading([part], self.shards.settings, image_size=self.shards.image_size) as reader:
-            how: dict[str, Any] = {
-                "finish": as_stored,
-                "on_bad": BadSamples(reader).replace,
-                "num_threads": num_cores(),
-            }
-            with Batches(reader, order, requests, prefetch=2, pin=False, **how) as batches:
-                yield from (
-                    (batch.images_BHWC.permute(0, 3, 1, 2), batch.labels_B) for batch in batches
-                )
+            batches = Batches(
+                reader,
+                order,
+                requests,
+                finish=as_stored,
+                on_bad=BadSamples(reader).replace,
+                num_threads=num_cores(),
+                prefetch=2,
+                pin=False,
+            )
+            with batches:
+                for batch in batches:
+                    yield batch.images_BHWC.permute(0, 3, 1, 2), batch.labels_B

@@ -1,17 +1,16 @@
-"""DeepSpeed behind the `Engine` contract. The only file that imports deepspeed.
+"""The DeepSpeed engine. Only this file imports deepspeed.
 
-bf16 and fp16 at stages 1-3 mean low-precision weights with fp32 master copies in the sharded
-optimizer; at stage 0, where DeepSpeed has neither sharding nor readable state for them, they are
-autocast over fp32 weights. The gradients of micro-batches are added up in fp32 at every stage.
+Stages 1 to 3 keep low-precision weights, and fp32 master weights in the sharded optimizer. Stage 0
+keeps fp32 weights and uses autocast. All stages add up the gradients of micro-batches in fp32.
 
-A step counts only if the loss and the gradients of all ranks are finite: a loss that is not makes
-its gradients NaN, the reduction carries that to every rank, and the norm, which each step has
-anyhow, shows it everywhere at once. At stages 1 and 2 the update looks at the norm where it is, on
-the device, and no step waits (sharded_update.py). At stage 0 this file waits for the norm before it
-updates; in fp16, with offload and at stage 3 DeepSpeed does, twice.
+A step counts only if the loss and the gradients of all ranks are finite. A loss that is not finite
+makes its gradients NaN, the reduction passes that to every rank, and the norm shows it everywhere.
+At stages 1 and 2 the update reads the norm on the device, so the host does not wait
+(sharded_update.py). At stage 0 this file waits for the norm. DeepSpeed waits in fp16, with offload
+and at stage 3.
 
-State leaves and enters whole (see sharded_state.py), so a checkpoint fits any number of ranks and
-any stage.
+States are complete tensors by name (sharded_state.py), so a checkpoint fits any stage and any
+number of ranks.
 """
 
 import datetime
@@ -63,42 +62,32 @@ DynamicLossScaler = deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
 
 
 def start_distributed(world: World, *, timeout_s: float) -> torch.device:
-    """Join the ranks and return this rank's device. A missing GPU is no SettingsError: on another
-    node it may be there."""
+    """Join the ranks and return this rank's device."""
     on_gpu, num_gpus = torch.cuda.is_available(), torch.cuda.device_count()
     gpu = world.gpu(num_gpus)
-    if on_gpu and gpu is None:
-        raise UserError(
-            "--ranks",
-            f"local rank {world.local_rank} has no GPU, {num_gpus} are visible",
-            "start one rank per GPU",
-            code="missing-device",
-        )
+    if on_gpu and gpu is None:  # not final, because another node may have it
+        problem = f"local rank {world.local_rank} has no GPU, {num_gpus} are visible"
+        raise UserError("--ranks", problem, "start one rank per GPU", code="missing-device")
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if on_gpu:
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-        # DeepSpeed asks oneDNN and refuses; torch computes fp16 without it, if slowly
+        # DeepSpeed asks oneDNN; torch computes fp16 without it
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     timeout = datetime.timedelta(seconds=timeout_s)
-    # Else the shared-memory op is compiled on first use (35 s, and a stale lock file hangs it),
-    # though gloo needs no help, and the C compiler is asked about each op; this is the only one
-    # that DeepSpeed looks up.
+    # otherwise an op for shared memory is compiled (35 s; a stale lock file hangs it)
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
-    c10d.default_pg_timeout = (
-        timeout  # DeepSpeed's own groups are made without one, and would wait 30 minutes
-    )
+    c10d.default_pg_timeout = timeout  # of DeepSpeed's own groups, which would wait 30 minutes
     return device
 
 
 LOSS_SCALE = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
-"""fp16: where the scale starts, after how many good steps it doubles, its floor, and which overflow
-in a row halves it."""
+"""fp16: first scale, good steps until it doubles, lowest scale, overflows until it is halved."""
 SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""All that changes in a `DynamicLossScaler`."""
+"""State of a `DynamicLossScaler`."""
 
 
 class DeepSpeedEngine:
@@ -114,90 +103,65 @@ class DeepSpeedEngine:
         world: World,
         ema_decay: float | None = None,
     ):
-        self.device, self.settings, self.plan, self.world, self.label_smoothing = (
-            device,
-            settings,
-            plan,
-            world,
-            label_smoothing,
-        )
-        self._dtype = DTYPES[settings.precision]
-        self._weight_dtype = self._dtype if settings.zero_stage > 0 else torch.float32
-        makes_fp16 = device.type == "cuda"  # the CPU's augmentation does not
-        self.input_dtype = (
-            torch.float32 if settings.precision == "fp16" and not makes_fp16 else self._weight_dtype
-        )
+        stage, on_gpu = settings.zero_stage, device.type == "cuda"
+        self.device, self.settings, self.plan, self.world = device, settings, plan, world
+        self.label_smoothing, self._dtype = label_smoothing, DTYPES[settings.precision]
+        self._weight_dtype = self._dtype if stage > 0 else torch.float32
+        self.input_dtype = self._weight_dtype
+        if settings.precision == "fp16" and not on_gpu:  # the CPU's augmentation has no fp16
+            self.input_dtype = torch.float32
         model = model.to(device)
         if settings.activation_checkpointing:
             checkpoint_activations(model)
-        if settings.zero_stage == 0 and self._dtype != torch.float32:
+        if stage == 0 and self._dtype != torch.float32:
             _autocast(model, device=device, dtype=self._dtype)
-        config = deepspeed_config(settings, plan, model, on_gpu=device.type == "cuda")
+        config = deepspeed_config(settings, plan, model, on_gpu=on_gpu)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=make_optimizer(model), config=config
         )
-        if (
-            settings.zero_stage == 1
-            and settings.precision == "bf16"
-            and plan.accumulation_steps > 1
-        ):
-            _accumulate_in_fp32(self._optimizer)
+        if stage == 1 and settings.precision == "bf16" and plan.accumulation_steps > 1:
+            # as `data_types.grad_accum_dtype` at other stages; read in the first backward pass
+            self._optimizer.gradient_accumulation_dtype = torch.float32
+            self._optimizer.use_separate_grad_accum = True
+            self._optimizer.use_grad_accum_attribute = True
         self._state = ShardedState(
-            self._engine.module,
-            self._optimizer,
-            stage=settings.zero_stage,
-            world=world,
-            device=device,
+            self._engine.module, self._optimizer, stage=stage, world=world, device=device
         )
         self._update: ShardedUpdate | None = None
         if updates_on_device(settings):
             self._update = ShardedUpdate(
                 self._optimizer, clip_norm=settings.gradient_clip_norm, world=world
             )
-            # alone there is nothing to reduce: DeepSpeed would copy each gradient three times
-            self._engine.enable_backward_allreduce = world.num_ranks > 1 or settings.zero_stage > 1
+            # one rank has nothing to reduce, but DeepSpeed would copy each gradient three times
+            self._engine.enable_backward_allreduce = world.num_ranks > 1 or stage > 1
             if self._optimizer.overlap_comm:
                 _end_reduction_on_device(self._optimizer)
         self._num_updates: int | Tensor = 0
         self._scaler = self._loss_scaler() if settings.precision == "fp16" else None
-        self._average = (
-            WeightAverage(self._state.weights(), decay=ema_decay) if ema_decay is not None else None
-        )
-        if settings.compile:
-            self._compile()
-
-    def _compile(self) -> None:
-        if not self.settings.cuda_graphs:
+        self._average: WeightAverage | None = None
+        if ema_decay is not None:
+            self._average = WeightAverage(self._state.weights(), decay=ema_decay)
+        if settings.compile and not settings.cuda_graphs:
             compile_blocks(self._engine.module)
-            return
-        if (
-            self.plan.accumulation_steps > 1
-        ):  # a replay writes gradients where those of the last one lie
-            fault = f"true is not valid with {self.plan.accumulation_steps} micro-batches a step"
-            raise SettingsError(
-                "engine.cuda_graphs",
-                fault,
-                "leave train.local_batch_size out, or set cuda_graphs=false",
-                code="bad-value",
-            )
-        self._engine.module.compile(mode="reduce-overhead", dynamic=False)
+        elif settings.compile:
+            if plan.accumulation_steps > 1:  # each replay overwrites the gradients
+                problem = f"true is not valid with {plan.accumulation_steps} micro-batches a step"
+                fix = "remove train.local_batch_size, or set cuda_graphs=false"
+                raise SettingsError("engine.cuda_graphs", problem, fix, code="bad-value")
+            self._engine.module.compile(mode="reduce-overhead", dynamic=False)
 
     def _loss_scaler(self) -> Any:
-        """DeepSpeed's, at every stage: at stage 0, where it has none that could be saved, one of
-        our own."""
+        """Return DeepSpeed's scaler; at stage 0, where it has none, a scaler of our own."""
         if self.settings.zero_stage == 0:
             return DynamicLossScaler(
                 consecutive_hysteresis=False, raise_error_at_min_scale=False, **LOSS_SCALE
             )
         scaler = self._optimizer.loss_scaler
-        scaler.raise_error_at_min_scale = (
-            False  # how many steps may be skipped is the trainer's to say
-        )
+        scaler.raise_error_at_min_scale = False  # the trainer counts skipped steps
 
         def only_fall(overflow: bool) -> None:
-            """0.19.8 calls it in the middle of a step, and then divides the gradients by the new
-            scale: `_update_sharded` counts good steps, after which the scale may grow, when the
-            step is over."""
+            """DeepSpeed calls it within a step, and then divides the gradients by the new scale.
+            `_update_sharded` lets the scale grow after the step."""
             if overflow:
                 DynamicLossScaler.update_scale(scaler, True)
 
@@ -217,9 +181,8 @@ class DeepSpeedEngine:
                 assert logits.dtype == self._dtype, logits.dtype
                 loss = loss_of(logits, batch, label_smoothing=self.label_smoothing)
                 total += loss.detach() / len(micro_batches)
-                loss = loss * torch.where(
-                    loss.detach().isfinite(), 1.0, torch.nan
-                )  # seen by all ranks in the norm
+                # all ranks see a NaN in the norm
+                loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
                 if self._scaler is not None and self.settings.zero_stage == 0:
                     loss = loss * self._scaler.loss_scale
                 self._engine.backward(loss)
@@ -248,13 +211,12 @@ class DeepSpeedEngine:
         return self._engine.get_global_grad_norm(), applied
 
     def _update_plain(self) -> tuple[Tensor, bool]:
-        """Stage 0: what the sharded optimizers do, with one pass over the gradients for the norm
-        that is logged and clipped to."""
+        """Do at stage 0 what the sharded optimizers do at other stages."""
         parameters = [each for each in self._engine.module.parameters() if each.grad is not None]
         gradients = [each.grad for each in parameters]
         scale = self._scaler.loss_scale if self._scaler is not None else 1.0
         norm = norm_of(gradients) / scale
-        applied = bool(norm.isfinite())  # the one wait; after the reduction all ranks see the same
+        applied = bool(norm.isfinite())  # the only wait; all ranks have the same norm
         if self._scaler is not None:
             self._scaler.update_scale(not applied)
         if not applied:
@@ -280,7 +242,7 @@ class DeepSpeedEngine:
 
     def weight(self, name: str) -> Tensor | None:
         parameter = self._engine.module.get_parameter(name)
-        if self.settings.zero_stage == 3:  # in shards, that all ranks put together
+        if self.settings.zero_stage == 3:
             parameter = deepspeed.utils.safe_get_full_fp32_param(parameter)
         return parameter.detach() if self.world.is_first else None
 
@@ -296,8 +258,7 @@ class DeepSpeedEngine:
         except Interrupted:
             self._state.refresh_working_weights()
             raise
-        # no `finally`: of any other error this rank may have been alone, and the others would not
-        # take part
+        # not in a `finally`: after another error of this rank the others would not take part
         self._state.refresh_working_weights()
 
     # ---- state
@@ -348,8 +309,8 @@ class DeepSpeedEngine:
 
 
 def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Around the model's own forward: DeepSpeed switches off an autocast outside, and its own marks
-    the whole process."""
+    """Wrap the model's own forward. DeepSpeed disables an autocast around it, and DeepSpeed's own
+    would hold in the whole process."""
     plain = model.forward
 
     def forward(images_BCHW: Tensor) -> Tensor:
@@ -359,20 +320,10 @@ def _autocast(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
     model.forward = forward
 
 
-def _accumulate_in_fp32(zero: Any) -> None:
-    """Set what `data_types.grad_accum_dtype` sets at other stages. It is read when the first
-    backward pass begins."""
-    zero.gradient_accumulation_dtype = torch.float32
-    zero.use_separate_grad_accum = zero.use_grad_accum_attribute = True
-
-
 def _end_reduction_on_device(zero: Any) -> None:
-    """With overlap the host would wait for the device after each backward pass; that the update's
-    stream waits is enough."""
-    accelerator, end = (
-        deepspeed.accelerator.get_accelerator(),
-        zero.independent_gradient_partition_epilogue,
-    )
+    """Let the stream of the update wait after each backward pass instead of the host."""
+    accelerator = deepspeed.accelerator.get_accelerator()
+    end = zero.independent_gradient_partition_epilogue
 
     def ended() -> None:
         accelerator.synchronize = lambda *_: accelerator.current_stream().wait_stream(
@@ -389,24 +340,24 @@ def _end_reduction_on_device(zero: Any) -> None:
 def deepspeed_config(
     settings: EngineSettings, plan: BatchPlan, model: nn.Module, *, on_gpu: bool
 ) -> dict[str, Any]:
-    """Our settings in DeepSpeed's words."""
+    """Translate our settings for DeepSpeed."""
     stage, cpu = settings.zero_stage, {"device": "cpu", "pin_memory": on_gpu}
     bucket = bucket_elements(num_parameters(model))
     zero: dict[str, Any] = {
         "stage": stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
+        # otherwise stage 3 would hold all weights of a model below a billion
+        "stage3_prefetch_bucket_size": bucket // 8,
+        "stage3_max_reuse_distance": bucket // 8,
+        "stage3_max_live_parameters": bucket // 2,
     }
-    # or stage 3 would hold the whole of any model below a billion weights from forward to backward
-    zero |= {"stage3_prefetch_bucket_size": bucket // 8, "stage3_max_reuse_distance": bucket // 8}
-    zero |= {"stage3_max_live_parameters": bucket // 2}
     if updates_on_device(settings):
         if stage == 1 and plan.num_ranks == 1:
-            zero["reduce_bucket_size"] = 8  # nothing will lie in it
+            zero["reduce_bucket_size"] = 8  # it stays empty
         # DeepSpeed would send as much, as an all-reduce of its buckets, and copy them twice more
         zero["reduce_scatter"] = False
-        # a larger weight would be reduced where its gradient lies, which is freed before the other
-        # stream is done
+        # a larger weight is reduced in place, and freed before the other stream has finished
         largest = max(each.numel() for each in model.parameters())
         zero["overlap_comm"] = on_gpu and plan.num_ranks > 1 and largest <= bucket
     if settings.offload != "none":
@@ -416,30 +367,25 @@ def deepspeed_config(
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.local_batch_size,
         "gradient_accumulation_steps": plan.accumulation_steps,
-        # always said: the default is 1.0 since 0.19.3. At stage 0 `_update_plain` clips.
+        # always set, because the default is 1.0; at stage 0 `_update_plain` clips
         "gradient_clipping": settings.gradient_clip_norm if stage else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
-        "timers": {
-            "throughput": {"enabled": False}
-        },  # or it waits for the device twice in each micro-batch
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device
     }
     if stage and DTYPES[settings.precision] != torch.float32:
         config[settings.precision] = {"enabled": True}
         if settings.precision == "fp16":
             config["fp16"] |= {
-                "loss_scale": 0,
+                "loss_scale": 0,  # dynamic
                 "initial_scale_power": LOSS_SCALE["init_scale"].bit_length() - 1,
-            }  # 0: dynamic
-            config["fp16"] |= {
                 "loss_scale_window": LOSS_SCALE["scale_window"],
                 "min_loss_scale": LOSS_SCALE["min_scale"],
+                "hysteresis": LOSS_SCALE["delayed_shift"],
             }
-            config["fp16"] |= {"hysteresis": LOSS_SCALE["delayed_shift"]}
-        # in bf16 at stage 1 it would choose DeepSpeed's BF16_Optimizer, another class with another
-        # state: see _accumulate_in_fp32
+        # in bf16 at stage 1 it would choose the BF16_Optimizer, whose state differs
         if stage > 1 or settings.precision == "fp16" or settings.offload != "none":
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config

@@ -1,5 +1,4 @@
-"""What a ZeRO stage costs: bytes that a rank holds, and bytes that it sends in a step, as functions
-of the number of parameters.
+"""The cost of a ZeRO stage: bytes that a rank holds and sends in a step, and the time of a step.
 
 P parameters on N ranks; w bytes per weight in the forward pass (4 in fp32, 2 in bf16 and fp16;
 stage 0 keeps fp32 weights in any precision); K optimizer values per weight (Lion and SGD 1,
@@ -12,14 +11,12 @@ AdamW 2), in fp32, as the master weights and the average are.
     3      w P / N  4 P / N  4 K P / N  4 P / N                 at most 3 r w P A
 
 * The sum over micro-batches is in fp32: in bf16 4 P + 4 P / N, on one rank 4 P; in fp32 8 P, on one
-  rank 4 P. fp16 and offload
-have 4 P + 4 P / N without accumulation, too.
+  rank 4 P. fp16 and offload have 4 P + 4 P / N without accumulation, too.
 
-r = (N - 1) / N is a ring's share. Stage 1 reduces once a step, stages 2 and 3 with each
-micro-batch. Stage 2's reduction is twice what a reduce-scatter would be, for DeepSpeed does it as
-an all-reduce; stage 3 gathers the weights twice (forward, and backward but for the layers that it
-begins with) and scatters the gradients once. tests/distributed/test_zero_cost.py compares this with
-what ranks really hold and send. Activations are not in it (micro_batch.py), nor is padding.
+r = (N - 1) / N is the fraction that a ring sends. Stage 1 reduces once a step, stages 2 and 3 with
+each micro-batch. Stage 2 reduces by an all-reduce. Stage 3 gathers the weights twice and scatters
+the gradients once. Activations and padding are not included.
+tests/distributed/test_zero_cost.py compares this with real ranks.
 """
 
 import math
@@ -41,9 +38,8 @@ Offload = Literal["none", "optimizer", "all"]
 NUM_STATES = {"lion": 1, "sgd": 1, "adamw": 2}
 """K, by `optimizer.name`."""
 MAX_BUCKET_ELEMENTS = 25_000_000
-"""Gradients that are reduced together, while the backward pass makes those of the next bucket:
-there are two of them on GPUs of several ranks. DeepSpeed's own 500 million would be 1 GB of bf16
-however small the model, and all at the end."""
+"""Gradients that are reduced together. DeepSpeed's default of 500 million takes 1 GB in bf16 even
+for a small model."""
 
 
 def bucket_elements(num_parameters: int) -> int:
@@ -52,8 +48,6 @@ def bucket_elements(num_parameters: int) -> int:
 
 @dataclass(frozen=True)
 class Training:
-    """What the costs depend on."""
-
     num_parameters: int
     stage: Stage
     precision: Precision
@@ -71,56 +65,41 @@ class Training:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of a rank."""
+    """Bytes on a rank's device."""
 
     on_device: float
-    on_host: float
-    """With offload."""
     bucket: float
-    """On the device, too; only stage 3 keeps it between two steps."""
+    """Bytes of `on_device` that only stage 3 keeps between two steps."""
 
 
 def held(training: Training) -> Held:
     size, each, stage = training.num_parameters, training.bytes_per_weight, training.stage
     share = size if stage == 0 else size / training.num_ranks
     weights = each * (share if stage == 3 else size)
-    shards = 4 * share * ((stage > 0) + training.num_states + training.ema)
-    match stage:
-        case 0:
-            gradients = 4.0 * size
-        case 1:
-            gradients = _gradients_at_stage_1(training)
-        case _:
-            gradients = 4 * share
-    bucket = 0.0 if stage == 0 else float(each * bucket_elements(size))
-    if stage in (1, 2) and training.num_ranks > 1:
-        bucket *= 2
-    on_host = 0.0
-    if training.offload != "none":
-        on_host = (
-            shards
-            + (gradients if stage >= 2 else 0.0)
-            + (weights if training.offload == "all" else 0.0)
-        )
-    return Held(weights + shards + gradients + bucket - on_host, on_host, bucket)
+    shards = 4.0 * share * ((stage > 0) + training.num_states + training.ema)
+    gradients = _gradients_at_stage_1(training) if stage == 1 else 4 * share
+    bucket = 0.0
+    if stage > 0:
+        num_buckets = 2 if stage < 3 and training.num_ranks > 1 else 1
+        bucket = float(num_buckets * each * bucket_elements(size))
+    if training.offload != "none":  # the rest is in host memory
+        shards, gradients = 0.0, 0.0 if stage >= 2 else gradients
+    if training.offload == "all":
+        weights = 0
+    return Held(weights + shards + gradients + bucket, bucket)
 
 
 def _gradients_at_stage_1(training: Training) -> float:
-    size, num_ranks, is_accumulated = (
-        training.num_parameters,
-        training.num_ranks,
-        training.accumulation_steps > 1,
-    )
-    has_loss_scale_or_offload = training.precision == "fp16" or training.offload != "none"
-    if training.bytes_per_weight == 2 and (is_accumulated or has_loss_scale_or_offload):
-        return 4 * (size + (size / num_ranks if num_ranks > 1 or has_loss_scale_or_offload else 0))
-    return training.bytes_per_weight * (
-        2 * size if is_accumulated and num_ranks > 1 else size / num_ranks
-    )
+    size, num_ranks, each = training.num_parameters, training.num_ranks, training.bytes_per_weight
+    is_accumulated = training.accumulation_steps > 1
+    is_summed = training.precision == "fp16" or training.offload != "none"
+    if each == 2 and (is_accumulated or is_summed):
+        return 4 * (size + (size / num_ranks if num_ranks > 1 or is_summed else 0))
+    return each * (2 * size if is_accumulated and num_ranks > 1 else size / num_ranks)
 
 
 def bytes_sent(training: Training) -> float:
-    """By a rank in one step."""
+    """Return the bytes that a rank sends in one step."""
     ring, steps = (training.num_ranks - 1) / training.num_ranks, training.accumulation_steps
     times = {0: 2, 1: 3, 2: 2 * steps + 1, 3: 3 * steps}[training.stage]
     return times * ring * training.num_parameters * training.bytes_per_weight
@@ -177,9 +156,9 @@ class Plan:
 
         Stages 1 and 2 reduce gradients in k buckets during the backward pass (two thirds of the
         compute; stage 1 in the last micro-batch, stage 2 in each), and stage 3 fetches weights
-        during both passes. Of a reduction r beside compute b, min(b, r) (1 - 1/k) is hidden: the
-        last bucket has nothing left beside it. Stage 0 reduces after the backward pass, and
-        gathering the weights of stages 1 and 2 follows the update.
+        during both passes. A reduction r during compute b hides min(b, r) (1 - 1/k), because the
+        last bucket comes after it. Stage 0 reduces after the backward pass, and stages 1 and 2
+        gather weights after the update.
         """
         cluster, training = self.cluster, self.training(self.stage, num_nodes)
         gbit_per_s = cluster.gbit_per_s_inside

@@ -1,9 +1,8 @@
-"""Exact evaluation on any number of ranks: every sample counts once, padding is masked, sums are
-reduced at the end.
+"""Exact evaluation on any number of ranks: every sample counts once, padding is masked, and sums
+are reduced at the end.
 
-A picture that does not decode is left out of the score, and `num_samples` says so. Where the split
-has ReaL labels they are counted beside the dataset's own. If the split's classes are unequal, their
-mean accuracy is a score, too. K classes of the model.
+An image that does not decode is skipped, and `num_samples` does not count it. K classes of the
+model.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,18 +33,16 @@ class Scores:
     loss: float
     num_samples: int
     real: float | None = None
-    """Top-1 by the ReaL labels; None where there are none."""
+    """Top-1 by ReaL labels; None if the split has none."""
     class_top1: float | None = None
-    """The mean over classes of each class's top-1; None if the classes of the split are equally
-    large."""
+    """Mean of the classes' top-1; None if the classes are equally large."""
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        named = {
-            name: value
+        return {
+            f"{prefix}/{name}": float(value)
             for name, value in asdict(self).items()
             if name != "num_samples" and value is not None
         }
-        return {f"{prefix}/{name}": float(value) for name, value in named.items()}
 
 
 def evaluate(
@@ -58,11 +55,11 @@ def evaluate(
     stop: StopFlag,
     num_threads: int = 1,
 ) -> Scores:
-    """The scores of all ranks together. Raises Interrupted, on all ranks at the same batch, once
-    one of them is to stop."""
+    """Return the scores of all ranks together. Once a rank is to stop, all ranks raise Interrupted
+    at the same batch."""
     device, num_bad = augmentation.device, 0
     sums, real_sums = (torch.zeros(size, dtype=torch.float64, device=device) for size in (4, 2))
-    hits_2K = sums.new_zeros(2, 0)  # (right in 1, number) of each class
+    hits_2K = sums.new_zeros(2, 0)  # (correct, number) of each class
     real: RealLabels | None = None
     with (
         progress(
@@ -82,10 +79,8 @@ def evaluate(
             PROGRESS.mark(f"evaluating batch {number + 1:,}")
             prepared = augmentation.plain(batch)
             assert batch.mask_B is not None
-            logits, mask_B = (
-                logits_of(prepared.images_BCHW),
-                batch.mask_B.to(device, non_blocking=True),
-            )
+            logits = logits_of(prepared.images_BCHW)
+            mask_B = batch.mask_B.to(device, non_blocking=True)
             columns_4B = _count(logits, prepared.labels_B, mask_B)
             sums += columns_4B.sum(dim=1)
             if number == 0:
@@ -100,30 +95,26 @@ def evaluate(
     totals = all_sum(
         torch.cat([sums, real_sums, sums.new_tensor([float(num_bad)]), hits_2K.flatten()])
     )
-    right1, right5, loss, size, real_right, real_size, left_out = totals[:7].tolist()
-    right_K, number_K = totals[7:].view(2, -1)
-    assert size + left_out == reader.num_samples, (size, left_out, reader.num_samples)
+    top1, top5, loss, size, real_top1, real_size, skipped = totals[:7].tolist()
+    correct_K, number_K = totals[7:].view(2, -1)
+    assert size + skipped == reader.num_samples, (size, skipped, reader.num_samples)
     if size == 0:
-        raise DatasetError(
-            "evaluation: no picture of the split decodes; run data_prep verify on the dataset"
-        )
-    is_there_K, are_unequal = (
-        number_K > 0,
-        any(part.content.largest_class is not None for part in reader.parts),
-    )
+        place = str(reader.parts[0].directory)
+        problem, fix = "no image of the split decodes", f"run data_prep verify {place}"
+        raise DatasetError(place, problem, fix, code="damaged")
+    are_unequal = any(part.content.largest_class is not None for part in reader.parts)
     return Scores(
-        right1 / size,
-        right5 / size,
+        top1 / size,
+        top5 / size,
         loss / size,
         int(size),
-        real=real_right / real_size if real_size else None,
-        class_top1=float((right_K / number_K)[is_there_K].mean()) if are_unequal else None,
+        real=real_top1 / real_size if real_size else None,
+        class_top1=float((correct_K / number_K)[number_K > 0].mean()) if are_unequal else None,
     )
 
 
 def _heeding(stop: StopFlag, batches: Iterator[Batch], *, device: torch.device) -> Iterator[Batch]:
-    """The batches, unless ranks are to stop; they agree on it a batch late, when that costs no
-    wait."""
+    """Yield the batches until ranks are to stop. They agree one batch late, without a wait."""
     vote: Exchange | None = None
     while True:
         with stop.waiting():
@@ -139,15 +130,8 @@ def _heeding(stop: StopFlag, batches: Iterator[Batch], *, device: torch.device) 
 
 
 def _count(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """(right in 1, right in 5, loss, number) of each row; 0 where it is masked."""
+    """Return (top-1, top-5, loss, number) of each row; 0 if it is masked."""
     top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
     losses = cross_entropy(logits.float(), labels, reduction="none")
-    columns = torch.stack(
-        [
-            top[:, 0].double(),
-            top.any(dim=1).double(),
-            losses.double(),
-            torch.ones_like(losses).double(),
-        ]
-    )
-    return columns * mask
+    columns = (top[:, 0], top.any(dim=1), losses, torch.ones_like(losses))
+    return torch.stack([column.double() for column in columns]) * mask

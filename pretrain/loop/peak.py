@@ -1,9 +1,7 @@
-"""How fast training is (`Meter`), and what a device could do at best, against which the achieved
-FLOP/s are held (MFU).
+"""The speed of training (`Meter`), and the peak FLOP/s of a device, for MFU.
 
-For GPUs whose data sheet has it, that is the dense rate of the matrix units; for others, and for
-CPUs, a product of two square matrices, measured when a run starts, on all ranks at once, so that
-ranks which share cores share them here, too.
+The peak is the dense rate in a GPU's data sheet. For other GPUs and for CPUs it is measured with a
+product of two square matrices, on all ranks at once, because ranks may share cores.
 """
 
 import re
@@ -36,13 +34,13 @@ SHEETS = (
     (r"RTX 3090", {"bf16": 71.0, "fp16": 71.0, "tf32": 35.6, "fp32": 35.6}),
     (r"RTX 4090", {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
 )
-"""A part of a GPU (MIG) and a sibling (RTX 4090 D) have other names, and are measured."""
+"""A part of a GPU (MIG) and a variant (RTX 4090 D) have other names, and are measured."""
 MEASURE_S = 0.15
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Of one rank's device."""
+    """Peak of one rank's device."""
 
     teraflops: float
     source: str
@@ -71,18 +69,15 @@ def listed_teraflops(name: str, *, precision: str) -> float | None:
 
 
 def measured_peak(device: torch.device, *, precision: str) -> Peak:
-    """The quickest of some products, after one that warms up. On a CPU in fp32: many take seconds
-    for such a product in bf16 or fp16. A meter that sees a higher rate takes that."""
+    """Measure the fastest of some products after one to warm up. CPUs use fp32, because many take
+    seconds for such a product in bf16 or fp16."""
     on_gpu = device.type == "cuda"
-    side = 8192 if on_gpu else 1024
-    dtype = (
-        {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-        if on_gpu
-        else torch.float32
-    )
-    own = torch.Generator(device).manual_seed(
-        0
-    )  # random numbers: of equal ones some devices make products a tenth faster
+    side, dtype = 1024, torch.float32
+    if on_gpu:
+        side = 8192
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, dtype)
+    # random numbers, because some devices multiply equal ones faster
+    own = torch.Generator(device).manual_seed(0)
     left, right = (
         torch.randn(side, side, device=device, dtype=dtype, generator=own) for _ in range(2)
     )
@@ -102,20 +97,20 @@ def measured_peak(device: torch.device, *, precision: str) -> Peak:
 
 @dataclass
 class Meter:
-    """Each step lasts from the end of the one before it to its own, so a speed is that of training
-    alone: behind an evaluation or a checkpoint the clock is started anew."""
+    """The speed of training. A step lasts from the end of the previous step to its own end. After
+    an evaluation or a checkpoint the clock is restarted."""
 
     global_batch_size: int
     flops_per_image: float
-    """Of the forward and backward pass (`training_flops`). 0 where nobody knows."""
+    """FLOP of the forward and backward pass; 0 if unknown."""
     peak_teraflops: float
-    """Of all ranks together."""
+    """Peak of all ranks together."""
     device: torch.device
     _seconds: list[float] = field(default_factory=list)
-    """Of each step since the last reading."""
+    """Duration of each step since the last reading."""
     _wait_s: float = 0.0
     _num_steps: int = -1
-    """In all, but for the first of a start."""
+    """Steps of this attempt without its first one."""
     _all_s: float = 0.0
 
     def restart(self) -> None:
@@ -130,21 +125,18 @@ class Meter:
 
     @property
     def images_per_s(self) -> float | None:
-        return (
-            self._num_steps * self.global_batch_size / max(self._all_s, 1e-9)
-            if self._num_steps > 0
-            else None
-        )
+        if self._num_steps <= 0:
+            return None
+        return self._num_steps * self.global_batch_size / max(self._all_s, 1e-9)
 
     def reading(self) -> dict[str, float]:
-        """Speed since the last one, and the most memory, in GB (2^30), that this rank has held;
-        asking waits for no device."""
+        """Return the speed since the last reading, and this rank's peak memory in GB (2^30). It
+        does not wait for the device."""
         elapsed_s = max(sum(self._seconds), 1e-9)
         images_per_s = len(self._seconds) * self.global_batch_size / elapsed_s
         teraflops = self.flops_per_image * images_per_s / 1e12
-        self.peak_teraflops = max(
-            self.peak_teraflops, teraflops
-        )  # what was measured on a busy machine may be too low
+        # the peak may have been measured on a busy machine
+        self.peak_teraflops = max(self.peak_teraflops, teraflops)
         found = {
             "usage/images_per_s": images_per_s,
             "usage/data_wait_share": self._wait_s / elapsed_s,
@@ -153,11 +145,9 @@ class Meter:
         if self.flops_per_image:
             found |= {"usage/teraflops": teraflops, "usage/mfu": teraflops / self.peak_teraflops}
         if self.device.type == "cuda":
-            found["usage/peak_gpu_allocated_gb"] = (
-                torch.cuda.max_memory_allocated(self.device) / 2**30
-            )
-            found["usage/peak_gpu_reserved_gb"] = (
-                torch.cuda.max_memory_reserved(self.device) / 2**30
-            )
+            allocated = torch.cuda.max_memory_allocated(self.device)
+            reserved = torch.cuda.max_memory_reserved(self.device)
+            found["usage/peak_gpu_allocated_gb"] = allocated / 2**30
+            found["usage/peak_gpu_reserved_gb"] = reserved / 2**30
         self._seconds, self._wait_s = [], 0.0
         return found

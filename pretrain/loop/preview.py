@@ -1,8 +1,6 @@
-"""`pretrain preview`: a sheet of the pictures that the model is fed, after all augmentation, with
-the labels that go with them.
+"""`pretrain preview`: a sheet of the model's input images after augmentation, with their labels.
 
-They are those of the run itself: the same order, crops and mixtures, from the beginning of any
-epoch. Only the normalisation is undone, which no eye could do.
+They are the images of the run itself, from the beginning of any epoch, without normalization.
 """
 
 from contextlib import closing
@@ -26,7 +24,7 @@ from pretrain.tracking.pictures import fed_sheet
 def preview(
     settings: PretrainSettings, data: TrainingData, *, count: int, epoch: int, num_threads: int
 ) -> Image.Image:
-    """The first `count` pictures of an epoch."""
+    """Draw the first `count` input images of an epoch."""
     if count < 2 or count % 2:
         raise UserError(
             "count",
@@ -34,11 +32,8 @@ def preview(
             "choose an even number",
             code="bad-value",
         )
-    batch_size, seed, normalisation = (
-        settings.train.global_batch_size,
-        settings.train.seed,
-        Normalisation(*data.channel_statistics),
-    )
+    batch_size, seed = settings.train.global_batch_size, settings.train.seed
+    normalisation = Normalisation(*data.channel_statistics)
     augmentation = Augmentation(
         settings.augment,
         seed=seed,

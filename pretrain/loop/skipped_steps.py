@@ -1,60 +1,59 @@
-"""Steps that the engine did not take because loss or gradients were not finite: counted, named, and
-in the end too many.
+"""Steps that the engine skipped because the loss or a gradient was not finite: counted, named, and
+an error if there are too many in a row.
 
-A skipped step changes nothing but the position in the data: training goes on with the next batch,
-and every rank skips the same steps. Lines go to RUN/skipped_steps/rank-R.jsonl (step, loss, sample,
-shard, key): from a rank whose own loss is not finite, its share of the batch; from all ranks where
-only the gradients are not. fp16 skips steps with finite losses while it looks for its
-scale: these are counted, not written.
+A skipped step changes only the position in the data, on every rank. RUN/skipped_steps/rank-R.jsonl
+gets a line for each sample (step, loss, sample, shard, key): from the ranks whose own loss was not
+finite, or from all ranks if only gradients were not. In fp16, steps with finite losses are skipped
+while the loss scale is searched; they are counted, and not written.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from data_prep.errors import UserError
+from pretrain.config import PretrainSettings
 from pretrain.data.order import BatchPlan, Ids, Line
 from pretrain.data.reader import ShardReader
 from pretrain.data.stream import Stream
 from pretrain.ranks.collectives import Agreed
 
 MAX_WRITTEN = 50
-"""Steps of a process: the names of a few batches are enough to look at."""
+"""Steps that a process writes."""
 
 
 class TooManySkippedSteps(UserError):  # noqa: N818
-    """Training has diverged, or the data are broken."""
+    """Training has diverged, or the data is broken."""
 
     of_all_ranks = True
 
 
 class SkippedSteps:
-    """What one rank makes of them."""
-
     def __init__(
         self,
-        samples_of: Callable[[int], Ids],
+        settings: PretrainSettings,
         reader: ShardReader | Stream,
+        order: Line,
+        plan: BatchPlan,
         *,
-        log: Path,
-        max_in_a_row: int,
-        scales_loss: bool,
+        rank: int,
     ):
-        self._samples_of, self._reader, self._log = samples_of, reader, log
-        self._max_in_a_row, self._scales_loss = max_in_a_row, scales_loss
+        self._reader, self._order, self._plan, self._rank = reader, order, plan, rank
+        self._log = Path(settings.run_dir) / "skipped_steps" / f"rank-{rank}.jsonl"
+        self._max_in_a_row = settings.train.max_skipped_steps
+        self._scales_loss = settings.engine.precision == "fp16"
         self.total = self.in_a_row = 0
         self._num_written = 0
         self._are_named = False
-        """Whether samples of the last ones in a row were written, by whichever rank."""
+        """True if a rank has written samples of the last steps in a row."""
 
     def go_on(self, *, total: int, in_a_row: int) -> None:
-        """From a checkpoint."""
+        """Continue the counts of a checkpoint."""
         self.total, self.in_a_row = total, in_a_row
 
     def note(self, step: int, agreed: Agreed) -> None:
-        """`step`: how many steps are done with this one, as on the progress line."""
+        """Note a step. `step`: the number of steps that are done with this one."""
         if agreed.applied:
             self.in_a_row, self._are_named = 0, False
             return
@@ -66,42 +65,36 @@ class SkippedSteps:
                 self._write(step, agreed.own_loss)
         if self.in_a_row < self._max_in_a_row:
             return
-        remedy = (
-            "the gradients overflow in fp16 though the loss scale was lowered on the way, and no"
-            " sample is to blame. Set engine.precision=bf16, which has the range of fp32 (or fp32"
-            " itself), or lower optimizer.lr, in another run_dir"
+        fix = (
+            "set engine.precision=bf16, or a lower optimizer.lr, in another run_dir. The gradients"
+            " overflow in fp16 at every loss scale, and no sample causes it"
         )
         if self._are_named:
-            remedy = (
-                f"their samples are in {self._log.parent}. Lower optimizer.lr or set"
-                " engine.gradient_clip_norm=1, in another run_dir, or look at those samples"
+            fix = (
+                "set a lower optimizer.lr, or engine.gradient_clip_norm=1, in another run_dir, or"
+                f" look at the samples in {self._log.parent}"
             )
         raise TooManySkippedSteps(
+            "train.max_skipped_steps",
             f"{self.in_a_row} steps in a row, to step {step}, had a loss or gradients that are not"
-            f" finite (the last loss is {agreed.loss}), as many as train.max_skipped_steps allows;"
-            f" {remedy}"
+            f" finite (the last loss is {agreed.loss})",
+            fix,
+            code="not-finite",
         )
 
     def _write(self, step: int, loss: float) -> None:
         self._num_written += 1
-        samples = self._samples_of(step - 1)
+        samples = samples_of_rank(self._order, self._plan, step=step - 1, rank=self._rank)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with open(self._log, "a", encoding="utf-8") as file:
-            for sample, (shard, key) in zip(
-                samples.tolist(), self._reader.names(samples), strict=True
-            ):
-                line = {
-                    "step": step,
-                    "loss": str(loss),
-                    "sample": sample,
-                    "shard": shard,
-                    "key": key,
-                }
-                file.write(json.dumps(line) + "\n")
+            names = self._reader.names(samples)
+            for sample, (shard, key) in zip(samples.tolist(), names, strict=True):
+                line = {"step": step, "loss": str(loss), "sample": sample}
+                file.write(json.dumps(line | {"shard": shard, "key": key}) + "\n")
 
 
 def samples_of_rank(order: Line, plan: BatchPlan, *, step: int, rank: int) -> Ids:
-    """The samples of a rank's share of the step's global batch."""
+    """Return the samples of a rank in the step's global batch."""
     consumed = step * plan.global_batch_size
     positions = [
         plan.positions(consumed=consumed, micro_step=micro_step, rank=rank)

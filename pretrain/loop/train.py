@@ -1,12 +1,13 @@
-"""One training from validated settings to its true end. `pretrain train` and `finetune tune` are
-two `Task`s for it.
+"""One training from validated settings to its end. `pretrain train` and `finetune tune` are two
+`Task`s for it.
 
-1. The first rank claims the run directory (run.py); the others wait for it while they join. 2. From
-   here on a rank that dies,
-freezes or fails ends the others (heartbeat.py). 3. Model, micro-batch, engine, tracker, data,
-trainer, in this order. 4. Every rank reads the newest whole checkpoint itself. 5. The loop
-(trainer.py). 6. The status comes last: a run is FINISHED when its last checkpoint is on disk and
-result.json says so.
+1. The first rank claims the run directory (run.py). The others wait for it when they join.
+2. From here on a rank that dies, freezes or fails ends the others (watchdog.py).
+3. `assemble` makes the parts of the training in order.
+4. `restore` reads the newest complete checkpoint.
+5. The loop runs (trainer.py).
+6. result.json comes last: a run is finished when its last checkpoint is on disk and its tracker is
+   closed.
 """
 
 import logging
@@ -14,6 +15,7 @@ import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from data_prep.manifest import accuracy
 from data_prep.progress import doing
 from data_prep.publish import hash_of_json
 from data_prep.settings import flatten
-from pretrain.augment.augmentation import Normalisation
+from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.checkpoints.card import CheckpointError, ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
@@ -39,23 +41,27 @@ from pretrain.checkpoints.run import (
     save_result,
     step_of,
 )
+from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings, TrainingSettings
 from pretrain.data.datasets import TrainingData
+from pretrain.data.first_read import FirstRead
 from pretrain.data.loader import num_cpu_threads
 from pretrain.data.order import BatchPlan
-from pretrain.data.staging import staged
+from pretrain.data.reader import ShardReader, open_store
+from pretrain.data.staging import stage_data
+from pretrain.data.stream import open_reader
 from pretrain.engine.micro_batch import REMEDY, micro_batch_size
 from pretrain.engine.step import Engine
-from pretrain.loop.peak import find_peak
+from pretrain.loop.peak import Meter, find_peak
 from pretrain.loop.trainer import Outcome, Trainer
 from pretrain.models.build import build_model
-from pretrain.models.cost import num_parameters
+from pretrain.models.cost import num_parameters, training_flops
 from pretrain.models.image_model import ImageModel
 from pretrain.optim import build_optimizer
 from pretrain.ranks.collectives import any_rank, barrier, highest, on_all_ranks, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
-from pretrain.ranks.heartbeat import watched
 from pretrain.ranks.preemption import LAST_WRITE_S, StopFlag, entered
+from pretrain.ranks.watchdog import watched
 from pretrain.ranks.world import World
 from pretrain.record import RecordedTask, write_record
 from pretrain.tracking.node import NodeSampler, node_name, node_report
@@ -64,20 +70,19 @@ from pretrain.tracking.tracker import RunIdentity, Tracker
 
 
 class Task(ABC):
-    """What differs between pretraining and fine-tuning; `settings` and `data` have been checked. No
-    attribute needs other ranks."""
+    """The difference between pretraining and fine-tuning."""
 
     name: RecordedTask = "pretrain"
-    """Task that the run's record states."""
+    """Task in the run's record."""
     parent_key: str | None = None
-    """Of the run that this one is a child of, where none is in `parent_dir`."""
+    """Key of the run that this one is a child of, if `parent_dir` has none."""
     parent_dir: Path | None = None
     start: Checkpoint | None = None
-    """Whose weights it begins with."""
+    """Checkpoint whose weights the run begins with."""
     is_branch = False
-    """It goes on from `start`, with its optimizer and its place in the data."""
+    """True if the run also takes the optimizer and the position of `start`."""
     remedy = REMEDY
-    """Where no micro-batch fits."""
+    """The fix if no micro-batch fits into memory."""
 
     def __init__(
         self,
@@ -88,7 +93,7 @@ class Task(ABC):
         normalisation: Normalisation,
         tags: dict[str, str],
     ):
-        """`config`: as the user wrote it, for RUN/config.yaml."""
+        """`config`: the settings of the command, for RUN/config.yaml."""
         self.settings, self.data, self.config = settings, data, config
         self.normalisation, self.tags = normalisation, tags
 
@@ -96,7 +101,8 @@ class Task(ABC):
     def join_ranks(self, world: World) -> torch.device: ...
 
     @abstractmethod
-    def model(self) -> ImageModel: ...
+    def model(self) -> ImageModel:
+        """Return the model with the weights that the run begins with."""
 
     @abstractmethod
     def engine(
@@ -104,33 +110,30 @@ class Task(ABC):
     ) -> Engine: ...
 
     def record_result(self, result: Mapping[str, Any], tracker: Tracker) -> None:  # noqa: B027 (nothing, by default)
-        """On the first rank, once the result is saved."""
+        """Called on the first rank once the result is saved."""
 
 
 class Pretraining(Task):
     def __init__(
         self, settings: PretrainSettings, data: TrainingData, start: Checkpoint | None = None
     ):
-        """`start`: of settings.start_from, in a run that has no checkpoint yet."""
-        # here, since it takes eight seconds, and fine-tuning does without it
+        """`start`: the checkpoint of settings.start_from; None if the run has a checkpoint."""
+        # it takes seconds to import, and fine-tuning does not need it
         from pretrain.engine import deepspeed
 
         self._deepspeed = deepspeed
+        tags = {"task": "pretrain"}
+        if start is not None:
+            tags["start_from"] = str(start.directory.absolute())
         normalisation = Normalisation(*data.channel_statistics)
-        super().__init__(
-            settings, data, config=settings, normalisation=normalisation, tags={"task": "pretrain"}
-        )
-        self.tags |= {"start_from": str(start.directory.absolute())} if start else {}
-        self.start, self.is_branch = (
-            start,
-            start is not None and run_and_length(settings.start_from or "")[1] != "",
-        )
+        super().__init__(settings, data, config=settings, normalisation=normalisation, tags=tags)
+        self.start = start
+        self.is_branch = start is not None and run_and_length(settings.start_from or "")[1] != ""
 
     def join_ranks(self, world: World) -> torch.device:
         device = self._deepspeed.start_distributed(world, timeout_s=self.settings.engine.timeout_s)
-        if not same_on_all_ranks(
-            int(self.start.sha256[:14], 16) if self.start else 0, device=device
-        ):
+        weights = int(self.start.sha256[:14], 16) if self.start else 0
+        if not same_on_all_ranks(weights, device=device):
             raise UserError(
                 "start_from",
                 f"the ranks find different weights in {self.settings.start_from}",
@@ -147,10 +150,12 @@ class Pretraining(Task):
         return device
 
     def model(self) -> ImageModel:
-        classes, size, seed = len(self.data.classes), self.data.image_size, self.settings.train.seed
-        model = build_model(self.settings.model, num_classes=classes, image_size=size, seed=seed)
+        classes, size, seed = self.data.classes, self.data.image_size, self.settings.train.seed
+        model = build_model(
+            self.settings.model, num_classes=len(classes), image_size=size, seed=seed
+        )
         if self.start is not None:
-            take_weights(model, self.start, classes=self.data.classes)
+            take_weights(model, self.start, classes=classes)
         return model
 
     def engine(
@@ -169,50 +174,39 @@ class Pretraining(Task):
 
 
 def summary(outcome: Outcome, run_dir: Path, *, dataset: str, data: TrainingData) -> list[str]:
-    """What is worth knowing at the end of a run, and what may come next."""
-    scores, best, run, weights = (
-        outcome.scores,
-        outcome.best,
-        shlex.quote(str(run_dir)),
-        checkpoint_dir(run_dir, outcome.step),
-    )
+    """Return the last lines of a finished run: scores, weights and next commands."""
+    scores, best, run = outcome.scores, outcome.best, shlex.quote(str(run_dir))
+    weights = checkpoint_dir(run_dir, outcome.step)
     rows = [("weights", str(weights))]
     if scores is not None:
         top1 = f"{accuracy(scores.top1, scores.class_top1)} ({data.baselines})"
         rows = [("last", f"{top1}, validation loss {scores.loss:.3f}: {weights}")]
     if best is not None:
         rows += [("best", f"top-1 {100 * best.score:.1f} %: {checkpoint_dir(run_dir, best.step)}")]
-    rows += [("speed", f"{outcome.images_per_s:,.0f} images/s")] if outcome.images_per_s else []
+    if outcome.images_per_s:
+        rows += [("speed", f"{outcome.images_per_s:,.0f} images/s")]
     rows += [("next", f"finetune predict {run} PICTURES --out predictions.csv")]
-    rows += (
-        [("", f"finetune evaluate pretrained={run} dataset={shlex.quote(dataset)}")]
-        if scores is not None
-        else []
-    )
+    if scores is not None:
+        rows += [("", f"finetune evaluate pretrained={run} dataset={shlex.quote(dataset)}")]
     return [f"  {name:8} {words}" for name, words in rows]
 
 
 def train(task: Task, world: World) -> Outcome:
-    """Runs, or goes on with, the run of `settings.run_dir` until it is finished or asked to
-    stop."""
-    run_dir, engine = Path(task.settings.run_dir), task.settings.engine
+    """Run the training of `settings.run_dir` until it is finished or asked to stop."""
+    run_dir, engine, config = Path(task.settings.run_dir), task.settings.engine, task.config
     stop = StopFlag().install()
     weights = task.start.mark if task.start else None
-    with entered(
-        claim(
-            run_dir, task.config, is_first=world.is_first, ranks=engine, stop=stop, weights=weights
-        )
-    ):
+    claimed = claim(run_dir, config, ranks=engine, stop=stop, weights=weights)
+    with entered(claimed if world.is_first else nullcontext()):
         if world.is_first:
-            config = task.config
             seed = config.train.seed
             write_record(run_dir, task.name, config.record, seed=seed, weights=task.start)
         log_to(run_dir / "logs" / f"rank-{world.rank}.log")
         device = task.join_ranks(world)
         if engine.compile and device.type == "cpu" and world.is_first:
             print(
-                f"{run_dir.name}: engine.compile takes a minute and gains next to nothing on CPUs;"
-                " leave it out here",
+                f"{run_dir.name}: engine.compile takes a minute and saves little on CPUs. Set it to"
+                " false",
                 flush=True,
             )
         with watched(world, engine, device=device) as heartbeat:
@@ -242,23 +236,18 @@ def train(task: Task, world: World) -> Outcome:
             try:
                 return _run(trainer, task)
             except BaseException as error:
-                heartbeat.blame(error)  # before anything that takes its time
+                heartbeat.blame(error)  # first, because the next lines may take long
                 writer.wait(LAST_WRITE_S)
                 tracker.close("FAILED")
                 raise
 
 
 def log_to(path: Path) -> None:
-    """From now on what these libraries and Python warn of is kept in this file: the console shows
-    the run alone."""
+    """Write warnings of these libraries and of Python to this file instead of the console."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in (
-        "DeepSpeed",
-        "py.warnings",
-        "torch.utils.cpp_extension",
-    ):  # the last warns when something is compiled
+    for name in ("DeepSpeed", "py.warnings", "torch.utils.cpp_extension"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.WARNING)
@@ -266,34 +255,53 @@ def log_to(path: Path) -> None:
 
 
 def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) -> Trainer:
-    """Called by all ranks together."""
+    """Make all parts of the training, in order. All ranks call it together."""
+    settings, train, run_dir = task.settings, task.settings.train, Path(task.settings.run_dir)
     model = task.model()
-    num_weights = num_parameters(model)  # before ZeRO cuts the weights up
+    num_weights = num_parameters(model)  # before ZeRO shards them
     local_batch_size = micro_batch_size(
         model,
-        settings=task.settings,
+        settings=settings,
         image_size=task.data.image_size,
         device=device,
         world=world,
         remedy=task.remedy,
     )
-    settings = task.settings
-    if settings.train.local_batch_size == "auto":  # logged is what it came to
-        settings = settings.model_copy(
-            update={
-                "train": settings.train.model_copy(update={"local_batch_size": local_batch_size})
-            }
-        )
-    plan = BatchPlan(settings.train.global_batch_size, local_batch_size, world.num_ranks)
+    plan = BatchPlan(train.global_batch_size, local_batch_size, world.num_ranks)
     engine = task.engine(model, plan, device=device, world=world)
-    run_key, tracker = open_tracker(task, settings, world, num_weights=num_weights)
+    facts = {"train.local_batch_size": local_batch_size, "num_weights": num_weights}
+    run_key, tracker = open_tracker(task, facts, world)
+    card = card_of(task, run_key=run_key)
 
-    data = staged(task.data, world=world, device=engine.device, stop=stop)
+    data = stage_data(task.data, world=world, device=engine.device, stop=stop)
     barrier()  # all ranks measure at once
     peak = find_peak(
         engine.device, precision=settings.engine.precision, given=settings.tracking.peak_teraflops
     )
-    tracker.params({"peak_teraflops": str(peak)})
+    threads = num_cpu_threads(device)
+    known = {} if threads is None else {"num_cpu_threads": threads}
+    tracker.params({"peak_teraflops": str(peak), **known})
+    meter = Meter(
+        global_batch_size=train.global_batch_size,
+        flops_per_image=training_flops(
+            settings.model, num_classes=len(data.classes), image_size=data.image_size
+        ),
+        peak_teraflops=peak.teraflops * world.num_ranks,
+        device=engine.device,
+    )
+    unchecked = data.read_parts if data.settings.check == "first-read" else ()
+    first_read = FirstRead(unchecked, run_dir=run_dir, world=world, device=engine.device)
+    store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
+    bad_log = run_dir / "bad_samples" / f"rank-{world.rank}.jsonl"
+    augmentation = Augmentation(
+        settings.augment,
+        seed=train.seed,
+        image_size=data.image_size,
+        normalisation=task.normalisation,
+        device=engine.device,
+        dtype=engine.input_dtype,
+        pixels=card,
+    )
     return Trainer(
         settings=settings,
         data=data,
@@ -302,18 +310,21 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
         stop=stop,
         tracker=tracker,
         engine=engine,
-        card=card_of(task, run_key=run_key),
-        peak_teraflops=peak.teraflops * world.num_ranks,
+        reader=open_reader(data, seed=train.seed, world=world, store=store, log=bad_log),
+        eval_reader=(
+            ShardReader([eval_part], image_size=data.image_size, store=store) if eval_part else None
+        ),
+        augmentation=augmentation,
+        saver=Saver(settings, data, engine=engine, world=world, card=card, log=tracker),
+        first_read=first_read,
+        meter=meter,
     )
 
 
 def _run(trainer: Trainer, task: Task) -> Outcome:
     device, tracker = trainer.engine.device, trainer.tracker
-    threads = num_cpu_threads(device)
-    if threads is not None:
-        tracker.params({"num_cpu_threads": threads})
     PROGRESS.mark("reading the newest checkpoint")
-    outcome = trainer.fit(restore(trainer, branch_of=task.start if task.is_branch else None))
+    outcome = trainer.fit(restore(trainer, task))
     PROGRESS.mark("closing its journal")
     if trainer.world.is_first and outcome.finished:
         result: dict[str, Any] = {"step": outcome.step, "ranks": trainer.world.num_ranks}
@@ -327,119 +338,106 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
             result |= outcome.scores.metrics("eval")
         save_result(trainer.run_dir, result)
         task.record_result(result, tracker)
-    # together: a rank that leaves sooner would not learn of the death of one that has not closed
-    # yet
+    # together, because a rank that leaves would not learn of the death of one that still closes
     on_all_ranks(
         lambda: tracker.close("FINISHED" if outcome.finished else "KILLED"),
         device=device,
-        failed="the run could not be closed; see the message of the first rank",
+        field=str(trainer.run_dir),
     )
     trainer.saver.close(finished=outcome.finished)
     return outcome
 
 
-def restore(trainer: Trainer, *, branch_of: Checkpoint | None = None) -> TrainerState:
-    """Every rank reads the newest whole checkpoint itself; where there is none yet, that which the
-    run branches from."""
-    device = trainer.engine.device
+def restore(trainer: Trainer, task: Task) -> TrainerState:
+    """Give the trainer the state that the run begins with. There are four ways:
+
+    1. It resumes from its own newest checkpoint, in RUN or in the remote.
+    2. It branches from another run's checkpoint (start_from=RUN@LENGTH), with optimizer and
+       position, but with records of its own.
+    3. It begins with the weights of `task.start`, which `task.model` has loaded.
+    4. It begins with new weights.
+    """
+    device, run = trainer.engine.device, trainer.run_dir.name
     own = agreed_checkpoint(
         trainer.run_dir, trainer.world, device=device, remote=trainer.saver.remote
     )
-    newest = own or branch_of
-    if newest is None:
+    if own is not None:
+        source = own
+    elif task.is_branch and task.start is not None:
+        source = task.start
+    else:
         return TrainerState(step=0, samples_consumed=0)
-    place = newest.directory
-    engine, state = on_all_ranks(
-        lambda: load_state(place),
-        device=device,
-        failed=f"{place}: another rank could not read it; see its message",
-    )
-    if newest.card.pixels_hash != trainer.data.pixels_hash:
-        raise CheckpointError(
-            str(place),
-            "the checkpoint was trained on other images than the dataset has now",
-            "restore the dataset, or choose another run_dir",
-            code="changed",
-        )
-    if state.samples_consumed != state.step * trainer.plan.global_batch_size:
-        raise CheckpointError(
-            str(place),
-            "the checkpoint was made with another train.global_batch_size",
-            "restore that size, or choose another run_dir",
-            code="changed",
-        )
-    trainer.engine.import_state(engine)
-    before, now = state.num_cpu_threads, num_cpu_threads(device)
+    place = source.directory
+    state, trainer_state = on_all_ranks(lambda: load_state(place), device=device, field=str(place))
+    problem = ""
+    if source.card.pixels_hash != trainer.data.pixels_hash:
+        problem = "the checkpoint was trained on other images than the dataset has now"
+    elif trainer_state.samples_consumed != trainer_state.step * trainer.plan.global_batch_size:
+        problem = "the checkpoint was made with another train.global_batch_size"
+    if problem:
+        fix = "restore them, or choose another run_dir"
+        raise CheckpointError(str(place), problem, fix, code="changed")
+    trainer.engine.import_state(state)
+    before, now = trainer_state.num_cpu_threads, num_cpu_threads(device)
     if trainer.world.is_first:
-        anew = "; the stream begins anew, in another order" if trainer.data.settings.stream else ""
-        anew += (
-            "; data.dataset: its command has the recorded hash"
-            if is_command(trainer.data.settings.dataset)
-            else ""
-        )
-        print(f"{trainer.run_dir.name}: going on from {place.name if own else place}{anew}")
+        notes = ""
+        if trainer.data.settings.stream:
+            notes += "; the stream begins again, in another order"
+        if is_command(trainer.data.settings.dataset):
+            notes += "; data.dataset: its command has the recorded hash"
+        print(f"{run}: going on from {place.name if own else place}{notes}")
         if before is not None and now is not None and before != now:
             print(
                 f"WARNING: OMP_NUM_THREADS: was {before} and is {now} now: sums are rounded"
-                f" otherwise from here on; set it to {before} for the same bits",
+                f" differently. Set it to {before} for the same bits",
                 file=sys.stderr,
             )
-    return state if own else replace(state, best=None, lengths=())  # which are the other run's
+    return trainer_state if own else replace(trainer_state, best=None, lengths=())
 
 
 def agreed_checkpoint(
     run_dir: Path, world: World, *, device: torch.device, remote: Remote | None = None
 ) -> Checkpoint | None:
-    """Return the newest whole checkpoint, on which all ranks agree. One rank of each node verifies
-    it; the other ranks of a node see the same disks, and if they do not, its hashes differ. With a
-    remote each node has disks of its own: the first rank chooses, and the other nodes fetch.
-    """
+    """Return the newest complete checkpoint, on which all ranks agree. One rank of each node
+    verifies it. Without a remote the nodes share RUN; with a remote the first rank chooses, and the
+    other nodes fetch."""
 
     def newest_here() -> Checkpoint | None:
         if remote is not None:
             return remote.newest() if world.is_first else None
         return Checkpoint.newest(run_dir) if world.local_rank == 0 else None
 
-    found = on_all_ranks(
-        newest_here,
-        device=device,
-        failed=f"{run_dir}: another rank finds no whole checkpoint; see its message",
-    )
-    step = highest(step_of(found.directory) if found else -1, device=device)
+    newest = on_all_ranks(newest_here, device=device, field=str(run_dir))
+    step = highest(step_of(newest.directory) if newest else -1, device=device)
     if step < 0:
         return None
-    differ = (
-        f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and"
-        " retry"
-    )
-    place = checkpoint_dir(run_dir, step)
     if remote is not None:
         fetches = world.local_rank == 0 and not world.is_first
-        found = on_all_ranks(
-            lambda: remote.receive(step) if fetches else found, device=device, failed=differ
+        newest = on_all_ranks(
+            lambda: remote.receive(step) if fetches else newest, device=device, field=str(run_dir)
         )
-    newest = on_all_ranks(lambda: found or Checkpoint.read(place), device=device, failed=differ)
-    if not same_on_all_ranks(_mark_of(newest), device=device):
+    checkpoint = on_all_ranks(
+        lambda: newest or Checkpoint.read(checkpoint_dir(run_dir, step)),
+        device=device,
+        field=str(run_dir),
+    )
+    mark = int(hash_of_json([checkpoint.directory.name, checkpoint.hashes])[:14], 16)
+    if not same_on_all_ranks(mark, device=device):
         raise CheckpointError(
             str(run_dir),
             "the ranks do not see the same checkpoints",
             "check that all nodes share the run directory, and run the same command again",
             code="mismatch",
         )
-    return newest
+    return checkpoint
 
 
-def _mark_of(checkpoint: Checkpoint) -> int:
-    return int(hash_of_json([checkpoint.directory.name, checkpoint.hashes])[:14], 16)
-
-
-def open_tracker(
-    task: Task, settings: PretrainSettings, world: World, *, num_weights: int
-) -> tuple[str, Tracker]:
-    """(run key, tracker): the first rank's tracker is real, the others' do nothing."""
+def open_tracker(task: Task, facts: dict[str, Any], world: World) -> tuple[str, Tracker]:
+    """Return the run key and the tracker. The trackers of other ranks than the first do nothing."""
     if not world.is_first:
         return "", Tracker(None, params={}, tags={})
-    run_dir, tracking, data = Path(settings.run_dir), settings.tracking, task.data
+    settings, tracking, data = task.settings, task.settings.tracking, task.data
+    run_dir = Path(settings.run_dir)
     identity = RunIdentity.of(
         run_dir,
         experiment=tracking.experiment,
@@ -447,15 +445,11 @@ def open_tracker(
         parent_key=task.parent_key,
         parent_dir=task.parent_dir,
     )
-    facts = {
-        "num_ranks": world.num_ranks,
-        "num_weights": num_weights,
-        "content_hash": data.content_hash,
-    }
+    facts = facts | {"num_ranks": world.num_ranks, "content_hash": data.content_hash}
     tracker = Tracker(
         run_dir,
         params=flatten(settings.model_dump(mode="json")) | facts,
-        tags=training_tags(settings, data, num_weights=num_weights) | task.tags,
+        tags=training_tags(settings, data, num_weights=facts["num_weights"]) | task.tags,
         datasets=datasets_of(data),
         settings=tracking,
     )
@@ -466,10 +460,10 @@ def open_tracker(
 
 
 def card_of(task: Task, *, run_key: str) -> ModelCard:
-    """For the checkpoints; each adds its step."""
-    data, (crop, interpolation) = task.data, task.data.squares
+    """Return the metadata for checkpoints; each checkpoint adds its step."""
+    data, settings, (crop, interpolation) = task.data, task.settings, task.data.squares
     return ModelCard(
-        model=task.settings.model,
+        model=settings.model,
         image_size=data.image_size,
         classes=data.classes,
         channel_mean=task.normalisation.mean,
@@ -478,11 +472,11 @@ def card_of(task: Task, *, run_key: str) -> ModelCard:
         stream=data.settings.stream,
         stored_crop=crop,
         stored_interpolation=interpolation,
-        stored_size=data.parts[0].stored_size(data.image_size),  # all have the same
-        fed_interpolation=task.settings.augment.plain_filter,
+        stored_size=data.parts[0].stored_size(data.image_size),  # all parts have the same
+        fed_interpolation=settings.augment.plain_filter,
         content_hash=data.content_hash,
         pixels_hash=data.pixels_hash,
-        pixel_permutation=task.settings.data.pixel_permutation,
-        permute=task.settings.data.permute,
+        pixel_permutation=settings.data.pixel_permutation,
+        permute=settings.data.permute,
         run_key=run_key,
     )

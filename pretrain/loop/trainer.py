@@ -1,18 +1,20 @@
-"""The one training loop: every task that updates weights runs it, whatever its engine.
+"""The training loop of every task and engine.
 
-Each step: 1. this rank's micro-batches of the global batch; 2. the engine's update, at the learning
-rate of the step; 3. one exchange of the mean loss, the votes on stopping and the number of bad
-samples; 4. the log; 5. what is due: an evaluation, a checkpoint; 6. the end, if a rank voted for
-it. State is (engine, step, samples consumed), nothing else.
+Each step:
+1. this rank's micro-batches of the global batch;
+2. the update of the engine, at the learning rate of the step;
+3. one exchange of the mean loss, the votes to stop and the number of bad samples;
+4. the log;
+5. an evaluation or a checkpoint, if due;
+6. the end, if a rank voted for it.
 
-The exchange of a step is read while the next one runs, when that costs no wait, or before anything
-that must not be late (evaluation, checkpoint, the end). What is decided from it (to stop, too many
-bad samples or skipped steps) is decided by all ranks at the same step, because all of them read the
-same sums. A number that is logged for a step is that step's, however late it is read.
+The state is (engine, step, samples consumed), nothing else. The exchange of a step is read while
+the next step runs, or before an evaluation, a checkpoint or the end. All ranks read the same sums,
+so all decide at the same step to stop or to fail.
 """
 
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,24 +22,22 @@ import torch
 from data_prep.interrupts import keep
 from data_prep.manifest import accuracy
 from data_prep.progress import ProgressLine, progress
-from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
-from pretrain.augment.feed import Feed
-from pretrain.checkpoints.card import ModelCard
+from pretrain.augment.augmentation import Augmentation, Prepared
+from pretrain.augment.feed import Fed, Feed, finish_for
 from pretrain.checkpoints.files import Best, TrainerState
 from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
 from pretrain.data.bad_samples import BadSamples, check_share
 from pretrain.data.datasets import TrainingData, fit_warmup
 from pretrain.data.first_read import FirstRead
-from pretrain.data.loader import num_cpu_threads
+from pretrain.data.loader import BatchSource, num_cpu_threads
 from pretrain.data.order import BatchPlan, hash64
-from pretrain.data.reader import ShardReader, open_store
-from pretrain.data.stream import batches_of, open_reader
+from pretrain.data.reader import ShardReader
+from pretrain.data.stream import Stream, batches_of
 from pretrain.engine.step import Engine
 from pretrain.loop.evaluate import Scores, evaluate
 from pretrain.loop.peak import Meter
-from pretrain.loop.skipped_steps import SkippedSteps, samples_of_rank
-from pretrain.models.cost import training_flops
+from pretrain.loop.skipped_steps import SkippedSteps
 from pretrain.optim.schedule import Schedule
 from pretrain.ranks.collectives import Exchange, Moment, any_rank
 from pretrain.ranks.hangs import PROGRESS
@@ -54,7 +54,7 @@ from pretrain.tracking.pictures import (
 from pretrain.tracking.tracker import Tracker
 
 NUM_SHOWN, COLUMNS = 40, 5
-"""Pictures on the sheet of what the model is fed; columns of the picture of its first layer."""
+"""Input images on the first sheet; columns of the sheet of first-layer filters."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Outcome:
     scores: Scores | None = None
     best: Best | None = None
     images_per_s: float | None = None
-    """Of the steps of this start but the first, which loads and compiles."""
+    """Throughput of this attempt without its first step, which loads and compiles."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,17 @@ class QueuedStep:
     """A step that the device may still be working on."""
 
     step: int
-    """How many steps are done with this one."""
+    """Number of steps that are done once this one is."""
     lr: float
     asked: Moment
     given: Moment
-    """When the device came to the hand-over of its data, and when it had them: what lies between is
-    lost, whoever was late."""
+    """The device waited for data from `asked` to `given`."""
     exchange: Exchange
 
 
 @dataclass
 class Trainer:
-    """Made by all ranks together."""
+    """The loop over the parts that `assemble` has made. All ranks make one together."""
 
     settings: PretrainSettings
     data: TrainingData
@@ -92,103 +91,56 @@ class Trainer:
     stop: StopFlag
     tracker: Tracker
     engine: Engine
-    card: ModelCard
-    """For the checkpoints; each adds its step."""
-    peak_teraflops: float
-    """Of all ranks together."""
+    reader: ShardReader | Stream
+    eval_reader: ShardReader | None
+    augmentation: Augmentation
+    saver: Saver
+    first_read: FirstRead
+    meter: Meter
+    step: int = 0
+    start_step: int = 0
+    owes_evaluation: bool = False
+    stopping: bool = False
+    """True once all ranks know that one of them was asked to stop."""
+    num_bad: int = 0
+    scores: Scores | None = None
+    scored_step: int = 0
+    queued: QueuedStep | None = None
+    reading: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        settings, data, rank, device = self.settings, self.data, self.world.rank, self.engine.device
-        train, self.run_dir = settings.train, Path(settings.run_dir)
-        unchecked = data.read_parts if data.settings.check == "first-read" else ()
-        self.first_read = FirstRead(
-            unchecked, run_dir=self.run_dir, world=self.world, device=device
-        )
-        store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
-        bad_log = self.run_dir / "bad_samples" / f"rank-{rank}.jsonl"
-        self.reader = open_reader(data, seed=train.seed, world=self.world, store=store, log=bad_log)
-        self.eval_reader = (
-            ShardReader([eval_part], image_size=data.image_size, store=store) if eval_part else None
-        )
-        self.augmentation = Augmentation(
-            settings.augment,
-            seed=train.seed,
-            image_size=data.image_size,
-            normalisation=Normalisation(self.card.channel_mean, self.card.channel_std),
-            device=device,
-            dtype=self.engine.input_dtype,
-            pixels=self.card,
-        )
-        self.saver = Saver(
-            settings, data, engine=self.engine, world=self.world, card=self.card, log=self.tracker
-        )
-        self.num_steps, self.eval_every = (
-            self._steps(train.duration),
-            max(1, self._steps(train.eval_every)),
-        )
-        self.order = data.order(seed=train.seed, global_batch_size=train.global_batch_size)
-        warmup, self.schedule = (
-            self._steps(settings.schedule.warmup),
-            self._schedule_of(self.num_steps),
-        )
-        if (fitted := self.schedule.warmup_steps) != warmup and self.world.is_first:
-            why = (
-                f"{settings.schedule.warmup} is {warmup:,} steps, but the run has"
-                f" {self.num_steps:,}"
-            )
-            print(
-                f"{self.run_dir.name}: schedule.warmup: {why}; shortened to {fitted:,} steps",
-                flush=True,
-            )
-        self.bad_samples = None
-        if isinstance(self.reader, ShardReader):
-            self.bad_samples = BadSamples(self.reader, log=bad_log, chosen=data.parts[0].chosen)
-        self.skipped = SkippedSteps(
-            lambda step: samples_of_rank(self.order, self.plan, step=step, rank=rank),
-            self.reader,
-            log=self.run_dir / "skipped_steps" / f"rank-{rank}.jsonl",
-            max_in_a_row=train.max_skipped_steps,
-            scales_loss=settings.engine.precision == "fp16",
-        )
-        self.meter = Meter(
-            global_batch_size=train.global_batch_size,
-            flops_per_image=training_flops(
-                settings.model, num_classes=len(data.classes), image_size=data.image_size
-            ),
-            peak_teraflops=self.peak_teraflops,
-            device=device,
-        )
-        self.start_step = self.step = 0
-        self.owes_evaluation = self.stopping = False
-        """`stopping`: whether a rank was asked to stop, as all ranks know."""
-        self.scores: Scores | None = None
-        self.scored_step = 0
+        train, self.run_dir = self.settings.train, Path(self.settings.run_dir)
+        self.num_steps = self._steps(train.duration)
         self.lengths: tuple[int, ...] = (self.num_steps,)
-        self.num_bad = 0
-        self.queued: QueuedStep | None = None
-        self.reading: dict[str, float] = {}
+        self.eval_every = max(1, self._steps(train.eval_every))
+        self.order = self.data.order(seed=train.seed, global_batch_size=train.global_batch_size)
+        self.schedule = self._schedule_of(self.num_steps)
+        self.skipped = SkippedSteps(
+            self.settings, self.reader, self.order, self.plan, rank=self.world.rank
+        )
         self.line: ProgressLine
 
     def fit(self, start: TrainerState) -> Outcome:
         self.step = self.start_step = start.step
         self.owes_evaluation = start.owes_evaluation
-        self._note_length(start)
-        keep("the checkpoint of the next step is saved first", ends_within_s=None)
+        self._note_lengths(start)
+        keep("the checkpoint of the next step is saved first")
         self.skipped.go_on(total=start.skipped_steps, in_a_row=start.skipped_in_a_row)
         self.saver.go_on(start)
         self.first_read.start()
-        title, shown = self.run_dir.name, self.world.is_first
         with (
             progress(
-                title, total=self.num_steps, unit="step", start=self.step, enabled=shown
+                self.run_dir.name,
+                total=self.num_steps,
+                unit="step",
+                start=self.step,
+                enabled=self.world.is_first,
             ) as self.line,
             self._feed() as feed,
         ):
             self.line.note = f"first step{' and compilation' * self.settings.engine.compile}"
             self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
-            if (
-                self.owes_evaluation or self.step >= self.num_steps
-            ):  # it was given up, or killed before result.json
+            if self.owes_evaluation or self.step >= self.num_steps:  # it was given up, or killed
                 self._evaluate()
             self.meter.restart()
             while self.step < self.num_steps and not self.stopping:
@@ -197,31 +149,25 @@ class Trainer:
                 except Interrupted:  # while it waited for data
                     self.stopping = True
                     break
-                self._settle()  # the step before
+                self._finish_step()  # the previous one
                 self.queued = queued
                 self.step += 1
-                eval_due, save_due = (
-                    self._is_due(self.step, self.eval_every),
-                    self.saver.is_due(self.step),
-                )
+                eval_due = self._is_due(self.step, self.eval_every)
+                save_due = self.saver.is_due(self.step)
                 if eval_due or save_due or self.stopping:
-                    self._settle()
+                    self._finish_step()
                 if eval_due:
                     self._evaluate()
-                if self.saver.is_due(self.step):  # the evaluation may have been the best so far
+                if self.saver.is_due(self.step):  # the evaluation may be the best so far
                     self.saver.save(self._state())
                 if eval_due or save_due:
                     self.meter.restart()
-                self._log_saving()
-            self._settle()
+            self._finish_step()
             self.first_read.raise_fault()
             if self.step > 0:
                 self.saver.save(self._state(), is_last=True)
-        try:
-            self.saver.finish(self.stop if self.stopping else None)
-        finally:
-            self._log_saving()
-        is_saved = self.saver.saved_step == self.step  # it may have been left out
+        self.saver.finish(self.stop if self.stopping else None)
+        is_saved = self.saver.saved_step == self.step
         return Outcome(
             self.step,
             finished=self.step >= self.num_steps and is_saved and not self.owes_evaluation,
@@ -233,63 +179,63 @@ class Trainer:
     def _schedule_of(self, num_steps: int) -> Schedule:
         """Return the learning rates of this run if it has `num_steps`."""
         wanted = self.settings.schedule
-        warmup = fit_warmup(self._steps(wanted.warmup), num_steps=num_steps)
-        return Schedule(
-            wanted, self.settings.optimizer.lr, num_steps, warmup, self._steps(wanted.cooldown)
-        )
+        asked = self._steps(wanted.warmup)
+        warmup = fit_warmup(asked, num_steps=num_steps)
+        if warmup != asked and num_steps == self.num_steps and self.world.is_first:
+            print(
+                f"{self.run_dir.name}: schedule.warmup: {wanted.warmup} is {asked:,} steps, but the"
+                f" run has {num_steps:,}; shortened to {warmup:,} steps",
+                flush=True,
+            )
+        lr, cooldown = self.settings.optimizer.lr, self._steps(wanted.cooldown)
+        return Schedule(wanted, lr, num_steps, warmup, cooldown)
 
-    def _note_length(self, start: TrainerState) -> None:
-        """Of a run whose length was changed: the rate follows the new one from here on."""
+    def _note_lengths(self, start: TrainerState) -> None:
+        """Report a changed length. The learning rate follows the new length from here on."""
         if not start.lengths or start.lengths[-1] == self.num_steps:
             self.lengths = start.lengths or self.lengths
             return
         self.lengths = (*start.lengths, self.num_steps)
-        before, now = (self._schedule_of(count).lr(self.step) for count in self.lengths[-2:])
-        words = (
-            f"{' -> '.join(f'{count:,}' for count in self.lengths)} steps, at step {self.step:,}"
+        before, now = (
+            self._schedule_of(start.lengths[-1]).lr(self.step),
+            self.schedule.lr(self.step),
         )
-        jump = (
-            ""
-            if before == now or self.step >= self.num_steps
-            else f"; its learning rate jumps from {before:.3g} to {now:.3g}"
-        )
-        self.tracker.params(
-            {},
-            tags={"extended" if self.lengths[-1] > self.lengths[-2] else "shortened": words + jump},
-        )
+        counts = " -> ".join(f"{count:,}" for count in self.lengths)
+        words = f"{counts} steps, at step {self.step:,}"
+        if before != now and self.step < self.num_steps:
+            words += f"; its learning rate jumps from {before:.3g} to {now:.3g}"
+        tag = "extended" if self.lengths[-1] > self.lengths[-2] else "shortened"
+        self.tracker.params({}, tags={tag: words})
         if self.world.is_first:
-            print(f"{self.run_dir.name}: another length: {words}{jump}", flush=True)
+            print(f"{self.run_dir.name}: another length: {words}", flush=True)
 
     def _feed(self) -> Feed:
-        """Micro-batches, augmented and on the device, from where training stands."""
-        consumed, on_gpu = (
-            self.step * self.plan.global_batch_size,
-            self.engine.device.type == "cuda",
+        """Return the micro-batches from the next step on, augmented and on the device."""
+        reader, batch_size = self.reader, self.plan.global_batch_size
+        on_gpu = self.engine.device.type == "cuda"
+        bad_samples = None
+        if isinstance(reader, ShardReader):
+            log = self.run_dir / "bad_samples" / f"rank-{self.world.rank}.jsonl"
+            bad_samples = BadSamples(reader, log=log, chosen=self.data.parts[0].chosen)
+        batches: BatchSource[Fed] = batches_of(
+            reader,
+            self.order,
+            self.plan,
+            rank=self.world.rank,
+            consumed=self.step * batch_size,
+            num_threads=self._num_threads,
+            prefetch=self.settings.train.prefetch_batches,
+            pin=on_gpu,
+            finish=finish_for(self.augmentation),
+            bad_samples=bad_samples,
+            previous_in=batch_size if self.settings.augment.mixes_previous else None,
+            # on a GPU a thread of the feed waits for batches, and signals do not reach it
+            waits=Future.result if on_gpu else self.stop.result,
         )
-        return Feed(
-            lambda finish: batches_of(
-                self.reader,
-                self.order,
-                self.plan,
-                rank=self.world.rank,
-                consumed=consumed,
-                num_threads=self._num_threads,
-                prefetch=self.settings.train.prefetch_batches,
-                pin=on_gpu,
-                finish=finish,
-                bad_samples=self.bad_samples,
-                previous_in=(
-                    self.plan.global_batch_size if self.settings.augment.mixes_previous else None
-                ),
-                # on a GPU a thread of the feed waits for batches, which no signal interrupts
-                waits=Future.result if on_gpu else self.stop.result,
-            ),
-            self.augmentation,
-            waits=self.stop.result,
-        )
+        return Feed(batches, self.augmentation, waits=self.stop.result)
 
     def _queue_step(self, feed: Feed) -> QueuedStep:
-        """Queues the step that takes the model from `step` to `step + 1`."""
+        """Queue the step that takes the model from `step` to `step + 1`."""
         self.first_read.raise_fault()
         step, lr = self.step, self.schedule.lr(self.step)
         PROGRESS.mark("waiting for data", step=step + 1)
@@ -298,11 +244,11 @@ class Trainer:
             fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
         given = Moment(self.engine.device)
         if step == 0:
-            self._show_fed(fed[0].prepared)
+            self._show_inputs(fed[0].prepared)
             self._show_filters()
         PROGRESS.mark("computing", step=step + 1)
         seed = hash64(self.settings.train.seed, step, self.world.rank)
-        torch.manual_seed(int(seed))  # what dropout draws has no state, either
+        torch.manual_seed(int(seed))  # so dropout has no state either
         result = self.engine.train_step([each.prepared for each in fed], lr=lr)
         exchange = Exchange(
             result.loss,
@@ -313,33 +259,31 @@ class Trainer:
         )
         return QueuedStep(step + 1, lr, asked, given, exchange)
 
-    def _settle(self) -> None:
-        """Reads what the queued step came to, if there is one, and acts on it."""
+    def _finish_step(self) -> None:
+        """Read the result of the queued step, if there is one, and act on it."""
         done, self.queued = self.queued, None
         if done is None:
             return
         PROGRESS.mark("waiting for the end of the step on all ranks", step=done.step)
-        agreed = done.exchange.read()
+        agreed, batch_size = done.exchange.read(), self.plan.global_batch_size
         self.stopping = self.stopping or agreed.votes > 0
         self.skipped.note(done.step, agreed)
         self.num_bad += agreed.num_bad
         check_share(
             self.num_bad,
-            num_seen=(done.step - self.start_step) * self.plan.global_batch_size,
+            num_seen=(done.step - self.start_step) * batch_size,
             num_samples=self.reader.num_samples,
             max_share=self.settings.data.max_bad_share,
         )
         self.meter.count(done.exchange.ended, wait_s=done.given.seconds_since(done.asked))
         if self._is_due(done.step, self.settings.train.log_every_steps):
-            samples = done.step * self.plan.global_batch_size
+            samples = done.step * batch_size
             self.reading = {
                 "train/loss": agreed.loss,
                 "train/gradient_norm": agreed.gradient_norm,
                 "train/lr": done.lr,
                 "train/samples": float(samples),
-                "train/epoch": (
-                    samples / self.data.epoch_size(global_batch_size=self.plan.global_batch_size)
-                ),
+                "train/epoch": samples / self.data.epoch_size(global_batch_size=batch_size),
                 "train/bad_samples": float(self.num_bad),
                 "train/skipped_steps": float(self.skipped.total),
             } | self.meter.reading()
@@ -348,8 +292,7 @@ class Trainer:
         self.line.advance(note=None if self.reading or self.scores else "")
 
     def _evaluate(self) -> None:
-        """Not if the run is to stop: then the evaluation is owed, and the next start makes up for
-        it."""
+        """Evaluate, unless the run is to stop: then the next attempt evaluates first."""
         self.owes_evaluation = self.eval_reader is not None
         if self.stopping:
             return
@@ -378,7 +321,6 @@ class Trainer:
         self.line.log_now()  # new scores have a line of their own in a log
 
     def _state(self) -> TrainerState:
-        """All that a resume needs besides weights."""
         return TrainerState(
             step=self.step,
             samples_consumed=self.step * self.plan.global_batch_size,
@@ -389,12 +331,8 @@ class Trainer:
             lengths=self.lengths,
         )
 
-    def _log_saving(self) -> None:
-        if news := self.saver.writer.news():
-            self.tracker.metrics(news, step=self.step)
-
     def _steps(self, length: str) -> int:
-        return self.data.steps(length, global_batch_size=self.settings.train.global_batch_size)
+        return self.data.steps(length, global_batch_size=self.plan.global_batch_size)
 
     def _is_due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.num_steps
@@ -403,34 +341,32 @@ class Trainer:
     def _num_threads(self) -> int:
         return self.settings.train.loader_threads or self.world.num_cores
 
-    def _show_fed(self, prepared: Prepared) -> None:
-        """A sheet of the first pictures of a run, of the first rank's share."""
-        sample, data, normalisation = (
-            first_of(prepared, count=NUM_SHOWN),
-            self.data,
-            self.augmentation.normalisation,
-        )
-        title = f"{data.name}, as {self.run_dir.name} sees it"
-        facts = f"{data.image_size} px  ·  {self.settings.augment.recipe}"
+    def _show_inputs(self, prepared: Prepared) -> None:
+        """Log the first input images of the run."""
+        sample, data = first_of(prepared, count=NUM_SHOWN), self.data
         self.tracker.picture(
             "fed",
             lambda: fed_sheet(
-                sample, normalisation=normalisation, classes=data.classes, title=title, facts=facts
+                sample,
+                normalisation=self.augmentation.normalisation,
+                classes=data.classes,
+                title=f"{data.name}, as {self.run_dir.name} sees it",
+                facts=f"{data.image_size} px  ·  {self.settings.augment.recipe}",
             ),
             step=0,
         )
 
     def _show_filters(self) -> None:
-        """What the first layer looks at. Every rank calls it; the weights may lie in shards."""
+        """Log the filters of the first layer. Every rank calls it, because weights may be
+        sharded."""
         side = filter_side(self.settings.model, image_size=self.data.image_size)
         if side is None or not self.settings.tracking.enabled:
             return
         weight_NF = self.engine.weight(FIRST_LAYER)
         if weight_NF is not None:
             filters = strongest_filters(weight_NF, side=side, count=COLUMNS**2)
-            title = (
-                f"{self.run_dir.name}, step {self.step:,}: the strongest filters of the first layer"
-            )
+            place = f"{self.run_dir.name}, step {self.step:,}"
+            title = f"{place}: the strongest filters of the first layer"
             self.tracker.picture(
                 "first_layer",
                 lambda: draw_filters(filters, columns=COLUMNS, title=title),

@@ -1,10 +1,9 @@
-"""spec -> module, with weights that are a function of the seed alone."""
+"""Build a module from a spec, with weights that depend only on the seed."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import Mixer
@@ -22,6 +21,8 @@ from pretrain.models.spec import (
 )
 from pretrain.models.structured import StructuredMlp
 
+NORMS = (nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)
+
 
 def build(
     name: str,
@@ -31,8 +32,8 @@ def build(
     seed: int | None = None,
     **changes: Any,
 ) -> ImageModel:
-    """A model of the papers by name, with other values for some fields; size and classes are the
-    paper's unless given."""
+    """Build a model of the papers by name, with other values for some fields. Size and classes are
+    the paper's by default."""
     return build_model(
         spec_of(name, **changes),
         num_classes=preset(name).num_classes if num_classes is None else num_classes,
@@ -44,40 +45,33 @@ def build(
 def build_model(
     spec: AnySpec, *, num_classes: int, image_size: int, seed: int | None = None
 ) -> ImageModel:
-    """The model with its initial weights; with a seed they are the same in every process."""
+    """Build the model. With a seed the initial weights are the same in every process."""
     spec.check(image_size=image_size)
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        model = _with_biases(spec, num_classes=num_classes, image_size=image_size)
+        model: ImageModel
+        match spec:
+            case MlpSpec():
+                model = Mlp(spec, num_classes=num_classes, image_size=image_size)
+            case MixerSpec():
+                model = Mixer(spec, num_classes=num_classes, image_size=image_size)
+            case SparseMlpSpec():
+                model = SparseMlp(spec, num_classes=num_classes, image_size=image_size)
+            case StructuredMlpSpec():
+                model = StructuredMlp(spec, num_classes=num_classes, image_size=image_size)
+            case TimmSpec() | TimmModelSpec():
+                from pretrain.models.timm_baselines import TimmModel
+
+                model = TimmModel(spec, num_classes=num_classes, image_size=image_size)
     if not getattr(spec, "bias", True):
         for name, module in model.named_modules():
-            if (
-                "bias" in module._parameters
-                and name != "head"
-                and not isinstance(module, nn.LayerNorm | _BatchNorm)
-            ):
+            has_bias = isinstance(getattr(module, "bias", None), nn.Parameter) and name != "head"
+            if has_bias and not isinstance(module, NORMS):
                 module.bias = None
     return model
 
 
-def _with_biases(spec: AnySpec, *, num_classes: int, image_size: int) -> ImageModel:
-    size = {"num_classes": num_classes, "image_size": image_size}
-    match spec:
-        case MlpSpec():
-            return Mlp(spec, **size)
-        case MixerSpec():
-            return Mixer(spec, **size)
-        case SparseMlpSpec():
-            return SparseMlp(spec, **size)
-        case StructuredMlpSpec():
-            return StructuredMlp(spec, **size)
-        case TimmSpec() | TimmModelSpec():
-            from pretrain.models.timm_baselines import TimmModel
-
-            return TimmModel(spec, **size)
-
-
 def pooled_features(model: ImageModel, images_BCHW: Tensor) -> Tensor:
-    """One vector per image: what a linear probe sees."""
+    """Return one vector per image, the input of a linear probe."""
     return model.forward_head(model.forward_features(images_BCHW), pre_logits=True)

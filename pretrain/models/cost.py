@@ -1,15 +1,13 @@
-"""What a model costs, by closed formulas on its spec: parameters, multiply-adds, effective width,
-connections per layer.
+"""What a model costs: parameters, MACs, effective width and connections per layer.
 
-There is no torch here and nothing is built: `pretrain models` answers at once, and a SW-MLP of
-width 150,528 has a cost, too. Tests hold the formulas to the built modules and to torch's
-FlopCounterMode.
+Formulas on the spec need no torch, so `pretrain models` and `pretrain plan` print at once. The
+costs of timm's models are known at the paper's sizes, and counted by torch at others.
 
-Letters as in paper A: S tokens, C channels, m = S C; gamma the hidden width of a mixing as a
-multiple of its input (an S-Mixer has nothing hidden: 1); p the density of a SW-MLP. A mixing layer
-is a sparse m x gamma m matrix: C copies of a gamma S x S one across tokens, S copies of a gamma C x
-C one across channels; Omega is the mean of both numbers of entries. The calculators return the
-integer nearest to the real solution: that is how every pair that the paper prints came about.
+Letters as in the Mixer paper: S tokens, C channels, m = S C; gamma is the hidden width of a mixing
+as a multiple of its input (1 for an S-Mixer, which has no hidden layer); p is the density of a
+SW-MLP. A mixing layer is a sparse m x gamma m matrix: C copies of a gamma S x S one across tokens,
+S copies of a gamma C x C one across channels. Omega is the mean of both numbers of entries. The
+calculators return the integer nearest to the real solution, as the paper does.
 """
 
 import math
@@ -31,20 +29,15 @@ from pretrain.models.spec import (
 if TYPE_CHECKING:
     from torch import nn
 
-RESNET_STEM_PADDING = 0
-"""Paper B says that the stem's stride and the max-pooling were removed, and prints 13.07 G. With
-the stem's usual padding of 3 its counter gives 14.98 G; without padding (58 x 58 after the stem
-instead of 64 x 64) 13.07 G: so that is what was counted."""
-
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one image's forward pass. Counted are matrix products, convolutions and attention, as
-    torch's FlopCounterMode does."""
+    """Cost of one image's forward pass: matrix products, convolutions and attention, as torch's
+    FlopCounterMode counts them."""
 
     num_parameters: int = 0
     multiply_adds: int = 0
-    """A multiplication and an addition each; papers print them as "FLOPs"."""
+    """MACs: a multiplication and an addition each. Papers print them as "FLOPs"."""
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
@@ -55,8 +48,16 @@ class Cost:
         return Cost(self.num_parameters * times, self.multiply_adds * times)
 
 
+TIMM_COSTS = {
+    "resnet152_64": (64, Cost(58_143_808, 13_021_670_144), 2048),
+    "resnet18_32": (32, Cost(11_168_832, 555_417_600), 512),
+    "vit_b_4": (64, Cost(85_291_776, 23_055_058_944), 768),
+}
+"""Name -> (image size of paper B, cost without the head at that size, features)."""
+
+
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
-    """Zeros for any other model of timm's, of which no formula is known here."""
+    """Return the cost, or zeros for a model of timm that the papers do not use."""
     if isinstance(spec, TimmModelSpec):
         return Cost()
     stem, blocks, num_features = _parts(spec, image_size=image_size)
@@ -64,18 +65,18 @@ def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
 
 
 def num_block_parameters(spec: AnySpec, *, image_size: int) -> int:
-    """Without stem and head, whose sizes follow from the task alone."""
+    """Count the parameters without stem and head, whose sizes follow from the task."""
     return _parts(spec, image_size=image_size)[1].num_parameters
 
 
 def num_features_of(spec: AnySpec, *, image_size: int) -> int:
-    """That its classifier sees."""
+    """Return the number of features that the classifier receives."""
     return _parts(spec, image_size=image_size)[2]
 
 
 def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
-    """Stem, blocks, and how many features the head gets. Of models of others and structured ones
-    all counts as blocks."""
+    """Return the costs of stem and blocks, and the number of features. For timm's and structured
+    models everything counts as blocks."""
     spec.check(image_size=image_size)
     match spec:
         case MlpSpec():
@@ -90,25 +91,26 @@ def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
                 _structured(spec, image_size=image_size),
                 spec.num_rows * spec.num_columns,
             )
-        case TimmSpec(name="resnet152_64"):
-            return Cost(), _resnet152(image_size), 2048
-        case TimmSpec(name="resnet18_32"):
-            return Cost(), _resnet18(image_size), 512
         case TimmSpec():
-            return Cost(), _vit_b_4(image_size), 768
+            size, cost, num_features = TIMM_COSTS[spec.name]
+            return (
+                Cost(),
+                cost if image_size == size else count_cost(spec, image_size=image_size),
+                num_features,
+            )
         case TimmModelSpec():
             return Cost(), Cost(), spec.num_features
 
 
 def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
-    """Floating-point operations of one image's forward pass, two per multiply-add."""
+    """Return the floating-point operations of one image's forward pass, two per MAC."""
     return 2 * cost_of(spec, num_classes=num_classes, image_size=image_size).multiply_adds
 
 
 def training_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
-    """Of one image's forward and backward pass, which is twice the forward, but for a product as
-    large as the first one: nobody asks for the gradient of a picture. (Of structured models and
-    timm's, where it is small, it is counted.)
+    """Return the operations of one image's forward and backward pass. The backward pass costs twice
+    the forward pass, without the gradient of the image. (That small gradient is counted for
+    structured models and timm's.)
     """
     match spec:
         case MlpSpec():
@@ -124,7 +126,6 @@ def training_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
 
 
 def num_parameters(model: "nn.Module") -> int:
-    """Of a built model."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -176,8 +177,8 @@ def _mixer(spec: MixerSpec, *, image_size: int) -> tuple[Cost, Cost]:
 
 
 def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> tuple[Cost, Cost]:
-    """Of a sparse layer the expected number of connections. What makes m entries of S0 C is of the
-    stem."""
+    """Count the expected connections of sparse layers. The layer from S0 C to m entries belongs to
+    the stem."""
 
     def sparse(num_inputs: int, num_outputs: int) -> Cost:
         size = num_inputs * num_outputs
@@ -210,9 +211,7 @@ def _structured(spec: StructuredMlpSpec, *, image_size: int) -> Cost:
         (image_size, image_size if spec.greyscale else 3 * image_size),
         (rows, columns),
     ):
-        if (
-            spec.form == "monarch"
-        ):  # every row is mixed by a matrix of its own, then every column of what came of it
+        if spec.form == "monarch":  # one matrix per row, then one per column
             total += (
                 _linear(width, columns, bias=False) * height
                 + _linear(height, rows, bias=False) * columns
@@ -224,72 +223,24 @@ def _structured(spec: StructuredMlpSpec, *, image_size: int) -> Cost:
     return total
 
 
-def _convolution(num_inputs: int, num_outputs: int, *, size: int, kernel: int = 1) -> Cost:
-    """With the batch norm that follows it; `size`: of the map that it makes."""
-    return _linear(num_inputs * kernel**2, num_outputs, rows=size**2, bias=False) + _norm(
-        num_outputs
-    )
+def count_cost(spec: TimmSpec, *, image_size: int) -> Cost:
+    """Build the model without its head, and count with torch."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
 
+    from pretrain.models.build import build_model
 
-def _resnet152(image_size: int) -> Cost:
-    """Bottlenecks of 1 x 1, 3 x 3 (which has the stride), 1 x 1; the first one of a stage has a 1 x
-    1 skip path."""
-    size, num_inputs = image_size + 2 * RESNET_STEM_PADDING - 6, 64
-    total = _convolution(3, 64, size=size, kernel=7)
-    for width, num_blocks, stride in ((64, 3, 1), (128, 8, 2), (256, 36, 2), (512, 3, 2)):
-        for block in range(num_blocks):
-            total += _convolution(num_inputs, width, size=size)
-            if block == 0:
-                size = (size - 1) // stride + 1
-                total += _convolution(num_inputs, 4 * width, size=size)
-            total += _convolution(width, width, size=size, kernel=3) + _convolution(
-                width, 4 * width, size=size
-            )
-            num_inputs = 4 * width
-    return total
-
-
-def _resnet18(size: int) -> Cost:
-    """Two 3 x 3 a block; the first block of a stage but the first has the stride, and a 1 x 1 skip
-    path."""
-    total, num_inputs = _convolution(3, 64, size=size, kernel=3), 64
-    for width in (64, 128, 256, 512):
-        if width != num_inputs:
-            size = (size - 1) // 2 + 1
-            total += _convolution(num_inputs, width, size=size)
-        total += (
-            _convolution(num_inputs, width, size=size, kernel=3)
-            + _convolution(width, width, size=size, kernel=3) * 3
-        )
-        num_inputs = width
-    return total
-
-
-def _vit_b_4(image_size: int) -> Cost:
-    width, num_patches = 768, (image_size // 4) ** 2
-    tokens = num_patches + 1
-    block = (
-        _norm(width) * 2
-        + _linear(width, 3 * width, rows=tokens)
-        + Cost(multiply_adds=2 * tokens**2 * width)  # queries x keys, then weights x values
-        + _linear(width, width, rows=tokens)
-        + _linear(width, 4 * width, rows=tokens)
-        + _linear(4 * width, width, rows=tokens)
-    )
-    embeddings = Cost(num_parameters=(tokens + 1) * width)  # of places, and the class token
-    return _linear(3 * 16, width, rows=num_patches) + embeddings + block * 12 + _norm(width)
-
-
-# ---- effective width and connections per layer
-# -------------------------------------------------------------------------
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = build_model(spec, num_classes=0, image_size=image_size).eval()
+        model(torch.empty(1, 3, image_size, image_size))
+    return Cost(num_parameters(model), counter.get_total_flops() // 2)
 
 
 def tokens_for(omega: float, *, num_channels: int, gamma: float = 1.0) -> int:
-    """S of a mixer with so many channels and connections per layer: the positive root of gamma (C
-    S^2 + C^2 S) / 2 = Omega. Omega is the same when S and C change places, so it is C of a mixer
-    with so many tokens, too."""
+    """Return S of a mixer with Omega connections per layer: the positive root of gamma (C S^2 + C^2
+    S) / 2 = Omega. S and C may change places."""
     _check_positive(omega=omega, gamma=gamma, num_channels=num_channels)
-    # Not (-C + sqrt(C^2 + d)) / 2, which loses all digits where C^2 is far greater than d.
+    # (-C + sqrt(C^2 + d)) / 2 would lose all digits if C^2 is far greater than d
     d = 8 * omega / (gamma * num_channels)
     found = round(d / (2 * (num_channels + math.sqrt(num_channels**2 + d))))
     if found < 1:
@@ -304,29 +255,23 @@ def tokens_for(omega: float, *, num_channels: int, gamma: float = 1.0) -> int:
 
 
 def widest_side(omega: float, *, gamma: float = 1.0) -> float:
-    """C* = S* = (Omega / gamma)^(1/3): m = S C is the greatest where tokens and channels are as
-    many."""
+    """Return C* = S* = (Omega / gamma)^(1/3), for which m = S C is the greatest."""
     _check_positive(omega=omega, gamma=gamma)
     return math.cbrt(omega / gamma)
 
 
 def sparse_width(omega: float, *, density: float, gamma: float = 1.0) -> int:
-    """m of a SW-MLP: Omega = p gamma m^2."""
+    """Return m of a SW-MLP with Omega = p gamma m^2."""
     _check_positive(omega=omega, gamma=gamma, density=density)
     return max(1, round(math.sqrt(omega / (density * gamma))))
 
 
 def width_and_connections(spec: AnySpec, *, image_size: int) -> tuple[int | None, float | None]:
-    """m, and Omega of the blocks' matrices as they are built (hidden sizes rounded); None where the
-    papers define none.
+    """Return m, and Omega of the blocks' matrices as they are built (hidden sizes rounded); None if
+    the papers define none.
 
-    A first block that makes S tokens of S0 counts like the others, and a mask's entries by their
-    expected number.
-
-    Mixer-B/16 with its hidden sizes 384 and 3072 has 260,112,384: the 2.6e8 that the paper's table
-    prints. The table has 2.6e8 for Mixer-B-W, too, whose own gamma = 4.57 gives 2.9e8, and gamma =
-    4 would give 2.54e8. The sweep over P is at 290,217,984: that of S = 196, C = 768 with gamma = 4
-    for both mixings.
+    A first block that makes S tokens of S0 counts like the others. The entries of a mask count by
+    their expected number.
     """
     match spec:
         case MlpSpec():

@@ -1,9 +1,8 @@
-"""What all our models are: embed, blocks, norm, pool, head, with the methods that timm's tools ask
-a model for.
+"""Base class of all models: embed, blocks, norm, pool, head, and methods for timm's tools.
 
-A family says how an image becomes the first block's input (`embed`), how features become one vector
-(`pool`) and how they are laid out as a picture (`as_map`). Shapes: B batch, F features of whatever
-shape the family has, N num_features, K classes.
+A family defines how an image becomes the first block's input (`embed`), how features become one
+vector (`pool`) and how features become a map (`as_map`). Shapes: B batch, F features in the
+family's shape, N num_features, K classes.
 """
 
 from abc import ABC, abstractmethod
@@ -12,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from data_prep.errors import UserError
+from pretrain.models.layers.batch_norm import BatchNorm1d
 from pretrain.models.layers.linear import Linear
 from pretrain.models.spec import Activation
 
@@ -34,8 +33,7 @@ class ImageModel(nn.Module, ABC):
     head: nn.Module
 
     def __init__(self, *, num_features: int, num_classes: int, pixels_per_place: int):
-        """`pixels_per_place`: side of the square of the image that one place of `as_map` stands
-        for."""
+        """`pixels_per_place`: side of the image square that one place of `as_map` covers."""
         super().__init__()
         self.num_features = self.head_hidden_size = self.embed_dim = num_features
         self.num_classes, self.pixels_per_place = num_classes, pixels_per_place
@@ -48,7 +46,7 @@ class ImageModel(nn.Module, ABC):
         return x_BF.flatten(1)
 
     def as_map(self, x_BF: Tensor) -> Tensor:
-        """(B, channels, height, width); a single place where features have none."""
+        """Return (B, channels, height, width), with a single place if features have none."""
         return x_BF.flatten(1)[:, :, None, None]
 
     def forward_features(self, x_BCHW: Tensor) -> Tensor:
@@ -69,15 +67,12 @@ class ImageModel(nn.Module, ABC):
             return checkpoint(block, x_BF, use_reentrant=False)
         return block(x_BF)
 
-    # ---- the classifier
-    # ----------------------------------------------------------------------------------------------
-
     def get_classifier(self) -> nn.Module:
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head whose outputs start at zero; with 0 classes none at all, and the model returns
-        pooled features."""
+        """Set a new head whose outputs start at zero. With 0 classes the model returns pooled
+        features."""
         if global_pool not in (None, "", "avg"):
             raise UserError(
                 "global_pool", f"{global_pool!r} is not valid", "use avg", code="bad-value"
@@ -91,9 +86,6 @@ class ImageModel(nn.Module, ABC):
         with torch.no_grad():
             for weight in self.head.parameters():
                 weight.zero_()
-
-    # ---- features of every block, for timm's features_only
-    # -----------------------------------------------------------
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
@@ -115,8 +107,8 @@ class ImageModel(nn.Module, ABC):
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """What the chosen blocks (the last n for a number) return, as maps or as (B, places,
-        channels)."""
+        """Return the outputs of the chosen blocks (a number: the last ones), as maps or as (B,
+        places, channels)."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
         x_BF, found = self.embed(x), []
         for number, block in enumerate(self.blocks):
@@ -136,7 +128,7 @@ class ImageModel(nn.Module, ABC):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """Removes what the chosen features do not need."""
+        """Remove the blocks after the chosen ones."""
         taken = taken_blocks(indices, num_blocks=len(self.blocks))
         self.blocks = self.blocks[: max(taken) + 1]
         if prune_norm:
@@ -145,13 +137,9 @@ class ImageModel(nn.Module, ABC):
             self.reset_classifier(0)
         return taken
 
-    # ---- what timm's training and optimizers ask
-    # -----------------------------------------------------------------------
-
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """In training, blocks keep their input alone and are computed a second time in the backward
-        pass."""
-        if enable and any(isinstance(module, _BatchNorm) for module in self.blocks.modules()):
+        """Keep only the blocks' inputs, and compute the blocks again in the backward pass."""
+        if enable and any(isinstance(module, BatchNorm1d) for module in self.blocks.modules()):
             raise UserError(
                 "set_grad_checkpointing",
                 "batch norm would count every batch twice",
@@ -161,7 +149,7 @@ class ImageModel(nn.Module, ABC):
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Layers by depth, for layer-wise learning rates; the blocks are the coarse groups, too."""
+        """Group layers by depth, for layer-wise learning rates."""
         del coarse
         return {
             "stem": r"^(?:stem|widen)\.",

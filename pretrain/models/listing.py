@@ -1,8 +1,8 @@
-"""`pretrain models` and `pretrain widths`: the named models with their costs, and sizes that have a
+"""`pretrain models`: the named models with their costs, and with `--omega` the sizes that have a
 given Omega (no torch here)."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import zip_longest
@@ -26,17 +26,15 @@ from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 FAMILIES = {
     "mlp": "MLPs of paper B",
     "mixer": "Mixers of paper A (rp: with random permutations)",
-    "sw_mlp": "SW-MLPs of paper A (masked: a multiply-add for every entry of the matrix)",
+    "sw_mlp": "SW-MLPs of paper A (masked: one MAC for every entry of the matrix)",
     "structured": "Shallow structured MLPs of paper A",
-    "timm": "What paper B compares with, through timm",
+    "timm": "Baselines of paper B, through timm",
 }
-
-
-COLUMNS = ("name", "params", "multiply-adds", "S", "C", "width m", "Omega", "px", "source")
+COLUMNS = ("name", "params", "MACs", "S", "C", "width m", "Omega", "px", "source")
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelRow:
     name: str
     spec: AnySpec
     cost: Cost
@@ -44,7 +42,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """By COLUMNS."""
+        """One text for each of COLUMNS."""
         spec = self.spec
         width, connections = width_and_connections(spec, image_size=self.image_size)
         return (
@@ -62,12 +60,9 @@ class Row:
 
 def list_models(
     *, match: str = "*", num_classes: int | None = None, image_size: int | None = None
-) -> tuple[list[Row], list[str]]:
-    """The named models that `match` (a shell pattern) fits, with classes and image size as they are
-    meant unless given; and the names of those that cannot take images of the size asked for."""
-    for field, value in (("--classes", num_classes), ("--image-size", image_size)):
-        if value is not None and value < 1:
-            raise UserError(field, f"{value} is not valid", "give 1 or more", code="bad-value")
+) -> tuple[list[ModelRow], list[str]]:
+    """Return the named models that match a shell pattern, and the names of those that cannot take
+    images of this size. The paper's classes and image size are the default."""
     names = [name for name in PRESETS if fnmatchcase(name, match)]
     if not names:
         raise UserError(
@@ -81,7 +76,9 @@ def list_models(
         preset, spec = PRESETS[name], spec_of(name)
         size, classes = image_size or preset.image_size, num_classes or preset.num_classes
         try:
-            found.append(Row(name, spec, cost_of(spec, num_classes=classes, image_size=size), size))
+            found.append(
+                ModelRow(name, spec, cost_of(spec, num_classes=classes, image_size=size), size)
+            )
         except ValueError as error:
             unfit.append(name)
             reason = str(error)
@@ -94,7 +91,7 @@ def list_models(
     return found, unfit
 
 
-def print_models(rows: Sequence[Row], unfit: Sequence[str], console: Console) -> None:
+def print_models(rows: Sequence[ModelRow], unfit: Sequence[str], console: Console) -> None:
     """One table for each family, all with the same columns."""
     sizes = [
         max(map(len, column)) for column in zip(COLUMNS, *(row.cells for row in rows), strict=True)
@@ -106,33 +103,35 @@ def print_models(rows: Sequence[Row], unfit: Sequence[str], console: Console) ->
             console.print(_table(COLUMNS, members, sizes=sizes, style="dim"))
             console.print()
     console.print(
-        "multiply-adds: of one image's forward pass, which papers call FLOPs; by the usual count of"
-        " two operations each, FLOPs are twice as many. Omega: average connections per layer of the"
-        " blocks. params: with a head of 1,000 classes, 10 for images of 32 px and less, or"
-        " --classes (11230 for paper B's table of sizes).",
+        "MACs of one image's forward pass; papers call them FLOPs, which are usually twice as many."
+        " Omega: average connections per layer of the blocks. params: with a head of 1,000 classes,"
+        " 10 for images of 32 px and less, or --classes (11230 for paper B's table of sizes).",
         style="dim",
     )
     if unfit:
-        console.print(f"Left out, as they cannot take images of that size: {', '.join(unfit)}.")
+        console.print(f"Skipped, because they cannot take images of this size: {', '.join(unfit)}.")
 
 
 def print_widths(
     omega: float,
     *,
     gamma: float,
-    channels: Iterable[int],
-    densities: Iterable[float],
+    channels: Sequence[float],
+    densities: Sequence[float],
     console: Console,
 ) -> None:
-    """S and m of mixers for every C, and m of SW-MLPs for every density, all with Omega connections
-    per layer."""
-    mixers = [(count, tokens_for(omega, num_channels=count, gamma=gamma)) for count in channels]
+    """Print S and m of mixers for each C, and m of SW-MLPs for each density."""
+    if wrong := [density for density in densities if density > 1]:
+        raise UserError(
+            "--density", f"{wrong[0]:g} is not valid", "give at most 1", code="bad-value"
+        )
+    mixers = [(c, tokens_for(omega, num_channels=int(c), gamma=gamma)) for c in channels]
     sparse = [(density, sparse_width(omega, density=density, gamma=gamma)) for density in densities]
     side = widest_side(omega, gamma=gamma)
     console.print(f"Omega = {omega:,.0f}, gamma = {gamma:g}", style="bold")
     console.print(f"widest mixer: S = C = {side:.1f}, m = {side**2:,.0f}")
     if mixers:
-        cells = [(f"{count:,}", f"{tokens:,}", f"{count * tokens:,}") for count, tokens in mixers]
+        cells = [(f"{c:,.0f}", f"{tokens:,}", f"{c * tokens:,.0f}") for c, tokens in mixers]
         console.print(_table(("C", "S", "m = S C"), cells))
     if sparse:
         cells = [(f"{density:g}", f"{1 - density:g}", f"{width:,}") for density, width in sparse]
@@ -160,7 +159,7 @@ def _table(
 
 
 def _short(value: float) -> str:
-    """Four digits and a unit."""
+    """Format with four digits and a unit."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:#.4g} {unit}"
@@ -168,7 +167,7 @@ def _short(value: float) -> str:
 
 
 def parse_power(text: str) -> float:
-    """A positive number, perhaps as a power: 262144, 2.6e8, 2^18."""
+    """Parse a positive number, for example 262144, 2.6e8 or 2^18."""
     found = re.fullmatch(r"(\d+)(?:\^|\*\*)(\d{1,3})", text.strip())
     try:
         value = float(int(found[1]) ** int(found[2])) if found else float(text)
@@ -184,37 +183,16 @@ def parse_power(text: str) -> float:
     return value
 
 
-def parse_channels(text: str, *, field: str = "--channels") -> list[int]:
-    return [
-        int(number)
-        for number in _numbers(text, field=field, pattern=r"[1-9]\d*", example="16,32,48")
-    ]
-
-
-def parse_densities(text: str) -> list[float]:
-    found = [
-        float(number)
-        for number in _numbers(text, field="--density", pattern=r"[01]?\.?\d+", example="0.1,0.5")
-    ]
-    wrong = [density for density in found if not 0 < density <= 1]
-    if wrong:
-        raise UserError(
-            "--density",
-            f"{wrong[0]:g} is not a share of connections",
-            "give numbers above 0, up to 1",
-            code="bad-value",
-        )
-    return found
-
-
-def _numbers(text: str, *, field: str, pattern: str, example: str) -> list[str]:
+def parse_numbers(text: str, *, field: str, is_whole: bool = True) -> list[float]:
+    """Parse positive numbers with commas between them."""
+    pattern = r"[1-9]\d*" if is_whole else r"\d*\.?\d+"
     words = [word.strip() for word in text.split(",")]
-    wrong = [word for word in words if not re.fullmatch(pattern, word)]
+    wrong = [word for word in words if not (re.fullmatch(pattern, word) and float(word) > 0)]
     if wrong:
         raise UserError(
             field,
             f"{wrong[0]!r} is not valid",
-            f"give numbers with commas between them, such as {example}",
+            f"give numbers with commas between them, such as {'16,32' if is_whole else '0.1,0.5'}",
             code="bad-value",
         )
-    return words
+    return [float(word) for word in words]

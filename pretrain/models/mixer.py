@@ -12,8 +12,7 @@ from pretrain.models.spec import MixerSpec
 
 
 class TwoLayer(nn.Module):
-    """W2 act(W1 x) on the last axis; both weights start as N(0, 1/size) where the spec says
-    normal."""
+    """W2 act(W1 x) on the last axis. With `init: normal` both weights start as N(0, 1/size)."""
 
     def __init__(self, spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int):
         super().__init__()
@@ -31,7 +30,7 @@ class TwoLayer(nn.Module):
 
 
 class OneLayer(nn.Module):
-    """act(W x) on the last axis; nothing is hidden."""
+    """act(W x) on the last axis."""
 
     def __init__(self, spec: MixerSpec, num_inputs: int, *, hidden: int, num_outputs: int):  # noqa: ARG002
         super().__init__()
@@ -51,7 +50,7 @@ def start_normal(linear: nn.Linear, *, variance: float) -> None:
 
 
 class TokenSkip(nn.Module):
-    """LN(W~ X): the skip path of a block that makes S tokens of S0."""
+    """LN(W~ X): the skip path of a block from S0 to S tokens."""
 
     def __init__(self, spec: MixerSpec, num_patches: int, *, num_tokens: int):
         super().__init__()
@@ -66,9 +65,8 @@ class TokenSkip(nn.Module):
 class MixerBlock(nn.Module):
     """U = X + mixing across tokens of LN(X), then Y = U + mixing across channels of LN(U).
 
-    An RP block permutes all M entries at random before and after each mixing; where it does not,
-    these permutations are the commutation (tokens) and the identity (channels), which are
-    transpositions of axes.
+    An RP block permutes all M entries at random before and after each mixing. In other blocks these
+    permutations are the commutation (tokens) and the identity (channels): transpositions of axes.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class Mixer(ImageModel):
         return x_BF.mean(dim=1)
 
     def as_map(self, x_BF: Tensor) -> Tensor:
-        """Tokens as the patches lie; in one column where they form no square."""
+        """Return tokens in the places of their patches, or in one column if they form no square."""
         side = isqrt(x_BF.shape[1])
         width = side if side**2 == x_BF.shape[1] else 1
         return x_BF.transpose(1, 2).reshape(
@@ -161,7 +159,7 @@ class Mixer(ImageModel):
 
 
 def patches(x_BCHW: Tensor, *, size: int) -> Tensor:
-    """(B, S0, 3 P P): every patch as one row, in reading order."""
+    """Return (B, S0, 3 P P): every patch as one row, in reading order."""
     batch, colours, height, width = x_BCHW.shape
     rows, columns = height // size, width // size
     grid = x_BCHW.reshape(batch, colours, rows, size, columns, size)

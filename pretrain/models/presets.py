@@ -1,5 +1,4 @@
-"""The papers' models by name (no torch here): fields of a spec, the image size they are meant for,
-and where they are printed."""
+"""The papers' models by name, without torch: fields of a spec, image size, and source."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,14 +20,14 @@ class Preset:
 
 
 class NamedModel(Settings):
-    """A model of the papers by its name, with other values for some of its fields."""
+    """A model of the papers by name, with other values for some fields."""
 
     model_config = ConfigDict(extra="allow")
     preset: str = Field(
         examples=["mlp_b12_wi1024"],
         json_schema_extra=lambda schema: schema.update(enum=list(PRESETS)),
     )
-    """A name that `pretrain models` lists. Not beside `kind`."""
+    """A name that `pretrain models` lists. It excludes `kind`."""
 
 
 class _Named(Settings):
@@ -36,7 +35,7 @@ class _Named(Settings):
 
 
 def spec_of(name: str, **changes: Any) -> AnySpec:
-    """The spec of a named model, with other values for some of its fields."""
+    """Return the spec of a named model, with other values for some fields."""
     return validate(_Named, {"model": {**preset(name).fields, **changes}}).model
 
 
@@ -52,11 +51,9 @@ def preset(name: object) -> Preset:
 
 
 def expand_preset(model: object) -> object:
-    """`preset: NAME` plus changed fields -> all fields; anything else is left for the schema to
-    judge.
+    """Replace `preset: NAME` and changed fields by all fields. The schema checks all other values.
 
-    Not beside `kind`: `model.preset=NAME` on top of a config that describes a model of its own
-    would be that model still.
+    `preset` excludes `kind`: the override `model.preset=NAME` would not replace a config's model.
     """
     if isinstance(model, str):
         raise SettingsError(
@@ -82,7 +79,7 @@ def expand_preset(model: object) -> object:
 
 def _mlps() -> dict[str, Preset]:
     found = {}
-    for depth, width in [
+    for depth, width in (
         (6, 256),
         (6, 512),
         (6, 1024),
@@ -90,7 +87,7 @@ def _mlps() -> dict[str, Preset]:
         (12, 512),
         (12, 768),
         (12, 1024),
-    ]:
+    ):
         fields = {"kind": "mlp", "depth": depth, "width": width}
         found[f"mlp_b{depth}_wi{width}"] = Preset(fields, 64, "B, table of models")
     paper = {"kind": "mlp", "depth": 6, "width": 1024, "bottleneck": "none", "activation": "relu"}
@@ -107,13 +104,11 @@ def _mlps() -> dict[str, Preset]:
 
 
 def _mixers() -> dict[str, Preset]:
-    """Where the paper's own numbers disagree (docs/papers.md has them all):
+    """Return the Mixers. The paper's numbers disagree for some (docs/papers.md):
 
-    Mixer-B-W: its table's Omega = 2.6e8 and width 6.2e5 are those of gamma = 3456/844, its C.3
-    prints 4.57 (2.90e8): two models. Mixer-SS-W: it prints 255M connections; C = 487 gives 276M,
-    and `num_channels=467` would give 255M. The sweep over P: C = 3 P^2, S from Omega = 290,217,984
-    (that of S = 196, C = 768, gamma = 4), first block S x S0. S-Mixers: of the width sweep (Omega =
-    2^18, gamma = 1) and of the depth sweep.
+    Mixer-B-W: its table's Omega = 2.6e8 and width 6.2e5 need gamma = 3456/844, but C.3 prints 4.57
+    (2.90e8): two models. Mixer-SS-W: it prints 255M connections, but C = 487 gives 276M
+    (`num_channels=467` gives 255M). The sweep over P has C = 3 P^2 and S from Omega = 290,217,984.
     """
     b_16 = {
         "kind": "mixer",
@@ -177,10 +172,7 @@ def _others() -> dict[str, Preset]:
     found["resnet18_32"] = Preset(
         {"kind": "timm", "name": "resnet18_32"}, 32, "B, Table 1; its recipe is ours", 10
     )
-    for name in (
-        "resnet152_64",
-        "vit_b_4",
-    ):  # without the stem's padding, ResNet-152 has the 13.07 G that B prints (see cost.py)
+    for name in ("resnet152_64", "vit_b_4"):
         found[name] = Preset({"kind": "timm", "name": name}, 64, "B, efficiency")
     return found
 

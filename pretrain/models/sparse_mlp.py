@@ -1,22 +1,18 @@
 """Paper A's SW-MLP: an MLP whose matrices have each connection with probability p, as wide as a
 Mixer's S C entries.
 
-    stem      per-patch linear to C channels, then one vector of S0 C entries; where m differs, a linear to m, dense or sparse
-    blocks    x + act((M * W) LN(x)), or with a hidden layer x + (M2 * W2) act((M1 * W1) LN(x)), gamma m wide
+    stem      per-patch linear to C channels, one vector of S0 C entries, a linear to m if m differs
+    blocks    x + act((M * W) LN(x)), or with a hidden layer of gamma m entries
+              x + (M2 * W2) act((M1 * W1) LN(x))
     head      norm, linear on all m entries
 
-The paper prints the block. It does not print how S0 C entries become m, nor what stands between the
-last block and the classes: both are ours. So are biases, which start at 0, as the Mixers have them.
-Weights start as N(0, 1/(p m)), also those of the hidden form, so that of gamma m x m entries the
-largest singular value is near sqrt(c^2 + 3 c^2 (1 - p) / (sqrt(gamma) p m)), where c = 1 +
-sqrt(gamma), while p m is above some 30. The paper's L+ has sqrt(gamma) over q^2, which agrees at
-gamma = 1; elsewhere it agrees if q^2 is read as p gamma m, and not as p m (measured, and only so
-are a matrix and its transpose alike).
+The paper prints only the block. Biases start at 0, as in the Mixers. All weights start as N(0, 1/(p
+m)). For p m above about 30 the largest singular value of gamma m x m entries is then near sqrt(c^2
++ 3 c^2 (1 - p) / (sqrt(gamma) p m)) with c = 1 + sqrt(gamma). The paper's L+ agrees with this
+measured value if its q^2 is read as p gamma m.
 
 Shapes: B batch, S0 patches, C channels, M width, K classes.
-"""  # noqa: E501 (a table)
-
-from typing import Any
+"""
 
 from torch import Tensor, nn
 
@@ -45,31 +41,20 @@ def _block_layer(
 ) -> MaskedLinear | SparseLinear:
     layer = _layer(spec, num_inputs, width=width, num_outputs=num_outputs)
     if spec.init_gain == "spectral" and not layer.bias.is_meta:
-        largest, weights = (
-            largest_singular_value(layer.matrix()),
-            layer.values if spec.is_sparse else layer.weight,
-        )
-        if largest:  # a matrix without connections stays one
+        weights = layer.values if isinstance(layer, SparseLinear) else layer.weight
+        if largest := largest_singular_value(layer.matrix()):  # 0 without connections
             weights.data *= (num_inputs**0.5 + num_outputs**0.5) / width**0.5 / largest
     return layer
 
 
 def _block(spec: SparseMlpSpec, width: int) -> Block:
     """x + act((M * W) LN(x)), or x + (M2 * W2) act((M1 * W1) LN(x)) with W1: m -> gamma m."""
-    norm, common = (
-        nn.LayerNorm(width),
-        dict[str, Any](activation=spec.activation, dropout=spec.dropout),
-    )
+    norm, hidden = nn.LayerNorm(width), spec.hidden_width(width)
     if spec.expansion is None:
-        return StandardBlock(
-            norm, _block_layer(spec, width, width=width, num_outputs=width), **common
-        )
-    hidden = spec.hidden_width(width)
-    expand, contract = (
-        _block_layer(spec, num, width=width, num_outputs=out)
-        for num, out in ((width, hidden), (hidden, width))
-    )
-    return InvertedBlock(norm, expand, contract, outer_activation=spec.outer_activation, **common)
+        return StandardBlock(norm, _block_layer(spec, width, width=width, num_outputs=width), spec)
+    expand = _block_layer(spec, width, width=width, num_outputs=hidden)
+    contract = _block_layer(spec, hidden, width=width, num_outputs=width)
+    return InvertedBlock(norm, expand, contract, spec)
 
 
 class SparseMlp(ImageModel):

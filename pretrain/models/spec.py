@@ -1,5 +1,4 @@
-"""What a model is, as plain validated numbers: no torch here, so that a config is judged before
-anything heavy is imported.
+"""Settings of the models, validated without torch.
 
 Letters as in the papers: S tokens (S0 = number of patches), C channels, m = S C the effective
 width, gamma (`expansion`) the hidden width of a mixing as a multiple of its input.
@@ -14,9 +13,9 @@ from data_prep.errors import SettingsError
 from data_prep.settings import Settings
 
 Activation = Literal["gelu", "relu", "silu", "tanh", "identity"]
-_OfLayers = Annotated[Activation, Field(description="Between the layers.")]
+_OfLayers = Annotated[Activation, Field(description="The function between the layers.")]
 _OfMatrices = Annotated[
-    bool, Field(description="Of every matrix but the classifier's, which always has one.")
+    bool, Field(description="Bias of every matrix except the classifier's, which always has one.")
 ]
 Init = Literal["normal", "torch"]
 EXPANSION = 4.0
@@ -24,7 +23,7 @@ TIMM_NORM_EPS = 1e-6
 
 
 def _block_numbers(given: object) -> object:
-    """YAML and JSON have no tuples."""
+    """Convert a list to a tuple."""
     if isinstance(given, list | tuple) and all(type(each) is int for each in given):
         return tuple(given)
     if given != "all":
@@ -37,15 +36,15 @@ def _block_numbers(given: object) -> object:
     return given
 
 
-Blocks = Annotated[
+BlockNumbers = Annotated[
     Literal["all"] | tuple[int, ...],
     BeforeValidator(_block_numbers, json_schema_input_type=Literal["all"] | list[int]),
 ]
 
 
 class MlpSpec(Settings):
-    """Paper B: Linear(3 H W, width), `depth` layers (of two matrices where the bottleneck is
-    inverted), Linear(width, classes)."""
+    """Paper B: Linear(3 H W, width), `depth` layers (with an inverted bottleneck of two matrices),
+    Linear(width, classes)."""
 
     example_with: ClassVar = {"activation_first": "{}bottleneck=none"}
     kind: Literal["mlp"]
@@ -59,18 +58,18 @@ class MlpSpec(Settings):
     """inverted: z + Wc act(We norm(z)), the B-L/Wi-m models; none: act(W norm(z)), the standard
     MLP."""
     activation_first: bool = False
-    """Of the standard MLP: W act(norm(z)), as the public code has it, in place of act(W norm(z)),
-    as the paper prints it."""
+    """true: W act(norm(z)), as in the public code; false: act(W norm(z)), as in the paper. For the
+    standard MLP only."""
     norm: Literal["layer", "batch", "none"] = "layer"
-    """Of each layer: LayerNorm, BatchNorm or nothing."""
+    """Norm of each layer: LayerNorm, BatchNorm or none."""
     norm_place: Literal["before", "after"] = "before"
-    """before: pre-LN, in front of the layer; after: post-LN, behind the sum with its skip path."""
+    """before: pre-LN, before the layer; after: post-LN, after the sum with the skip path."""
     skip_every: int | None = Field(None, ge=0, examples=[2])
-    """Layers that a skip path leads around; 0: there is none. By default 1 where the bottleneck is
-    inverted, 0 where not."""
+    """Layers around which each skip path leads; 0: no skip paths. The default is 1 with an inverted
+    bottleneck, else 0."""
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of hidden entries that are zeroed in training; 0 is off."""
+    """Fraction of hidden entries that training zeroes; 0 is off."""
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
@@ -117,7 +116,7 @@ class MlpSpec(Settings):
         return max(1, round(self.expansion * self.width))
 
     def check(self, *, image_size: int) -> None:
-        """Raises `ValueError` when the model cannot take such images; an MLP takes any."""
+        """Raise an error if the model cannot take images of this size. An MLP takes any size."""
 
 
 class MixerSpec(Settings):
@@ -134,28 +133,28 @@ class MixerSpec(Settings):
     expansion: float = Field(EXPANSION, gt=0)
     """gamma: hidden width of both mixings, as a multiple of tokens and of channels."""
     token_hidden: int | None = Field(None, ge=1, examples=[384])
-    """Hidden width of the token mixing, where a paper does not use one gamma for both."""
+    """Hidden width of the token mixing, if it is not gamma S."""
     channel_hidden: int | None = Field(None, ge=1, examples=[3072])
-    """Hidden widths given outright, where a paper does not use one gamma for both."""
+    """Hidden width of the channel mixing, if it is not gamma C."""
     layers_per_mixing: Literal[1, 2] = 2
     """2: W2 act(W1 x), the MLP-Mixer; 1: act(W x), the S-Mixer, which has no gamma."""
     num_tokens: int | None = Field(None, ge=1, examples=[64])
-    """S; by default one token per patch. Where it is given, the skip path of the first block is
-    LN(W~ X) with W~ of S x S0, even if S = S0: every model of a sweep over S has it."""
-    permuted_blocks: Blocks = Field((), examples=["all", [0, 3]])
+    """S; by default one token per patch. A given S makes the skip path of the first block LN(W~ X)
+    with W~ of S x S0, even if S = S0."""
+    permuted_blocks: BlockNumbers = Field((), examples=["all", [0, 3]])
     """RP variants: blocks (from 0) whose mixings read and write randomly permuted entries, fixed at
-    initialisation."""
+    initialization."""
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of hidden entries that are zeroed in training; 0 is off."""
+    """Fraction of hidden entries that training zeroes; 0 is off."""
     norm_eps: float = Field(1e-5, gt=0)
-    """Of every LayerNorm: 1e-5 in the paper, 1e-6 in timm's Mixers."""
+    """Epsilon of every LayerNorm: 1e-5 in the paper, 1e-6 in timm's Mixers."""
     init: Init = "normal"
-    """Of the mixings' weights. normal: N(0, 1/S) and N(0, 1/C), the paper's; torch: uniform within
-    1/sqrt(inputs)."""
+    """Initial weights of the mixings. normal: N(0, 1/S) and N(0, 1/C), as in the paper; torch:
+    uniform within 1/sqrt(inputs)."""
     final_norm: bool = True
-    """A LayerNorm between the last block and the mean over tokens; the paper's main text prints it,
-    its appendix A.2.5 none."""
+    """LayerNorm between the last block and the mean over tokens. The paper's main text prints it,
+    its appendix A.2.5 does not."""
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
@@ -206,7 +205,7 @@ class MixerSpec(Settings):
         return self.num_tokens or self.num_patches(image_size=image_size)
 
     def hidden_sizes(self, *, num_tokens: int) -> tuple[int, int]:
-        """(token mixing, channel mixing) of a Mixer with two layers per mixing."""
+        """Return the hidden widths of token mixing and channel mixing."""
         token_hidden = self.token_hidden or max(1, round(self.expansion * num_tokens))
         return token_hidden, self.channel_hidden or max(
             1, round(self.expansion * self.num_channels)
@@ -214,18 +213,15 @@ class MixerSpec(Settings):
 
 
 class SparseMlpSpec(Settings):
-    """Paper A's SW-MLP: per-patch linear, vectorised, `depth` blocks x + act((M * W) LN(x)) with a
-    fixed random mask M.
-
-    The paper does not print how S0 C entries become m where they differ: here by one dense layer.
-    """
+    """Paper A's SW-MLP: per-patch linear, one vector, `depth` blocks x + act((M * W) LN(x)) with a
+    fixed random mask M."""
 
     example_with: ClassVar = {"outer_activation": "{}expansion=2"}
     kind: Literal["sw_mlp"]
     patch_size: int = Field(4, ge=1)
     """Side of the square patches of the first layer, in pixels."""
     num_channels: int = Field(48, ge=1)
-    """C: entries that the first layer makes of each patch."""
+    """C: outputs of the first layer for each patch."""
     width: int | None = Field(None, ge=1, examples=[1024])
     """m; by default S0 C."""
     depth: int = Field(8, ge=1)
@@ -233,37 +229,29 @@ class SparseMlpSpec(Settings):
     density: float = Field(0.5, gt=0, le=1)
     """p: each connection exists with this probability."""
     expansion: float | None = Field(None, gt=0, examples=[2.0])
-    """gamma of a hidden layer: x + (M2 * W2) act((M1 * W1) LN(x)); by default there is none."""
+    """gamma of a hidden layer: x + (M2 * W2) act((M1 * W1) LN(x)); by default no hidden layer."""
     outer_activation: bool = False
-    """Of a hidden layer: x + act((M2 * W2) act((M1 * W1) LN(x))), as the paper has it in (S.17),
-    but not in C.1."""
+    """true: x + act((M2 * W2) act((M1 * W1) LN(x))), as in (S.17) of the paper, but not in C.1. For
+    a hidden layer only."""
     widen: Literal["dense", "sparse"] = "dense"
-    """What makes m entries of S0 C, which the paper does not print. sparse has the blocks' density:
-    at a fixed Omega a dense one has more connections than all the blocks."""
+    """Layer from S0 C to m entries, which the paper does not print. sparse has the blocks' density;
+    dense may have more connections than all blocks."""
     init_gain: Literal["spectral"] | None = None
-    """spectral: each initial matrix of the blocks times what makes its largest singular value that
-    of a dense one with these variances, 1 + sqrt(gamma). Sparse ones have a larger one, which grows
-    with the width at fixed connections."""
+    """spectral: scale each initial matrix of the blocks, so that its largest singular value is that
+    of a dense matrix, 1 + sqrt(gamma). Without it, it grows with the width at a fixed Omega."""
     storage: Literal["auto", "masked", "sparse"] = "auto"
-    """masked: a dense matrix times a mask; sparse: only the connections that exist; auto: what is
-    smaller and faster."""
+    """masked: a dense matrix times a mask; sparse: only the connections; auto: sparse if density is
+    at most 0.05."""
 
     @property
     def is_sparse(self) -> bool:
-        """How it is stored; `auto` is sparse where that is faster at every width measured, and much
-        smaller.
-
-        Forward and backward on a CPU (benchmarks/sparse.py, batch 128, widths 540 to 16,384), in
-        multiples of the masked layer's
-        speed: 0.4 to 0.8 at density 0.5, 0.9 to 1.8 at 0.2, 0.9 to 4 at 0.1, 1.5 to 6 at 0.05,
-        there in a fourteenth of the memory. One rule for all devices: on GPUs (not yet run) tensor
-        cores favour the masked layer further down; `storage` says otherwise.
-        """
+        """True if only connections are stored. Up to density 0.05 that is faster at all widths on a
+        CPU (1.5 to 6 times, benchmarks/sparse.py)."""
         return self.storage == "sparse" or (self.storage == "auto" and self.density <= 0.05)
 
     activation: _OfLayers = "gelu"
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of hidden entries that are zeroed in training; 0 is off."""
+    """Fraction of hidden entries that training zeroes; 0 is off."""
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
@@ -304,7 +292,7 @@ class SparseMlpSpec(Settings):
 
 
 class StructuredMlpSpec(Settings):
-    """Paper A's shallow Monarch and Kronecker MLPs: x -> Bc B2 relu(B1 x), x being H rows of
+    """Paper A's shallow Monarch and Kronecker MLPs: x -> Bc B2 relu(B1 x), where x is H rows of
     pixels."""
 
     kind: Literal["structured"]
@@ -317,24 +305,23 @@ class StructuredMlpSpec(Settings):
     """The hidden vectors are num_rows x num_columns."""
     activation: _OfLayers = "relu"
     greyscale: bool = True
-    """Takes the mean over the colours, so that a row has W entries and not 3 W (MNIST is grey)."""
+    """Take the mean over the colors, so that a row has W entries instead of 3 W (MNIST is grey)."""
 
     @property
     def label(self) -> str:
         return f"{self.form.capitalize()} {self.num_rows} x {self.num_columns}"
 
     def check(self, *, image_size: int) -> None:
-        """Any image size will do."""
+        """Any image size is valid."""
 
 
 class TimmSpec(Settings):
-    """The convolutional nets and the transformer that paper B compares with, as timm has them."""
+    """The convolutional nets and the transformer of paper B's comparison, from timm."""
 
     kind: Literal["timm"]
     name: Literal["resnet152_64", "vit_b_4", "resnet18_32"]
     """resnet152_64: without the stem's stride and pooling; vit_b_4: ViT-B with patches of 4;
-    resnet18_32: with a stem of 3 x 3 without stride and pooling, as is usual for CIFAR (paper B
-    prints no more than its name)."""
+    resnet18_32: a stem of 3 x 3 without stride and pooling, as usual for CIFAR."""
 
     @property
     def label(self) -> str:
@@ -355,16 +342,15 @@ class TimmSpec(Settings):
 
 
 class TimmModelSpec(Settings):
-    """Any model of timm's, as `pretrained: timm:NAME` finds it; not to be written by hand."""
+    """Any model of timm, written by `pretrained: timm:NAME`; not by hand."""
 
     kind: Literal["timm_model"]
     name: str = Field(pattern=r"^\w+$", examples=["resnet50"])
-    """As timm registers it, without a tag."""
+    """Name in timm, without a tag."""
     arguments: str = Field("{}", examples=['{"img_size": 224}'])
-    """JSON: what timm builds it with. A hub's card has it, so nothing in it may name a file or an
-    address of weights."""
+    """timm's arguments as JSON. They may come from a hub, so they must not name other weights."""
     num_features: int = Field(ge=1, examples=[2048])
-    """What its classifier sees of a picture."""
+    """Inputs of the classifier."""
 
     @field_validator("arguments")
     @classmethod
@@ -375,7 +361,7 @@ class TimmModelSpec(Settings):
             if name.startswith(("pretrained", "checkpoint", "cache"))
         ]
         if read:
-            raise ValueError(f"{', '.join(read)} would have timm read other weights; leave it out")
+            raise ValueError(f"{', '.join(read)} would make timm read other weights; remove it")
         return arguments
 
     @property
@@ -383,7 +369,7 @@ class TimmModelSpec(Settings):
         return self.name
 
     def check(self, *, image_size: int) -> None:
-        """timm knows."""
+        """timm checks the size."""
 
 
 def check_unread(expansion: float, *, where: str) -> None:

@@ -1,17 +1,17 @@
 """Paper A's shallow Monarch and Kronecker MLPs, x -> Bc B2 relu(B1 x), on images as H rows of V
 pixels.
 
-B1 and B2 map a grid of (rows, columns) onto another. As printed they have no biases; the classifier
-Bc has one here, as every head. Each small matrix starts as N(0, 1/inputs).
+B1 and B2 map a grid of (rows, columns) onto another, without biases. The classifier Bc has a bias.
+Each small matrix starts as N(0, 1/inputs).
 
-    Kronecker   X -> A X D^T                                       one matrix for all columns, one for all rows
-    Monarch     X -> J^T L J R, J a transposition of the grid      a matrix per row of X, then a matrix per column of the result
+    Kronecker   X -> A X D^T          one matrix for all columns, one for all rows
+    Monarch     X -> J^T L J R        a matrix per row of X, then one per column of the result
 
-so that a Monarch layer whose blocks are all equal is a Kronecker layer.
+A Monarch layer with equal blocks is a Kronecker layer.
 
 Shapes: B batch, H rows and V columns in (V = W, or 3 W in colour, colour by colour), S rows and C
 columns out, K classes.
-"""  # noqa: E501 (a table)
+"""
 
 import torch
 from torch import Tensor, nn

@@ -1,19 +1,18 @@
-"""Models of timm's behind the methods that all our models have: paper B's, and any that comes with
-weights of its own (`pretrained: timm:NAME`). Imported only where one is built.
+"""timm's models with the methods that all our models have: the baselines of paper B, and any model
+with weights of its own (`pretrained: timm:NAME`). The module is imported only to build one.
 
-timm's model makes the features and pools them; the head is ours, so it starts, is replaced and gets
-its own learning rate as everywhere. What is not timm's is the stem of paper B's ResNet-152 at 64
-px: stride 1, no padding (cost.py says why), and no pooling after it.
+timm's model makes and pools the features; the head is ours. The stem of ResNet-152 at 64 px has
+stride 1 and no pooling, as paper B says, and no padding: only then does it have the 13.07 G MACs
+that paper B prints (14.98 G with the usual padding of 3).
 """
 
 import json
 from typing import Any
 
 import timm
-from timm.models._manipulate import group_with_matcher
+from timm.models import group_parameters
 from torch import Tensor, nn
 
-from pretrain.models.cost import RESNET_STEM_PADDING
 from pretrain.models.image_model import ImageModel, classifier
 from pretrain.models.layers.batch_norm import BatchNorm2d
 from pretrain.models.spec import TimmModelSpec, TimmSpec
@@ -25,17 +24,13 @@ class TimmModel(ImageModel):
             body = timm.create_model(spec.name, num_classes=0, **json.loads(spec.arguments))
         elif spec.name == "resnet152_64":
             body = timm.create_model("resnet152", num_classes=0, norm_layer=BatchNorm2d)
-            body.conv1.stride, body.conv1.padding = (
-                (1, 1),
-                (RESNET_STEM_PADDING, RESNET_STEM_PADDING),
-            )
+            body.conv1.stride, body.conv1.padding = (1, 1), (0, 0)
             body.maxpool = nn.Identity()
         elif spec.name == "resnet18_32":
             body = timm.create_model("resnet18", num_classes=0, norm_layer=BatchNorm2d)
             body.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-            nn.init.kaiming_normal_(
-                body.conv1.weight, mode="fan_out", nonlinearity="relu"
-            )  # as timm does
+            # as timm initializes convolutions
+            nn.init.kaiming_normal_(body.conv1.weight, mode="fan_out", nonlinearity="relu")
             body.maxpool = nn.Identity()
         else:
             body = timm.create_model(
@@ -47,7 +42,7 @@ class TimmModel(ImageModel):
             pixels_per_place=1,
         )
         self.body = body
-        self.blocks = nn.ModuleList()  # they are within the body
+        self.blocks = nn.ModuleList()  # the body has its own
         self.norm = nn.Identity()
         self.head = classifier(self.num_features, num_classes)
 
@@ -69,19 +64,16 @@ class TimmModel(ImageModel):
         return self.body.prune_intermediate_layers(*args, **kwargs)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """The body's, under the names that its weights have here."""
+        """Return the body's groups, with the names of its weights in this model."""
         of_body: dict[str, Any] = self.body.group_matcher(coarse=coarse)
         return {group: _within_body(names) for group, names in of_body.items()}
 
     def layers(self) -> dict[str, int]:
-        """The number of each weight's layer, from the pictures on, as timm splits it; {} where it
-        does not."""
+        """Return the layer number of each weight, as timm groups weights; {} if it does not."""
         matcher = getattr(self.body, "group_matcher", None)
         if matcher is None:
             return {}
-        found: dict[str, int] = group_with_matcher(
-            self.body.named_parameters(), matcher(), reverse=True
-        )
+        found: dict[str, int] = group_parameters(self.body, matcher(), reverse=True)
         return {f"body.{name}": number for name, number in found.items()}
 
     def no_weight_decay(self) -> set[str]:
@@ -92,7 +84,7 @@ class TimmModel(ImageModel):
 
 
 def _within_body(names: Any) -> Any:
-    """The same regular expressions behind `body.`."""
+    """Return the same regular expressions after `body.`."""
     if isinstance(names, str):
         return rf"body\.(?:{names.removeprefix('^')})"
     return [(_within_body(pattern), order) for pattern, order in names]

@@ -1,9 +1,8 @@
-"""Importing this module makes our named models answer to `timm.create_model("mlp_b12_wi1024",
+"""Import this module to register the named models with timm: `timm.create_model("mlp_b12_wi1024",
 num_classes=..., img_size=...)`.
 
-Fields of a model's spec are keywords, too: `timm.create_model("mixer_b_w", depth=4,
-permuted_blocks="all")`. This is apart from `build` because importing timm costs seconds that a
-training process need not spend.
+Fields of a spec are keywords: `timm.create_model("mixer_b_w", depth=4, permuted_blocks="all")`.
+Training does not import this module, because timm takes seconds to import.
 """
 
 import json
@@ -42,14 +41,12 @@ default_cfgs = generate_default_cfgs(
         for name, preset in PRESETS.items()
     }
 )
-_EVERY_BLOCK = {
-    "out_indices": None,
-    "feature_cls": "getter",
-}  # what features_only gives unless asked otherwise
+_EVERY_BLOCK = {"out_indices": None, "feature_cls": "getter"}
+"""The default of `features_only`."""
 
 
 def _one_side(img_size: int | tuple[int, int], in_chans: int) -> int:
-    """Of the images, if they are what these models take."""
+    """Return the side of square RGB images."""
     height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
     if in_chans != 3:
         raise UserError("in_chans", f"{in_chans} is not valid", "use 3 (RGB)", code="bad-value")
@@ -98,7 +95,7 @@ def _of_spec(
 
 
 def wide_mlps(pretrained: bool = False, **kwargs: Any) -> ImageModel:
-    """Any spec: the architecture that the config.json of every checkpoint names, for
+    """Build any spec. The config.json of every checkpoint names this architecture, for
     `create_model("local-dir:DIRECTORY")`."""
     return build_model_with_cfg(
         _of_spec, "wide_mlps", pretrained, feature_cfg=dict(_EVERY_BLOCK), **kwargs

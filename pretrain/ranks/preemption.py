@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from types import FrameType
 from typing import TypeVar
 
-from data_prep.interrupts import keep
+from data_prep.interrupts import answer_interrupt, keep
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
@@ -67,7 +67,7 @@ class StopFlag:
         installed = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         if isinstance(installed, StopFlag):
             return installed
-        keep("it ends as soon as all is loaded, nothing is to be saved yet", ends_within_s=None)
+        keep("it ends as soon as all is loaded, nothing is to be saved yet")
         for number in heeded_signals():
             signal.signal(number, self._raise)
         signal.pthread_sigmask(
@@ -108,6 +108,8 @@ class StopFlag:
             raise Interrupted
 
     def _raise(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            answer_interrupt()
         if self.raised_by is None:
             self._raised_at_s = time.monotonic()
         self.raised_by = signal.Signals(number).name

@@ -5,19 +5,18 @@
 
 1. Each trainer starts a deliverer, which lives until the trainer has closed the pipe and the run is
    delivered, or until time is up.
-2. One deliverer of each tracking database has the turn (queue.py): it imports mlflow and delivers
-   all runs in the queue. The others wait and take over when that process ends.
+2. One process at a time holds the lock of the queue (queue.py), imports mlflow and delivers all
+   runs in the queue. When it ends, another deliverer takes over.
 3. Events that could not be delivered stay in the event log. The next deliverer of the same database
    sends them, or `pretrain sync RUN`.
 
 The event log is synced before its events are sent. If a power cut then loses delivered bytes (the
 log is shorter, or has other bytes at that position), the log is sent again from its beginning.
 
-Delivery is idempotent: metrics and images carry the times of the event log, so a repeated event is
-stored once, and the run is found by its key. A resumed run continues the same MLflow run; if the
-database has lost the run, the complete log is sent again. Files are sent after metrics and are owed
-until they arrive. A run whose trainer is gone and whose log has no end is FINISHED if it has a
-result.json, else FAILED.
+Delivery is idempotent: metrics and images carry the times of the event log. If the database has
+lost the run, the complete log is sent again. Files are owed until they arrive, so they hold up no
+metric. A run whose trainer is gone and whose log has no end is FINISHED if it has a result.json,
+else FAILED.
 """
 
 import hashlib
@@ -93,7 +92,6 @@ class Delivery:
         self.run_dir, self.store = run_dir, store
         self.identity = RunIdentity.read(run_dir)
         self.position = Position.read(run_dir)
-        self.num_bytes_sent = 0
         self._is_checked = False
 
     def deliver(self) -> None:
@@ -104,9 +102,7 @@ class Delivery:
             while lines := _complete_lines(journal, self.position.offset):
                 os.fsync(journal.fileno())
                 self._send(readable_events(lines))
-                num_bytes = sum(map(len, lines))
-                self.num_bytes_sent += num_bytes
-                self.position.offset += num_bytes
+                self.position.offset += sum(map(len, lines))
                 self.position.tail_sha256 = _tail_hash(journal, self.position.offset)
                 self._save()
         if not self.position.has_ended:
@@ -222,27 +218,6 @@ def _log(run_dir: Path) -> Path:
     return run_dir / "tracking" / "delivery.log"
 
 
-class _Trainer:
-    """The trainer at the other end of the pipe."""
-
-    def __init__(self, pipe: IO[bytes], *, close_timeout_s: float):
-        self._pipe, self._close_timeout_s = pipe, close_timeout_s
-        self._closed_at_s: float | None = None
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the trainer ends, but at most for this time."""
-        if self._closed_at_s is not None:
-            time.sleep(min(timeout_s, 4 * POLL_S))
-        elif select.select([self._pipe], [], [], timeout_s)[0]:
-            self._closed_at_s = time.monotonic()
-
-    def has_ended(self, *, fraction: float = 0.0) -> bool:
-        """Return True if the trainer has ended, and this fraction of the time limit has passed."""
-        ended_s = self._closed_at_s
-        limit_s = fraction * self._close_timeout_s
-        return ended_s is not None and time.monotonic() - ended_s >= limit_s
-
-
 def deliver_while_training(
     run_dir: Path, pipe: IO[bytes], *, close_timeout_s: float, sinks: Sequence[str] = ()
 ) -> int:
@@ -250,40 +225,38 @@ def deliver_while_training(
     until time is up (1)."""
     identity = RunIdentity.read(run_dir)
     queue = Queue(identity.uri, run_dir)
-    trainer = _Trainer(pipe, close_timeout_s=close_timeout_s)
+    deliveries: Deliveries | None = None
+    others: Sinks | None = None
+    ended_s: float | None = None
+    wait_s = POLL_S
     with ExitStack() as stack:
-        others = None
-        if sinks:
-            stack.enter_context(sole_writer(run_dir / "tracking", wait=True))
-            others = stack.enter_context(closing(Sinks(run_dir, sinks)))
-        deliveries: Deliveries | None = None
-        turn, has_asked, wait_s = stack.enter_context(ExitStack()), False, POLL_S
         while True:
             queue.add(identity.run_key, run_dir)
-            if not has_asked and trainer.has_ended(fraction=0.5):
+            if sinks and others is None:
                 with suppress(Busy):
-                    stack.enter_context(queue.request())
-                    has_asked = True
-            if not has_asked and queue.is_requested():
-                deliveries = None
-                turn.close()
-            elif deliveries is None:
-                with suppress(Busy):
-                    turn.enter_context(queue.turn())
-                    deliveries = Deliveries(queue, _open_store(identity.uri))
+                    stack.enter_context(sole_writer(run_dir / "tracking"))
+                    others = stack.enter_context(closing(Sinks(run_dir, sinks)))
             if others is not None:
                 others.write()
+            if deliveries is None:
+                with suppress(Busy):
+                    stack.enter_context(sole_writer(queue.directory))
+                    deliveries = Deliveries(queue, open_store(identity.uri))
             has_failed = deliveries is not None and not deliveries.deliver()
             wait_s = min(_MAX_WAIT_S, 2 * wait_s) if has_failed else POLL_S
-            if trainer.has_ended() and Position.read(run_dir).is_complete(run_dir):
+            if ended_s is None:
+                if select.select([pipe], [], [], wait_s)[0]:
+                    ended_s = time.monotonic()
+                continue
+            if Position.read(run_dir).is_complete(run_dir):
                 queue.remove(identity.run_key)
                 return 0
-            if trainer.has_ended(fraction=1.0):
+            if time.monotonic() - ended_s >= close_timeout_s:
                 return 1
-            trainer.wait(wait_s)
+            time.sleep(min(wait_s, 4 * POLL_S))
 
 
-def _open_store(uri: str) -> "Store":
+def open_store(uri: str) -> "Store":
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
     from pretrain.tracking.store import Store  # imports mlflow, for seconds
@@ -297,34 +270,31 @@ def sync(run_dir: Path) -> int:
     identity, before = RunIdentity.read(run_dir), Position.read(run_dir).offset
     queue = Queue(identity.uri, run_dir)
     queue.add(identity.run_key, run_dir)
-    with queue.request(wait=True):
-        while True:
-            with suppress(Busy), queue.turn():
-                return _deliver_one(run_dir, queue)
-            position = Position.read(run_dir)
-            if position.is_complete(run_dir):  # `pretrain serve` has delivered it
-                return max(0, position.offset - before)
-            time.sleep(POLL_S)
+    while True:
+        with suppress(Busy), sole_writer(queue.directory):
+            _deliver_one(run_dir, identity)
+            break
+        if Position.read(run_dir).is_complete(run_dir):
+            break  # another process has delivered it
+        time.sleep(POLL_S)
+    if Position.read(run_dir).is_complete(run_dir):
+        queue.remove(identity.run_key)
+    return max(0, Position.read(run_dir).offset - before)
 
 
-def _deliver_one(run_dir: Path, queue: Queue) -> int:
-    store = _open_store(RunIdentity.read(run_dir).uri)
-    delivery = Delivery(run_dir, store)
+def _deliver_one(run_dir: Path, identity: RunIdentity) -> None:
+    store = open_store(identity.uri)
     try:
-        delivery.deliver()
+        Delivery(run_dir, store).deliver()
     except UserError:
         raise
     except Exception as error:
-        fault = store.fault_of(error)
         raise UserError(
-            delivery.identity.uri,
-            f"the tracking database does not take the events ({fault})",
+            identity.uri,
+            f"the tracking database does not take the events ({store.fault_of(error)})",
             f"run the same command again later: pretrain sync {run_dir}",
             code="unreachable",
         ) from error
-    if delivery.position.is_complete(run_dir):
-        queue.remove(delivery.identity.run_key)
-    return delivery.num_bytes_sent
 
 
 def write_sinks(run_dir: Path, *names: str) -> int:

@@ -1,24 +1,15 @@
-"""The runs whose event logs a tracking database has not received completely, and the turn of the
-one process that delivers them.
+"""The runs whose event logs a tracking database has not received completely.
 
-    RUNS/.mlflow.db.queue/KEY           the path of a run
-    RUNS/.mlflow.db.queue/.lock         held by the process that delivers
-    RUNS/.mlflow.db.queue/next/.lock    held by a process that asks for the turn
+    RUNS/.mlflow.db.queue/KEY       the path of a run
+    RUNS/.mlflow.db.queue/.lock     held by the one process that delivers
 
-1. Each deliverer adds its run, then tries to take the turn. If another process has the turn, that
-   process delivers the run.
-2. A process that must write itself (`pretrain serve`, `pretrain sync`, a deliverer whose run has
-   ended and still waits) asks for the turn: the process that has the turn then steps back.
-3. A killed process leaves no lock, and its runs stay in the queue for the next process.
-
-An MLflow server takes many writers, so a run that uses a server has its own queue in
-RUN/tracking/queue.
+A killed process leaves no lock, and its runs stay in the queue for the next process. An MLflow
+server takes many writers, so a run that uses a server has its own queue in RUN/tracking/queue.
 """
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 
-from data_prep.publish import is_held, make_directory, sole_writer, write_atomic
+from data_prep.publish import make_directory, write_atomic
 
 SQLITE = "sqlite:///"
 
@@ -31,7 +22,7 @@ def database_path(uri: str) -> Path | None:
 
 
 class Queue:
-    """The queue of the database `uri`. `run_dir`: the run that asks."""
+    """The queue of the database `uri`. Whoever holds `sole_writer(queue.directory)` delivers."""
 
     def __init__(self, uri: str, run_dir: Path):
         database = database_path(uri)
@@ -53,15 +44,4 @@ class Queue:
     def runs(self) -> dict[str, Path]:
         """Return the run directories by key."""
         entries = (path for path in self.directory.iterdir() if path.name.isalnum())
-        return {path.name: Path(path.read_text()) for path in sorted(entries) if not path.is_dir()}
-
-    def turn(self, *, wait: bool = False) -> AbstractContextManager[None]:
-        """Hold the turn while the block runs; `Busy` if another process has it."""
-        return sole_writer(self.directory, wait=wait)
-
-    def request(self, *, wait: bool = False) -> AbstractContextManager[None]:
-        """Ask for the turn while the block runs; `Busy` if another process asks."""
-        return sole_writer(self.directory / "next", wait=wait)
-
-    def is_requested(self) -> bool:
-        return is_held(self.directory / "next")[0]
+        return {path.name: Path(path.read_text()) for path in sorted(entries)}

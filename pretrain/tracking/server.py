@@ -1,10 +1,8 @@
 """`pretrain serve FOLDER`: MLflow's page of the runs in a folder.
 
-1. It asks for the turn of the database (queue.py) and keeps it: no deliverer writes to the file.
-2. It starts `mlflow server` on the database, in its own process group, and waits until the server
-   answers. The server prints into `mlflow.db.log`.
-3. It delivers the event logs of all runs in the queue, from whatever node, through the server.
-4. At a signal the server ends, then the turn: the deliverers of the runs continue.
+1. Start `mlflow server` on the database and wait until it answers. It prints into `mlflow.db.log`.
+2. Deliver the event logs of all runs in the queue, unless a run's own deliverer does that.
+3. A signal ends the server.
 """
 
 import os
@@ -13,34 +11,31 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 
 from data_prep.errors import UserError
+from data_prep.publish import Busy, sole_writer
 from pretrain.ranks.launch import describe, end_with_parent
 from pretrain.tracking.delivery import Deliveries
 from pretrain.tracking.queue import SQLITE, Queue
 from pretrain.tracking.store import Store, files_of, open_database, runs_page
 
 READY_S = 180.0
-"""A server needs half a minute, on a busy node more."""
+"""Limit for the start of a server, which takes half a minute on a quiet node."""
 ENDING_S = 15.0
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
 class _Stopped(Exception):  # noqa: N818
     pass
 
 
-def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (as `signal` calls it)
-    _heed(signal.SIG_IGN)  # a job that is cancelled is told by SLURM and by its script
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    for number in STOPS:  # a job that is canceled gets several
+        signal.signal(number, signal.SIG_IGN)
     raise _Stopped
-
-
-def _heed(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, handler)
 
 
 def serve(folder: Path, *, host: str, port: int) -> None:
@@ -48,40 +43,46 @@ def serve(folder: Path, *, host: str, port: int) -> None:
     database = (folder / "mlflow.db").absolute()
     log, address = database.with_name("mlflow.db.log"), f"http://{host}:{port}"
     queue = Queue(f"{SQLITE}{database}", folder)
-    with ExitStack() as stack:
-        stack.enter_context(queue.request(wait=True))
-        stack.enter_context(queue.turn(wait=True))
-        open_database(database)
-        server = _start(database, log=log, host=host, port=port)
-        try:
-            _heed(_stop)
-            began_s = time.monotonic()
-            while not _answers(address) and server.poll() is None:
-                if time.monotonic() - began_s > READY_S:
-                    break
-                time.sleep(0.5)
-            else:
-                if server.poll() is None:
-                    print(
-                        f"{folder}: {runs_page(address)} shows the runs; Ctrl-C ends the server",
-                        flush=True,
-                    )
-            deliveries = Deliveries(queue, Store(f"{SQLITE}{database}", served_at=address))
+    open_database(database)
+    server = _start(database, log=log, host=host, port=port)
+    try:
+        for number in STOPS:
+            signal.signal(number, _stop)
+        began_s = time.monotonic()
+        while not _answers(address) and server.poll() is None:
+            if time.monotonic() - began_s > READY_S:
+                break
+            time.sleep(0.5)
+        else:
+            if server.poll() is None:
+                page = runs_page(address)
+                print(f"{folder}: {page} shows the runs; Ctrl-C ends the server", flush=True)
+        deliveries = Deliveries(queue, Store(f"{SQLITE}{database}"))
+        with ExitStack() as stack:
+            has_turn = False
             while server.poll() is None and _answers(address):
-                deliveries.deliver()
+                if not has_turn:
+                    with suppress(Busy):
+                        stack.enter_context(sole_writer(queue.directory))
+                        has_turn = True
+                if has_turn:
+                    deliveries.deliver()
                 time.sleep(1.0)
-            end = "no answer" if server.poll() is None else describe(server.returncode)
-            raise UserError(
-                address,
-                f"mlflow server ended ({end}; see {log})",
-                "run the same command again, or choose another --port",
-                code="unreachable",
-            )
-        except _Stopped:
-            print(f"{folder}: no longer served; runs write to {database} again", flush=True)
-        finally:
-            _heed(signal.SIG_IGN)
-            _end(server)
+        end = "no answer" if server.poll() is None else describe(server.returncode)
+        raise UserError(
+            address,
+            f"mlflow server ended ({end}; see {log})",
+            "run the same command again, or choose another --port",
+            code="unreachable",
+        )
+    except _Stopped:
+        print(f"{folder}: the server has ended", flush=True)
+    finally:
+        for ending in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, ending)
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(ENDING_S)
 
 
 def _answers(address: str) -> bool:
@@ -110,12 +111,3 @@ def _start(database: Path, *, log: Path, host: str, port: int) -> subprocess.Pop
             stderr=file,
             preexec_fn=end_with_parent,  # noqa: PLW1509 (no threads run yet)
         )
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    """End the server with all its workers."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(ENDING_S)

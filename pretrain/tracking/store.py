@@ -60,17 +60,16 @@ _METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100
 
 
 class Store:
-    """The tracking database `uri`. `served_at`: the address of a server of that database."""
+    """The tracking database `uri`."""
 
-    def __init__(self, uri: str, *, served_at: str | None = None):
-        self._uri, self._served_at = uri, served_at
-        self._database = database_path(uri)
+    def __init__(self, uri: str):
+        self._uri, self._database = uri, database_path(uri)
 
     @cached_property
     def _client(self) -> MlflowClient:
-        if self._database is not None and self._served_at is None:
+        if self._database is not None:
             open_database(self._database)
-        return MlflowClient(tracking_uri=self._served_at or self._uri)
+        return MlflowClient(tracking_uri=self._uri)
 
     def has_run(self, run_id: str) -> bool:
         """Return False if the database was lost and made again."""

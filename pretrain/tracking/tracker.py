@@ -12,8 +12,7 @@ or a network.
 2. Lines are written in the order in which the calls came, from all threads. If the disk takes no
    lines (full, read-only, gone), they wait in memory. A write that stopped within a line continues
    at that byte, so only the last line can be incomplete.
-3. Each start continues in a copy of the file without the incomplete last line of a killed start. An
-   earlier start that wakes up appends to a file that has no name any more.
+3. Each start continues in a copy of the file without the incomplete last line of a killed start.
 
 The events: start (params, tags, datasets), params (and tags), metrics, artifact, image, version,
 end. Each has its time, so a repeated delivery changes nothing.
@@ -27,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -57,17 +56,15 @@ RESTART_S = 60.0
 STUCK_S = 10.0
 """How much longer than its own time limit a deliverer may take before it is ended."""
 DRAWING_S = 10.0
-"""How long the end of a run waits for its last pictures, and for a disk that does not take its last
-lines."""
-
+"""Limit for the last images, and for the last lines, at the end of a run."""
 SYNC_S = 10.0
-"""How long a checkpoint waits for lines of the journal that the disk does not take."""
-JOURNAL_RETRY_S, JOURNAL_WARN_AGAIN_S = 1.0, 600.0
-"""How often a disk that takes no lines is tried again, and how often that is reported."""
+"""Limit for a checkpoint's wait for lines that the disk does not take."""
+JOURNAL_RETRY_S = 1.0
+"""Pause after a failed write."""
 
 
 class RunIdentity(Settings):
-    """Who a run is, in any store: written once into the run directory."""
+    """Identity of a run in every database, written once into the run directory."""
 
     run_key: str
     name: str
@@ -84,17 +81,15 @@ class RunIdentity(Settings):
         parent_key: str | None = None,
         parent_dir: Path | None = None,
     ) -> "RunIdentity":
-        """The parent is the run in `parent_dir`, else whoever has `parent_key`. A child that is
-        given no store goes to that of its parent, or nobody would see it there."""
+        """Return the identity of a run, which is made if the run has none. The parent is the run in
+        `parent_dir`, else the run with `parent_key`. By default a child uses its parent's
+        database."""
         known = RunIdentity.known(run_dir)
         if known is not None:
             return known
         parent = RunIdentity.known(parent_dir) if parent_dir else None
-        named = without_secrets(
-            os.environ.get("MLFLOW_TRACKING_URI", ""),
-            field="MLFLOW_TRACKING_URI: ",
-            remedy=OF_SERVER,
-        )
+        server = os.environ.get("MLFLOW_TRACKING_URI", "")
+        named = without_secrets(server, field="MLFLOW_TRACKING_URI", remedy=OF_SERVER)
         store = uri or named or (parent.uri if parent else None)
         identity = RunIdentity(
             run_key=uuid4().hex,
@@ -103,9 +98,8 @@ class RunIdentity(Settings):
             uri=store or f"sqlite:///{(run_dir.parent / 'mlflow.db').resolve()}",
             parent_key=parent.run_key if parent else parent_key,
         )
-        path = run_dir / IDENTITY
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, identity.model_dump(mode="json"))
+        (run_dir / "tracking").mkdir(parents=True, exist_ok=True)
+        write_json(run_dir / IDENTITY, identity.model_dump(mode="json"))
         return identity
 
     @staticmethod
@@ -119,17 +113,13 @@ class RunIdentity(Settings):
         try:
             return RunIdentity.model_validate_json(path.read_bytes())
         except ValidationError:
-            raise UserError(
-                str(path),
-                "the file is damaged",
-                "restore or remove it; without it, tracking shows the run as a new one",
-                code="damaged",
-            ) from None
+            fix = "restore or remove it; without it, tracking shows the run as a new one"
+            raise UserError(str(path), "the file is damaged", fix, code="damaged") from None
 
 
 class Tracker:
-    """Without a run directory (other ranks) every call is a no-op. Any thread may call. Where
-    tracking is not enabled the journal is all: no deliverer, and no pictures."""
+    """The tracking of a run; without a run directory (other ranks) every call does nothing. Any
+    thread may call. Without `settings.enabled` there is only the event log."""
 
     def __init__(
         self,
@@ -151,51 +141,45 @@ class Tracker:
         self._journal = Journal(run_dir / JOURNAL)
         self._append({"event": "start", "params": params, "tags": tags, "datasets": [*datasets]})
         if settings.enabled:
-            words = [str(run_dir), str(close_timeout_s), ",".join(settings.sinks)]
-            self._deliverer = _Deliverer(run_dir, words, close_timeout_s=close_timeout_s)
+            self._deliverer = _Deliverer(run_dir, close_timeout_s, settings.sinks)
 
     def params(self, values: dict[str, Any], *, tags: Mapping[str, str] | None = None) -> None:
-        """What became known after the start; a tag may change later."""
+        """Log parameters that became known after the start. A tag may change later."""
         self._append({"event": "params", "params": values, "tags": dict(tags or {})})
 
     def metrics(self, values: dict[str, float], *, step: int) -> None:
-        """Values that the journal has for this step already (a resumed run walks it again) are left
-        out."""
+        """Log metrics, except those that the log has for this step: a resumed run repeats steps."""
         with self._lock:
             fresh = {name: value for name, value in values.items() if self._is_new(name, step)}
             if fresh:
                 self._append({"event": "metrics", "step": step, "values": fresh})
 
     def system(self, values: dict[str, float], *, node: str | None = None) -> None:
-        """A node's figures under the names by which MLflow knows them; their step is their
-        number."""
+        """Log the metrics of a node under MLflow's names; their step is their number."""
         prefix = f"system/{node}/" if node else "system/"
         named = {prefix + name: value for name, value in values.items()}
         with self._lock:
             if self._journal is not None and named:
-                self.metrics(
-                    named, step=1 + max(self._journal.last_steps.get(name, -1) for name in named)
-                )
+                last = max(self._journal.last_steps.get(name, -1) for name in named)
+                self.metrics(named, step=last + 1)
 
     def sample_system(
         self, sample: Callable[[], dict[str, float]], *, node: str | None = None
     ) -> None:
-        """Logs this node's figures every few seconds, until the end."""
-        if self._journal is None:
-            return
+        """Log the metrics of this node every few seconds, until the end."""
 
-        def keep_reporting() -> None:
+        def keep_sampling() -> None:
             while not self._closing.wait(EVERY_S):
                 self.system(sample(), node=node)
 
-        self._start(keep_reporting)
+        if self._journal is not None:
+            self._start(keep_sampling)
 
     def artifact(self, path: Path, *, folder: str = "") -> None:
         self._append({"event": "artifact", "path": str(path.resolve()), "folder": folder})
 
     def picture(self, key: str, draw: Callable[[], Image.Image], *, step: int) -> None:
-        """Drawn by a thread while training goes on; a picture of this step that the journal has
-        already is left out."""
+        """Draw an image in the background, unless the log has it for this step."""
         with self._lock:
             if self._deliverer is None or not self._is_new(image_name(key), step):
                 return
@@ -205,14 +189,11 @@ class Tracker:
             try:
                 save_sheet(draw(), path)
             except (OSError, UserError) as error:
-                print(
-                    f"tracking: {path}: cannot be written ({error}). Training continues without it",
-                    file=sys.stderr,
-                )
+                problem = f"cannot be written ({error}). Training continues without it"
+                print(f"tracking: {path}: {problem}", file=sys.stderr)
             else:
-                self._append(
-                    {"event": "image", "path": str(path.resolve()), "key": key, "step": step}
-                )
+                place = str(path.resolve())
+                self._append({"event": "image", "path": place, "key": key, "step": step})
 
         self._start(draw_and_report)
 
@@ -225,34 +206,27 @@ class Tracker:
         parent_key: str,
         tags: dict[str, str],
     ) -> None:
-        """What has been found out about a checkpoint: it becomes a version of the registered model
-        of that name."""
-        event = {
-            "model": model,
+        """Make a checkpoint, with its results as tags, a version of the registered model."""
+        event: dict[str, Any] = {"event": "version", "model": model}
+        event["weights_sha256"] = weights_sha256
+        place = {
             "path": str((checkpoint / CONFIG).resolve()),
             "checkpoint": str(checkpoint.resolve()),
         }
-        self._append(
-            {
-                "event": "version",
-                "weights_sha256": weights_sha256,
-                "parent_key": parent_key,
-                "tags": tags,
-            }
-            | event
-        )
+        self._append(event | place | {"parent_key": parent_key, "tags": tags})
 
     def sync(self) -> None:
-        """Bring the journal to disk, before a checkpoint is published: a resume logs only the steps
-        after that checkpoint."""
+        """Bring the event log to disk, before a checkpoint is published: a resume logs only the
+        steps after that checkpoint."""
         journal = self._journal
         if journal is not None:
             journal.sync(timeout_s=SYNC_S)
 
     def close(self, status: Status) -> None:
-        """Logs how the run ended, and gives delivery a while to finish."""
+        """Log how the run ended, and give delivery some time to finish."""
         self._closing.set()
-        self._join()
+        for thread in self._threads:
+            thread.join(DRAWING_S)
         self._append({"event": "end", "status": status})
         with self._lock:
             journal, self._journal = self._journal, None
@@ -275,13 +249,8 @@ class Tracker:
             if self._journal is not None:
                 self._journal.append(event)
 
-    def _join(self) -> None:
-        for thread in self._threads:
-            thread.join(DRAWING_S)
-
     def _is_new(self, name: str, step: int) -> bool:
-        """Whether the journal has no later or equal step of it; it has from now on. The caller
-        holds the lock."""
+        """Return True, once, if the log has no equal or later step. The caller holds the lock."""
         if self._journal is None or step <= self._journal.last_steps.get(name, -1):
             return False
         self._journal.last_steps[name] = step
@@ -294,36 +263,37 @@ class Tracker:
             self._threads[-1].start()
 
 
-class _Deliverer:
+class _Deliverer(threading.Thread):
     """The process that delivers, and the thread that starts it again if it dies: training does not
     wait for the disk that a program is read from."""
 
-    def __init__(self, run_dir: Path, words: list[str], *, close_timeout_s: float):
+    def __init__(self, run_dir: Path, close_timeout_s: float, sinks: Sequence[str]):
+        super().__init__(name="tracking", daemon=True)
         self.log = run_dir / "tracking" / "delivery.log"
-        self._words, self._close_timeout_s = words, close_timeout_s
+        self._words = [str(run_dir), str(close_timeout_s), ",".join(sinks)]
+        self._close_timeout_s = close_timeout_s
         self._read_end, self._write_end = os.pipe()  # the processes get the same read end
         self._closing = threading.Event()
         self.process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._keep_running, name="tracking", daemon=True)
-        self._thread.start()
+        self.start()
 
     def close(self) -> str:
         """Tell the deliverer that the trainer has ended, and wait for it. Returns how the process
         ended; an empty text if everything has arrived."""
         self._closing.set()
         os.close(self._write_end)
-        self._thread.join(self._close_timeout_s + STUCK_S)
+        self.join(self._close_timeout_s + STUCK_S)
         process = self.process
-        if process is not None and self._thread.is_alive():
+        if process is not None and self.is_alive():
             process.kill()  # it is stuck in the client of the database
-            self._thread.join(STUCK_S)
+            self.join(STUCK_S)
             return "no answer of the database"
         os.close(self._read_end)
         if process is None:
             return "no start"
         return describe(process.returncode) if process.returncode != 0 else ""
 
-    def _keep_running(self) -> None:
+    def run(self) -> None:
         # SLURM sends a stop to every process of the step; the process inherits this mask
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         without = ("RANK", "LOCAL_RANK")
@@ -357,29 +327,23 @@ class Journal:
     def __init__(self, path: Path):
         self.path = path
         found = path.read_bytes() if path.exists() else b""
-        whole = found[: found.rfind(b"\n") + 1]  # a line cut by a kill is no line
+        lines = found[: found.rfind(b"\n") + 1]
         with atomic_file(path) as file:
-            file.write(whole)
+            file.write(lines)
             file.flush()
             self._descriptor = os.dup(file.fileno())
         self.last_steps: dict[str, int] = {}
-        """Of each metric and picture, from earlier starts."""
-        for event in readable_events(whole.splitlines()):
+        """Last step of each metric and image."""
+        for event in readable_events(lines.splitlines()):
             if event["event"] == "metrics":
                 self.last_steps.update(dict.fromkeys(event["values"], event["step"]))
             elif event["event"] == "image":
                 self.last_steps[image_name(event["key"])] = event["step"]
         self._waiting = bytearray()
         self._changed, self._closing = threading.Condition(), False
-        self._warned_s: float | None = None
-        """When it was last reported that the disk takes no lines; None: it does."""
-        self._writer = threading.Thread(
-            target=self._write_until_closed, name="journal", daemon=True
-        )
+        self._writer = threading.Thread(target=self._write_lines, name="journal", daemon=True)
         self._writer.start()
-        atexit.register(
-            self.close, timeout_s=2.0
-        )  # a process that forgets to close has still said what it knew
+        atexit.register(self.close, timeout_s=2.0)  # for a process that does not close
 
     def append(self, event: dict[str, Any]) -> None:
         line = json.dumps(event | {"time_ms": int(time.time() * 1000)}).encode() + b"\n"
@@ -388,15 +352,14 @@ class Journal:
             self._changed.notify_all()
 
     def sync(self, *, timeout_s: float) -> None:
-        """Bring all lines to disk, unless the disk refuses them or needs longer than
-        `timeout_s`."""
+        """Bring all lines to disk, unless the disk refuses them or needs longer."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)
         with suppress(OSError):
             os.fsync(self._descriptor)
 
     def close(self, *, timeout_s: float) -> bool:
-        """Whether all lines are in the file now."""
+        """Return True if all lines are in the file."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -405,7 +368,8 @@ class Journal:
         with self._changed:
             return not self._waiting
 
-    def _write_until_closed(self) -> None:
+    def _write_lines(self) -> None:
+        has_warned = False
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
@@ -413,46 +377,35 @@ class Journal:
                     break
                 lines = bytes(self._waiting)
             try:
-                written = os.write(
-                    self._descriptor, lines
-                )  # perhaps not all of it: the rest goes next
+                num_written = os.write(self._descriptor, lines)  # perhaps a part: the rest is next
             except OSError as error:
-                if (
-                    self._warned_s is None
-                    or time.monotonic() - self._warned_s > JOURNAL_WARN_AGAIN_S
-                ):
-                    self._warned_s = time.monotonic()
-                    how = (
-                        f"cannot be written ({cause_of(error)}); training goes on, the lines wait"
-                        " in memory"
-                    )
-                    print(f"tracking: {self.path} {how}", file=sys.stderr)
+                if not has_warned:
+                    has_warned = True
+                    problem = f"cannot be written ({cause_of(error)})"
+                    fix = "Training continues, and the lines wait in memory"
+                    print(f"tracking: {self.path} {problem}. {fix}", file=sys.stderr)
                 time.sleep(JOURNAL_RETRY_S)
                 continue
             with self._changed:
-                del self._waiting[:written]
+                del self._waiting[:num_written]
                 self._changed.notify_all()
-            if self._warned_s is not None and written == len(lines):
-                self._warned_s = None
+            if has_warned and num_written == len(lines):
+                has_warned = False
                 print(f"tracking: {self.path} is written again, nothing was lost", file=sys.stderr)
         os.close(self._descriptor)
 
 
 def readable_events(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The events of the journal's lines; one that a crash of the machine has garbled is worth a
-    word, not the run."""
+    """Return the events of the lines. A line that a crash of the machine has damaged is skipped."""
     events = []
     for line in lines:
         try:
             events.append(json.loads(line))
         except ValueError:
-            print(
-                f"tracking: a damaged line of the journal is left out: {line[:60]!r}",
-                file=sys.stderr,
-            )
+            print(f"tracking: skipped a damaged line of the log: {line[:60]!r}", file=sys.stderr)
     return events
 
 
 def image_name(key: str) -> str:
-    """What a picture is called among the last steps, where metrics have their own names."""
+    """Return the name of an image among the last steps, which metrics also have."""
     return f"image:{key}"

@@ -22,10 +22,8 @@ MLP = MlpSpec(kind="mlp", depth=2, width=6)
 MIXER = MixerSpec(kind="mixer", patch_size=4, num_channels=8, depth=3)
 
 
-def write_checkpoint(
-    run: Path, spec: AnySpec, weights: dict[str, Tensor], *, image_size: int = 16
-) -> Path:
-    card = ModelCard(
+def make_card(spec: AnySpec, *, image_size: int = 16) -> ModelCard:
+    return ModelCard(
         model=spec,
         image_size=image_size,
         classes=("ant", "bee"),
@@ -36,6 +34,12 @@ def write_checkpoint(
         step=10,
         run_key="key",
     )
+
+
+def write_checkpoint(
+    run: Path, spec: AnySpec, weights: dict[str, Tensor], *, image_size: int = 16
+) -> Path:
+    card = make_card(spec, image_size=image_size)
     state = EngineState(weights=weights, optimizer={}, num_updates=10)
     snapshot = Snapshot(state, TrainerState(step=10, samples_consumed=40), card)
     publish(run, snapshot)

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from matplotlib.figure import Figure
 from scipy.sparse import csr_matrix
 
 from analysis.cli import main
@@ -23,14 +21,12 @@ from pretrain.models.build import build_model
 from pretrain.models.mixer import Mixer
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
 from pretrain.record import RECORD, RunRecord
-from tests.analysis.conftest import write_checkpoint
+from tests.analysis.conftest import make_card, write_checkpoint
 from tests.conftest import Capture, Patch
 
 GENERATOR = np.random.default_rng(0)
 S, C, H, V = 4, 3, 5, 2
-
-
-# ---- singular values
+SIDES: dict[str, tuple[int, int]] = {"out": (S, C), "into": (H, V)}
 
 
 @pytest.mark.parametrize("shape", [(300, 90), (90, 300), (128, 128), (1, 7)])
@@ -40,88 +36,61 @@ def test_singular_values_are_those_of_a_decomposition(shape: tuple[int, int], de
     left, right = (np.linalg.qr(GENERATOR.standard_normal((side, min(shape))))[0] for side in shape)
     weight = (left * np.logspace(0, -decades, min(shape))) @ right.T
     for given in (weight, weight.astype(np.float32), csr_matrix(weight)):
-        expected = np.linalg.svd(
-            given.toarray() if not isinstance(given, np.ndarray) else given.astype(float),
-            compute_uv=False,
-        )
-        found = spectra.singular_values(given)
-        assert found is not None
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        dense = given if isinstance(given, np.ndarray) else given.toarray()
+        expected = np.linalg.svd(dense.astype(float), compute_uv=False)
+        np.testing.assert_allclose(spectra.singular_values(given), expected, rtol=1e-6)
 
 
-def test_empty_rows_and_columns_are_singular_values_of_zero(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    weight = np.zeros((50, 70))
-    weight[GENERATOR.integers(50, size=30), GENERATOR.integers(70, size=30)] = (
-        GENERATOR.standard_normal(30)
-    )
-    for most in (0, 10**6):  # multiplied as it is, and filled up
+def test_empty_rows_and_columns_are_singular_values_of_zero(monkeypatch: Patch) -> None:
+    weight, places = np.zeros((50, 70)), (GENERATOR.integers(50, size=30), range(0, 60, 2))
+    weight[places] = GENERATOR.standard_normal(30)
+    stack = np.stack([weight / 2, weight])
+    for most in (0, 10**6):  # multiplied as it is, and made dense
         monkeypatch.setattr(spectra, "LARGEST_DENSE", most)
-        for given in (weight, csr_matrix(weight)):
-            found = spectra.singular_values(given)
-            assert found is not None and len(found) == 50
-            np.testing.assert_allclose(found, np.linalg.svd(weight, compute_uv=False), atol=1e-7)
+        for given in (weight, csr_matrix(weight), stack):
+            dense = given if isinstance(given, np.ndarray) else given.toarray()
+            expected = np.sort(np.linalg.svd(dense, compute_uv=False), axis=None)[::-1]
+            np.testing.assert_allclose(spectra.singular_values(given), expected, atol=1e-7)
     monkeypatch.setattr(spectra, "LONGEST_SIDE", 5)
-    assert spectra.singular_values(csr_matrix(weight)) is None
-    largest = np.linalg.norm(weight, 2)
-    for given in (weight, csr_matrix(weight), np.stack([weight / 2, weight])):
+    for given in (weight, csr_matrix(weight), stack):
+        assert spectra.singular_values(given) is None
         found = spectra.spectrum(spectra.Matrix("x", 0, given, 1), initial=None)
-        assert (
-            found["sigma_max"] == pytest.approx(largest, rel=1e-8)
-            and found["effective_rank"] is found["distance"] is None
-        )
+        assert found["sigma_max"] == pytest.approx(np.linalg.norm(weight, 2), rel=1e-8)
+        assert found["effective_rank"] is found["distance"] is None
 
 
 @pytest.mark.parametrize("permuted", [(), "all"])
-def test_a_mixing_stands_for_its_effective_matrix(permuted: object) -> None:
+def test_a_mixing_has_the_spectrum_of_its_effective_matrix(permuted: object) -> None:
     """The Jacobian of a linear mixing on all S C entries: the singular values of W, each `copies`
     times."""
-    fields = {
-        "patch_size": 4,
-        "num_channels": 6,
-        "depth": 1,
-        "layers_per_mixing": 1,
-        "activation": "identity",
-    }
-    spec = MixerSpec.model_validate({"kind": "mixer", **fields, "permuted_blocks": permuted})
+    fields = {"layers_per_mixing": 1, "activation": "identity", "permuted_blocks": permuted}
+    sizes = {"patch_size": 4, "num_channels": 6, "depth": 1}
+    spec = MixerSpec.model_validate({"kind": "mixer", **sizes, **fields})
     model = build_model(spec, num_classes=2, image_size=8, seed=0)
     assert isinstance(model, Mixer)
     block = model.blocks[0]
-    of_kind = {each.name: each for each in matrices_of(model, spec, image_size=8)}
-    x = torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(0))
+    named = {each.name: each for each in matrices_of(model, make_card(spec, image_size=8))}
 
     def tokens_mixed(entries: torch.Tensor) -> torch.Tensor:
-        x_BSC = entries.view(1, 4, 6)
         if not permuted:
-            return block.token_mixing(x_BSC.transpose(1, 2)).transpose(1, 2).flatten()
-        parts = block.before_tokens(x_BSC.flatten(1)).view(1, 6, 4)
+            x_BCS = entries.view(1, 4, 6).transpose(1, 2)
+            return block.token_mixing(x_BCS).transpose(1, 2).flatten()
+        parts = block.before_tokens(entries.view(1, 24)).view(1, 6, 4)
         return block.after_tokens(block.token_mixing(parts).flatten(1)).flatten()
 
-    effective = torch.autograd.functional.jacobian(tokens_mixed, x.flatten()).double()
-    matrix = of_kind["token_mixing.linear"]
-    assert (
-        matrix.copies,
-        matrix.block,
-        of_kind["channel_mixing.linear"].copies,
-        of_kind["stem"].copies,
-    ) == (6, 0, 4, 4)
-    values = spectra.singular_values(matrix.weight)
-    assert values is not None
-    np.testing.assert_allclose(
-        np.repeat(values, 6), torch.linalg.svdvals(effective).numpy(), rtol=1e-5
-    )
+    x = torch.randn(24, generator=torch.Generator().manual_seed(0))
+    effective = torch.autograd.functional.jacobian(tokens_mixed, x).double()
+    matrix, expected = named["token_mixing.linear"], torch.linalg.svdvals(effective)
+    copies = [named[name].copies for name in ("channel_mixing.linear", "stem")]
+    assert (matrix.copies, matrix.block, copies) == (6, 0, [4, 4])
+    values = np.repeat(spectra.singular_values(matrix.weight), 6)
+    np.testing.assert_allclose(values, expected.numpy(), rtol=1e-5)
     found = spectra.spectrum(matrix, initial=None)
-    norm = float(effective.norm())
-    assert found["stable_rank"] * matrix.copies == pytest.approx(
-        norm**2 / found["sigma_max"] ** 2, rel=1e-5
-    )
-    shares = torch.linalg.svdvals(effective)
-    shares = shares / shares.sum()
-    assert found["effective_rank"] is not None
-    assert found["effective_rank"] * matrix.copies == pytest.approx(
-        math.exp(-float((shares * shares.log()).sum())), rel=1e-5
-    )
+    stable_rank = float(effective.norm()) ** 2 / found["sigma_max"] ** 2
+    assert found["stable_rank"] * matrix.copies == pytest.approx(stable_rank, rel=1e-5)
+    parts = expected / expected.sum()
+    effective_rank = math.exp(-float((parts * parts.log()).sum()))
+    assert found["effective_rank"] * matrix.copies == pytest.approx(effective_rank, rel=1e-5)
 
 
 def test_measures_of_known_spectra() -> None:
@@ -130,26 +99,20 @@ def test_measures_of_known_spectra() -> None:
     dense = spectra.Matrix("x", 0, GENERATOR.standard_normal((600, 300)) * 5, 1)
     spiked = spectra.Matrix("x", 0, dense.weight + 10 * np.ones((600, 300)), 1)
     small, large = (spectra.spectrum(each, initial=dense) for each in (dense, spiked))
-    assert small["distance"] is not None and small["distance"] < 0.01 and small["drift"] == 0
-    assert (
-        small["sigma_max"]
-        == pytest.approx(small["gaussian_edge"], rel=0.03)
-        == 5 * (600**0.5 + 300**0.5)
-    )
-    assert large["distance"] is not None and large["distance"] > 0.5 and large["stable_rank"] < 2
+    assert small["distance"] < 0.01 and small["drift"] == 0
+    edge = 5 * (600**0.5 + 300**0.5)
+    assert small["sigma_max"] == pytest.approx(small["gaussian_edge"], rel=0.03) == edge
+    assert large["distance"] > 0.5 and large["stable_rank"] < 2
     assert large["drift"] == pytest.approx(10 / 5, rel=0.01)
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0])
 def test_the_law_has_marchenko_and_pasturs_moments(ratio: float) -> None:
-    """Of x: 1, then 1 + ratio, then 1 + 3 ratio + ratio^2 (Narayana numbers)."""
-    places, shares = spectra.marchenko_pastur(ratio)
-    middles, weights = (places[1:] + places[:-1]) / 2, np.diff(shares)
+    """1, then 1 + ratio, then 1 + 3 ratio + ratio^2 (Narayana numbers)."""
+    x, fractions = spectra.marchenko_pastur(ratio)
+    middles, weights = (x[1:] + x[:-1]) / 2, np.diff(fractions)
     moments = [float((weights * middles**k).sum()) for k in (0, 1, 2, 3)]
     assert moments == pytest.approx([1, 1, 1 + ratio, 1 + 3 * ratio + ratio**2], rel=1e-4)
-
-
-# ---- of runs
 
 
 SW = SparseMlpSpec(kind="sw_mlp", patch_size=4, num_channels=8, depth=2, density=0.3)
@@ -157,52 +120,38 @@ MLP = MlpSpec(kind="mlp", depth=2, width=16, expansion=2)
 
 
 def write_trained(run: Path, spec: AnySpec, *, grown: float) -> None:
-    """Its weights are `grown` times those of seed 5, which its config names."""
-    model = build_model(spec, num_classes=2, image_size=8, seed=5)
-    weights = {
-        name: x * grown if x.is_floating_point() else x for name, x in model.state_dict().items()
-    }
+    """Write a run whose weights are `grown` times those of seed 5, which its config names."""
+    weights = build_model(spec, num_classes=2, image_size=8, seed=5).state_dict()
+    weights = {name: x * grown if x.is_floating_point() else x for name, x in weights.items()}
     write_checkpoint(run, spec, weights, image_size=8)
     write_json(run / RECORD, asdict(RunRecord("pretrain", seed=5)))
-    (run / "config.yaml").write_text(
-        yaml.safe_dump({"train": {"seed": 5, "duration": "1 epochs"}, "run_dir": str(run)})
-    )
+    settings = {"train": {"seed": 5, "duration": "1 epochs"}, "run_dir": str(run)}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
 
 
 def test_spectra_and_structure_of_runs(tmp_path: Path, capsys: Capture) -> None:
-    for name, spec, grown in (("mlp", MLP, 1.5), ("sw", SW, 3.0)):
+    growths = {"mlp": (MLP, 1.5), "sw": (SW, 3.0)}
+    for name, (spec, grown) in growths.items():
         write_trained(tmp_path / name, spec, grown=grown)
-    runs = [str(tmp_path / name) for name in ("mlp", "sw")]
+    runs = [str(tmp_path / name) for name in growths]
     assert main(["spectra", *runs, "--out", str(tmp_path / "spectra"), "--device", "cpu"]) == 0
-    rows = pq.read_table(tmp_path / "spectra.parquet").to_pylist()
-    assert {(row["run"], row["step"]) for row in rows} == {
-        ("mlp", 0),
-        ("mlp", 10),
-        ("sw", 0),
-        ("sw", 10),
-    }
-    for run, growth in (("mlp", 1.5), ("sw", 3.0)):
-        before, after = (
-            [row for row in rows if (row["run"], row["step"]) == (run, step)] for step in (0, 10)
-        )
-        assert [row["name"] for row in before] == [row["name"] for row in after] and len(before) > 3
-        for one, two in zip(before, after, strict=True):
-            assert one["drift"] == 0 and two["drift"] == pytest.approx(growth - 1, rel=1e-5)
-            assert two["sigma_max"] == pytest.approx(growth * one["sigma_max"], rel=1e-5)
-            assert two["effective_rank"] == pytest.approx(one["effective_rank"], rel=1e-5)
-            assert two["distance"] == pytest.approx(one["distance"], abs=1e-5)
-    assert (tmp_path / "spectra.png").exists() and len(
-        json.loads((tmp_path / "spectra.json").read_text())["inputs"]
-    ) == 2
+    rows = pd.read_parquet(tmp_path / "spectra.parquet")
+    for run, (_, growth) in growths.items():
+        before, after = (rows[(rows.run == run) & (rows.step == step)] for step in (0, 10))
+        assert before.name.tolist() == after.name.tolist() and len(before) > 3
+        assert (before.drift == 0).all()
+        np.testing.assert_allclose(after.drift, growth - 1, rtol=1e-5)
+        np.testing.assert_allclose(after.sigma_max, growth * before.sigma_max, rtol=1e-5)
+        for same in ("effective_rank", "distance"):
+            np.testing.assert_allclose(after[same], before[same], atol=1e-4)
+    assert (tmp_path / "spectra.png").exists()
+    assert len(json.loads((tmp_path / "spectra.json").read_text())["inputs"]) == 2
     assert main(["structure", *runs, "--quick", "--out", str(tmp_path / "structure")]) == 0
-    found = pq.read_table(tmp_path / "structure.parquet").to_pylist()
-    assert {(row["form"], row["step"]) for row in found} == {
-        (form, step) for form in structure.FORMS for step in (0, 10)
-    }
-    assert {tuple(row["out"]) for row in found if row["run"] == "sw"} == {
-        (4, 8)
-    }  # tokens by channels
-    assert all(0.5 < row["distance"] / row["random"] < 1.5 for row in found)
+    found = pd.read_parquet(tmp_path / "structure.parquet")
+    assert {*found.form} == {*structure.FORMS} and {*found.step} == {0, 10}
+    grids = found.out[found.run == "sw"].map(tuple)
+    assert {*grids} == {(4, 8)}  # tokens by channels
+    assert (found.distance / found.random).between(0.5, 1.5).all()
     assert json.loads((tmp_path / "structure.json").read_text())["proposition 3.3"]["holds"]
     assert "left out" not in capsys.readouterr().out
 
@@ -210,45 +159,40 @@ def test_spectra_and_structure_of_runs(tmp_path: Path, capsys: Capture) -> None:
 def test_a_matrix_that_has_the_form_by_its_sides_is_left_out(
     tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
-    """Of a prime side, and one that is too large: null in the table, and said."""
-    prime = MlpSpec(kind="mlp", depth=1, width=13)
-    write_trained(tmp_path / "prime", prime, grown=1.0)
+    """A matrix with a prime side, and one that is too large: null in the table, and printed."""
+    write_trained(tmp_path / "prime", MlpSpec(kind="mlp", depth=1, width=13), grown=1.0)
     write_trained(tmp_path / "mlp", MLP, grown=1.0)
-    words = ["structure", "--quick", "--out", str(tmp_path / "x")]
-    assert main([*words, str(tmp_path / "prime")]) == 0
-    assert "entries:\n  prime, contract (monarch)\nwritten" in capsys.readouterr().out
-    monkeypatch.setattr(structure, "LARGEST_DENSE", 16 * 32 - 1)
-    assert main([*words, str(tmp_path / "mlp")]) == 0
-    assert {row["distance"] for row in pq.read_table(tmp_path / "x.parquet").to_pylist()} == {None}
-    assert "mlp, expand (monarch)" in capsys.readouterr().out
+    for run, most, name in (("prime", 4096**2, "contract"), ("mlp", 16 * 32 - 1, "expand")):
+        monkeypatch.setattr(structure, "LARGEST_DENSE", most)
+        words = ["structure", "--quick", "--out", str(tmp_path / "x"), str(tmp_path / run)]
+        assert main(words) == 0
+        assert [run, name, "monarch"] in [
+            line.split() for line in capsys.readouterr().out.splitlines()
+        ]
+    assert pd.read_parquet(tmp_path / "x.parquet").distance.isna().all()
 
 
-def test_a_picture_of_the_training_needs_three_steps() -> None:
+def test_a_figure_of_the_training_needs_three_steps() -> None:
     matrix = spectra.Matrix("linear", 0, GENERATOR.standard_normal((8, 4)), 1)
     spectrum = spectra.spectrum(matrix, initial=matrix)
     rows = pd.DataFrame({"run": "a", "step": step, **spectrum} for step in (0, 5, 9))
     assert set(spectra.draw(rows[:2])) == {""} and set(spectra.draw(rows)) == {"", "training"}
 
 
-# ---- structure
-
-
 def test_matrices_of_a_form_have_no_distance_to_it() -> None:
-    out, into = (S, C), (H, V)
     kronecker = np.kron(GENERATOR.standard_normal((S, H)), GENERATOR.standard_normal((C, V)))
     per_row, per_column = GENERATOR.standard_normal((H, C, V)), GENERATOR.standard_normal((C, S, H))
     monarch = np.einsum("csh,hcv->schv", per_column, per_row).reshape(S * C, H * V)
-    assert structure.distance(kronecker, "kronecker", out=out, into=into) < 1e-7
-    assert structure.distance(kronecker, "monarch", out=out, into=into) < 1e-7
-    assert structure.distance(monarch, "monarch", out=out, into=into) < 1e-7
-    assert structure.distance(monarch, "kronecker", out=out, into=into) > 0.1
+    assert structure.distance(kronecker, "kronecker", **SIDES) < 1e-7
+    assert structure.distance(kronecker, "monarch", **SIDES) < 1e-7
+    assert structure.distance(monarch, "monarch", **SIDES) < 1e-7
+    assert structure.distance(monarch, "kronecker", **SIDES) > 0.1
 
 
 def nearest(weight: np.ndarray, form: str) -> np.ndarray:
-    """Each slice by its best approximation of rank 1, put back where it was."""
-    left, values, right = np.linalg.svd(
-        structure.slices_of(weight, form, out=(S, C), into=(H, V)).numpy(), full_matrices=False
-    )
+    """Return the best approximation of rank 1 of each slice, in its place."""
+    slices = structure.slices_of(weight, form, **SIDES).numpy()
+    left, values, right = np.linalg.svd(slices, full_matrices=False)
     of_rank_1 = (left[..., :1] * values[:, :1, None]) @ right[:, :1]
     if form == "monarch":
         return of_rank_1.reshape(C, H, S, V).transpose(2, 0, 1, 3).reshape(weight.shape)
@@ -257,61 +201,50 @@ def nearest(weight: np.ndarray, form: str) -> np.ndarray:
 
 @pytest.mark.parametrize("form", structure.FORMS)
 def test_the_distance_is_that_to_the_nearest(form: str) -> None:
-    """And the nearest is of the form itself, and no neighbour of it in the form is nearer."""
-    weight, out, into = GENERATOR.standard_normal((S * C, H * V)), (S, C), (H, V)
+    """The nearest has the form itself, and no neighbor in the form is nearer."""
+    weight = GENERATOR.standard_normal((S * C, H * V))
     near = nearest(weight, form)
-    assert structure.distance(near, form, out=out, into=into) < 1e-7
-    found = structure.distance(weight, form, out=out, into=into)
-    assert found == pytest.approx(np.linalg.norm(weight - near) / np.linalg.norm(weight), rel=1e-9)
+    assert structure.distance(near, form, **SIDES) < 1e-7
+    least = np.linalg.norm(weight - near)
+    found = structure.distance(weight, form, **SIDES)
+    assert found == pytest.approx(least / np.linalg.norm(weight), rel=1e-9)
     for _ in range(20):
         moved = nearest(near + 0.1 * GENERATOR.standard_normal(weight.shape), form)
-        assert np.linalg.norm(weight - moved) > np.linalg.norm(weight - near)
+        assert np.linalg.norm(weight - moved) > least
 
 
 def test_the_nearest_kronecker_product_by_torch() -> None:
-    """Van Loan's: the best of A (x) B is the first pair of the decomposition of the blocks as
-    rows."""
-    weight = torch.randn(
-        S * C, H * V, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    """Van Loan: the best A (x) B is the first pair of the decomposition of the blocks as rows."""
+    weight = torch.from_numpy(GENERATOR.standard_normal((S * C, H * V)))
     blocks = torch.stack([block.flatten() for row in weight.split(C) for block in row.split(V, 1)])
     left, values, right = torch.linalg.svd(blocks, full_matrices=False)
     expected = torch.kron(values[0] * left[:, 0].view(S, H), right[0].view(C, V))
     np.testing.assert_allclose(nearest(weight.numpy(), "kronecker"), expected, atol=1e-12)
-    found = structure.distance(weight.numpy(), "kronecker", out=(S, C), into=(H, V))
-    assert found == pytest.approx(float((weight - expected).norm() / weight.norm()), rel=1e-9)
 
 
 def test_a_random_matrix_of_equal_spectrum_is_another_one() -> None:
     weight = GENERATOR.standard_normal((12, 30)) ** 3
-    other = structure.of_equal_spectrum(
-        np.linalg.svd(weight, compute_uv=False), weight.shape, GENERATOR
-    ).numpy()
-    values = [np.linalg.svd(each, compute_uv=False) for each in (weight, other)]
-    np.testing.assert_allclose(*values, rtol=1e-8)
+    expected = np.linalg.svd(weight, compute_uv=False)
+    other = structure.of_equal_spectrum(expected, weight.shape, GENERATOR).numpy()
+    np.testing.assert_allclose(np.linalg.svd(other, compute_uv=False), expected, rtol=1e-8)
     assert abs((weight * other).sum()) < 0.5 * np.linalg.norm(weight) ** 2
-    assert structure.grid_of(4096, tokens=None) == (64, 64) and structure.grid_of(
-        48, tokens=16
-    ) == (16, 3)
-    assert structure.grid_of(50, tokens=16) == (5, 10)
+    cases = {(4096, None): (64, 64), (48, 16): (16, 3), (50, 16): (5, 10)}
+    for (side, tokens), grid in cases.items():
+        assert structure.grid_of(side, tokens=tokens) == grid
 
 
-def test_proposition_3_3_point_by_point() -> None:
+def test_proposition_3_3() -> None:
     v, w = GENERATOR.standard_normal((S, S)), GENERATOR.standard_normal((C, C))
     left, right = structure.both_sides(v, w)
     assert left == pytest.approx((np.linalg.norm(v) ** 2 + np.linalg.norm(w) ** 2) / 2)
     assert right == pytest.approx(np.abs(np.kron(v, w)).sum() / (C * S)) and right < left
-    found = structure.bound_on_random_matrices(draws=30)
-    assert max(map(max, found.values())) <= 1 + 1e-12 and min(
-        found["signs, of equal norms"]
-    ) == pytest.approx(1)
-    assert all(0 < max(found[kind]) < 0.9 for kind in ("Gaussian", "Student's t, 2 degrees"))
+    found = structure.bound_on_random_matrices(draws=30).groupby("kind").ratio
+    assert found.max().max() <= 1 + 1e-12
+    assert found.min()["signs, of equal norms"] == pytest.approx(1)
+    assert found.max()[["Gaussian", "Student's t, 2 degrees"]].between(0, 0.9).all()
 
 
-# ---- without a run
-
-
-def test_at_fixed_omega_measured_values_grow_and_meet_the_law_with_gamma() -> None:
+def test_at_fixed_omega_measured_values_meet_the_law_with_gamma() -> None:
     """Figure 4 right in small: q^2 = p gamma m is nearer than q^2 = p m, both are above 1 +
     sqrt(gamma)."""
     rows = initial.widths(((8, 40), (16, 24), (20, 20)), omega=2**14, gamma=4.0, seeds=3)
@@ -323,40 +256,33 @@ def test_at_fixed_omega_measured_values_grow_and_meet_the_law_with_gamma() -> No
     assert (means.with_gamma < means.printed).all()
     exact = 9 + 3 * 9 * 2 * (1 - 2**14 / (4 * 400**2)) / (2**14 / (4 * 400))
     assert means.printed[400] == pytest.approx(math.sqrt(exact))
-    assert isinstance(initial.draw_widths(rows, title="Ω = 2^14, γ = 4"), Figure)
+    assert initial.draw_widths(rows, title="Ω = 2^14, γ = 4").axes
 
 
 def test_the_sparsest_matrices() -> None:
-    """S.1 center: of connections far apart each is a singular value of its own."""
+    """Connections far apart are singular values of their own."""
     rows = initial.sparser((1.9,), (100,), seeds=2, with_all_values=True)
     assert rows.width[0] == round(100**1.45) and rows.density[0] == pytest.approx(100**-1.9)
     assert (rows["values"].map(len) <= rows.connections).all()
     largest = initial.sparser((0.5, 1.5), (30, 100), seeds=1, with_all_values=False)
     widths = [(0.5, 13), (0.5, 32), (1.5, 70), (1.5, 316)]
     assert list(zip(largest.a, largest.width, strict=True)) == widths
-    assert isinstance(initial.draw_sparser(rows, largest), Figure)
-
-
-# ---- masks
+    assert initial.draw_sparser(rows, largest).axes
 
 
 def test_masks_are_those_of_the_matrices(tmp_path: Path) -> None:
-    found = masks.masks_of(S, C, seed=3)
+    by_name = list(masks.masks_of(S, C, seed=3).values())
     v, w = GENERATOR.standard_normal((S, S)), GENERATOR.standard_normal((C, C))
     tokens, channels = np.kron(v, np.eye(C)), np.kron(np.eye(S), w)
     x = GENERATOR.standard_normal((S, C))
     np.testing.assert_allclose(tokens @ x.ravel(), (v @ x).ravel())  # a vector is token after token
-    by_name = list(found.values())
     for mask, matrix in zip(by_name, (tokens, channels, channels @ tokens), strict=False):
         np.testing.assert_array_equal(mask, matrix != 0)
     for plain, permuted in zip(by_name[:2], by_name[4:6], strict=True):
-        assert sorted(permuted.sum(0)) == sorted(plain.sum(0)) and not np.array_equal(
-            plain, permuted
-        )
-    assert (
-        main(["masks", "--tokens", "3", "--channels", "4", "--out", str(tmp_path / "masks")]) == 0
-    )
-    rows = pq.read_table(tmp_path / "masks.parquet").to_pylist()
-    assert [row["connections"] for row in rows[:3]] == [3**2 * 4, 4**2 * 3, 12**2] and (
-        tmp_path / "masks.svg"
-    ).exists()
+        assert sorted(permuted.sum(0)) == sorted(plain.sum(0))
+        assert not np.array_equal(plain, permuted)
+    words = ["masks", "--tokens", "3", "--channels", "4", "--out", str(tmp_path / "masks")]
+    assert main(words) == 0
+    rows = pd.read_parquet(tmp_path / "masks.parquet")
+    assert rows.connections.tolist()[:3] == [3**2 * 4, 4**2 * 3, 12**2]
+    assert (tmp_path / "masks.svg").exists()

@@ -26,7 +26,7 @@ from pretrain.config import PretrainSettings
 from pretrain.engine.step import EngineState
 from pretrain.record import RECORD, Parent, RunRecord
 from tests.conftest import Capture, Patch
-from tests.errors import fails
+from tests.errors import fails, printed_errors
 from tests.ranks import REPOSITORY
 
 PLAN = """
@@ -182,7 +182,7 @@ def test_unfinished_members_are_named(plan: Plan, shapes: Path, capsys: Capture)
     with fails("unfinished", "study") as caught:
         results_of_plans([plan])
     assert "study: probe 3" in str(caught.value)
-    with fails("conflict", "study"):  # each of its runs would count twice
+    with fails("conflict"):  # each of its runs would count twice
         results_of_plans([plan, plan], partial=True)
     words = ["points", "study.yaml", "--out", "all.parquet"]
     assert main(words) == 2
@@ -191,6 +191,26 @@ def test_unfinished_members_are_named(plan: Plan, shapes: Path, capsys: Capture)
     frame = read_results([Path("all.parquet")])
     assert frame.run.tolist() == results_of_plans([plan], partial=True).run.tolist()
     assert pd.isna(frame.train_losses[0]) and list(frame.train_losses[1]) == [3.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("figure", "field", "code"),
+    [
+        ("{kind: sweep, x: seed}", "", None),
+        ("{kind: sweep, x: lrr}", "figure", "unknown-name"),
+        ("{kind: sweep}", "figure.x", "conflict"),
+        ("{kind: line}", "kind", "bad-value"),
+        ("{kind: curves, hues: lr}", "hues", "unknown-key"),
+    ],
+)
+def test_a_figure_is_checked_without_runs(
+    plan: Plan, capsys: Capture, figure: str, field: str, code: str | None
+) -> None:
+    path = Path(plan.path)
+    path.write_text(f"{path.read_text()}figure: {figure}\n")
+    assert main(["figure", "study.yaml", "--check"]) == (2 if code else 0)
+    assert printed_errors(capsys.readouterr().err) == ([(field, code)] if code else [])
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,10 @@
 """Tables S.3 and 4: costs as the papers print them, rounds in turn, medians of ratios, and the
 files of the commands."""
 
-import json
-from pathlib import Path
-
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 
 from analysis.cli import main
-from analysis.output import Result, write
 from analysis.speed import cost, efficiency
 from analysis.speed.cost import MODELS, Model, block_cost
 from analysis.speed.efficiency import PUBLISHED, Conditions, cost_of_named, measure, summarize
@@ -40,13 +35,6 @@ def test_models_are_trained_and_ratios_are_to_the_first() -> None:
     assert rows.ratio[1] == pytest.approx(rows.epoch_s[1] / rows.epoch_s[0])
     drawn = cost.draw(rows, device="cpu").axes[0].lines[0]
     assert list(drawn.get_xdata()) == rows.epoch_s.tolist()
-
-
-def test_rows_of_several_kinds_keep_all_their_columns(tmp_path: Path) -> None:
-    write(Result([{"a": 1}, {"b": 0.5, "a": 2}, {"c": "x"}]), tmp_path / "mixed")
-    table = pq.read_table(tmp_path / "mixed.parquet")
-    assert table.to_pydict() == {"a": [1, 2, None], "b": [None, 0.5, None], "c": [None, None, "x"]}
-    assert json.loads((tmp_path / "mixed.json").read_text())["files"] == ["mixed.parquet"]
 
 
 def test_models_take_turns_within_a_round_in_their_dtype() -> None:

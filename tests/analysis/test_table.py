@@ -28,27 +28,12 @@ ROW = "fine-tune B-12/Wi-1024 + DA"
 I21K = "imagenet21k for 400 epochs"
 
 
-def tuned(name: str, top1: float, **changes: Any) -> dict[str, Any]:
+def tuned(name: str, top1: float, *, seed: int = 0, **changes: Any) -> dict[str, Any]:
     """Return the row of a tuned B-12/Wi-1024 with augmentation."""
-    number = changes.pop("seed", 0)
-    row = {
-        "run": name,
-        "task": "tune",
-        "method": "tune",
-        "model": "B-12/Wi-1024",
-        "recipe": "a",
-        "repetition": f"seed {number}",
-        "start": I21K,
-        "began_ms": 1,
-        "benchmark": "cifar10",
-        "target": "cifar-64",
-        "split": "test",
-        "error": 1 - top1,
-        "own_augmented": True,
-        "augmented": True,
-        "labels": "{}",
-    }
-    return row | changes
+    row = {"run": name, "task": "tune", "method": "tune", "model": "B-12/Wi-1024", "recipe": "a"}
+    row |= {"repetition": f"seed {seed}", "start": I21K, "benchmark": "cifar10", "split": "test"}
+    row |= {"target": "cifar-64", "own_augmented": True, "augmented": True, "labels": "{}"}
+    return {**row, "began_ms": 1, "error": 1 - top1, **changes}
 
 
 def cells(*rows: dict[str, Any]) -> pd.DataFrame:
@@ -76,55 +61,63 @@ def test_without_runs_every_cell_is_the_papers_number_and_not_run() -> None:
     assert "| not run / 76.74 ± 0.19 | not run |" in page
 
 
-def test_the_gap_is_ours_less_the_papers() -> None:
-    found = cell(cells(tuned("a", 0.9125)), ROW)
-    assert found["mean"] == pytest.approx(91.25) and found.gap == pytest.approx(91.25 - 93.6)
-    assert (found.num_repetitions, found.num_left_out) == (1, 0) and pd.isna(found["std"])
+OF_STL = {"benchmark": "stl10", "target": "stl10-64"}
+FOLDS = [
+    tuned(f"f{n}", 0.80 + 0.01 * n, seed=n, fold=str(n), recipe="f", **OF_STL) for n in range(10)
+]
 
 
-def test_seeds_make_a_mean_and_a_deviation() -> None:
-    """0.90, 0.92, 0.97: mean 0.93, deviation sqrt((9 + 1 + 16) / 2) = 3.6056 points."""
+@pytest.mark.parametrize(
+    ("rows", "row", "column", "mean", "std", "counts"),
+    [
+        ([tuned("a", 0.9125)], ROW, "CIFAR-10", 91.25, None, (1, 0)),
+        # 0.90, 0.92, 0.97: deviation sqrt((9 + 1 + 16) / 2) points
+        (
+            [tuned(f"s{n}", top1, seed=n) for n, top1 in enumerate((0.90, 0.92, 0.97))],
+            *(ROW, "CIFAR-10", 93.0, 3.6056, (3, 0)),
+        ),
+        # folds have a row of their own: 0.80 to 0.89, deviation sqrt(82.5 / 9) points
+        ([tuned("whole", 0.9, **OF_STL), *FOLDS], ROW, "STL-10", 90.0, None, (1, 0)),
+        (FOLDS, f"{ROW}, per fold, of {I21K}", "STL-10", 84.5, 3.0277, (10, 0)),
+        # the last recipe counts, not the best, and a seed counts once
+        (
+            [
+                tuned("old", 0.99, recipe="old", began_ms=0),
+                tuned("1", 0.5, seed=1, began_ms=1),
+                tuned("2", 0.8, seed=1, began_ms=2),
+                tuned("3", 0.9, seed=2, began_ms=3),
+            ],
+            *(ROW, "CIFAR-10", 85.0, 7.0711, (2, 2)),
+        ),
+        # runs of the table's own plan count, not later and better ones with other batches
+        (
+            [
+                tuned("own", 0.9, plan="b_transfer"),
+                *(tuned(f"o{n}", 0.99, seed=n, recipe="o", began_ms=9) for n in (0, 1)),
+            ],
+            *(ROW, "CIFAR-10", 90.0, None, (1, 2)),
+        ),
+    ],
+)
+def test_a_cell_has_the_mean_over_the_repetitions_of_one_recipe(
+    rows: list[dict[str, Any]],
+    row: str,
+    column: str,
+    mean: float,
+    std: float | None,
+    counts: tuple[int, int],
+) -> None:
+    found = cell(cells(*rows), row, column)
+    assert found["mean"] == pytest.approx(mean)
+    assert (found.num_repetitions, found.num_left_out) == counts
+    assert pd.isna(found["std"]) if std is None else found["std"] == pytest.approx(std, abs=1e-3)
+    if pd.notna(found.paper):
+        assert found.gap == pytest.approx(mean - found.paper)
+
+
+def test_a_cell_as_words() -> None:
     rows = [tuned(f"s{seed}", top1, seed=seed) for seed, top1 in enumerate((0.90, 0.92, 0.97))]
-    found = cells(*rows)
-    assert cell(found, ROW)["mean"] == pytest.approx(93.0)
-    assert cell(found, ROW)["std"] == pytest.approx(3.6056, abs=1e-3)
-    assert "93.0 ± 3.6 (n=3) / 93.6 / -0.6" in markdown(found)
-
-
-def test_folds_have_a_row_of_their_own() -> None:
-    """0.80 to 0.89: mean 84.5, deviation sqrt(82.5 / 9) = 3.0277 points. The paper has 88.9 without
-    folds."""
-    of_stl = {"benchmark": "stl10", "target": "stl10-64"}
-    folds = [
-        tuned(f"f{n}", 0.80 + 0.01 * n, seed=n, fold=str(n), recipe="f", **of_stl)
-        for n in range(10)
-    ]
-    found = cells(tuned("whole", 0.9, **of_stl), *folds)
-    assert cell(found, ROW, "STL-10")["mean"] == pytest.approx(90.0)
-    single = cell(found, f"{ROW}, per fold, of {I21K}", "STL-10")
-    assert single["mean"] == pytest.approx(84.5)
-    assert single["std"] == pytest.approx(3.0277, abs=1e-3) and single.num_repetitions == 10
-
-
-def test_the_last_recipe_counts_not_the_best_and_a_seed_counts_once() -> None:
-    old = tuned("old", 0.99, recipe="old", began_ms=0)
-    again = [
-        tuned("1", 0.5, seed=1, began_ms=1),
-        tuned("2", 0.8, seed=1, began_ms=2),
-        tuned("3", 0.9, seed=2, began_ms=3),
-    ]
-    found = cell(cells(old, *again), ROW)
-    counts = (found.num_repetitions, found.num_left_out)
-    assert found["mean"] == pytest.approx(85.0) and counts == (2, 2)
-
-
-def test_a_papers_cell_prefers_the_runs_of_its_own_plan() -> None:
-    """Other plans train the same model with other batches: later, and better."""
-    own = tuned("own", 0.9, plan="b_transfer")
-    others = [tuned(f"o{n}", 0.99, seed=n, recipe="o", began_ms=9) for n in (0, 1)]
-    found = cell(cells(own, *others), ROW)
-    assert (found.num_repetitions, found.num_left_out) == (1, 2)
-    assert found["mean"] == pytest.approx(90.0)
+    assert "93.0 ± 3.6 (n=3) / 93.6 / -0.6" in markdown(cells(*rows))
 
 
 SMALL, PLAIN = {"model": "B-6/Wi-1024"}, {"own_augmented": False}

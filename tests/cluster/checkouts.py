@@ -2,6 +2,7 @@
 the training."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +39,12 @@ def finish(work: Work) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / CONFIG_FILE).write_text(dump(work.settings))
     save_result(run_dir, {"step": 1})
+
+
+def has_error(output: str, field: str, code: str) -> bool:
+    """True if a program printed this error ("": with any code). A field may be several words, such
+    as `small.yaml: pretrain: member 1`."""
+    lines = [re.sub("^(wide-mlps|cluster/submit): ", "", line) for line in output.splitlines()]
+    return any(
+        line.startswith(f"{field}: ") and line.endswith(f"[{code}]" * bool(code)) for line in lines
+    )

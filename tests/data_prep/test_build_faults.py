@@ -18,6 +18,7 @@ from data_prep.cli import main
 from data_prep.manifest import DatasetError, load_manifest
 from tests.data_prep.samples import build, files_of, fork, forked, write_classes, write_files
 from tests.data_prep.stock import index, sample, write_stock
+from tests.errors import printed_errors
 from tests.soak import soaked
 
 STEPS = ("replace", "rename", "fsync", "mkdir", "unlink", "rmdir")
@@ -154,11 +155,7 @@ def test_a_damaged_list_of_rejects_is_one_line(
     (out / "rejected.jsonl").write_bytes(damage)
     capsys.readouterr()
     assert build(source, out, "max_reject_share=1") == 2
-    said = (
-        f"data_prep: {out / 'rejected.jsonl'}: cannot be read (it is not what the manifest says);"
-        f" run data_prep verify {out}\n"
-    )
-    assert capsys.readouterr().err == said
+    assert printed_errors(capsys.readouterr().err) == [(str(out / "rejected.jsonl"), "damaged")]
 
 
 # ---- whose directory
@@ -196,8 +193,7 @@ def test_what_somebody_keeps_in_the_directory_is_left_alone(
         write_files(out, {theirs: b"mine"})
         before = files_of(out)
         assert command() == 2, theirs
-        first = theirs.partition("/")[0]
-        assert f"{out} holds {first}, and no " in capsys.readouterr().err
+        assert theirs.partition("/")[0] in capsys.readouterr().err
         assert files_of(out) == before
         shutil.rmtree(out)
     write_files(out, {".lock": b""})
@@ -221,7 +217,8 @@ def test_a_task_and_an_index_cut_off_between_two_steps_go_on(
     for step in moments(salt):
         code = cut_off_at(step, command)
         assert command() == 0
-        assert files_of(tmp_path / "cut").keys() == files_of(tmp_path / "whole").keys()
+        names = {name for name in files_of(tmp_path / "cut") if ".tmp-" not in name}
+        assert names == files_of(tmp_path / "whole").keys()  # a merge removes temporary names
         shutil.rmtree(out)
         if code != CUT_OFF:
             break
@@ -303,10 +300,9 @@ def test_a_source_that_vanishes_is_one_line_and_the_build_goes_on_when_it_is_bac
         return work
 
     monkeypatch.setattr("data_prep.build.build.prepare", prepare)
-    assert build(source, out, "samples_per_shard=3") == 1
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert "No such file or directory" in said
-    assert said.endswith("what is finished is kept, the same command goes on from there")
+    assert build(source, out, "samples_per_shard=3") == 2
+    ((_, code),) = printed_errors(capfd.readouterr().err)
+    assert code == "missing-path"
     assert not (out / "manifest.json").exists()
     monkeypatch.undo()
     assert build(source, out, "samples_per_shard=3") == 2  # not there: says so

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from data_prep import clients
-from data_prep.errors import UserError
+from data_prep.errors import Code
 from data_prep.remote import read_bytes, shown, version
 from tests.data_prep.stock import forget_credentials
+from tests.errors import fails
 
 Answer = tuple[int, bytes]
 
@@ -70,64 +71,36 @@ def xml(code: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("url", "status", "body", "words"),
+    ("url", "status", "body", "code"),
     [
-        (
-            "s3://b/a",
-            403,
-            xml("RequestTimeTooSkewed"),
-            "the store finds this machine's clock wrong; set it",
-        ),
-        (
-            "s3://b/a",
-            400,
-            xml("ExpiredToken"),
-            r"the credentials have expired; renew them \(AWS_\*",
-        ),
-        (
-            "s3://b/a",
-            403,
-            xml("AccessDenied"),
-            "access is refused; give credentials .* requester_pays=true where the reader pays",
-        ),
-        (
-            "s3://b/a",
-            404,
-            xml("NoSuchBucket"),
-            "there is no such bucket; mend the address, or make it",
-        ),
+        ("s3://b/a", 403, xml("RequestTimeTooSkewed"), "no-access"),
+        ("s3://b/a", 400, xml("ExpiredToken"), "no-access"),
+        ("s3://b/a", 403, xml("AccessDenied"), "no-access"),
+        ("s3://b/a", 404, xml("NoSuchBucket"), "missing-path"),
         pytest.param(
             "gs://b/a",
             400,
             "Bucket is a requester pays bucket but no user project provided.",
-            "the reader pays there; .*PROJECT",
+            "no-access",
             marks=GCS,
         ),
         pytest.param(
             "gs://b/a",
             401,
             "Anonymous caller does not have storage.objects.get access",
-            "access is refused; give credentials",
+            "no-access",
             marks=GCS,
         ),
         pytest.param(
-            "gs://b/a",
-            403,
-            "me@x does not have storage.objects.get access",
-            "access is refused; give credentials .*gcloud",
-            marks=GCS,
+            "gs://b/a", 403, "me@x does not have storage.objects.get access", "no-access", marks=GCS
         ),
         pytest.param(
-            "gs://b/a",
-            404,
-            "The specified bucket does not exist.",
-            "there is no such file; mend the address",
-            marks=GCS,
+            "gs://b/a", 404, "The specified bucket does not exist.", "missing-path", marks=GCS
         ),
     ],
 )
 def test_a_refusal_is_one_line_and_asked_for_once_more_at_most(
-    store: Store, url: str, status: int, body: str | bytes, words: str
+    store: Store, url: str, status: int, body: str | bytes, code: Code
 ) -> None:
     data = (
         body
@@ -144,7 +117,7 @@ def test_a_refusal_is_one_line_and_asked_for_once_more_at_most(
     for ask in (partial(version, num_attempts=4), read_bytes)[
         url.startswith("s3") and status != 403 :
     ]:  # a client of s3 takes long
-        with pytest.raises(UserError, match=f"^{url}: {words}") as caught:
+        with fails(code, url) as caught:
             ask(url, storage=options)
         assert "\n" not in str(caught.value) and "word" not in str(caught.value)
     assert store.num_requests <= 8
@@ -169,7 +142,7 @@ def test_credentials_that_expire_in_the_middle_are_read_anew(
     renew("first")
     assert read_bytes("s3://b/a", storage=options) == b"content"
     good = "second"
-    with pytest.raises(UserError, match="the credentials have expired"):
+    with fails("no-access", "s3://b/a"):
         read_bytes("s3://b/a", storage=options)
     renew("second")
     assert read_bytes("s3://b/a", storage=options) == b"content"
@@ -186,34 +159,21 @@ def test_a_client_that_cannot_be_made_is_one_line(
     store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    cases: list[tuple[str, dict[str, Any], str]] = [
-        ("s3://b/a", {"endpoint_url": store.address}, "access is refused; give credentials"),
-        (
-            "s3://b/a",
-            {"endpoint_url": "minio:9000", "anon": True},
-            "storage.endpoint_url: is no address; write it as https://",
-        ),
-        (
-            "hf://datasets/me",
-            {},
-            "hf://datasets/me: is no address of the hub; write it as hf://datasets/USER/NAME/FILE",
-        ),
-        (
-            "ftp://b/a",
-            {},
-            r"ftp://b/a: ftp:// is no store that can be read; use http\(s\)://, s3://",
-        ),
+    bad_endpoint = {"endpoint_url": "minio:9000", "anon": True}
+    cases: list[tuple[str, dict[str, Any], Code, str]] = [
+        ("s3://b/a", {"endpoint_url": store.address}, "no-access", "s3://b/a"),
+        ("s3://b/a", bad_endpoint, "bad-value", "storage.endpoint_url"),
+        ("hf://datasets/me", {}, "bad-value", "hf://datasets/me"),
+        ("ftp://b/a", {}, "unsupported", "ftp://b/a"),
     ]
-    for url, storage, words in cases:
-        with pytest.raises(UserError, match=words):
+    for url, storage, code, field in cases:
+        with fails(code, field):
             version(url, storage=storage, num_attempts=4)
     monkeypatch.setattr(clients, "find_spec", lambda name: None)
     for scheme, extra in (("s3", "remote"), ("gs", "gcs"), ("az", "azure"), ("hf", "hf")):
-        with pytest.raises(
-            UserError,
-            match=rf"^{scheme}://: \w+ is not installed; pip install 'wide-mlps\[{extra}\]'",
-        ):
+        with fails("missing-library", f"{scheme}://") as caught:
             version(f"{scheme}://b/a", storage={}, num_attempts=1)
+        assert f"wide-mlps[{extra}]" in caught.value.fix
 
 
 def test_no_password_and_no_query_is_printed_and_a_place_is() -> None:
@@ -260,6 +220,6 @@ def test_an_address_that_is_kept_holds_a_variable_or_no_secret() -> None:
         "mysql://h/runs?password=word",
         "pipe:curl https://h/a.tar::https://h/b.tar?token=word",
     ):
-        with pytest.raises(UserError, match=r"which would stand in records; go$") as caught:
+        with fails("bad-value") as caught:
             clients.without_secrets(url, remedy="go")
         assert "word" not in str(caught.value).replace("password", "")

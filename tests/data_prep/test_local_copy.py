@@ -11,7 +11,6 @@ import pytest
 
 from data_prep import local_copy
 from data_prep.cli import main
-from data_prep.errors import UserError
 from data_prep.local_copy import _address
 from data_prep.manifest import DatasetError, load_manifest
 from data_prep.remote import write_bytes
@@ -23,6 +22,7 @@ from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import files_of
 from tests.data_prep.stock import Web, forget_credentials, index, web
 from tests.data_prep.test_index_remote import every_verb
+from tests.errors import fails
 from tests.stores import EACH, Store, started
 
 pytestmark = pytest.mark.processes
@@ -136,16 +136,15 @@ def test_patterns_list_a_store_and_versions_tell_contents_apart(
     write_bytes(tars[0].read_bytes(), store.url("some", tars[1].name), storage=store.storage)
     refused(
         index(tmp_path / "far", store.url("some", "train-*.tar"), *how),
-        f"{tars[1].name}: has changed since it was indexed",
+        f"{tars[1].name}: ",
+        "[changed]",
     )
     refused(
         index(tmp_path / "new", store.url("some", "gone.tar"), *how),
-        "/gone.tar: there is no such file; mend the address",
+        "/gone.tar: ",
+        "[missing-path]",
     )
-    refused(
-        index(tmp_path / "new", store.url("some"), *how),
-        "/some: is a folder, no file; name what is in it",
-    )
+    refused(index(tmp_path / "new", store.url("some"), *how), "/some: ", "[missing-path]")
 
 
 def test_the_hub_is_read_in_ranges_by_revision_and_with_a_token(
@@ -171,27 +170,18 @@ def test_the_hub_is_read_in_ranges_by_revision_and_with_a_token(
         assert index(tmp_path / "far", f"{url}@main/train-*.tar", how) == 0
         first = min(files.keys() & {"train-000000.tar", "train-000001.tar"})
         server.put("me/mine", {**files, first: files[first][:-512]})
-        refused(
-            index(tmp_path / "far", f"{url}@main/train-*.tar", how),
-            f"{first}: has changed since it was indexed",
-        )
+        refused(index(tmp_path / "far", f"{url}@main/train-*.tar", how), f"{first}: ", "[changed]")
         options = ["--storage", json.dumps(storage)]
-        refused(
-            main(["verify", f"{url}@other", *options]),
-            f"{url}@other/manifest.json: schema version None",
-        )
-        refused(
-            main(["verify", f"{url}@gone", *options]), f"{url}@gone: no finished dataset is there"
-        )
+        refused(main(["verify", f"{url}@other", *options]), f"{url}@other/manifest.json: ")
+        refused(main(["verify", f"{url}@gone", *options]), f"{url}@gone: ", "[missing-path]")
         refused(
             main(
                 ["verify", url, "--storage", json.dumps({"endpoint": server.url, "token": False})]
             ),
-            "or you may not see it",
+            "[missing-path]",
         )
         refused(
-            main(["verify", "hf://datasets/me", *options]),
-            "hf://datasets/me/manifest.json: there is no such file, or you may",
+            main(["verify", "hf://datasets/me", *options]), "hf://datasets/me: ", "[missing-path]"
         )
 
 
@@ -231,22 +221,13 @@ def test_what_is_no_dataset_or_holds_a_secret_is_one_line(
     dataset: Path, there: tuple[str, Web], tmp_path: Path, refused: Refused
 ) -> None:
     url, server = there
-    refused(
-        main(["verify", f"{url}x"]),
-        f"{url}x: no finished dataset is there ({url}x/manifest.json: there is no such file",
-    )
-    refused(main(["verify", f"{url}?key=word"]), f"{url}: holds key, which would stand in records")
+    refused(main(["verify", f"{url}x"]), f"{url}x: ", "[missing-path]")
+    refused(main(["verify", f"{url}?key=word"]), f"{url}: ", "[bad-value]")
     server.faults = {"shapes/val-000000.npy": ["wrong"] * 9}
-    refused(
-        main(["verify", url]),
-        f"{url}/val-000000.npy: is not what the manifest there says; write that dataset again",
-    )
+    refused(main(["verify", url]), f"{url}: val-000000.npy", "[damaged]")
     (tmp_path / "cache").rename(tmp_path / "gone")
     (tmp_path / "cache").write_text("a file")
-    refused(
-        main(["verify", url]),
-        f"data.cache_dir: {tmp_path}/cache/wide-mlps: Not a directory; name another",
-    )
+    refused(main(["verify", url]), "data.cache_dir: ", "[unreadable]")
 
 
 def test_a_shard_stays_in_the_bucket_of_its_dataset() -> None:
@@ -257,9 +238,7 @@ def test_a_shard_stays_in_the_bucket_of_its_dataset() -> None:
     assert (
         _address("az://c@account.dfs.core.windows.net/d", "s3://other/y.tar") == "s3://other/y.tar"
     )
-    with pytest.raises(
-        DatasetError, match="its shards are on the disk where it was made, such as /etc/passwd"
-    ):
+    with fails("unsupported", "s3://bucket/a", kind=DatasetError):
         _address("s3://bucket/a", "/etc/passwd")
-    with pytest.raises(UserError, match="holds a password"):
+    with fails("bad-value"):
         local_copy.local_copy("s3://me:word@bucket/a", storage={})

@@ -16,9 +16,14 @@ from tests.moments import Strike, wait_until
 from tests.ranks import REPOSITORY
 from tests.training import Run
 
-SLEEPING = "import time; time.sleep(600)"
-BUSY = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
-"""Minutes in a library, which no signal interrupts."""
+SLOW_TORCH = """import signal, sys, time
+while signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+    time.sleep(0.01)
+sys.path.remove({folder!r})
+del sys.modules["torch"]
+import torch
+"""
+"""An import that goes on until Ctrl-C is answered."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,6 @@ def answered(program: str, kept: str) -> str:
 VERBS = {
     "evaluate": (
         "finetune evaluate pretrained={folder} dataset={shapes}",
-        BUSY,
         "nothing is saved; the same command begins anew",
     ),
     "probe": (
@@ -45,15 +49,10 @@ VERBS = {
             "finetune probe --ranks 2 {knn} pretrained={folder} dataset={shapes} run_dir={here}/run"
             " weight_decays=[0.1]"
         ),
-        SLEEPING,
         "",
     ),
-    "import": (
-        "finetune import {folder}/model.safetensors --out {here}/out",
-        SLEEPING,
-        "nothing is saved",
-    ),
-    "filters": ("analysis filters {folder} --out {here}/filters", SLEEPING, "nothing is saved"),
+    "import": ("finetune import {folder}/model.safetensors --out {here}/out", "nothing is saved"),
+    "filters": ("analysis filters {folder} --out {here}/filters", "nothing is saved"),
 }
 
 
@@ -61,8 +60,8 @@ VERBS = {
 def test_while_torch_is_loading_which_is_said(
     name: str, folder: Path, shapes: Path, tmp_path: Path
 ) -> None:
-    line, torch, kept = VERBS[name]
-    (tmp_path / "torch.py").write_text(torch)
+    line, kept = VERBS[name]
+    (tmp_path / "torch.py").write_text(SLOW_TORCH.format(folder=str(tmp_path)))
     (tmp_path / "knn.yaml").write_text("{}")
     words = line.format(
         folder=folder, shapes=shapes, here=tmp_path, knn=tmp_path / "knn.yaml"
@@ -85,22 +84,23 @@ def test_while_torch_is_loading_which_is_said(
     assert (tmp_path / "said").read_text() == f"loading torch\n{answer}"
 
 
-STRUCK = """import os, signal, time
+STRUCK = """import os, runpy, signal, sys, sysconfig
 os.kill(os.getpid(), signal.SIGINT)
 try:
-    time.sleep(600)
-finally:
-    os.abort()  # as C++ does where it imports, and has an exception
+    path = os.path.join(sysconfig.get_path("stdlib"), __name__ + ".py")
+    globals().update(runpy.run_path(path, run_name=__name__))
+except BaseException:
+    os.abort()  # as C++ does if an exception comes up while it imports
 """
 PROGRAMS = {"cluster submit": "cluster/submit", "cluster": "wide-mlps"}
 
 
 @pytest.mark.parametrize("words", ["data_prep", "pretrain", "finetune", "analysis", *PROGRAMS])
 def test_while_a_program_is_loading(words: str, tmp_path: Path) -> None:
-    """Until it can answer it ends without a word. The moments: an import of interrupts.py, and one
-    of what comes after it."""
+    """The moments are an import of interrupts.py, when the process ends without a word, and an
+    import after it."""
     answer = answered(PROGRAMS.get(words, words), "nothing is saved")
-    for module, expected in (("select", (-signal.SIGINT, "")), ("textwrap", (130, answer))):
+    for module, expected in (("typing", (-signal.SIGINT, "")), ("textwrap", (130, answer))):
         (tmp_path / f"{module}.py").write_text(STRUCK)
         environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
         line = [sys.executable, "-m", *words.split(), "x"]

@@ -220,11 +220,8 @@ def test_three_ranks_give_the_table_of_one(folder: Path, shapes: Path, tmp_path:
     one = judge(folder, shapes, tmp_path / "one", views=2)
     found = run_ranks(on_ranks, str(folder), str(shapes), str(tmp_path / "three"), num_ranks=3)
     assert found == [one["eval/top1"], None, None]
-    assert {path.stem for path in (tmp_path / "three").glob("*.png")} == {
-        "calibration",
-        "confusion",
-        "views",
-    }
+    figures = {path.stem for path in (tmp_path / "three").glob("*.png")}
+    assert figures == {"calibration", "confusion"}
     alone, together = predictions(tmp_path / "one"), predictions(tmp_path / "three")
     assert together["sample"] == list(range(72))
     for name, column in alone.items():
@@ -388,14 +385,10 @@ def test_training_pictures_are_warned_of(
         "tracking.enabled=false",
     ]
     assert main([*words, "split=train"]) == 0
-    assert "the model was trained on these very pictures" in capsys.readouterr().err
+    assert "trained on these images" in capsys.readouterr().err
     before = (tmp_path / "run" / "result.json").read_bytes()
     assert main(words) == 2
     said = capsys.readouterr().err
-    refused = (
-        f"finetune: run_dir: {tmp_path}/run belongs to an evaluation with other settings (split:"
-        " val, was train)"
-    )
-    assert said.startswith(refused)
-    assert "trained on" not in said and (tmp_path / "run" / "result.json").read_bytes() == before
+    assert "split" in said and "trained on" not in said
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
     assert Evaluation.of(evaluation_settings(folder, shapes, None, split="train")).warning() is None

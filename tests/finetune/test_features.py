@@ -157,20 +157,19 @@ def test_damaged_features_are_computed_again(
     file = place / "features.npy"
     content = file.read_bytes()
     assert np.load(file).shape == (35, 24)
-    for harm, words in (
-        (lambda: file.write_bytes(content[:-4]), "features.npy has changed"),
-        (lambda: file.write_bytes(content[:-4] + b"\0\0\0\1"), "features.npy has changed"),
-        (file.unlink, "No such file"),
-        ((place / FACTS).unlink, "No such file"),
+    for harm in (
+        lambda: file.write_bytes(content[:-4]),
+        lambda: file.write_bytes(content[:-4] + b"\0\0\0\1"),
+        file.unlink,
+        (place / FACTS).unlink,
         *(
-            (lambda text=text: (place / FACTS).write_text(text), f"{FACTS} is damaged")
+            lambda text=text: (place / FACTS).write_text(text)
             for text in ("null", "[]", '{"sha256": {}}')
         ),
     ):
         harm()
         assert torch.equal(whole(maker.tables("val", [None])[0]), good)
-        said = capsys.readouterr().err
-        assert words in said and "its features are computed again" in said
+        assert str(place) in capsys.readouterr().err
         assert file.read_bytes() == content
 
 

@@ -1,22 +1,25 @@
 """Scores of a table of answers, against scikit-learn, plain loops and counts by hand."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import sklearn.metrics as sk
 
 from finetune.evaluate.evaluate import moments_up_to
-from finetune.evaluate.report import (
-    draw_calibration,
-    draw_confusion,
-    draw_views,
-    write_confusion,
-    write_per_class,
+from finetune.evaluate.report import draw_calibration, draw_confusion
+from finetune.evaluate.scoring import (
+    OTHER,
+    Answers,
+    calibration,
+    classes_of,
+    confusion_matrix,
+    confusion_of,
+    predictions_by_class,
+    scores_of,
 )
-from finetune.evaluate.scoring import Answers, Confusion, Moment, PerClass, calibration, scores_of
 
 NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
 NUMBERS = (4, 0, 7, 2, 6, 1)
@@ -51,56 +54,45 @@ def random_case(size: int = 400) -> tuple[np.ndarray, np.ndarray]:
 
 def test_scores_are_those_of_scikit_learn() -> None:
     probabilities, labels = random_case()
-    found = scores_of(table(probabilities, labels))
-    assert found["top5"] == pytest.approx(
-        sk.top_k_accuracy_score(labels, probabilities, k=5, labels=list(range(9)))
-    )
-    assert found["loss"] == pytest.approx(sk.log_loss(labels, probabilities, labels=list(range(9))))
-    truth = np.eye(9)[labels]
-    by_confidence = calibration(probabilities.max(axis=1), probabilities.argmax(axis=1) == labels)
-    assert found["ece"] == pytest.approx(by_confidence.expected_error)
-    assert found["brier"] == pytest.approx(((probabilities - truth) ** 2).sum(axis=1).mean())
+    found, classes = scores_of(table(probabilities, labels)), list(range(9))
+    expected = {
+        "top1": sk.accuracy_score(labels, probabilities.argmax(axis=1)),
+        "top5": sk.top_k_accuracy_score(labels, probabilities, k=5, labels=classes),
+        "loss": sk.log_loss(labels, probabilities, labels=classes),
+        "brier": ((probabilities - np.eye(9)[labels]) ** 2).sum(axis=1).mean(),
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
-def test_the_confusion_matrix_and_the_classes_are_those_of_scikit_learn(tmp_path: Path) -> None:
+def test_the_confusion_matrix_and_the_classes_are_those_of_scikit_learn() -> None:
     probabilities, labels = random_case()
-    answers, tops = table(probabilities, labels), probabilities.argmax(axis=1)
-    confusion = Confusion.of(answers, names=NAMES, numbers=NUMBERS)
-    others = [3, 5, 8]
+    tops = probabilities.argmax(axis=1)
+    rows = predictions_by_class(table(probabilities, labels), names=NAMES, numbers=NUMBERS)
+    confusion, others = confusion_of(rows), [3, 5, 8]
     theirs = sk.confusion_matrix(labels, tops, labels=[*NUMBERS, *others])
     expected = np.concatenate([theirs[:6, :6], theirs[:6, 6:].sum(axis=1, keepdims=True)], axis=1)
-    assert expected[:, 6].sum() > 10 and (confusion.matrix() == expected).all()
-    blocks = confusion.matrix(num_blocks=3)
-    assert (
-        blocks.shape == (3, 4)
-        and blocks[0, 1] == expected[:2, 2:4].sum()
-        and blocks[2, 3] == expected[4:, 6].sum()
-    )
+    assert expected[:, 6].sum() > 10
+    assert (confusion_matrix(confusion, NAMES, size=6) == expected).all()
+    blocks = confusion_matrix(confusion, NAMES, size=3)
+    assert blocks.shape == (3, 4)
+    assert blocks[0, 1] == expected[:2, 2:4].sum() and blocks[2, 3] == expected[4:, 6].sum()
 
-    found = PerClass.of(answers, confusion, numbers=NUMBERS)
-    assert found.counts_K.tolist()[5] == 0 and np.isnan(found.top1_K[5])
+    found = classes_of(rows, names=NAMES, numbers=NUMBERS)
     recall = sk.recall_score(labels, tops, labels=NUMBERS[:5], average=None)
     precision = sk.precision_score(labels, tops, labels=NUMBERS, average=None, zero_division=np.nan)
-    assert found.top1_K[:5] == pytest.approx(recall) and found.precision_K == pytest.approx(
-        precision, nan_ok=True
+    order = np.argsort(recall).tolist()
+    assert list(found.index) == [*(NAMES[number] for number in order), "fox"]
+    assert found["top1"].tolist() == pytest.approx([*recall[order], np.nan], nan_ok=True)
+    assert found["precision"].tolist() == pytest.approx(
+        precision[[*order, 5]].tolist(), nan_ok=True
     )
-    assert found.order().tolist() == np.argsort(recall).tolist()
+    assert found["images"].sum() == len(labels) and found["images"].iloc[-1] == 0
     wrong = expected.copy()
     wrong[range(6), range(6)] = 0
-    assert found.taken_for_K.tolist() == [*wrong[:5].argmax(axis=1).tolist(), -1]
-    pairs = confusion.most_confused(3)
-    assert [count for _, _, count in pairs] == sorted(wrong.ravel().tolist(), reverse=True)[:3]
-    assert all(
-        wrong[NAMES.index(a), [*NAMES, "(other)"].index(b)] == count for a, b, count in pairs
-    )
-
-    write_per_class(tmp_path / "classes.csv", found, confusion, numbers=NUMBERS)
-    rows = list(csv.DictReader((tmp_path / "classes.csv").read_text().splitlines()))
-    assert [row["name"] for row in rows] == [*(NAMES[i] for i in np.argsort(recall)), "fox"]
-    assert rows[-1]["top1"] == "" and float(rows[0]["top1"]) == pytest.approx(
-        recall.min(), abs=1e-6
-    )
-    write_confusion(tmp_path / "confusion.parquet", confusion)
+    taken_for = [[*NAMES, OTHER][number] for number in wrong[order].argmax(axis=1)]
+    assert found["most_taken_for"].tolist()[:5] == taken_for
+    pairs = confusion[confusion["label"] != confusion["answer"]]
+    assert pairs["count"].tolist() == sorted(wrong[wrong > 0].tolist(), reverse=True)
 
 
 def test_calibration_is_counted_by_hand() -> None:
@@ -109,10 +101,9 @@ def test_calibration_is_counted_by_hand() -> None:
     confidences = np.array([0.05, 1 / 3, 0.5, 0.5, 0.95, 1.0])
     right = np.array([False, True, True, False, True, False])
     found = calibration(confidences, right)
-    assert found.counts.tolist() == [1, 0, 0, 0, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 2]
-    gaps = [(1, 0.05), (1, 2 / 3), (2, 0.0), (2, 0.475)]
-    assert found.expected_error == pytest.approx(sum(count * gap for count, gap in gaps) / 6)
-    assert found.max_error == pytest.approx(2 / 3)
+    assert found["count"].tolist() == [1, 0, 0, 0, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 2]
+    gaps = found["gap"].dropna().tolist()
+    assert gaps == pytest.approx([0.05, 2 / 3, 0.0, 0.475])
 
 
 def test_a_sample_that_is_lost_or_comes_twice_is_an_error_of_ours() -> None:
@@ -121,7 +112,7 @@ def test_a_sample_that_is_lost_or_comes_twice_is_an_error_of_ours() -> None:
         return replace(whole, samples_N=np.array(samples))
 
     found = Answers.of_ranks([share(3, 0), share(2)], num_samples=4, num_bad=1)
-    assert found.left_out(num_samples=4).tolist() == [1] and found.samples_N.tolist() == [0, 2, 3]
+    assert found.samples_N.tolist() == [0, 2, 3]
     assert found.labels_N.tolist() == random_case()[1][[1, 0, 0]].tolist()
     with pytest.raises(AssertionError):
         Answers.of_ranks([share(3, 0), share(2)], num_samples=4, num_bad=0)
@@ -138,22 +129,24 @@ def test_the_moments_of_a_curve() -> None:
 
 
 @pytest.mark.parametrize("size", [6, 60, 1000])
-def test_pictures_are_drawn_of_few_and_of_many_classes(tmp_path: Path, size: int) -> None:
+def test_figures_are_drawn_of_few_and_of_many_classes(tmp_path: Path, size: int) -> None:
     generator = np.random.default_rng(1)
-    labels = np.arange(size).repeat(3)
-    answers = np.where(
-        generator.random(len(labels)) < 0.5, labels, generator.integers(0, size + 1, len(labels))
+    names = [f"class number {number:04d}" for number in range(size)]
+    pairs = generator.integers(0, size + 1, (3 * size, 2))
+    pairs[:, 0] %= size
+    confusion = pd.DataFrame(
+        {
+            "label": [names[number] for number in pairs[:, 0]],
+            "answer": [[*names, OTHER][number] for number in pairs[:, 1]],
+            "count": 1,
+        }
     )
-    names = tuple(f"class number {number:04d}" for number in range(size))
-    confusion = Confusion(names, labels, answers, np.ones(len(labels), np.int64))
     bins = calibration(generator.random(300), generator.random(300) < 0.5)
-    figures = [
-        draw_confusion(confusion, title=f"{size} classes"),
-        draw_calibration(bins, title="calibration"),
-    ]
-    figures.append(draw_views([Moment(1, 0.5, 1.0), Moment(2, 0.6, 0.9)], title="views"))
-    cells = [text.get_text() for text in figures[0].axes[0].texts if text.get_text()]
-    assert bool(cells) == (size <= 12)
-    for number, figure in enumerate(figures):
+    for number, figure in enumerate(
+        (
+            draw_confusion(confusion, names, title=f"{size} classes"),
+            draw_calibration(bins, title="calibration"),
+        )
+    ):
         figure.savefig(tmp_path / f"{number}.png")
         assert (tmp_path / f"{number}.png").stat().st_size > 5000

@@ -31,7 +31,6 @@ from finetune.probe.probe import (
     best_of,
     candidates_of,
     choose_and_test,
-    draw_grid,
     edges,
     held_out,
     probe,
@@ -146,18 +145,9 @@ def test_the_choice_is_the_best_with_the_smallest_rate_and_never_a_diverged_cell
         0.1, 0.5, 5
     )  # 0.4 points
     row = [judged(0.1, 0.0, 0.7), judged(0.2, 0.0, 0.8), judged(0.3, 0.0, 0.9)]
-    assert edges(row[2], row) == ["lrs: the best, 0.3, is the largest; try larger ones, too"]
+    (hint,) = edges(row[2], row)
+    assert hint.startswith("lrs: ") and "0.3" in hint
     assert edges(row[1], row[:2] + [judged(0.3, 0.0, 0.8)]) == []  # as good within as on the edge
-    picture = draw_grid([*grid[1:3], *grid[-1:]][:2], grid[2], title="title")
-    assert picture.width > 200 and len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 3
-    near = [
-        judged(lr, 0.0, top1)
-        for lr, top1 in ((0.1, 0.05), (0.2, 0.8), (0.3, 0.81), (0.4, 0.82), (0.5, 0.83))
-    ]
-    pixels = np.asarray(draw_grid(near, near[-1], title="title")).astype(int)
-    row, width = pixels[pixels.shape[0] // 3], pixels.shape[1]
-    second, last = row[int(width * 0.35)], row[int(width * 0.93)]
-    assert np.abs(second - last).sum() > 200  # the outlier at the left does not take all colours
 
 
 def test_held_out_samples_are_apart_and_the_test_split_is_never_chosen_on() -> None:

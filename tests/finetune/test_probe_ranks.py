@@ -25,7 +25,7 @@ from finetune.session import session, start_accelerator
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model, save_folder
 from pretrain.ranks.hangs import PROGRESS, Standing
-from pretrain.ranks.heartbeat import Heartbeat, Message, encoded
+from pretrain.ranks.watchdog import Message, Watchdog, encoded
 from pretrain.ranks.world import World
 from tests import training
 from tests.finetune.tiny import (
@@ -136,17 +136,15 @@ def rank_case(world: World, folder: str, dataset: str, place: str) -> list[Any]:
     ranks know them."""
     start_accelerator(world)
     computed: list[int] = []
-    start = features.FeatureMaker._start
+    write = features._File.write
 
-    def counted(
-        self: Any, batch: Any, view: Any, augmentation: Any, file: Any, *, count: int
-    ) -> Any:
-        if "-val-" in file.directory.name:
-            computed.extend(batch.samples[:count].tolist())
-        return start(self, batch, view, augmentation, file, count=count)
+    def counted(file: Any, rows_BD: Any, first: int) -> None:
+        if "-val-" in file.path.parent.name:
+            computed.extend(range(first, first + len(rows_BD)))
+        write(file, rows_BD, first)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(features.FeatureMaker, "_start", counted)
+        patch.setattr(features._File, "write", counted)
         settings = feature_settings(Path(dataset), Path(place), Path(folder), **PROBE)
         maker = maker_of(settings, world=world)
         train, test = maker.tables("train", [None])[0], maker.tables("val", [None])[0]
@@ -234,13 +232,13 @@ def with_one_stuck_rank(words: list[str]) -> int:
 
 def with_long_work_of_the_first_rank(words: list[str]) -> int:
     """For some beats after the other one has left, which stood still for long in its last one."""
-    plain_scores, plain_leave = probe.scores_on_test, Heartbeat._leave
+    plain_scores, plain_leave = probe.scores_on_test, Watchdog._leave
 
     def slow(*given: object) -> object:
         time.sleep(5)
         return plain_scores(*given)  # type: ignore[arg-type]
 
-    def leave(heartbeat: Heartbeat, message: Message) -> None:
+    def leave(heartbeat: Watchdog, message: Message) -> None:
         (wire,) = heartbeat._wires.values()
         wire.send(encoded({"beat": {}, "at": Standing(1, 0, "training heads", stalled_s=1000)}))
         plain_leave(heartbeat, message)
@@ -248,7 +246,7 @@ def with_long_work_of_the_first_rank(words: list[str]) -> int:
     if os.environ["RANK"] == "0":
         probe.scores_on_test = slow  # type: ignore[assignment]
     else:
-        Heartbeat._leave = leave  # type: ignore[method-assign]
+        Watchdog._leave = leave  # type: ignore[method-assign]
     return training.main("finetune", words)
 
 
@@ -285,7 +283,7 @@ def test_a_stuck_rank_is_named_and_all_show_where_they_are(
     codes, output = run_probe(case, folder, tmp_path, other_shapes, **{"ranks.hang_timeout_s": 500})
     assert codes == [1, 1], output
     (line,) = re.findall("^rank 1 .* has made no progress for 1,0.*$", output, re.MULTILINE)
-    assert "; the other rank is waiting for the other ranks; the run stops" in line
+    assert "; the others are waiting for the other ranks; the run stops" in line
     waiting, stuck = (
         (tmp_path / "run" / "stacks" / f"rank-{rank:04}.txt").read_text() for rank in (0, 1)
     )

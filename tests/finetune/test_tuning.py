@@ -31,7 +31,7 @@ from pretrain.data.reader import open_split
 from pretrain.models.build import build_model
 from pretrain.models.spec import MlpSpec
 from pretrain.optim import parameter_groups
-from pretrain.ranks.starts import started
+from pretrain.ranks.starts import hold_run
 from pretrain.tracking.delivery import sync
 from pretrain.tracking.run_tags import summary
 from tests.conftest import Capture
@@ -334,7 +334,7 @@ def test_ranks_that_wait_for_another_start_end_well(
     pretrained: Path, other_shapes: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     config, run_dir = write_tuning(tmp_path, pretrained, other_shapes), tmp_path / "run"
-    with started(run_dir, lock_wait_s=0):
+    with hold_run(run_dir, lock_wait_s=0):
         stop_while_it_waits(start_tuning(config, run_dir, *words, ranks=2))
     assert not (run_dir / "checkpoints").exists() and not (run_dir / "tracking").exists()
 

@@ -1,5 +1,5 @@
-"""What a model keeps beside its weights: permutations, masks, running averages. They are saved and
-restored with the weights."""
+"""Buffers of a model: permutations, masks and running averages. They are saved and restored with
+the weights."""
 
 from collections.abc import Mapping
 
@@ -10,13 +10,13 @@ from pretrain.ranks.collectives import mean_over_ranks
 
 
 def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers themselves, by name: what the state dict has beside the parameters."""
+    """Return the buffers of the state dict by name."""
     parameters = {name for name, _ in model.named_parameters()}
     return {name: value for name, value in model.state_dict().items() if name not in parameters}
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Copies on the CPU by name; averages in fp32, whatever the model computes in."""
+    """Return copies on the CPU by name, with averages in fp32."""
     return {
         name: (
             (value.float() if value.is_floating_point() else value)
@@ -31,11 +31,9 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def average_over_ranks(model: nn.Module) -> None:
-    """Every rank gathers running averages of its own samples: before they are used or saved, all
-    take the mean.
+    """Set the running averages of all ranks to their mean, before they are used or saved.
 
-    Averages are linear in what they gathered, so it makes no difference how often that is done on
-    the way.
+    Running averages are linear in the samples, so the number of calls makes no difference.
     """
     for value in _buffers_of(model).values():
         if value.is_floating_point():
@@ -44,8 +42,7 @@ def average_over_ranks(model: nn.Module) -> None:
 
 @torch.no_grad()
 def restore_buffers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Takes them out of a whole state; through `load_state_dict`, so that what is derived from them
-    is derived anew."""
+    """Load the buffers of a complete state dict. `load_state_dict` also updates derived buffers."""
     names = list(_buffers_of(model))
     missing = [name for name in names if name not in weights]
     assert not missing, f"the state lacks {missing}"

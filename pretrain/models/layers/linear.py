@@ -1,16 +1,13 @@
-"""nn.Linear whose products have aligned sizes while it trains; in evaluation (export, counting) it
+"""nn.Linear whose products have aligned sizes during training. In evaluation (export, counting) it
 is nn.Linear.
 
-Matrix kernels read rows in whole vectors. Rows of 588, 2,687 or 487 numbers take slower ones: on an
-AVX2 CPU (fp32) the three products of 588 -> 2,687 run at 0.64, of 487 -> 1,948 at 0.69 of the rate
-of the next multiples of 8; tensor cores want 16 bytes, 8 bf16 numbers (not yet run on CUDA). So
-zeros fill weights, biases and inputs up to a multiple of 8, inside the computation alone:
-parameters and state_dict are as without, results are but for rounding. A hidden layer hands its
-zeros on (`hands_zeros_on`): act(0) = 0 for every activation that a spec can name, and the next
-weight has zero columns there.
+Products of unaligned sizes are slower: on an AVX2 CPU in fp32, 588 -> 2,687 has 0.64 of the speed
+of the next multiples of 8. So the computation pads weights, biases and inputs with zeros to a
+multiple of 8. Parameters and the state dict stay the same, and results differ by rounding only. A
+hidden layer passes its zeros on (`hands_zeros_on`): act(0) = 0 for every activation of a spec, and
+the next weight has zero columns for them.
 
-The filled-up weights are made again in the backward pass rather than kept for it; ZeRO 3 gathers
-the layer's own weights for both.
+The backward pass pads the weights again, so that no padded copy is kept.
 """
 
 from typing import Any
@@ -20,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 SMALLEST = 64
-"""Below it a product is too small for it to matter."""
+"""Smaller sizes are not padded."""
 
 
 def aligned(size: int) -> int:
-    """What `size` is filled up to."""
+    """Return the padded size."""
     return -(-size // 8) * 8 if size >= SMALLEST else size
 
 
@@ -32,33 +29,26 @@ class Linear(nn.Linear):
     def __init__(
         self, num_inputs: int, num_outputs: int, *, bias: bool = True, hands_zeros_on: bool = False
     ):
-        """`hands_zeros_on`: its output goes through an activation into another `Linear` and nowhere
-        else."""
+        """`hands_zeros_on`: the output goes only through an activation into another `Linear`."""
         super().__init__(num_inputs, num_outputs, bias=bias)
         self.hands_zeros_on = hands_zeros_on
 
     def forward(self, x: Tensor) -> Tensor:
         inputs, outputs = aligned(self.in_features), aligned(self.out_features)
-        given = x.shape[-1]
+        size = x.shape[-1]
         needs_zeros = self.training and (inputs, outputs) != (self.in_features, self.out_features)
-        # anything but these two sizes is for nn.Linear to refuse: cut off, a picture of another
-        # size would pass
-        if not (needs_zeros and given == self.in_features) and not (
-            given == inputs != self.in_features
+        # nn.Linear rejects all other sizes
+        if not (needs_zeros and size == self.in_features) and not (
+            size == inputs != self.in_features
         ):
             return super().forward(x)
-        given_out = outputs if self.hands_zeros_on else self.out_features
-        y: Tensor = _FilledUp.apply(x, self.weight, self.bias, inputs, outputs, given_out)  # type: ignore[no-untyped-call]
+        num_returned = outputs if self.hands_zeros_on else self.out_features
+        y: Tensor = _Padded.apply(x, self.weight, self.bias, inputs, outputs, num_returned)  # type: ignore[no-untyped-call]
         return y
 
 
-class _FilledUp(torch.autograd.Function):
-    """linear() of inputs, weight and bias with zeros up to `inputs` and `outputs`; the first
-    `given_out` of what comes out.
-
-    The gradient of the others is filled up in one copy: cut off outside, they would cost zeros of
-    the whole size as well.
-    """
+class _Padded(torch.autograd.Function):
+    """linear() with zeros up to `inputs` and `outputs`, and its first `num_returned` outputs."""
 
     @staticmethod
     def forward(
@@ -68,13 +58,13 @@ class _FilledUp(torch.autograd.Function):
         bias: Tensor | None,
         inputs: int,
         outputs: int,
-        given_out: int,
+        num_returned: int,
     ) -> Tensor:
-        ctx.given, ctx.outputs, ctx.has_bias = x.shape[-1], outputs, bias is not None
+        ctx.size, ctx.outputs, ctx.has_bias = x.shape[-1], outputs, bias is not None
         x = _widened(x, inputs)
         ctx.save_for_backward(x, weight)
         filled_bias = None if bias is None else pad(bias, (0, outputs - len(bias)))
-        return linear(x, _filled(weight, inputs, outputs), filled_bias)[..., :given_out]
+        return linear(x, _filled(weight, inputs, outputs), filled_bias)[..., :num_returned]
 
     @staticmethod
     def backward(
@@ -86,10 +76,10 @@ class _FilledUp(torch.autograd.Function):
         gradient = _widened(gradient, ctx.outputs)
         if ctx.needs_input_grad[0]:
             filled = _filled(weight.to(gradient.dtype), x.shape[-1], gradient.shape[-1])
-            of_x = (gradient @ filled)[..., : ctx.given].to(x.dtype)
+            of_x = (gradient @ filled)[..., : ctx.size].to(x.dtype)
         flat = gradient.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            # autocast multiplies in another precision than it was given
+            # autocast multiplies in another precision than that of x
             of_weight = (flat.T @ x.flatten(0, -2).to(flat.dtype))[:rows, :columns].to(weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             of_bias = flat.sum(0)[:rows].to(weight.dtype)
@@ -97,7 +87,7 @@ class _FilledUp(torch.autograd.Function):
 
 
 def _widened(x: Tensor, size: int) -> Tensor:
-    """With zeros at the end of each row; `pad` would write the whole twice."""
+    """Append zeros to each row. `pad` would write everything twice."""
     missing = size - x.shape[-1]
     return torch.cat([x, x.new_zeros(*x.shape[:-1], missing)], dim=-1) if missing else x
 

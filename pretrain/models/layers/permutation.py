@@ -1,26 +1,18 @@
-"""Fixed permutations as index vectors (never matrices), and the PK layer of paper A that they are
-for.
+"""Fixed permutations as index vectors, and the PK layer of paper A.
 
-The index is a buffer, so it is saved with the weights and is the same on every rank; the inverse,
-which makes the backward pass a gather instead of a scatter, is derived from it wherever the index
-comes from: a generator, a caller or a state dict. What is not a permutation (a damaged file) is
-refused there: it would train, with wrong gradients.
+The index is a buffer, so it is saved with the weights and is the same on every rank. Its inverse
+makes the backward pass a gather. A state dict with an index that is not a permutation is rejected.
 
-The PK layer is act[J2 (I (x) W) J1 x]: J1 and J2 permute all m = S C entries, I (x) W applies one
-small matrix to each of the equal parts that the vector falls into. With x the entries of X (S
-tokens, C channels), token by token (the paper's vec goes channel by channel, which swaps the first
-two cases):
+The PK layer is act[J2 (I (x) W) J1 x]: J1 and J2 permute all m = S C entries, and I (x) W applies
+one small matrix to each of the equal parts of the vector. x has the entries of X (S tokens, C
+channels) token by token; the paper's vec goes channel by channel, which swaps the first two cases:
 
 - J1 = J2 = identity: W acts on the channels of each token;
-- J1 = the commutation (vec X -> vec X'), J2 = its inverse: W acts across the tokens of each
-  channel;
-- J1, J2 random: the RP mixing; which entries meet in a product has nothing to do with tokens and
-  channels any more.
+- J1 = the commutation (vec X -> vec X'), J2 = its inverse: W acts on the tokens of each channel;
+- J1, J2 random: the RP mixing.
 
-The paper writes this for one layer. An MLP-Mixer's mixing has two, W2 act(W1 x). `pk` takes any
-function of a part for W, and the mixer gives it the mixing as a whole: J1 stands before W1 and J2
-after W2, each over m entries as in the paper, and nothing permutes the gamma m hidden entries in
-between. Where a first block makes S tokens of S0, J1 has S0 C entries and J2 has S C.
+The paper writes this for one layer. A mixing of an MLP-Mixer has two, W2 act(W1 x): J1 comes before
+W1 and J2 after W2. If a first block makes S tokens of S0, J1 has S0 C entries and J2 has S C.
 """
 
 from collections.abc import Callable
@@ -42,23 +34,26 @@ class Permutation(nn.Module):
             raise ValueError(f"index is not a permutation of 0 to {index.numel() - 1}")
         self.register_buffer("index", index.to(torch.int32))
         self.register_buffer("inverse", inverse_of(self.index), persistent=False)
+        self.register_load_state_dict_pre_hook(_reject_wrong_index)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(lambda permutation, _: permutation.invert())  # type: ignore[no-untyped-call]
 
     def forward(self, x_BM: Tensor) -> Tensor:
         return _Gather.apply(x_BM, self.index, self.inverse)  # type: ignore[no-untyped-call]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        given = state_dict.get(f"{prefix}index")
-        if given is not None and given.shape == self.index.shape and not is_permutation(given):
-            error_messages: list[str] = args[-1]
-            error_messages.append(
-                f"{prefix}index is not a permutation of its places; take another copy of the file"
-            )
-            return
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self.index = self.index.to(
-            torch.int32
-        )  # `assign=True` takes the given tensor, whatever integers it holds
+    def invert(self) -> None:
+        """Derive the inverse."""
+        self.index = self.index.to(torch.int32)  # `assign=True` may change the integers' type
         self.inverse = inverse_of(self.index)
+
+
+def _reject_wrong_index(
+    permutation: Permutation, state_dict: dict[str, Tensor], prefix: str, *more: Any
+) -> None:
+    index = state_dict.get(f"{prefix}index")
+    if index is not None and index.shape == permutation.index.shape and not is_permutation(index):
+        problem = f"{prefix}index is not a permutation of its places; take another copy of the file"
+        more[-1].append(problem)
+        state_dict[f"{prefix}index"] = permutation.index
 
 
 class _Gather(torch.autograd.Function):
@@ -87,10 +82,8 @@ def _(x_BM: Tensor, index: Tensor) -> Tensor:
 
 
 def _take(x_BM: Tensor, index: Tensor) -> Tensor:
-    """On a CPU inductor must not see the gather: fused with what stands around it, all that runs
-    one number at a time, and a step takes 1.7 times as long. On a GPU it may fuse; an exported
-    graph, which dynamo has no part in, has to name what others know.
-    """
+    """Gather columns. On a CPU Inductor must not see the gather, because the fused loops would be
+    scalar (a step takes 1.7 times as long)."""
     if x_BM.device.type == "cpu" and torch.compiler.is_dynamo_compiling():
         return take_columns(x_BM, index)
     return x_BM.index_select(1, index)
@@ -103,7 +96,7 @@ def inverse_of(index: Tensor) -> Tensor:
 
 
 def is_permutation(index: Tensor) -> bool:
-    """Taken for granted on the meta device, which holds no numbers."""
+    """Return True for a permutation, and for any index on the meta device."""
     if index.is_meta:
         return True
     places = torch.arange(index.numel(), device=index.device)
@@ -112,17 +105,16 @@ def is_permutation(index: Tensor) -> bool:
 
 
 def random_permutation(size: int, *, generator: torch.Generator | None = None) -> Permutation:
-    """Drawn on the CPU, so that it is the same whatever device the model is made on."""
+    """Draw on the CPU, so that the permutation does not depend on the model's device."""
     drawn = torch.randperm(size, generator=generator, device="cpu")
     return Permutation(drawn.to(torch.get_default_device()))
 
 
 def generator_beside_weights() -> torch.Generator:
-    """A generator seeded by torch's, which stays as it was.
+    """Return a generator seeded by torch's, whose state does not change.
 
-    Weights that are drawn later are then the same with and without random permutations: an RP model
-    differs from the normal one of the same seed in nothing but its permutations, and one permuted
-    block is permuted as it is where all are.
+    So an RP model has the same weights as the normal model of the same seed, and a block has the
+    same permutation in every model that permutes it.
     """
     with torch.random.fork_rng(devices=[]):
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
@@ -137,7 +129,6 @@ def pk(
     before: Callable[[Tensor], Tensor],
     after: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """J2 (I (x) inner) J1 x: `inner` acts on each of `num_copies` equal parts of the permuted
-    vector."""
+    """Return J2 (I (x) inner) J1 x: `inner` acts on each of `num_copies` equal parts."""
     parts = before(x_BM).reshape(x_BM.shape[0], num_copies, x_BM.shape[1] // num_copies)
     return after(inner(parts).flatten(1))

@@ -1,9 +1,7 @@
-"""Which products and convolutions of fp32 numbers a GPU may round to TF32 (ten bits, several times
-as quick). On CPUs it changes nothing. Unasked torch rounds convolutions, and no other products.
+"""TF32 on or off for the fp32 products and convolutions of a GPU (ten bits, several times faster).
 
-torch has its switches for the whole process, and the thread that augments multiplies while the
-model does: who needs them one way holds them, and who needs them the other way waits, so that no
-result depends on who came first.
+torch's switches are global, and the augmentation's thread multiplies at the same time as the model.
+A lock makes each thread wait until the switches have its value.
 """
 
 import threading
@@ -18,10 +16,9 @@ _SWITCH = threading.RLock()
 
 @contextmanager
 def products(*, in_tf32: bool) -> Iterator[None]:
-    """Of what is launched inside; behind it the switches stand as before."""
+    """Set the switches for all that is launched inside, and restore them."""
     with _SWITCH:
-        # not `fp32_precision`: whoever asks for the older name after it was set gets an error, and
-        # torch's compiler does
+        # not `fp32_precision`: after it is set, torch's compiler fails to read the older name
         switches: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
         before = [each.allow_tf32 for each in switches]
         for each in switches:

@@ -1,29 +1,25 @@
-"""Linear layers of which each connection exists with probability p, fixed at the start: `masked` (a
-dense matrix times a mask) and `sparse` (the values of the connections that exist, and where they
-are).
+"""Linear layers in which each connection exists with probability p, fixed at the start: `masked` (a
+dense matrix times a mask) and `sparse` (only the values of the connections, and their places).
 
-One seed gives both the same connections and weights, and both load a state dict of either. The
-pattern is in the state dict (`mask`; `row_starts` and `columns`), so a checkpoint is right whatever
-was drawn before it was loaded. The number of connections is random, hence loading may resize
-`values`: make the optimizer afterwards. On the meta device nothing is drawn, and a sparse layer has
-the expected number of connections, round(p x size).
+One seed gives both the same connections and weights, and each loads the other's state dict. The
+state dict has the pattern (`mask`; `row_starts` and `columns`). The number of connections is
+random, so loading may resize `values`: make the optimizer afterwards. On the meta device nothing is
+drawn, and a sparse layer has the expected number of connections, round(p x size).
 
 A pattern has M rows (outputs) and N columns (inputs) in compressed rows: `starts` (M + 1) and
-`columns` (one per connection) are int32, the values follow them. The cost of everything but `dense`
-is that of the connections that exist, so a layer of 150,528 x 150,528 with one connection in 10,000
-takes a second.
+`columns` (one per connection) are int32. Time and memory grow with the connections, except for
+`dense`.
 
-y = W x are two operators known to torch's compiler and counters. Vectors are columns (N, B), B
-batch: the kernels then run along the batch. The transposed pattern (its starts, its columns, the
-place of each of its values among those of W) makes the gradient of x such a product, too, instead
-of a scatter.
+y = W x consists of two operators that torch's compiler and counters know. Vectors are columns (N,
+B), B batch: the kernels then run along the batch. With the transposed pattern (its starts, its
+columns, and the place of each of its values in W) the gradient of x is such a product, too.
 
     forward             y_MB = W x_NB                                       2 B floating-point operations per connection
     gradient of x       W^T dy_MB                                           2 B
-    gradient of values  row i of dy times row j of x, at connections alone  2 B
+    gradient of values  row i of dy times row j of x, at connections only   2 B
 
-The kernels are torch's (MKL on a CPU, cuSPARSE on CUDA, not yet run there). Half precision is
-computed in fp32 inside. There are no second derivatives.
+The kernels are torch's (MKL on a CPU, cuSPARSE on CUDA). Half precision is computed in fp32. There
+are no second derivatives.
 """  # noqa: E501 (a table)
 
 import warnings
@@ -51,7 +47,7 @@ DRAWN_TOGETHER = 2**20
 
 @dataclass(frozen=True)
 class Connections:
-    """The inputs of output i are columns[row_starts[i] : row_starts[i + 1]], ascending."""
+    """Pattern: the inputs of output i are columns[row_starts[i] : row_starts[i + 1]], ascending."""
 
     row_starts: Tensor
     columns: Tensor
@@ -59,14 +55,13 @@ class Connections:
 
     @property
     def rows(self) -> Tensor:
-        """The output of every connection (int64), by steps that do not depend on the data and that
-        ONNX knows."""
+        """The output of every connection (int64), by operations that ONNX knows."""
         starts = self.row_starts[1:-1].long()
         steps = torch.zeros(self.columns.shape[0] + 1, dtype=torch.int64, device=starts.device)
         return steps.scatter_add(0, starts, torch.ones_like(starts)).cumsum(0)[:-1]
 
     def dense(self, values: Tensor) -> Tensor:
-        """(M, N), zero where there is no connection."""
+        """Return the (M, N) matrix with zeros for absent connections."""
         shape = (self.row_starts.shape[0] - 1, self.num_inputs)
         places = self.rows * self.num_inputs + self.columns
         return values.new_zeros(shape).flatten().scatter(0, places, values).reshape(shape)
@@ -75,7 +70,7 @@ class Connections:
         return self.dense(torch.ones_like(self.columns, dtype=torch.bool))
 
     def matrix(self, values: Tensor) -> "csr_matrix":
-        """SciPy's, in float64."""
+        """Return SciPy's matrix in float64."""
         from scipy.sparse import csr_matrix
 
         parts = (
@@ -86,14 +81,14 @@ class Connections:
         return csr_matrix(parts, shape=(len(self.row_starts) - 1, self.num_inputs))
 
     def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(row starts, columns, order) of the transposed pattern, whose values are
+        """Return (row starts, columns, order) of the transposed pattern; its values are
         values[order]."""
         order = torch.sort(self.columns, stable=True).indices
         counts = torch.bincount(self.columns, minlength=self.num_inputs)
         return _starts(counts), self.rows[order].int(), order.int()
 
     def check(self, prefix: str) -> None:
-        """Of a pattern from a file: the kernels that read it look at nothing."""
+        """Check a pattern from a file, because the kernels check nothing."""
         starts, count, fault = self.row_starts, len(self.columns), None
         if starts[0] != 0 or starts[-1] != count or (starts.diff() < 0).any():
             fault = f"row_starts do not rise from 0 to the {count} connections"
@@ -113,7 +108,7 @@ def connections_of(mask_MN: Tensor) -> Connections:
 
 
 def draw_connections(num_inputs: int, *, num_outputs: int, density: float) -> Connections:
-    """Each connection with probability `density`; some rows after the other."""
+    """Draw each connection with probability `density`, some rows at a time."""
     num_together = max(1, int(DRAWN_TOGETHER / (density * num_inputs)))
     counts, columns = [], []
     for first in range(0, num_outputs, num_together):
@@ -125,8 +120,7 @@ def draw_connections(num_inputs: int, *, num_outputs: int, density: float) -> Co
 
 
 def _draw_places(size: int, *, density: float) -> Tensor:
-    """Ascending places among `size`, by the gaps between them, which are geometric; from torch's
-    generator of the CPU."""
+    """Draw ascending places below `size` by their gaps, which are geometric, on the CPU."""
     if density == 1:
         return torch.arange(size, device="cpu")
     num_gaps = int(size * density + 6 * (size * density) ** 0.5 + 16)
@@ -155,8 +149,7 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def largest_singular_value(matrix: "csr_matrix") -> float:
-    """By Lanczos' steps from one and the same start: nothing dense is made, and two calls give one
-    number."""
+    """Compute the value by Lanczos' method from a fixed start, without a dense matrix."""
     from scipy.sparse.linalg import svds
 
     rows, columns = np.unique(matrix.nonzero()[0]), np.unique(matrix.indices)
@@ -166,10 +159,6 @@ def largest_singular_value(matrix: "csr_matrix") -> float:
     return float(
         svds(kept, k=1, tol=1e-9, v0=np.ones(min(kept.shape)), return_singular_vectors=False)[0]
     )
-
-
-# ---- the product
-# --------------------------------------------------------------------------------------------------
 
 
 with warnings.catch_warnings():  # once per process torch warns that compressed rows are in beta
@@ -187,7 +176,7 @@ def sparse_product(
     transposed: Sequence[Tensor],  # noqa: ARG001  (the backward's)
     x_NB: Tensor,
 ) -> Tensor:
-    """`transposed`: (starts, columns, order) of W^T, or nothing where no gradient is asked for."""
+    """Return W x. `transposed` is (starts, columns, order) of W^T, or empty without gradients."""
     matrix = _compressed_rows(values, starts, columns, num_columns=len(x_NB))
     y_MB: Tensor = matrix @ _computed(x_NB).to(matrix.dtype)
     return y_MB.to(x_NB.dtype)
@@ -204,7 +193,7 @@ def _(
 def sampled_product(
     left_MB: Tensor, right_NB: Tensor, starts: Tensor, columns: Tensor, like: Tensor
 ) -> Tensor:
-    """left right^T at the connections alone, as values `like` these."""
+    """Return left right^T at the connections, as values `like` these."""
     pattern = _compressed_rows(like, starts, columns, num_columns=len(right_NB))
     left, right = _computed(left_MB).to(pattern.dtype), _computed(right_NB).to(pattern.dtype)
     sampled: Tensor = torch.sparse.sampled_addmm(pattern, left, right.T, beta=0.0)
@@ -218,16 +207,13 @@ def _(
     return torch.empty_like(like)
 
 
-for _device in (
-    "cpu",
-    "cuda",
-):  # or autocast reaches the products inside, for which there is no bf16
+for _device in ("cpu", "cuda"):  # the products inside have no bf16 for autocast
     sparse_product.register_autocast(_device, torch.float32)
     sampled_product.register_autocast(_device, torch.float32)
 
 
 def _computed(tensor: Tensor) -> Tensor:
-    """In a type that torch's sparse kernels have everywhere."""
+    """Convert to a type that all sparse kernels of torch have."""
     wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
     return wide.contiguous()
 
@@ -277,18 +263,12 @@ def _sampled_flops(
     return int(2 * like[0] * left_MB[1])
 
 
-# ---- the layers
-# --------------------------------------------------------------------------------------------------
-
-
 IN_MASKED, IN_SPARSE = ("weight", "mask"), ("values", "row_starts", "columns")
-"""Entries of a state dict; the pattern may also come without the weights, which an engine may hold
-elsewhere."""
+"""Entries of a state dict. An engine may load the pattern without the weights."""
 
 
 class MaskedLinear(nn.Module):
-    """(M * W) x + b. Where M is 0, W starts at 0 and gets no gradient, so that no optimizer moves
-    it."""
+    """(M * W) x + b. Where M is 0, W starts at 0 and gets no gradient."""
 
     mask: Tensor
 
@@ -302,6 +282,7 @@ class MaskedLinear(nn.Module):
             connections = draw_connections(num_inputs, num_outputs=num_outputs, density=density)
             self.mask.copy_(connections.mask())
             self.weight.data.copy_(connections.dense(_draw_values(connections, variance=variance)))
+        self.register_load_state_dict_pre_hook(_to_masked)  # type: ignore[no-untyped-call]
 
     def matrix(self) -> "csr_matrix":
         return connections_of(self.mask).matrix(self.weight[self.mask])
@@ -309,21 +290,9 @@ class MaskedLinear(nn.Module):
     def forward(self, x_BN: Tensor) -> Tensor:
         return linear(x_BN, torch.where(self.mask, self.weight, 0.0), self.bias)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if all(f"{prefix}{name}" in state_dict for name in IN_SPARSE):
-            values, starts, columns = (state_dict.pop(f"{prefix}{name}") for name in IN_SPARSE)
-            connections = Connections(starts, columns, self.in_features)
-            connections.check(prefix)
-            state_dict |= {
-                f"{prefix}weight": connections.dense(values),
-                f"{prefix}mask": connections.mask(),
-            }
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
 
 class SparseLinear(nn.Module):
-    """W x + b with a sparse W. `values` are entries of a matrix, and decayed like them
-    (optim/build.py)."""
+    """W x + b with a sparse W. `values` get weight decay like a matrix (optim/build.py)."""
 
     row_starts: Tensor
     columns: Tensor
@@ -349,7 +318,9 @@ class SparseLinear(nn.Module):
         self.register_buffer("columns", connections.columns.to(device))
         for name in ("column_starts", "rows", "order"):
             self.register_buffer(name, None, persistent=False)
-        self._transpose()
+        self.transpose()
+        self.register_load_state_dict_pre_hook(_to_sparse)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(lambda layer, _: layer.transpose())  # type: ignore[no-untyped-call]
 
     @property
     def connections(self) -> Connections:
@@ -371,32 +342,44 @@ class SparseLinear(nn.Module):
         y_BM = y_MB.T.contiguous()
         return y_BM if self.bias is None else y_BM + self.bias
 
-    def _transpose(self) -> None:
+    def transpose(self) -> None:
+        """Derive the transposed pattern."""
         if self.columns.is_meta:
             self.column_starts = self.columns.new_empty(self.in_features + 1)
             self.rows, self.order = torch.empty_like(self.columns), torch.empty_like(self.columns)
         else:
             self.column_starts, self.rows, self.order = self.connections.transposed()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if all(f"{prefix}{name}" in state_dict for name in IN_MASKED):
-            weight, mask = (state_dict.pop(f"{prefix}{name}") for name in IN_MASKED)
-            found = connections_of(mask)
-            of_sparse = (weight[mask], found.row_starts, found.columns)
-            state_dict.update(
-                {f"{prefix}{name}": value for name, value in zip(IN_SPARSE, of_sparse, strict=True)}
-            )
-        values, starts, columns = (state_dict.get(f"{prefix}{name}") for name in IN_SPARSE)
-        if starts is not None and columns is not None:
-            Connections(starts, columns, self.in_features).check(prefix)
-            if len(columns) != len(self.columns):
-                assert values is not None, f"{prefix[:-1]}: another pattern, and no values for it"
-                self.columns, self.values.data = (
-                    self.columns.new_empty(len(columns)),
-                    self.values.new_empty(len(values)),
-                )
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self._transpose()
+
+def _to_masked(
+    layer: MaskedLinear, state_dict: dict[str, Tensor], prefix: str, *_unused: object
+) -> None:
+    """Convert a sparse layer's part of a state dict before it is loaded."""
+    if all(f"{prefix}{name}" in state_dict for name in IN_SPARSE):
+        values, starts, columns = (state_dict.pop(f"{prefix}{name}") for name in IN_SPARSE)
+        connections = Connections(starts, columns, layer.in_features)
+        connections.check(prefix)
+        state_dict[f"{prefix}weight"] = connections.dense(values)
+        state_dict[f"{prefix}mask"] = connections.mask()
+
+
+def _to_sparse(
+    layer: SparseLinear, state_dict: dict[str, Tensor], prefix: str, *_unused: object
+) -> None:
+    """Convert a masked layer's part of a state dict, and make room for its connections."""
+    if all(f"{prefix}{name}" in state_dict for name in IN_MASKED):
+        weight, mask = (state_dict.pop(f"{prefix}{name}") for name in IN_MASKED)
+        pattern = connections_of(mask)
+        of_sparse = (weight[mask], pattern.row_starts, pattern.columns)
+        for name, value in zip(IN_SPARSE, of_sparse, strict=True):
+            state_dict[f"{prefix}{name}"] = value
+    values, starts, columns = (state_dict.get(f"{prefix}{name}") for name in IN_SPARSE)
+    if starts is not None and columns is not None:
+        Connections(starts, columns, layer.in_features).check(prefix)
+        if len(columns) != len(layer.columns):
+            assert values is not None, f"{prefix[:-1]}: another pattern, and no values for it"
+            layer.columns = layer.columns.new_empty(len(columns))
+            layer.values.data = layer.values.new_empty(len(values))
 
 
 def _draw_values(connections: Connections, *, variance: float) -> Tensor:

@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import functional as reference
 from pretrain.augment.augmentation import Normalisation, pixel_order
 from pretrain.augment.draws import Draws, Purpose
 from pretrain.augment.erasing import draw_blocks
-from pretrain.augment.mixing import Mixer
+from pretrain.augment.mixing import PairMixer
 from pretrain.config import AugmentSettings, PixelOrder
 from tests.pretrain.augment.pictures import batch_of, draws_of, make, pictures
 
@@ -112,7 +112,7 @@ def test_the_order_is_crop_then_erase_then_mix() -> None:
         top, left = int(blocks.top_nK[place, 0]), int(blocks.left_nK[place, 0])
         height, width = int(blocks.height_nK[place, 0]), int(blocks.width_nK[place, 0])
         expected[row, :, top : top + height, left : left + width] = 0
-    mix = Mixer(settings).draw(Draws((3, batch.mix_keys)), size=16)
+    mix = PairMixer(settings).draw(Draws((3, batch.mix_keys)), size=16)
     weight = torch.from_numpy(mix.weight).float().view(-1, 1, 1, 1)
     partner = torch.arange(40).view(-1, 2).flip(1).flatten()
     torch.testing.assert_close(
@@ -138,18 +138,6 @@ def test_auto_augment_fills_with_the_mean_colour() -> None:
     )
     assert 90 < (filled > 0).sum() < 180  # 5 of 15 operations
     assert 0.4 < filled.max() < 0.5  # 0.45 of a side
-
-
-@pytest.mark.parametrize(
-    "settings", [PAPER_A, CIFAR, FLOATS, RESIZED], ids=["paper A", "padding", "floats", "resized"]
-)
-def test_nothing_waits_for_the_device(settings: AugmentSettings) -> None:
-    """A meta tensor has a shape and no values: whatever asked the device for one, and so waited for
-    it, would raise."""
-    device = torch.device("meta")
-    made = make(settings, normalisation=COLOURS, device=device, dtype=torch.bfloat16)
-    prepared = made.prepare(batch_of(pictures(200, 20), np.arange(200)))
-    assert prepared.images_BCHW.shape == (200, 3, 16, 16) and prepared.images_BCHW.device == device
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from pretrain.augment.crops import (
     Boxes,
     axis_weights,
     draw_boxes,
-    draw_kernels,
     draw_offsets,
     padded_crop,
     resample,
@@ -103,21 +102,6 @@ def test_area_equals_opencvs_within_one_level(stored: int) -> None:
             ).abs().max() <= 1
 
 
-def test_area_doubles_the_pixels_of_cifar() -> None:
-    doubled = (
-        pictures(3, 32)
-        .repeat_interleave(2, dim=1)
-        .repeat_interleave(2, dim=2)
-        .permute(0, 3, 1, 2)
-        .float()
-    )
-    for found in (
-        resample(pictures(3, 32), whole_boxes(3, 32), size=64, area=True),
-        on_cpu.crop(pictures(3, 32), whole_boxes(3, 32), size=64, area=True),
-    ):
-        assert torch.equal(found, doubled)
-
-
 @pytest.mark.parametrize("cubic", [False, True])
 @pytest.mark.parametrize("size", [8, 24, 96])
 def test_fixed_point_sums_are_exact_in_any_order(size: int, cubic: bool) -> None:
@@ -167,14 +151,6 @@ def test_a_box_that_fits_nowhere_is_the_largest_in_the_middle() -> None:
     assert {crop_of(boxes, number).__str__() for number in range(5)} == {"[16, 0, 32, 64]"}
 
 
-def test_kernels_are_drawn_half_and_half_if_random() -> None:
-    assert draw_kernels(AugmentSettings(), draws_of(9), count=9) is None
-    always = draw_kernels(AugmentSettings(crop_interpolation="bicubic"), draws_of(9), count=9)
-    assert always is not None and always.all()
-    mixed = draw_kernels(AugmentSettings(crop_interpolation="random"), draws_of(4000), count=4000)
-    assert mixed is not None and 0.45 < mixed.mean() < 0.55
-
-
 @pytest.mark.parametrize("mode", ["constant", "reflect"])
 @pytest.mark.parametrize("padding", [1, 4, 11])
 def test_crop_with_padding_equals_torchvision(mode: PaddingMode, padding: int) -> None:
@@ -190,20 +166,3 @@ def test_crop_with_padding_equals_torchvision(mode: PaddingMode, padding: int) -
         expected = reference.crop(around, int(top[number]), int(left[number]), 12, 12)
         expected = reference.horizontal_flip(expected) if flip[number] else expected
         assert torch.equal(ours[number], expected.permute(1, 2, 0))
-
-
-def test_padding_may_be_wider_than_the_picture() -> None:
-    """numpy reflects as often as it takes."""
-    stored = pictures(1, 3)
-    ours = padded_crop(
-        stored, np.array([0]), np.array([9]), flip=np.array([False]), padding=8, mode="reflect"
-    )
-    around = np.pad(stored[0].numpy(), ((8, 8), (8, 8), (0, 0)), mode="reflect")
-    assert np.array_equal(ours[0].numpy(), around[0:3, 9:12])
-
-
-def test_offsets_are_uniform() -> None:
-    top, left = draw_offsets(AugmentSettings(crop_padding=2), draws_of(20_000))
-    for offsets in (top, left):
-        assert np.abs(np.bincount(offsets, minlength=5) / 20_000 - 0.2).max() < 0.01
-    assert abs(np.corrcoef(top, left)[0, 1]) < 0.02

@@ -7,7 +7,7 @@ import pytest
 import torch
 from timm.data.random_erasing import RandomErasing
 
-from pretrain.augment.erasing import Blocks, draw_blocks, erase, normal_noise
+from pretrain.augment.erasing import ErasedBlocks, draw_blocks, erase, normal_noise
 from pretrain.config import AugmentSettings, EraseMode
 from pretrain.data.order import hash64
 from tests.pretrain.augment.pictures import draws_of
@@ -15,7 +15,7 @@ from tests.pretrain.augment.pictures import draws_of
 SIZE = 32
 
 
-def blocks_of(probability: float, *, count: int, pictures: int, size: int = SIZE) -> Blocks:
+def blocks_of(probability: float, *, count: int, pictures: int, size: int = SIZE) -> ErasedBlocks:
     settings = AugmentSettings(erase_probability=probability, erase_count=count)
     return draw_blocks(settings, draws_of(pictures), size=size)
 
@@ -70,20 +70,6 @@ def test_several_blocks_share_the_area() -> None:
     for count in (1, 4):
         area = (blocks.height_nK * blocks.width_nK)[number == count].sum(axis=1) / SIZE**2
         assert abs(area.mean() - (0.02 + 1 / 3) / 2) < 0.01
-
-
-def test_probability_none_and_all() -> None:
-    stored = torch.ones(8, 3, SIZE, SIZE)
-    assert torch.equal(
-        erase(stored.clone(), blocks_of(0.0, count=1, pictures=8), mode="const"), stored
-    )
-    assert (
-        erase(stored.clone(), blocks_of(1.0, count=1, pictures=8), mode="const")
-        .eq(0)
-        .flatten(1)
-        .any(dim=1)
-        .all()
-    )
 
 
 def test_noise_is_splitmix64_and_normal() -> None:

@@ -85,13 +85,6 @@ def test_crop_equals_resample_and_torchvision(stored: int, size: int) -> None:
         torch.testing.assert_close(ours[number], expected, rtol=0, atol=1e-2)
 
 
-def test_the_whole_box_at_the_stored_size_is_the_picture_itself_and_flip_its_mirror() -> None:
-    images, boxes = pictures(3, 16), whole_boxes(3, 16)
-    assert torch.equal(crop(images, boxes, size=16), images.permute(0, 3, 1, 2).float())
-    flipped = Boxes(boxes.top, boxes.left, boxes.height, boxes.width, np.ones(3, bool))
-    assert torch.equal(crop(images, flipped, size=16), images.permute(0, 3, 1, 2).float().flip(-1))
-
-
 @pytest.mark.parametrize(("stored", "size"), [(24, 32), (64, 64), (96, 64)])
 @pytest.mark.parametrize("mixed", [True, False])
 def test_mixed_and_normalised(stored: int, size: int, mixed: bool) -> None:
@@ -136,24 +129,6 @@ def test_pictures_need_not_be_contiguous(spread: str) -> None:
         crop(view, boxes, size=9),
         crop(view.clone(memory_format=torch.contiguous_format), boxes, size=9),
     )
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 7])
-def test_any_number_of_pictures_alone_or_together(count: int) -> None:
-    images, boxes = pictures(9, 10), random_boxes(9, 10)
-    part = Boxes(
-        *(side[:count] for side in (boxes.top, boxes.left, boxes.height, boxes.width)),
-        boxes.flip[:count],
-    )
-    assert torch.equal(crop(images[:count], part, size=12), crop(images, boxes, size=12)[:count])
-    if count == 0:
-        how: dict[str, Any] = {
-            "mean": MEAN,
-            "scale": SCALE,
-            "weights": np.zeros(0),
-            "dtype": torch.bfloat16,
-        }
-        assert crop_mix_normalise(images[:0], part, size=4, **how).shape == (0, 3, 4, 4)
 
 
 def test_bytes_behind_the_pictures_do_not_matter() -> None:

@@ -6,9 +6,6 @@ colours. That moves COLOR by at most one level there, and the mean brightness th
 from by at most one.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -19,32 +16,22 @@ from torchvision.transforms import AutoAugment, AutoAugmentPolicy
 
 from pretrain.augment.draws import Purpose
 from pretrain.augment.operations import apply_plan
-from pretrain.augment.plan import Operation, Plan, draw_plan
+from pretrain.augment.plan import Operation, OperationPlan, draw_plan
 from pretrain.auto_augment import parse_policy
 from tests.pretrain.augment.pictures import draws_of, hard_pictures, pictures
 
 FILL = (10, 128, 200)
 
-TIMM: dict[Operation, Callable[..., Any]] = {
-    Operation.AUTOCONTRAST: lambda picture, _, **how: timm_operations.auto_contrast(picture),
-    Operation.EQUALIZE: lambda picture, _, **how: timm_operations.equalize(picture),
-    Operation.INVERT: lambda picture, _, **how: timm_operations.invert(picture),
-    Operation.POSTERIZE: lambda picture, bits, **how: timm_operations.posterize(picture, int(bits)),
-    Operation.SOLARIZE: lambda picture, level, **how: timm_operations.solarize(picture, int(level)),
-    Operation.SOLARIZE_ADD: lambda picture, added, **how: timm_operations.solarize_add(
-        picture, int(added)
-    ),
-    Operation.BRIGHTNESS: lambda picture, factor, **how: timm_operations.brightness(
-        picture, factor
-    ),
-    Operation.CONTRAST: lambda picture, factor, **how: timm_operations.contrast(picture, factor),
-    Operation.COLOR: lambda picture, factor, **how: timm_operations.color(picture, factor),
-    Operation.SHARPNESS: lambda picture, factor, **how: timm_operations.sharpness(picture, factor),
-    Operation.ROTATE: timm_operations.rotate,
-    Operation.SHEAR_X: timm_operations.shear_x,
-    Operation.SHEAR_Y: timm_operations.shear_y,
-    Operation.TRANSLATE_X: timm_operations.translate_x_rel,
-    Operation.TRANSLATE_Y: timm_operations.translate_y_rel,
+NAMES = {
+    "AUTOCONTRAST": "auto_contrast",
+    "TRANSLATE_X": "translate_x_rel",
+    "TRANSLATE_Y": "translate_y_rel",
+}
+"""timm's functions whose names differ from ours."""
+TIMM = {
+    operation: getattr(timm_operations, NAMES.get(operation.name, operation.name.lower()))
+    for operation in Operation
+    if Operation.NONE < operation <= Operation.TRANSLATE_Y
 }
 FACTORS = (0.1, 0.19, 0.55, 0.86, 1.0, 1.37, 1.81, 1.9)
 SLANTS = (-0.3, -0.27, 0.0, 0.01, 0.123, 0.3)
@@ -75,24 +62,24 @@ def theirs(
         "fillcolor": FILL,
         "resample": Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR,
     }
-    return np.asarray(TIMM[operation](Image.fromarray(picture), strength, **how))
+    strengths = [] if operation <= Operation.INVERT else [strength]
+    if Operation.POSTERIZE <= operation <= Operation.SOLARIZE_ADD:
+        strengths = [int(strength)]
+    return np.asarray(TIMM[operation](Image.fromarray(picture), *strengths, **how))
 
 
-def ours(stored: NDArray[np.uint8], plan: Plan) -> NDArray[np.uint8]:
+def ours(stored: NDArray[np.uint8], plan: OperationPlan) -> NDArray[np.uint8]:
     changed = apply_plan(
         torch.from_numpy(stored.copy()), plan, fill_C=torch.tensor(FILL, dtype=torch.uint8)
     )
     return np.asarray(changed.numpy())
 
 
-def one_for_all(count: int, operation: Operation, strength: float, *, cubic: bool) -> Plan:
+def one_for_all(count: int, operation: Operation, strength: float, *, cubic: bool) -> OperationPlan:
     shape = (1, count)
-    return Plan(np.full(shape, int(operation)), np.full(shape, strength), np.full(shape, cubic))
-
-
-def test_every_operation_has_its_reference() -> None:
-    of_torchvision = {Operation.SHIFT_X, Operation.SHIFT_Y}
-    assert set(TIMM) == set(STRENGTHS) == set(Operation) - {Operation.NONE} - of_torchvision
+    return OperationPlan(
+        np.full(shape, int(operation)), np.full(shape, strength), np.full(shape, cubic)
+    )
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (9, 17)])
@@ -131,16 +118,6 @@ def test_autocontrast_of_every_range() -> None:
     assert np.array_equal(
         ours(stored, one_for_all(len(stored), Operation.AUTOCONTRAST, 0.0, cubic=False)), expected
     )
-
-
-@pytest.mark.parametrize("strength", [0.4, 1.6])
-def test_contrast_of_a_known_picture(strength: float) -> None:
-    """Half black, half white: the mean is 127.5, which PIL rounds up to 128."""
-    stored = np.zeros((1, 8, 8, 3), np.uint8)
-    stored[:, 4:] = 255
-    found = ours(stored, one_for_all(1, Operation.CONTRAST, strength, cubic=False))
-    assert found[0, 0, 0].tolist() == [int(max(0.0, 128 - strength * 128))] * 3
-    assert found[0, 7, 0].tolist() == [int(min(255.0, 128 + strength * 127))] * 3
 
 
 @pytest.mark.parametrize(
@@ -203,10 +180,3 @@ def test_the_policy_for_cifar_is_torchvisions(monkeypatch: pytest.MonkeyPatch, s
         exact += bool((apart == 0).all())
         assert (apart > 3).mean() < 0.02, (row, theirs.policies[chains[row]])  # grey, see above
     assert exact > 0.7 * len(stored)
-
-
-def test_pictures_without_an_operation_stay() -> None:
-    stored = hard_pictures(16, 16)
-    assert np.array_equal(
-        ours(stored, one_for_all(len(stored), Operation.NONE, 0.0, cubic=False)), stored
-    )

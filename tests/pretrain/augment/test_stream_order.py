@@ -13,16 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import pretrain.augment.feed as feeding
-from analysis.features.mixings import Images
-from finetune.probe import features
 from pretrain.augment.augmentation import Prepared
-from pretrain.augment.feed import Ahead, Feed, on_device
+from pretrain.augment.feed import Ahead, Feed, finish_for, on_device
 from pretrain.data.loader import Batch, evaluation_batches
 from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import ShardReader
@@ -204,12 +201,18 @@ class Augmentation:
 
 def train(reader: ShardReader) -> None:
     order, plan = Order(reader.num_samples, 4), BatchPlan(48, 24, 2)
-    with Feed(
-        lambda finish: loaded(
-            reader, order, plan, rank=1, consumed=0, num_threads=2, pin=True, finish=finish
-        ),
-        Augmentation(),  # type: ignore[arg-type]
-    ) as feed:
+    augmentation: Any = Augmentation()
+    batches = loaded(
+        reader,
+        order,
+        plan,
+        rank=1,
+        consumed=0,
+        num_threads=2,
+        pin=True,
+        finish=finish_for(augmentation),
+    )
+    with Feed(batches, augmentation) as feed:
         for positions in itertools.islice(plan.sequence(consumed=0, rank=1), 6):
             asked, prepared, given = Moment(GPU), next(feed).prepared, Moment(GPU)
             loss = prepared.images_BCHW.mean() + prepared.labels_B.float().mean()
@@ -246,44 +249,7 @@ def judge(reader: ShardReader) -> None:
     assert seen == list(range(240))
 
 
-def compute_features(reader: ShardReader) -> None:
-    rows, waiting, maker = list[np.ndarray](), list[Any](), object.__new__(features.FeatureMaker)
-    maker.__dict__.update(backbone=nn.Module(), settings=nn.Module())
-    maker.backbone.extract = lambda images: images.float().flatten(1)  # type: ignore[misc]
-    maker.settings.feature_dtype = "float32"  # type: ignore[misc]
-    file = nn.Module()
-    file.write = lambda values, row: rows.append(np.array(values))  # type: ignore[assignment]
-    with (
-        evaluation_batches(
-            reader, local_batch_size=50, world=World(0, 0, 1), num_threads=2, pin=True
-        ) as stored,
-        on_device(stored, GPU) as batches,
-        pytest.MonkeyPatch.context() as patched,
-    ):
-        patched.setattr(features, "view_of", lambda batch, view, augmentation: batch.images_BHWC)
-        waiting = [maker._start(batch, None, None, file, count=40) for batch in batches]  # type: ignore[arg-type]
-    for finish in waiting:
-        finish()
-    assert np.array_equal(rows[1], reader.images(np.arange(50, 90)).flatten(1).numpy())
-
-
-def analyse(reader: ShardReader) -> None:
-    (part,), seen = reader.parts, list[np.ndarray]()
-    pictures, order = (
-        Images(str(part.directory), part.manifest, part.split, batch=50),
-        np.random.default_rng(0).permutation(240),
-    )
-    for batch in pictures.batches("", size=reader.stored_size, device=GPU):
-        sums = batch.images_BHWC.flatten(1).sum(1) + batch.labels_B
-        expected = reader.images(batch.samples).flatten(1).sum(1) + torch.from_numpy(
-            reader.labels[batch.samples]
-        )
-        assert torch.equal(plain(sums), expected)
-        seen.append(batch.samples)
-    assert np.array_equal(np.concatenate(seen), order)
-
-
-@pytest.mark.parametrize("work", [train, judge, compute_features, analyse])
+@pytest.mark.parametrize("work", [train, judge])
 def test_memory_that_crosses_streams_is_waited_for_and_handed_over(
     reader: ShardReader, recorder: None, work: Any
 ) -> None:
@@ -294,10 +260,7 @@ def test_memory_that_crosses_streams_is_waited_for_and_handed_over(
     ("broken", "message", "work"),
     [
         ((Stream, "wait_event", lambda self, event: None), "before who made it", train),
-        ((feeding, "_on_gpu", lambda made: ()), "without record_stream", train),
         ((feeding, "_on_gpu", lambda made: ()), "without record_stream", judge),
-        ((feeding, "_on_gpu", lambda made: ()), "without record_stream", analyse),
-        ((Event, "synchronize", lambda self: None), "before who made it", compute_features),
         ((Event, "synchronize", lambda self: None), "before who made it", train),
         ((Tensor, "pin_memory", lambda self: self), "NVIDIA|CUDA", judge),
     ],

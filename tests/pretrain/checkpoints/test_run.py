@@ -1,12 +1,16 @@
 """Whose a run directory is."""
 
+import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from data_prep.errors import SettingsError, UserError
+from data_prep.errors import UserError
 from data_prep.settings import Settings, dump, validate
 from finetune.evaluate.config import EvaluateSettings
 from finetune.probe.config import KnnSettings, ProbeSettings
@@ -20,7 +24,7 @@ from pretrain.checkpoints.run import (
     checkpoint_at,
     claim,
     finished_result,
-    is_begun,
+    is_output,
     load_run_settings,
 )
 from pretrain.config import PretrainSettings
@@ -33,6 +37,14 @@ from tests.errors import fails
 def settings_with(**model: object) -> PretrainSettings:
     tree = {"run_dir": "r", "data": {"dataset": "d"}, "train": {"duration": "1 epochs"}}
     return validate(PretrainSettings, tree | {"model": {"kind": "mlp", **model}})
+
+
+@contextmanager
+def another_run(words: str) -> Iterator[None]:
+    """Expect that the directory belongs to another run. `words`: the difference."""
+    with fails("exists", "run_dir") as caught:
+        yield
+    assert words in caught.value.problem
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +61,7 @@ def test_a_run_goes_on_under_a_version_that_has_more_settings(tmp_path: Path) ->
         del stored["model"][new]
     (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(stored))
     check_settings(tmp_path, settings_with())
-    with pytest.raises(SettingsError, match=r"other settings \(model.norm: batch, was layer\)"):
+    with another_run("model.norm: batch, was layer"):
         check_settings(tmp_path, settings_with(norm="batch"))
 
 
@@ -57,7 +69,7 @@ def test_a_setting_that_is_gone_is_named(tmp_path: Path) -> None:
     stored = yaml.safe_load(dump(settings_with()))
     stored["model"]["bygone"] = 1
     (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(stored))
-    with pytest.raises(SettingsError, match=r"other settings \(model.bygone: None, was 1\)"):
+    with another_run("model.bygone: None, was 1"):
         check_settings(tmp_path, settings_with())
 
 
@@ -91,28 +103,26 @@ def test_a_run_goes_on_where_the_same_pictures_lie_now(
         (tmp_path / CONFIG_FILE).write_text(dump(on(*begun)))
         check_settings(tmp_path, on(*(copy for _ in begun)))
         for other in others:
-            with pytest.raises(
-                SettingsError, match=r"belongs to a run with other settings \(data\."
-            ):
+            with another_run("data."):
                 check_settings(tmp_path, on(*other))
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_leaves_its_place_to_other_settings(
     tmp_path: Path, first_checkpoint: Path
 ) -> None:
-    with claim(tmp_path, settings_with(), is_first=True, ranks=RanksSettings()):
+    with claim(tmp_path, settings_with(), ranks=RanksSettings()):
         mine = RunIdentity.of(tmp_path, experiment="e", uri=None)
-    with pytest.raises(SettingsError, match="belongs to a run with other settings"):
+    with another_run("model.depth"):
         check_settings(tmp_path, settings_with(depth=3))
     first_checkpoint.rename(tmp_path / "elsewhere")
     for depth, is_same in ((6, True), (3, False)):
         assert check_settings(tmp_path, settings_with(depth=depth)) is is_same
-        with claim(tmp_path, settings_with(depth=depth), is_first=True, ranks=RanksSettings()):
+        with claim(tmp_path, settings_with(depth=depth), ranks=RanksSettings()):
             assert (RunIdentity.known(tmp_path) == mine) is is_same
         assert f"depth: {depth}" in (tmp_path / CONFIG_FILE).read_text()
     repetition = tmp_path / "seed-0" / "checkpoints" / "step-00000001"
     repetition.mkdir(parents=True)
-    with pytest.raises(SettingsError, match="belongs to a run with other settings"):
+    with another_run("model.depth"):
         check_settings(tmp_path, settings_with())
 
 
@@ -136,9 +146,7 @@ def test_a_run_is_found_by_any_spelling_of_its_place_and_resumes_with_its_own_se
         "20 epochs",
     )
     assert check_settings(Path(place), resumed)
-    with pytest.raises(
-        SettingsError, match=r"\(model.depth: 4, was 3\); pretrain train \S+ resumes it"
-    ):
+    with another_run("model.depth: 4, was 3"):
         check_settings(
             Path(place),
             load_run_settings(PretrainSettings, path=place, overrides=["model.depth=4"]),
@@ -182,13 +190,9 @@ def test_the_run_of_another_verb_and_a_dataset_are_named_as_such(
     tmp_path: Path, shapes: Path
 ) -> None:
     (tmp_path / CONFIG_FILE).write_text("pretrained: runs/m\nneighbours: [3]\n")
-    with pytest.raises(
-        SettingsError, match=f"run_dir: {tmp_path} is a run of finetune knn; name another run_dir$"
-    ):
+    with another_run("is a run of finetune knn"):
         check_settings(tmp_path, settings_with())
-    with pytest.raises(
-        SettingsError, match=f"run_dir: {shapes} is a dataset; name another run_dir$"
-    ):
+    with another_run("is a dataset"):
         check_settings(shapes, settings_with())
 
 
@@ -208,55 +212,55 @@ def test_what_may_change_is_a_setting_of_some_command() -> None:
     ] == []
 
 
-def test_a_directory_is_of_what_its_record_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_is_known_by_its_record_and_is_alone_in_its_directory(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    shutil.rmtree(tmp_path / "checkpoints")
-    for path in (out, tmp_path):  # not there yet, or empty
-        assert not is_begun(path, {"a": 1}, record="made.json", key="of", field="out", alone=True)
+
+    def is_there(**wanted: object) -> bool:
+        return is_output(out, wanted, record="made.json", key="of", kind="an export", field="out")
+
+    assert not is_there(a=1)
     out.mkdir()
+    assert not is_there(a=1)
     (out / "thesis.tex").touch()
-    assert not is_begun(out, {"a": 1}, record="made.json", field="out")
-    with pytest.raises(
-        SettingsError, match=r"out: .*out exists and is not an export; name another out$"
-    ):
-        is_begun(out, {"a": 1}, record="made.json", what="an export", field="out", alone=True)
+    with fails("exists", "out"):
+        is_there(a=1)
     (out / "made.json").write_text('{"of": {"a": 1, "b": {"c": 2}}}')
-    assert is_begun(out, {"a": 1, "b": {"c": 2}}, record="made.json", key="of", alone=True)
-    with pytest.raises(
-        SettingsError,
-        match=r"out belongs to an export with other settings \(b.c: 3, was 2\); name another out",
-    ):
-        is_begun(
-            out,
-            {"a": 1, "b": {"c": 3}},
-            record="made.json",
-            key="of",
-            what="an export",
-            field="out",
-            alone=True,
-        )
+    assert is_there(a=1, b={"c": 2})
+    with fails("exists", "out") as caught:
+        is_there(a=1, b={"c": 3})
+    assert "(b.c: 3, was 2)" in caught.value.problem
     (out / "made.json").write_text("{")
-    with pytest.raises(SettingsError, match=r"made.json cannot be read"):
-        is_begun(out, {}, record="made.json")
-    (out / "made.json").write_text("{}")
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(
-        SettingsError, match=r"out cannot be written to"
-    ):  # what is begun goes on there
-        is_begun(out, {}, record="made.json")
-    (out / "result.json").write_text("{}")
-    assert is_begun(out, {}, record="made.json")  # finished: it is only read
-    (out / CONFIG_FILE).touch()
-    with pytest.raises(SettingsError, match=r"out exists and is not an evaluation"):
-        is_begun(out, {}, record="evaluation.json", what="an evaluation")
+    with fails("damaged", str(out / "made.json")):
+        is_there(a=1)
+
+
+def test_an_evaluation_is_known_by_its_facts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_checkpoint: Path
+) -> None:
+    asked: Any = None  # its settings do not count
+    record, facts = tmp_path / "evaluation.json", {"views": 2}
+    assert not check_settings(tmp_path, asked, facts)
+    record.write_text("{")
+    with fails("damaged", str(record)):
+        check_settings(tmp_path, asked, facts)
+    record.write_text(json.dumps(facts))
+    with fails("exists", "run_dir") as caught:
+        check_settings(tmp_path, asked, {"views": 3})
+    assert "views: 3, was 2" in caught.value.problem
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda *_: False)
+        with fails("no-access", "run_dir"):
+            check_settings(tmp_path, asked, facts)
+        (tmp_path / "result.json").write_text("{}")
+        assert check_settings(tmp_path, asked, facts)  # finished, so it is only read
+    record.unlink()
+    (tmp_path / CONFIG_FILE).touch()
+    with another_run("is not an evaluation"):
+        check_settings(tmp_path, asked, facts)
 
 
 def test_a_checkpoint_that_is_in_the_remote_alone_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("checkpoint: {remote: 's3://bucket/run'}\n")
-    with pytest.raises(
-        SettingsError,
-        match=r"copy it from s3://bucket/run/checkpoints/step-00000005 if it is there, or add",
-    ):
+    with fails("missing-path", f"{tmp_path}@5steps") as caught:
         checkpoint_at(f"{tmp_path}@5steps")
+    assert "s3://bucket/run/checkpoints/step-00000005" in caught.value.fix

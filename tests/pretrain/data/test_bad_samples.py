@@ -131,7 +131,7 @@ def test_evaluation_leaves_it_out_and_says_so(reader: ShardReader, capsys: Captu
                     num_bad += batch.num_bad
         assert sorted(counted) == [sample for sample in range(240) if sample not in BAD]
         assert num_bad == len(BAD)
-    assert "it is left out of the score" in capsys.readouterr().err
+    assert "the score ignores it" in capsys.readouterr().err
 
 
 def test_a_bad_last_sample_is_named_once_however_often_it_pads(

@@ -14,11 +14,10 @@ from data_prep.manifest import load_manifest
 from pretrain.cli import main
 from pretrain.config import DataSettings, MixedDataset
 from pretrain.data.datasets import TrainingData, load_training_data
-from pretrain.data.order import BatchPlan
 from pretrain.data.reader import ShardReader
 from tests.data_prep.samples import change_manifest, write_classes
 from tests.errors import fails
-from tests.pretrain.data.tiny import loaded, opened, packed
+from tests.pretrain.data.tiny import opened, packed
 from tests.training import finish, start, write_config
 
 
@@ -76,21 +75,6 @@ def test_without_weights_every_sample_comes_once_an_epoch_and_with_them_in_these
         .locate(np.arange(4000))
     )
     assert (samples < 28).sum() == 1000
-
-
-def test_two_ranks_read_every_picture_of_a_mixture_once_an_epoch(
-    animals: tuple[Path, Path],
-) -> None:
-    data, plan = mixed(animals), BatchPlan(8, 4, 2)
-    reader, num_steps, found = ShardReader(data.parts), 3 * 47 // 8, list[tuple[int, int]]()
-    for rank in range(2):
-        with loaded(reader, data.order(seed=3, global_batch_size=8), plan, rank=rank) as batches:
-            for batch in (next(batches) for _ in range(num_steps)):
-                assert torch.equal(batch.images_BHWC, reader.images(batch.samples))
-                assert batch.labels_B.tolist() == reader.labels[batch.samples].tolist()
-                found += zip(batch.epochs.tolist(), batch.samples.tolist(), strict=True)
-    assert sorted(found)[:94] == [(epoch, sample) for epoch in range(2) for sample in range(47)]
-    assert len(set(found)) == len(found) == 8 * num_steps
 
 
 def test_statistics_are_those_of_the_pictures_as_they_are_drawn(animals: tuple[Path, Path]) -> None:
@@ -227,12 +211,6 @@ def test_a_mixture_with_stored_sizes_is_told_which_size_will_do(
         with fails("mismatch" if more else "missing-value", "data.image_size") as caught:
             load_training_data(settings(*order, **more))
         assert caught.value.fix.endswith("data.image_size=16")
-
-
-def test_a_kept_size_is_proposed_where_none_is_said(kept: Path) -> None:
-    with fails("missing-value", "data.image_size") as caught:
-        load_training_data(settings(kept))
-    assert caught.value.fix.endswith("data.image_size=24")
 
 
 @pytest.mark.parametrize(("image_size", "is_said"), [(16, False), (12, False), (24, True)])

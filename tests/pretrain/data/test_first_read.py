@@ -1,10 +1,8 @@
-"""A byte that is flipped in a shard after the build ends a run; no shard is hashed twice, and no
-checkpoint waits for hashes."""
+"""A byte that is flipped in a shard after the build ends a run, and no shard is hashed twice."""
 
 import json
 import os
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +19,8 @@ from pretrain.data.store import ShardStore
 from pretrain.ranks.world import World
 from tests.data_prep.samples import files_of
 from tests.errors import fails, printed_errors
-from tests.forked import begin, environments, wait
 from tests.ranks import run_ranks
-from tests.training import main, start, write_config
+from tests.training import start, write_config
 
 FLIPPED = "train-000002.tar"
 
@@ -83,44 +80,6 @@ def test_a_flipped_byte_ends_the_run(dataset: Path, tmp_path: Path) -> None:
     assert {rank.exitcode for rank in run.ranks} == {1}
     assert printed_errors(output) == [(str(dataset / FLIPPED), "damaged")]
     assert not (run_dir / "result.json").exists() and "Traceback" not in output
-
-
-def train_held(words: list[str], kind: str) -> int:
-    """Hash no shard before the checkpoint of step 1 is there; or none at all, if the `kind` is
-    "never"."""
-
-    def held(path: Path) -> str:
-        while kind == "never" or not list(
-            Path(words[2].removeprefix("run_dir=")).glob("checkpoints/step-*")
-        ):
-            time.sleep(0.01)
-        return sha256_of(path)
-
-    pytest.MonkeyPatch().setattr(first_read, "sha256_of", held)
-    return main("pretrain", words)
-
-
-@pytest.mark.parametrize(("kind", "code", "is_finished"), [("never", 0, True), ("late", 1, False)])
-def test_no_checkpoint_waits_until_its_shards_are_hashed(
-    dataset: Path, tmp_path: Path, kind: str, code: int, is_finished: bool
-) -> None:
-    run_dir, output = tmp_path / "run", tmp_path / "run.log"
-    flip(dataset)
-    words = ["train", str(write_config(tmp_path, dataset=dataset)), f"run_dir={run_dir}"]
-    words += [
-        f"train.duration={4 if is_finished else 100_000} steps",
-        "checkpoint.every=1 steps",
-        "train.eval_every=100 epochs",
-    ]
-    begun = [
-        begin(f"{__name__}:train_held", words, kind, environment=each, output=output)
-        for each in environments(1)
-    ]
-    assert wait(begun, timeout_s=300) == [code], output.read_text()
-    assert (FLIPPED in output.read_text()) is not is_finished
-    assert (run_dir / "checkpoints" / "latest").exists() and (
-        run_dir / "result.json"
-    ).exists() is is_finished
 
 
 def test_each_shard_is_hashed_once_in_a_run_and_again_when_it_was_touched(

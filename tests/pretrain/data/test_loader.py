@@ -138,24 +138,6 @@ def test_the_threads_work_alone_and_leave_the_main_thread_its_number(reader: Sha
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("failing", [1, 2])
-def test_threads_that_cannot_begin_are_an_error(
-    reader: ShardReader, monkeypatch: pytest.MonkeyPatch, failing: int
-) -> None:
-    calls, real = [], torch.set_num_threads
-
-    def refuse(number: int) -> None:
-        calls.append(number)
-        if len(calls) == failing:
-            raise RuntimeError("no such device")
-        real(number)
-
-    monkeypatch.setattr(torch, "set_num_threads", refuse)
-    with pytest.raises(RuntimeError, match="no such device"):
-        samples_of(reader, ranks=1, local=24, consumed=0, steps=1, threads=2)
-    assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
-
-
 def test_memory_is_a_tensor_like_any_other_and_comes_back_when_its_last_view_is_gone() -> None:
     pool = BufferPool()
     for dtype in (torch.uint8, torch.bfloat16, torch.int64):

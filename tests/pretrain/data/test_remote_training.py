@@ -15,11 +15,9 @@ from safetensors.torch import load_file
 
 from data_prep.manifest import load_manifest
 from pretrain.checkpoints.run import list_checkpoints
-from pretrain.config import DataSettings
 from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import ShardReader
 from pretrain.data.store import ShardStore
-from pretrain.tracking.run_tags import shown_command
 from tests.data_prep.samples import encoded, files_of, picture
 from tests.data_prep.stock import Web, forget_credentials, index, s3_server, web, write_stock
 from tests.errors import fails
@@ -236,19 +234,3 @@ def test_s3_needs_its_options_and_keeps_them_to_itself(
         )
     assert not any(b"secret-word" in data for data in files_of(tmp_path / "run").values())
     shutil.rmtree(tmp_path / "run")
-
-
-def test_settings_and_command_lines_are_shown_without_secrets() -> None:
-    data = DataSettings(dataset="x", storage={"secret": "secret-word"})
-    assert "secret-word" not in data.model_dump_json()
-    words = [
-        "pretrain",
-        "train",
-        "c.yaml",
-        'data.storage={"key": "me",\n"secret": "w"}',
-        "data.storage.secret=w",
-        "a=b",
-    ]
-    assert (
-        shown_command(words) == "pretrain train c.yaml data.storage=... data.storage.secret=... a=b"
-    )

@@ -1,11 +1,8 @@
 """Reading by number: equal to an independent decode of the tar, for every encoding; damage is one
 clear error."""
 
-import faulthandler
 import io
-import os
 import shutil
-import signal
 import tarfile
 from pathlib import Path
 
@@ -15,11 +12,9 @@ import torch
 from PIL import Image
 
 from data_prep.manifest import DatasetError, load_manifest
-from pretrain.ranks.world import World
 from tests.data_prep.samples import replace_index
 from tests.errors import fails
 from tests.pretrain.data.tiny import opened, packed
-from tests.ranks import run_ranks
 
 
 def decoded(directory: Path, split: str) -> tuple[np.ndarray, list[int]]:
@@ -78,31 +73,6 @@ def test_a_cut_shard_is_refused_before_training_and_an_unfinished_dataset_says_s
     (copy / "manifest.json").unlink()
     with pytest.raises(DatasetError):
         load_manifest(copy)
-
-
-def read_while_it_is_cut(_world: World, folder: str, stacks_first: bool) -> None:
-    stacks = open(Path(folder) / "stacks", "wb")  # as a training keeps them
-    if stacks_first:
-        faulthandler.enable(stacks)
-    reader = opened(Path(folder))
-    if not stacks_first:
-        faulthandler.enable(stacks)
-    reader.images(np.arange(240))
-    for shard in Path(folder).glob("train-*.tar"):
-        os.truncate(shard, 512)
-    reader.images(np.arange(240))
-
-
-@pytest.mark.parametrize("stacks_first", [True, False])
-def test_a_shard_that_is_cut_while_it_is_read_is_named_with_the_remedy(
-    copy: Path, stacks_first: bool
-) -> None:
-    with pytest.raises(AssertionError) as ended:
-        run_ranks(read_while_it_is_cut, str(copy), stacks_first, num_ranks=1)
-    said = str(ended.value)
-    assert f"exit codes {[-signal.SIGBUS]}" in said and said.count("data.dataset: ") == 1
-    assert f"data_prep verify {copy}." in said
-    assert (copy / "stacks").read_bytes().startswith(b"Fatal Python error: Bus error")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ bound, whatever fails or dies."""
 
 import gc
 import hashlib
-import json
 import os
 import random
 import signal
@@ -24,7 +23,7 @@ from data_prep.errors import Code, UserError
 from data_prep.remote import StoppedError
 from pretrain.data import store as module
 from pretrain.data.store import File, ShardStore
-from tests.data_prep.stock import Web, forget_credentials, s3_server, web
+from tests.data_prep.stock import Web, forget_credentials, web
 from tests.errors import fails
 from tests.moments import wait_until
 from tests.pretrain.data.tiny import few_files
@@ -41,7 +40,7 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: Patch) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
-    settings = {"NUM_ATTEMPTS": 4, "SILENCE_S": 10, "WAIT_S": 20, "LOOK_AGAIN_S": 0.1}
+    settings = {"NUM_ATTEMPTS": 4, "SILENCE_S": 10, "WAIT_S": 20, "LOOK_S": 0.02}
     for name, value in settings.items():
         monkeypatch.setattr(module, name, value)
 
@@ -202,29 +201,6 @@ def test_a_file_of_another_length_and_a_missing_server_are_errors(
     assert cached(place) == set() and not [*place.glob("*.part")]
 
 
-def test_s3_gives_the_same_in_ranges_and_reports_missing_objects(
-    tmp_path: Path, place: Path, folder: Path, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr("data_prep.remote.RANGE_BYTES", SIZE * 2 // 5)
-    with s3_server(folder) as storage:
-        there = [far(folder / f"{number}.tar", "s3://pictures/some") for number in range(3)]
-        missing = File("s3://pictures/some/gone.tar", f"{'0' * 64}.tar", SIZE, "0" * 64)
-        changed = there[0]._replace(name=f"{'1' * 64}.tar", sha256="1" * 64)
-        with closing(opened(place, storage=json.loads(storage), hosts=["s3://"])) as ours:
-            ours.fetch_ahead(there)
-            use(ours, *there)
-            assert cached(place) == {file.sha256 for file in there}
-            with pytest.raises(UserError, match=r"s3://pictures/some/gone\.tar"):
-                ours.hold(missing)
-            with fails("damaged", changed.source):
-                ours.hold(changed)
-        wrong = json.loads(storage) | {"wrong": 1}
-        other = opened(tmp_path / "other", storage=wrong, hosts=["s3://"])
-        with closing(other), pytest.raises(UserError, match="storage"):
-            other.hold(there[0])
-    assert not [*place.glob("*.part")]
-
-
 def test_a_download_of_a_killed_process_is_never_trusted_and_gives_up_its_room(
     place: Path, shards: list[File], server: Server
 ) -> None:
@@ -331,7 +307,7 @@ def test_readers_of_the_same_store_release_idle_files_for_each_other(
 
     with closing(opened(place, room=2)) as ours:
         held, idle = [file for file in shards[:2] if ours.hold(file)], Idle()
-        ours.add_reader(idle)
+        ours.readers.add(idle)
         with holding(ours, shards[2]):
             assert not held
 
@@ -355,7 +331,7 @@ def test_too_large_shards_and_malformed_hashes_are_rejected(
         with fails("unsafe", shards[0].source):
             ours.hold(outside)
         ours.fetch_ahead([*shards, outside])
-        wait_until(lambda: len(ours._begun) == NUM_SHARDS + 1)
+        wait_until(lambda: not ours._pending)
     assert server[1].gets == {}
 
 
@@ -367,7 +343,7 @@ def test_read_ahead_follows_its_order_and_removes_nothing_that_is_needed_sooner(
         use(ours, shards[7])
         ours.fetch_ahead(shards[:6])
         wait_until(lambda: cached(place) == hashes(shards, 0, 1, 2))
-        time.sleep(3 * module.LOOK_AGAIN_S)
+        time.sleep(10 * module.LOOK_S)
         assert server[1].gets == {f"{number}.tar": 1 for number in (7, 0, 1, 2)}
         with closing(opened(place, room=3)) as others, holding(others, shards[0]):
             ours.fetch_ahead([shards[6], shards[1]])
@@ -434,37 +410,23 @@ def test_closing_ends_a_download_and_every_wait(
     assert sorted(path.name for path in place.iterdir()) == [".locks"]
 
 
-def test_a_changed_file_is_fetched_again_and_a_touched_one_is_not(
+def test_a_file_of_another_size_is_fetched_again_and_a_touched_one_is_not(
     place: Path, shards: list[File], server: Server
 ) -> None:
     with closing(opened(place)) as ours:
         with holding(ours, shards[0]) as (path,):
             good = path.read_bytes()
-        for wrong in (good[:-1], b"", good[:-1] + bytes([good[-1] ^ 1])):
+        for wrong in (good[:-1], b""):
             path.write_bytes(wrong)
             with holding(ours, shards[0]):
                 assert path.read_bytes() == good
         os.utime(path)
         use(ours, shards[0])
-        assert server[1].gets == {SHARD_0: 4}
+        assert server[1].gets == {SHARD_0: 3}
         path.unlink()
         path.symlink_to("/dev/null")
         with holding(ours, shards[0]):
             assert path.read_bytes() == good and not path.is_symlink()
-            path.write_bytes(good[:-1] + b"?")  # the release must not mark it as verified
-        with holding(ours, shards[0]):
-            assert path.read_bytes() == good
-
-
-def test_threads_of_one_process_share_a_store(place: Path, shards: list[File]) -> None:
-    def walk(seed: int) -> None:
-        for file in random.Random(seed).sample(shards, len(shards)):
-            with holding(ours, file) as (path,):
-                assert hashlib.sha256(path.read_bytes()).hexdigest() == file.sha256
-
-    with closing(opened(place, room=4)) as ours, ThreadPoolExecutor(4) as pool:
-        list(pool.map(walk, range(4)))
-    assert len(cached(place)) == 4
 
 
 def test_a_fork_neither_releases_its_parents_files_nor_keeps_them(
@@ -478,8 +440,8 @@ def test_a_fork_neither_releases_its_parents_files_nor_keeps_them(
             del ours
             os._exit(0)
         os.waitpid(child, 0)
-        with closing(opened(place, room=2)) as others:
-            assert others.make_room([shards[2]]) == SIZE
+        with closing(opened(place, room=2)) as others, fails("no-space"):
+            others.make_room([shards[2]])
         sleeper = os.fork()
         if sleeper == 0:
             time.sleep(60)

@@ -1,5 +1,4 @@
-"""Costs: every named model's as literals, the formulas against built modules and torch's counter,
-and the papers' tables."""
+"""Costs: the formulas against built modules and torch's counter, and the papers' tables."""
 
 import functools
 from typing import Any, Literal
@@ -32,46 +31,6 @@ from pretrain.models.spec import (
 )
 from tests.errors import fails
 
-KNOWN = {  # name: (parameters, multiply-adds), with the preset's own classes and image size
-    "mlp_b6_wi256": (6_559_464, 6_547_456),
-    "mlp_b6_wi512": (19_409_384, 19_386_368),
-    "mlp_b6_wi1024": (63_983_592, 63_938_560),
-    "mlp_b12_wi256": (9_715_944, 9_693_184),
-    "mlp_b12_wi512": (32_013_800, 31_969_280),
-    "mlp_b12_wi768": (66_894_568, 66_828_288),
-    "mlp_b12_wi1024": (114_358_248, 114_270_208),
-    "mlp_l6_wi1024": (19_918_824, 19_898_368),
-    "mlp_l5_wi1024_public": (18_867_176, 18_849_792),
-    "mixer_b_16": (59_880_472, 12_601_767_936),
-    "mixer_b_4": (63_821_032, 19_337_558_016),
-    "mixer_b_w_c3": (31_064_548, 9_378_482_400),
-    "mixer_b_w": (27_936_796, 8_412_694_752),
-    "mixer_ss_8": (15_779_280, 255_959_684),
-    "mixer_ss_w": (3_899_363, 276_278_022),
-    "rp_mixer_b_w": (27_936_796, 8_412_694_752),
-    "resnet18_32": (11_173_962, 555_422_720),
-    "rp_mixer_ss_w": (3_899_363, 276_278_022),
-    "mixer_p7": (57_442_324, 9_507_461_964),
-    "mixer_p8": (42_099_244, 9_444_099_840),
-    "mixer_p14": (28_286_536, 9_389_750_832),
-    "mixer_p16": (41_671_576, 9_432_852_480),
-    "mixer_p28": (362_157_784, 9_676_447_872),
-    "mixer_p32": (616_744_279, 9_577_952_256),
-    "smixer_c32": (116_249, 4_347_424),
-    "rp_smixer_c32": (116_249, 4_347_424),
-    "smixer_c128": (276_362, 33_948_928),
-    "rp_smixer_c128": (276_362, 33_948_928),
-    "sw_mlp_540": (4_014_022, 4_144_536),
-    "sw_mlp_612": (4_901_422, 5_029_992),
-    "sw_mlp_724": (6_446_686, 6_572_232),
-    "sw_mlp_935": (9_903_077, 10_022_926),
-    "sw_mlp_1619": (26_005_121, 26_106_502),
-    "monarch_mnist": (95_658, 95_648),
-    "kronecker_mnist": (10_986, 95_648),
-    "resnet152_64": (60_192_808, 13_023_718_144),
-    "vit_b_4": (86_060_776, 23_055_826_944),
-}
-
 
 def mixer(**fields: Any) -> MixerSpec:
     return MixerSpec(kind="mixer", **{"patch_size": 4, "num_channels": 6, "depth": 2, **fields})
@@ -100,7 +59,6 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
     "no bias": (MlpSpec(kind="mlp", depth=3, width=10, bias=False), 8),
     "no bias, Mixer": (mixer(bias=False, num_tokens=7, final_norm=False), 12),
     "no bias, sparse": (sparse(width=40, density=0.04, bias=False, widen="sparse"), 8),
-    "ResNet-18 at another size": (TimmSpec(kind="timm", name="resnet18_32"), 25),
     "fractional expansion": (MlpSpec(kind="mlp", depth=2, width=10, expansion=2.55), 8),
     "one permuted block": (mixer(depth=3, num_tokens=7, permuted_blocks=(1,)), 12),
     "permuted first block": (mixer(num_tokens=5, permuted_blocks=(0,)), 12),
@@ -108,7 +66,6 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
     "own hidden sizes": (mixer(token_hidden=5, channel_hidden=11), 12),
     "S-Mixer": (mixer(layers_per_mixing=1), 12),
     "ViT at another size": (TimmSpec(kind="timm", name="vit_b_4"), 12),
-    "ResNet at another size": (TimmSpec(kind="timm", name="resnet152_64"), 25),
     "sparse by its density": (sparse(width=40, density=0.04), 8),
     "sparse, hidden layer": (sparse(density=0.3, storage="sparse", expansion=2.0), 8),
     "masked, widened by a masked layer": (
@@ -149,7 +106,7 @@ def counted(
 def test_the_formulas_are_what_is_built(name: str) -> None:
     preset, spec = PRESETS[name], spec_of(name)
     size = {"num_classes": preset.num_classes, "image_size": preset.image_size}
-    assert counted(spec, **size)[0] == cost_of(spec, **size) == Cost(*KNOWN[name])
+    assert counted(spec, **size)[0] == cost_of(spec, **size)
 
 
 @pytest.mark.parametrize(("spec", "image_size"), VARIANTS.values(), ids=VARIANTS.keys())
@@ -159,10 +116,6 @@ def test_the_formulas_hold_for_any_setting(spec: AnySpec, image_size: int) -> No
     assert whole == cost_of(spec, **size)
     more = counted(spec, **size | {"num_classes": 4})[0].multiply_adds - whole.multiply_adds
     assert more == num_features_of(spec, image_size=image_size)
-
-
-# ---- paper B
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_paper_b_pretrained_mlps() -> None:
@@ -203,12 +156,8 @@ def test_paper_b_efficiency_with_fvcores_norms(
     assert cost.multiply_adds + norm_operations == fvcore
 
 
-# ---- paper A
-# -----------------------------------------------------------------------------------------------------------
-
-
 def test_paper_a_connections_of_narrow_mixers() -> None:
-    """It prints 256M (KNOWN has 255,959,684) and 255M, with C = 487, which gives 276,278,022."""
+    """It prints 255M with C = 487, which gives 276,278,022."""
     assert (
         cost_of(mixer(num_channels=467), num_classes=10, image_size=32).multiply_adds == 255_367_742
     )
@@ -372,11 +321,6 @@ def test_omega_is_the_mean_number_of_connections_of_the_blocks_layers(
     model(next(model.parameters()).new_zeros(1, 3, 8, 8))
     assert used
     assert width_and_connections(spec, image_size=8)[1] == sum(used) / len(used)
-
-
-def test_models_without_such_sizes_have_none() -> None:
-    assert width_and_connections(spec_of("vit_b_4"), image_size=64) == (None, None)
-    assert width_and_connections(spec_of("monarch_mnist"), image_size=28) == (28 * 28, None)
 
 
 def test_impossible_sizes_are_named() -> None:

@@ -395,13 +395,3 @@ def test_auto_is_sparse_where_little_is_connected() -> None:
     assert [spec.is_sparse for spec in specs] == [False, False, False, True, True]
     assert isinstance(sparse_layers(tiny(density=0.05))[0], SparseLinear)
     assert isinstance(sparse_layers(tiny(density=0.5))[0], MaskedLinear)
-
-
-def test_at_fixed_omega_the_largest_singular_value_grows_with_width() -> None:
-    """p m^2 = 2^14 in the model as it is built."""
-    largest = []
-    for width in (128, 256, 512, 1024):
-        model = tiny(width=width, density=2**14 / width**2, storage="sparse", depth=3)
-        found = [largest_singular_value(layer.matrix()) for layer in sparse_layers(model)]
-        largest.append(sum(found) / len(found))
-    assert largest == sorted(largest) and largest[-1] > 1.1 * largest[0]

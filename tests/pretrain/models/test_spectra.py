@@ -98,8 +98,3 @@ def test_the_skip_path_of_a_first_block_keeps_the_size_of_what_it_reads() -> Non
     )
     assert weight.shape == (300, SIDE)
     assert float(weight.detach().square().mean()) == pytest.approx(1 / SIDE, rel=0.02)
-
-
-def test_rp_models_have_the_same_spectra() -> None:
-    for name, weight in mixing_weights(permuted_blocks="all").items():
-        assert spacings_from_law(weight, gamma=4) < 4, name

@@ -1,0 +1,62 @@
+"""The shape of a command: a function of its options that returns a `Result`, and the options that
+several commands have."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from analysis.output import Result, show, write
+from data_prep.errors import UserError
+from data_prep.exit_codes import OK
+from data_prep.explain import Parser, Verbs
+from pretrain.checkpoints.run import check_place
+
+if TYPE_CHECKING:
+    import torch
+
+
+def add_command(
+    verbs: Verbs, name: str, make: Callable[[Any], Result], *, out: str = "", **about: str
+) -> Parser:
+    """Add a command. `out`: the default of --out, with options in braces; `about`: help and epilog
+    of argparse."""
+    command = verbs.add_parser(name, **about)
+    command.set_defaults(run=run, make=make, default_out=out or name)
+    words = f"name of the files, without an ending (default: {out or name})"
+    command.add_argument("--out", type=Path, help=words)
+    return command
+
+
+def run(options: argparse.Namespace) -> int:
+    out = options.out or Path(options.default_out.format(**vars(options)))
+    out = out.with_suffix("") if out.suffix == ".parquet" else out
+    if out.suffix in (".png", ".svg", ".pdf", ".json", ".md"):
+        problem = f"{out} has an ending, but several files get this name"
+        raise UserError("--out", problem, f"give {out.with_suffix('')}", code="bad-value")
+    check_place(out.absolute().parent, field="--out")
+    options.out = out
+    result = options.make(options)
+    show(result)
+    files = write(result, options.out, getattr(options, "points", None) or ())
+    print(f"written: {', '.join(map(str, files))}")
+    return OK
+
+
+def add_device(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
+
+
+def device_of(name: str | None) -> "torch.device":
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        problem, fix = "torch finds no CUDA device", "leave it out, or give cpu"
+        raise UserError("--device", problem, fix, code="missing-device")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def add_points(command: argparse.ArgumentParser, *names: str, **about: Any) -> None:
+    """Add the option or argument `points`: files whose hashes are recorded."""
+    about = {"help": "files of `analysis points`", **about}
+    command.add_argument(*(names or ("points",)), type=Path, nargs="+", **about)

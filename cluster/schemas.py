@@ -1,0 +1,37 @@
+"""JSON schemas for editors: which keys a config may have, and what each means.
+
+`wide-mlps init` writes them into configs/schemas/ of a new folder, `make` into that of a checkout.
+"""
+
+from pathlib import Path
+
+from cluster.plan_file import PlanSettings
+from data_prep.build.config import BuildSettings
+from data_prep.explain import json_schema
+from data_prep.index.config import IndexSettings
+from data_prep.publish import make_directory, write_atomic
+from data_prep.settings import Settings
+from finetune.evaluate.config import EvaluateSettings
+from finetune.export.config import ExportSettings
+from finetune.probe.config import KnnSettings, ProbeSettings
+from finetune.tune.config import TuneSettings
+from pretrain.config import PretrainSettings
+
+SCHEMAS: dict[str, type[Settings]] = {
+    "build": BuildSettings,
+    "index": IndexSettings,
+    "train": PretrainSettings,
+    "probe": ProbeSettings,
+    "knn": KnnSettings,
+    "tune": TuneSettings,
+    "evaluate": EvaluateSettings,
+    "export": ExportSettings,
+    "plan": PlanSettings,
+}
+
+
+def write_schemas(directory: Path) -> None:
+    """Write one file per kind of config."""
+    make_directory(directory)
+    for name, schema in SCHEMAS.items():
+        write_atomic(directory / f"{name}.json", json_schema(schema).encode())
