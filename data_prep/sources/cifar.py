@@ -5,6 +5,7 @@ The names of the files show which of the two it is. No pickle can import or call
 
 import io
 import pickle
+import pickletools
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
@@ -121,10 +122,10 @@ class CifarSource(RecordSource):
 
 
 def _unpickle(data: bytes) -> dict[str, Any]:
-    try:
-        value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
-    except MemoryError:
-        raise ValueError("a length of more than the memory") from None
+    for opcode, argument, _ in pickletools.genops(data):  # raises ValueError for wrong lengths
+        if "PUT" in opcode.name and int(argument or 0) > len(data):
+            raise ValueError("a place of more than its length")  # pickle would reserve the memory
+    value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     if not isinstance(value, dict):
         raise ValueError("no dict")
     return {_text(key): item for key, item in value.items()}

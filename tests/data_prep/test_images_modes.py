@@ -96,7 +96,6 @@ def tiff(
 
 
 # ---- what Pillow decodes
-# ----------------------------------------------------------------------------------------
 
 
 def run_length_bmp() -> bytes:
@@ -188,7 +187,6 @@ def test_a_jpeg_of_a_rare_subsampling_has_the_pixels_of_pillow_and_its_size_is_b
 
 
 # ---- JPEG
-# -------------------------------------------------------------------------------------------------------
 
 
 def test_adobe_cmyk_is_not_taken_for_its_negative() -> None:
@@ -240,7 +238,6 @@ def test_a_damaged_index_of_further_pictures_does_not_cost_the_first() -> None:
 
 
 # ---- PNG
-# --------------------------------------------------------------------------------------------------------
 
 GREY, COLOUR = 0, 2
 
@@ -332,7 +329,6 @@ def test_a_text_that_unpacks_to_much_takes_no_memory_for_it() -> None:
 
 
 # ---- TIFF, PGM
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -371,7 +367,6 @@ def test_numbers_of_unknown_range_are_rejected_as_such(mode: str, data: bytes) -
 
 
 # ---- WebP
-# -------------------------------------------------------------------------------------------------------
 
 ONE_PIXEL = bytes.fromhex("524946461a000000574542505650384c0d0000002f00000010071011118888fe0700")
 
@@ -461,7 +456,6 @@ def test_a_damaged_webp_is_rejected_and_a_large_one_before_it_is_decoded(
 
 
 # ---- compressed TIFF
-# ----------------------------------------------------------------------------------------------
 
 
 def photographs() -> dict[str, Image.Image]:
@@ -609,7 +603,6 @@ def test_a_compressed_tiff_is_judged_before_it_is_unpacked(monkeypatch: pytest.M
 
 
 # ---- what is none, or not whole
-# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM"])

@@ -215,6 +215,7 @@ HOSTILE = {
     "fromfile": b"cnumpy\nfromfile\n(S'/etc/passwd'\ntR.",
     "attribute": b"\x80\x04\x8c\x05numpy\x8c\x0dndarray.dumps\x93.",
     "persistent": b"Ppersistent\n.",
+    "memo": b"\x80\x02K\x01r\xff\xff\xff\x7f.",
     "length": b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",
 }
 
