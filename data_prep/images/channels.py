@@ -1,9 +1,7 @@
-"""Sums and sums of squares of the three channels over many pictures of one size, and the statistics
-that they give.
+"""Sums and sums of squares of the three channels over many images of one size.
 
-They are exact integers, so the statistics do not depend on the order in which pictures, or shards,
-are added up. Pictures are gathered in one tall strip whose histogram PIL takes at once: per picture
-that is a fifteenth of the cost of numpy's sums.
+They are exact integers, so statistics do not depend on the order of images or shards. Images are
+gathered in one tall strip whose histogram PIL takes: a fifteenth of the cost of numpy's sums.
 """
 
 from collections.abc import Sequence
@@ -27,8 +25,7 @@ class ChannelTotals(NamedTuple):
 
 
 def channel_statistics(parts: Sequence[ChannelTotals]) -> tuple[Triple, Triple]:
-    """Mean and standard deviation per channel on the scale 0..1, of the pictures as the model gets
-    them."""
+    """Return mean and standard deviation per channel on the scale 0..1."""
     pixels = max(1, sum(part.num_pixels for part in parts))
     mean = np.sum([part.sums for part in parts], axis=0) / pixels
     variance = np.sum([part.square_sums for part in parts], axis=0) / pixels - mean**2

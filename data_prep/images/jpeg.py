@@ -1,23 +1,20 @@
-"""JPEGs, straight to libjpeg-turbo, whose warnings count: one rule says which of them are damage.
+"""Decode JPEGs by libjpeg-turbo, whose warnings count as damage.
 
-Pillow's way from bytes to pixels costs, besides libjpeg's work, a third of it again in Python, and
-it swallows what libjpeg warns of. Here libjpeg-turbo decodes into the four bytes a pixel that PIL
-computes with, PIL takes that memory as it is, and warnings count. Of 800 pictures with 20 bytes
-scrambled, baseline to progressive CMYK, 544 are rejected (by Pillow 60), of 800 with a bit flipped
-174 (9), of 800 that were cut all (all); of 4,800 with harmless changes none.
+Pillow needs a third more time, and swallows libjpeg's warnings. Here libjpeg-turbo decodes into the
+four bytes a pixel that PIL computes with. Of 800 images with 20 bytes scrambled, baseline to
+progressive CMYK, 544 are rejected (by Pillow 60), of 800 with a bit flipped 174 (9), of 800 that
+were cut all (all); of 4,800 with harmless changes none.
 
-A JPEG that ends before its end marker is `truncated`, or `no_end_marker` if all pixels are there;
-any other fault of the pixels is `damaged`, with the decoder's own words: a bad Huffman code, a
-premature end, a marker inside a scan that is unsupported or in the wrong place, bytes that belong
-to nothing within or after entropy-coded data. Harmless: such bytes between the segments of the
-header, 0x00 or 0xFF before the end, the Adobe and JFIF segments' variants, all metadata. A decoder
-reports its first warning alone, so a JPEG with a harmless one is decoded again without its cause.
-The few JPEGs whose subsampling TurboJPEG does not know are decoded by imagecodecs, which reports no
-warnings; their markers are checked instead. Pillow decodes no JPEG.
+A JPEG that ends before its end marker is `truncated`, or `no_end_marker` if all pixels are there.
+Any other fault of the pixels is `damaged`, in the decoder's words: a bad Huffman code, an
+unsupported or misplaced marker in a scan, stray bytes within or after entropy-coded data. Harmless:
+stray bytes between header segments, 0x00 or 0xFF before the end, variants of the Adobe and JFIF
+segments, all metadata. A decoder reports only its first warning, so a JPEG with a harmless one is
+decoded again without its cause. imagecodecs decodes JPEGs of rare subsampling; it reports no
+warnings, so their markers are checked. Pillow decodes no JPEG.
 
-Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 (libjpeg scales within its inverse cosine
-transform), as long as either side stays at least `DRAFT_MARGINS` times what is asked for. See
-`images/__init__.py` for what that does to a resized picture.
+Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 if either side stays at least `DRAFT_MARGINS` times
+the later size. `images/__init__.py` states the effect.
 """
 
 import re
@@ -32,8 +29,7 @@ from PIL import Image
 from data_prep.images.rejection import Rejection
 
 DRAFT_MARGINS: Final = {8: 6, 4: 4, 2: 2}
-"""1/4 and 1/8 save little more than 1/2 does, and alias fine stripes more: they wait until there is
-size to spare."""
+"""1/4 and 1/8 save little more than 1/2, and alias fine stripes more: they need larger margins."""
 
 _START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN = 0xD8, 0xD9, 0xDA
 _APP0, _APP1, _APP14, _COMMENT = 0xE0, 0xE1, 0xEE, 0xFE
@@ -58,7 +54,7 @@ _UNKNOWN_SUBSAMPLING: Final = "Could not determine subsampling"
 
 
 class Frame(NamedTuple):
-    """What a JPEG's header says of it."""
+    """The frame in a JPEG's header."""
 
     width: int
     height: int
@@ -66,7 +62,7 @@ class Frame(NamedTuple):
 
 
 def draft_scale(width: int, height: int, smallest_side: int | None) -> int:
-    """The coarsest draft that keeps its margin; 1 where there is none."""
+    """Return the coarsest draft that keeps its margin, or 1."""
     if smallest_side is not None:
         for scale, margin in DRAFT_MARGINS.items():
             if min(width, height) >= scale * margin * smallest_side:
@@ -75,8 +71,7 @@ def draft_scale(width: int, height: int, smallest_side: int | None) -> int:
 
 
 def decode_jpeg(data: bytes, frame: Frame, *, scale: int) -> Image.Image | None:
-    """In PIL's mode RGBX (RGB with a byte of padding), or CMYK. None where TurboJPEG cannot; raises
-    `Rejection`."""
+    """Return an image of PIL's mode RGBX or CMYK, or None if TurboJPEG cannot; raises Rejection."""
     height, width = -(-frame.height // scale), -(-frame.width // scale)
     mode = "CMYK" if frame.num_channels == 4 else "RGBX"
     pixels_HW4 = _decoded(
@@ -117,8 +112,7 @@ def _image_of(
 
 
 def decode_plain_into(data: bytes, out_HW3: NDArray[np.uint8]) -> bool:
-    """Whether `data` was a plain JPEG of exactly that size, and is now decoded in `out_HW3`; if
-    not, go the long way."""
+    """Decode a plain JPEG of exactly that size; return False for any other."""
     frame = plain_frame(data)
     height, width, _ = out_HW3.shape
     if frame is None or frame[:2] != (width, height):
@@ -131,8 +125,7 @@ def decode_plain_into(data: bytes, out_HW3: NDArray[np.uint8]) -> bool:
 
 
 def plain_frame(data: bytes) -> Frame | None:
-    """Of a header in which nothing is unusual: 8 bits, grey or three channels, nothing that could
-    turn the picture."""
+    """Return the frame of a plain header: 8 bits, one or three channels, no orientation."""
     if data[:3] != b"\xff\xd8\xff":
         return None
     frame, at, end = None, 2, len(data) - 12
@@ -152,8 +145,7 @@ def plain_frame(data: bytes) -> Frame | None:
 
 
 def check_markers(data: bytes) -> None:
-    """For what another decoder accepts silently: the markers up to the end are those that may be
-    there."""
+    """Reject misplaced markers, which the decoder of imagecodecs accepts silently."""
     num_restarts, is_scan = 0, False
     for marker, _, _ in _segments(data):
         if marker == _END_OF_IMAGE:
@@ -217,22 +209,13 @@ def ends_in_header(data: bytes) -> bool:
 
 
 def _has_end(data: bytes) -> bool:
-    """Return True if an end marker follows the beginning of the first scan; a thumbnail in the
-    header has one of its own."""
-    return (
-        _END
-        in data[
-            next(
-                (start for marker, start, _ in _segments(data) if marker == _START_OF_SCAN),
-                len(data),
-            ) :
-        ]
-    )
+    """Return True if an end marker follows the first scan; a thumbnail may have one before it."""
+    starts = (start for marker, start, _ in _segments(data) if marker == _START_OF_SCAN)
+    return _END in data[next(starts, len(data)) :]
 
 
 def _is_one_scan(data: bytes, num_channels: int) -> bool:
-    """Return True if the first scan has all that there is of the pixels: sequential, and of all
-    channels."""
+    """Return True if the first scan has all pixels: sequential, and of all channels."""
     found = list(_segments(data))
     scans = [start for marker, start, _ in found if marker == _START_OF_SCAN]
     return (
@@ -243,7 +226,7 @@ def _is_one_scan(data: bytes, num_channels: int) -> bool:
 
 
 def _is_padded(data: bytes, num_bytes: int) -> bool:
-    """Whether the bytes before the end mark carry nothing."""
+    """Return True if the bytes before the end marker are padding."""
     end = next(
         (start for marker, start, _ in _segments(data) if marker == _END_OF_IMAGE), len(data)
     )
@@ -251,8 +234,7 @@ def _is_padded(data: bytes, num_bytes: int) -> bool:
 
 
 def _tidied(data: bytes, num_channels: int) -> bytes:
-    """The JPEG without what may make decoders warn of its header alone, read as libjpeg reads it
-    with the warning."""
+    """Return the JPEG without causes of warnings in its header, with the same pixels."""
     parts = [data[:2]]
     for marker, start, end in _segments(data):
         segment = bytearray(data[start:end])
@@ -274,8 +256,7 @@ def _tidied(data: bytes, num_channels: int) -> bytes:
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """(marker, its place, where its segment ends), up to the end of the image; what stands between
-    is passed over as libjpeg passes it over."""
+    """Yield (marker, its place, end of its segment), skipping stray bytes as libjpeg does."""
     at = 2
     while (found := _MARKER.search(data, at)) is not None:
         marker, at = found[1][0], found.end()

@@ -1,6 +1,4 @@
-"""A sheet of labelled pictures: every one in its own pixels, enlarged by a whole number without
-smoothing, so that what is seen is what is there.
-"""
+"""A sheet of labelled images, each enlarged by a whole number without smoothing."""
 
 import io
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from data_prep.images.lettering import Letters, families, short
 from data_prep.publish import write_atomic
 
 CELL = 112
-"""Pixels that a picture is enlarged to at least, by a whole number."""
+"""Least side of an enlarged image, in pixels."""
 GAP, MARGIN, HEAD, LABEL, LINE = 14, 24, 62, 20, 16
 _PNG = b"\x89PNG\r\n\x1a\n"
 INK, QUIET, PAPER = (28, 28, 30), (112, 112, 118), (255, 255, 255)
@@ -23,24 +21,24 @@ INK, QUIET, PAPER = (28, 28, 30), (112, 112, 118), (255, 255, 255)
 class LabelledPicture:
     picture: Image.Image
     label: str
-    """Of one line or more."""
+    """One line or more."""
 
 
 def check_out(path: Path) -> None:
-    """Refuses what is no place for a sheet, before any work."""
+    """Raise UserError if a sheet cannot be written to `path`."""
     if path.suffix.lower() != ".png":
-        raise UserError(f"out: {path} does not end in .png; name it {path.with_suffix('.png')}")
+        fix = f"name it {path.with_suffix('.png')}"
+        raise UserError("out", f"{path} does not end in .png", fix, code="bad-value")
     try:
         with open(path, "rb") as file:
             is_png = file.read(len(_PNG)) == _PNG
     except FileNotFoundError:
         return
     except OSError as error:
-        raise UserError(
-            f"out: {path} cannot be written ({error.strerror}); name another file"
-        ) from None
+        problem = f"{path} cannot be written ({error.strerror})"
+        raise UserError("out", problem, "choose another file", code="unreadable") from None
     if not is_png:
-        raise UserError(f"out: {path} exists and is no PNG; name another file, it is left as it is")
+        raise UserError("out", f"{path} is no PNG", "choose another file", code="exists")
 
 
 def save_sheet(sheet: Image.Image, path: Path) -> None:
@@ -55,7 +53,7 @@ def draw_sheet(cells: list[LabelledPicture], *, title: str, facts: str) -> Image
     side = size * max(1, -(-CELL // size))
     columns = min(len(cells), max(4, min(10, round(len(cells) ** 0.5 * 1.2))))
     rows = -(-len(cells) // columns)
-    families([title, facts, *(cell.label for cell in cells)])  # at once: each search has its price
+    families([title, facts, *(cell.label for cell in cells)])  # one search for all
     head, body = Letters(22), Letters(13)
     label_height = LABEL + LINE * max(cell.label.count("\n") for cell in cells)
     width = 2 * MARGIN + columns * side + (columns - 1) * GAP
@@ -76,8 +74,7 @@ def draw_sheet(cells: list[LabelledPicture], *, title: str, facts: str) -> Image
 
 
 def shortened(text: str, font: Letters, *, width: float) -> str:
-    """The text as far as it fits; the middle goes first, because class names differ at both
-    ends."""
+    """Return the text without as much of its middle as does not fit."""
     if font.getlength(text) <= width:
         return text
     cut = (short(text, length=length) for length in range(len(text), 2, -1))

@@ -42,6 +42,9 @@ def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
         rgb = np.atleast_3d(imagecodecs.tiff_decode(data))  # libtiff makes grey or RGB of these
         if rgb.shape[1::-1] != size:
             raise Rejection("damaged", f"{size} in the header, {rgb.shape} decoded")
+        orientation = tags.get(274, 1)  # libtiff applies the flips of these, but no transposition
+        rgb = rgb[:, ::-1] if orientation in (2, 3, 6, 7) else rgb
+        rgb = rgb[::-1] if orientation in (3, 4, 7, 8) else rgb
         mode = {1: "L", 3: "RGB"}.get(rgb.shape[2], "RGBa")
         return Image.frombytes(mode, size, rgb.tobytes())
     if mode not in MODES:

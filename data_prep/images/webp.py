@@ -1,9 +1,7 @@
-"""Decode WebP images with the libwebp in imagecodecs: the same decoder on every machine, whatever
-PIL was built with.
+"""Decode WebP images with the libwebp in imagecodecs: the same decoder on every machine.
 
-The header is read here, because size and orientation must be known: RIFF, the length of what
-follows, WEBP, chunks. The size is that of the canvas in an extended file (VP8X), else of the one
-frame (VP8 is lossy, VP8L lossless).
+The header is read here for size and orientation: RIFF, length, WEBP, chunks. The size is of the
+canvas in an extended file (VP8X), otherwise of the one frame (VP8 is lossy, VP8L lossless).
 """
 
 import re
@@ -21,11 +19,11 @@ _METADATA: Final = {b"EXIF": "exif", b"XMP ": "xmp"}
 class WebpHeader(NamedTuple):
     size: tuple[int, int]
     metadata: dict[str, bytes]
-    """By the names that PIL has for them."""
+    """By PIL's names, exif and xmp."""
 
     @classmethod
     def of(cls, data: bytes) -> "WebpHeader":
-        """Raises `Rejection`."""
+        """Read the header; raises Rejection."""
         end = 8 + int.from_bytes(data[4:8], "little")
         if end > len(data):
             raise Rejection("truncated", f"{len(data):,} bytes of {end:,}")
@@ -45,14 +43,12 @@ class WebpHeader(NamedTuple):
 
 def decode_webp(data: bytes, header: WebpHeader) -> Image.Image:
     """Return an RGB or RGBA image; of an animation, its first frame."""
-    import imagecodecs  # it takes as long to import as all other modules of a build together
+    import imagecodecs
 
     try:
         pixels_HWC = imagecodecs.webp_decode(data)
     except imagecodecs.WebpError:
-        np.empty(
-            (*header.size, 16), np.uint8
-        )  # raises MemoryError if memory ran out: libwebp does not report that cause
+        np.empty((*header.size, 16), np.uint8)  # MemoryError: libwebp does not report this cause
         raise Rejection("damaged", "libwebp cannot decode it") from None
     if pixels_HWC.shape[1::-1] != header.size:
         raise Rejection("damaged", f"{header.size} in the header, {pixels_HWC.shape} decoded")
@@ -62,7 +58,7 @@ def decode_webp(data: bytes, header: WebpHeader) -> Image.Image:
 
 
 def _size(name: bytes, body: bytes) -> tuple[int, int] | None:
-    """Of the canvas, or of the frame that begins so."""
+    """Return the size in a chunk, if it has one."""
     if name == b"VP8X":
         return 1 + int.from_bytes(body[4:7], "little"), 1 + int.from_bytes(body[7:10], "little")
     if name == b"VP8L":  # after a byte of signature, 14 bits each

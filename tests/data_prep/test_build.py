@@ -325,10 +325,7 @@ def test_when_memory_runs_out_the_picture_is_named(
     source = write_files(write_classes(tmp_path / "in", {"ant": 5}), {"ant/large.jpg": large})
     with monkeypatch.context() as patch:
         patch.setattr("data_prep.build.build.convert", run_out)
-        words = (
-            "ant/large.jpg: memory ran out while it was decoded; lower max_pixels or num_workers"
-        )
-        refused(build(source, tmp_path / "out"), words)
+        refused(build(source, tmp_path / "out"), "ant/large.jpg: ", "[no-space]")
     assert build(source, tmp_path / "out") == 0
     assert load_manifest(tmp_path / "out").num_written == 6
 

@@ -46,7 +46,6 @@ def pixels_of(data: bytes) -> Pixels:
 
 
 # ---- orientation
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,6 @@ def test_metadata_is_dropped_from_what_is_written() -> None:
 
 
 # ---- colour
-# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -107,7 +105,6 @@ def test_other_modes_become_rgb_with_transparency_over_white(
 
 
 # ---- size
-# -------------------------------------------------------------------------------------------------------
 
 
 def bicubic_weights(
@@ -220,7 +217,6 @@ def test_longer_side_holds_for_the_other_filters_and_for_a_hair() -> None:
 
 
 # ---- encodings
-# --------------------------------------------------------------------------------------------------
 
 
 def test_jpeg_encoding_is_close_to_the_resized_picture_and_better_at_higher_quality() -> None:
@@ -262,7 +258,6 @@ def test_ppm_headers_of_one_size_are_of_one_length() -> None:
 
 
 # ---- rejections
-# -------------------------------------------------------------------------------------------------
 
 
 def png_header(width: int, height: int) -> bytes:
@@ -398,7 +393,6 @@ def test_running_out_of_memory_is_no_fault_of_the_picture(tmp_path: Path) -> Non
 
 
 # ---- statistics
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -443,7 +437,6 @@ def test_reading_the_sums_does_not_end_the_counting_and_pictures_of_another_size
 
 
 # ---- warnings
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_overlapping_blocks_of_two_threads_leave_the_filters_as_they_were() -> None:

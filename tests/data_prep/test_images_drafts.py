@@ -123,7 +123,6 @@ def test_the_square_of_a_draft_is_that_of_the_full_picture_however_it_is_turned(
 
 
 # ---- the decoder
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1, 2, 4])

@@ -9,7 +9,6 @@ import gzip
 import io
 import pickle
 import random
-import re
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from scipy.io import savemat
@@ -111,15 +109,6 @@ def opened(kind: str, path: Path, **fields: object) -> Source:
     )
 
 
-def refuses(source: Source, message: str) -> None:
-    """Expect one line that matches `message`, with "; " for the ". " before the fix."""
-    with pytest.raises(SourceError) as raised:
-        listed(source)
-    line = str(raised.value)
-    assert re.search(message, line.replace(". ", "; "), re.IGNORECASE), line
-    assert line.startswith("source.path: ") and "\n" not in line
-
-
 def listed(source: Source) -> list[Entry]:
     """Every input of a source, in order, without a build."""
     outline: Outline = source.outline()
@@ -182,7 +171,6 @@ def survey(open_source: Callable[[], Source]) -> tuple[int, str]:
 
 
 # ---- ImageNet
-# ------------------------------------------------------------------------------------------------------
 
 SYNSETS = ("n01440764", "n01443537", "n02119789")
 """Synsets of these tests; the first two are real classes of ImageNet-1k, too."""

@@ -93,7 +93,6 @@ def failing() -> None:
 
 
 # ---- what they become
-# -------------------------------------------------------------------------------------------
 
 
 def source_of(factory: str, splits: dict[str, dict[str, Any]], **fields: object) -> DatasetSource:
@@ -200,7 +199,6 @@ def test_the_manifest_says_what_was_called_but_no_path_or_secret_and_other_argum
 
 
 # ---- mistakes
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("items", WRONG)

@@ -86,7 +86,7 @@ DAMAGES: list[tuple[Layout, str, bytes | None, str]] = [
     (CIFAR_10, "data_batch_1", batch(labels=[0, 1, -2, 3]), "the label -2 in record 2"),
     (CIFAR_10, "data_batch_1", batch(labels="abcd"), "labels is no list of integers"),
     (CIFAR_10, "data_batch_1", batch(data=pixels(4, 3071)), "(4, 3071)"),
-    (CIFAR_10, "data_batch_1", batch(data=np.zeros((4, 3072), np.int64)), "int64"),
+    (CIFAR_10, "data_batch_1", batch(data=np.zeros((4, 3072), np.int64)), "i8"),
     (CIFAR_10, "data_batch_1", batch(data=[1, 2]), "data_batch_1"),
     (CIFAR_10, "data_batch_1", python2_pickle({"data": 1}), "data_batch_1"),
     (CIFAR_10, "data_batch_1", python2_pickle([1]), "no dict"),
@@ -215,6 +215,7 @@ HOSTILE = {
     "fromfile": b"cnumpy\nfromfile\n(S'/etc/passwd'\ntR.",
     "attribute": b"\x80\x04\x8c\x05numpy\x8c\x0dndarray.dumps\x93.",
     "persistent": b"Ppersistent\n.",
+    "memo": b"\x80\x02K\x01r\xff\xff\xff\x7f.",
     "length": b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",
 }
 

@@ -211,7 +211,6 @@ def test_a_global_header_that_says_nothing_of_members_is_passed_over(tmp_path: P
 
 
 # ---- compressed ones
-# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
