@@ -79,18 +79,12 @@ stores: .venv/.installed
 cluster-test: .venv/.installed
 	REQUIRE_SLURM=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/slurm tests/cluster
 
-# What has to run on a GPU, which this machine need not have: the checks of tests/test_cuda.py, skipped without one; and every command
-# of benchmarks/gpu/, at small sizes on this CPU, in an hour or two. NAMES="z1-* probe" takes some; results: build/gpu-dry-run.
+# The tests on a GPU (tests/test_cuda.py), which skip without one; and every command of benchmarks/gpu.py at small sizes on this CPU.
 gpu-tests: .venv/.installed
 	$(BIN)/python -m pytest -m cuda tests/test_cuda.py $(ARGS)
 
 gpu-dry-run: .venv/.installed
-	@mkdir -p build/gpu-dry-run; failed=; \
-	export GPU_WORK=$(CURDIR)/build/gpu-dry-run/work PYTHON=$(CURDIR)/$(BIN)/python SLOW=8 JOBS=2 SMALL=1; \
-	export STEPS=3 BATCH=64 MIXER_BATCH=16 TRACKED_STEPS=30 RESUME_STEPS=12 BUDGET_S=18000; \
-	for call in first.sh "measure.sh step" "measure.sh data" "measure.sh peers"; do \
-	    OUT=$(CURDIR)/build/gpu-dry-run/$$(echo $$call | tr -d ' ') bash benchmarks/gpu/$$call || failed="$$failed $$call"; \
-	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
+	$(BIN)/python benchmarks/gpu.py --quick $(ARGS)
 
 # SkyPilot's own parser reads cluster/skypilot.yaml, in an environment of its own: it would change many packages of ours.
 launchers: .venv/.installed

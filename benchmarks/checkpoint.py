@@ -38,6 +38,15 @@ CLASSES, SIZE = 1000, 64
 STEPS = 3
 
 
+class Costs(dict[str, float]):
+    """An event log in memory."""
+
+    def metrics(self, values: dict[str, float], *, step: int) -> None:  # noqa: ARG002
+        self.update(values)
+
+    def sync(self) -> None: ...
+
+
 def main() -> None:
     options = arguments(__doc__ or "")
     world = read_world()
@@ -84,13 +93,14 @@ def main() -> None:
     }
     for number in range(sized(options, full=9, quick=3, dry=1)):
         alone_s = statistics.median(step_s() for _ in range(STEPS))
-        writer = CheckpointWriter(run_dir, Retention(1))
+        log = Costs()
+        writer = CheckpointWriter(run_dir, Retention(1), log=log)
         began_s = time.perf_counter()
         snapshot = Snapshot(engine.export_state(), TrainerState(number * 2 + 1, 0), card)
         writer.make_room(timeout_s=600)
         writer.submit(snapshot)
         stall_s, during_s = time.perf_counter() - began_s, []
-        while not (news := writer.news()):
+        while not log:
             during_s.append(step_s())
         writer.finish()
         began_s = time.perf_counter()
@@ -102,15 +112,14 @@ def main() -> None:
             alone_s,
             stall_s,
             statistics.median(during_s),
-            news["usage/checkpoint_write_s"],
+            log["usage/checkpoint_write_s"],
             on_the_spot_s,
         )
         for name, value in zip(found, values, strict=True):
             found[name].append(value)
     shutil.rmtree(run_dir)
     report(
-        f"{spec.label}, batch {batch:,}, a checkpoint of {news['usage/checkpoint_gb']:.2f} GB",
-        found,
+        f"{spec.label}, batch {batch:,}, a checkpoint of {log['usage/checkpoint_gb']:.2f} GB", found
     )
     os._exit(0)
 

@@ -27,7 +27,7 @@ from data_prep.build.workplan import prepare
 from data_prep.settings import load_settings
 from data_prep.sources import Arrangement, Source
 from data_prep.sources.base import by_container, move_to_val
-from data_prep.workers import worker_pool
+from data_prep.workers import Pool
 
 PER_CONTAINER = 700
 
@@ -56,7 +56,7 @@ class Simulated(Source):
         return Entries(names, offsets, sizes, np.full(PER_CONTAINER, container.label, np.int32))
 
     def arrange(self, inventory: Inventory) -> Arrangement:
-        return move_to_val(inventory, by_container(inventory), count=lambda total: 50, seed=0)
+        return move_to_val(inventory, by_container(inventory), seed=0, per_class=50)
 
     def read(self, entry: Entry) -> bytes:  # noqa: ARG002
         raise AssertionError("nothing is read here")
@@ -71,7 +71,7 @@ def plan(num_inputs: int) -> None:
     settings = load_settings(BuildSettings, path=None, overrides=overrides)
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began_s = time.monotonic()
-    with worker_pool(settings.num_workers) as pool:
+    with Pool(settings.num_workers) as pool:
         work = prepare(settings, Simulated(num_inputs // PER_CONTAINER), pool)
     peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     on_disk = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

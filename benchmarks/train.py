@@ -36,7 +36,7 @@ from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
 from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
-from pretrain.augment.feed import NUM_AHEAD, Feed
+from pretrain.augment.feed import NUM_AHEAD, Feed, finish_for
 from pretrain.config import AugmentSettings, EngineSettings, OptimizerSettings
 from pretrain.data.first_read import lowest_priority
 from pretrain.data.loader import Batch, Batches, as_stored, training_batches
@@ -109,7 +109,7 @@ class Bench:
         """Its loader starts and ends here: nothing is fetched at another's expense. What it has
         ready when the clock starts, after as many steps as it works ahead, it has ready when the
         clock stops."""
-        with Feed(self.batches, self.augmentation) as feed:
+        with Feed(self.batches(finish_for(self.augmentation)), self.augmentation) as feed:
             run = self.repeated(lambda: self.step(next(feed).prepared))
             self.repeated(lambda: self.step(next(feed).prepared), times=AHEAD + NUM_AHEAD)()
             began_s = time.perf_counter()

@@ -20,7 +20,6 @@ from pretrain.augment.augmentation import Prepared
 from pretrain.config import OptimizerSettings
 from pretrain.engine.deepspeed import start_distributed
 from pretrain.models.build import build_model
-from pretrain.optim import build_optimizer
 from pretrain.ranks.world import World, read_world
 
 NUM_CLASSES = 100
@@ -98,7 +97,7 @@ def tuning_engine(case: Case, world: World, *, on_gpu: bool) -> AccelerateEngine
     precision = "bf16" if on_gpu else "fp32"
     return AccelerateEngine(
         build_model(case.spec, num_classes=NUM_CLASSES, image_size=case.image_size, seed=0),
-        make_optimizer=lambda module: build_optimizer(module, OptimizerSettings()),
+        optimizer=OptimizerSettings(),
         settings=TuneEngineSettings(precision=precision, compile=on_gpu),
         accelerator=start_accelerator(world, precision=precision),
         label_smoothing=LABEL_SMOOTHING,

@@ -8,8 +8,10 @@ import sys
 from data_prep.interrupts import interruptible
 
 main = interruptible("wide-mlps", "cluster.cli")
+OF_SUBMIT = {"submit": "cluster.queue_jobs", "check": "cluster.check"}
+"""Words of the script cluster/submit -> modules."""
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["submit"], ["check"]):  # which the script cluster/submit starts
-        sys.exit(interruptible("cluster/submit", f"cluster.{sys.argv[1]}")(sys.argv[2:]))
+    if module := OF_SUBMIT.get("".join(sys.argv[1:2])):
+        sys.exit(interruptible("cluster/submit", module)(sys.argv[2:]))
     sys.exit(main())

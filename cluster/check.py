@@ -1,8 +1,8 @@
 """`cluster/submit --check`: report whether jobs can run with cluster/site.env as it is.
 
-It checks Python, locks of the file systems, the answer of `sbatch --test-only` and the time limit;
-of a submission also config, data and batch. It submits and changes nothing. It runs without
-installed packages, because these may be what is missing.
+It checks Python, the GPUs' driver, locks of the file systems, the answer of `sbatch --test-only`
+and the time limit; of a submission also config, data and batch. It submits and changes nothing. It
+runs without installed packages, because these may be what is missing.
 """
 
 import os
@@ -10,30 +10,19 @@ import re
 import shlex
 import shutil
 import subprocess
-import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.driver import cuda_of_torch, find_driver, outdated_driver
-from cluster.slurm import WARNING, SlurmError, Submission, facts, read_submission, slurm
+from cluster.slurm import SlurmError, facts, slurm
+from cluster.submission import WARNING, Submission, read_submission
 
-SIGNAL_LEAD_MIN = 5
-"""Minutes before the time limit at which a job is told to save (--signal=...@300)."""
-ASSOCIATIONS = "yours: sacctmgr show assoc user=$USER format=account,partition,qos"
-FIXES = {
-    "partition name": "SBATCH_PARTITION in site.env, or --partition: sinfo -o '%P' lists them",
-    "account": f"SBATCH_ACCOUNT in site.env; {ASSOCIATIONS}",
-    "qos": f"SBATCH_QOS in site.env; {ASSOCIATIONS}",
-    "time limit": "SBATCH_TIMELIMIT in site.env: sinfo -o '%P %l' lists the longest",
-    "node configuration": "fewer nodes, CPUs, GPUs or less memory: sinfo -o '%P %D %c %m %G'",
-    "node count": "--nodes: sinfo -o '%P %D' lists how many there are",
-    "gres": "--gpus-per-node or --gres: sinfo -o '%P %G' lists them",
-}
-"""A part of SLURM's complaint -> how to fix it."""
-MOUNTS = Path("/proc/self/mounts")
 LOCAL_LOCKS = ("localflock", "nolock", "local_lock=all", "local_lock=flock")
 """Mount options of Lustre and NFS that limit a lock to its own node."""
+OLDEST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
+"""Major version of CUDA -> the oldest driver that runs any of its minor versions (NVIDIA)."""
+BUILD = "cu128"
+"""torch's build for drivers of CUDA 12. torch no longer has one for CUDA 11."""
 
 
 class Finding(NamedTuple):
@@ -46,39 +35,22 @@ class Finding(NamedTuple):
 
 def main(arguments: list[str]) -> int:
     submission = read_submission(arguments)
-    width = min(120, max(60, shutil.get_terminal_size((80, 24)).columns))
     verdicts = []
     for check in (check_python, check_driver, check_locks, check_slurm, check_job):
         for finding in check(submission, os.environ):
             verdicts.append(finding.verdict)
-            print(in_lines(finding, width=width), flush=True)  # some checks take seconds
+            print(f"{finding.verdict:<8} {finding.check:<11} {finding.text}", flush=True)
+            if finding.fix:
+                print(f"{'->':>20} {finding.fix}")
     faults = verdicts.count("FAULT")
     print(f"\nfaults: {faults}, warnings: {verdicts.count('warning')}")
     return 1 if faults else 0
-
-
-def in_lines(finding: Finding, *, width: int) -> str:
-    indent = " " * 21
-    parts = [(f"{finding.verdict:<8} {finding.check:<11} ", indent, finding.text)]
-    parts += [(f"{indent}-> ", f"{indent}   ", finding.fix)] if finding.fix else []
-    lines = []
-    for first, later, text in parts:
-        lines += textwrap.wrap(
-            text,
-            width,
-            initial_indent=first,
-            subsequent_indent=later,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return "\n".join(lines)
 
 
 def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
     """Check the words of RANK_PYTHON if site.env sets them, otherwise .venv."""
     words = shlex.split(environment.get("RANK_PYTHON", ""))
     is_laid_out = Path("cluster/snapshot").is_symlink()  # by `wide-mlps init`
-    stamp, lock = Path(".venv/.installed"), Path("requirements.lock")
     problem, fix = "", "wide-mlps init ." if is_laid_out else "sh install.sh"
     if words:
         if not environment.get("SRUN_OPTIONS") and not shutil.which(words[0]):
@@ -88,66 +60,84 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
             problem, fix = f"{images[0]} is not readable", "docs/cluster.md shows how to make it"
     elif not os.access(".venv/bin/python", os.X_OK):
         problem = "there is no .venv, and RANK_PYTHON is not set"
-    elif not is_laid_out and not stamp.exists():
+    elif not is_laid_out and not Path(".venv/.installed").exists():
         problem = "the installation of .venv is incomplete"
-    elif not is_laid_out and lock.exists() and stamp.stat().st_mtime < lock.stat().st_mtime:
-        # a checkout gives files new dates without changing them
-        without_pillow = re.sub(r"^pillow(?:.*\\\n)*.*\n", "", lock.read_text(), flags=re.MULTILINE)
-        installed = Path(".venv/all.lock")
-        if not installed.exists() or installed.read_text() != without_pillow:
-            problem = ".venv is older than requirements.lock"
+    elif not is_laid_out and not _has_lock():
+        problem = ".venv is older than requirements.lock"
     if problem:
         yield Finding("python", "FAULT", problem, fix)
-    elif words:
-        yield Finding("python", "ok", shlex.join(words))
-    elif is_laid_out:
-        text = f".venv is {os.path.realpath('.venv')}, which nodes must see, too"
-        yield Finding("python", "ok", text)
     else:
-        yield Finding("python", "ok", ".venv is complete and as new as requirements.lock")
+        text = f".venv is {os.path.realpath('.venv')}, which nodes must see, too"
+        yield Finding("python", "ok", shlex.join(words) if words else text)
+
+
+def _has_lock() -> bool:
+    """A checkout gives files new dates without changing them."""
+    stamp, lock = Path(".venv/.installed"), Path("requirements.lock")
+    if not lock.exists() or stamp.stat().st_mtime >= lock.stat().st_mtime:
+        return True
+    without_pillow = re.sub(r"^pillow(?:.*\\\n)*.*\n", "", lock.read_text(), flags=re.MULTILINE)
+    installed = Path(".venv/all.lock")
+    return installed.exists() and installed.read_text() == without_pillow
 
 
 def check_driver(_: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Check the GPUs' driver if it is known. A container has its own torch."""
+    """Compare the driver, if it is known, with torch's CUDA. A container has its own torch."""
     driver, cuda = find_driver(environment), cuda_of_torch(Path(".venv"))
-    if driver and cuda and "RANK_PYTHON" not in environment:
-        if outdated := outdated_driver(driver, cuda):
-            yield Finding("driver", "FAULT", *outdated)
-        else:
-            yield Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")
-
-
-def check_locks(submission: Submission, _: Mapping[str, str]) -> Iterable[Finding]:
-    """Check the mount options of the directories to which jobs write."""
-    words = [word.partition("=") for word in submission.arguments]
-    named = [value for key, _, value in words if key in ("run_dir", "out")]
-    try:
-        mounts = MOUNTS.read_text(errors="replace")
-    except OSError:
+    if not driver or not cuda or "RANK_PYTHON" in environment:
         return
-    found = {}
-    for place in (".", "jobs", "runs", "data", *named):
-        point, option = local_locks(os.path.realpath(place), mounts)
-        if option:
-            found[point] = option
+    oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), "0")
+    if _parts(driver) >= _parts(oldest):
+        yield Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")
+        return
+    fix = f"make CUDA={BUILD}, or a newer driver"
+    if _parts(driver) < _parts(OLDEST_DRIVER[12]):
+        fix = f"a newer driver: {OLDEST_DRIVER[12]} at least, for make CUDA={BUILD}"
+    problem = f"driver {driver} is older than {oldest}, which torch's CUDA {cuda} needs"
+    yield Finding("driver", "FAULT", problem, fix)
+
+
+def find_driver(
+    environment: Mapping[str, str], *, loaded: Path = Path("/proc/driver/nvidia/version")
+) -> str | None:
+    """Return CUDA_DRIVER of site.env, or else the driver that this node has loaded."""
+    if "CUDA_DRIVER" in environment or not loaded.exists():
+        return environment.get("CUDA_DRIVER")
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)\s", loaded.read_text())
+    return found[1] if found else None
+
+
+def cuda_of_torch(venv: Path) -> str | None:
+    """Return torch's CUDA version without the seconds of an import; None without CUDA."""
+    for path in venv.glob("lib/python3*/site-packages/torch/version.py"):
+        if found := re.search(r"^cuda\b.*= *'([\d.]+)'", path.read_text(), flags=re.MULTILINE):
+            return found[1]
+    return None
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def check_locks(submission: Submission, _env: Mapping[str, str]) -> Iterable[Finding]:
+    """Check the mount options of the directories to which jobs write."""
+    places, found = [".", "jobs", "runs", "data"], {}
+    for word in submission.arguments:
+        key, _, value = word.partition("=")
+        places += [value] if key in ("run_dir", "out") else []
+    if not shutil.which("findmnt"):
+        return
+    for path in (Path(place).resolve() for place in places):
+        nearest = next(each for each in (path, *path.parents) if each.exists())
+        words = ["findmnt", "--noheadings", "--output=TARGET,OPTIONS", f"--target={nearest}"]
+        answer = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+        point, _, options = answer.strip().rpartition(" ")
+        for option in {*options.split(",")} & {*LOCAL_LOCKS}:
+            found[point.strip()] = option
     for point, option in found.items():
         text = f"{point} is mounted with {option}, so two nodes could write to the same run"
         fix = "keep jobs, runs and data on a file system with flock, or ask the site for it"
         yield Finding("locks", "warning", text, fix)
-
-
-def local_locks(path: str, mounts: str) -> tuple[str, str]:
-    """Return the mount point of an absolute path and its option for node-local locks, or "".
-
-    `mounts` is the text of /proc/mounts, which writes a space as \\040.
-    """
-    point, options = "", ""
-    for line in mounts.splitlines():
-        words = [word.replace("\\040", " ") for word in line.split(" ")]
-        is_above = len(words) > 3 and f"{path}/".startswith(words[1].rstrip("/") + "/")
-        if is_above and len(words[1]) >= len(point):
-            point, options = words[1], words[3]
-    return point, next((each for each in options.split(",") if each in LOCAL_LOCKS), "")
 
 
 def check_slurm(submission: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
@@ -166,77 +156,38 @@ def check_slurm(submission: Submission, environment: Mapping[str, str]) -> Itera
     partitions = {each["PartitionName"]: each for each in map(facts, lines)}
     ours = sorted(Path("cluster").glob("*.slurm"))
     if submission.script and not Path(submission.script).is_file():
-        text = f"{submission.script}: no such file"
-        yield Finding("submission", "FAULT", text, f"choose one of {', '.join(map(str, ours))}")
+        fix = f"choose one of {', '.join(map(str, ours))}"
+        yield Finding("submission", "FAULT", f"{submission.script}: no such file", fix)
         return
-    num_refused = 0
+    is_taken = True
     for script in [Path(submission.script)] if submission.script else ours:
         words = ["sbatch", "--test-only", *submission.options, str(script), *submission.arguments]
         done = subprocess.run(
             words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
         )
-        answer = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+        answer = (done.stderr.strip().splitlines() or ["no answer"])[-1].removeprefix("sbatch: ")
         if done.returncode:
-            num_refused += 1
-            known = [fix for part, fix in FIXES.items() if part in answer.lower()]
-            fix = (*known, "fix SBATCH_... in site.env, or the options")[0]
-            text = f"sbatch refuses {script.name}: {answer}"
-            yield Finding("submission", "FAULT", text, fix)
-        elif submission.script:
-            yield Finding("submission", "ok", answer.removeprefix("sbatch: "))
-    if not num_refused and not submission.script:
-        yield Finding("submission", "ok", "sbatch would take every job script")
+            is_taken = False
+            limits = "sinfo -o '%P %l %D %c %m %G', sacctmgr show assoc user=$USER"
+            fix = f"fix SBATCH_... in site.env, or the options; limits: {limits}"
+            yield Finding("submission", "FAULT", f"sbatch refuses {script.name}: {answer}", fix)
+    if is_taken:
+        text = answer if submission.script else "sbatch would take every job script"
+        yield Finding("submission", "ok", text)
     default = next((name for name, each in partitions.items() if each.get("Default") == "YES"), "")
-    asked = submission.option("--partition", "-p") or environment.get("SBATCH_PARTITION")
-    for name in (asked or default).split(","):
-        if name not in partitions:
-            continue
-        state = partitions[name].get("State", "UP")
-        if state != "UP":
-            text = f"partition {name} is {state}: no job starts in it"
+    asked = submission.option("partition") or environment.get("SBATCH_PARTITION")
+    time = submission.option("time") or environment.get("SBATCH_TIMELIMIT")
+    for name in {*(asked or default).split(",")} & partitions.keys():
+        partition = partitions[name]
+        if partition.get("State", "UP") != "UP":
+            text = f"partition {name} is {partition['State']}: no job starts in it"
             yield Finding("partition", "FAULT", text, "another partition, or wait: sinfo")
-        time = submission.option("--time", "-t") or environment.get("SBATCH_TIMELIMIT")
-        yield check_time_limit(name, partitions[name], asked=time)
-
-
-def check_time_limit(name: str, partition: Mapping[str, str], *, asked: str | None) -> Finding:
-    longest = read_minutes(partition.get("MaxTime", "UNLIMITED")) or float("inf")
-    default = read_minutes(partition.get("DefaultTime", "NONE")) or longest
-    limit = read_minutes(asked) if asked else default
-    verdict, fix = "ok", ""
-    if limit is None:
-        verdict, fix = "FAULT", "write minutes, hours:minutes:seconds, or days-hours"
-        return Finding("time limit", verdict, f"{asked} is not a time", fix)
-    if limit > longest:
-        verdict, fix = "FAULT", f"--time or SBATCH_TIMELIMIT: at most {in_words(longest)}"
-    elif limit <= 2 * SIGNAL_LEAD_MIN:
-        fix = f"--time or SBATCH_TIMELIMIT: longer; jobs save {SIGNAL_LEAD_MIN} min before the end"
-        verdict = "FAULT"
-    elif limit < 60 and not asked:
-        fix = f"the site's default; SBATCH_TIMELIMIT may be up to {in_words(longest)}"
-        verdict = "warning"
-    text = f"partition {name}: {in_words(limit)} for each attempt of a job"
-    return Finding("time limit", verdict, text, fix)
-
-
-def read_minutes(text: str) -> float | None:
-    """Read `m`, `m:s`, `h:m:s`, `d-h`, `d-h:m` or `d-h:m:s`; inf if unlimited, None if invalid."""
-    if text.upper() in ("UNLIMITED", "INFINITE"):
-        return float("inf")
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
-    if match is None:
-        return None
-    days, first, second, third = (int(part) if part else None for part in match.groups())
-    if days is not None or third is not None:  # hours come first
-        return (days or 0) * 1440 + (first or 0) * 60 + (second or 0) + (third or 0) / 60
-    return (first or 0) + (second or 0) / 60
-
-
-def in_words(minutes: float) -> str:
-    for unit, size in (("d", 1440), ("h", 60)):
-        if 2 * size <= minutes < float("inf"):
-            return f"{minutes / size:.3g} {unit}"
-    return "no limit" if minutes == float("inf") else f"{minutes:.3g} min"
+        longest = partition.get("MaxTime", "UNLIMITED")
+        usual = partition.get("DefaultTime", "NONE")
+        limit = time or (longest if usual == "NONE" else usual)
+        text = f"{limit} for each attempt of a job; partition {name} has up to {longest}"
+        fix = "" if time else "set SBATCH_TIMELIMIT in site.env, if that is too short"
+        yield Finding("time limit", "ok", text, fix)
 
 
 def check_job(submission: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
@@ -250,21 +201,18 @@ def check_job(submission: Submission, environment: Mapping[str, str]) -> Iterabl
     nodes, per_node = submission.ranks(environment) if is_training else (None, None)
     ranks = nodes * per_node if nodes and per_node else None
     words = [".venv/bin/python", "-m", "cluster", "submit", f"--examine={ranks or ''}"]
+    words += [*submission.options, submission.script, *submission.arguments]
     done = subprocess.run(
-        [*words, *submission.options, submission.script, *submission.arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
+        words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
     lines = [line.removeprefix("cluster/submit: ") for line in done.stderr.strip().splitlines()]
     if done.returncode:
         yield Finding("config", "FAULT", "; ".join(lines[-5:]), "fix it; nothing was submitted")
         return
-    warnings = [line.removeprefix(WARNING) for line in lines if line.startswith(WARNING)]
     others = [line for line in lines if not line.startswith(WARNING)]
     text = f"{' '.join(submission.arguments[:1])} is valid, its data are complete"
     splits = f", its batch splits over {ranks} ranks" if ranks else ""
     yield Finding("config", "ok", "; ".join(others) or text + splits)
-    for warning in warnings:
-        yield Finding("nodes", "warning", *warning.split("; ", 1))
+    for line in lines:
+        if line.startswith(WARNING):
+            yield Finding("nodes", "warning", *line.removeprefix(WARNING).split("; ", 1))

@@ -1,5 +1,4 @@
-"""A plan file: datasets, pretraining and what is done with the checkpoints: a graph whose entries
-may have a grid. No torch here.
+"""A plan file: a graph of datasets, pretrainings and uses of their checkpoints. No torch here.
 
     prepare: [configs/data_prep/demo_pretrain.yaml, configs/data_prep/demo_transfer.yaml]
     pretrain:
@@ -7,37 +6,34 @@ may have a grid. No torch here.
       overrides: ["train.duration=2 epochs"]              # for all members
       grid:                                               # further axes, in this order
         optimizer.lr: [1e-4, 1e-3]                        # a setting and its values
-        shape:                                            # or cases: settings that go together, under a name
+        shape:                                            # or cases: settings under a name
           narrow: {model.width: 64, model.depth: 8}
           wide: {model.width: 256, model.depth: 2}
       seeds: [0, 1, 2]                                    # the last axis
       run_dir: runs/plans/{name}/{shape}-lr-{optimizer.lr}-seed-{seed}
       max_concurrent: 4
-    probe: {config: configs/probe/demo.yaml, each_pretrained: true, run_dir:
-    "runs/plans/{name}/probe-{pretrained}"}
-    finetune: {config: configs/finetune/demo.yaml, each_pretrained: true, run_dir:
-    "runs/plans/{name}/tune-{pretrained}"}
-    evaluate: {config: configs/evaluate/demo.yaml, each_finetuned: true, run_dir:
-    "runs/plans/{name}/views-{finetuned}"}
-    knn: [...]
-    export: [...]
+    probe:
+      config: configs/probe/demo.yaml
+      each_pretrained: true                               # an axis of all runs of `pretrain`
+      run_dir: "runs/plans/{name}/probe-{pretrained}"
 
-A section is one entry or a list of them; an entry is the path of a config, or a mapping. An entry
-with axes is a grid: many runs, on SLURM the tasks of one array. Member i is a function of this file
-alone: the first axis turns slowest, the seeds fastest, and what is finished keeps its number. What
-waits for what is not written down, it follows from the resolved configs: an entry waits for those
-that write the datasets and the checkpoints that it reads. What no entry writes must be there
-already.
+A section is an entry or a list of entries. An entry is the path of a config, or a mapping. An entry
+with axes is a grid of many runs, on SLURM the tasks of one array. Member i depends only on this
+file: the first axis is the slowest, the seeds are the fastest. Dependencies are not written: an
+entry waits for those that write the datasets and checkpoints that its resolved config reads. An
+input that no entry writes must exist already.
 
-Long because it is one format: what a file may say, the members that follow from it, and all that
-can be wrong with it.
-"""  # noqa: E501 (a table)
+Long because it is one format: its settings, the members that follow from them, and all mistakes.
+"""
 
 import itertools
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,6 +42,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from cluster.work import COMMANDS, Kind, Work, in_file, kept, place_of
 from data_prep.errors import SettingsError, UserError
+from data_prep.exit_codes import BAD_INPUT
 from data_prep.settings import Settings, apply_override, load_settings, nearest, validate
 from pretrain.checkpoints.run import run_and_length
 from pretrain.config import parse_length
@@ -66,36 +63,35 @@ class Entry(Settings):
     config: Annotated[tuple[str, ...], _SEVERAL] = Field(
         min_length=1, examples=["configs/probe/demo.yaml"]
     )
-    """The file that members are changes of; several are the first axis, `config`, called by the
-    names of the files."""
+    """The config that members change. Several configs are the first axis, `config`, with the names
+    of the files as labels."""
     overrides: tuple[str, ...] = Field((), examples=[["train.duration=2 epochs"]])
-    """key.path=value, as on the command line, for all members."""
+    """key.path=value for all members, as on the command line."""
     each_pretrained: bool = False
-    """An axis `pretrained`, every run of the section `pretrain`. `evaluate` also takes the dataset
-    and the split that each was judged on, unless the entry names others."""
+    """Add an axis `pretrained` of all runs of the section `pretrain`. `evaluate` also takes the
+    dataset and the split of each run's evaluation, unless the entry sets them."""
     each_finetuned: bool = False
-    """For knn, evaluate and export: an axis `finetuned`, every run of the section `finetune`, of
-    one with seeds that of each seed; else as each_pretrained."""
+    """Add an axis `finetuned` of all runs of the section `finetune`, for knn, evaluate and export.
+    A fine-tuning with seeds has a run for each seed."""
     checkpoints: tuple[str, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
-    """With one of these: not the last checkpoint of each run, but those that its checkpoint.keep_at
-    keeps; {pretrained} in run_dir has the length, too."""
+    """Lengths of checkpoint.keep_at: use these checkpoints of each run instead of the last one, and
+    add the length to {pretrained} or {finetuned} in run_dir."""
     grid: dict[str, Any] = Field(default_factory=dict, examples=[{"optimizer.lr": [0.0001, 0.001]}])
     """Axes: a setting with a list of values, or any name with cases, {case: {setting: value, ...},
     ...}."""
     seeds: tuple[int, ...] | None = Field(None, min_length=1, examples=[[0, 1, 2]])
-    """Of the training (pretrain, finetune), the heads (probe) or the views (evaluate)."""
+    """Seeds of the training (pretrain, finetune), the heads (probe) or the views (evaluate)."""
     run_dir: str | None = Field(None, examples=["runs/plans/{name}/seed-{seed}"])
-    """Where each member's run (or export) is: {name} is the file's own name, {AXIS} the member's
-    value there, {seed} its seed."""
+    """The run directory (or export) of each member. {name} is the name of the plan file, {AXIS} the
+    member's label on an axis, {seed} its seed."""
     max_concurrent: int | None = Field(None, ge=1, examples=[4])
-    """At most so many members at a time, as a SLURM array's %; null: as many as SLURM has room
-    for."""
+    """Largest number of members at a time, as % of a SLURM array; null: no limit."""
     nodes: int | None = Field(None, ge=1, examples=[4])
     """Complete nodes of each member on SLURM; null: one node to pretrain a single run, otherwise a
     part of a node."""
     gpus: int | None = Field(None, ge=0, examples=[4])
-    """GPUs of each member on SLURM, on one node and with their share of its CPUs and memory; null:
-    one, or none to export."""
+    """GPUs of each member on SLURM, on one node and with their fraction of its CPUs and memory;
+    null: one, or none to export."""
     sbatch: tuple[str, ...] = Field((), examples=[["--time=24:00:00"]])
     """Further options of sbatch for this job, such as --time=24:00:00 or, to prepare,
     --array=0-31."""
@@ -111,37 +107,21 @@ class Entry(Settings):
     @model_validator(mode="after")
     def _parts_fit(self) -> "Entry":
         for name in {"config", "seed", "name", *_EACH} & self.grid.keys():
-            raise UserError(
-                f"grid.{name}", "the name is reserved", "choose another name", code="bad-value"
-            )
+            problem, fix = "the name is reserved", "choose another name"
+            raise UserError(f"grid.{name}", problem, fix, code="bad-value")
         if self.each_pretrained and self.each_finetuned:
-            raise UserError(
-                "each_finetuned",
-                "it excludes each_pretrained",
-                "write two entries",
-                code="conflict",
-            )
+            problem, fix = "it excludes each_pretrained", "write two entries"
+            raise UserError("each_finetuned", problem, fix, code="conflict")
         if self.checkpoints and not self.is_of_each:
-            raise UserError(
-                "checkpoints",
-                "it needs each_pretrained or each_finetuned",
-                "set one of them, or put pretrained=RUN@50epochs into the grid",
-                code="missing-value",
-            )
+            problem = "it needs each_pretrained or each_finetuned"
+            fix = "set one of them, or put pretrained=RUN@50epochs into the grid"
+            raise UserError("checkpoints", problem, fix, code="missing-value")
         if self.nodes is not None and self.gpus is not None:
-            raise UserError(
-                "gpus",
-                "it excludes nodes, which books complete nodes",
-                "omit one of the two",
-                code="conflict",
-            )
+            problem = "it excludes nodes, which books complete nodes"
+            raise UserError("gpus", problem, "omit one of the two", code="conflict")
         if self.is_grid and self.run_dir is None:
-            raise UserError(
-                "run_dir",
-                "a grid needs it",
-                "name its axes, for example runs/{name}/{seed}",
-                code="missing-value",
-            )
+            fix = "name its axes, for example runs/{name}/{seed}"
+            raise UserError("run_dir", "a grid needs it", fix, code="missing-value")
         return self
 
 
@@ -154,12 +134,8 @@ def _entries(given: Any) -> Any:
     ]
     for entry in entries:
         if not isinstance(entry, dict):
-            raise UserError(
-                "",
-                f"{entry!r} is not an entry",
-                "give the path of a config, or {config: PATH, overrides: [key=value]}",
-                code="bad-value",
-            )
+            fix = "give the path of a config, or {config: PATH, overrides: [key=value]}"
+            raise UserError("", f"{entry!r} is not an entry", fix, code="bad-value")
     return tuple(validate(Entry, entry) for entry in entries)
 
 
@@ -171,7 +147,7 @@ Entries = Annotated[
 
 class Sections(Settings):
     prepare: Entries = Field((), examples=["configs/data_prep/demo_pretrain.yaml"])
-    """Datasets to make, by `data_prep build`."""
+    """Datasets to build, by `data_prep build`."""
     pretrain: Entries = Field((), examples=["configs/pretrain/demo_mlp.yaml"])
     """Runs of `pretrain train`."""
     probe: Entries = Field((), examples=["configs/probe/demo.yaml"])
@@ -183,8 +159,8 @@ class Sections(Settings):
     evaluate: Entries = Field((), examples=["configs/evaluate/demo.yaml"])
     """Runs of `finetune evaluate`."""
     export: Entries = Field((), examples=["configs/export/demo.yaml"])
-    """Exports, by `finetune export`; they wait for what judges the same checkpoint, which their
-    model cards tell of."""
+    """Exports, by `finetune export`. An export waits for the evaluations of its checkpoint, because
+    its model card has their results."""
     figure: dict[str, Any] | None = Field(
         None, examples=[{"kind": "sweep", "x": "width", "hue": ["mixing"]}]
     )
@@ -200,12 +176,13 @@ class PlanSettings(Sections):
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of an axis: how run directories call it, and what it sets."""
+    """One value of an axis."""
 
     label: str
+    """Its name in run directories."""
     overrides: tuple[str, ...] = ()
     defaults: tuple[str, ...] = ()
-    """What it sets where the entry does not."""
+    """Overrides that the entry may replace."""
 
 
 @dataclass(frozen=True)
@@ -215,15 +192,15 @@ class Member:
     own: tuple[str, ...]
     """The overrides in which it differs from the others."""
     labels: Mapping[str, str]
-    """What run directories call it: its value on each axis."""
+    """Its label on each axis."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """An entry, and on SLURM a job (to prepare: two)."""
+    """An entry, and on SLURM a job (for a dataset two jobs)."""
 
     name: str
-    """Its section, and if that has several entries its number there: probe, finetune/2."""
+    """Its section, with a number if the section has several entries: probe, finetune/2."""
     entry: Entry
     kind: Kind
     members: tuple[Member, ...]
@@ -235,24 +212,20 @@ class Stage:
     @property
     def num_gpus(self) -> int | None:
         """GPUs of each member; None: as its job script needs."""
-        return (
-            0
-            if self.entry.gpus is None and self.kind == "export" and self.entry.is_grid
-            else self.entry.gpus
-        )
+        is_export = self.kind == "export" and self.entry.is_grid
+        return 0 if self.entry.gpus is None and is_export else self.entry.gpus
 
     def title(self, member: Member) -> str:
-        """As lists and messages call it."""
+        """Return the member's name in lists and messages."""
         return f"{self.name} {member.index}" if self.entry.is_grid else self.name
 
     def undone(self) -> list[Member]:
         return [member for member in self.members if not member.work.is_finished()]
 
     def array(self, indices: Iterable[int]) -> str:
-        """What sbatch's --array takes for some of its members."""
-        return compressed(indices) + (
-            f"%{self.entry.max_concurrent}" if self.entry.max_concurrent else ""
-        )
+        """Return the value of sbatch's --array for some of its members."""
+        limit = f"%{self.entry.max_concurrent}" if self.entry.max_concurrent else ""
+        return compressed(indices) + limit
 
 
 @dataclass(frozen=True)
@@ -265,7 +238,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """The file's name, which {name} in run_dir stands for; `_demo` is added for the demo."""
+        """The value of {name} in run_dir: the file's name, with `_demo` for the demo."""
         return Path(self.path).stem + "_demo" * self.is_demo
 
     @property
@@ -273,29 +246,29 @@ class Plan:
         """The words by which a command gets this plan."""
         return [self.path, *["--demo"] * self.is_demo]
 
+    @property
+    def files(self) -> list[str]:
+        """The configs of its members."""
+        return sorted({work.config for stage in self.stages for work in stage.works})
+
     def after(self, stage: Stage) -> list[Stage]:
-        """Those that write what it reads."""
-        read = {
+        """Return the stages for which a stage waits: those that write its inputs, and before an
+        export those that evaluate the same checkpoint, for the model card."""
+        read = [
             place_of(run_and_length(path)[0]) for work in stage.works for path in work.reads_from
-        }
-
-        def is_read(place: Path) -> bool:
-            """It, or something in it: RUN/checkpoints/step-..., RUN/seed-0."""
-            return any(path.is_relative_to(place) for path in read)
-
-        def tells_of(other: Stage) -> bool:
-            """An export's model card has what others have found of the same checkpoint."""
-            is_judge = stage.kind == "export" and other.kind != "export"
-            return is_judge and bool(
-                {work.pretrained for work in other.works}
-                & {work.pretrained for work in stage.works} - {None}
-            )
-
-        return [
-            other
-            for other in self.stages
-            if tells_of(other) or any(is_read(place_of(work.writes)) for work in other.works)
         ]
+        exported = {work.pretrained for work in stage.works if stage.kind == "export"} - {None}
+        found = []
+        for other in self.stages:
+            # an input may be in a place: RUN/checkpoints/step-..., RUN/seed-0
+            places = [place_of(work.writes) for work in other.works]
+            is_read = any(path.is_relative_to(place) for path in read for place in places)
+            is_judge = other.kind != "export" and exported & {
+                work.pretrained for work in other.works
+            }
+            if is_read or is_judge:
+                found.append(other)
+        return found
 
     def missing(self) -> list[UserError]:
         """Return an error for each input of unfinished members that is neither present nor written
@@ -310,50 +283,36 @@ class Plan:
 
     def stage(self, name: str) -> Stage:
         grids = {stage.name: stage for stage in self.stages if stage.entry.is_grid}
-        if name in grids:
-            return grids[name]
-        raise SettingsError(
-            self.path,
-            f"it has no grid {name!r}",
-            nearest(name, list(grids)) if grids else "name a stage with a grid",
-            code="unknown-name",
-        )
-
-    @property
-    def files(self) -> list[str]:
-        """That its members come from, besides itself."""
-        return sorted({work.config for stage in self.stages for work in stage.works})
+        if name not in grids:
+            fix = nearest(name, list(grids)) if grids else "choose a plan with a grid"
+            raise SettingsError(self.path, f"it has no grid {name!r}", fix, code="unknown-name")
+        return grids[name]
 
 
 def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None) -> Plan:
-    """Read a plan, or its `demo:` section. With a snapshot, it and its members read the files as
-    they were at the submission."""
+    """Read a plan, or its `demo:` section. With a snapshot, read all files as they were at the
+    submission."""
     try:
         complete = load_settings(PlanSettings, path=kept(path, snapshot), overrides=[])
-        settings: Sections = complete
+        sections: Sections = complete
         if is_demo:
             if complete.demo is None:
-                raise SettingsError(
-                    "demo",
-                    "the plan has no such section",
-                    "run it without --demo",
-                    code="missing-value",
-                )
-            settings = complete.demo
-        empty = Plan(path, (), settings.figure or complete.figure, is_demo)
-        stages: list[Stage] = []
+                problem, fix = "the plan has no such section", "run it without --demo"
+                raise SettingsError("demo", problem, fix, code="missing-value")
+            sections = complete.demo
+        plan = Plan(path, (), sections.figure or complete.figure, is_demo)
         for kind, command in COMMANDS.items():
-            entries: tuple[Entry, ...] = getattr(settings, command.section)
-            before = tuple(stages)
+            entries: tuple[Entry, ...] = getattr(sections, command.section)
+            stages = []
             for number, entry in enumerate(entries, start=1):
                 name = command.section if len(entries) == 1 else f"{command.section}/{number}"
                 try:
-                    configs = [kept(config, snapshot) for config in entry.config]
-                    members = _members(entry, kind, name, empty.name, before, configs)
-                    stages.append(Stage(name, entry, kind, tuple(members)))
+                    members = _members(entry, kind, name, plan, snapshot)
                 except SettingsError as error:
                     raise in_file(name, error) from None
-        return replace(empty, stages=tuple(stages))
+                stages.append(Stage(name, entry, kind, tuple(members)))
+            plan = replace(plan, stages=(*plan.stages, *stages))
+        return plan
     except SettingsError as error:
         raise in_file(path, error) from None
 
@@ -366,8 +325,19 @@ def load_checked(path: str, *, is_demo: bool = False) -> Plan:
     return plan
 
 
+def check_figure(plan: Plan) -> None:
+    """Check the `figure:` by its own program, as far as it is installed on this machine."""
+    if plan.figure is None:
+        return
+    command = [sys.executable, "-m", "analysis", "figure", *plan.words, "--check"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if checked.returncode == BAD_INPUT:
+        problem = checked.stderr.strip().removeprefix("analysis: ")
+        raise SettingsError(f"{plan.path}: figure", problem, "correct it", code="bad-value")
+
+
 def compressed(indices: Iterable[int]) -> str:
-    """As sbatch's --array takes them: 0-3,7,9-10"""
+    """Return numbers as in sbatch's --array: 0-3,7,9-10"""
     spans: list[list[int]] = []
     for index in indices:
         first = spans.pop()[:1] if spans and spans[-1][-1] == index - 1 else []
@@ -428,114 +398,76 @@ def _unavailable(work: Work, plan: Plan) -> UserError | None:
 
 
 def _members(
-    entry: Entry, kind: Kind, stage: str, plan: str, before: tuple[Stage, ...], configs: list[str]
-) -> Iterable[Member]:
+    entry: Entry, kind: Kind, stage: str, plan: Plan, snapshot: Path | None
+) -> list[Member]:
     if kind == "build" and (entry.is_grid or entry.run_dir or entry.gpus is not None):
-        raise SettingsError(
-            "prepare",
-            "grid, seeds, run_dir and gpus are not supported for datasets",
-            "write an entry for each dataset",
-            code="unsupported",
-        )
-    axes = _axes(entry, kind, before)
+        problem = "grid, seeds, run_dir and gpus are not supported for datasets"
+        fix = "write an entry for each dataset"
+        raise SettingsError("prepare", problem, fix, code="unsupported")
+    axes, members = _axes(entry, kind, plan.stages), []
+    configs = {Path(config).stem: kept(config, snapshot) for config in entry.config}
     for index, choices in enumerate(itertools.product(*axes.values())):
-        values = {axis: each.label for axis, each in zip(axes, choices, strict=True)}
-        labels = {"name": plan} | values
-        record = {"plan": plan, "stage": stage, "member": str(index), "labels": values}
-        recorded = (
-            () if kind == "build" else (f"record={json.dumps(record, separators=(',', ':'))}",)
-        )
-        own = tuple(override for each in choices for override in each.overrides)
-        defaults = tuple(override for each in choices for override in each.defaults)
-        place = (
-            ()
-            if entry.run_dir is None
-            else (_override(COMMANDS[kind].place, _filled(entry.run_dir, labels)),)
-        )
-        config = configs[[choice.label for choice in axes["config"]].index(choices[0].label)]
-        yield Member(
-            index,
-            Work(kind, config, (*defaults, *entry.overrides, *own, *place, *recorded)),
-            own,
-            labels,
-        )
+        labels = {axis: each.label for axis, each in zip(axes, choices, strict=True)}
+        own = [override for each in choices for override in each.overrides]
+        overrides = [override for each in choices for override in each.defaults]
+        overrides += [*entry.overrides, *own]
+        if entry.run_dir is not None:
+            place = _fill(entry.run_dir, {"name": plan.name} | labels)
+            overrides.append(_override(COMMANDS[kind].place, place))
+        if kind != "build":
+            record = {"plan": plan.name, "stage": stage, "member": str(index), "labels": labels}
+            overrides.append(f"record={json.dumps(record, separators=(',', ':'))}")
+        work = Work(kind, configs[labels["config"]], tuple(overrides))
+        members.append(Member(index, work, tuple(own), {"name": plan.name} | labels))
+    return members
 
 
 def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list[Choice]]:
     axes = {"config": [Choice(Path(config).stem) for config in entry.config]}
-    axes |= {
-        axis: _of_each(axis, entry, kind, before)
-        for axis in _EACH
-        if getattr(entry, f"each_{axis}")
-    }
+    for axis in _EACH:
+        if getattr(entry, f"each_{axis}"):
+            axes[axis] = _axis_of_runs(axis, entry, kind, before)
     axes |= {name: _axis(name, given) for name, given in entry.grid.items()}
     if entry.seeds is not None:
-        if not COMMANDS[kind].seed:
-            raise SettingsError(
-                "seeds",
-                f"{COMMANDS[kind].section} uses no random numbers",
-                "omit them",
-                code="unsupported",
-            )
-        axes["seed"] = [
-            Choice(str(seed), (f"{COMMANDS[kind].seed}={seed}",)) for seed in entry.seeds
-        ]
+        setting = COMMANDS[kind].seed
+        if not setting:
+            problem = f"{COMMANDS[kind].section} uses no random numbers"
+            raise SettingsError("seeds", problem, "omit them", code="unsupported")
+        axes["seed"] = [Choice(str(seed), (f"{setting}={seed}",)) for seed in entry.seeds]
     for name, choices in axes.items():
         labels = [choice.label for choice in choices]
-        for label in labels:
-            if labels.count(label) > 1:
-                raise SettingsError(
-                    name,
-                    f"two of its values have the label {label!r}",
-                    "write cases with own names",
-                    code="conflict",
-                )
+        if twice := next((label for label in labels if labels.count(label) > 1), None):
+            problem = f"two of its values have the label {twice!r}"
+            raise SettingsError(name, problem, "write cases with own names", code="conflict")
     return axes
 
 
-def _of_each(axis: str, entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> list[Choice]:
+def _axis_of_runs(axis: str, entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> list[Choice]:
+    """Return the runs of a section, for each_pretrained or each_finetuned."""
     works = [work for stage in before if stage.kind == _EACH[axis] for work in stage.works]
     if not COMMANDS[kind].reads_checkpoint or not works:
-        section = COMMANDS[_EACH[axis]].section
-        readers = [
-            each.section
-            for each in list(COMMANDS.values())[list(COMMANDS).index(_EACH[axis]) + 1 :]
-            if each.reads_checkpoint
-        ]
-        raise SettingsError(
-            f"each_{axis}",
-            f"it needs a section {section!r} and one of {', '.join(readers)}",
-            "add the section, or omit it",
-            code="conflict",
-        )
+        later = list(COMMANDS.values())[list(COMMANDS).index(_EACH[axis]) + 1 :]
+        readers = ", ".join(each.section for each in later if each.reads_checkpoint)
+        problem = f"it needs a section {COMMANDS[_EACH[axis]].section!r} and one of {readers}"
+        fix = "add the section, or omit it"
+        raise SettingsError(f"each_{axis}", problem, fix, code="conflict")
     for work in works:
         if not work.runs:
-            raise SettingsError(
-                f"each_{axis}",
-                f"{work.writes} has a run for each fold of its dataset",
-                "list these runs in a grid",
-                code="unsupported",
-            )
-    above, found = (
-        os.path.commonpath([Path(run).parent for work in works for run in work.runs]),
-        list[Choice](),
-    )
+            problem = f"{work.writes} has a run for each fold of its dataset"
+            fix = "list these runs in a grid"
+            raise SettingsError(f"each_{axis}", problem, fix, code="unsupported")
+    above = os.path.commonpath([Path(run).parent for work in works for run in work.runs])
+    lengths = [f"@{length.replace(' ', '')}" for length in entry.checkpoints] or [""]
+    found = []
     for work in works:
-        data = work.settings.data  # type: ignore[attr-defined]
-        judged = (
-            _override("data.dataset", data.dataset),
-            *([_override("data.split", data.eval_split)] if data.eval_split else []),
-        )
-        for run in work.runs:
-            for at in [f"@{length.replace(' ', '')}" for length in entry.checkpoints] or [""]:
-                label = _label(axis, f"{os.path.relpath(run, above or '.')}{at}")
-                found.append(
-                    Choice(
-                        label,
-                        (_override("pretrained", f"{run}{at}"),),
-                        judged if kind == "evaluate" else (),
-                    )
-                )
+        data, defaults = work.settings.data, list[str]()  # type: ignore[attr-defined]
+        if kind == "evaluate":
+            defaults.append(_override("data.dataset", data.dataset))
+            defaults += [_override("data.split", data.eval_split)] if data.eval_split else []
+        for run, at in itertools.product(work.runs, lengths):
+            label = _label(axis, f"{os.path.relpath(run, above or '.')}{at}")
+            own = (_override("pretrained", f"{run}{at}"),)
+            found.append(Choice(label, own, tuple(defaults)))
     return found
 
 
@@ -547,48 +479,32 @@ def _axis(name: str, given: Any) -> list[Choice]:
             Choice(case, tuple(_override(key, value) for key, value in changes.items()))
             for case, changes in given.items()
         ]
-    raise SettingsError(
-        f"grid.{name}",
-        f"{given!r} is not an axis",
-        "give a list of values, or cases, for example {small: {model.width: 64}}",
-        code="bad-value",
-    )
+    fix = "give a list of values, or cases, for example {small: {model.width: 64}}"
+    raise SettingsError(f"grid.{name}", f"{given!r} is not an axis", fix, code="bad-value")
 
 
 def _label(name: str, value: Any) -> str:
-    """Of a plain value: 1e-05, 50-epochs, mlp_b6_wi256."""
+    """Return the label of a plain value: 1e-05, 50-epochs, mlp_b6_wi256."""
     text = value if isinstance(value, str) else json.dumps(value)
     label = re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-")
     if isinstance(value, list | dict) or not label:
-        raise SettingsError(
-            f"grid.{name}",
-            f"{text} has no short label",
-            f"write cases: {{some_name: {{{name}: {text}}}}}",
-            code="bad-value",
-        )
+        fix = f"write cases: {{some_name: {{{name}: {text}}}}}"
+        raise SettingsError(f"grid.{name}", f"{text} has no short label", fix, code="bad-value")
     return label
 
 
 def _override(key: str, value: Any) -> str:
-    """Text that reads back to the same value."""
+    """Return text that reads back to the same value."""
+    tree: dict[str, Any] = {}
     if isinstance(value, str):
-        tree: dict[str, Any] = {}
-        try:
+        with suppress(SettingsError):
             apply_override(tree, f"value={value}")
-        except SettingsError:
-            return f"{key}={json.dumps(value)}"
-        if tree == {"value": value}:
-            return f"{key}={value}"
-    return f"{key}={json.dumps(value)}"
+    return f"{key}={value}" if tree == {"value": value} else f"{key}={json.dumps(value)}"
 
 
-def _filled(template: str, labels: dict[str, str]) -> str:
+def _fill(template: str, labels: Mapping[str, str]) -> str:
     for name in re.findall(r"\{([^{}]*)\}", template):
         if name not in labels:
-            raise SettingsError(
-                "run_dir",
-                f"the entry has no axis {name!r}",
-                nearest(name, list(labels)),
-                code="unknown-name",
-            )
+            problem, fix = f"the entry has no axis {name!r}", nearest(name, list(labels))
+            raise SettingsError("run_dir", problem, fix, code="unknown-name")
     return re.sub(r"\{([^{}]*)\}", lambda found: labels[found[1]], template)

@@ -20,7 +20,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -30,6 +29,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from pydantic import BaseModel
 
+from data_prep import __version__
 from data_prep.errors import Code, SettingsError
 from data_prep.settings import (
     ALIASES,
@@ -50,47 +50,34 @@ class Explained:
     meaning: str
     type: str
     default: str | None
-    """None: it must be given."""
+    """None: it is required."""
     example: str = ""
     short: tuple[str, ...] = ()
     """Words of the command line that stand for the key."""
     words: tuple[str, ...] = ()
-    """All that it may be, where these are words."""
+    """All its values, if these are words."""
     kind: str = ""
-    """Of the section that it is in, where the key alone does not say which."""
+    """The kind of its section, if the key does not tell."""
     section: str = ""
-    """What its section is."""
+    """The meaning of its section."""
 
     def is_meant_by(self, word: str) -> bool:
-        """One of its names, or the section that it is in."""
+        """Return True for one of its names, or for the name of its section."""
         names = (self.key, *self.short, *(option.lstrip("-") for option in self.key.split(", ")))
         return word in names or self.key.startswith(f"{word}.") or self.key.endswith(f".{word}")
 
     def lines(self, width: int) -> Iterator[str]:
-        kind = f" (kind: {self.kind})" if self.kind else ""
-        yield f"{self.key}{kind}"
-        default = "none; it must be given" if self.default is None else self.default
-        for label, text in {
-            "": self.meaning,
-            "type": self.type,
-            "default": default,
-            "example": self.example,
-        }.items():
+        yield self.key + (f" (kind: {self.kind})" if self.kind else "")
+        default = "none; it is required" if self.default is None else self.default
+        parts = {"": self.meaning, "type": self.type, "default": default, "example": self.example}
+        for label, text in parts.items():
             head = f"    {label + ':':9}" if label else "    "
-            if text:
-                yield from textwrap.wrap(
-                    text,
-                    width,
-                    initial_indent=head,
-                    subsequent_indent=" " * len(head),
-                    **_WHOLE_WORDS,
-                )
+            wrapper = textwrap.TextWrapper(width, head, " " * len(head))
+            wrapper.break_long_words = wrapper.break_on_hyphens = False
+            yield from wrapper.wrap(text)
 
-
-_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 # ---- the parser of a program
-# --------------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -172,7 +159,10 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
     """Return a parser with --version, `explain`, completion, and examples and defaults in every
     help."""
     parser = Parser(prog=name, description=description)
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
+    version = f"{name} of wide-mlps {__version__}"
+    parser.add_argument(
+        "--version", action="version", version=version, help="print the version and stop"
+    )
     verbs = Verbs(parser)
     add_verbs(verbs)
     known = dict(verbs.choices)
@@ -252,14 +242,6 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        print(f"{parser.prog} of wide-mlps {version('wide-mlps')}")
-        parser.exit()
-
-
 def _names_default(action: argparse.Action) -> bool:
     """Return True if there is no default, or the help mentions it."""
     none = action.default is False or action.default in (None, "", [], {}, argparse.SUPPRESS)
@@ -280,7 +262,6 @@ def completions(verb: argparse.ArgumentParser, prefix: str, **_: object) -> list
 
 
 # ---- options and settings of a command
-# --------------------------------------------------------------------------------------------------
 
 
 def schema_of(verb: argparse.ArgumentParser, *, resolve: bool = True) -> Any:
@@ -290,30 +271,21 @@ def schema_of(verb: argparse.ArgumentParser, *, resolve: bool = True) -> Any:
 
 
 def options_of(verb: argparse.ArgumentParser) -> list[Explained]:
-    """What its parser reads, but for --help."""
+    """Return the options and arguments of its parser, except --help."""
     found = []
     for action in verb._actions:
         if action.dest in ("help", "overrides") or action.help == argparse.SUPPRESS:
             continue
+        returned: Any = getattr(action.type, "__annotations__", {}).get("return", action.type)
+        kind = {int: "whole number", float: "number", Path: "path"}.get(returned, "text")
+        if action.choices and action.dest != "verb":
+            kind = _listed(map(str, action.choices))
+        elif action.nargs == 0:
+            kind = "given or not"
+        key = ", ".join(action.option_strings) or str(action.metavar or action.dest)
         meaning = (action.help or "") % {**vars(action), "prog": verb.prog}
-        made: Any = getattr(action.type, "__annotations__", {}).get("return", action.type)
-        kind = (
-            {int: "whole number", float: "number", Path: "path"}.get(made, "text")
-            if action.nargs != 0
-            else "given or not"
-        )
-        kind = (
-            _listed(map(str, action.choices)) if action.choices and action.dest != "verb" else kind
-        )
         default = None if action.required else "" if _names_default(action) else str(action.default)
-        found.append(
-            Explained(
-                ", ".join(action.option_strings) or str(action.metavar or action.dest),
-                meaning,
-                kind,
-                default,
-            )
-        )
+        found.append(Explained(key, meaning, kind, default))
     return found
 
 
@@ -377,8 +349,7 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
 
 
 def _needs_of(schema: type[BaseModel]) -> dict[str, str | None]:
-    """{key of a setting or a section: words that its example needs}; the schema itself decides over
-    its sections."""
+    """Return {key of a setting or a section: words that its example needs}; outer sections win."""
     found: dict[str, str | None] = {}
     for prefix, section in sections_of(schema):
         for each in section.__mro__:
@@ -399,20 +370,15 @@ def docstrings(section: type[BaseModel]) -> dict[str, str]:
 
 @cache
 def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
-    """{class: {field: text}}. Pydantic's own `use_attribute_docstrings` costs every command 60
+    """Return {class: {field: text}}. Pydantic's `use_attribute_docstrings` costs every command 60
     ms."""
     found: dict[str, dict[str, str]] = {}
-    body = ast.parse(inspect.getsource(sys.modules[module])).body
-    for node in (each for each in body if isinstance(each, ast.ClassDef)):
+    classes = ast.parse(inspect.getsource(sys.modules[module])).body
+    for node in [each for each in classes if isinstance(each, ast.ClassDef)]:
         for field, text in pairwise(node.body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-            ):
-                found.setdefault(node.name, {})[ast.unparse(field.target)] = " ".join(
-                    str(text.value.value).split()
-                )
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                words = " ".join(str(ast.literal_eval(text.value)).split())
+                found.setdefault(node.name, {})[ast.unparse(field.target)] = words
     return found
 
 
@@ -470,7 +436,6 @@ def json_schema(schema: type[BaseModel]) -> str:
 
 
 # ---- the command
-# --------------------------------------------------------------------------------------------------
 
 
 def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
@@ -478,29 +443,22 @@ def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
     schema = schema_of(verb)
     if options.json_schema:
         if schema is None:
-            raise SettingsError(
-                "--json-schema",
-                f"{options.verb} has no settings",
-                f"see {verb.prog} --help",
-                code="conflict",
-            )
+            problem, fix = f"{options.verb} has no settings", f"see {verb.prog} --help"
+            raise SettingsError("--json-schema", problem, fix, code="conflict")
         print(json_schema(schema), end="")
         return 0
-    chosen = known = [*options_of(verb), *settings_of(verb)]
-    if key is not None:
-        chosen = [each for each in known if each.is_meant_by(key.partition("=")[0])]
-        if not chosen:
-            raise _unknown(options.verb, key, known)
-    width = min(shutil.get_terminal_size((110, 24)).columns, 110)
+    known = [*options_of(verb), *settings_of(verb)]
+    chosen = [each for each in known if key is None or each.is_meant_by(key.partition("=")[0])]
+    if not chosen:
+        raise _unknown(options.verb, key, known)
+    width, about = min(shutil.get_terminal_size((110, 24)).columns, 110), ""
     if key is None:
         print(verb.format_usage())
-    with suppress(BrokenPipeError):  # of `head` or a pager that was left
-        about = ""
-        for each in chosen:
-            if key is None and each.section not in ("", about):
-                print(f"---- {each.section}\n")
-            about = each.section
-            print("\n".join(each.lines(width)), end="\n\n", flush=True)
+    for each in chosen:
+        if key is None and each.section not in ("", about):
+            print(f"---- {each.section}\n")
+        about = each.section
+        print("\n".join(each.lines(width)), end="\n\n")
     return 0
 
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from data_prep.clients import KINDS, SCHEMES
-from data_prep.errors import UserError
+from data_prep.errors import Code, UserError
 from data_prep.limits import cause_of
 from data_prep.publish import hash_of_json, sealed, sha256_of, unsealed, write_json
 from data_prep.settings import Settings, near_path, nearest
@@ -43,15 +43,14 @@ MANIFEST_NAME = "manifest.json"
 REJECTED_NAME = "rejected.jsonl"
 INDEX_DTYPE = np.dtype("<i8")
 PARTS = "wide-mlps-parts"
-"""What is kept of an unfinished dataset, beside its shards; the name is the mark of ours
-(build/parts.py), and no user's."""
+"""Folder of an unfinished dataset's records; its name marks the dataset as ours (parts.py)."""
 PICTURES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif"),
     *(".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm"),
 )
-"""The endings of what is read as a picture."""
+"""Endings of images."""
 NUM_LOOKED_AT = 2000
-"""Files, before a folder is taken to hold no pictures."""
+"""Files, before a folder counts as without images."""
 CHANGED = "it is not what the manifest says"
 
 Encoding = Literal["raw", "jpeg", "keep"]
@@ -60,22 +59,21 @@ Filter = Literal["bicubic", "bilinear", "area"]
 
 
 class DatasetError(UserError):
-    """A dataset that is missing, unfinished or damaged; the text names the file and the remedy."""
+    """A dataset that is missing, unfinished or damaged."""
 
 
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
-"""What names files: a manifest of others must not lead out of its directory."""
+"""A name of files: a manifest of others must not lead out of its directory."""
 
 
 class Shard(Settings):
     name: Word
-    """Of the index and the paths in the dataset directory, without their endings; unique in the
-    dataset."""
+    """Stem of the index and of the paths in the dataset directory; unique in the dataset."""
     file: str
-    """The tar: relative to the dataset directory, or a URL of a web server or a store."""
+    """The tar: relative to the dataset directory, or a URL."""
     num_samples: int
     num_bytes: int
-    """Of the whole tar."""
+    """Size of the tar."""
     sha256: str
     index_sha256: str
     paths_sha256: str
@@ -83,16 +81,9 @@ class Shard(Settings):
     @field_validator("file")
     @classmethod
     def _no_other_schemes(cls, value: str) -> str:
-        """What is fetched for a manifest of others comes from a web server or an object store, or
-        lies on this disk."""
-        if "\0" in value:
-            raise ValueError(f"{value!r} is no path")
-        if value.startswith("pipe:"):
-            raise ValueError(
-                f"{value!r} is neither a path nor a URL: a command is run from a config or a"
-                " command line alone"
-            )
-        if "://" in value and value.partition("://")[0] not in KINDS:
+        """A manifest of others may name files, web servers and buckets, but no commands."""
+        is_unknown = "://" in value and value.partition("://")[0] not in KINDS
+        if "\0" in value or value.startswith("pipe:") or is_unknown:
             raise ValueError(f"{value!r} is neither a path nor a URL of {SCHEMES}")
         return value
 
@@ -110,7 +101,7 @@ class Shard(Settings):
 
 
 class Annotation(Settings):
-    """A fact of every sample of a split as bits: membership of folds, several true labels."""
+    """Bits of every sample of a split: its folds, or several true labels."""
 
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.npy$")]
     sha256: str
@@ -139,14 +130,14 @@ class Split(Settings):
 
 
 def baselines(num_classes: int, largest_class: float | None) -> str:
-    """The accuracies without a model, in words: of a random class, and of the largest class if
-    classes are unequal."""
+    """Return the accuracies of a random class and, if classes are unequal, of the largest class, in
+    words."""
     largest = f", largest class {100 * largest_class:.3g} %" if largest_class else ""
     return f"chance {100 / num_classes:.3g} %{largest}"
 
 
 def accuracy(top1: float, class_mean: float | None) -> str:
-    """Top-1 in words; with its mean over classes, if classes are unequal."""
+    """Return top-1 in words, with its mean over classes if classes are unequal."""
     return f"top-1 {100 * top1:.1f} %" + (
         f", class mean {100 * class_mean:.1f} %" if class_mean is not None else ""
     )
@@ -156,18 +147,17 @@ class Manifest(Settings):
     schema_version: Literal[3] = 3
     tool_version: str
     decoder: str = ""
-    """The libraries that made the pixels: others make slightly different ones."""
+    """Libraries that made the pixels: others make slightly different ones."""
     name: str
     source: dict[str, Any]
     config: dict[str, Any] = Field(default_factory=dict)
-    """What decides the bytes, besides the files of the source; {} of a subset."""
+    """Settings that decide the bytes; {} for a subset."""
     seed: int
     encoding: Encoding
     image_size: int
     crop: CropPolicy = "center"
     interpolation: Filter = "bicubic"
-    """How pictures that were not squares of `image_size` became such; with encoding keep it is
-    readers who do it."""
+    """How images became squares of `image_size`; with encoding keep, readers do it."""
     classes: tuple[str, ...]
     splits: dict[Word, Split]
     channel_mean: tuple[float, float, float]
@@ -176,30 +166,25 @@ class Manifest(Settings):
     num_written: int
     num_rejected: int
     num_left_out: dict[str, int] = Field(default_factory=dict)
-    """Inputs that the config leaves out before anything is read, by reason (classes, excluded)."""
+    """Inputs that the config skips before anything is read, by reason (classes, excluded)."""
     num_held_out: int = 0
-    """Inputs of the archive's `train` that became `val`: it has none of its own, or its own is left
-    alone."""
+    """Inputs of the archive's `train` that became `val`."""
     max_reject_share: float = 1.0
-    """The share of inputs that may be rejected; past it `build`, `index` and `merge` end with 1,
-    whenever they are called."""
+    """Fraction of inputs that may be rejected; above it `build`, `index` and `merge` fail."""
     rejected_sha256: str
-    """Of rejected.jsonl."""
     plan_hash: str
-    """Of the build's config, the dataset's name in it, and the listing of its inputs: the same plan
-    makes the same bytes."""
+    """Hash of the config and of the listing of the inputs: the same plan makes the same bytes."""
 
-    # these are not cached: pydantic's model_copy would carry them over to what has another content
+    # not cached: model_copy would carry a hash over to another content
 
     @property
     def hash(self) -> str:
-        """Of all that stands here: names and places, too."""
+        """Hash of the complete manifest, also of names and places."""
         return hash_of_json(self.model_dump(mode="json"))
 
     @property
     def content_hash(self) -> str:
-        """Of the samples and their order alone: the same bytes at another place, under another
-        name, made or indexed by another version of this tool, have the same."""
+        """Hash of the samples and their order only, wherever they are and whatever made them."""
         splits = {
             name: {
                 "shards": [[shard.sha256, shard.index_sha256] for shard in split.shards],
@@ -213,7 +198,7 @@ class Manifest(Settings):
 
     @property
     def pixels_hash(self) -> str:
-        """Of the content, and of what readers make of it."""
+        """Hash of the content and of what readers make of it."""
         reading = self.model_dump(
             mode="json",
             include={"image_size", "crop", "interpolation", "channel_mean", "channel_std"},
@@ -223,102 +208,83 @@ class Manifest(Settings):
     def labelled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
         split = self.split(name, directory=directory)
         if split.num_unlabelled:
-            raise DatasetError(
-                f"{directory}: {split.num_unlabelled:,} of {split.num_samples:,} samples of split"
-                f" {name!r} have no label; choose a split with labels"
-            )
+            counts = f"{split.num_unlabelled:,} of {split.num_samples:,}"
+            problem = f"{counts} samples of split {name!r} have no label"
+            fix = "choose a split with labels"
+            raise DatasetError(str(directory), problem, fix, code="mismatch")
         return split
 
     def split(self, name: str, *, directory: Path | str = "dataset") -> Split:
         if name not in self.splits:
+            fix = nearest(name, list(self.splits))
             if name == "val" and "val_share" in self.source:
-                known = ", ".join(self.splits)
-                raise DatasetError(
-                    f"{directory}: has no split 'val'; known: {known}; build it elsewhere with"
-                    " source.val_share=0.1"
-                )
-            raise DatasetError(
-                f"{directory}: has no split {name!r}; {nearest(name, list(self.splits))}"
-            )
+                fix = f"{fix}, or build it elsewhere with source.val_share=0.1"
+            problem = f"it has no split {name!r}"
+            raise DatasetError(str(directory), problem, fix, code="unknown-name")
         return self.splits[name]
 
 
 def load_manifest(directory: Path | str) -> Manifest:
-    """The manifest of a finished dataset; every other state of `directory` is one clear error."""
+    """Return the manifest of a finished dataset."""
     path = Path(directory) / MANIFEST_NAME
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise DatasetError(f"{path.parent}: {_no_dataset(path.parent)}") from None
+        raise _no_dataset(path.parent) from None
     except OSError as error:
-        raise DatasetError(
-            f"{path}: cannot be read ({cause_of(error)}); mend that, or rebuild the dataset"
-        ) from None
+        fix = "correct this, or rebuild the dataset"
+        raise DatasetError(str(path), cause_of(error), fix, code="unreadable") from None
     return parse_manifest(data, path)
 
 
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
-    """`path` stands for where it lies."""
+    """`path` is its place in messages."""
     try:
         tree = json.loads(data)
         version = tree.get("schema_version")
         if version == SCHEMA_VERSION:
             return Manifest.model_validate_json(json.dumps(unsealed(tree)))
     except (ValueError, AttributeError, RecursionError) as error:
-        why = str(error).splitlines()[0]
-        raise DatasetError(
-            f"{path}: is damaged, or no manifest ({why}); copy it again from where it is whole, or"
-            " rebuild the dataset"
-        ) from None
-    raise DatasetError(
-        f"{path}: schema version {version!r}, this tool reads {SCHEMA_VERSION}; rebuild it, or use"
-        " the tool that wrote it"
-    )
+        problem = f"it is damaged, or no manifest ({str(error).splitlines()[0]})"
+        fix = "copy it again from an intact copy, or rebuild the dataset"
+        raise DatasetError(str(path), problem, fix, code="damaged") from None
+    problem = f"it has schema version {version!r}, and this tool reads {SCHEMA_VERSION}"
+    fix = "rebuild it, or use the tool that wrote it"
+    raise DatasetError(str(path), problem, fix, code="unsupported")
 
 
-def _no_dataset(place: Path) -> str:
-    """What stands in the place of a dataset, and what makes one of it."""
+def _no_dataset(place: Path) -> DatasetError:
+    """Return the error of a path that is no dataset, with the command that makes one of it."""
+    code: Code = "unknown-format"
     if not place.exists():
+        problem, code = "no such dataset directory exists", "missing-path"
         near = near_path(place, of="/" + MANIFEST_NAME)
-        return (
-            f"no such dataset directory; {near or f'make it with data_prep build ... out={place}'}"
-        )
-    if place.is_file():
-        if place.name == MANIFEST_NAME:
-            return f"is a file of a dataset; name its directory, {place.parent}"
-        return "is a file, and a dataset is a directory; " + (
-            f"make one of the shard with data_prep index --train {place} --out DATASET"
-            if place.suffix == ".tar"
-            else "name that"
-        )
-    if (place / PARTS).is_dir() or (place / REJECTED_NAME).exists():
-        return (
-            f"has no {MANIFEST_NAME}, so it is unfinished; run its data_prep build again, it goes"
-            " on from there"
-        )
-    if (place / "config.yaml").is_file() or (place / "model.safetensors").is_file():
-        return (
-            "is a run, or its weights, and no dataset; name the directory that data_prep build or"
-            " index has written"
-        )
-    if datasets := sorted(place.glob(f"*/{MANIFEST_NAME}")):
-        return f"is no dataset itself; name one that is in it, such as {datasets[0].parent}"
-    endings = {path.suffix.lower() for path in itertools.islice(place.rglob("*"), NUM_LOOKED_AT)}
-    if ".tar" in endings:
-        return (
-            "holds shards without an index; make a dataset of them with data_prep index --train"
-            f" '{place}/*.tar' --out DATASET"
-        )
-    if endings.intersection(PICTURES):
-        build = f"data_prep build --source folder --out DATASET source.path={place}"
-        return (
-            f"is a folder of pictures, no dataset yet; pretrain start {place} makes one and a"
-            f" config, {build} makes it alone"
-        )
-    return (
-        f"holds no {MANIFEST_NAME}, no shards and no pictures; name the directory that data_prep"
-        " build or index has written"
-    )
+        fix = near or f"make it with data_prep build ... out={place}"
+    elif place.is_file():
+        problem, fix = "it is a file, and a dataset is a directory", f"choose {place.parent}"
+        if place.suffix == ".tar":
+            fix = f"run data_prep index --train {place} --out DATASET"
+    elif (place / PARTS).is_dir() or (place / REJECTED_NAME).exists():
+        problem, code = f"it has no {MANIFEST_NAME}, so it is unfinished", "unfinished"
+        fix = "run its data_prep build again, which continues"
+    elif (place / "config.yaml").is_file() or (place / "model.safetensors").is_file():
+        problem, code = "it is a run, or its weights, and no dataset", "wrong-command"
+        fix = "choose a directory that data_prep build or index has written"
+    elif datasets := sorted(place.glob(f"*/{MANIFEST_NAME}")):
+        problem, fix = "it is no dataset, but it holds some", f"choose {datasets[0].parent}"
+    else:
+        files = itertools.islice(place.rglob("*"), NUM_LOOKED_AT)
+        endings = {path.suffix.lower() for path in files}
+        problem, code = f"it holds no {MANIFEST_NAME}, no shards and no images", "empty"
+        fix = "choose a directory that data_prep build or index has written"
+        if ".tar" in endings:
+            problem, code = "it holds shards, but they are not indexed", "unknown-format"
+            fix = f"run data_prep index --train '{place}/*.tar' --out DATASET"
+        elif endings.intersection(PICTURES):
+            problem, code = "it is a folder of images, and no dataset yet", "unknown-format"
+            fix = f"run pretrain start {place}"
+            fix += f", or data_prep build --source folder --out DATASET source.path={place}"
+    return DatasetError(str(place), problem, fix, code=code)
 
 
 def save_manifest(directory: Path, manifest: Manifest) -> None:
@@ -326,83 +292,70 @@ def save_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def load_paths(directory: Path | str, shard: Shard) -> list[str]:
-    """Where each sample of a shard came from, in the order of its index."""
+    """Return the origin of each sample of a shard, in the order of its index."""
     return _lines(directory, shard.paths_file, sha256=shard.paths_sha256, count=shard.num_samples)
 
 
 def load_rejected(directory: Path | str, manifest: Manifest) -> list[dict[str, str]]:
-    """What was not written, and why."""
+    """Return key, path and reason of each rejected input."""
     return _lines(
         directory, REJECTED_NAME, sha256=manifest.rejected_sha256, count=manifest.num_rejected
     )
 
 
 def _lines(directory: Path | str, file: str, *, sha256: str, count: int) -> list[Any]:
-    path = Path(directory) / file
-    with _reading(directory, path):
+    with _reading(directory, file) as path:
         data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != sha256:
+        lines = data.splitlines()
+        if hashlib.sha256(data).hexdigest() != sha256 or len(lines) != count:
             raise ValueError(CHANGED)
-        lines = [json.loads(line) for line in data.splitlines()]
-    if len(lines) != count:
-        raise DatasetError(
-            f"{path}: {len(lines)} lines, {count} expected; run data_prep verify {directory}"
-        )
-    return lines
+        return [json.loads(line) for line in lines]
 
 
 def load_annotation(directory: Path | str, split: Split, name: str) -> NDArray[np.bool_]:
-    """The (num_samples, num_columns) bits of an annotation."""
+    """Return the (num_samples, num_columns) bits of an annotation."""
     if name not in split.annotations:
-        raise DatasetError(
-            f"{directory}: no annotation {name!r}; {nearest(name, list(split.annotations))}"
-        )
+        fix = nearest(name, list(split.annotations))
+        problem = f"it has no annotation {name!r}"
+        raise DatasetError(str(directory), problem, fix, code="unknown-name")
     annotation = split.annotations[name]
-    path = Path(directory) / annotation.file
-    packed = _array(directory, path, sha256=annotation.sha256)
-    if packed.dtype != np.uint8 or packed.shape != (
-        split.num_samples,
-        -(-annotation.num_columns // 8),
-    ):
-        raise DatasetError(
-            f"{path}: is not the annotation of {split.num_samples} samples; rebuild the dataset"
-        )
+    shape = (split.num_samples, -(-annotation.num_columns // 8))
+    packed = _array(directory, annotation.file, annotation.sha256, shape, np.dtype(np.uint8))
     return np.unpackbits(packed, axis=1, count=annotation.num_columns).astype(np.bool_)
 
 
 def load_index(
     directory: Path | str, shard: Shard, *, path: Path | None = None
 ) -> NDArray[np.int64]:
-    """The (num_samples, 3) index of one shard, memory-mapped; of a copy of it at `path`."""
-    path = path or Path(directory) / shard.index_file
-    index = _array(directory, path, sha256=shard.index_sha256)
-    if (
-        index.shape != (shard.num_samples, 3)
-        or index.dtype != INDEX_DTYPE
-        or not index.flags.c_contiguous
-    ):
-        raise DatasetError(
-            f"{path}: index of shape {index.shape}, {(shard.num_samples, 3)} expected, row by row;"
-            f" run data_prep verify {directory}"
-        )
-    return index
+    """Return the (num_samples, 3) index of one shard, memory-mapped. `path`: a copy to read."""
+    shape = (shard.num_samples, 3)
+    return _array(directory, path or shard.index_file, shard.index_sha256, shape, INDEX_DTYPE)
 
 
-def _array(directory: Path | str, path: Path, *, sha256: str) -> NDArray[Any]:
-    """Memory-mapped; numpy parses only what is as it was written."""
-    with _reading(directory, path):
-        if sha256_of(path) != sha256:
+def _array(
+    directory: Path | str,
+    file: Path | str,
+    sha256: str,
+    shape: tuple[int, int],
+    dtype: np.dtype[Any],
+) -> NDArray[Any]:
+    with _reading(directory, file) as path:
+        if sha256_of(path) != sha256:  # numpy parses no other bytes
             raise ValueError(CHANGED)
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+            raise ValueError(f"its shape is {array.shape}, not {shape}")
     return array
 
 
 @contextmanager
-def _reading(directory: Path | str, path: Path) -> Iterator[None]:
+def _reading(directory: Path | str, file: Path | str) -> Iterator[Path]:
+    path = Path(directory) / file
     try:
-        yield
+        yield path
     except (OSError, ValueError) as error:
-        why = cause_of(error) if isinstance(error, OSError) else error
-        raise DatasetError(
-            f"{path}: cannot be read ({why}); run data_prep verify {directory}"
-        ) from None
+        why = cause_of(error) if isinstance(error, OSError) else str(error)
+        code: Code = "damaged" if isinstance(error, ValueError) else "unreadable"
+        code = "missing-path" if isinstance(error, FileNotFoundError) else code
+        fix = f"run data_prep verify {directory}"
+        raise DatasetError(str(path), why, fix, code=code) from None

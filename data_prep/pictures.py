@@ -1,7 +1,7 @@
 """Images that belong to no dataset: files, folders and plain tars.
 
-A folder yields everything that ends or begins like an image, sorted. A tar yields every member that
-ends like one. Nothing is decoded, and a folder is walked lazily: it may hold any number of images.
+A folder yields every file that ends or begins like an image, sorted. A tar yields every member that
+ends like an image. Nothing is decoded, and a folder is walked lazily.
 """
 
 import os
@@ -14,7 +14,7 @@ from data_prep.archives.files import ENDINGS, NOWHERE, walk_images
 from data_prep.errors import UserError
 from data_prep.images import Rejection
 from data_prep.limits import limit_remedy
-from data_prep.tar import TarError, members
+from data_prep.tar import Member, TarError, members
 
 MAX_BYTES: Final = 1 << 30
 _MEMBER: Final = re.compile(
@@ -32,7 +32,7 @@ class Picture(NamedTuple):
     """None: the complete file."""
 
     def read(self) -> bytes:
-        """Raises `Rejection`."""
+        """Return the bytes; raises Rejection."""
         try:
             with open(self.path, "rb") as file:
                 num_bytes = (
@@ -44,18 +44,14 @@ class Picture(NamedTuple):
                 return file.read(num_bytes)
         except OSError as error:
             if limit_remedy(error):
-                raise  # of this process, not of the file
+                raise  # a limit of this process, not a fault of the file
             raise Rejection("not_a_file", error.strerror or str(error)) from None
 
 
 def is_tar(path: Path) -> bool:
     if path.name.lower().endswith(COMPRESSED):
-        raise UserError(
-            str(path),
-            "the file is compressed, so its images cannot be reached one by one",
-            "unpack it, or make a plain .tar of it",
-            code="unsupported",
-        )
+        problem = "the file is compressed, so its images cannot be read one by one"
+        raise UserError(str(path), problem, "unpack it, or make a plain .tar", code="unsupported")
     return path.suffix.lower() == ".tar"
 
 
@@ -67,11 +63,14 @@ def in_folder(folder: Path) -> Iterator[Picture]:
 
 def in_tar(path: Path) -> list[Picture]:
     try:
-        found = [each for each in members(path, ignore_zeros=True) if _MEMBER.search(each.name)]
+        found = [member for member in _all_members(path) if _MEMBER.search(member.name)]
     except (TarError, OSError) as error:
-        raise UserError(
-            str(path), str(error), "copy it again, or leave it out", code="damaged"
-        ) from None
-    return [
-        Picture(f"{path}/{name}", str(path), offset, num_bytes) for name, offset, num_bytes in found
-    ]
+        fix = "copy it again, or leave it out"
+        raise UserError(str(path), str(error), fix, code="damaged") from None
+    return [Picture(f"{path}/{name}", str(path), *place) for name, *place in found]
+
+
+def _all_members(path: Path) -> Iterator[Member]:
+    rest = yield from members(path)
+    if rest is not None:
+        raise TarError(f"has data after its end mark, at byte {rest:,}; write one tar")

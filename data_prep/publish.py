@@ -1,21 +1,19 @@
-"""Files that appear whole or not at all.
+"""Files and directories that appear complete or not at all, and locks of directories.
 
-The protocol, for a file and for a directory alike:
+The protocol:
 
 1. write under a temporary name in the same parent (so that the rename cannot cross file systems);
 2. fsync what was written;
 3. rename over the final name;
 4. fsync the parent, so that the rename itself survives a power cut.
 
-A crash before 3 leaves only a temporary name, which the next writer of the same name takes over. A
-writer locks its temporary name, so a second writer at the same time takes a numbered one, and the
-last to end is published. After a crash, a numbered name stays until `remove_leftovers`.
+A crash before 3 leaves only a temporary name, which `remove_leftovers` removes. Each writer has its
+own temporary name; of several writers of one path, the last one to end is published.
 """
 
 import errno
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -26,131 +24,81 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
+from uuid import uuid4
 
 from data_prep.errors import UserError
 
 TEMPORARY_PREFIX = ".tmp-"
 REPLACED = "replaced-"
-"""After the prefix: a directory that another is about to take the place of."""
+"""After the prefix: a directory that another one is about to replace."""
 HASHED_BYTES = 4 << 20
-"""How much of a file is read at once, to be hashed."""
+"""Bytes of a file that are read at once to be hashed."""
 
 
-def _temporary_of(path: Path, kind: str = "") -> Path:
+def _temporary_of(path: Path, kind: str) -> Path:
     return path.with_name(f"{TEMPORARY_PREFIX}{kind}{path.name}")
 
 
-def _name(error: BaseException, path: Path) -> None:
-    """A full disk does not say which it is."""
-    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-        error.filename = str(path)
-
-
-class _Claim(NamedTuple):
-    """Names that no other living writer of the same target uses."""
-
-    temporary: Path
-    replaced: Path
-    lock: Path
-    descriptor: int
-    """Holds the lock."""
-
-
-def _claim(path: Path, *, is_directory: bool = False) -> _Claim:
-    """A file is its own lock. The lock of a directory is next to it, and its writer removes it."""
-    for number in itertools.count(1):
-        kind = f"{number}-" if number > 1 else ""
-        temporary = _temporary_of(path, kind)
-        lock = _temporary_of(path, f"{kind}lock-") if is_directory else temporary
-        while True:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-                break
-            except OSError:
-                pass  # no locks on this file system
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), lock.stat()):
-                    return _Claim(temporary, _temporary_of(path, kind + REPLACED), lock, descriptor)
-            os.close(
-                descriptor
-            )  # its writer has published or removed it between our open and our lock
-    raise AssertionError
+@contextmanager
+def _cleaned_up(path: Path) -> Iterator[Path]:
+    """Yield a new temporary name, and remove it after an error. A full disk does not say which it
+    is, so the error gets the name of `path`."""
+    temporary = _temporary_of(path, f"{uuid4().hex[:12]}-")
+    try:
+        yield temporary
+    except BaseException as error:
+        with suppress(OSError):
+            _remove(temporary)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file object; its bytes stand at `path` only if the block ends without an
-    exception."""
-    temporary, *_, descriptor = _claim(path)
-    with os.fdopen(descriptor, "wb") as file:  # closed last, for it holds the lock
-        try:
-            file.truncate(0)
+    """Yield a binary file; its bytes are at `path` only if the block ends without an exception."""
+    with _cleaned_up(path) as temporary:
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException as error:
-            temporary.unlink(missing_ok=True)
-            _name(error, path)
-            raise
-    sync(path.parent)
+        os.replace(temporary, path)
+        sync(path.parent)
 
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A fresh directory to fill; it stands at `path` (replacing an older one) only if the block
-    ends well."""
+    """Yield an empty directory to fill. It replaces `path` only if the block ends without an
+    exception."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, replaced, lock, descriptor = _claim(path, is_directory=True)
-    try:
-        if replaced.exists() and not path.exists():  # a crash between the two renames below
-            _rename_directory(replaced, path)
-        for leftover in (temporary, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
+    replaced = _temporary_of(path, REPLACED)
+    if replaced.exists() and not path.exists():  # a crash between the two renames below
+        with suppress(OSError):  # or a writer that is at work
+            os.rename(replaced, path)
+    with _cleaned_up(path) as temporary:
         temporary.mkdir()
-        try:
-            yield temporary
-            for file in sorted(temporary.rglob("*")):
-                sync(file)
-            sync(temporary)
-            _put_in_place(temporary, path, replaced)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            _name(error, path)
-            raise
+        yield temporary
+        for file in sorted(temporary.rglob("*")):
+            sync(file)
+        sync(temporary)
+        is_done = False
+        while not is_done:
+            shutil.rmtree(replaced, ignore_errors=True)
+            try:
+                with suppress(FileNotFoundError):
+                    os.rename(path, replaced)
+                os.rename(temporary, path)
+                is_done = True
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise  # else another writer's directory has appeared meanwhile
         sync(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _put_in_place(temporary: Path, path: Path, replaced: Path) -> None:
-    is_done = False
-    while not is_done:
-        shutil.rmtree(replaced, ignore_errors=True)
-        with suppress(FileNotFoundError):
-            os.rename(path, replaced)
-        is_done = _rename_directory(temporary, path)
-
-
-def _rename_directory(directory: Path, path: Path) -> bool:
-    """Return False if another writer's directory has appeared at `path` meanwhile."""
-    try:
-        os.rename(directory, path)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        return False
-    return True
 
 
 def withdraw(path: Path) -> None:
-    """Takes away a file or a directory, whole; what a crash leaves has a temporary name."""
+    """Remove a file or a directory at once; a crash leaves a temporary name."""
     condemned = _temporary_of(path, "withdrawn-")
     _remove(condemned)
     os.rename(path, condemned)
@@ -174,7 +122,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one spelling of a JSON value that hashes are taken of."""
+    """Return the spelling of a JSON value that is hashed."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -183,33 +131,27 @@ def hash_of_json(value: Any) -> str:
 
 
 def sealed(value: dict[str, Any]) -> dict[str, Any]:
-    """The value with its own hash beside it, so that whoever reads it can tell whether it is as it
-    was written."""
+    """Return the value with its own hash, by which a reader detects damage."""
     return value | {"hash": hash_of_json(value)}
 
 
 def unsealed(value: Any) -> dict[str, Any]:
-    """What `sealed` was given; ValueError where it is something else."""
-    content = (
-        {key: held for key, held in value.items() if key != "hash"}
-        if isinstance(value, dict)
-        else {}
-    )
-    if not content or value.get("hash") != hash_of_json(content):
+    """Return the argument of `sealed`; raise ValueError if the hash differs."""
+    content = dict(value) if isinstance(value, dict) else {}
+    if content.pop("hash", None) != hash_of_json(content):
         raise ValueError("its content is not what its own hash says")
     return content
 
 
 def remove_leftovers(*places: Path) -> None:
-    """What killed writers have left in these directories under temporary names; the caller is sure
-    that none is at work."""
+    """Remove what killed writers have left. The caller knows that no writer is at work."""
     for place in places:
         for leftover in place.glob(TEMPORARY_PREFIX + "*"):
             _remove(leftover)
 
 
 def sha256_of(path: Path, *, after_each_piece: Callable[[], None] | None = None) -> str:
-    """`after_each_piece` is called for those who watch whether anything happens."""
+    """Return the hash of a file. `after_each_piece` reports progress to a watchdog."""
     with open(path, "rb", buffering=0) as file:
         if after_each_piece is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -221,7 +163,7 @@ def sha256_of(path: Path, *, after_each_piece: Callable[[], None] | None = None)
 
 
 def sync(path: Path) -> None:
-    """What the file holds, or which names the directory has, survives a power cut."""
+    """Let the content of a file, or the names in a directory, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -233,23 +175,21 @@ def make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise UserError(
-            f"{directory}: cannot be made, for a file is in its place; name another directory"
-        ) from None
+        problem, fix = "the path holds a file", "choose another directory"
+        raise UserError(str(directory), problem, fix, code="exists") from None
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a directory: what its lock file says."""
+    """The process that holds a directory, as its lock file names it."""
 
     node: str = field(
         default_factory=lambda: os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     )
     pid: int = field(default_factory=os.getpid)
     job: str = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID", ""))
-    """SLURM's number, if it is within a job."""
     cluster: str = field(default_factory=lambda: os.environ.get("SLURM_CLUSTER_NAME", ""))
-    """Whose number that is: several clusters may share a file system."""
+    """Several clusters may share a file system."""
     restart: int = field(default_factory=lambda: int(os.environ.get("SLURM_RESTART_COUNT", "0")))
     since: str = field(default_factory=lambda: time.strftime("%F %T"))
 
@@ -259,7 +199,7 @@ class Holder:
 
 
 class Busy(UserError):  # noqa: N818
-    """Another process holds the place now. The same command may succeed later."""
+    """Another process holds the directory. The same command may succeed later."""
 
 
 LOCK = ".lock"
@@ -267,11 +207,8 @@ LOCK = ".lock"
 
 @contextmanager
 def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Iterator[None]:
-    """Holds `directory` against a second writer, and records who holds it; the kernel frees it
-    however this process ends.
-
-    `notice` is printed before a wait; by default a line that names the holder.
-    """
+    """Lock the directory against other writers, and record the holder. The kernel frees it however
+    this process ends. `notice` is printed before a wait; by default it names the holder."""
     make_directory(directory)
     with open(directory / LOCK, "a+") as file:
         _hold(file, directory, wait=wait, notice=notice)
@@ -282,37 +219,16 @@ def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Ite
                 file.truncate(0)
 
 
-@contextmanager
-def sole_maker(path: Path) -> Iterator[None]:
-    """Wait for other makers of the directory `path`. Its lock is next to it, and the end of the
-    block removes it."""
-    make_directory(path.parent)
-    lock, is_ours = _temporary_of(path, "making-"), False
-    while not is_ours:
-        with open(lock, "a+") as file:
-            _hold(file, path, wait=True)
-            with suppress(FileNotFoundError):
-                is_ours = os.path.samestat(
-                    os.fstat(file.fileno()), lock.stat()
-                )  # not one that its maker has just removed
-            if is_ours:
-                try:
-                    yield
-                finally:
-                    lock.unlink(missing_ok=True)
-
-
 def _hold(file: IO[str], place: Path, *, wait: bool, notice: str = "") -> None:
-    """Lock the file, and record its holder in it."""
+    """Lock the file, and record the holder in it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if not wait:
             known = f" ({holder})" if (holder := _holder_in(file)) else ""
-            raise Busy(
-                f"{place}: another process is writing here{known}; wait for it, or choose another"
-                " directory"
-            ) from None
+            problem = f"another process is writing to it{known}"
+            fix = "wait for it, or choose another directory"
+            raise Busy(str(place), problem, fix, code="busy") from None
         whom = _holder_in(file) or "another process"
         print(
             notice or f"{place}: waiting for {whom}, which holds it; if that hangs, end it",
@@ -322,14 +238,14 @@ def _hold(file: IO[str], place: Path, *, wait: bool, notice: str = "") -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         raise _no_locks(place, error) from None
-    with suppress(OSError):  # whoever needs the disk reports that it is full
+    with suppress(OSError):  # the writer will report a full disk
         file.truncate(0)
         file.write(json.dumps(asdict(Holder())))
         file.flush()
 
 
 def is_held(directory: Path) -> tuple[bool, Holder | None]:
-    """Whether a process writes there now, and which, if it has recorded that by now."""
+    """Return whether a process holds the directory, and which one, if it has recorded that."""
     try:
         with open(directory / LOCK) as file:
             try:
@@ -344,10 +260,9 @@ def is_held(directory: Path) -> tuple[bool, Holder | None]:
 
 
 def _no_locks(directory: Path, error: OSError) -> UserError:
-    return UserError(
-        f"{directory}: its file system has no locks ({error.strerror}); work on another, or ask for"
-        " a mount with flock"
-    )
+    problem = f"its file system has no locks ({error.strerror})"
+    fix = "use another file system, or mount this one with flock"
+    return UserError(str(directory), problem, fix, code="unsupported")
 
 
 def _holder_in(file: IO[str]) -> Holder | None:

@@ -117,47 +117,34 @@ def read_lines(field: str, file: str, *, spelled: bool = False) -> list[str]:
     a byte that is not UTF-8 as \\xe9, as a manifest writes class names."""
     try:
         data = Path(file).read_bytes()
-        # Windows begins text files with a mark
-        lines = data.decode(
-            "utf-8-sig", "backslashreplace" if spelled and b"\0" not in data else "strict"
-        ).splitlines()
+        errors = "backslashreplace" if spelled and b"\0" not in data else "strict"
+        lines = data.decode("utf-8-sig", errors).splitlines()  # Windows begins text with a mark
     except OSError as error:
         code: Code = "missing-path" if isinstance(error, FileNotFoundError) else "unreadable"
-        fix = "choose a text file that exists and that you may read"
-        raise SettingsError(
-            field, f"{file} cannot be read ({error.strerror})", fix, code=code
-        ) from None
+        problem, fix = f"{file} cannot be read ({error.strerror})", "choose a readable text file"
+        raise SettingsError(field, problem, fix, code=code) from None
     except UnicodeDecodeError as error:
-        raise SettingsError(
-            field, f"{file} cannot be read ({error})", "write it as UTF-8", code="unreadable"
-        ) from None
+        problem, fix = f"{file} cannot be read ({error})", "write it as UTF-8"
+        raise SettingsError(field, problem, fix, code="unreadable") from None
     return [line.strip() for line in lines if line.strip()]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
+    code: Code = "unreadable"
+    problem, fix = "it is not a readable text file", "choose a YAML file"
     try:
-        text = path.read_text(encoding="utf-8")
+        return parse_yaml(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError:
-        fix = near_path(path) or "choose a YAML file"
+        code, problem = "missing-path", "this config file does not exist"
+        fix = near_path(path) or fix
         if "=" in str(path):
             fix = "write the config file before every key=value"
-        raise SettingsError(
-            str(path), "this config file does not exist", fix, code="missing-path"
-        ) from None
     except IsADirectoryError:
-        config = path / "config.yaml"
-        fix = f"the config of this run is {config}" if config.is_file() else "choose a YAML file"
-        raise SettingsError(
-            str(path), "is a directory, not a config file", fix, code="unreadable"
-        ) from None
+        if (path / "config.yaml").is_file():
+            fix = f"the config of this run is {path / 'config.yaml'}"
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            str(path),
-            f"cannot be read as a text file ({error})",
-            "choose a YAML file",
-            code="unreadable",
-        ) from None
-    return parse_yaml(text, path)
+        problem = f"{problem} ({error})"
+    raise SettingsError(str(path), problem, fix, code=code)
 
 
 def parse_yaml(text: str, path: Path) -> dict[str, Any]:
@@ -398,8 +385,6 @@ def _errors_of(schema: type[BaseModel], problem: Any) -> Iterator[UserError]:
         fix = _FIXES.get(kind, "").format_map(context) or problem["msg"]
         if kind == "tuple_type":
             fix = f"give a list, such as {in_yaml(example_of(setting) if setting else [])}"
-        elif kind.startswith("model_") and isinstance(value, str):
-            fix = _fix_of_word_for_section(field, value, models) or fix
         if kind == "dict_type" and keys[-1].endswith("storage"):  # the value may be a secret
             yield SettingsError(field, "its value is not valid", fix, code="bad-value")
         else:
@@ -429,17 +414,6 @@ def _of_validator(error: ValueError, prefix: str) -> Iterator[UserError]:
         yield SettingsError(field or "config", each.problem, each.fix, code=each.code)
 
 
-def _fix_of_word_for_section(field: str, word: str, models: Sequence[type[BaseModel]]) -> str:
-    """Return the setting that a word in the place of a section means: its required one, or one that
-    has this word among its values."""
-    if len(models) != 1:
-        return ""
-    fields = models[0].model_fields.items()
-    names = [name for name, each in fields if each.is_required()]
-    names += [name for name, each in fields if word in get_args(each.annotation)]
-    return f"this is a section: write {field}.{names[0]}={word}" if names else ""
-
-
 def _words_in(annotation: Any) -> list[object]:
     """Return all words of the Literals in an annotation."""
     if get_origin(annotation) is Literal:
@@ -447,42 +421,33 @@ def _words_in(annotation: Any) -> list[object]:
     return [word for inner in get_args(annotation) for word in _words_in(inner)]
 
 
-def _fix_of_unknown_key(keys: list[str], siblings: Collection[str], schema: type[BaseModel]) -> str:
-    if alias := _alias(keys, siblings, schema):
-        return f"did you mean {alias}?"
-    word, leaves = keys[-1].lower(), words_of(schema) if len(keys) == 1 else {}
-    similar = difflib.get_close_matches(word, [*siblings, *leaves], n=1, cutoff=0.75)
-    plural = [leaf for leaf in leaves if leaf == f"{word}s"]
-    longer = [leaf for leaf in leaves if f"_{word}_" in f"_{leaf}_" and word not in leaves]
-    meant = [
-        key if form == "{}" else leaf
-        for leaf in plural or longer or similar
-        if leaf in leaves and leaf not in siblings
-        for key, form in leaves[leaf].items()
-    ]
-    if 1 <= len(meant) <= 3:
-        return f"did you mean {' or '.join(map(repr, meant))}?"
-    return nearest(keys[-1], siblings)
-
-
 ALIASES = {
     "learning_rate": ("lr", "lrs"),
     "batch_size": ("global_batch_size", "local_batch_size", "feature_batch_size"),
 }
-"""Names that other libraries give to settings of ours."""
+"""Names in other libraries of our settings."""
 
 
-def _alias(location: list[str], beside: Collection[str], schema: type[BaseModel]) -> str:
-    """Quoted keys that an unknown key of another library means: in the same section, or else
-    anywhere in the config."""
-    names, leaves = ALIASES.get(location[-1].lower(), ()), words_of(schema)
-    found = [".".join([*location[:-1], name]) for name in names if name in beside]
-    found = found or [
-        key
+def _fix_of_unknown_key(keys: list[str], siblings: Collection[str], schema: type[BaseModel]) -> str:
+    """Return the keys that are meant: of the same section, or else anywhere in the config."""
+    word, leaves = keys[-1].lower(), words_of(schema)
+    aliases = ALIASES.get(word, ())
+    if near := [".".join([*keys[:-1], name]) for name in aliases if name in siblings]:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    names: Iterable[str] = [name for name in aliases if name in {*schema.model_fields, *leaves}]
+    if not names and len(keys) == 1:
+        plural = [leaf for leaf in leaves if leaf == f"{word}s"]
+        longer = [leaf for leaf in leaves if f"_{word}_" in f"_{leaf}_" and word not in leaves]
+        names = plural or longer or difflib.get_close_matches(word, [*siblings, *leaves], 1, 0.75)
+        names = [name for name in names if name not in siblings]
+    meant = [
+        key if form == "{}" else name
         for name in names
-        for key in ([name] if name in schema.model_fields else leaves.get(name, ()))
+        for key, form in (leaves.get(name) or {name: "{}"}).items()
     ]
-    return " or ".join(map(repr, found))
+    if 1 <= len(meant) <= 3:
+        return f"did you mean {' or '.join(map(repr, meant))}?"
+    return nearest(keys[-1], siblings)
 
 
 def _locate(

@@ -1,14 +1,15 @@
-"""Third floor: what a pretrained checkpoint is for, over the same data contract, loader, step and
-tracking.
+"""Use of a pretrained checkpoint, with the datasets, loader, step and tracking of `pretrain`.
 
-    probe/       features kept on disk, grids of linear heads, nearest neighbours
-    tune/        the one training loop over accelerate
-    evaluate/    evaluation: scores, pictures, predictions, test-time augmentation
-    export/      what others can use without us
-    session.py   what a short run works in: joined ranks, the frozen model, its record in MLflow
-    split.py     whether a split can be learned from and judged on, and one pass over it
-    runs.py      a finished run, as reports, tables and model cards read it
+    probe/       features on disk, grids of linear heads, nearest neighbors
+    tune/        the training loop over accelerate
+    evaluate/    scores, figures, predictions, test-time augmentation
+    predict/     predictions for any images
+    export/      formats of other programs
+    weights/     weights of other projects
+    session.py   a short run: joined ranks, the frozen model, its record in MLflow
+    split.py     checks of splits, and one pass over a split
+    runs.py      a run, as reports, tables and model cards read it
 
-A verb is a `command.py` (what it asks for and checks before torch is imported) and a `config.py` in
-its room.
+A command is a `command.py` (options and checks before torch is imported), a `config.py`, and a
+module that computes.
 """

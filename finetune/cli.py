@@ -1,6 +1,6 @@
-"""Command line of the third floor: `finetune probe | tune | evaluate | predict | export | import`.
+"""Command line: `finetune probe | knn | tune | evaluate | predict | export | import`.
 
-Started by --ranks N, accelerate, torchrun or srun.
+--ranks N, accelerate, torchrun or srun start several ranks.
 """
 
 import argparse
@@ -21,10 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    words = "Probes, fine-tunes, evaluates, asks and exports pretrained checkpoints."
+    words = "Probe, fine-tune, evaluate, predict with and export pretrained checkpoints."
     return program("finetune", description=words, add_verbs=_add_verbs)
 
 
 def _add_verbs(verbs: Verbs) -> None:
-    for room in (probing, tuning, judging, predicting, exporting, importing):
-        room.add_verbs(verbs)
+    for command in (probing, tuning, judging, predicting, exporting, importing):
+        command.add_verbs(verbs)

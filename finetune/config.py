@@ -1,5 +1,5 @@
-"""Settings that probe, knn and evaluate share, and what a frozen model is fed with. No torch
-here."""
+"""Settings that probe, knn and evaluate share, and the input of a frozen model. No torch is
+imported."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -14,16 +14,13 @@ from pretrain.ranks.settings import RanksSettings
 from pretrain.record import RecordSettings
 
 _STATS = (
-    "Mean and deviation that pictures are normalised with: the checkpoint's, or those of the"
-    " dataset, as in paper B's code."
+    "Source of the mean and deviation that normalize images: the checkpoint, or the dataset as in"
+    " the code of Scaling MLPs."
 )
 ChannelStats = Annotated[Literal["checkpoint", "target"], Field(description=_STATS)]
 
 
 class ShortRunSettings(Settings):
-    """What probe, knn and evaluate have in common: a dataset, and ranks that end the run or begin
-    it anew."""
-
     data: ReadingSettings
     ranks: RanksSettings = RanksSettings()
     tracking: TrackingSettings = TrackingSettings()
@@ -32,18 +29,17 @@ class ShortRunSettings(Settings):
 
 @dataclass(frozen=True)
 class Fed:
-    """What a frozen model expects of a picture."""
+    """The input of a frozen model."""
 
     image_size: int
     normalisation: tuple[tuple[float, float, float], tuple[float, float, float]]
     """Mean and standard deviation of each channel on the scale 0..1."""
     interpolation: Filter = "bilinear"
-    """With which pictures of another size are fed, unless settings name another."""
+    """Default filter that resizes images."""
     checkpoint: Checkpoint | None = None
-    """None where there is no model, and the features are the pixels."""
+    """None if features are pixels."""
     pixels: PixelOrder = field(default_factory=PixelOrder)
     precision: str = "fp32"
-    """Of the model's products."""
 
     @classmethod
     def of(
@@ -54,16 +50,10 @@ class Fed:
         image_size: int | None,
         channel_stats: ChannelStats,
     ) -> "Fed":
-        """Without a checkpoint as the dataset's manifest says."""
-        target = (manifest.channel_mean, manifest.channel_std)
+        statistics = (manifest.channel_mean, manifest.channel_std)
         if checkpoint is None:
-            return cls(image_size or manifest.image_size, target)
+            return cls(image_size or manifest.image_size, statistics)
         card = checkpoint.card
-        own = (card.channel_mean, card.channel_std)
-        return cls(
-            card.image_size,
-            own if channel_stats == "checkpoint" else target,
-            card.fed_interpolation,
-            checkpoint,
-            card,
-        )
+        if channel_stats == "checkpoint":
+            statistics = (card.channel_mean, card.channel_std)
+        return cls(card.image_size, statistics, card.fed_interpolation, checkpoint, card)

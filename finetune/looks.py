@@ -1,6 +1,7 @@
-"""How the pictures of the upper floors look: fit for a paper's column, on white (a dark browser
-shows them as they are), in colours that colour-blind people tell apart, and in markers as well.
-They are drawn without pyplot, which would keep them: a process may draw as many as it likes."""
+"""Plot style of finetune and analysis: for a paper's column, in colors for color-blind readers.
+
+Figures are drawn without pyplot, which would keep them in memory.
+"""
 
 import io
 from collections.abc import Sequence
@@ -19,11 +20,11 @@ from data_prep.publish import write_atomic
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#555555")
 BLUE, RED, GREY = "#4477aa", "#cc6677", "#888888"
 COLUMN, PAGE = 3.3, 6.9
-"""Inches: of a paper's column, and of both."""
+"""Width of a paper's column and of both columns, in inches."""
 DPI = 220
-"""Of pictures that fit a page."""
+"""Resolution of figures that fit a page."""
 SEQUENTIAL, DIVERGING = "cividis", "RdBu_r"
-"""Colour maps: of what has a least value, and of what has a middle."""
+"""Color maps for values with a minimum, and for values with a middle."""
 MARKERS = "os^Dv<>PX*"
 _LOOKS: dict[Any, Any] = {
     "font.size": 8,
@@ -42,19 +43,18 @@ _LOOKS: dict[Any, Any] = {
     "legend.frameon": False,
     "figure.facecolor": "white",
     "figure.constrained_layout.use": True,
-    "svg.hashsalt": "wide-mlps",  # the same picture is the same file
+    "svg.hashsalt": "wide-mlps",  # the same figure is the same file
     "text.parse_math": False,  # a $ in a name is a $
 }
 
 
 def looks(*names: str) -> AbstractContextManager[None]:
-    """While a figure is made and saved; it has letters for the names, as `legible` gives them."""
+    """Set the plot style, with fonts for these names, while a figure is drawn and saved."""
     return matplotlib.rc_context(_LOOKS | {"font.family": families(names)})
 
 
 def panels(count: int, *, height: float = 2.3, most: int = 3) -> tuple[Figure, Sequence[Axes]]:
-    """Of a paper: one in a column, several across the page, at most so many in a row. Within
-    `looks`."""
+    """Return a figure with one panel in a column, or several across the page."""
     columns = min(count, most)
     rows = -(-count // columns)
     figure = Figure(figsize=(COLUMN if columns == 1 else PAGE, rows * height))
@@ -65,7 +65,7 @@ def panels(count: int, *, height: float = 2.3, most: int = 3) -> tuple[Figure, S
 
 
 def save(figure: Figure, path: Path) -> None:
-    """It appears whole, in the format that its ending names."""
+    """Write the figure atomically, in the format of its ending."""
     write_atomic(path, file_of(figure, path.suffix[1:]).getvalue())
 
 

@@ -1,9 +1,7 @@
-"""What a short run (probe, knn, evaluate) works in: ranks that have joined, the frozen model, and
-the run's record in MLflow.
+"""A short run (probe, knn, evaluate): joined ranks, the frozen model, and the record in MLflow.
 
-Such a run has no checkpoints: it ends or it is begun anew. What ends it as Ctrl-C does
-(`verbs.end_on_signals`) makes its status KILLED. This file alone (and the engine of `finetune
-tune`) imports accelerate.
+A short run has no checkpoints: it ends, or it starts again. A signal makes its status KILLED. Only
+this file and the engine of `finetune tune` import accelerate.
 """
 
 import datetime
@@ -36,7 +34,6 @@ from pretrain.models.image_model import ImageModel
 from pretrain.ranks.collectives import is_distributed, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import Interrupted, StopFlag
-from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.watchdog import watched
 from pretrain.ranks.world import World
 from pretrain.record import RecordedTask, write_record
@@ -59,53 +56,48 @@ def session(
     identity: str | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[torch.device, Tracker]]:
-    """Entered by all ranks of a run: one that is gone, frozen, stuck or fails meanwhile ends the
-    others, and is named. `identity`: a hash of all that the ranks must have found alike, if that is
-    more than the weights; `facts`: see `claim`.
+    """Enter a run on all ranks. A rank that is gone, stuck or fails ends the others.
+
+    `identity`: a hash that all ranks must share, by default the weights'; `facts`: see `claim`.
     """
     device = start_accelerator(world, timeout_s=settings.ranks.timeout_s).device
     identity = identity or (checkpoint.sha256 if checkpoint else "0")
     with watched(world, settings.ranks, device=device) as heartbeat:
         if not same_on_all_ranks(int(identity[:15], 16), device=device):
-            raise UserError(
-                str(checkpoint.directory if checkpoint else run_dir),
-                "the ranks found different weights, data or settings; it may still be training",
-                "choose one of its checkpoints/step-*",
-                code="mismatch",
+            place = str(checkpoint.directory if checkpoint else run_dir)
+            problem = (
+                "the ranks found different weights, data or settings; it may still be training"
             )
-        record = recorded(
+            fix = "choose one of its checkpoints/step-*"
+            raise UserError(place, problem, fix, code="mismatch")
+        with recorded(
             settings,
+            world,
             run_dir=run_dir,
-            ranks=settings.ranks,
-            tracking=tracking or settings.tracking,
-            world=world,
             used=used,
             checkpoint=checkpoint,
             tags={"task": task},
+            tracking=tracking,
             facts=facts,
-        )
-        with record as tracker:
+        ) as tracker:
             heartbeat.watch(run_dir / "stacks")
             try:
                 yield device, tracker
             except BaseException as error:
-                heartbeat.blame(
-                    error
-                )  # at once, not after the end of the record, which takes its time
+                heartbeat.blame(error)  # before the end of the record, which takes time
                 raise
 
 
 def start_accelerator(
     world: World, *, precision: str = "fp32", timeout_s: float = 600.0
 ) -> Accelerator:
-    """Without a GPU accelerate must be told so, or each rank would silently work alone."""
+    """Join the ranks. Without `cpu=True`, each rank without a GPU would work alone."""
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout_s)),
-            # or every forward pass would send all permutations and masks; `average_over_ranks` does
-            # what is needed
+            # buffers are permutations and masks; `average_over_ranks` averages the others
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
@@ -120,20 +112,18 @@ def start_accelerator(
 
 
 class PatientGroup:
-    """All ranks, for waits that are as long as another rank's work, which no timeout of collectives
-    may end; the heartbeat notices ranks that are gone. All ranks make one together, before that
-    work. Nothing of it goes through a GPU.
+    """All ranks, for waits without a timeout on other ranks' work. The heartbeat finds lost ranks.
+
+    All ranks create it together, before the work. It uses only host memory.
     """
 
     def __init__(self) -> None:
-        self._group = (
-            dist.new_group(backend="gloo", timeout=_AS_LONG_AS_IT_TAKES)
-            if is_distributed()
-            else None
-        )
+        self._group = None
+        if is_distributed():
+            self._group = dist.new_group(backend="gloo", timeout=_AS_LONG_AS_IT_TAKES)
 
     def all_sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks, in place, of numbers in the host's memory."""
+        """Sum over ranks, in place."""
         assert not values.is_cuda
         if self._group is not None:
             with PROGRESS.waiting("waiting for the other ranks"):
@@ -144,7 +134,7 @@ class PatientGroup:
         return bool(self.all_sum(torch.tensor(float(flag))) > 0)
 
     def gather(self, own: Any) -> list[Any] | None:
-        """What each rank has, in their order, on the first rank."""
+        """Return the objects of all ranks in their order, on the first rank."""
         if self._group is None:
             return [own]
         found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -155,10 +145,10 @@ class PatientGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Backbone(Fed):
-    """A frozen model as what makes a vector of a picture."""
+    """A frozen model that computes features."""
 
     extract: Callable[[Tensor], Tensor]
-    """Normalised (B, 3, H, W) to (B, features)."""
+    """Normalized (B, 3, H, W) to (B, features)."""
     model: ImageModel | None = None
 
     def augmentation(
@@ -184,8 +174,7 @@ def open_backbone(
     channel_stats: ChannelStats = "checkpoint",
     precision: str = "fp32",
 ) -> Backbone:
-    """None: the features are the pixels themselves, normalised as the dataset's manifest says.
-    `precision` is of `extract`."""
+    """Load a model. Without a checkpoint, features are the normalized pixels."""
     fed = Fed.of(checkpoint, manifest, image_size=image_size, channel_stats=channel_stats)
     if checkpoint is None:
         return Backbone(**vars(fed), extract=lambda images: images.flatten(1))
@@ -206,31 +195,33 @@ def open_backbone(
 @contextmanager
 def recorded(
     settings: ShortRunSettings | TrainingSettings,
+    world: World,
     *,
     run_dir: Path,
-    ranks: RanksSettings,
-    tracking: TrackingSettings,
-    world: World,
     used: Sequence[tuple[Part, str]],
     checkpoint: Checkpoint | None,
     tags: dict[str, str],
+    tracking: TrackingSettings | None = None,
     stop: StopFlag | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[Tracker]:
-    """Entered by all ranks; the first one's tracker is real. The run is a child of the one that
-    made the weights; None: there are none. `used`: splits of one dataset, and for what (training,
-    evaluation). `tags` name the `task`.
+    """Hold the run directory and record the run as a child of the run of the weights.
+
+    All ranks enter; only the first one's tracker records. `used`: splits of one dataset and their
+    uses; `tags` have the task.
     """
     if not world.is_first:
         yield Tracker(None, params={}, tags={})
         return
-    weights = checkpoint.mark if checkpoint and tags.get("init") != "scratch" else None
+    tracking = tracking or settings.tracking
+    ranks = getattr(settings, "ranks", None) or cast(Any, settings).engine
+    card, manifest = checkpoint.card if checkpoint else None, used[0][0].manifest
+    source = checkpoint if tags.get("init") != "scratch" else None
+    weights = source.mark if source else None
     with claim(run_dir, settings, ranks=ranks, stop=stop, weights=weights, facts=facts):
         task = cast(RecordedTask, tags["task"].removesuffix("_seeds"))
         seed = getattr(settings, "seed", None)
-        started_from = checkpoint if tags.get("init") != "scratch" else None
-        write_record(run_dir, task, settings.record, seed=seed, weights=started_from)
-        card, manifest = checkpoint.card if checkpoint else None, used[0][0].manifest
+        write_record(run_dir, task, settings.record, seed=seed, weights=source)
         RunIdentity.of(
             run_dir,
             experiment=tracking.experiment,
@@ -238,19 +229,17 @@ def recorded(
             parent_key=card.run_key or None if card else None,
             parent_dir=checkpoint.run_dir if checkpoint else None,
         )
-        model, origin = (card.model.label, card.origin) if card else ("pixels", "")
-        splits = " and ".join(f"{part.split} ({part.num_samples:,} pictures)" for part, _ in used)
-        of = f"of `{checkpoint.name}`" if checkpoint else "without a model"
-        title = f"**{tags['task']}** on **{manifest.name}**, {splits}: {model}, {of}"
-        tags = (
-            run_tags(dataset=manifest.name, target=target_of(manifest), model=model)
-            | {"origin": origin}
-            | tags
-        )
+        model, name = "pixels", "without a model"
+        if checkpoint and card:
+            model, name = card.model.label, f"of `{checkpoint.name}`"
+        splits = " and ".join(f"{part.split} ({part.num_samples:,} images)" for part, _ in used)
+        title = f"**{tags['task']}** on **{manifest.name}**, {splits}: {model}, {name}"
+        tags = {"origin": card.origin if card else ""} | tags
+        tags |= run_tags(dataset=manifest.name, target=target_of(manifest), model=model)
+        params = flatten(settings.model_dump(mode="json"))
         tracker = Tracker(
             run_dir,
-            params=flatten(settings.model_dump(mode="json"))
-            | {"content_hash": manifest.content_hash},
+            params=params | {"content_hash": manifest.content_hash},
             tags=with_note(tags, title=title, run_dir=run_dir),
             datasets=tuple(dataset_of(part, context) for part, context in used),
             settings=tracking,
@@ -259,9 +248,8 @@ def recorded(
         try:
             yield tracker
         except BaseException as error:
-            tracker.close(
-                "KILLED" if isinstance(error, KeyboardInterrupt | Interrupted) else "FAILED"
-            )
+            is_killed = isinstance(error, KeyboardInterrupt | Interrupted)
+            tracker.close("KILLED" if is_killed else "FAILED")
             raise
         tracker.close("FINISHED")
 
@@ -269,14 +257,11 @@ def recorded(
 def register(
     tracker: Tracker, checkpoint: Checkpoint, results: Mapping[str, float], *, target: str
 ) -> None:
-    """Results of a task on a dataset stand as tags of the weights' version in the model registry,
-    under the name of the run that made them (of one of several seeds with that of their group)."""
+    """Write results as tags of the weights' version in the model registry."""
     place, card = (checkpoint.run_dir or checkpoint.home).absolute(), checkpoint.card
     is_repeat = (place.parent / CONFIG_FILE).is_file()
-    model = f"{place.parent.name}-{place.name}" if is_repeat else place.name
-    model, target = (
-        re.sub(r"[^\w. -]", "-", name) for name in (model, target)
-    )  # as a store takes names of models and tags
+    name = f"{place.parent.name}-{place.name}" if is_repeat else place.name
+    model, target = (re.sub(r"[^\w. -]", "-", each) for each in (name, target))
     tags = {f"{name}/{target}": f"{value:.4f}" for name, value in results.items()}
     tracker.version(
         model,

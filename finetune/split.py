@@ -1,9 +1,8 @@
-"""A split of a dataset: whether it can be learned from and judged on, and one pass over it. Torch
-is imported by the pass alone.
+"""Checks of splits, and one pass over a split. Only the pass imports torch.
 
-Two splits share a sample when shards of both are the same tar (by hash) and their indices name the
-same offset in it. That finds subsets of one dataset that were cut to overlap, and a split that
-holds another; copies of pictures in other tars are `data_prep dedup`'s business.
+Two splits share a sample if shards of both are the same tar (by hash) and their indices have the
+same offset. This finds overlapping subsets of one dataset. `data_prep dedup` finds copies of images
+in other tars.
 """
 
 from collections.abc import Iterator
@@ -30,11 +29,10 @@ if TYPE_CHECKING:
 
 
 def check_split(manifest: Manifest, split: str, *, directory: Path | str) -> None:
-    """It is there, it has labels, and it is not empty."""
+    """Fail if the split does not exist, has no labels, or is empty."""
     if not manifest.labelled_split(split, directory=directory).num_samples:
-        raise DatasetError(
-            f"{directory}", f"split {split!r} is empty", "choose another split", code="empty"
-        )
+        problem = f"split {split!r} is empty"
+        raise DatasetError(f"{directory}", problem, "choose another split", code="empty")
 
 
 def check_apart(
@@ -46,7 +44,7 @@ def check_apart(
     holdout: str | None = None,
     test_field: str = "data.test_split",
 ) -> None:
-    """What one learns from, chooses with and is judged on share no sample."""
+    """Fail if splits for training, choice and test share a sample."""
     pairs = [(test_field, test, train)]
     if holdout is not None:
         pairs += [("holdout_split", holdout, test), ("holdout_split", holdout, train)]
@@ -62,42 +60,30 @@ def check_apart(
 def _shared_samples(
     directory: Path | str, manifest: Manifest, one: str, other: str
 ) -> tuple[int, str]:
-    """How many samples of split `one` are in `other` as well, and the tar of the first of them."""
+    """Return the number of samples of `one` that are in `other`, and the first tar with one."""
     num_shared, first = 0, ""
     others: dict[str, list[Shard]] = {}
     for shard in manifest.splits[other].shards:
         others.setdefault(shard.sha256, []).append(shard)
     for shard in manifest.splits[one].shards:
-        same = others.get(shard.sha256, [])
-        if not same:
-            continue
-        there = np.concatenate([load_index(directory, each)[:, 0] for each in same])
-        found = int(np.isin(load_index(directory, shard)[:, 0], there).sum())
-        num_shared, first = num_shared + found, first or (shard.file if found else "")
+        if same := others.get(shard.sha256):
+            offsets = np.concatenate([load_index(directory, each)[:, 0] for each in same])
+            found = int(np.isin(load_index(directory, shard)[:, 0], offsets).sum())
+            num_shared, first = num_shared + found, first or (shard.file if found else "")
     return num_shared, first
 
 
 def class_numbers(card: ModelCard, manifest: Manifest, *, dataset: str | Path) -> tuple[int, ...]:
-    """The number that the checkpoint gives each class of the dataset: a classifier can only be
-    judged on its own classes. It may have more, having been trained on a mixture; they stay among
-    its answers."""
+    """Return the checkpoint's number of each class of the dataset. It may have more classes."""
     number_of = {name: number for number, name in enumerate(card.classes)}
-    if all(name in number_of for name in manifest.classes):
-        return tuple(number_of[name] for name in manifest.classes)
-    detail = f"{len(card.classes)} classes against {len(manifest.classes)}"
-    if len(card.classes) == len(manifest.classes):
-        pairs = enumerate(zip(card.classes, manifest.classes, strict=True))
-        detail = next(
-            f"class {number} is {own!r} against {other!r}"
-            for number, (own, other) in pairs
-            if own != other
+    missing = [name for name in manifest.classes if name not in number_of]
+    if missing:
+        problem = (
+            f"{dataset} has other classes than the checkpoint ({len(manifest.classes)} against"
+            f" {len(card.classes)}, for example {missing[0]!r})"
         )
-    raise UserError(
-        "dataset",
-        f"{dataset} has other classes than the checkpoint ({detail})",
-        "probe or tune on it first",
-        code="mismatch",
-    )
+        raise UserError("dataset", problem, "probe or tune on it first", code="mismatch")
+    return tuple(number_of[name] for name in manifest.classes)
 
 
 def batches_of(
@@ -108,10 +94,11 @@ def batches_of(
     world: World,
     device: "torch.device",
 ) -> Iterator["Batch"]:
-    """This rank's batches of one pass: every picture once over all ranks, in the split's order.
-    `mask_B` is False where a batch is padded, or where a picture does not decode (`num_bad`).
-    Pictures and labels are on the device. `title`: of the progress line; None where the caller has
-    its own."""
+    """Return this rank's batches of one pass: every image once over all ranks, in order.
+
+    `mask_B` is False for padding and for images that do not decode (`num_bad`). Images and labels
+    are on the device. `title`: of the progress line; None shows none.
+    """
     from pretrain.augment.feed import on_device
     from pretrain.data.loader import evaluation_batches
 
@@ -134,9 +121,10 @@ def batches_of(
 
 
 def view_of(batch: "Batch", view: int | None, augmentation: "Augmentation") -> "Tensor":
-    """What the model sees of a stored batch: as evaluation does for None, or as training would in
-    epoch `view`. A function of (settings and seed of the augmentation, view, sample), whatever rank
-    or batch it is made in: probes learn from views, test-time augmentation averages over them."""
+    """Return plain images for None, otherwise the images of training in epoch `view`.
+
+    A view is a function of (settings and seed of the augmentation, view, sample).
+    """
     if view is None:
         return augmentation.plain(batch).images_BCHW
     return augmentation.prepare(

@@ -1,5 +1,4 @@
-"""What the verbs of `finetune` have in common: options, `--ranks`, signals, a run that has been
-finished before. No torch here."""
+"""Options and steps that the commands of `finetune` share. No torch is imported."""
 
 import argparse
 import os
@@ -23,7 +22,7 @@ from pretrain.ranks.world import World
 def add_common(
     verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, schema: str
 ) -> None:
-    """`schema`: its settings, as module:Class."""
+    """Add overrides, --ranks and --show. `schema`: the settings, as module:Class."""
     verb.add_argument(
         "overrides", nargs="*", default=[], help="key=value, of a setting or of its last word"
     )
@@ -33,22 +32,16 @@ def add_common(
 
 
 def split_config(words: list[str]) -> tuple[str | None, list[str]]:
-    """(CONFIG, the other words) of a verb that needs no config: the first word is one where it ends
-    as a YAML file does."""
+    """Return (CONFIG, other words). The first word is a config if it is a YAML file."""
     is_config = bool(words) and "=" not in words[0] and words[0].endswith((".yaml", ".yml"))
     return (words[0], words[1:]) if is_config else (None, words)
 
 
 def check_config(config: str, *, command: str) -> None:
-    """Fail if the word in the place of CONFIG names weights. `command` is complete but for
-    these."""
+    """Fail if CONFIG is weights. `command`: the command without weights."""
     if Path(config).is_dir() or is_on_hub(config):
-        raise SettingsError(
-            "config",
-            f"{config} is not a config file",
-            f"write {command} pretrained={config}",
-            code="wrong-command",
-        )
+        fix = f"write {command} pretrained={config}"
+        raise SettingsError("config", f"{config} is not a config file", fix, code="wrong-command")
 
 
 def show(settings: Settings) -> int:
@@ -66,24 +59,23 @@ def launch_ranks(
 
 
 def finished_before(run_dir: Path, pretrained: str | None, world: World) -> bool:
-    """Of the weights that are there now."""
+    """True if the run has finished with the weights that are there now."""
     if finished_result(run_dir) is None:
         return False
     check_source(run_dir, pretrained)
     if world.is_first:
-        print(f"{run_dir}: finished before; name another run_dir to do it anew")
+        print(f"{run_dir}: finished before; choose another run_dir to repeat it")
     return True
 
 
 def warn_once(warning: str | None, world: World) -> None:
-    """On the first rank alone, and not again in ranks whose launcher has printed it."""
+    """Print a warning on the first rank, unless the launcher of the ranks has printed it."""
     if warning is not None and world.is_first and LAUNCHED_WITH not in os.environ:
         print(f"finetune: {warning}", file=sys.stderr)
 
 
 def end_on_signals(kept: str) -> None:
-    """SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does, which is answered with what is
-    kept."""
-    keep(f"{kept}; the same command begins anew")
+    """Let SIGTERM and SIGUSR2 raise KeyboardInterrupt, as Ctrl-C does. `kept`: the message."""
+    keep(f"{kept}; the same command starts again")
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.default_int_handler)

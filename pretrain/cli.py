@@ -61,8 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Pretrains all-MLP vision models with DeepSpeed ZeRO.",
         add_verbs=_add_verbs,
     )
-    # the `deepspeed` launcher passes it unless asked not to; the environment, which it sets as
-    # well, is what counts
+    # the `deepspeed` launcher passes it; the environment, which it sets as well, counts
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     return parser
 
@@ -79,25 +78,15 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
         type=at_least(1),
         help="start this many local ranks (torchrun and srun work as well)",
     )
-    preview = _add_config(
-        verbs, "preview", _preview, help="draw the pictures that a config feeds to the model"
-    )
-    preview.epilog = (
-        "pretrain preview configs/pretrain/demo_mlp.yaml dataset=data/mine mixup_alpha=0.8 --out"
-        " preview.png"
-    )
-    preview.add_argument(
-        "--out", type=Path, default=Path("preview.png"), help="a PNG file (default: preview.png)"
-    )
-    preview.add_argument(
-        "--count", type=at_least(1), default=64, help="how many pictures (default: 64)"
-    )
-    preview.add_argument(
-        "--epoch",
-        type=at_least(0),
-        default=0,
-        help="of which epoch they are the first (default: 0)",
-    )
+    preview = _add_config(verbs, "preview", _preview, help="draw the images that the model sees")
+    example = "configs/pretrain/demo_mlp.yaml dataset=data/mine mixup_alpha=0.8 --out preview.png"
+    preview.epilog = f"pretrain preview {example}"
+    out = Path("preview.png")
+    preview.add_argument("--out", type=Path, default=out, help="PNG file (default: preview.png)")
+    count = "number of images (default: 64)"
+    preview.add_argument("--count", type=at_least(1), default=64, help=count)
+    epoch = "epoch whose first images are drawn (default: 0)"
+    preview.add_argument("--epoch", type=at_least(0), default=0, help=epoch)
     show = _add_config(verbs, "show", _show, help="print the resolved config")
     show.epilog = "pretrain show configs/pretrain/demo_mlp.yaml lr=3e-4"
     models = verbs.add_parser(
@@ -142,29 +131,19 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
         )
     )
     sync = verbs.add_parser(
-        "sync",
-        help="deliver what a run's journal still holds to MLflow, or write it for another tool",
+        "sync", help="deliver the rest of a run's event log to MLflow, or write it for another tool"
     )
     sync.epilog = "pretrain sync runs/mine"
-    sync.add_argument("run_dir", type=Path, help="of the run")
-    sync.add_argument(
-        "--to",
-        choices=("mlflow", *get_args(SinkName)),
-        default="mlflow",
-        help="or write it for another tool (default: mlflow)",
-    )
+    sync.add_argument("run_dir", type=Path, help="directory of the run")
+    tools = ("mlflow", *get_args(SinkName))
+    sync.add_argument("--to", choices=tools, default="mlflow", help="tool (default: mlflow)")
     sync.set_defaults(run=_sync)
-    serve = verbs.add_parser(
-        "serve", help="show the runs of a folder in MLflow, and write to its store for all of them"
-    )
+    serve = verbs.add_parser("serve", help="show the runs of a folder in MLflow")
     serve.epilog = "pretrain serve runs"
-    serve.add_argument("folder", type=Path, help="with mlflow.db in it, or to be")
-    serve.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="the name that others reach this machine by (default: 127.0.0.1, nobody else)",
-    )
-    serve.add_argument("--port", type=at_least(1), help="(default: one that is free)")
+    serve.add_argument("folder", type=Path, help="folder of the runs, with mlflow.db")
+    host = "name of this machine for other machines (default: 127.0.0.1, this machine only)"
+    serve.add_argument("--host", default="127.0.0.1", help=host)
+    serve.add_argument("--port", type=at_least(1), help="port (default: a free one)")
     serve.set_defaults(run=_serve)
 
 
@@ -187,70 +166,45 @@ def _add_config(
 
 
 def _add_plan(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("model", help="a name of `pretrain models`, or a config of `pretrain train`")
+    verb.add_argument("overrides", nargs="*", default=[], help="key=value, for a config")
+    nodes = "numbers of nodes to compare (default: 1,2,4,8,16,32)"
+    verb.add_argument("--nodes", default="1,2,4,8,16,32", help=nodes)
+    counts: dict[str, tuple[int | None, str]] = {
+        "batch": (None, "global batch size (default: the config's, or 4096)"),
+        "samples": (None, "samples of an epoch (default: of the config's dataset)"),
+        "gpus": (4, "GPUs of a node (default: 4)"),
+        "classes": (None, "classes of the head (default: of the dataset or model)"),
+        "image-size": (None, "image size in pixels (default: of the config or model)"),
+        "micro-batch": (None, "samples per GPU and pass (default: the config's, or all at once)"),
+        "gbit": (200, "network of a node in Gbit/s (default: 200)"),
+        "gbit-inside": (3600, "link between GPUs in Gbit/s, 500 for PCIe 5 (default: 3600)"),
+        "teraflops": (300, "TFLOP/s that a GPU reaches (default: 300)"),
+    }
+    for name, (default, meaning) in counts.items():
+        verb.add_argument(f"--{name}", type=at_least(1), default=default, help=meaning)
     verb.add_argument(
-        "model", help="a name that `pretrain models` lists, or a config of `pretrain train`"
-    )
-    verb.add_argument("overrides", nargs="*", default=[], help="key=value, of a config")
-    verb.add_argument(
-        "--batch", type=at_least(1), help="global batch size (default: the config's, or 4096)"
-    )
-    verb.add_argument(
-        "--samples",
-        type=at_least(1),
-        help="of an epoch of a config (default: as its dataset has, where it is there)",
-    )
-    verb.add_argument(
-        "--nodes", default="1,2,4,8,16,32", help="with commas between (default: 1,2,4,8,16,32)"
-    )
-    verb.add_argument("--gpus", type=at_least(1), default=4, help="of a node (default: 4)")
-    precisions, optimizers = ("fp32", "tf32", "bf16", "fp16"), ("lion", "sgd", "adamw")
-    verb.add_argument(
-        "--precision", choices=precisions, help="of the passes (default: the config's, or bf16)"
+        "--precision",
+        choices=("fp32", "tf32", "bf16", "fp16"),
+        help="precision of the passes (default: the config's, or bf16)",
     )
     verb.add_argument(
         "--optimizer",
-        choices=optimizers,
-        help="by what it keeps for each weight (default: the config's, or lion)",
+        choices=("lion", "sgd", "adamw"),
+        help="optimizer, for its memory per weight (default: the config's, or lion)",
     )
-    verb.add_argument(
-        "--classes",
-        type=at_least(1),
-        help="of the head (default: the dataset's, or what the model is meant for)",
-    )
-    verb.add_argument(
-        "--image-size",
-        type=at_least(1),
-        help="in pixels (default: the config's, or what the model is meant for)",
-    )
-    verb.add_argument(
-        "--zero",
-        type=int,
-        choices=(0, 1, 2, 3),
-        help="the stage whose step is timed (default: the config's, or 1)",
-    )
-    verb.add_argument(
-        "--micro-batch",
-        type=at_least(1),
-        help="that a GPU takes at once (default: the config's, or its whole share)",
-    )
-    verb.add_argument(
-        "--gbit", type=at_least(1), default=200, help="a second, of a node's network (default: 200)"
-    )
-    inside = "a second, from a GPU to another of its node: PCIe 5 has 500 (default: 3600, NVLink 4)"
-    verb.add_argument("--gbit-inside", type=at_least(1), default=3600, help=inside)
-    verb.add_argument(
-        "--teraflops", type=at_least(1), default=300, help="that a GPU reaches (default: 300)"
-    )
+    stage = "ZeRO stage whose step is timed (default: the config's, or 1)"
+    verb.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help=stage)
     verb.epilog = "pretrain plan mlp_b12_wi1024 --batch 16384 --nodes 1,4,32"
     verb.description = (
-        "What each ZeRO stage would cost on a cluster, how long a step would take there, and how"
-        " many nodes are best; of a config also the GPU-hours, as a lower bound."
+        "Memory and time of a step for each ZeRO stage, and the best number of nodes. For a config"
+        " also the GPU-hours, as a lower bound."
     )
     verb.set_defaults(run=_plan)
 
 
 def world_of(options: argparse.Namespace) -> World:
-    """Of the ranks about to be started with --ranks, as their first one; else of this process."""
+    """Return the world of the first rank that --ranks starts, else of this process."""
     return World(rank=0, local_rank=0, num_ranks=options.ranks) if options.ranks else read_world()
 
 
@@ -261,27 +215,21 @@ def ranks_of(world: World) -> str:
 def warn_if_enlarged(data: TrainingData, run_dir: str) -> None:
     stored = data.parts[0].stored_size(data.image_size)
     if stored < data.image_size:
-        print(
-            f"{run_dir}: images are stored with {stored} px and enlarged to {data.image_size} px",
-            flush=True,
-        )
+        problem = f"images are stored with {stored} px and enlarged to {data.image_size} px"
+        print(f"{run_dir}: {problem}", flush=True)
 
 
 def _train(options: argparse.Namespace) -> int:
     if not options.ranks:
-        StopFlag().install()  # before the long imports: what comes while they last counts
+        StopFlag().install()  # before the long imports: a stop while they last counts
     settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
-    run_dir = Path(settings.run_dir)
-    world = world_of(options)
+    run_dir, world = Path(settings.run_dir), world_of(options)
     check_settings(run_dir, settings)
     fetch_run(settings, world)
-    result = finished_result(run_dir, settings)
-    if result is not None:
+    if (result := finished_result(run_dir, settings)) is not None:
         if world.is_first:
-            print(
-                f"{run_dir}: finished before, at step {result['step']}; raise train.duration to go"
-                " on, or name another run_dir"
-            )
+            fix = "Raise train.duration to continue, or choose another run_dir"
+            print(f"{run_dir}: finished before, at step {result['step']}. {fix}")
         return OK
     data = load_training_data(settings.data)
     check_against_data(data, model=settings.model, train=settings.train, schedule=settings.schedule)
@@ -290,17 +238,11 @@ def _train(options: argparse.Namespace) -> int:
     check_against_ranks(settings.train, settings.augment, num_ranks=world.num_ranks)
     data.check_ranks(world.num_ranks)
     start = _start_of(settings, data, world)
-    if options.ranks or (
-        world.is_first and LAUNCHED_WITH not in os.environ
-    ):  # before the long imports
+    if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):
         engine = settings.engine
-        what = (
-            f"{settings.model.label} on {ranks_of(world)}, ZeRO {engine.zero_stage},"
-            f" {engine.precision}"
-        )
-        print(
-            f"{settings.run_dir}: starting {what}; loading DeepSpeed takes some seconds", flush=True
-        )
+        how = f"{ranks_of(world)}, ZeRO {engine.zero_stage}, {engine.precision}"
+        what = f"{settings.model.label} on {how}; loading DeepSpeed takes some seconds"
+        print(f"{settings.run_dir}: starting {what}", flush=True)
         if isinstance(data, StreamData):
             print(f"{settings.run_dir}: {data.in_words}", flush=True)
         warn_if_enlarged(data, settings.run_dir)
@@ -317,63 +259,38 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> Checkpoint | None:
-    """What a run begins with; one that has a checkpoint goes on from that."""
+    """Return the checkpoint that a run begins with; None if it has one of its own, or none."""
     source = settings.start_from
     if source is None or list_checkpoints(Path(settings.run_dir)):
         return None
-    found, is_branch = (
-        Checkpoint.open(source, verify=world.local_rank == 0),
-        run_and_length(source)[1] != "",
-    )
+    found = Checkpoint.open(source, verify=world.local_rank == 0)
+    card, is_branch = found.card, run_and_length(source)[1] != ""
     if is_branch:
         check_branch(source, settings)
-        num_steps = steps_of(settings, data)
-        if num_steps <= found.card.step:
-            asked = (
-                f"{settings.train.duration} is {num_steps:,} steps, but {source} is at step"
-                f" {found.card.step:,}"
-            )
-            raise SettingsError(
-                f"train.duration: {asked}; a branch goes on from there, so give more"
-            )
-    card = found.card
-    models = (card.model, card.image_size, card), (settings.model, data.image_size, settings.data)
+        if (num_steps := steps_of(settings, data)) <= card.step:
+            problem = f"{settings.train.duration} is {num_steps:,} steps, but {source} is at step"
+            fix = "give the branch a longer duration"
+            raise SettingsError("train.duration", f"{problem} {card.step:,}", fix, code="bad-value")
     there, here = (
         {
             "model": spec.model_dump(mode="json"),
             "image_size": size,
             "data.pixel_permutation": pixels.pixel_permutation,
         }
-        for spec, size, pixels in models
+        for spec, size, pixels in (
+            (card.model, card.image_size, card),
+            (settings.model, data.image_size, settings.data),
+        )
     )
     if differ := differences(there, here, is_free=lambda key, old, new: key == "model.dropout"):
-        raise SettingsError(
-            f"start_from: {source} holds another model ({differ} there); set model as there, or"
-            " name another"
-        )
+        problem = f"{source} holds another model ({differ} there)"
+        fix = "set the same model, or choose another source"
+        raise SettingsError("start_from", problem, fix, code="mismatch")
     if world.is_first and LAUNCHED_WITH not in os.environ:
-        is_same, counts = (
-            card.classes == data.classes,
-            f"{len(data.classes):,} classes here, {len(card.classes):,} there",
-        )
-        head = (
-            "with the head, whose classes are the same"
-            if is_same
-            else f"but for the head, whose classes are others ({counts})"
-        )
+        taken = "with the head" if card.classes == data.classes else "without the head"
         if is_branch:
-            head = "the optimizer and the place in the data"
-        print(f"{settings.run_dir}: takes the weights of {found.directory}, {head}")
-        statistics = (data.channel_statistics, (card.channel_mean, card.channel_std))
-        own, learned = (
-            " / ".join(" ".join(f"{value:.3f}" for value in row) for row in each)
-            for each in statistics
-        )
-        if own != learned:
-            print(
-                f"{settings.run_dir}: channels are normalised by this data's mean / std, {own}; the"
-                f" weights learned with {learned}"
-            )
+            taken = "with the optimizer and the position in the data"
+        print(f"{settings.run_dir}: begins with the weights of {found.directory}, {taken}")
         for part in data.parts:
             if warning := card.other_pixels(part.manifest, dataset=str(part.directory)):
                 print(f"pretrain: {warning}", file=sys.stderr)
@@ -390,7 +307,7 @@ def leave(finished: bool, *, run_dir: Path | None, is_first: bool, more: Sequenc
     step at its first bad exit.
     """
     if is_first and run_dir is not None:
-        stopped = "stopped with a checkpoint; the same command goes on from there"
+        stopped = "stopped with a checkpoint. Run the same command to resume"
         if not list_checkpoints(run_dir):
             stopped = "stopped before its first checkpoint; the same command begins anew"
         print("\n".join([f"{run_dir}: {'finished' if finished else stopped}", *more]))
@@ -528,37 +445,31 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _sync(options: argparse.Namespace) -> int:
     if not (options.run_dir / "tracking" / "identity.json").exists():
-        raise ValueError(
-            f"{options.run_dir}: is not a run directory with a journal; give runs/NAME"
-        )
+        problem = "the directory is not a run with an event log"
+        raise UserError(str(options.run_dir), problem, "Give runs/NAME", code="wrong-command")
     if options.to != "mlflow":
         check_installed(options.to)
         from pretrain.tracking.delivery import write_sinks
 
-        print(
-            f"{options.run_dir / 'tracking' / options.to}:"
-            f" {write_sinks(options.run_dir, options.to):,} events of the journal"
-        )
+        count = write_sinks(options.run_dir, options.to)
+        print(f"{options.run_dir / 'tracking' / options.to}: {count:,} events of the log")
         return OK
     with doing("loading MLflow"):
         from pretrain.tracking.delivery import sync
 
-    print(f"{options.run_dir}: {sync(options.run_dir):,} bytes of the journal delivered")
+    print(f"{options.run_dir}: {sync(options.run_dir):,} bytes of the event log delivered")
     return OK
 
 
 def _serve(options: argparse.Namespace) -> int:
     if not options.folder.is_dir():
-        raise UserError(
-            f"{options.folder}: is no folder;"
-            f" {near_path(options.folder) or 'give the one that runs are in'}"
-        )
+        fix = near_path(options.folder) or "Give the folder of the runs"
+        raise UserError(str(options.folder), "it is not a folder", fix, code="missing-path")
     try:
         port = options.port or free_port(options.host)
     except OSError as error:
-        raise UserError(
-            f"--host: {options.host} is no name of this machine ({error.strerror}); see hostname -f"
-        ) from None
+        problem = f"{options.host} is not a name of this machine ({error.strerror})"
+        raise UserError("--host", problem, "See hostname -f", code="bad-value") from None
     with doing("loading MLflow"):
         from pretrain.tracking.server import serve
 

@@ -66,28 +66,26 @@ class Length(NamedTuple):
 def parse_length(text: str) -> Length:
     form = _FORM.fullmatch(text)
     unit = (form.group(2).rstrip("s") + "s") if form else ""
+    fix = "Write a number and a unit, such as '90 epochs', '5000 steps' or '1_000_000 samples'"
     if form is None or unit not in get_args(Unit):
-        raise ValueError(
-            f"{text!r} is not a length; write a number and a unit: '90 epochs', '5000 steps' or"
-            " '1_000_000 samples'"
-        )
+        raise SettingsError("", f"{text!r} is not a length", fix, code="bad-value")
     count = float(form.group(1))
     if unit == "steps" and count != int(count):
-        raise ValueError(f"{text!r} is not a whole number of steps")
+        raise SettingsError("", f"{text!r} is a fraction of a step", fix, code="bad-value")
     return Length(count, unit)  # type: ignore[arg-type]
 
 
 def _length(value: object) -> object:
     if isinstance(value, int | float):
-        raise ValueError(f"{value} has no unit; write such as '{value} steps' or '{value} epochs'")
+        fix = f"Write '{value} steps' or '{value} epochs'"
+        raise SettingsError("", f"{value} has no unit", fix, code="bad-value")
     return value if not isinstance(value, str) else parse_length(value) and value
 
 
 def _nonzero(text: str) -> str:
     if parse_length(text).amount == 0:
-        raise ValueError(
-            f"{text!r} is never; write how often, or a length beyond the end of training"
-        )
+        fix = "For never, give a length beyond the end of training"
+        raise SettingsError("", f"{text!r} is not an interval", fix, code="bad-value")
     return text
 
 
@@ -112,6 +110,16 @@ OF_SERVER = (
     "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database its own, such as"
     " PGPASSWORD)"
 )
+
+
+def check_effects(section: Settings, prefix: str, needs: Mapping[str, tuple[bool, str]]) -> None:
+    """Fail if a setting is changed without effect. `needs`: for each setting, whether it has an
+    effect, and the setting that would give it one."""
+    for name, (has_effect, need) in needs.items():
+        if not has_effect and getattr(section, name) != type(section).model_fields[name].default:
+            field = f"{prefix}.{name}"
+            fix = f"Set {need}, or remove {field}"
+            raise SettingsError(field, "it has no effect", fix, code="conflict")
 
 
 class MixedDataset(Settings):
@@ -163,14 +171,9 @@ class PixelOrder(Settings):
     in that order already, and so knows nothing of what lies beside what."""
 
     @model_validator(mode="after")
-    def _there_is_an_order(self) -> Self:
-        if self.permute == "before" and self.pixel_permutation is None:
-            raise SettingsError(
-                "data.permute",
-                "before changes nothing without an order",
-                "set data.pixel_permutation, such as 0",
-                code="conflict",
-            )
+    def _order_exists(self) -> Self:
+        has_order = self.pixel_permutation is not None
+        check_effects(self, "data", {"permute": (has_order, "data.pixel_permutation=0")})
         return self
 
 
@@ -262,13 +265,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     @model_validator(mode="after")
     def _mixture_fits(self) -> "DataSettings":
         weights = [self.weight, *(other.weight for other in self.also)]
-        if not self.also and self.weight is not None:
-            raise SettingsError(
-                "data.weight",
-                "a single dataset has no weight",
-                "set data.also, or leave it out",
-                code="conflict",
-            )
+        check_effects(self, "data", {"weight": (bool(self.also), "data.also")})
         if None in weights and any(weight is not None for weight in weights):
             raise SettingsError(
                 "data.weight",
@@ -295,19 +292,9 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
 
     @model_validator(mode="after")
     def _stream_is_described(self) -> "DataSettings":
+        streamed = dict.fromkeys(StreamSettings.model_fields, (self.stream, "data.stream=true"))
+        check_effects(self, "data", streamed)
         if not self.stream:
-            changed = (
-                name
-                for name, field in StreamSettings.model_fields.items()
-                if getattr(self, name) != field.default
-            )
-            if (name := next(changed, None)) is not None:
-                raise SettingsError(
-                    f"data.{name}",
-                    "changes nothing without a stream",
-                    "set data.stream=true, or leave it out",
-                    code="conflict",
-                )
             return self
         needed = {"num_classes": 1000, "samples_per_epoch": 1281167, "image_size": 64}
         for name, example in needed.items():
@@ -319,11 +306,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
                     code="missing-value",
                 )
         other = {"also": (), "fold": None, "stage_dir": None, "last_batch": "carry"}
-        if (
-            name := next(
-                (name for name, default in other.items() if getattr(self, name) != default), ""
-            )
-        ) != "":
+        for name in (name for name, plain in other.items() if getattr(self, name) != plain):
             raise SettingsError(
                 f"data.{name}",
                 "is not valid with data.stream",
@@ -500,34 +483,19 @@ class OptimizerSettings(Settings):
 
     @model_validator(mode="after")
     def _betas_fit(self) -> "OptimizerSettings":
-        if self.betas is not None and self.name == "sgd":
-            raise SettingsError(
-                "optimizer.betas",
-                "sgd has no betas",
-                "set optimizer.momentum, or choose lion or adamw",
-                code="conflict",
-            )
+        is_sgd = self.name == "sgd"
+        needs = {
+            "betas": (not is_sgd, "optimizer.name=lion"),
+            "momentum": (is_sgd, "optimizer.name=sgd"),
+            "nesterov": (is_sgd, "optimizer.name=sgd"),
+        }
+        check_effects(self, "optimizer", needs)
         if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
             raise SettingsError(
                 "optimizer.betas",
                 f"{list(self.betas)} is not valid",
                 "each must be in [0, 1), such as [0.9, 0.99]",
                 code="bad-value",
-            )
-        if self.name != "sgd" and self.momentum != 0.9:
-            remedy = "set optimizer.betas, or leave it at 0.9"
-            raise SettingsError(
-                "optimizer.momentum",
-                f"{self.momentum} changes nothing with {self.name}",
-                remedy,
-                code="conflict",
-            )
-        if not self.nesterov and self.name != "sgd":
-            raise SettingsError(
-                "optimizer.nesterov",
-                f"false changes nothing with {self.name}",
-                "leave it out, or choose sgd",
-                code="conflict",
             )
         return self
 
@@ -554,7 +522,8 @@ def _number_or_auto(value: object) -> object:
     """The two forms have one message: pydantic would have one for each."""
     if value in (None, "auto") or (type(value) is int and value >= 1):
         return value
-    raise ValueError(f"{value!r} is not valid; give a whole number of at least 1, or auto")
+    fix = "Give a whole number from 1, or auto"
+    raise SettingsError("", f"{value!r} is not valid", fix, code="bad-value")
 
 
 class TrainSettings(Settings):
@@ -847,13 +816,11 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
             f"{schedule.name} falls, so set it lower",
             code="conflict",
         )
-    if schedule.name == "constant" and final_lr:
-        raise SettingsError(
-            "schedule.final_lr",
-            f"{final_lr} changes nothing with constant",
-            "leave it out, or choose cosine or linear",
-            code="conflict",
-        )
+    needs = {
+        "final_lr": (schedule.name != "constant", "schedule.name=cosine"),
+        "warmup_from": (parse_length(schedule.warmup).amount > 0, "schedule.warmup='5 epochs'"),
+    }
+    check_effects(schedule, "schedule", needs)
     if (parse_length(schedule.cooldown).amount > 0) != (schedule.name == "wsd"):
         remedy = (
             "set it, such as '10 epochs'"
@@ -871,13 +838,6 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
             "schedule.warmup_from",
             f"{first_lr} is above {field} {lr}",
             "a warm-up rises, so set it lower",
-            code="conflict",
-        )
-    if first_lr is not None and parse_length(schedule.warmup).amount == 0:
-        raise SettingsError(
-            "schedule.warmup_from",
-            f"{first_lr} changes nothing without a warm-up",
-            "set schedule.warmup='5 epochs'",
             code="conflict",
         )
 

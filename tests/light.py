@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 PROGRAMS = {
     **{name: f"{name}.cli" for name in ("data_prep", "pretrain", "finetune", "analysis")},
-    "cluster/submit": "cluster.submit",
+    "cluster/submit": "cluster.queue_jobs",
     "wide-mlps": "cluster.cli",
 }
 HEAVY = [

@@ -27,7 +27,7 @@ from torch import Tensor
 from data_prep.manifest import load_manifest
 from finetune.probe.knn import neighbours_of, unit_rows
 from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
-from pretrain.augment.feed import Feed
+from pretrain.augment.feed import Feed, finish_for
 from pretrain.config import AugmentSettings, OptimizerSettings
 from pretrain.data.loader import Batch, training_batches
 from pretrain.data.order import BatchPlan, Order
@@ -220,7 +220,7 @@ def test_the_feed_hands_over_what_is_complete(shapes: Path) -> None:
     with open_batches(lambda batch: batch) as batches:
         expected = [make().prepare(next(batches)).images_BCHW.clone() for _ in range(60)]
     load = torch.randn(2048, 2048, device=DEVICE)
-    with Feed(open_batches, make()) as feed:
+    with Feed(open_batches(finish_for(make())), make()) as feed:
         for number, images in enumerate(expected):
             given = next(feed).prepared.images_BCHW
             for _ in range(number % 5):

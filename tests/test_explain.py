@@ -153,33 +153,22 @@ def section_of(schema: Any, each: Explained) -> Any:
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
-        (f"{command} {prefix}{key}=1", meant)
-        for command, key, meant in [
-            ("pretrain train", "learning_rate", "'optimizer.lr'"),
-            ("finetune tune", "learning_rate", "'optimizer.lr'"),
-            ("finetune probe", "learning_rate", "'lrs'"),
-            ("pretrain train", "batch_size", "'train.global_batch_size'"),
-            ("finetune tune", "batch_size", "'train.global_batch_size'"),
-            ("finetune evaluate", "batch_size", "'local_batch_size'"),
-            ("finetune knn", "batch_size", "'feature_batch_size'"),
-        ]
-        for prefix in ("", "train.", "optimizer.", "data.")
-        if "." not in prefix or command in ("pretrain train", "finetune tune")
+        ("pretrain train learning_rate", "'optimizer.lr'"),
+        ("pretrain train train.learning_rate", "'optimizer.lr'"),
+        ("finetune probe learning_rate", "'lrs'"),
+        ("finetune tune data.batch_size", "'train.global_batch_size'"),
+        ("finetune evaluate batch_size", "'local_batch_size'"),
+        ("finetune knn batch_size", "'feature_batch_size'"),
     ],
 )
-def test_names_of_other_libraries_get_a_hint(words: str, meant: str, capsys: Capture) -> None:
-    program_name, word, override = words.split()
+def test_names_of_other_libraries_get_a_hint(words: str, meant: str) -> None:
+    program_name, word, key = words.split()
     schema = schema_of(VERBS[program_name, word])
     tree = least(schema)
-    apply_override(tree, override, schema=schema)
-    with fails("unknown-key", override.partition("=")[0]) as caught:
+    apply_override(tree, f"{key}=1", schema=schema)
+    with fails("unknown-key", key) as caught:
         validate(schema, tree)
     assert meant in caught.value.fix
-    parser = program(program_name, description="", add_verbs=ADD_VERBS[program_name])
-    options = parser.parse_args(["explain", word, override.partition("=")[0].rpartition(".")[2]])
-    with fails("unknown-key") as caught:
-        options.run(options)
-    assert meant.rpartition(".")[2] in caught.value.fix
 
 
 def test_the_page_has_every_option_and_setting() -> None:
@@ -216,29 +205,14 @@ def test_editors_take_what_the_programs_take_and_no_other_key() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (
-            "train optimizer.lr",
-            ["optimizer.lr\n", "number above 0", "default: 0.0001", "or lr=0.0001"],
-        ),
-        ("train lr", ["optimizer.lr\n"]),
+        ("train optimizer.lr", ["optimizer.lr\n", "number above 0", "0.0001", "or lr=0.0001"]),
         ("train name", ["optimizer.name\n", "schedule.name\n", "model.name (kind: timm)\n"]),
         ("train schedule", ["schedule.name\n", "schedule.warmup\n", "schedule.final_lr\n"]),
-        ("train preset", ["model.preset\n", "mlp_b12_wi1024"]),
         ("train ranks", ["--ranks\n", "whole number"]),
-        ("train also", ["data.also\n", "list of sections"]),
-        ("train epochs", ["train.duration\n", "train.duration='90 epochs'", "or epochs=90"]),
-        ("train epochs=3", ["train.duration\n"]),
+        ("train epochs=3", ["train.duration\n", "train.duration='90 epochs'", "or epochs=90"]),
         ("train optimiser", "'optimizer'"),
-        ("train LR", "'lr'"),
         ("train zzz", "--ranks, augment, "),
-        (
-            "build source",
-            [
-                "--source\n",
-                "source.path (kind: folder)\n",
-                "source.num_classes (kind: synthetic)\n",
-            ],
-        ),
+        ("build source", ["--source\n", "source.path (kind: folder)\n"]),
     ],
 )
 def test_a_key_is_explained_by_any_of_its_names(

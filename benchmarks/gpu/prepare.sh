@@ -94,4 +94,4 @@ say "$have wheels ($(kib .gpu/wheels) KiB), commit $(cat .gpu/commit.txt)"
 say "working tree $tree_kib KiB + .gpu $gpu_kib KiB = $(( (tree_kib + gpu_kib) / 1024 )) MiB of $limit_mib"
 [ $((tree_kib + gpu_kib)) -lt $((limit_mib * 1024 - 1024)) ] || die "too much to travel: carry less"
 here=benchmarks/gpu; [ ! -d .gpu/project ] || here=.gpu/project/benchmarks/gpu
-say "ready: carry .gpu, at most 600 s a call; the first is bash $here/first.sh"
+say "ready: carry .gpu, at most 600 s a call; the first is bash $here/call.sh tests"

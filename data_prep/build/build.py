@@ -25,7 +25,7 @@ from data_prep.build.workplan import ShardPlan, Workplan, open_source_of, prepar
 from data_prep.images import Rejection, convert, naming
 from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
 from data_prep.sources import Source
-from data_prep.workers import Pool, Tally, sweep, worker_pool
+from data_prep.workers import Pool, sweep
 
 MAX_INPUT_BYTES = 1 << 30
 """Larger files are rejected without being read."""
@@ -35,7 +35,7 @@ def build(settings: BuildSettings) -> Manifest:
     """Return the finished dataset at `settings.out`. You can repeat it after any interruption."""
     directory = settings.directory
     source = open_source_of(settings)
-    with own_place(directory), worker_pool(settings.num_workers) as pool:
+    with own_place(directory), Pool(settings.num_workers) as pool:
         work = prepare(settings, source, pool)
         if (directory / MANIFEST_NAME).exists():
             manifest = with_limit(directory, load_manifest(directory), settings.max_reject_share)
@@ -52,22 +52,16 @@ def write_shards(
     work: Workplan, plans: Sequence[ShardPlan], source: Source, pool: Pool
 ) -> list[ShardRecord]:
     """Return the record of each planned shard, in order."""
-    return list(
-        sweep(
-            partial(write_planned, work, source),
-            plans,
-            title="packing",
-            unit="images",
-            total=sum(plan.stop - plan.start for plan in plans),
-            pool=pool,
-        )
+    function, sizes = (
+        partial(write_planned, work, source),
+        [each.stop - each.start for each in plans],
     )
+    return list(sweep(function, plans, title="packing", unit="images", sizes=sizes, workers=pool))
 
 
 def write_planned(work: Workplan, source: Source, plan: ShardPlan) -> ShardRecord:
     done = finished_record(work.directory, plan.name, plan_hash=work.parts_id)
     if done is not None and done.num_inputs == plan.stop - plan.start:
-        Tally.add(plan.stop - plan.start)
         return done
     rejected: list[Rejected] = []
     samples = _samples(work, source, plan, rejected)
@@ -82,7 +76,6 @@ def _samples(
     inventory = open_inventory(work.inventory_directory, work.stamp)
     order = np.load(work.order_path(plan.split), mmap_mode="r")
     for number, row in enumerate(order[plan.start : plan.stop].tolist()):
-        Tally.add(1)
         entry = inventory.entry(row)
         key, path, data = f"{plan.name}-{number:06d}", entry.path, b""
         try:

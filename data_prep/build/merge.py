@@ -43,9 +43,9 @@ from data_prep.manifest import (
     load_paths,
     save_manifest,
 )
-from data_prep.publish import TEMPORARY_PREFIX, write_atomic
+from data_prep.publish import remove_leftovers, write_atomic
 from data_prep.sources import Source, SourceError
-from data_prep.workers import Pool, Tally, sweep, worker_pool
+from data_prep.workers import Pool, sweep
 
 NUM_COMPARISONS = 512
 """Approximate number of jobs that compare a source with its listing."""
@@ -71,6 +71,7 @@ def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest
             code="unfinished" if directory.is_dir() else "missing-path",
         )
     with sole_builder(directory):
+        remove_leftovers(directory, directory / PARTS)
         work = None if (directory / MANIFEST_NAME).exists() else load_begun(directory)
         if work is None:
             manifest = load_manifest(directory)
@@ -79,7 +80,7 @@ def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest
             records = _verified_records(work, num_workers=num_workers, trust=trust)
             source = open_source_of(work.settings)
             if _is_reachable(work.settings):
-                with worker_pool(num_workers) as pool:
+                with Pool(num_workers) as pool:
                     refuse_changed(work, source, pool)
             manifest = publish(work, source, records)
         forget_parts(directory)
@@ -108,14 +109,14 @@ def refuse_changed(work: Workplan, source: Source, pool: Pool) -> None:
     inventory = open_inventory(work.inventory_directory, work.stamp)
     count = len(inventory.containers)
     step = max(1, count // NUM_COMPARISONS)
+    parts = [range(start, min(start + step, count)) for start in range(0, count, step)]
     compared = sweep(
         partial(_changed_source, source, work.inventory_directory, work.stamp),
-        [range(start, min(start + step, count)) for start in range(0, count, step)],
+        parts,
         title="comparing the source with its listing",
         unit="folders or archives",
-        total=count,
-        jobs_are="parts",
-        pool=pool,
+        sizes=[len(part) for part in parts],
+        workers=pool,
     )
     found = set[_Changes]().union(*compared)  # containers of one archive report the same change
     number, what = sum(each[0] for each in found), "files"
@@ -140,15 +141,13 @@ def _changed_source(source: Source, directory: Path, stamp: str, numbers: range)
         (inventory.containers[number], inventory.rows_of_container(number)) for number in numbers
     )
     changed = [source.changed(container, map(inventory.entry, rows)) for container, rows in listed]
-    Tally.add(len(numbers))
     return {(len(names), tuple(names[:NUM_NAMED])) for names in changed if names}
 
 
 def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[ShardRecord]:
     directory = work.directory
     planned = {plan.name for plan in work.shards}
-    tars = (path for path in directory.glob("*.tar") if not path.name.startswith(TEMPORARY_PREFIX))
-    if strangers := sorted({path.stem for path in tars} - planned):
+    if strangers := sorted({path.stem for path in directory.glob("*.tar")} - planned):
         raise UserError(
             str(directory),
             f"{strangers[0]}.tar does not belong to this build",
@@ -170,9 +169,7 @@ def _verified_records(work: Workplan, *, num_workers: int, trust: bool) -> list[
                 faults.append(f"{plan.name} is of another build")
     if not faults:
         check = partial(damaged_files, directory, trust=trust)
-        damaged = sweep(
-            check, records, title="verifying parts", unit="shards", num_workers=num_workers
-        )
+        damaged = sweep(check, records, title="verifying parts", unit="shards", workers=num_workers)
         faults = [f"{files[0]} is not as it was written" for files in damaged if files]
     if faults:
         raise UserError(

@@ -20,6 +20,7 @@ from data_prep.publish import (
     Busy,
     is_held,
     make_directory,
+    remove_leftovers,
     sealed,
     sole_writer,
     unsealed,
@@ -77,6 +78,26 @@ def of_another(directory: Path, before: Mapping[str, Any], config: Mapping[str, 
     )
 
 
+class Unfinished(Settings):
+    """Record of an index or a subset that has begun."""
+
+    plan_hash: str
+    config: dict[str, Any]
+
+
+def begin(directory: Path, plan_hash: str, config: Mapping[str, Any]) -> None:
+    """Record what is being written, unless the directory holds files of another plan."""
+    try:
+        begun: Unfinished | None = read_record(directory, BEGUN, Unfinished)
+    except (FileNotFoundError, ValueError):
+        begun = None
+    written = {*(directory / PARTS).glob("*.json"), *directory.glob("*.paths")}
+    is_same = begun is not None and begun.plan_hash == plan_hash
+    if not is_same and written - {record_path(directory, BEGUN)}:
+        raise of_another(directory, begun.config if begun else {}, config)
+    write_record(directory, BEGUN, Unfinished(plan_hash=plan_hash, config=dict(config)))
+
+
 def refuse_tasks_at_work(directory: Path) -> None:
     """Raise Busy if array tasks are writing shards. The caller holds the lock of the directory."""
     if any(is_held(mark)[0] for mark in sorted((directory / PARTS).glob(f"task-*/{AT_WORK}"))):
@@ -89,18 +110,20 @@ def refuse_tasks_at_work(directory: Path) -> None:
 
 
 @contextmanager
-def sole_builder(directory: Path) -> Iterator[None]:
+def sole_builder(directory: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold the directory against other builders and against array tasks."""
-    with sole_writer(directory):
+    with sole_writer(directory, wait=wait):
         refuse_tasks_at_work(directory)
         yield
 
 
 @contextmanager
-def own_place(directory: Path) -> Iterator[None]:
-    """Claim the directory and hold its lock."""
+def own_place(directory: Path, *, wait: bool = False) -> Iterator[None]:
+    """Claim the directory, hold its lock, and remove what killed writers have left."""
     claim(directory)
-    with sole_builder(directory):
+    with sole_builder(directory, wait=wait):
+        (directory / PARTS).mkdir(exist_ok=True)  # the holder before may have removed it
+        remove_leftovers(directory, directory / PARTS)
         try:
             yield
         finally:

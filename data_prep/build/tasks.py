@@ -29,9 +29,9 @@ from data_prep.build.parts import AT_WORK, claim, own_place, refuse_tasks_at_wor
 from data_prep.build.workplan import Workplan, open_source_of, plan_that_fits, prepare
 from data_prep.errors import UserError
 from data_prep.manifest import MANIFEST_NAME, PARTS
-from data_prep.publish import sole_writer, write_json
+from data_prep.publish import remove_leftovers, sole_writer, write_json
 from data_prep.sources import Source
-from data_prep.workers import Pool, worker_pool
+from data_prep.workers import Pool
 
 PLAN_DEADLINE_S: Final = 1800.0
 """Longest wait for a plan while no other process holds OUT."""
@@ -63,7 +63,7 @@ class ArrayTask:
 def plan_build(settings: BuildSettings) -> Workplan:
     """Make or renew the plan that array tasks share."""
     _refuse_merged(settings.directory)
-    with own_place(settings.directory), worker_pool(settings.num_workers) as pool:
+    with own_place(settings.directory), Pool(settings.num_workers) as pool:
         return prepare(settings, open_source_of(settings), pool)
 
 
@@ -78,7 +78,7 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
         "waiting until it ends"
     )
     known_failure, deadline_s = _failure(directory), time.monotonic() + PLAN_DEADLINE_S
-    with worker_pool(settings.num_workers) as pool, ExitStack() as locks:
+    with Pool(settings.num_workers) as pool, ExitStack() as locks:
         locks.enter_context(sole_writer(own, wait=True, notice=earlier))
         notice = f"data_prep: waiting for the plan of {directory}"
         while True:
@@ -111,6 +111,7 @@ def _first_plan(settings: BuildSettings, source: Source, pool: Pool) -> Workplan
     failure = settings.directory / PARTS / FAILURE
     try:
         refuse_tasks_at_work(settings.directory)
+        remove_leftovers(settings.directory, settings.directory / PARTS)
         work = prepare(settings, source, pool)
     except UserError as error:
         with suppress(OSError):  # the disk itself may be the problem

@@ -138,7 +138,6 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
             )
             open_inventory.cache_clear()
             before = None
-    remove_leftovers(directory, directory / PARTS)
     inventory = _listed(settings, source, pool, before=before)
     plan_hash = hash_of_json([config, inventory.digest])
     try:

@@ -1,7 +1,6 @@
-"""`data_prep show`: a contact sheet, one picture of what the model would see, with the labels.
+"""`data_prep show`: a contact sheet of images as the model sees them, with labels.
 
-Which samples are drawn is a function of manifest, seed and count; they stand in the order of their
-classes.
+The samples are a function of manifest, seed and count, and are sorted by class.
 """
 
 from pathlib import Path
@@ -29,7 +28,8 @@ def contact_sheet(
     manifest = load_manifest(directory)
     shards = manifest.split(split, directory=directory).shards
     if shard is not None and not 0 <= shard < len(shards):
-        raise UserError(f"shard: {shard}, but {split} has the shards 0 to {len(shards) - 1}")
+        problem, fix = f"{split} has no shard {shard}", f"choose 0 to {len(shards) - 1}"
+        raise UserError("shard", problem, fix, code="bad-value")
     chosen = shards if shard is None else (shards[shard],)
     num_samples = sum(part.num_samples for part in chosen)
     draws = np.random.Philox(np.random.SeedSequence(seed)).random_raw(num_samples)
@@ -53,7 +53,8 @@ def contact_sheet(
                 name = manifest.classes[label] if 0 <= label < len(manifest.classes) else "no label"
                 found.append((label, LabelledPicture(picture, name)))
     if not found:
-        raise UserError(f"{directory}: {split} has no samples to show")
+        fix = "choose another split"
+        raise UserError(str(directory), f"{split} has no samples", fix, code="empty")
     cells = [cell for _, cell in sorted(found, key=lambda pair: pair[0])]
     where = (
         f"{split}, {len(shards)} shard{'s' * (len(shards) > 1)}"

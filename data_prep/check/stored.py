@@ -1,8 +1,8 @@
-"""Reads what a finished dataset holds, shard by shard: a tar as one read-only buffer, wherever it
-lies; every picture of a shard; every shard of a dataset in worker processes.
+"""Read a finished dataset shard by shard: each tar as one read-only buffer, each image of a shard,
+each shard in worker processes.
 
-Invariants: nothing is written, but for the temporary copy of a shard behind a URL, which goes when
-its reader ends; results come in the order of the shards, whatever the number of workers.
+Nothing is written, except the temporary copy of a remote shard. Results come in the order of the
+shards, for any number of workers.
 """
 
 import mmap
@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data_prep.clients import options_for
+from data_prep.errors import Code
 from data_prep.images import Rejection
+from data_prep.limits import cause_of
 from data_prep.local_copy import own_host
 from data_prep.manifest import (
     MANIFEST_NAME,
@@ -26,25 +28,24 @@ from data_prep.manifest import (
 )
 from data_prep.remote import Storage, nameless_copy
 from data_prep.tar import BLOCK, TarError, header_name, key_of
-from data_prep.workers import Tally, sweep
+from data_prep.workers import sweep
 
 T = TypeVar("T")
 
 
 @contextmanager
 def tar_content(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[mmap.mmap | bytes]:
-    """The whole tar of a shard; a slice of it is a copy of that part alone."""
+    """Yield the tar of a shard; a slice of it is a copy of that part only."""
     with local_tar(directory, shard, storage=storage) as path:
         try:
             file = open(path, "rb")
         except OSError as error:
-            why = (
-                "missing" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
-            )
-            raise DatasetError(f"{shard.file}: {why}; run data_prep verify {directory}") from None
+            code: Code = "missing-path" if isinstance(error, FileNotFoundError) else "unreadable"
+            fix = f"run data_prep verify {directory}"
+            raise DatasetError(shard.file, cause_of(error), fix, code=code) from None
         with file:
             if os.fstat(file.fileno()).st_size == 0:
-                yield b""  # which cannot be mapped
+                yield b""  # nothing can be mapped
                 return
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 yield content
@@ -52,7 +53,7 @@ def tar_content(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[
 
 @contextmanager
 def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Path]:
-    """Where the tar of a shard can be opened: in place, or a copy of one that is remote."""
+    """Yield a path of the tar: its own, or a copy of a remote one."""
     if not shard.is_remote:
         yield directory / shard.file
         return
@@ -63,7 +64,7 @@ def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Pa
 
 
 def known_files(manifest: Manifest) -> set[str]:
-    """What a dataset directory holds according to its manifest."""
+    """Return the files of a dataset directory according to its manifest."""
     known = {MANIFEST_NAME, REJECTED_NAME}
     for split in manifest.splits.values():
         known |= {
@@ -78,9 +79,9 @@ def known_files(manifest: Manifest) -> set[str]:
 def each_shard(
     function: Callable[[Shard], T], shards: Sequence[Shard], *, title: str, num_workers: int
 ) -> Iterator[T]:
-    """`function` of every shard, in their order; it counts its images with `Tally.add`."""
-    total = sum(shard.num_samples for shard in shards)
-    return sweep(function, shards, title=title, unit="images", total=total, num_workers=num_workers)
+    """Yield `function` of every shard, in their order."""
+    sizes = [shard.num_samples for shard in shards]
+    return sweep(function, shards, title=title, unit="images", sizes=sizes, workers=num_workers)
 
 
 def each_picture(
@@ -91,22 +92,22 @@ def each_picture(
     storage: Storage,
     rows: Any = slice(None),
 ) -> Iterator[T]:
-    """`function` of the stored bytes of every picture of a shard, or of some rows of its index."""
+    """Yield `function` of the stored bytes of each image, or of some rows of the index."""
     with tar_content(directory, shard, storage=storage) as content:
         for offset, length in load_index(directory, shard)[rows, :2].tolist():
             try:
                 found = function(content[offset : offset + length])
             except Rejection as error:
-                raise DatasetError(
-                    f"{shard.file}: a picture does not decode ({error}); run data_prep verify"
-                    f" {directory}"
-                ) from None
-            Tally.add(1)
+                problem, fix = (
+                    f"an image is not readable ({error})",
+                    f"run data_prep verify {directory}",
+                )
+                raise DatasetError(shard.file, problem, fix, code="damaged") from None
             yield found
 
 
 def stored_key(content: mmap.mmap | bytes, offset: int) -> str:
-    """The key of the sample whose picture starts at `offset`, from the header before it."""
+    """Return the key of the sample whose image starts at `offset`, from the header before it."""
     try:
         return key_of(header_name(content[offset - BLOCK : offset]))[0]
     except TarError:

@@ -1,16 +1,14 @@
-"""`data_prep dedup`: which samples show a picture that is there already, as an exclusion list for
-`build` and `subset`.
+"""`data_prep dedup`: list samples that repeat an earlier image; `build` and `subset` read the list.
 
-Samples have one order: those of the other datasets, then the splits that stay whole (test, val,
-others), then the splits that may lose samples, each in the order of its shards.
+Samples have one order: the other datasets, then the splits that stay complete (test, val, others),
+then the splits that may lose samples, each in the order of its shards.
 
-1. Of equal pixels, the first stays.
-2. Of equal perceptual hashes and colours, the first stays.
-3. Of those that are left, one is dropped if it is near an earlier one that stays.
+1. Of samples with equal pixels, the first stays.
+2. Of samples with equal perceptual hashes and similar colors, the first stays.
+3. Of the rest, a sample is dropped if it is near an earlier one that stays.
 
-So test sets, of this dataset and of others, stay whole; every dropped sample has a like among those
-that stay; and of those that stay no two in the splits concerned are alike: run again on what was
-built without the list's samples, `dedup` finds none.
+So test sets stay complete, every dropped sample is like one that stays, and no two samples that
+stay are alike in the splits concerned: `dedup` finds none in a dataset built without the list.
 """
 
 import json
@@ -28,7 +26,7 @@ from numpy.typing import NDArray
 from data_prep.check.stored import each_shard, stored_key, tar_content
 from data_prep.choose.hashes import DTYPE, Hashes, same_colours, shard_hashes
 from data_prep.choose.neighbours import MAX_NEAR, near_pairs
-from data_prep.errors import UserError
+from data_prep.errors import Code, UserError
 from data_prep.manifest import REJECTED_NAME, Manifest, Shard, load_index, load_manifest, load_paths
 from data_prep.publish import make_directory
 from data_prep.remote import Storage
@@ -39,7 +37,7 @@ PRIORITY = {"test": 0, "val": 1}
 
 @dataclass(frozen=True)
 class Part:
-    """One split of one dataset, and where its samples stand in the order."""
+    """One split of one dataset, and the place of its samples in the order."""
 
     directory: Path
     manifest: Manifest
@@ -64,23 +62,21 @@ class Duplicates:
     positions: Ids
     """In the order of all samples, ascending."""
     likes: Ids
-    """Of each, the earlier sample that it is like."""
+    """The earlier sample that each one is like."""
     distances: NDArray[np.int64]
     """Bits of the perceptual hash that differ; -1 for equal pixels."""
     num_plain: int
-    """Pictures of the dataset that are nearly of one colour, or line art: compared by pixels
-    only."""
+    """Images of the dataset that are compared by pixels only (hashes.py)."""
 
     def pairs(self) -> Iterator[tuple[int, int, int, Part, Part]]:
-        """Of each dropped sample: position, like, distance, and the parts that the two are of."""
-        for row in zip(
-            self.positions.tolist(), self.likes.tolist(), self.distances.tolist(), strict=True
-        ):
+        """Yield position, like and distance of each dropped sample, and the parts of both."""
+        columns = (self.positions.tolist(), self.likes.tolist(), self.distances.tolist())
+        for position, like, distance in zip(*columns, strict=True):
             part, other = (
                 next(part for part in self.parts if part.start <= place < part.stop)
-                for place in row[:2]
+                for place in (position, like)
             )
-            yield *row, part, other
+            yield position, like, distance, part, other
 
 
 def find_duplicates(
@@ -93,21 +89,17 @@ def find_duplicates(
     num_workers: int = 1,
     storage: Storage | None = None,
 ) -> Duplicates:
-    """What `splits` of the dataset have to lose; `near` is None where only equal pixels count."""
+    """Return what `splits` of the dataset lose. `near` None: only equal pixels count."""
     if near is not None and not 0 <= near <= MAX_NEAR:
-        raise UserError(
-            f"near: {near} of the hash's 64 bits; choose 0 to {MAX_NEAR} (beyond, different"
-            " pictures are alike)"
-        )
+        fix = f"choose 0 to {MAX_NEAR}: above it, different images are alike"
+        raise UserError("near", f"{near} is not valid", fix, code="bad-value")
     parts = _parts(directory, against, splits)
     if cache is not None:
         make_directory(cache)
     found = [np.zeros(0, DTYPE)]
     for part in parts:
-        work, title = (
-            partial(shard_hashes, part.directory, cache, storage or {}),
-            f"hashing {part.manifest.name}/{part.split}",
-        )
+        work = partial(shard_hashes, part.directory, cache, storage or {})
+        title = f"hashing {part.manifest.name}/{part.split}"
         found += each_shard(work, part.shards, title=title, num_workers=num_workers)
     hashes = np.concatenate(found)
     first = next(part.start for part in parts if part.may_lose)
@@ -125,9 +117,8 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
     wanted: list[tuple[Path, Manifest, str, bool]] = []
     for other in against:
         if other.resolve() == directory.resolve():
-            raise UserError(
-                f"against: {other} is the dataset itself; it is compared with itself anyway"
-            )
+            problem, fix = f"{other} is the dataset itself", "leave it out"
+            raise UserError("against", problem, fix, code="conflict")
         found = load_manifest(other)
         wanted += [(other, found, split, False) for split in sorted(found.splits)]
     mine = sorted(
@@ -142,8 +133,8 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
 
 
 def compare(hashes: Hashes, *, near: int | None, first: int) -> tuple[Ids, NDArray[np.int64]]:
-    """For each sample the earlier one that it is like, or -1, and in how many bits they differ (-1:
-    equal pixels)."""
+    """Return for each sample the earlier one that it is like, or -1, and in how many bits they
+    differ (-1: equal pixels)."""
     like, distance = np.full(len(hashes), -1, np.int64), np.full(len(hashes), -1, np.int64)
     pixels = hashes["pixels"]
     order = np.lexsort((pixels[:, 1], pixels[:, 0]))  # stable: equal ones stay in their order
@@ -158,18 +149,17 @@ def compare(hashes: Hashes, *, near: int | None, first: int) -> tuple[Ids, NDArr
     bits = np.ascontiguousarray(hashes["bits"][left])
     a, b, apart = near_pairs(bits, near=near, first=int(np.searchsorted(left, first)))
     same = same_colours(hashes["colours"], left[a], left[b])
-    for low, high, bits_apart in zip(
-        left[a[same]].tolist(), left[b[same]].tolist(), apart[same].tolist(), strict=True
-    ):
+    pairs = (left[a[same]].tolist(), left[b[same]].tolist(), apart[same].tolist())
+    for low, high, bits_apart in zip(*pairs, strict=True):
         if like[low] < 0 and like[high] < 0:
             like[high], distance[high] = low, bits_apart
     return like, distance
 
 
 def _join_equal_bits(hashes: Hashes, left: Ids, like: Ids, distance: NDArray[np.int64]) -> Ids:
-    """Step 2, of `left`; returns the others. In rounds, so that a thousand copies of one picture
-    are not compared in pairs."""
-    remaining, firsts = left, []
+    """Do step 2 and return the others. In rounds, so that a thousand copies of one image are not
+    compared in pairs."""
+    remaining, firsts = left, [np.zeros(0, np.int64)]
     while len(remaining):
         _, heads, inverse = np.unique(
             hashes["bits"][remaining], return_index=True, return_inverse=True
@@ -181,75 +171,68 @@ def _join_equal_bits(hashes: Hashes, left: Ids, like: Ids, distance: NDArray[np.
         same[same] = same_colours(hashes["colours"], head[same], remaining[same])
         like[remaining[same]], distance[remaining[same]] = head[same], 0
         remaining = remaining[~is_head & ~same]
-    return np.sort(np.concatenate(firsts)) if firsts else left
+    return np.sort(np.concatenate(firsts))
 
 
 # ---- the list
-# --------------------------------------------------------------------------------------------------
 
 
 def exclusion_lines(found: Duplicates, *, storage: Storage | None = None) -> list[dict[str, Any]]:
-    """What an exclusion list says of each dropped sample, sorted by path."""
-    everyone = np.unique(np.concatenate([found.positions, found.likes]))
-    keys, paths = _names(found, everyone, storage=storage or {})
+    """Return the lines of an exclusion list, sorted by path."""
+    names = _names(found, storage or {})
     lines = []
     for position, like, distance, part, other in found.pairs():
-        of = {
-            "dataset": other.manifest.name,
-            "split": other.split,
-            "key": keys[like],
-            "path": paths[like],
-        }
-        reason = {
-            "reason": "exact" if distance < 0 else "near",
-            "distance": max(distance, 0),
-            "of": of,
-        }
+        (key, path), (like_key, like_path) = names[position], names[like]
+        of = {"dataset": other.manifest.name, "split": other.split}
         lines.append(
-            {"path": paths[position], "key": keys[position], "split": part.split, **reason}
+            {
+                "path": path,
+                "key": key,
+                "split": part.split,
+                "reason": _reason(distance),
+                "distance": max(distance, 0),
+                "of": {**of, "key": like_key, "path": like_path},
+            }
         )
     return sorted(lines, key=lambda line: (line["path"], line["split"], line["key"]))
 
 
-def _names(
-    found: Duplicates, positions: Ids, *, storage: Storage
-) -> tuple[dict[int, str], dict[int, str]]:
-    """Key and path of each position, reading every shard concerned once."""
-    keys: dict[int, str] = {}
-    paths: dict[int, str] = {}
+def _reason(distance: int) -> str:
+    return "exact" if distance < 0 else "near"
+
+
+def _names(found: Duplicates, storage: Storage) -> dict[int, tuple[str, str]]:
+    """Return key and path of both samples of each pair, reading every shard once."""
+    positions = np.unique(np.concatenate([found.positions, found.likes]))
+    names: dict[int, tuple[str, str]] = {}
     for part in found.parts:
         start = part.start
         for shard in part.shards:
             low, high = np.searchsorted(positions, (start, start + shard.num_samples))
-            if low < high:
-                offsets, all_paths = (
-                    load_index(part.directory, shard)[:, 0],
-                    load_paths(part.directory, shard),
-                )
+            rows = (positions[low:high] - start).tolist()
+            if rows:
+                offsets = load_index(part.directory, shard)[:, 0]
+                paths = load_paths(part.directory, shard)
                 with tar_content(part.directory, shard, storage=storage) as content:
-                    for position in positions[low:high].tolist():
-                        keys[position] = stored_key(content, int(offsets[position - start]))
-                        paths[position] = all_paths[position - start]
+                    for row in rows:
+                        names[start + row] = stored_key(content, int(offsets[row])), paths[row]
             start += shard.num_samples
-    return keys, paths
+    return names
 
 
 def check_out(path: Path) -> None:
-    """Refuses what is no place for a list, before hours of hashing."""
+    """Fail before hours of hashing if the list cannot be written to this path."""
+    code: Code = "unreadable"
     if path.suffix != ".jsonl" or path.name == REJECTED_NAME:
-        raise UserError(
-            f"out: {path} is no name for the list; name it ....jsonl, such as duplicates.jsonl"
-        )
-    if path.is_dir():
-        raise UserError(f"out: {path} is a directory; name the file that is to be written")
-    if not path.parent.is_dir():
-        raise UserError(f"out: {path.parent} is no directory; make it, or name another place")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"out: {path.parent} cannot be written to; name another place")
-    if path.exists() and not _is_list(path):
-        raise UserError(
-            f"out: {path} exists and is no list of dedup; name another file, it is left as it is"
-        )
+        problem, code = "is not valid", "bad-value"
+    elif path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        problem = "cannot be written"
+    elif path.exists() and not _is_list(path):
+        problem, code = "exists, and dedup did not write it", "exists"
+    else:
+        return
+    fix = "choose a file such as duplicates.jsonl in a folder that you can write to"
+    raise UserError("out", f"{path} {problem}", fix, code=code)
 
 
 def _is_list(path: Path) -> bool:
@@ -261,9 +244,8 @@ def _is_list(path: Path) -> bool:
 
 
 def summary(found: Duplicates) -> Counter[tuple[str, str, str, str]]:
-    """How many are dropped, by (split, the other's dataset, the other's split, reason)."""
-    reasons = ((distance, part, other) for _, _, distance, part, other in found.pairs())
+    """Count the dropped samples by (split, the other's dataset, the other's split, reason)."""
     return Counter(
-        (part.split, other.manifest.name, other.split, "exact" if distance < 0 else "near")
-        for distance, part, other in reasons
+        (part.split, other.manifest.name, other.split, _reason(distance))
+        for _, _, distance, part, other in found.pairs()
     )

@@ -31,7 +31,6 @@ from data_prep.images import decode, resize
 from data_prep.manifest import Shard
 from data_prep.publish import write_atomic
 from data_prep.remote import Storage
-from data_prep.workers import Tally
 
 Hashes = NDArray[np.void]
 DTYPE = np.dtype([("pixels", "<u8", 2), ("bits", "<u8"), ("colours", "i1", 48), ("plain", "?")])
@@ -63,7 +62,6 @@ def shard_hashes(directory: Path, cache: Path | None, storage: Storage, shard: S
             pass
         else:
             if hashes.dtype == DTYPE and len(hashes) == shard.num_samples:
-                Tally.add(shard.num_samples)
                 return hashes
     pictures = (picture for picture, _ in each_picture(decode, directory, shard, storage=storage))
     batches = iter(lambda: list(islice(pictures, _BATCH)), [])

@@ -1,24 +1,18 @@
-"""`data_prep subset`: some samples of a dataset as a dataset of its own, without a copy of a single
-picture.
+"""`data_prep subset`: some samples of a dataset as another dataset, without copying an image.
 
-The new directory holds a manifest and, for each shard with chosen samples, the index rows and the
-paths of those; the tars stay where they are, named relative to the new directory (so move both or
-neither). Size and sha256 of a tar are of the whole file. Channel mean and standard deviation are
-those of the parent: runs on different fractions then see the same inputs.
+The new directory holds a manifest and, for each shard with chosen samples, their index rows and
+paths. The tars stay in place, named relative to the new directory: move both or neither. Size and
+sha256 of a tar are of the complete file. Channel mean and standard deviation are the parent's, so
+runs on different fractions see the same inputs.
 
-Steps, under the lock of the new directory's parent:
-
-1. choose the samples (selection.py); the same call again finds its own plan here, and is done;
-2. write indices, paths and annotations into a temporary directory, the manifest last;
-3. rename it (publish.py).
+1. Choose the samples (selection.py). If the same call has finished, stop.
+2. Under the lock of the new directory, write indices, paths and annotations, then the manifest.
 """
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +21,11 @@ from pydantic import Field, model_validator
 from data_prep import __version__
 from data_prep.build.exclusions import Exclusions, load_exclusions
 from data_prep.build.merge import write_annotation, write_rejected
+from data_prep.build.parts import begin, forget_parts, of_another, own_place
 from data_prep.build.shards import write_index, write_paths
-from data_prep.check.stored import known_files
 from data_prep.check.verify import stored_labels
 from data_prep.choose.selection import Ids, per_class, ranking
-from data_prep.errors import UserError
+from data_prep.errors import SettingsError, UserError
 from data_prep.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -44,35 +38,33 @@ from data_prep.manifest import (
     save_manifest,
 )
 from data_prep.progress import progress
-from data_prep.publish import LOCK, TEMPORARY_PREFIX, atomic_directory, hash_of_json, sole_maker
+from data_prep.publish import hash_of_json
 from data_prep.settings import Settings, nearest, read_lines
 
 
 class Selection(Settings):
-    """What is asked for; of `fraction`, `count` and `per_class` at most one, none takes all that is
-    not left out."""
+    """The request. Of `fraction`, `count` and `per_class` at most one is given; without them every
+    sample is taken that is not excluded."""
 
     fraction: float | None = Field(None, gt=0, le=1)
     count: int | None = Field(None, ge=1)
     per_class: int | None = Field(None, ge=1)
     split: str = "train"
-    """The split that the size is of; others are taken whole."""
+    """The split that the size is of; other splits stay complete."""
     seed: int = Field(0, ge=0)
     classes_file: str | None = None
     exclude: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _one_size(self) -> "Selection":
-        sizes = [
-            name for name in ("fraction", "count", "per_class") if getattr(self, name) is not None
-        ]
+        names = ("fraction", "count", "per_class")
+        sizes = [name for name in names if getattr(self, name) is not None]
         if len(sizes) > 1:
-            raise ValueError(f"{sizes[1]}: {sizes[0]} is given, too; ask for one of them")
+            problem, fix = f"{sizes[0]} is given, too", "choose one of them"
+            raise SettingsError(sizes[1], problem, fix, code="conflict")
         if not sizes and self.classes_file is None and not self.exclude:
-            raise ValueError(
-                "fraction: nothing is asked for; give --fraction, --count, --per-class or what to"
-                " leave out"
-            )
+            fix = "give --fraction, --count, --per-class, --classes-file or --exclude"
+            raise SettingsError("fraction", "nothing is chosen", fix, code="missing-value")
         return self
 
 
@@ -83,168 +75,141 @@ class Chosen:
     positions: Ids
     """In the parent's split, ascending."""
     labels: NDArray[np.int64]
-    """Of every sample of the parent's split, numbered as in the subset; -2 for classes that it does
-    not have."""
+    """Label in the subset of every sample of the parent's split; -2 for a class that it lacks."""
     left_out: dict[str, int]
     excluded: frozenset[str]
-    """The listed paths that the split has, of whatever class."""
+    """The listed paths that the split has."""
+
+
+@dataclass(frozen=True)
+class _Parent:
+    directory: Path
+    manifest: Manifest
+    classes: tuple[str, ...]
+    """The classes of the subset, in the parent's order."""
+    exclusions: Exclusions
 
 
 def subset(source: Path, out: Path, selection: Selection) -> Manifest:
-    """Publishes the dataset `out`; safe to call again."""
-    parent = load_manifest(source)
+    """Return the finished dataset `out`. You can repeat it after any interruption."""
+    manifest = load_manifest(source)
     if out.resolve() == source.resolve():
-        raise UserError(
-            f"out: {out} is the dataset that the samples are chosen from; name another directory"
-        )
-    parent.split(selection.split, directory=source)
-    classes, exclusions = (
-        _classes(parent, selection.classes_file),
-        load_exclusions(selection.exclude),
-    )
-    description = _describe(parent, selection, classes, exclusions)
+        problem, fix = f"{out} is the parent dataset", "choose another directory"
+        raise UserError("out", problem, fix, code="conflict")
+    manifest.split(selection.split, directory=source)
+    classes = _classes(manifest, selection.classes_file)
+    parent = _Parent(source, manifest, classes, load_exclusions(selection.exclude))
+    description = _describe(parent, selection)
     plan_hash = hash_of_json([description, out.name])
-    with sole_maker(out):
-        existing = _existing(out, plan_hash, parent)
-        if existing is not None:
+    if existing := _existing(out, description, plan_hash, parent):
+        return existing
+    chosen = {name: _choose(parent, name, selection) for name in manifest.splits}
+    for name, part in chosen.items():
+        if not len(part.positions) and manifest.splits[name].num_samples:
+            problem, fix = f"no sample of {name} is left", "choose more, or exclude fewer"
+            raise UserError(str(source), problem, fix, code="empty")
+    if listed := parent.exclusions.paths:
+        found = frozenset[str]().union(*(part.excluded for part in chosen.values()))
+        if not found:
+            problem = f"none of the {len(listed):,} listed paths is in {source}"
+            fix = "give a list that data_prep dedup wrote of this dataset"
+            raise UserError("exclude", problem, fix, code="mismatch")
+        description["exclude_paths"] = {"listed": len(listed), "found": len(found)}
+    with own_place(out, wait=True):
+        if existing := _existing(out, description, plan_hash, parent):
             return existing
-        chosen = {
-            name: _choose(source, parent, name, selection, classes, exclusions)
-            for name in parent.splits
-        }
-        for name, part in chosen.items():
-            if not len(part.positions) and parent.splits[name].num_samples:
-                raise UserError(
-                    f"{source}: no sample of {name} is left; ask for more, or leave out less"
-                )
-        if exclusions.paths:
-            found = frozenset[str]().union(*(part.excluded for part in chosen.values()))
-            if not found:
-                raise UserError(
-                    f"exclude: {', '.join(selection.exclude)}: none of {len(exclusions.paths):,}"
-                    f" paths is in {source}; name a list that data_prep dedup wrote of this dataset"
-                )
-            description["exclude_paths"] = {"listed": len(exclusions.paths), "found": len(found)}
+        if not (out / MANIFEST_NAME).exists():
+            begin(out, plan_hash, description)
+        splits = {name: _write_split(parent, out, name, part) for name, part in chosen.items()}
+        num_written = sum(split.num_samples for split in splits.values())
         left_out = sum((Counter(part.left_out) for part in chosen.values()), Counter[str]())
-        with atomic_directory(out) as fresh:
-            splits = {
-                name: _write_split(
-                    _Place(source, out, fresh), name, split, chosen[name], num_classes=len(classes)
-                )
-                for name, split in parent.splits.items()
-            }
-            num_written = sum(split.num_samples for split in splits.values())
-            changes = {
-                "tool_version": __version__,
-                "name": out.name,
-                "source": description,
-                "classes": classes,
-                "splits": splits,
-                "num_read": num_written,
-                "num_written": num_written,
-                "num_rejected": 0,
-                "num_left_out": dict(left_out),
-                "rejected_sha256": write_rejected(fresh, ()),
-                "plan_hash": plan_hash,
-                "config": {},
-            }
-            save_manifest(fresh, parent.model_copy(update=changes))
-            return load_manifest(fresh)
+        changes = {
+            "tool_version": __version__,
+            "name": out.name,
+            "source": description,
+            "classes": classes,
+            "splits": splits,
+            "num_read": num_written,
+            "num_written": num_written,
+            "num_rejected": 0,
+            "num_left_out": dict(left_out),
+            "rejected_sha256": write_rejected(out, ()),
+            "plan_hash": plan_hash,
+            "config": {},
+        }
+        save_manifest(out, manifest.model_copy(update=changes))
+        forget_parts(out)
+    return load_manifest(out)
 
 
 def _classes(parent: Manifest, file: str | None) -> tuple[str, ...]:
-    """The classes of the subset, in the parent's order."""
     if file is None:
         return parent.classes
-    wanted = read_lines("classes-file", file, spelled=True)
+    wanted = dict.fromkeys(read_lines("classes-file", file, spelled=True))
     known = set(parent.classes)
     unknown = next((name for name in wanted if name not in known), None)
     if unknown is not None:
-        raise UserError(
-            f"classes-file: {file} names {unknown!r}, which the dataset lacks;"
-            f" {nearest(unknown, list(parent.classes))}"
-        )
+        problem = f"the dataset has no class {unknown!r}, which {file} lists"
+        fix = nearest(unknown, list(parent.classes))
+        raise UserError("classes-file", problem, fix, code="unknown-name")
     if not wanted:
-        raise UserError(f"classes-file: {file} names no class; write one on each line")
-    kept = set(wanted)
-    return tuple(name for name in parent.classes if name in kept)
+        fix = "write one class on each line"
+        raise UserError("classes-file", f"{file} names no class", fix, code="empty")
+    return tuple(name for name in parent.classes if name in wanted)
 
 
-def _describe(
-    parent: Manifest, selection: Selection, classes: tuple[str, ...], exclusions: Exclusions
-) -> dict[str, object]:
-    """The source of the subset's manifest: its bytes depend on nothing else."""
-    asked = selection.model_dump(
-        mode="json", include={"fraction", "count", "per_class", "split", "seed"}
-    )
-    numbers = {name: number for number, name in enumerate(parent.classes)}
-    in_tar = stored_labels(parent)
-    labels = None if in_tar is None else [in_tar[numbers[name]] for name in classes]
-    of = {"name": parent.name, "source": parent.source}
-    left = {
-        "exclude": exclusions.digest if selection.exclude else None,
-        "labels": labels,
+def _describe(parent: _Parent, selection: Selection) -> dict[str, object]:
+    """Return the source of the subset's manifest: its bytes depend on nothing else."""
+    manifest, classes = parent.manifest, parent.classes
+    names = {"fraction", "count", "per_class", "split", "seed"}
+    numbers = {name: number for number, name in enumerate(manifest.classes)}
+    in_tar = stored_labels(manifest)
+    return {
+        "kind": "subset",
+        "parent": manifest.pixels_hash,
+        "of": {"name": manifest.name, "source": manifest.source},
+        **selection.model_dump(mode="json", include=names),
+        "exclude": parent.exclusions.digest if selection.exclude else None,
+        "labels": None if in_tar is None else [in_tar[numbers[name]] for name in classes],
         "classes": len(classes),
     }
-    return {"kind": "subset", "parent": parent.pixels_hash, "of": of, **asked, **left}
 
 
-def _existing(out: Path, plan_hash: str, parent: Manifest) -> Manifest | None:
-    if not out.exists():
-        return None
+def _existing(
+    out: Path, description: dict[str, object], plan_hash: str, parent: _Parent
+) -> Manifest | None:
+    """Return the finished dataset, unless its tars have moved."""
     if not (out / MANIFEST_NAME).exists():
-        if out.is_dir() and not any(out.iterdir()):
-            return None
-        raise UserError(f"{out}: exists and is no dataset; choose another directory")
+        return None
     manifest = load_manifest(out)
     if manifest.plan_hash != plan_hash:
-        raise UserError(f"{out}: holds another dataset ({manifest.name}); name another directory")
-    places = {shard.file for split in parent.splits.values() for shard in split.shards}
+        raise of_another(out, manifest.source, description)
+    splits = parent.manifest.splits.values()
+    places = {shard.file for split in splits for shard in split.shards}
     tars = [shard for split in manifest.splits.values() for shard in split.shards]
-    if all(
+    is_in_place = all(
         shard.file in places if shard.is_remote else (out / shard.file).exists() for shard in tars
-    ):
-        return manifest
-    known = known_files(manifest) | {LOCK}
-    strange = [
-        path
-        for path in sorted(out.iterdir())
-        if path.name not in known and not path.name.startswith(TEMPORARY_PREFIX)
-    ]
-    if strange:
-        raise UserError(
-            f"{out}: its tars have moved, so it would be made anew, but {strange[0].name} is no"
-            " part of it; move that elsewhere, then run the same command again"
-        )
-    return None
+    )
+    return manifest if is_in_place else None
 
 
-def _choose(
-    source: Path,
-    parent: Manifest,
-    name: str,
-    selection: Selection,
-    classes: tuple[str, ...],
-    exclusions: Exclusions,
-) -> Chosen:
-    split = parent.splits[name]
-    new_label = np.full(len(parent.classes) + 1, -2, np.int64)
+def _choose(parent: _Parent, name: str, selection: Selection) -> Chosen:
+    split, known = parent.manifest.splits[name], parent.manifest.classes
+    new_label = np.full(len(known) + 1, -2, np.int64)
     new_label[-1] = -1  # no label stays no label
-    numbers = {name: number for number, name in enumerate(parent.classes)}
-    new_label[[numbers[name] for name in classes]] = np.arange(len(classes))
-    labels = new_label[
-        np.concatenate(
-            [np.zeros(0, np.int64), *(load_index(source, shard)[:, 2] for shard in split.shards)]
-        )
-    ]
+    numbers = {name: number for number, name in enumerate(known)}
+    new_label[[numbers[name] for name in parent.classes]] = np.arange(len(parent.classes))
+    stored = [load_index(parent.directory, shard)[:, 2] for shard in split.shards]
+    labels = new_label[np.concatenate([np.zeros(0, np.int64), *stored])]
     in_class = labels != -2
     keep, excluded = in_class.copy(), set[str]()
-    if exclusions.paths:
-        keep &= ~np.fromiter(_excluded(source, split, exclusions, excluded), np.bool_, len(labels))
+    if parent.exclusions.paths:
+        is_listed = _listed(parent, split, excluded)
+        keep &= ~np.array(is_listed, np.bool_)
     left_out = {"classes": int((~in_class).sum()), "excluded": int((in_class & ~keep).sum())}
     positions = np.flatnonzero(keep)
     if name == selection.split:
-        positions = _sized(labels, keep, selection, classes)
+        positions = _sized(labels, keep, selection, parent.classes)
         left_out["not_chosen"] = int(keep.sum()) - len(positions)
     return Chosen(positions, labels, left_out, frozenset(excluded))
 
@@ -256,90 +221,66 @@ def _sized(
         sizes = np.bincount(labels[keep & (labels >= 0)], minlength=len(classes))
         smallest = int(sizes.argmin())
         if sizes[smallest] < selection.per_class:
-            raise UserError(
-                f"per-class: {selection.per_class} asked for, {classes[smallest]} has"
-                f" {sizes[smallest]} in {selection.split}; ask for at most as many, or name the"
-                " larger classes in --classes-file"
-            )
+            problem = f"{classes[smallest]} has only {sizes[smallest]} in {selection.split}"
+            fix = "choose at most as many, or list the larger classes in --classes-file"
+            raise UserError("per-class", problem, fix, code="bad-value")
         return np.sort(per_class(labels, selection.per_class, seed=selection.seed, keep=keep))
     num_kept = int(keep.sum())
     count = num_kept if selection.count is None else selection.count
     if selection.fraction is not None:
         count = round(selection.fraction * num_kept)
     if count > num_kept:
-        raise UserError(
-            f"count: {count:,} asked for, {selection.split} has {num_kept:,}; ask for at most as"
-            " many"
-        )
+        problem = f"{selection.split} has only {num_kept:,} samples"
+        raise UserError("count", problem, "choose at most as many", code="bad-value")
     return np.sort(ranking(labels, seed=selection.seed, keep=keep)[:count])
 
 
-def _excluded(
-    source: Path, split: Split, exclusions: Exclusions, found: set[str]
-) -> Iterator[bool]:
-    """Of every sample; the paths that are listed are added to `found`."""
+def _listed(parent: _Parent, split: Split, found: set[str]) -> list[bool]:
+    """Return for every sample if its path is listed; add the listed paths to `found`."""
+    listed, is_listed = parent.exclusions.paths, list[bool]()
     with progress("reading paths", total=split.num_samples, unit="paths") as line:
         for shard in split.shards:
-            for path in load_paths(source, shard):
-                is_listed = path in exclusions.paths
-                if is_listed:
-                    found.add(path)
-                yield is_listed
+            paths = load_paths(parent.directory, shard)
+            is_listed += [path in listed for path in paths]
+            found |= listed.intersection(paths)
             line.advance(shard.num_samples)
+    return is_listed
 
 
 # ---- writing
-# --------------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
-    """Where the parent lies, where the subset is going to, and where it is made."""
-
-    source: Path
-    out: Path
-    fresh: Path
-
-
-def _write_split(
-    place: _Place, name: str, split: Split, chosen: Chosen, *, num_classes: int
-) -> Split:
-    shards, start = [], 0
+def _write_split(parent: _Parent, out: Path, name: str, chosen: Chosen) -> Split:
+    split, shards, start = parent.manifest.splits[name], list[Shard](), 0
     with progress(f"writing {name}", total=split.num_samples, unit="rows") as line:
         for shard in split.shards:
             first, last = np.searchsorted(chosen.positions, (start, start + shard.num_samples))
             rows = chosen.positions[first:last] - start
             if len(rows):
-                shards.append(_write_shard(place, shard, rows, chosen.labels[start + rows]))
+                shards.append(_write_shard(parent, out, shard, rows, chosen.labels[start + rows]))
             start += shard.num_samples
             line.advance(shard.num_samples)
-    labels = chosen.labels[chosen.positions]
-    num_before = len(split.class_counts)
-    annotations = {
-        key: write_annotation(
-            place.fresh,
-            f"{name}-{key}",
-            load_annotation(place.source, split, key)[chosen.positions],
-        )
-        for key, annotation in split.annotations.items()
-        # with fewer classes, one as wide as the parent's class list goes: its columns are its
-        # classes
-        if num_classes == num_before or annotation.num_columns != num_before
-    }
+    labels, num_classes = chosen.labels[chosen.positions], len(parent.classes)
+    num_before, annotations = len(split.class_counts), {}
+    for key, annotation in split.annotations.items():
+        # with fewer classes, columns that are the parent's classes go
+        if num_classes == num_before or annotation.num_columns != num_before:
+            bits = load_annotation(parent.directory, split, key)[chosen.positions]
+            annotations[key] = write_annotation(out, f"{name}-{key}", bits)
     counts = np.bincount(labels[labels >= 0], minlength=num_classes)
     return Split(shards=tuple(shards), class_counts=tuple(counts.tolist()), annotations=annotations)
 
 
-def _write_shard(place: _Place, shard: Shard, rows: Ids, labels: Ids) -> Shard:
-    index = np.array(load_index(place.source, shard)[rows])
+def _write_shard(parent: _Parent, out: Path, shard: Shard, rows: Ids, labels: Ids) -> Shard:
+    index = np.array(load_index(parent.directory, shard)[rows])
     index[:, 2] = labels
-    paths = load_paths(place.source, shard)
+    paths = load_paths(parent.directory, shard)
     changes = {
         "num_samples": len(rows),
-        "index_sha256": write_index(place.fresh, shard.name, index),
-        "paths_sha256": write_paths(place.fresh, shard.name, [paths[row] for row in rows.tolist()]),
+        "index_sha256": write_index(out, shard.name, index),
+        "paths_sha256": write_paths(out, shard.name, [paths[row] for row in rows.tolist()]),
     }
     if not shard.is_remote:
-        changes["file"] = os.path.relpath(
-            (place.source / shard.file).resolve(), place.out.resolve()
-        )
+        tar = (parent.directory / shard.file).resolve()
+        changes["file"] = os.path.relpath(tar, out.resolve())
     return shard.model_copy(update=changes)

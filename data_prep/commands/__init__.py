@@ -104,10 +104,8 @@ def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[st
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]
     if config is not None and Path(config).is_dir():
-        raise UserError(
-            f"{config}: is a directory, no config; for a folder of pictures write --source folder"
-            f" source.path={config}"
-        )
+        fix = f"for a folder of images write --source folder source.path={config}"
+        raise UserError(config, "is a directory, not a config", fix, code="wrong-command")
     if options.out:
         shortcuts = [*shortcuts, f"out={json.dumps(options.out)}"]
     return load_settings(schema, path=config, overrides=[*overrides, *shortcuts])

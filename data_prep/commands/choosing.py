@@ -5,9 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from data_prep.clients import shown
 from data_prep.commands import add_verb, counted, directory_of, place, print_table
-from data_prep.errors import UserError
 from data_prep.exit_codes import OK
 from data_prep.explain import Verbs, at_least
 from data_prep.publish import write_atomic
@@ -136,15 +134,11 @@ def _subset(options: argparse.Namespace) -> int:
 
 
 def _dedup(options: argparse.Namespace) -> int:
+    from data_prep.build.parts import refuse_url
     from data_prep.choose.dedup import check_out, exclusion_lines, find_duplicates, summary
 
     if options.out is not None:
-        if "://" in options.out:
-            raise UserError(
-                f"--out: {shown(options.out)} is in a store, and build and subset read lists on"
-                " this disk; name a file here"
-            )
-        options.out = Path(options.out)
+        options.out = Path(refuse_url(options.out))
         check_out(options.out)
     near = NEAR if options.near is None else options.near
     found = find_duplicates(

@@ -1,124 +1,66 @@
-"""Compressed TIFFs, by the libtiff in imagecodecs' wheel: the same decoder on every machine,
-whatever PIL was built with.
+"""Decode TIFF images with the libtiff in imagecodecs: the same decoder on every machine.
 
-Pillow reads the directory, and makes the picture of the samples, as it does with those that are not
-compressed. In between libtiff unpacks them. It is given the directory that Pillow has read, so that
-what it unpacks is what was judged.
+Pillow reads the header, which says what the samples mean. libtiff unpacks the samples.
 """
 
-import io
 from operator import add
 from typing import Final
 
 import numpy as np
-from PIL import Image, ImageFile
+from PIL import Image
 from PIL import TiffImagePlugin as Tiff
-from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
+from data_prep.images.colour import MODES, unknown_levels
 from data_prep.images.rejection import Rejection
 
-_PACKING: Final = (
-    *range(256, 260),
-    262,
-    266,
-    273,
-    *range(277, 280),
-    284,
-    292,
-    293,
-    317,
-    *range(322, 326),
-    338,
-    339,
-    347,
-    530,
-    532,
-)
-"""The tags that say how the samples are packed."""
-_JPEG, _RGB, _CMYK, _YCBCR, _SEPARATE = 7, 2, 5, 6, 2
+_JPEG, _WHITE_IS_ZERO, _CMYK, _YCBCR, _SEPARATE = 7, 0, 5, 6, 2
 """Values of tags: a compression, photometric interpretations, a planar configuration."""
+_GREY: Final = ("1", "L", "I;16", "I;16B")
 
 
-def is_compressed(image: Image.Image) -> bool:
-    return isinstance(image, TiffImageFile) and any(tile[0] == "libtiff" for tile in image.tile)
+def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
+    """Return the first page, whose header Pillow has read, as it is stored.
 
-
-def unpack_tiff(data: bytes, image: Image.Image) -> None:
-    """`image`, which PIL has opened, then loads as if `data` were not compressed. Raises what
-    libtiff complains of."""
+    Raises Rejection, or what libtiff complains of."""
     import imagecodecs
 
-    assert isinstance(image, TiffImageFile)
-    tags = image.tag_v2
+    tags, mode = image.tag_v2, "L" if image.mode in _GREY else image.mode
     for offsets, lengths in (
         (Tiff.STRIPOFFSETS, Tiff.STRIPBYTECOUNTS),
         (Tiff.TILEOFFSETS, Tiff.TILEBYTECOUNTS),
     ):
         for end in map(add, tags.get(offsets, ()), tags.get(lengths, ())):
-            if end > len(data):  # libtiff leaves holes in some pictures
+            if end > len(data):  # libtiff leaves holes in some images
                 raise Rejection("truncated", f"{len(data):,} bytes of {end:,}")
-    directory = _directory(data, tags)
-    _, (_, _, width, height), _, (rawmode, *_) = image.tile[0]
-    bits, count = max(directory[Tiff.BITSPERSAMPLE]), directory.get(Tiff.SAMPLESPERPIXEL, 1)
-    is_separate = count > 1 and directory.get(Tiff.PLANAR_CONFIGURATION) == _SEPARATE
-    if (
-        tags[Tiff.COMPRESSION] == _JPEG or tags.get(Tiff.PHOTOMETRIC_INTERPRETATION) == _YCBCR
-    ):  # libtiff makes RGB of it
-        if count not in (1, 3, 4):  # of others it makes wrong ones
-            raise Rejection(
-                "unsupported", f"a TIFF of JPEGs with {count} channels; convert it to JPEG or PNG"
-            )
-        samples = imagecodecs.tiff_decode(_behind(directory, data)).reshape(height, width, -1)
-        rawmode = "RGB" if samples.shape[2] == 3 else rawmode
-    else:
-        shape = [height, directory[Tiff.IMAGEWIDTH], count]
-        kind = {1: "u", 2: "i", 3: "f"}[max(directory.get(Tiff.SAMPLEFORMAT, (1,)))]
-        # zeros: a damaged strip may end early
-        samples = np.zeros(np.roll(shape, is_separate), bool if bits == 1 else f"{kind}{bits // 8}")
-        imagecodecs.tiff_decode(
-            _behind(directory, data), out=samples if count > 1 else samples[..., 0]
-        )
-    if is_separate:
-        samples = np.moveaxis(samples, 0, -1)
-    if bits == 1:
-        samples = np.packbits(samples, axis=1)
-    image.tile = [ImageFile._Tile("raw", image.tile[0][1], len(data), (rawmode, 0, 1))]
-    image.fp, image.use_load_libtiff = (
-        io.BytesIO(data + samples.tobytes()),
-        False,
-    )  # metadata are read there, too
-
-
-def _directory(data: bytes, tags: ImageFileDirectory_v2) -> ImageFileDirectory_v2:
-    """What libtiff has to know, in the byte order of `data`."""
-    directory = ImageFileDirectory_v2(prefix=data[:2])
-    directory[Tiff.BITSPERSAMPLE] = (1,)
-    for tag in _PACKING:
-        if tag in tags and not (
-            tag == Tiff.EXTRASAMPLES and tags[Tiff.COMPRESSION] == _JPEG
-        ):  # colours would be darkened by them
-            directory.tagtype[tag] = tags.tagtype[tag]
-            directory[tag] = tags[tag]
-    bits = max(directory[Tiff.BITSPERSAMPLE])
-    if bits not in (1, 8, 16, 32):  # imagecodecs unpacks no others: their bytes
-        directory[Tiff.BITSPERSAMPLE] = (8,)
-        for tag in (Tiff.IMAGEWIDTH, Tiff.TILEWIDTH):
-            if tag in tags:
-                directory[tag] = -(-tags[tag] * bits // 8)
-    if (
-        tags.get(Tiff.PHOTOMETRIC_INTERPRETATION) == _CMYK
-    ):  # imagecodecs would have libtiff make RGB of it: Pillow does that later
-        directory[Tiff.PHOTOMETRIC_INTERPRETATION] = _RGB
-    return directory
-
-
-def _behind(directory: ImageFileDirectory_v2, data: bytes) -> bytes:
-    """A classic TIFF of `directory` and then `data`, in which what the directory names has moved by
-    its length."""
-    length: int = 8 + len(directory.tobytes(8))
-    if Tiff.TILEOFFSETS in directory:  # those of strips Pillow moves itself
-        directory[Tiff.TILEOFFSETS] = tuple(
-            offset + length for offset in directory[Tiff.TILEOFFSETS]
-        )
-    start = b"II*\0\x08\0\0\0" if data[:2] == b"II" else b"MM\0*\0\0\0\x08"
-    return b"".join((start, directory.tobytes(8), data))
+    size, photometric = (tags[Tiff.IMAGEWIDTH], tags[Tiff.IMAGELENGTH]), tags[262]
+    count, bits = tags.get(Tiff.SAMPLESPERPIXEL, 1), max(tags.get(Tiff.BITSPERSAMPLE, (1,)))
+    if tags.get(Tiff.COMPRESSION) == _JPEG or photometric in (_CMYK, _YCBCR):
+        if count not in (1, 3, 4):
+            problem = f"a TIFF of JPEGs with {count} channels; convert it to JPEG or PNG"
+            raise Rejection("unsupported", problem)
+        rgb = np.atleast_3d(imagecodecs.tiff_decode(data))  # libtiff makes grey or RGB of these
+        if rgb.shape[1::-1] != size:
+            raise Rejection("damaged", f"{size} in the header, {rgb.shape} decoded")
+        mode = {1: "L", 3: "RGB"}.get(rgb.shape[2], "RGBa")
+        return Image.frombytes(mode, size, rgb.tobytes())
+    if mode not in MODES:
+        raise unknown_levels(image)
+    # an array of this size bounds the memory, whatever another directory of the file says
+    kind = bool if bits == 1 else np.uint8 if bits <= 8 else np.uint16
+    is_separate = count > 1 and tags.get(Tiff.PLANAR_CONFIGURATION) == _SEPARATE
+    shape = [size[1], size[0], count] if count > 1 else [size[1], size[0]]
+    samples = np.zeros(np.roll(shape, is_separate), kind)
+    imagecodecs.tiff_decode(data, out=samples)
+    samples = np.moveaxis(samples, 0, -1) if is_separate else samples
+    if bits > 8:
+        samples = samples >> (bits - 8)
+    levels = samples.astype(np.uint8) * (1 if mode == "P" or bits >= 8 else 255 // (2**bits - 1))
+    if count > 1:
+        levels = levels[..., : Image.getmodebands(mode)]
+    if mode == "L" and photometric == _WHITE_IS_ZERO:
+        levels = 255 - levels
+    pixels = Image.frombytes(mode, size, np.ascontiguousarray(levels, np.uint8).tobytes())
+    if mode == "P" and image.palette is not None:
+        pixels.putpalette(image.palette)
+    return pixels

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from data_prep.build.merge import check_reject_share, manifest_of, with_limit
 from data_prep.build.parts import (
-    BEGUN,
+    begin,
     forget_parts,
     of_another,
     own_place,
@@ -48,20 +48,12 @@ from data_prep.manifest import (
     load_manifest,
     save_manifest,
 )
-from data_prep.publish import hash_of_json, remove_leftovers, sha256_of, write_json
+from data_prep.publish import hash_of_json, sha256_of, write_json
 from data_prep.settings import Settings, printable
 from data_prep.tar import TarError
 from data_prep.workers import sweep
 
 VERSIONS_NAME = "versions.json"
-
-
-class UnfinishedIndex(Settings):
-    """Record of an index that has begun."""
-
-    kind: str = "index"
-    plan_hash: str
-    config: dict[str, Any]
 
 
 class StockRecord(Settings):
@@ -83,8 +75,6 @@ def index(settings: IndexSettings) -> Manifest:
     directory, shards = settings.directory, list_shards(settings)
     plan = _plan(settings, shards)
     with own_place(directory):
-        _refuse_unfinished_of_another(plan)
-        remove_leftovers(directory, directory / PARTS)
         if (directory / MANIFEST_NAME).exists():
             manifest = load_manifest(directory)
             _refuse_another(plan, shards, manifest)
@@ -92,16 +82,14 @@ def index(settings: IndexSettings) -> Manifest:
             manifest = with_limit(directory, manifest, settings.max_reject_share)
         else:
             versions_of(shards, settings)
-            write_record(
-                directory, BEGUN, UnfinishedIndex(plan_hash=plan.hash, config=dict(plan.config))
-            )
+            begin(directory, plan.hash, plan.config)
             found = list(
                 sweep(
                     partial(read, plan),
                     shards,
                     title="indexing",
                     unit="shards",
-                    num_workers=settings.num_workers,
+                    workers=settings.num_workers,
                 )
             )
             if damaged := [each for each in found if isinstance(each, UserError)]:
@@ -146,19 +134,6 @@ def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[S
 # ---- whose directory
 
 
-def _refuse_unfinished_of_another(plan: IndexPlan) -> None:
-    try:
-        begun = read_record(plan.directory, BEGUN, UnfinishedIndex)
-    except FileNotFoundError:
-        return
-    except ValueError:
-        begun = None
-    if {path.stem for path in (plan.directory / PARTS).glob("*.json")} <= {BEGUN}:
-        return  # it ended before its first shard
-    if begun is None or begun.plan_hash != plan.hash:
-        raise of_another(plan.directory, begun.config if begun else {}, plan.config)
-
-
 def _refuse_another(plan: IndexPlan, shards: list[StockShard], manifest: Manifest) -> None:
     stored = [shard for _, split in sorted(manifest.splits.items()) for shard in split.shards]
     same = [(shard.name, shard.file) for shard in stored] == [
@@ -193,7 +168,7 @@ def _refuse_changed(plan: IndexPlan, shards: list[StockShard], manifest: Manifes
             doubtful,
             title="reading again",
             unit="shards",
-            num_workers=plan.settings.num_workers,
+            workers=plan.settings.num_workers,
         )
         hashes = list(swept)
         for shard, sha256 in zip(doubtful, hashes, strict=True):

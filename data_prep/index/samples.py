@@ -28,7 +28,6 @@ from data_prep.index.config import IndexSettings
 from data_prep.manifest import PICTURES
 from data_prep.settings import printable
 from data_prep.tar import BLOCK, Member, TarError, members, read_member, runs
-from data_prep.workers import Tally
 
 LIKELY = (
     "label",
@@ -129,7 +128,6 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         for number, sample in enumerate(samples):
-            Tally.add(1)
             try:
                 picture = _picture(sample, plan)
                 data = _read(descriptor, picture)

@@ -1,29 +1,19 @@
 """CIFAR-10 and CIFAR-100, python version: the .tar.gz as downloaded, or its folder.
 
-The names of the files show which of the two it is. MD5 sums (of the .tar.gz, or of each file of a
-folder) are checked before an archive is opened or a pickle is read. No pickle can import or call
-anything (`_Unpickler`).
+The names of the files show which of the two it is. No pickle can import or call anything.
 """
 
 import io
 import pickle
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
-from data_prep.archives.guard import SourceError, check_md5, report_damage
-from data_prep.archives.gzipped import read_members
+from data_prep.archives.guard import SourceError, damaged, report_damage
 from data_prep.settings import Settings
 from data_prep.sources.base import Md5Policy
 from data_prep.sources.records import Batch, Records, RecordSource
-
-_PICTURE = (3, 32, 32)
-_NUM_PICTURE_BYTES = 3 * 32 * 32
-_TEN = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5")
 
 CIFAR_ARCHIVES = {
     "cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
@@ -43,54 +33,33 @@ CIFAR_FILES = {
 }
 """MD5 sums, from torchvision 0.26 (torchvision/datasets/cifar.py)."""
 
-
 Kind = Literal["fine", "coarse"]
 
 
-class Labels(NamedTuple):
-    """Places of the labels of one kind."""
-
-    names_file: str
-    names_key: str
-    """Key of the class names in that file."""
-    key: str
-    """Key of the labels in a file of records."""
-
-
-@dataclass(frozen=True)
-class Version:
-    archive: str
+class Version(NamedTuple):
     batches: dict[str, str]
     """The split of each file of records."""
-    labels: dict[Kind, Labels]
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return tuple(
-            dict.fromkeys([*self.batches, *(labels.names_file for labels in self.labels.values())])
-        )
+    meta: str
+    """The file of the class names."""
+    keys: dict[Kind, tuple[str, str]]
+    """(key of the class names, key of the labels) of each kind of label."""
 
 
-_VERSIONS = (
-    Version(
-        "cifar-10-python.tar.gz",
-        batches=dict.fromkeys(_TEN, "train") | {"test_batch": "test"},
-        labels={"fine": Labels("batches.meta", "label_names", "labels")},
+_VERSIONS: Final = {
+    "CIFAR-10": Version(
+        {name: "test" if name == "test_batch" else "train" for name in list(CIFAR_FILES)[:6]},
+        "batches.meta",
+        {"fine": ("label_names", "labels")},
     ),
-    Version(
-        "cifar-100-python.tar.gz",
-        batches={"train": "train", "test": "test"},
-        labels={
-            "fine": Labels("meta", "fine_label_names", "fine_labels"),
-            "coarse": Labels("meta", "coarse_label_names", "coarse_labels"),
+    "CIFAR-100": Version(
+        {"train": "train", "test": "test"},
+        "meta",
+        {
+            "fine": ("fine_label_names", "fine_labels"),
+            "coarse": ("coarse_label_names", "coarse_labels"),
         },
     ),
-)
-_GIVE = (
-    f"give the .tar.gz as downloaded ({', '.join(CIFAR_ARCHIVES)}), or the folder that it"
-    " unpacks to"
-)
-_ALL_FILES = frozenset(name for version in _VERSIONS for name in version.files)
+}
 
 
 class CifarSettings(Settings):
@@ -106,147 +75,79 @@ class CifarSettings(Settings):
 
 class CifarSource(RecordSource):
     settings: CifarSettings
+    archives: ClassVar = CIFAR_ARCHIVES
+    sums: ClassVar = CIFAR_FILES
 
-    def files(self) -> tuple[Path, ...]:
-        if self.path.is_file():
-            return (self.path,)
+    def names(self) -> tuple[str, ...]:
         if not self.path.is_dir():
-            raise SourceError(f"source.path: {self.path} is not there; {_GIVE}")
-        present = {name for name in _ALL_FILES if (self.path / name).is_file()}
-        return tuple(self.path / name for name in self._version(present).files)
+            return tuple(CIFAR_FILES)
+        _, version = self._version()
+        return (*version.batches, version.meta)
 
     def load(self) -> Records:
-        contents = self._contents()
-        version, kind = self._version(set(contents)), self.settings.labels
-        if kind not in version.labels:
-            raise SourceError(
-                f"source.labels: {self.path} is CIFAR-10, which has no {kind} labels; leave the"
-                " setting out"
-            )
-        names_file, names_key, key = version.labels[kind]
-        with report_damage(self.path / names_file):
-            classes = _class_names(contents[names_file], names_key)
+        name, version = self._version()
+        if self.settings.labels not in version.keys:
+            problem = f"{self.path} is {name}, which has no {self.settings.labels} labels"
+            raise SourceError("source.labels", problem, "leave it out", code="conflict")
+        names_key, labels_key = version.keys[self.settings.labels]
+        with report_damage(self.path / version.meta):
+            names = _unpickle(self.read_file(version.meta))[names_key]
+            classes = tuple(map(_text, names))
         batches = {}
-        for name, split in version.batches.items():
-            with report_damage(self.path / name):
-                pixels, labels = _records(contents.pop(name), key)
-            batches[name] = Batch(split, pixels.reshape(-1, *_PICTURE), labels)
+        for file, split in version.batches.items():
+            with report_damage(self.path / file):
+                fields = _unpickle(self.read_file(file))
+                pixels, labels = fields["data"], fields[labels_key]
+                if not isinstance(labels, list) or not all(type(each) is int for each in labels):
+                    raise ValueError(f"{labels_key} is no list of integers")
+                if pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
+                    raise ValueError(f"data are {pixels.dtype} of shape {pixels.shape}")
+            batches[file] = Batch(split, pixels.reshape(-1, 3, 32, 32), np.array(labels, np.int64))
         return Records(classes, batches)
 
-    def _contents(self) -> dict[str, bytes]:
-        """Of all files, as published."""
-        is_published = self.settings.md5 == "published"
-        if not self.path.is_dir():
-            if is_published:
-                check_md5(self.path, CIFAR_ARCHIVES)
-            return read_members(self.path, _ALL_FILES)
-        contents = {}
-        for path in self.files():
-            if is_published and path.name in CIFAR_FILES:
-                check_md5(path, CIFAR_FILES[path.name])
-            with report_damage(path):
-                contents[path.name] = path.read_bytes()
-        return contents
-
-    def _version(self, present: set[str]) -> Version:
-        version = max(_VERSIONS, key=lambda version: len(present & set(version.files)))
-        missing = [name for name in version.files if name not in present]
-        if len(missing) == len(version.files):
-            raise SourceError(
-                f"source.path: {self.path} holds none of the files of CIFAR-10 or CIFAR-100;"
-                f" {_GIVE}"
-            )
-        if missing:
-            lacking = ", ".join(missing[:3])
-            raise SourceError(
-                f"source.path: {self.path} looks like {version.archive} but lacks {lacking};"
-                " download it again"
-            )
-        return version
+    def _version(self) -> tuple[str, Version]:
+        """Return the version that most files belong to, with its name."""
+        missing = {
+            name: [
+                file for file in (*each.batches, each.meta) if not (self.folder / file).is_file()
+            ]
+            for name, each in _VERSIONS.items()
+        }
+        name = min(missing, key=lambda name: len(missing[name]) - len(_VERSIONS[name].batches))
+        if missing[name]:
+            lacks = ", ".join(missing[name][:3])
+            fix = f"give {' or '.join(CIFAR_ARCHIVES)}, or the folder that it unpacks to"
+            raise damaged(self.path, f"lacks {lacks} of {name}", fix)
+        return name, _VERSIONS[name]
 
 
-def _class_names(data: bytes, key: str) -> tuple[str, ...]:
-    names = _fields(data)[key]
-    if not (isinstance(names, list) and all(isinstance(name, bytes | str) for name in names)):
-        raise ValueError(f"{key} is no list of names")
-    return tuple(_text(name) for name in names)
-
-
-def _records(data: bytes, key: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the (records, 3072) pixels and the (records,) labels."""
-    fields = _fields(data)
-    labels, pixels = fields[key], fields["data"]
-    if not (isinstance(labels, list) and all(type(label) is int for label in labels)):
-        raise ValueError(f"{key} is no list of integers")
-    if not isinstance(pixels, _PickledArray):
-        raise ValueError("data is no array")
-    return pixels.rows(), np.array(labels, np.int64)
-
-
-class _Fields(dict[str, Any]):
-    def __missing__(self, key: str) -> Any:
-        raise ValueError(f"has no {key}")
-
-
-def _fields(data: bytes) -> _Fields:
-    value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
+def _unpickle(data: bytes) -> dict[str, Any]:
+    try:
+        value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
+    except MemoryError:
+        raise ValueError("a length of more than the memory") from None
     if not isinstance(value, dict):
-        raise ValueError("is no dict")
-    return _Fields({_text(key): item for key, item in value.items()})
+        raise ValueError("no dict")
+    return {_text(key): item for key, item in value.items()}
 
 
-def _text(value: object) -> str:
+def _text(value: bytes | str) -> str:
     return value.decode("ascii") if isinstance(value, bytes) else str(value)
 
 
-class _Unpickler(pickle._Unpickler):
-    """Reads plain values and arrays of bytes; any other global ends the reading with its name.
+class _Unpickler(pickle.Unpickler):
+    """Reads plain values and arrays; any other global ends the reading with its name."""
 
-    What stands for numpy's functions merely keeps what they would be given: a damaged pickle cannot
-    make numpy reserve or read what is not there. Python's own machine, not that in C, which
-    reserves memory for whatever number a damaged length is; of its opcodes one does so, too, and is
-    refused.
-    """
-
-    def load_bytearray8(self) -> None:
-        raise ValueError("holds a bytearray, which arrays of numbers never need")
-
-    dispatch: ClassVar[dict[int, Any]] = pickle._Unpickler.dispatch | {
-        pickle.BYTEARRAY8[0]: load_bytearray8
+    allowed: ClassVar = {
+        ("multiarray", "_reconstruct"): np.zeros(1).__reduce__()[0],
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+        ("_codecs", "encode"): lambda text, _encoding: text.encode("latin1"),
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        match f"{module}.{name}":
-            case "numpy.core.multiarray._reconstruct" | "numpy._core.multiarray._reconstruct":
-                return lambda *_: _PickledArray()
-            case "numpy.ndarray":
-                return None
-            case "numpy.dtype":
-                return lambda code, *_: _PickledType(_text(code))
-            case "_codecs.encode" | "codecs.encode":
-                return lambda text, _: text.encode("latin1")
-        raise ValueError(f"asks for the global {module}.{name}, which arrays of numbers never need")
-
-
-class _PickledType(str):
-    def __setstate__(self, state: object) -> None:
-        """Its byte order, which bytes do not have."""
-
-
-class _PickledArray:
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, self.shape, self.type, self.is_fortran, self.data = state
-
-    def rows(self) -> NDArray[np.uint8]:
-        if (
-            self.type != "u1"
-            or not isinstance(self.data, bytes)
-            or self.shape[1:] != (_NUM_PICTURE_BYTES,)
-        ):
-            raise ValueError(
-                f"data is {self.type} of the shape {self.shape}, not u1 of the shape (records,"
-                f" {_NUM_PICTURE_BYTES})"
-            )
-        return np.frombuffer(self.data, np.uint8).reshape(
-            self.shape, order="F" if self.is_fortran else "C"
-        )
+        is_numpy = module in ("numpy.core.multiarray", "numpy._core.multiarray")
+        found = self.allowed.get(("multiarray" if is_numpy else module, name))
+        if found is None:
+            raise ValueError(f"the global {module}.{name}, which no array of numbers needs")
+        return found

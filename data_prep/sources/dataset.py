@@ -1,13 +1,12 @@
-"""Any dataset object in the manner of torchvision: `len(d)`, and `d[i]` is (picture, label).
+"""Any dataset object in the manner of torchvision: `len(d)`, and `d[i]` is (image, label).
 
-The picture is a PIL image, an array or a tensor (uint8, or floats from 0 to 1; channels first or
-last); it is taken over without loss. `d.classes` names the classes, `d.targets` or `d.labels` spare
-the listing from fetching every picture; what `d[i]` then says is held against them. Every process
-makes its own object. This module never imports torch: a tensor is an array to it.
+The image is a PIL image, an array or a tensor (uint8, or floats from 0 to 1; channels first or
+last), and is stored without loss. `d.classes` names the classes. `d.targets` or `d.labels` saves
+the listing from fetching every image, and is checked against `d[i]`. Every process makes its own
+object.
 
-The same index must give the same picture every time, so transforms with randomness have no place
-here. `factory` and its keyword arguments decide the content, so they stand in the manifest, but for
-values that are paths of this machine.
+The same index must give the same image every time, without random transforms. The manifest has the
+factory and a hash of its arguments, which may be paths of this machine.
 """
 
 import io
@@ -26,19 +25,19 @@ from pydantic import Field
 
 from data_prep.archives.guard import SourceError
 from data_prep.archives.inventory import Container, Entries, Entry, Outline
+from data_prep.errors import Code
 from data_prep.images import pgm, ppm
 from data_prep.publish import hash_of_json
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Source
 
 CHUNK: Final = 4096
-"""Items of a container: listing, where it has to fetch pictures, goes on in as many processes as
-there are chunks."""
+"""Items of a container. As many processes as there are containers can list."""
 
 
 class DatasetSettings(Settings):
-    """Any object with `len()` and `[i] -> (picture, label)`, such as torchvision's datasets. Its
-    code is imported and run."""
+    """Any object with `len()` and `[i] -> (image, label)`, such as torchvision's datasets. Its code
+    is imported and run."""
 
     kind: Literal["dataset"]
     factory: str = Field(
@@ -48,21 +47,18 @@ class DatasetSettings(Settings):
     splits: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], dict[str, Any]] = Field(
         min_length=1, examples=[{"train": {"root": "downloads", "split": "train"}}]
     )
-    """What the factory is called with, by keyword, for each split."""
+    """Keyword arguments of the factory for each split."""
     class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])
-    """By default the object's own `classes`, or else numbers."""
+    """By default the object's own `classes`, or numbers."""
 
 
 class DatasetSource(Source):
     settings: DatasetSettings
 
     def describe(self) -> dict[str, Any]:
-        """The arguments are hashed: they decide the pictures, but may hold paths of this machine,
-        or secrets."""
-        arguments = {name: hash_of_json(given) for name, given in self.settings.splits.items()}
-        return self.settings.model_dump(mode="json", exclude={"splits"}) | {
-            "arguments_sha256": arguments
-        }
+        hashes = {split: hash_of_json(given) for split, given in self.settings.splits.items()}
+        described = self.settings.model_dump(mode="json", exclude={"splits"})
+        return described | {"arguments_sha256": hashes}
 
     def outline(self) -> Outline:
         counts = {split: self._len(split) for split in self.settings.splits}
@@ -79,73 +75,66 @@ class DatasetSource(Source):
         return Outline(classes=self._classes(), containers=tuple(containers))
 
     def entries(self, container: Container) -> Entries:
-        """The size of a picture is not known before it is fetched, so it is listed as 0."""
-        split, places = (
-            container.split,
-            range(container.offset, container.offset + container.num_bytes),
-        )
+        """Return the items. Sizes are 0, because they are not known before an image is fetched."""
+        split, first = container.split, container.offset
+        places = range(first, first + container.num_bytes)
         labels = (self._targets(split) or [])[places.start : places.stop]
         labels = labels or [_item(self._object(split), split, place)[1] for place in places]
         num_classes = len(self._classes())
         for place, label in zip(places, labels, strict=True):
             if label != UNLABELLED and not 0 <= label < num_classes:
-                raise SourceError(
-                    f"source.splits.{split}: item {place} has the label {label}, but there are"
-                    f" {num_classes} classes; set source.class_names"
-                )
+                problem = f"item {place} has the label {label} of {num_classes} classes"
+                raise _mistake(split, problem, "set source.class_names", code="mismatch")
         return Entries.of([(f"{place:08d}", place, 0) for place in places], label=labels)
 
     def read(self, entry: Entry) -> bytes:
         split = entry.container.split
-        picture, label = _item(self._object(split), split, entry.offset)
+        image, label = _item(self._object(split), split, entry.offset)
         if label != entry.label:
-            raise SourceError(
-                f"source.splits.{split}: item {entry.offset} has the label {label}, {entry.label}"
-                " when it was listed; the object's targets must be its labels, with no"
-                " target_transform, and the same every time"
-            )
-        with _calling(split, f"the picture of item {entry.offset} cannot be used"):
-            return encode(picture)
+            problem = f"item {entry.offset} has the label {label}, and {entry.label} in its targets"
+            fix = "make targets and labels the same, with no target_transform"
+            raise _mistake(split, problem, fix, code="mismatch")
+        with _calling(split, f"the image of item {entry.offset} cannot be used"):
+            return encode(image)
 
     def _object(self, split: str) -> Any:
-        return _made(
-            self.settings.factory, split, json.dumps(self.settings.splits[split], sort_keys=True)
-        )
+        arguments = json.dumps(self.settings.splits[split], sort_keys=True)
+        return _made(self.settings.factory, split, arguments)
 
     def _len(self, split: str) -> int:
         with _calling(split, "len() of the object fails"):
             count = len(self._object(split))
         if count == 0:
-            raise SourceError(f"source.splits.{split}: the object is empty; change its arguments")
+            raise _mistake(split, "the object is empty", "change its arguments", code="empty")
         return count
 
     def _classes(self) -> tuple[str, ...]:
+        """Return the names of the settings or objects, or else numbers."""
         if self.settings.class_names is not None:
             return self.settings.class_names
-        objects = [self._object(split) for split in self.settings.splits]
-        named = [getattr(made, "classes", None) for made in objects]
-        lists = [tuple(map(str, names)) for names in named if isinstance(names, list | tuple)]
-        if lists:
-            if len(set(lists)) > 1 or len(lists) < len(objects):
-                raise SourceError(
-                    "source.splits: the objects do not all have the same classes; set"
-                    " source.class_names"
-                )
-            return lists[0]
-        counts = [getattr(made, "num_classes", None) for made in objects]
-        if not all(type(count) is int for count in counts):
-            targets = [self._targets(split) for split in self.settings.splits]
-            counts = [None if labels is None else 1 + max(labels) for labels in targets]
-        known = [count for count in counts if count is not None]
-        if len(known) < len(objects):
+        names, counts = set[tuple[str, ...]](), list[int]()
+        for split in self.settings.splits:
+            made, targets = self._object(split), self._targets(split)
+            named, count = getattr(made, "classes", None), getattr(made, "num_classes", None)
+            if isinstance(named, list | tuple):
+                names.add(tuple(map(str, named)))
+            elif type(count) is int:
+                counts.append(count)
+            elif targets is not None:
+                counts.append(1 + max(targets))
+            else:
+                counts.append(0)
+        if len(names) == 1 and not counts:
+            return names.pop()
+        if names or 0 in counts:
+            problem = "the objects do not all have the same classes, num_classes or targets"
             raise SourceError(
-                "source.class_names: the objects have neither classes nor num_classes nor targets;"
-                " name the classes here"
+                "source.class_names", problem, "name the classes", code="missing-value"
             )
-        return tuple(map(str, range(max(known))))
+        return tuple(map(str, range(max(counts))))
 
     def _targets(self, split: str) -> list[int] | None:
-        """All labels, where the object has them at hand."""
+        """Return all labels if the object has them at hand."""
         made = self._object(split)
         found = getattr(made, "targets", None)
         found = getattr(made, "labels", None) if found is None else found
@@ -154,7 +143,7 @@ class DatasetSource(Source):
         with _calling(split, "the object's targets cannot be read"):
             array = np.asarray(found)
         if array.ndim != 1 or array.dtype.kind not in "iu" or len(array) != self._len(split):
-            return None  # not one label for each picture: each item says its own
+            return None  # not one label for each image
         return [int(label) for label in array.tolist()]
 
 
@@ -162,59 +151,56 @@ class DatasetSource(Source):
 def _made(factory: str, split: str, arguments: str) -> Any:
     try:
         make = pkgutil.resolve_name(factory)
-    except (ImportError, AttributeError, ValueError) as error:  # ValueError: it is no such name
-        raise SourceError(
-            f"source.factory: {factory} cannot be imported ({error}); write module:callable, with"
-            " the module's folder on PYTHONPATH"
-        ) from None
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: not such a name
+        problem = f"{factory} cannot be imported ({error})"
+        fix = "write module:callable, with the module's folder on PYTHONPATH"
+        raise SourceError("source.factory", problem, fix, code="unknown-name") from None
     with _calling(split, f"{factory} fails"):
         return make(**json.loads(arguments))
 
 
 def _item(made: Any, split: str, place: int) -> tuple[Any, int]:
-    with _calling(split, f"item {place} cannot be fetched as (picture, label)"):
-        picture, label = made[place]
-    with _calling(split, f"item {place} has no integer for a label"):
-        return picture, int(operator.index(label))
+    with _calling(split, f"item {place} is no pair of an image and an integer label"):
+        image, label = made[place]
+        return image, int(operator.index(label))
 
 
 @contextmanager
 def _calling(split: str, what: str) -> Iterator[None]:
-    """Around code of others, which may raise anything."""
+    """Turn exceptions of the code of others into one SourceError."""
     try:
         yield
     except (SourceError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001
         detail = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise SourceError(
-            f"source.splits.{split}: {what} ({detail}); mend the object or its arguments"
-        ) from None
+        fix = "fix the object or its arguments"
+        raise _mistake(split, f"{what} ({detail})", fix, code="bad-value") from None
 
 
-def encode(picture: Any) -> bytes:
-    """The lossless file of a PIL image, an array or a tensor; raises `ValueError` for anything
-    else."""
-    if hasattr(picture, "save") and (
-        picture.mode not in ("RGB", "L") or "transparency" in picture.info
-    ):
-        image = picture
+def _mistake(split: str, problem: str, fix: str, *, code: Code) -> SourceError:
+    return SourceError(f"source.splits.{split}", problem, fix, code=code)
+
+
+def encode(image: Any) -> bytes:
+    """Return the lossless file of a PIL image, an array or a tensor; raises ValueError."""
+    if hasattr(image, "save") and (image.mode not in ("RGB", "L") or "transparency" in image.info):
+        stored = image
     else:
-        pixels = _channels_last(np.asarray(picture), first=hasattr(picture, "permute"))
+        pixels = _channels_last(np.asarray(image), first=hasattr(image, "permute"))
         pixels = np.ascontiguousarray(_to_uint8(pixels))
         if pixels.shape[2] == 1:
             return pgm(pixels[:, :, 0])
         if pixels.shape[2] == 3:
             return ppm(pixels)
-        image = Image.fromarray(pixels)
+        stored = Image.fromarray(pixels)
     buffer = io.BytesIO()
-    image.save(buffer, "PNG")
+    stored.save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def _channels_last(pixels: NDArray[Any], *, first: bool) -> NDArray[Any]:
-    """(H, W, C). A tensor's channels come first where both readings are possible, an array's
-    last."""
+    """Return (H, W, C). If both readings are possible, tensors have their channels first."""
     if pixels.ndim == 2 and pixels.size:
         return pixels[:, :, None]
     if pixels.ndim == 3 and pixels.size:
@@ -222,7 +208,7 @@ def _channels_last(pixels: NDArray[Any], *, first: bool) -> NDArray[Any]:
             if pixels.shape[place] in (1, 3, 4):
                 return np.moveaxis(pixels, place, 2)
     raise ValueError(
-        f"a picture of the shape {pixels.shape}; it must be HW, HWC or CHW with 1, 3 or 4 channels"
+        f"an image of shape {pixels.shape}, not HW, HWC or CHW with 1, 3 or 4 channels"
     )
 
 
@@ -233,8 +219,6 @@ def _to_uint8(pixels: NDArray[Any]) -> NDArray[np.uint8]:
         return pixels.astype(np.uint8) * np.uint8(255)
     if pixels.dtype.kind == "f":
         if not (np.isfinite(pixels).all() and pixels.min() >= 0 and pixels.max() <= 1):
-            raise ValueError("floats beyond 0 to 1; take normalisation out of the transform")
+            raise ValueError("floats beyond 0 to 1: take normalization out of the transform")
         return np.rint(pixels.astype(np.float64) * 255).astype(np.uint8)
-    raise ValueError(
-        f"pixels of the type {pixels.dtype}; uint8, or floats from 0 to 1, can be used"
-    )
+    raise ValueError(f"pixels of type {pixels.dtype}, not uint8 or floats from 0 to 1")

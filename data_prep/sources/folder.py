@@ -1,8 +1,8 @@
 """A folder of classes, with or without split folders above the classes; a class may have folders of
-its own. Or a folder without classes and a table of its pictures' labels (archives/labels.py), which
-is then the one container.
+its own. Or a folder without classes and a table of labels (archives/labels.py), which is one
+container.
 
-What neither ends nor begins as a picture does is left out, and counted by its ending.
+Files that neither end nor begin like an image are left out, and counted by their ending.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container
 
 SPLIT_NAMES = ("train", "val", "test")
 NUM_ENDINGS = 5
-"""Of what is left out, that are counted one by one."""
+"""Most common endings of left-out files, which are counted one by one."""
 
 
 class FolderSettings(Settings):
@@ -40,26 +40,26 @@ class FolderSettings(Settings):
     path: str = Field(examples=["photos"])
     """The folder."""
     val_share: float = Field(0.1, ge=0, lt=1)
-    """Share of each class of `train` that becomes the split `val` if the folder has no `val`
-    (seeded): at least one image if a class has two, none if it has one. Byte-equal files stay in
-    one split and count once. 0: none at all."""
+    """Fraction of each class of `train` that becomes the split `val` if the folder has no `val`: at
+    least one image if a class has two, none if it has one. Byte-equal files stay in one split and
+    count once. 0: no split."""
     seed: int = Field(0, ge=0)
-    """Of which pictures become `val`."""
+    """Seed of the choice of the images of `val`."""
     labels: str | None = Field(None, examples=["photos/labels.csv"])
-    """A CSV or Parquet file with a row for each picture below `path`: its file, its label and, if
-    it likes, its split."""
+    """A CSV or Parquet file with a row for each image below `path`: its file, its label and,
+    optionally, its split."""
     columns: dict[Literal["file", "label", "split"], str] = Field(
         default={}, examples=[{"label": "species"}]
     )
-    """What the table calls them, where it has no usual name (`file`, `path`, `image_id`, ...;
-    `label`, `class`, ...; `split`), or several. Splits are train, val and test."""
+    """Names of the table's columns, if they are unusual (`file`, `path`, `image_id`, ...; `label`,
+    `class`, ...; `split`) or several could be meant. Splits are train, val and test."""
 
 
 class FolderSource(Source):
     settings: FolderSettings
 
     def describe(self) -> dict[str, Any]:
-        """Of a table what it says, wherever it lies and however it is written."""
+        """Return the settings, and a hash of the rows of a table."""
         described = self.settings.model_dump(mode="json", exclude={"path", "labels", "columns"})
         if self.settings.labels is not None:
             described["labels"] = f"table {hash_of_json(sorted(self._table()))[:16]}"
@@ -67,41 +67,29 @@ class FolderSource(Source):
 
     def outline(self) -> Outline:
         if not self.path.is_dir():
-            raise SourceError(
-                f"source.path: {self.path} is not a directory; give the folder that holds the"
-                " classes"
-            )
+            problem, fix = f"{self.path} is no folder", "give the folder that holds the classes"
+            raise SourceError("source.path", problem, fix, code="missing-path")
         if self.settings.labels is not None:
             file, classes = Path(self.settings.labels), class_names(self._table())
-            return Outline(
-                classes,
-                (Container(path="", split="train"),),
-                beside=((file.name, stamp_of([file])),),
-            )
-        give_table = (
-            "move them into a folder for each class, or name a table of their labels:"
-            " source.labels=FILE.csv"
-        )
+            beside = ((file.name, stamp_of([file])),)
+            return Outline(classes, (Container(path="", split="train"),), beside)
+        give_table = "move them into class folders, or name a table: source.labels=FILE.csv"
         top = only_folders(self.path, of="class", fix=give_table)
         splits = [name for name in SPLIT_NAMES if name in top]
         others = [name for name in top if name not in splits]
         if splits and others:
-            raise SourceError(
-                f"source.path: {self.path} holds {'/ and '.join(splits)}/, so it has split folders,"
-                f" but also {others[0]}/, which is none of {', '.join(SPLIT_NAMES)}; rename it, or"
-                " move it elsewhere"
-            )
+            problem = f"{self.path} holds the split {splits[0]}/ and {others[0]}/, which is none"
+            raise SourceError("source.path", problem, "rename or move it", code="unknown-format")
         prefixes = {name: f"{name}/" for name in splits} or {"train": ""}
         names = {
             split: only_folders(self.path / prefix, of="class")
             for split, prefix in prefixes.items()
         }
-        empty = [self.path / prefixes[split] for split, found in names.items() if not found]
-        if empty:
-            raise SourceError(
-                f"source.path: {empty[0]} holds no class folders; the layout is PATH/CLASS/*.jpg or"
-                " PATH/train/CLASS/*.jpg"
-            )
+        for split, found in names.items():
+            if not found:
+                problem = f"{self.path / prefixes[split]} holds no class folders"
+                fix = "give PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
+                raise SourceError("source.path", problem, fix, code="unknown-format")
         classes = tuple(sorted({name for found in names.values() for name in found}))
         labels = {name: label for label, name in enumerate(classes)}
         containers = [
@@ -117,37 +105,30 @@ class FolderSource(Source):
             return Entries.of(listed, label=container.label)
         rows = self._rows([name for name, _, num_bytes in listed if num_bytes != NO_IMAGE])
         numbers = {name: label for label, name in enumerate(class_names(rows.values()))}
-        return Entries.of(
-            listed,
-            label=[
-                numbers[rows[name].label] if name in rows else UNLABELLED for name, _, _ in listed
-            ],
-        )
+        labels = [numbers[rows[name].label] if name in rows else UNLABELLED for name, *_ in listed]
+        return Entries.of(listed, label=labels)
 
     def arrange(self, inventory: Inventory) -> Arrangement:
         is_input = inventory.sizes != NO_IMAGE
-        others = (
+        counts = Counter(
             PurePosixPath(printable(inventory.name(row))).suffix.lower()
             for row in np.flatnonzero(~is_input).tolist()
-        )
-        counts = Counter(
-            f"{ending} files" if ending else "files without an ending" for ending in others
         ).most_common()
-        left_out = dict(counts[:NUM_ENDINGS]) | {
-            "other files": sum(count for _, count in counts[NUM_ENDINGS:])
+        left_out = {
+            f"{ending} files" if ending else "files without an ending": count
+            for ending, count in counts[:NUM_ENDINGS]
         }
-        splits = {
-            split: rows[is_input[rows]] for split, rows in by_container(inventory).splits.items()
-        }
+        left_out["other files"] = sum(count for _, count in counts[NUM_ENDINGS:])
+        rows_of = by_container(inventory).splits
+        splits = {split: rows[is_input[rows]] for split, rows in rows_of.items()}
         if self.settings.labels is not None:
             names = [inventory.name(row) for row in splits["train"].tolist()]
             rows = self._rows(names)
             of_row = np.array([rows[name].split or "train" for name in names])
             splits = {str(split): splits["train"][of_row == split] for split in np.unique(of_row)}
-        arrangement = Arrangement(splits, left_out=left_out)
         return hold_out(
             inventory,
-            arrangement,
+            Arrangement(splits, left_out=left_out),
             share=self.settings.val_share,
             seed=self.settings.seed,
             root=self.path,
@@ -161,15 +142,9 @@ class FolderSource(Source):
 
     def _table(self) -> tuple[Row, ...]:
         file = Path(self.settings.labels or "")
-        return read_labels(
-            file,
-            stamp_of([file]) if file.exists() else "",
-            tuple(self.settings.columns.items()),
-            self.path,
-        )
+        stamp = stamp_of([file]) if file.exists() else ""
+        return read_labels(file, stamp, tuple(self.settings.columns.items()), self.path)
 
     def _rows(self, files: list[str]) -> Mapping[str, Row]:
-        """The row of each."""
-        return rows_of_files(
-            Path(self.settings.labels or ""), self._table(), files=files, folder=self.path
-        )
+        table = Path(self.settings.labels or "")
+        return rows_of_files(table, self._table(), files=files, folder=self.path)

@@ -1,14 +1,12 @@
-"""ImageNet-1k (ILSVRC 2012): the folder into which its archives were downloaded, or in which they
-were unpacked.
+"""ImageNet-1k (ILSVRC 2012): the folder with its archives, or with the folders that they unpack to.
 
-    ILSVRC2012_img_train.tar          or  train/  (synset tars or synset folders)
-    ILSVRC2012_img_val.tar            or  val/    (synset folders, or the 50,000 pictures side by side)
-    ILSVRC2012_devkit_t12.tar.gz      or  ILSVRC2012_devkit_t12/   needed where val is not in synset folders
+    ILSVRC2012_img_train.tar      or  train/  (synset tars or synset folders)
+    ILSVRC2012_img_val.tar        or  val/    (synset folders, or the 50,000 images side by side)
+    ILSVRC2012_devkit_t12.tar.gz  or  ILSVRC2012_devkit_t12/   if val is not in synset folders
 
-Labels are the places of the sorted wnids, as everywhere. With `real` (real.json, from "Are we done
-with ImageNet?") the split val gets the annotation `real`: a bit for each class that is right, none
-for the pictures that have no right class.
-"""  # noqa: E501 (a table)
+Labels are the places of the sorted wnids. With `real` (real.json, from "Are we done with
+ImageNet?") the split val gets the annotation `real`: a bit for each class that is right.
+"""
 
 import hashlib
 import io
@@ -24,12 +22,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from data_prep.archives.files import kind_of
-from data_prep.archives.guard import SourceError, check_md5, report_damage, stamp_of
+from data_prep.archives.guard import SourceError, check_md5, damaged, report_damage, stamp_of
 from data_prep.archives.gzipped import read_members
 from data_prep.archives.inventory import Container, Entries, Inventory, Outline
 from data_prep.settings import Settings
 from data_prep.sources.base import Arrangement, by_container
-from data_prep.sources.synsets import SynsetSource, find_synsets, labelled, refuse_gzip
+from data_prep.sources.synsets import SynsetSource, find_synsets, refuse_gzip, with_labels
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12"
@@ -47,18 +45,18 @@ _WNID_FOLDER = re.compile(r"n\d{8}")
 
 
 class ImageNet1kSettings(Settings):
-    """ImageNet-1k: a folder with the downloaded archives, or with what they unpack to."""
+    """ImageNet-1k: a folder with the downloaded archives, or with their folders."""
 
     kind: Literal["imagenet1k"]
     path: str = Field(examples=["downloads/imagenet"])
-    """The folder with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and the devkit, or with what
-    they unpack to."""
+    """The folder with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and the development kit, or
+    with the folders that they unpack to."""
     splits: tuple[Literal["train", "val"], ...] = Field(("train", "val"), min_length=1)
-    """Which of the two splits are built."""
+    """Splits to build."""
     real: str | None = Field(None, examples=["downloads/real.json"])
-    """The file real.json, for the reassessed labels of val."""
+    """The file real.json with the reassessed labels of val."""
     md5: Literal["devkit", "all", "off"] = "devkit"
-    """Which archives are held against their published MD5; `all` reads 144 GB once more."""
+    """Archives that are checked against their published MD5; `all` reads 144 GB once more."""
 
 
 class ImageNet1kSource(SynsetSource):
@@ -74,71 +72,67 @@ class ImageNet1kSource(SynsetSource):
 
     def outline(self) -> Outline:
         if not self.path.is_dir():
-            raise SourceError(
-                f"source.path: {self.path} is not a directory; give the folder that holds"
-                f" {TRAIN_TAR}"
-            )
-        classes: tuple[str, ...] | None = None
-        containers: list[Container] = []
+            problem, fix = f"{self.path} is no folder", f"give the folder that holds {TRAIN_TAR}"
+            raise SourceError("source.path", problem, fix, code="missing-path")
         kit_path = self._present(f"{DEVKIT}.tar.gz", DEVKIT)
         files = [] if kit_path is None else files_of(kit_path)
-        files += [] if self.settings.real is None else [self._real_file()]
-        beside = tuple((file.name, stamp_of([file])) for file in files)
         if self.settings.real is not None:
-            self._real_labels()  # reports a mistake in it now, not after the packing
-        kit = (
-            None
-            if kit_path is None
-            else load_devkit(kit_path, must_be_published=self.settings.md5 != "off")
-        )
-        self._val_labels = kit.val_labels if kit is not None else ()
+            files.append(self._real_file())
+            self._real_labels()  # its faults are reported before any image is packed
+        beside = tuple((file.name, stamp_of([file])) for file in files)
+        kit = None
+        if kit_path is not None:
+            kit = load_devkit(kit_path, must_be_published=self.settings.md5 != "off")
+            self._val_labels = kit.val_labels
+        classes: tuple[str, ...] = ()
+        containers: list[Container] = []
         if "train" in self.settings.splits:
             synsets = find_synsets(self.root, self._place(TRAIN_TAR, "train"), split="train")
             classes = tuple(sorted(synsets))
             if kit is not None:
                 _refuse_difference("train", classes, "the development kit", kit.wnids)
-            containers += labelled(synsets, classes)
+            containers += with_labels(synsets, classes)
         if "val" in self.settings.splits:
             place = self._place(VAL_TAR, "val")
-            if place == VAL_TAR or not any(
-                _WNID_FOLDER.match(path.name) for path in (self.root / place).iterdir()
-            ):
-                if kit is None:
-                    raise SourceError(
-                        f"source.path: {self.root / place} has no synset folders, so its labels are"
-                        f" in {DEVKIT}.tar.gz; download it into {self.root}"
-                    )
-                classes = kit.wnids
-                stamp = stamp_of([self.root / place]) if (self.root / place).is_file() else ""
-                containers.append(Container(path=place, split="val", stamp=stamp))
-            else:
+            path = self.root / place
+            if path.is_dir() and any(_WNID_FOLDER.match(each.name) for each in path.iterdir()):
                 synsets = find_synsets(self.root, place, split="val")
                 classes = classes or tuple(sorted(synsets))
                 _refuse_difference("val", synsets, "train", classes)
-                containers += labelled(synsets, classes)
-        assert classes is not None
+                containers += with_labels(synsets, classes)
+            elif kit is None:
+                problem = f"{path} has no synset folders, and {DEVKIT}.tar.gz has its labels"
+                fix = f"download it into {self.root}"
+                raise SourceError("source.path", problem, fix, code="missing-path")
+            else:
+                classes = kit.wnids
+                stamp = stamp_of([path]) if path.is_file() else ""
+                containers.append(Container(path=place, split="val", stamp=stamp))
         return Outline(classes=classes, containers=tuple(containers), beside=beside)
 
     def entries(self, container: Container) -> Entries:
         if container.label is not None:
             return super().entries(container)
         rows = self.rows(container)
-        return Entries.of(rows, label=[self._val_label(name) for name, _, _ in rows])
+        numbers = [_val_number(name) for name, _, _ in rows]
+        if max(numbers, default=0) > len(self._val_labels):
+            problem = f"{max(numbers)} is beyond the {len(self._val_labels)} labels of {DEVKIT}"
+            fix = "take val and development kit of the same year"
+            raise SourceError("source.path", problem, fix, code="mismatch")
+        return Entries.of(rows, label=[self._val_labels[number - 1] for number in numbers])
 
     def arrange(self, inventory: Inventory) -> Arrangement:
-        """Refuses a val that lacks pictures whose labels are known."""
+        """Return the splits; an error if val lacks images whose labels are known."""
         arrangement = by_container(inventory)
         labels = {part.label for part in inventory.containers if part.split == "val"}
-        is_whole = None in labels or len(labels) == len(inventory.classes)
-        wanted = sum(is_whole or label in labels for label in self._val_labels)
-        if self.settings.real is not None and is_whole:
+        is_complete = None in labels or len(labels) == len(inventory.classes)
+        wanted = sum(is_complete or label in labels for label in self._val_labels)
+        if self.settings.real is not None and is_complete:
             wanted = max(wanted, len(self._real_labels()))
         found = len(arrangement.splits.get("val", ()))
         if labels and found < wanted:
-            raise SourceError(
-                f"source.path: val has {found:,} pictures, but labels are known of {wanted:,};"
-                " complete the archive"
-            )
+            problem = f"val has {found:,} images, and labels of {wanted:,} are known"
+            raise SourceError("source.path", problem, "complete the archive", code="mismatch")
         return arrangement
 
     def annotations(
@@ -146,74 +140,53 @@ class ImageNet1kSource(SynsetSource):
     ) -> dict[str, NDArray[np.bool_]]:
         if self.settings.real is None:
             return {}
-        real = self._real_labels()
+        real, numbers = self._real_labels(), [_val_number(locator) for locator in locators]
+        if max(numbers, default=0) > len(real):
+            problem = f"{self.settings.real} has {len(real)} lists, none for {max(numbers)}"
+            fix = "download real.json again"
+            raise SourceError("source.real", problem, fix, code="mismatch")
         bits = np.zeros((len(locators), max(NUM_CLASSES, len(labels))), np.bool_)
-        for row, locator in enumerate(locators):
-            number = _val_number(locator)
-            if number > len(real):
-                raise SourceError(
-                    f"source.real: {self.settings.real} has {len(real)} lists, none for {locator}"
-                )
+        for row, number in enumerate(numbers):
             bits[row, real[number - 1]] = True
-        everything = list(labels) == list(range(len(labels)))
-        return {
-            "real": (
-                bits if everything else bits[:, [old for old, new in enumerate(labels) if new >= 0]]
-            )
-        }
+        kept = [old for old, new in enumerate(labels) if new >= 0]
+        return {"real": bits if len(kept) == len(labels) else bits[:, kept]}
 
     def _real_labels(self) -> list[list[int]]:
         file = self._real_file()
-        try:
+        with report_damage(file, field="source.real", fix="download real.json again"):
             real: Any = json.loads(file.read_bytes())
-        except ValueError:
-            real = None
-        lists = isinstance(real, list) and all(isinstance(row, list) for row in real)
-        if not lists or not all(
-            type(label) is int and 0 <= label < NUM_CLASSES for row in real for label in row
-        ):
-            raise SourceError(
-                f"source.real: {file} is not a list of label lists, one for each validation picture"
-            )
+            if not all(
+                type(label) is int and 0 <= label < NUM_CLASSES for row in real for label in row
+            ):
+                raise ValueError("no list of label lists, one for each validation image")
         return list(real)
 
     def _real_file(self) -> Path:
-        assert self.settings.real is not None
-        file = Path(self.settings.real)
+        file = Path(self.settings.real or "")
         if not file.is_file():
-            raise SourceError(f"source.real: no file {file}; leave it out, or download real.json")
+            problem, fix = f"{file} does not exist", "leave it out, or download real.json"
+            raise SourceError("source.real", problem, fix, code="missing-path")
         return file
 
     def _place(self, tar: str, folder: str) -> str:
-        """The one form of a split that is there."""
+        """Return the form of a split that exists."""
         path = self._present(tar, folder)
         if path is None:
-            raise SourceError(
-                f"source.path: {self.root} holds neither {tar} nor {folder}/; download it, or set"
-                " source.splits to what is there"
-            )
+            problem = f"{self.root} holds neither {tar} nor {folder}/"
+            fix = "download it, or set source.splits to what is there"
+            raise SourceError("source.path", problem, fix, code="missing-path")
         if path.is_file() and self.settings.md5 == "all":
             refuse_gzip(path)  # before all of it is read for its sum
             check_md5(path, PUBLISHED_MD5[tar])
         return path.name
 
     def _present(self, archive: str, folder: str) -> Path | None:
-        """The file, or else the folder, that is there. A link to nowhere must not pass for a part
-        that was never downloaded."""
+        """Return the file, or else the folder. A broken link is no part that was left out."""
         packed, unpacked = self.root / archive, self.root / folder
         for path in (packed, unpacked):
             if os.path.lexists(path) and kind_of(path) not in ("folder", "file"):
-                raise SourceError(f"source.path: {path} is {kind_of(path)}; mend or remove it")
+                raise damaged(path, f"is {kind_of(path)}", "fix or remove it")
         return packed if packed.is_file() else unpacked if unpacked.is_dir() else None
-
-    def _val_label(self, name: str) -> int:
-        number = _val_number(name)
-        if not 1 <= number <= len(self._val_labels):
-            raise SourceError(
-                f"source.path: {name} is beyond the {len(self._val_labels)} labels of the"
-                " development kit; are val and development kit of the same year?"
-            )
-        return self._val_labels[number - 1]
 
 
 def _refuse_difference(
@@ -221,71 +194,49 @@ def _refuse_difference(
 ) -> None:
     odd = sorted(set(found) ^ set(wanted))
     if odd:
-        raise SourceError(
-            f"source.path: {place} has {len(found)} synsets, {other} {len(wanted)} (for example"
-            f" {odd[0]} is in one only); complete the archive"
-        )
+        problem = f"{place} has {len(found)} synsets, {other} {len(wanted)} ({odd[0]} is in one)"
+        raise SourceError("source.path", problem, "complete the archive", code="mismatch")
 
 
 def _val_number(name: str) -> int:
     match = _VAL_NAME.fullmatch(name)
     if not match:
-        raise SourceError(
-            f"source.path: {name} is not named like a validation picture,"
-            " ILSVRC2012_val_00000001.JPEG"
-        )
+        problem = f"{name} is not named like a validation image, ILSVRC2012_val_00000001.JPEG"
+        raise SourceError("source.path", problem, "rename it", code="unknown-format")
     return int(match[1])
 
 
-# ---- the development kit: which synset each of the 1,000 numbers means, and the numbers of the
-# validation pictures -----
+# ---- the development kit: the synset of each number, and the numbers of the images of val
 
 
 class Devkit(NamedTuple):
     wnids: tuple[str, ...]
-    """The classes, sorted: the place is the label that everyone uses."""
+    """The classes, sorted; the place of a class is its label."""
     val_labels: tuple[int, ...]
-    """Of ILSVRC2012_val_00000001.JPEG and so on."""
+    """Labels of ILSVRC2012_val_00000001.JPEG and so on."""
 
 
 def files_of(path: Path) -> list[Path]:
-    """What is read of the development kit at `path`, the archive or the folder."""
+    """Return the files that are read of the development kit, an archive or a folder."""
     return [path / "data" / _META, path / "data" / _TRUTH] if path.is_dir() else [path]
 
 
 def load_devkit(path: Path, *, must_be_published: bool) -> Devkit:
-    files = {}
-    if path.is_dir():
-        for file in files_of(path):
-            with report_damage(file, fix=f"unpack {DEVKIT}.tar.gz whole"):
-                files[file.name] = file.read_bytes()
-    else:
-        if must_be_published:
-            check_md5(path, DEVKIT_MD5)
-        files = read_members(path, (_META, _TRUTH))
-        if len(files) < 2:
-            raise SourceError(f"source.path: {path} is not the development kit; download it again")
-    wnid_of_number = _wnids(files[_META], path)
-    wnids = tuple(sorted(wnid_of_number.values()))
-    labels = {wnid: label for label, wnid in enumerate(wnids)}
-    with report_damage(path / _TRUTH):
-        return Devkit(
-            wnids, tuple(labels[wnid_of_number[int(line)]] for line in files[_TRUTH].split())
-        )
-
-
-def _wnids(meta: bytes, path: Path) -> dict[int, str]:
-    """The wnid of each number whose synset has no children."""
     from scipy.io import loadmat  # half a second that no other source should pay
 
-    try:
-        synsets: Any = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
-        rows = [
-            (int(row["ILSVRC2012_ID"]), str(row["WNID"]), int(row["num_children"]))
+    if path.is_file() and must_be_published:
+        check_md5(path, DEVKIT_MD5)
+    with report_damage(path, fix=f"download {DEVKIT}.tar.gz again"):
+        if path.is_dir():
+            files = {file.name: file.read_bytes() for file in files_of(path)}
+        else:
+            files = read_members(path, (_META, _TRUTH))
+        synsets: Any = loadmat(io.BytesIO(files[_META]), squeeze_me=True)["synsets"]
+        wnid_of_number = {
+            int(row["ILSVRC2012_ID"]): str(row["WNID"])
             for row in synsets
-        ]
-    except Exception as error:  # noqa: BLE001 (a damaged .mat makes its reader raise anything)
-        raise SourceError(
-            f"source.path: {path}: its meta.mat cannot be read ({error}); download it again"
-        ) from None
-    return {number: wnid for number, wnid, num_children in rows if num_children == 0}
+            if int(row["num_children"]) == 0
+        }
+        wnids = tuple(sorted(wnid_of_number.values()))
+        numbers = map(int, files[_TRUTH].split())
+        return Devkit(wnids, tuple(wnids.index(wnid_of_number[number]) for number in numbers))

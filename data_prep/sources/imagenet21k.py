@@ -1,9 +1,8 @@
 """ImageNet-21k as it is downloaded (fall11 or winter21), raw or with the processing of Ridnik et
 al.: classes with more than 500 images stay, and 50 images of each are held out for validation.
 
-The published processing takes whatever 50 files a directory lists first. Here they are drawn by a
-seed, for each class from its own files alone; the manifest says the seed, and `val-*.paths` names
-the files.
+The published processing holds out the 50 files that a directory lists first. Here a seed draws them
+for each class from its own files. The manifest has the seed, and `val-*.paths` names the files.
 """
 
 from typing import Any, Literal
@@ -15,24 +14,26 @@ from data_prep.archives.guard import SourceError
 from data_prep.archives.inventory import Inventory, Outline
 from data_prep.settings import Settings
 from data_prep.sources.base import Arrangement, by_container, move_to_val
-from data_prep.sources.synsets import SynsetSource, find_synsets, labelled
+from data_prep.sources.synsets import SynsetSource, find_synsets, with_labels
+
+_OF_RIDNIK = {"min_images", "val_per_class", "seed"}
 
 
 class ImageNet21kSettings(Settings):
-    """ImageNet-21k: the whole tar, a folder of synset tars, or a folder of synset folders."""
+    """ImageNet-21k: the complete tar, a folder of synset tars, or a folder of synset folders."""
 
     kind: Literal["imagenet21k"]
     path: str = Field(examples=["downloads/winter21_whole.tar.gz"])
     """The tar as downloaded, or the folder that it unpacks to."""
     processing: Literal["ridnik", "raw"] = "ridnik"
-    """ridnik: large classes alone, with a validation split; raw: every class and image, in the
+    """ridnik: only large classes, with a validation split; raw: every class and image, in the
     split train."""
     min_images: int = Field(500, ge=0)
     """Classes with more images than this stay."""
     val_per_class: int = Field(50, ge=1)
-    """Of each class that stays, the pictures in the split `val`."""
+    """Images of each class in the split `val`."""
     seed: int = Field(0, ge=0)
-    """Draws the validation images."""
+    """Seed of the choice of the validation images."""
 
     @model_validator(mode="after")
     def _some_are_left_to_train_on(self) -> "ImageNet21kSettings":
@@ -48,24 +49,17 @@ class ImageNet21kSource(SynsetSource):
     settings: ImageNet21kSettings
 
     def describe(self) -> dict[str, Any]:
-        excluded = (
-            {"path"}
-            if self.settings.processing == "ridnik"
-            else {"path", "min_images", "val_per_class", "seed"}
-        )
-        return self.settings.model_dump(mode="json", exclude=excluded)
+        unused = set() if self.settings.processing == "ridnik" else _OF_RIDNIK
+        return self.settings.model_dump(mode="json", exclude={"path", *unused})
 
     def outline(self) -> Outline:
         if not self.path.exists():
-            raise SourceError(
-                f"source.path: no {self.path}; give the whole tar, the folder of synset tars, or of"
-                " synset folders"
-            )
-        synsets = find_synsets(
-            self.root, "" if self.path == self.root else self.path.name, split="train"
-        )
+            problem, fix = f"{self.path} does not exist", "give the tar, or its folder of synsets"
+            raise SourceError("source.path", problem, fix, code="missing-path")
+        place = "" if self.path == self.root else self.path.name
+        synsets = find_synsets(self.root, place, split="train")
         classes = tuple(sorted(synsets))
-        return Outline(classes=classes, containers=tuple(labelled(synsets, classes)))
+        return Outline(classes=classes, containers=tuple(with_labels(synsets, classes)))
 
     def arrange(self, inventory: Inventory) -> Arrangement:
         everything = by_container(inventory)
@@ -74,20 +68,15 @@ class ImageNet21kSource(SynsetSource):
         counts = np.bincount(inventory.labels, minlength=len(inventory.classes))
         large = counts > self.settings.min_images
         if not large.any():
-            raise SourceError(
-                f"source.min_images: no class has more than {self.settings.min_images} images; "
-                "lower it, or take source.processing=raw"
-            )
+            problem = f"no class has more than {self.settings.min_images} images"
+            fix = "lower it, or set source.processing=raw"
+            raise SourceError("source.min_images", problem, fix, code="empty")
         train = everything.splits["train"]
-        staying = train[large[inventory.labels[train]]]
-        chosen = Arrangement(
-            splits={"train": staying},
+        chosen = train[large[inventory.labels[train]]]
+        arrangement = Arrangement(
+            splits={"train": chosen},
             labels=tuple(np.flatnonzero(large).tolist()),
-            left_out={"small classes": len(train) - len(staying)},
+            left_out={"small classes": len(train) - len(chosen)},
         )
-        return move_to_val(
-            inventory,
-            chosen,
-            count=lambda _total: self.settings.val_per_class,
-            seed=self.settings.seed,
-        )
+        per_class = self.settings.val_per_class
+        return move_to_val(inventory, arrangement, seed=self.settings.seed, per_class=per_class)

@@ -1,16 +1,14 @@
-"""MNIST, and what is published in its layout: a folder of four idx files, compressed as downloaded
-or not.
+"""MNIST and datasets in its layout: a folder of four idx files, compressed as downloaded or not.
 
-Grey pictures stay grey here (PGM); they become RGB when they are decoded. MD5 sums: of the unpacked
-files of MNIST and Fashion-MNIST, which are the same however they were compressed, and of the .gz
-files of KMNIST. EMNIST has none: only headers and sizes are checked.
+Grey images stay grey here (PGM); decoding makes them RGB. MD5 sums are of the unpacked files of
+MNIST and Fashion-MNIST, and of the .gz files of KMNIST. EMNIST has none.
 """
 
 import gzip
 import hashlib
 import math
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +21,7 @@ from data_prep.sources.records import Batch, Records, RecordSource
 
 _UINT8: Final = 0x08
 _STEMS: Final = {"train": ("train",), "test": ("t10k", "test")}
-"""What the file names of a split begin with; EMNIST says test."""
+"""Beginnings of the file names of a split; EMNIST says test."""
 
 _CLASSES: Final = {
     "mnist": tuple("0123456789"),
@@ -62,115 +60,91 @@ MNIST_FILES = {
         "t10k-labels-idx1-ubyte.gz": "7320c461ea6c1c855c0b718fb2a4b134",
     },
 }
-"""MD5 sums: of KMNIST from torchvision 0.26 (torchvision/datasets/mnist.py), of the others of what
-the published .gz files hold."""
+"""MD5 sums: of KMNIST from torchvision 0.26 (torchvision/datasets/mnist.py), of the others from the
+content of the published .gz files."""
 
 
 class MnistSettings(Settings):
-    """MNIST or what is published in its layout: a folder of four idx files, .gz or not."""
+    """MNIST or a dataset in its layout: a folder of four idx files, .gz or not."""
 
     kind: Literal["mnist"]
     path: str = Field(examples=["downloads/mnist"])
     """The folder of the four files."""
     variant: Literal["mnist", "fashion", "kmnist", "other"] = "mnist"
-    """Whose published sums and class names these are; other (EMNIST, say) has none."""
+    """Dataset with published sums and class names; other, such as EMNIST, has none."""
     prefix: str = Field("", pattern="^[a-z-]*$")
-    """What all file names begin with, such as emnist-letters-"""
+    """Beginning of all file names, such as emnist-letters-"""
     transposed: bool = False
-    """EMNIST's pictures are stored with rows and columns exchanged."""
+    """True if rows and columns are exchanged, as in EMNIST."""
     class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])
-    """By default those of the variant, or else the numbers."""
+    """By default the names of the variant, otherwise numbers."""
     md5: Md5Policy = "published"
 
 
 class MnistSource(RecordSource):
     settings: MnistSettings
 
-    def files(self) -> tuple[Path, ...]:
-        return tuple(file for pair in self._pairs().values() for file in pair)
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for pair in self._pairs().values() for name in pair)
 
     def load(self) -> Records:
-        batches = {}
-        for split, (pictures, labels) in self._pairs().items():
-            pixels = self._read(pictures, num_dimensions=3)
-            if self.settings.transposed:
-                pixels = pixels.transpose(0, 2, 1)
-            batches[split] = Batch(
-                split=split,
-                pixels=pixels,
-                labels=self._read(labels, num_dimensions=1).astype(np.int64),
-            )
-        return Records(classes=self._classes(batches), batches=batches)
+        batches, turn = {}, (0, 2, 1) if self.settings.transposed else (0, 1, 2)
+        for split, (images, labels) in self._pairs().items():
+            pixels, numbers = self._array(images, 3), self._array(labels, 1)
+            batches[split] = Batch(split, pixels.transpose(turn), numbers.astype(np.int64))
+        highest = max(int(batch.labels.max(initial=0)) for batch in batches.values())
+        classes = self.settings.class_names or _CLASSES.get(self.settings.variant)
+        return Records(classes or tuple(map(str, range(1 + highest))), batches)
 
-    def _pairs(self) -> dict[str, tuple[Path, Path]]:
+    def check_sums(self, files: list[Path]) -> None:
+        """Check each file as it is, or unpacked; name the variant if it is a file of another."""
+        published = MNIST_FILES.get(self.settings.variant, {})
+        for path in files:
+            name = path.name.removeprefix(self.settings.prefix)
+            contents = {name: self.read_file(path.name), name.removesuffix(".gz"): self._data(path)}
+            for key in contents.keys() & published.keys():
+                found = hashlib.md5(contents[key], usedforsecurity=False).hexdigest()
+                for other, sums in MNIST_FILES.items():
+                    if other != self.settings.variant and found in sums.values():
+                        problem, fix = f"{path} is a file of {other}", f"set source.variant={other}"
+                        raise SourceError("source.variant", problem, fix, code="conflict")
+                if found != published[key]:
+                    raise wrong_sum(str(path), found, published[key])
+
+    def _pairs(self) -> dict[str, tuple[str, str]]:
+        """Return the names of the files of images and labels of each split."""
         return {
             split: (self._find(split, "images-idx3"), self._find(split, "labels-idx1"))
             for split in _STEMS
         }
 
-    def _find(self, split: str, kind: str) -> Path:
+    def _find(self, split: str, kind: str) -> str:
         names = [
             f"{self.settings.prefix}{stem}-{kind}-ubyte{end}"
             for stem in _STEMS[split]
             for end in (".gz", "")
         ]
-        for name in names:
-            if (self.path / name).is_file():
-                return self.path / name
-        raise SourceError(
-            f"source.path: {self.path} holds no {names[0]}; give the folder with the four idx files"
-        )
+        found = next((name for name in names if (self.path / name).is_file()), None)
+        if found is None:
+            problem, fix = (
+                f"{self.path} lacks {names[0]}",
+                "give the folder with the four idx files",
+            )
+            raise SourceError("source.path", problem, fix, code="missing-path")
+        return found
 
-    def _read(self, path: Path, *, num_dimensions: int) -> NDArray[np.uint8]:
+    def _data(self, path: Path) -> bytes:
         with report_damage(path):
             stored = path.read_bytes()
-            data = gzip.decompress(stored) if path.suffix == ".gz" else stored
-        if self.settings.md5 == "published":
-            self._check_published(path, stored, data)
-        with report_damage(path):
-            return parse_idx(data, num_dimensions=num_dimensions)
+            return gzip.decompress(stored) if path.suffix == ".gz" else stored
 
-    def _check_published(self, path: Path, stored: bytes, data: bytes) -> None:
-        """Refuse a file that is not the published one of this variant, and name the variant that it
-        is of."""
-        name = path.name.removeprefix(self.settings.prefix)
-        contents = {name: stored, name.removesuffix(".gz"): data}
-        sums = {
-            key: hashlib.md5(content, usedforsecurity=False).hexdigest()
-            for key, content in contents.items()
-        }
-        published = MNIST_FILES.get(self.settings.variant, {})
-        for key in sums.keys() & published.keys():
-            for other, files in MNIST_FILES.items():
-                if other != self.settings.variant and set(files.values()) & set(sums.values()):
-                    raise SourceError(
-                        f"source.variant: {path} is a file of {other}; set source.variant={other}"
-                    )
-            if sums[key] != published[key]:
-                raise wrong_sum(f"{path}{', unpacked,' * (key != name)}", sums[key], published[key])
-
-    def _classes(self, batches: dict[str, Batch]) -> tuple[str, ...]:
-        highest = max(int(batch.labels.max(initial=0)) for batch in batches.values())
-        return (
-            self.settings.class_names
-            or _CLASSES.get(self.settings.variant)
-            or tuple(map(str, range(1 + highest)))
-        )
-
-
-def parse_idx(data: bytes, *, num_dimensions: int) -> NDArray[Any]:
-    """The array of an idx file: two zeros, type, number of dimensions, big-endian lengths,
-    values."""
-    begin = 4 + 4 * num_dimensions
-    if len(data) < begin or data[:4] != bytes([0, 0, _UINT8, num_dimensions]):
-        raise ValueError(
-            f"begins with {data[:4].hex(' ')}, not with 00 00 {_UINT8:02x} {num_dimensions:02x}"
-        )
-    shape = [int.from_bytes(data[place : place + 4], "big") for place in range(4, begin, 4)]
-    if len(data) - begin != math.prod(shape):
-        raise ValueError(
-            f"{len(data) - begin:,} values, its header says {' x '.join(map(str, shape))}"
-        )
-    if num_dimensions > 1 and not all(shape[1:]):
-        raise ValueError(f"its header says {' x '.join(map(str, shape))}")
-    return np.frombuffer(data, np.uint8, offset=begin).reshape(shape)
+    def _array(self, name: str, num_dimensions: int) -> NDArray[np.uint8]:
+        """Return an idx file: two zeros, type, number of dimensions, big-endian sizes, values."""
+        data, begin = self._data(self.path / name), 4 + 4 * num_dimensions
+        with report_damage(self.path / name):
+            if len(data) < begin or data[:4] != bytes([0, 0, _UINT8, num_dimensions]):
+                raise ValueError(f"no idx file of bytes in {num_dimensions} dimensions")
+            shape = np.frombuffer(data[4:begin], ">u4").tolist()
+            if len(data) - begin != math.prod(shape) or not all(shape[1:]):
+                raise ValueError(f"{len(data) - begin:,} values for the shape {shape}")
+            return np.frombuffer(data, np.uint8, offset=begin).reshape(shape)

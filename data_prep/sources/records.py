@@ -1,23 +1,38 @@
-"""Archives that are small enough to be held in memory: a few files of records, each a picture and
-its label (CIFAR, MNIST).
+"""Archives of a few files of records, each an image and its label (CIFAR, MNIST, STL-10).
 
-Every process decompresses and parses them once, into memory and never onto the disk. The name of an
-input is its number in its file of records.
+The archive is a folder of files, or a .tar.gz that is unpacked once into the work directory; the
+build removes it at the end. MD5 sums are checked before a listing opens any file. Every process
+parses or maps the files once. The name of an input is its number in its file of records.
 """
 
+import shutil
+import sys
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.archives.guard import SourceError, check_unchanged, stamp_of
+from data_prep.archives.guard import (
+    SourceError,
+    check_md5,
+    check_unchanged,
+    damaged,
+    report_damage,
+    stamp_of,
+)
+from data_prep.archives.gzipped import unpack_members, unpacked_bytes
 from data_prep.archives.inventory import Container, Entries, Entry, Outline
 from data_prep.images import pgm, ppm
-from data_prep.sources.base import Source
+from data_prep.publish import hash_of_json
+from data_prep.sources.base import UNLABELLED, Source
+
+MAX_BYTES: Final = 1 << 32
+"""Most bytes that an archive may unpack to; STL-10 has 3.1 GB."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +41,7 @@ class Batch:
 
     split: str
     pixels: NDArray[np.uint8]
-    """(records, 3, height, width) in colour, (records, height, width) in grey."""
+    """(records, 3, height, width) in color, (records, height, width) in grey."""
     labels: NDArray[np.int64]
 
 
@@ -34,79 +49,118 @@ class Batch:
 class Records:
     classes: tuple[str, ...]
     batches: dict[str, Batch]
-    """By the name of the file that holds them."""
+    """By the name of the file that has the pixels."""
 
 
 class RecordSource(Source):
+    archives: ClassVar[Mapping[str, str]] = {}
+    """Published .tar.gz files and their MD5 sums."""
+    sums: ClassVar[Mapping[str, str]] = {}
+    """MD5 sums of the files that they unpack to."""
+
     @abstractmethod
-    def files(self) -> tuple[Path, ...]:
-        """All the files that the archive consists of."""
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all files in `folder` that are needed."""
 
     @abstractmethod
     def load(self) -> Records:
-        """The whole archive, checked against its published sums."""
+        """Return the records of the files in `folder`."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder with the files; of a .tar.gz, after `outline` has unpacked it."""
+        if self.path.is_dir():
+            return self.path
+        assert self.work_directory is not None
+        identity = [stamp_of([self.path]), self.names()]
+        return self.work_directory / f"unpacked-{hash_of_json(identity)[:16]}"
+
+    def files(self) -> list[Path]:
+        if self.path.is_dir():
+            return [self.path / name for name in self.names()]
+        if self.path.is_file() and self.archives:
+            return [self.path]
+        forms = (" or ".join(self.archives) + ", or its folder") if self.archives else "its folder"
+        problem, fix = f"{self.path} does not exist", f"give {forms}"
+        raise SourceError("source.path", problem, fix, code="missing-path")
 
     def outline(self) -> Outline:
-        stamp = stamp_of(self.files())
-        records = _loaded(type(self), self.settings, stamp)
+        files = self.files()
+        stamp = stamp_of(files)
+        if getattr(self.settings, "md5", "off") == "published":
+            self.check_sums(files)
+        if not self.folder.is_dir():
+            self._unpack()
+        records = self._records(stamp)
         containers = (
             Container(path=name, split=batch.split, stamp=stamp)
             for name, batch in records.batches.items()
         )
         return Outline(classes=records.classes, containers=tuple(containers))
 
+    def check_sums(self, files: list[Path]) -> None:
+        for path in files:
+            if path == self.path:
+                check_md5(path, self.archives)
+            elif path.name in self.sums:
+                check_md5(path, self.sums[path.name])
+
     def entries(self, container: Container) -> Entries:
-        labels = self._batch(container).labels.tolist()
-        num_bytes = len(self._picture(container, 0))
-        return Entries.of(
-            [(f"{number:05d}", number, num_bytes) for number in range(len(labels))], label=labels
-        )
+        labels = self._records(container.stamp).batches[container.path].labels.tolist()
+        num_bytes = len(self._image(container, 0))
+        rows = [(f"{number:06d}", number, num_bytes) for number in range(len(labels))]
+        return Entries.of(rows, label=labels)
 
     def read(self, entry: Entry) -> bytes:
         check_unchanged(entry.locator, entry.container.stamp, self.files())
-        return self._picture(entry.container, entry.offset)
+        return self._image(entry.container, entry.offset)
 
-    def _batch(self, container: Container) -> Batch:
-        return _loaded(type(self), self.settings, container.stamp).batches[container.path]
+    def read_file(self, name: str) -> bytes:
+        with report_damage(self.path / name):
+            return (self.folder / name).read_bytes()
 
-    def _picture(self, container: Container, number: int) -> bytes:
-        pixels = self._batch(container).pixels[number]
+    def _image(self, container: Container, number: int) -> bytes:
+        pixels = self._records(container.stamp).batches[container.path].pixels[number]
         return pgm(pixels) if pixels.ndim == 2 else ppm(pixels.transpose(1, 2, 0))
+
+    def _records(self, stamp: str) -> Records:
+        return _loaded(type(self), self.settings, self.work_directory, stamp)
+
+    def _unpack(self) -> None:
+        num_bytes, place = unpacked_bytes(self.path), self.folder.parent
+        place.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(place).free
+        if free < num_bytes:
+            raise SourceError(
+                "source.path",
+                f"{self.path} unpacks to {num_bytes:,} bytes in {place}, and {free:,} are free",
+                "free some space, or unpack it elsewhere and give the folder",
+                code="no-space",
+            )
+        print(f"data_prep: unpacking {self.path} into {place}", file=sys.stderr)
+        unpack_members(self.path, self.names(), self.folder, max_bytes=MAX_BYTES)
 
 
 @lru_cache(maxsize=1)
-def _loaded(kind: type[RecordSource], settings: Any, stamp: str) -> Records:
-    """The records of a process; the stamp makes those of a changed archive be loaded anew."""
+def _loaded(
+    kind: type[RecordSource], settings: Any, work_directory: Path | None, stamp: str
+) -> Records:
+    """Return the records, loaded once per process; a changed archive has another stamp."""
     source = kind(settings)
+    source.work_directory = work_directory
     records = source.load()
     if stamp_of(source.files()) != stamp:
-        raise SourceError(
-            "source.path: the archive changes while it is read; wait until it is complete, then"
-            " build again"
-        )
-    if len(set(records.classes)) < len(records.classes):
-        raise SourceError("source.path: a class name occurs twice; download the archive again")
+        problem, fix = f"{source.path} changes while it is read", "wait until it is complete"
+        raise SourceError("source.path", problem, fix, code="changed")
+    num_classes = len(records.classes)
+    if not num_classes or len(set(records.classes)) < num_classes:
+        raise damaged(source.path, "names no classes, or one twice")
     for name, batch in records.batches.items():
-        check_labels(
-            name, batch.labels, num_pictures=len(batch.pixels), num_classes=len(records.classes)
-        )
+        labels, num_images = batch.labels, len(batch.pixels)
+        if num_images != len(labels) or not num_images:
+            raise damaged(name, f"has {len(labels):,} labels for {num_images:,} images")
+        wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
+        if len(wrong) and not (labels == UNLABELLED).all():
+            problem = f"has the label {labels[wrong[0]]} in record {wrong[0]}"
+            raise damaged(name, f"{problem}, and {num_classes} classes")
     return records
-
-
-def check_labels(
-    name: str, labels: NDArray[np.int64], *, num_pictures: int, num_classes: int, first: int = 0
-) -> None:
-    """As many labels, in the file `name`, as pictures; and every label one of the classes, which
-    are numbered from `first`."""
-    if num_pictures != len(labels) or not num_pictures:
-        raise SourceError(
-            f"source.path: {name} holds {len(labels):,} labels for {num_pictures:,} pictures;"
-            " download it again"
-        )
-    last = first + num_classes - 1
-    wrong = np.flatnonzero((labels < first) | (labels > last))
-    if len(wrong):
-        raise SourceError(
-            f"source.path: {name}: record {wrong[0]} has the label {labels[wrong[0]]}, which is not"
-            f" one of {first} to {last}; download it again"
-        )

@@ -1,14 +1,12 @@
-"""A procedural archive: writes real JPEG files into a folder of classes, which `FolderSource` then
-reads like any other.
+"""A procedural archive: draws JPEG files into a folder of classes, which `FolderSource` reads.
 
-The picture number i of a class is a function of (seed, class, split, i) alone, so any count and
-resolution is a prefix or a redrawing of the same data. The sets "a" and "b" share no class: of all
-shape x colour x quadrant combinations, "a" takes those of even parity and "b" those of odd parity,
-so that every attribute occurs in both.
+Image number i of a class is a function of (seed, class, split, i), so any count is a prefix of the
+same data. The sets "a" and "b" share no class: of all combinations of shape, color and quadrant,
+"a" has the ones of even parity and "b" the ones of odd parity, so both have every attribute.
 
-`begun.json` (whose pictures these are) is written first, and a class folder is drawn under a
-temporary name and then renamed: a killed run goes on with the classes that it lacks. (No fsync for
-each picture: after a power cut, delete the folder.)
+`begun.json` (the settings) is written first. A class folder is drawn under a temporary name and
+then renamed, so an interrupted run resumes with the missing classes. Images are not synced: after a
+power cut, delete the folder.
 """
 
 import colorsys
@@ -28,7 +26,7 @@ from data_prep.archives.inventory import Outline
 from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
 from data_prep.settings import Settings
 from data_prep.sources.folder import FolderSettings, FolderSource
-from data_prep.workers import Tally, sweep
+from data_prep.workers import sweep
 
 JPEG_QUALITY = 90
 BEGUN_NAME = "begun.json"
@@ -41,7 +39,7 @@ Pixels = NDArray[np.float64]
 
 
 class Look(NamedTuple):
-    """The three attributes that together name a class."""
+    """The three attributes that name a class."""
 
     shape: str
     colour: str
@@ -53,8 +51,7 @@ class Look(NamedTuple):
 
 
 def class_set(name: str, *, num_classes: int) -> tuple[Look, ...]:
-    """The first `num_classes` looks of a set, in a fixed mixed order, so that few classes still
-    differ in everything."""
+    """Return the first looks of a set, in a fixed mixed order so that few classes differ in all."""
     combinations = itertools.product(enumerate(SHAPES), enumerate(COLOURS), enumerate(QUADRANTS))
     parity = {"a": 0, "b": 1}[name]
     looks = [Look(s, c, q) for (i, s), (j, c), (k, q) in combinations if (i + j + k) % 2 == parity]
@@ -63,7 +60,7 @@ def class_set(name: str, *, num_classes: int) -> tuple[Look, ...]:
 
 
 def picture_bytes(look: Look, *, split: str, number: int, size: int, seed: int) -> bytes:
-    """The JPEG file of one picture."""
+    """Return the JPEG file of one image."""
     identity = [
         seed,
         SHAPES.index(look.shape),
@@ -78,25 +75,23 @@ def picture_bytes(look: Look, *, split: str, number: int, size: int, seed: int) 
 
 
 class SyntheticSettings(Settings):
-    """Procedural pictures: class = shape x colour x position. See
-    `data_prep/sources/synthetic.py`."""
+    """Procedural images: class = shape x color x position. See `data_prep/sources/synthetic.py`."""
 
     kind: Literal["synthetic"]
     class_set: Literal["a", "b"] = "a"
-    """Two disjoint sets of classes, so that a model pretrained on one can be transferred to the
-    other."""
+    """Two disjoint sets of classes, for pretraining and transfer."""
     num_classes: int = Field(48, ge=2, le=48)
-    """How many of the set's 48 classes are drawn."""
+    """Number of classes of the set."""
     num_train_per_class: int = Field(100, ge=1)
-    """Pictures of each class in the split `train`."""
+    """Images of each class in the split `train`."""
     num_val_per_class: int = Field(20, ge=0)
-    """Pictures of each class in the split `val`."""
+    """Images of each class in the split `val`."""
     image_size: int = Field(48, ge=16, le=512)
-    """Width and height of the drawn pictures, in pixels."""
+    """Width and height of the images, in pixels."""
     seed: int = Field(0, ge=0)
-    """Of all that is drawn."""
+    """Seed of all images."""
     images_dir: str | None = Field(None, examples=["data/drawn"])
-    """Where the JPEG files are written; by default `OUT-images` beside the dataset."""
+    """Folder of the JPEG files; by default `OUT-images` next to the dataset."""
 
 
 class SyntheticSource(FolderSource):
@@ -115,35 +110,30 @@ class SyntheticSource(FolderSource):
 
     def _write_images(self) -> None:
         begun = self.path / BEGUN_NAME
-        strangers = {path.name for path in self.path.iterdir()} - {
-            ".lock",
-            TEMPORARY_PREFIX + BEGUN_NAME,
-        }
+        ours = {".lock", TEMPORARY_PREFIX + BEGUN_NAME}
+        strangers = {path.name for path in self.path.iterdir()} - ours
+        problem = ""
         if strangers and not begun.exists():
-            raise SourceError(
-                f"source.images_dir: {self.path} holds {min(strangers)}, and no pictures of this"
-                " tool; name another directory"
-            )
-        if begun.exists() and json.loads(begun.read_text()) != self.describe():
-            raise SourceError(
-                f"source.images_dir: {self.path} holds pictures of other settings; remove it or"
-                " name another"
-            )
+            problem = f"{self.path} holds {min(strangers)}, and no images of this tool"
+        elif begun.exists() and json.loads(begun.read_text()) != self.describe():
+            problem = f"{self.path} holds images of other settings"
+        if problem:
+            fix = "choose another folder"
+            raise SourceError("source.images_dir", problem, fix, code="exists")
         write_json(begun, self.describe())
         looks = class_set(self.drawn.class_set, num_classes=self.drawn.num_classes)
         counts = {"train": self.drawn.num_train_per_class, "val": self.drawn.num_val_per_class}
         jobs = [(look, split, count) for look in looks for split, count in counts.items() if count]
         jobs = [job for job in jobs if not (self.path / job[1] / job[0].name).exists()]
-        how: dict[str, Any] = {"title": "drawing pictures", "unit": "images", "jobs_are": "folders"}
-        list(
-            sweep(
-                self._write_class,
-                jobs,
-                total=sum(job[2] for job in jobs),
-                num_workers=self.num_workers,
-                **how,
-            )
+        drawn = sweep(
+            self._write_class,
+            jobs,
+            title="drawing images",
+            unit="images",
+            sizes=[job[2] for job in jobs],
+            workers=self.num_workers,
         )
+        list(drawn)
 
     def _write_class(self, job: tuple[Look, str, int]) -> None:
         look, split, count = job
@@ -157,41 +147,43 @@ class SyntheticSource(FolderSource):
             )
             (temporary / f"{number:06d}.jpg").write_bytes(data)
         temporary.rename(folder)
-        Tally.add(count)
 
 
-# ---- one picture: a main object whose shape, colour and quadrant name its class, among nuisance
-# --------------------
+# ---- one image
 #
-# Nuisance: the background's colour and gradient, the object's size, rotation, exact place and
-# brightness, smaller objects of any shape and colour anywhere, a soft shadow of light across the
-# picture, pixel noise. No single attribute names a class, and the contrast of object against
-# background changes sign, so that no linear function of the pixels can do well.
+# Shape, color and quadrant of the main object name the class. Nuisance: clouds in the background,
+# the object's size, rotation, exact place and brightness, smaller objects anywhere, a soft shadow,
+# pixel noise. No single attribute names a class, and the contrast of object against background
+# changes its sign, so no linear function of the pixels can do well.
 
 
 def draw(look: Look, *, size: int, generator: np.random.Generator) -> NDArray[np.uint8]:
-    """A (size, size, 3) picture of `look`; all nuisance comes from `generator`."""
-    axis = (np.arange(size) + 0.5) / size * 2 - 1
-    x, y = np.meshgrid(axis, axis)
-    canvas = _background(x, y, generator)
+    """Return a (size, size, 3) image of `look`; `generator` decides everything else."""
+    x, y = _axes(size)
+    canvas = _clouds(x, y, generator)
     for _ in range(generator.integers(1, 3)):
         shape = SHAPES[generator.integers(len(SHAPES))]
         hue = float(generator.uniform())
         centre = generator.uniform(-0.9, 0.9, 2)
-        _paint(canvas, x, y, shape, hue, centre, float(generator.uniform(0.10, 0.16)), generator)
+        _paint(canvas, shape, hue, centre, float(generator.uniform(0.10, 0.16)), generator)
     centre = np.array(QUADRANTS[look.quadrant]) + generator.uniform(-0.12, 0.12, 2)
     hue = (
         COLOURS[look.colour] + 0.5 * int(generator.integers(2)) + float(generator.normal(0, 0.012))
     )
-    _paint(canvas, x, y, look.shape, hue, centre, float(generator.uniform(0.40, 0.55)), generator)
+    _paint(canvas, look.shape, hue, centre, float(generator.uniform(0.40, 0.55)), generator)
     light = 1 + generator.uniform(-0.25, 0.25) * x + generator.uniform(-0.25, 0.25) * y
     noise = generator.normal(0, generator.uniform(0.01, 0.06), canvas.shape)
-    picture = canvas * light[..., None] + noise
-    return (picture.clip(0, 1) * 255 + 0.5).astype(np.uint8)
+    image = canvas * light[..., None] + noise
+    return (image.clip(0, 1) * 255 + 0.5).astype(np.uint8)
 
 
-def _background(x: Pixels, y: Pixels, generator: np.random.Generator) -> Pixels:
-    """Soft random clouds: a 3 x 3 grid of colours, blended between its points."""
+def _axes(size: int) -> list[Pixels]:
+    axis = (np.arange(size) + 0.5) / size * 2 - 1
+    return list(np.meshgrid(axis, axis))
+
+
+def _clouds(x: Pixels, y: Pixels, generator: np.random.Generator) -> Pixels:
+    """Return soft random clouds: a 3 x 3 grid of colors, blended between its points."""
     knots = np.array([-1.0, 0.0, 1.0])
     along_x = (1 - np.abs(x[0][:, None] - knots)).clip(min=0)
     along_y = (1 - np.abs(y[:, 0][:, None] - knots)).clip(min=0)
@@ -202,28 +194,26 @@ def _background(x: Pixels, y: Pixels, generator: np.random.Generator) -> Pixels:
 
 def _paint(
     canvas: Pixels,
-    x: Pixels,
-    y: Pixels,
     shape: str,
     hue: float,
     centre: Pixels,
     radius: float,
     generator: np.random.Generator,
 ) -> None:
-    """Lays one object over the canvas, with edges one pixel soft."""
+    """Draw one object onto the canvas, with edges one pixel soft."""
+    x, y = _axes(len(canvas))
     angle = generator.uniform(0, 2 * np.pi)
     value, saturation = generator.uniform(0.45, 1.0), generator.uniform(0.7, 1.0)
     colour = np.array(colorsys.hsv_to_rgb(hue % 1.0, saturation, value))
     dx, dy = x - centre[0], y - centre[1]
     u, v = np.cos(angle) * dx + np.sin(angle) * dy, np.cos(angle) * dy - np.sin(angle) * dx
-    pixel = 2 / canvas.shape[0]
+    pixel = 2 / len(canvas)
     cover = (0.5 - _distance(shape, u / radius, v / radius) * radius / pixel).clip(0, 1)[..., None]
     canvas += cover * (colour - canvas)
 
 
 def _distance(shape: str, u: Pixels, v: Pixels) -> Pixels:
-    """Signed distance (negative inside) of the unit shape; close enough near its edge to soften
-    it."""
+    """Return the signed distance (negative inside) from the edge of the unit shape, roughly."""
     a, b = np.abs(u), np.abs(v)
     match shape:
         case "disc":

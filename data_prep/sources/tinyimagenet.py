@@ -1,14 +1,13 @@
 """TinyImageNet-200: tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to.
 
     wnids.txt                               the 200 classes; labels are their sorted order
-    train/WNID/images/*.JPEG                the boxes beside them are not read
-    val/images/*.JPEG, val_annotations.txt  one flat folder: the labels stand in the text file alone
+    train/WNID/images/*.JPEG                the boxes next to the images are not read
+    val/images/*.JPEG, val_annotations.txt  one flat folder; only the text file has the labels
     test/images/*.JPEG                      never labelled
 
-No sum of the zip is published, but its members carry CRCs, which are checked. A picture without
-annotation, an annotation without picture, a class folder that wnids.txt does not name: each is an
-error, so that nothing gets lost or mislabelled. A picture in any other folder is an error, too;
-other files are counted as left out.
+A zip is not unpacked. Its members have CRCs, which are checked. An image without annotation, an
+annotation without image, a class folder that wnids.txt does not name, and an image in any other
+folder are errors. Other files are counted as left out.
 """
 
 import re
@@ -17,15 +16,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
-from data_prep.archives.files import ENDINGS, Row, changed_in_folder, kind_of, read_file, walk_files
+from data_prep.archives.files import ENDINGS, Row, changed_in_folder, read_file, walk_files
 from data_prep.archives.guard import (
     SourceError,
     changed_since,
     check_unchanged,
+    damaged,
     report_damage,
     stamp_of,
 )
@@ -33,14 +33,13 @@ from data_prep.archives.inventory import Container, Entries, Entry, Inventory, O
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container
 
-TOP = "tiny-imagenet-200"
-_WNIDS = "wnids.txt"
-_ANNOTATIONS = "val/val_annotations.txt"
-_PUBLISHED = re.compile(
-    rf"(?:train/[^/]+|val|test)/images/.*|{_WNIDS}|words\.txt|{_ANNOTATIONS}|train/(.+)/\1_boxes\.txt",
-    re.DOTALL,
+TOP: Final = "tiny-imagenet-200"
+_WNIDS, _ANNOTATIONS = "wnids.txt", "val/val_annotations.txt"
+_IMAGE: Final = re.compile(r"(train/[^/]+/images|val/images|test/images)/(.*)", re.DOTALL)
+_TEXT: Final = re.compile(
+    rf"{_WNIDS}|words\.txt|{_ANNOTATIONS}|train/(.+)/\1_boxes\.txt", re.DOTALL
 )
-_ENCRYPTED = 1
+_ENCRYPTED: Final = 1
 
 
 class TinyImageNetSettings(Settings):
@@ -50,7 +49,7 @@ class TinyImageNetSettings(Settings):
     path: str = Field(examples=["downloads/tiny-imagenet-200.zip"])
     """tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to."""
     unlabelled_test: bool = False
-    """Whether the 10,000 test pictures, whose labels were never published, become the split
+    """True if the 10,000 test images, which were published without labels, become the split
     `test`."""
 
 
@@ -58,226 +57,142 @@ class TinyImageNetSource(Source):
     settings: TinyImageNetSettings
 
     def outline(self) -> Outline:
-        stamp, tree = self._stamp, self._tree()
+        if not self.path.exists():
+            problem, fix = f"{self.path} does not exist", f"give {TOP}.zip or its folder"
+            raise SourceError("source.path", problem, fix, code="missing-path")
+        stamp = "" if self.path.is_dir() else stamp_of([self.path])
         lists = (_WNIDS, _ANNOTATIONS) if self.path.is_dir() else ()
         beside = tuple((name, stamp_of([self.path / name])) for name in lists)
-        classes = _wnids(tree)
-        folders = tree.subfolders("train")
-        _refuse(set(classes) - set(folders), "wnids.txt names classes without a folder in train")
-        _refuse(set(folders) - set(classes), "train holds folders that wnids.txt does not name")
+        folders, others = self._listing()
+        classes = self._wnids()
+        named = {f"train/{name}/images" for name in classes}
+        found = {folder for folder in folders if folder.startswith("train/")}
+        _refuse(named - found, "lacks folders of classes that wnids.txt names")
+        _refuse(found - named, "has folders of classes that wnids.txt does not name")
+        images = {name for name in others if name.lower().endswith(ENDINGS)}
+        _refuse(images, "has images outside of the published folders")
         containers = [
-            Container(path=f"train/{name}/images", split="train", label=label, stamp=stamp)
+            Container(f"train/{name}/images", "train", label, stamp=stamp)
             for label, name in enumerate(classes)
         ]
-        containers.append(Container(path="val/images", split="val", stamp=stamp))
+        containers.append(Container("val/images", "val", stamp=stamp))
         if self.settings.unlabelled_test:
-            containers.append(
-                Container(path="test/images", split="test", label=UNLABELLED, stamp=stamp)
-            )
-        _refuse(
-            {name for name in self._others() if name.lower().endswith(ENDINGS)},
-            "images are outside the published folders",
-        )
+            containers.append(Container("test/images", "test", UNLABELLED, stamp=stamp))
         return Outline(classes=classes, containers=tuple(containers), beside=beside)
 
     def entries(self, container: Container) -> Entries:
-        tree = self._tree()
-        inner = tree.subfolders(container.path)
-        if inner:
-            raise SourceError(
-                f"source.path: {container.path}/{inner[0]} is a folder where only pictures are"
-                " published; download the archive again, or give this one as source.kind=folder"
-            )
-        rows = tree.files(container.path)
+        if self.path.is_dir():
+            with report_damage(self.path / container.path):
+                rows = list(walk_files(self.path / container.path))
+        else:
+            rows = self._listing()[0].get(container.path, [])
+        if not rows:
+            raise damaged(self.path, f"lacks the images of {container.path}")
+        _refuse({name for name, _, _ in rows if "/" in name}, f"has folders in {container.path}")
         if container.label is not None:
             return Entries.of(rows, label=container.label)
-        labels, present = _val_labels(tree), {name for name, _, _ in rows}
-        _refuse(labels.keys() - present, f"{_ANNOTATIONS} names pictures that are not there")
-        _refuse(present - labels.keys(), f"{_ANNOTATIONS} lacks pictures that are there")
+        labels, present = self._val_labels(), {name for name, _, _ in rows}
+        _refuse(labels.keys() - present, f"lacks images that {_ANNOTATIONS} names")
+        _refuse(present - labels.keys(), f"has images that {_ANNOTATIONS} does not name")
         return Entries.of(rows, label=[labels[name] for name, _, _ in rows])
 
     def arrange(self, inventory: Inventory) -> Arrangement:
-        return replace(by_container(inventory), left_out={"other files": len(self._others())})
-
-    def _others(self) -> list[str]:
-        """The files that are neither in a published folder of pictures nor a published text."""
-        return [name for name in self._tree().names() if not _PUBLISHED.fullmatch(name)]
+        _, others = self._listing()
+        count = sum(_TEXT.fullmatch(name) is None for name in others)
+        return replace(by_container(inventory), left_out={"other files": count})
 
     def read(self, entry: Entry) -> bytes:
         if self.path.is_dir():
             return read_file(self.path, entry)
         check_unchanged(entry.locator, entry.container.stamp, [self.path])
-        return self._tree().read(entry.locator)
+        return self._read(entry.locator)
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:
         if self.path.is_dir():
             return changed_in_folder(container, listed, walk_files(self.path / container.path))
         return changed_since([self.path], container.stamp)
 
-    @property
-    def _stamp(self) -> str:
-        """Of the zip; only listing shows whether a folder is unchanged."""
+    def _listing(self) -> tuple[dict[str, list[Row]], list[str]]:
+        """Return the images below each published folder, and the paths of all other files."""
         if self.path.is_dir():
-            return ""
-        if not self.path.is_file():
-            raise SourceError(
-                f"source.path: {self.path} is not there; give {TOP}.zip as downloaded, or the"
-                " folder that it unpacks to"
-            )
-        return stamp_of([self.path])
+            return _by_folder(walk_files(self.path))
+        return _open_zip(self.path, stamp_of([self.path])).listing
 
-    def _tree(self) -> "FolderTree":
-        return FolderTree(self.path) if self.path.is_dir() else _zip_tree(self.path, self._stamp)
+    def _read(self, name: str) -> bytes:
+        place = self.path / name
+        with report_damage(place):
+            if self.path.is_dir():
+                return place.read_bytes()
+            opened = _open_zip(self.path, stamp_of([self.path]))
+            member = opened.members.get(name)
+            if member is None:
+                raise FileNotFoundError
+            if member.flag_bits & _ENCRYPTED:
+                raise damaged(place, "is encrypted", "repack it without a password")
+            return opened.file.read(member)
+
+    def _lines(self, name: str) -> list[str]:
+        data = self._read(name)
+        with report_damage(self.path / name):
+            return [line.strip() for line in data.decode("ascii").splitlines() if line.strip()]
+
+    def _wnids(self) -> tuple[str, ...]:
+        names = self._lines(_WNIDS)
+        odd = any("/" in name or name.startswith(".") for name in names)
+        if odd or not names or len(set(names)) < len(names):
+            raise damaged(self.path / _WNIDS, "names no classes, one twice, or a path")
+        return tuple(sorted(names))
+
+    def _val_labels(self) -> dict[str, int]:
+        """Return the label of each validation image; the four numbers of a line are a box."""
+        labels = {name: label for label, name in enumerate(self._wnids())}
+        found: dict[str, int] = {}
+        for line in self._lines(_ANNOTATIONS):
+            name, wnid, *_ = f"{line}\t".split("\t")
+            if wnid not in labels or name in found:
+                problem = "again" if name in found else f"with the class {wnid!r} of no folder"
+                raise damaged(self.path / _ANNOTATIONS, f"names {name} {problem}")
+            found[name] = labels[wnid]
+        return found
 
 
-def _refuse(names: set[str], message: str) -> None:
+def _refuse(names: set[str], problem: str) -> None:
     if names:
-        raise SourceError(
-            f"source.path: {message} ({', '.join(sorted(names)[:3])}); download the archive again"
-        )
+        raise damaged("the archive", f"{problem} ({', '.join(sorted(names)[:3])})")
 
 
-def _wnids(tree: "FolderTree") -> tuple[str, ...]:
-    names = _lines(tree, _WNIDS)
-    if (
-        not names
-        or len(set(names)) < len(names)
-        or any("/" in name or name.startswith(".") for name in names)
-    ):
-        raise SourceError(
-            "source.path: wnids.txt names no classes, one twice, or a path; download the archive"
-            " again"
-        )
-    return tuple(sorted(names))
+def _by_folder(rows: Iterable[Row]) -> tuple[dict[str, list[Row]], list[str]]:
+    folders, others = dict[str, list[Row]](), list[str]()
+    for name, changed_ns, num_bytes in rows:
+        if match := _IMAGE.fullmatch(name):
+            folders.setdefault(match[1], []).append((match[2], changed_ns, num_bytes))
+        else:
+            others.append(name)
+    return folders, others
 
 
-def _val_labels(tree: "FolderTree") -> dict[str, int]:
-    """The label of each validation picture; the four numbers after it are a box."""
-    labels = {name: label for label, name in enumerate(_wnids(tree))}
-    found: dict[str, int] = {}
-    for line in _lines(tree, _ANNOTATIONS):
-        picture, _, rest = line.partition("\t")
-        wnid = rest.split("\t")[0]
-        if wnid not in labels:
-            raise SourceError(
-                f"source.path: {_ANNOTATIONS}: {picture} has the class {wnid!r}, which is not in"
-                " wnids.txt; download the archive again"
-            )
-        if picture in found:
-            raise SourceError(
-                f"source.path: {_ANNOTATIONS} names {picture} twice; download the archive again"
-            )
-        found[picture] = labels[wnid]
-    return found
-
-
-def _lines(tree: "FolderTree", name: str) -> list[str]:
-    data = tree.read(name)
-    with report_damage(name):
-        return [line.strip() for line in data.decode("ascii").splitlines() if line.strip()]
-
-
-# ---- the files below a folder, or in a zip, by their path from its top
-# ----------------------------------------------
-#
-# A zip is never unpacked, and a path leads to the member of that very name or nowhere. Invariants
-# of a zip: its central directory is read once in a process; no name occurs twice; what is read has
-# the size and the CRC that the directory says.
-
-
-class FolderTree:
-    """The files below a folder. All names are sorted; what begins with a dot is not there."""
-
-    def __init__(self, root: Path):
-        self.root = root
-
-    def names(self) -> list[str]:
-        """The path of each file."""
-        return [name for name, _, _ in walk_files(self.root)]
-
-    def subfolders(self, folder: str) -> list[str]:
-        with report_damage(self.root / folder):
-            inside = (
-                path for path in (self.root / folder).iterdir() if not path.name.startswith(".")
-            )
-            return sorted(path.name for path in inside if kind_of(path) == "folder")
-
-    def files(self, folder: str) -> list[Row]:
-        """(name, time of change, bytes) of each file in `folder`, which must exist."""
-        with report_damage(self.root / folder):
-            return [row for row in walk_files(self.root / folder) if "/" not in row[0]]
-
-    def read(self, path: str) -> bytes:
-        with report_damage(self.root / path):
-            return (self.root / path).read_bytes()
-
-
-class ZipTree(FolderTree):
-    """The members of a zip, in the same words."""
+class _Zip:
+    """The members of a zip below TOP. Hidden files are left out, and no name occurs twice."""
 
     def __init__(self, path: Path):
-        super().__init__(path)
-        self._members: dict[str, zipfile.ZipInfo] = {}
-        self._folders: dict[str, list[Row]] = {}
-        """The files of each."""
+        self.members = dict[str, zipfile.ZipInfo]()
         with report_damage(path):
-            self._zip = zipfile.ZipFile(path)
-            for member in self._zip.infolist():
-                self._add(member)
-        if not self._members:
-            raise SourceError(
-                f"source.path: {path} holds no files below {TOP}; give {TOP}.zip as downloaded"
-            )
-
-    def names(self) -> list[str]:
-        return list(self._members)
-
-    def subfolders(self, folder: str) -> list[str]:
-        places = (name.rpartition("/") for name in self._folders)
-        return sorted(last for above, _, last in places if above == folder and last)
-
-    def files(self, folder: str) -> list[Row]:
-        if folder not in self._folders:
-            raise SourceError(f"source.path: {self.root} holds no {folder}; download it again")
-        return sorted(self._folders[folder])
-
-    def read(self, path: str) -> bytes:
-        if path not in self._members:
-            raise SourceError(f"source.path: {self.root} holds no {path}; download it again")
-        if self._members[path].flag_bits & _ENCRYPTED:
-            raise SourceError(
-                f"source.path: {self.root}: {path} is encrypted; repack it without a password"
-            )
-        with report_damage(f"{self.root}: {path}"):
-            return self._zip.read(self._members[path])
-
-    def _add(self, member: zipfile.ZipInfo) -> None:
-        first, *parts = member.filename.rstrip("/").split("/")
-        if first != TOP:
-            return  # __MACOSX and its like
-        if any(part in ("", ".", "..") or "\\" in part for part in parts):
-            raise SourceError(
-                f"source.path: {self.root} holds the path {member.filename!r}; download it again"
-            )
-        if any(part.startswith(".") for part in parts):
-            return  # .DS_Store and its like
-        inner = "/".join(parts)
-        if member.is_dir():
-            self._folder(inner)
-        elif inner in self._members:
-            raise SourceError(f"source.path: {self.root} holds {inner} twice; download it again")
-        else:
-            self._members[inner] = member
-            self._folder("/".join(parts[:-1])).append((parts[-1], 0, member.file_size))
-
-    def _folder(self, path: str) -> list[Row]:
-        """The files of a folder, which is there from now on, as are those that it lies in."""
-        if path not in self._folders:
-            self._folders[path] = []
-            self._folder(path.rpartition("/")[0])
-        return self._folders[path]
+            self.file = zipfile.ZipFile(path)
+            for member in self.file.infolist():
+                first, *parts = member.filename.split("/")
+                inner = "/".join(parts)
+                if first != TOP or member.is_dir():
+                    continue
+                if {"", ".", ".."} & set(parts) or "\\" in inner or inner in self.members:
+                    raise ValueError(f"holds the path {member.filename!r}, or holds it twice")
+                if not any(part.startswith(".") for part in parts):
+                    self.members[inner] = member
+        if not self.members:
+            raise damaged(path, f"has no files below {TOP}", f"give {TOP}.zip as downloaded")
+        rows = sorted((name, 0, member.file_size) for name, member in self.members.items())
+        self.listing = _by_folder(rows)
 
 
 @lru_cache(maxsize=1)
-def _zip_tree(path: Path, stamp: str) -> ZipTree:  # noqa: ARG001 (a changed zip is opened anew)
-    return ZipTree(path)
+def _open_zip(path: Path, stamp: str) -> _Zip:  # noqa: ARG001 (a changed zip is opened again)
+    return _Zip(path)

@@ -3,7 +3,7 @@
 predictions.parquet   a row for each image that decodes, in the order of the split
 per_class.csv         a row for each class, the lowest accuracy first
 confusion.parquet     label, answer and count of each pair that occurs
-confusion.png, calibration.png; views.png with test-time augmentation
+confusion.png, calibration.png
 result.json           written last
 """
 
@@ -190,8 +190,6 @@ def draw(
             "confusion": draw_confusion(confusion, names, title=subtitle),
             "calibration": draw_calibration(bins, title=title),
         }
-        if len(answers.moments) > 1:
-            figures["views"] = draw_views(curve_of(answers), title=title)
         for name, figure in figures.items():
             save(figure, run_dir / f"{name}.png")
     return [run_dir / f"{name}.png" for name in figures]
@@ -234,15 +232,4 @@ def draw_calibration(bins: pd.DataFrame, *, title: str) -> Figure:
     above.legend(loc="upper left")
     below.bar(edges, bins["count"], width, align="edge", color=GREY)
     below.set(ylabel="images", xlabel="confidence: probability of the prediction", xlim=(0, 1))
-    return figure
-
-
-def draw_views(curve: Sequence[Mapping[str, float]], *, title: str) -> Figure:
-    """Draw top-1 and loss over the number of views."""
-    figure = Figure(figsize=(6.4, 3.0))
-    figure.suptitle(f"{title}: mean softmax over views", fontsize=9, x=0.01, ha="left")
-    counts = [moment["num_views"] for moment in curve]
-    for axes, name, color in zip(figure.subplots(1, 2), ("top1", "loss"), (BLUE, RED), strict=True):
-        axes.plot(counts, [moment[name] for moment in curve], marker="o", color=color)
-        axes.set(title=name.replace("1", "-1"), xlabel="views", xscale="log")
     return figure

@@ -1,14 +1,14 @@
-"""Settings of `finetune export`, and what it writes. No torch here.
+"""Settings of `finetune export`, and the files that it writes. No torch is imported.
 
-OUT/model.safetensors   the checkpoint's, byte for byte; with timm's names if timm has the model
-OUT/config.json         our card and timm's words for it
+OUT/model.safetensors   the checkpoint's weights, byte for byte; with timm's names if timm has the model
+OUT/config.json         the checkpoint metadata, for wide-mlps and timm
 OUT/README.md           a model card for the hub, see model_card.py
-OUT/model.onnx          and model.onnx.data, where they are too large for one file
+OUT/model.onnx          with model.onnx.data if it is too large for one file
 OUT/model.pt2           a torch.export program
 OUT/export.json         weights, versions, and the largest difference of the graphs' logits
 OUT/record.json         the record of the export; it is not pushed
-OUT/sha256.json         of all of these, written last
-"""
+OUT/sha256.json         the hashes of all other files, written last
+"""  # noqa: E501
 
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -22,7 +22,7 @@ from pretrain.checkpoints.run import is_output
 from pretrain.record import RecordSettings
 
 Format = Literal["timm", "onnx", "torch"]
-README, ONNX, PT2, RECORD = "README.md", "model.onnx", "model.pt2", "export.json"
+ONNX, PT2, RECORD = "model.onnx", "model.pt2", "export.json"
 
 
 class ExportSettings(Settings):
@@ -31,50 +31,40 @@ class ExportSettings(Settings):
     pretrained: str = Field(examples=["runs/mine"])
     """A run, one of its checkpoints, an imported folder, or an export."""
     out: str = Field(examples=["exports/mine"])
-    """The directory to write. It appears whole; one that exists and is something else is left
-    alone."""
+    """Directory to write. It appears complete. A directory with other content is not touched."""
     formats: tuple[Format, ...] = Field(("timm", "onnx", "torch"), min_length=1)
-    """timm: model.safetensors, config.json and a model card, which are always there; onnx:
+    """timm: model.safetensors, config.json and a model card, which are always written; onnx:
     model.onnx; torch: model.pt2."""
     with_preprocessing: bool = False
-    """The graphs take pictures as they are decoded (uint8, batch x height x width x colours) and
-    normalise them; by default they take normalised float32 images (batch x colours x height x
-    width)."""
+    """Graphs take decoded images (uint8, batch x height x width x channels) and normalize them. By
+    default they take normalized float32 images (batch x channels x height x width)."""
     license: str = Field("unknown", pattern=r"^[a-z0-9][a-z0-9.-]*$")
-    """For the model card, as the Hugging Face hub spells it, such as apache-2.0. We do not guess
-    it."""
+    """License of the weights for the model card, in the hub's spelling, for example apache-2.0."""
     results_from: str | None = Field(None, examples=["runs"])
-    """Where to look for evaluations, probes and tunings of these weights, for the model card; by
-    default in the folder that the run lies in."""
+    """Directory with evaluations, probes and tunings of these weights, for the model card. Default:
+    the directory that contains the run."""
 
     push_to: str | None = Field(None, examples=["user/mine"])
-    """A repository on the Hugging Face hub, USER/NAME, that gets the export as one commit each
-    time; it is made where it is not there. The token is the hub's own (`hf auth login`, or
-    HF_TOKEN)."""
+    """Repository USER/NAME on the Hugging Face hub that gets the export as one commit. The push
+    creates it if necessary. Log in with `hf auth login` or HF_TOKEN."""
     revision: str | None = Field(None, examples=["v2"])
-    """The branch there that the commit goes to; null: main."""
+    """Branch of the commit. Default: main."""
     private: bool = True
-    """Whether a repository that is made is private; with true, one that is public already is
-    refused."""
+    """Create a private repository. If true, a push to a public repository fails."""
     record: RecordSettings = RecordSettings()
 
     @model_validator(mode="after")
     def _graphs_are_asked_for(self) -> "ExportSettings":
         if self.with_preprocessing and not self.graphs:
-            raise UserError(
-                "with_preprocessing",
-                "true has no effect without a graph",
-                "add onnx or torch to formats",
-                code="conflict",
-            )
-        if self.push_to is None and (self.revision is not None or not self.private):
-            field = "private" if self.revision is None else "revision"
-            raise UserError(
-                field,
-                "has no effect without push_to",
-                f"set push_to=USER/NAME, or remove {field}",
-                code="conflict",
-            )
+            problem, fix = "true has no effect without a graph", "add onnx or torch to formats"
+            raise UserError("with_preprocessing", problem, fix, code="conflict")
+        for field, is_set in (
+            ("revision", self.revision is not None),
+            ("private", not self.private),
+        ):
+            if self.push_to is None and is_set:
+                fix = f"set push_to=USER/NAME, or remove {field}"
+                raise UserError(field, "has no effect without push_to", fix, code="conflict")
         return self
 
     @property
@@ -82,7 +72,7 @@ class ExportSettings(Settings):
         return tuple(each for each in ("onnx", "torch") if each in self.formats)
 
     def identity(self, *, weights_sha256: str) -> dict[str, Any]:
-        """What makes two exports the same; `request` in export.json."""
+        """Return the facts that two equal exports share; `request` in export.json."""
         return {
             "weights_sha256": weights_sha256,
             "formats": ["timm", *self.graphs],
@@ -91,7 +81,7 @@ class ExportSettings(Settings):
         }
 
     def is_begun(self, checkpoint: Checkpoint | None) -> bool:
-        """Whether `out` is this export of these weights. An error where something else is."""
+        """True if `out` holds this export. Fail if it holds something else."""
         request = self.identity(weights_sha256=checkpoint.sha256) if checkpoint else {}
         return is_output(
             Path(self.out), request, record=RECORD, key="request", kind="an export", field="out"
@@ -99,8 +89,7 @@ class ExportSettings(Settings):
 
 
 def is_exported(settings: ExportSettings) -> bool:
-    """Of the weights that are there now; where these are gone since, by its record. Nothing large
-    is read."""
+    """True if `out` has an export of the weights that are there now, or of weights since gone."""
     has_record = (Path(settings.out) / RECORD).exists()
     checkpoint = Checkpoint.found(settings.pretrained) if has_record else None
     return settings.is_begun(checkpoint) if checkpoint or not has_record else True

@@ -1,13 +1,10 @@
-"""`finetune export`: a checkpoint -> a directory that others can use, whole and checked, or
-nothing.
+"""`finetune export`: write a checkpoint as a directory that others can use, complete and checked.
 
-1. The checkpoint's hashes are held to its files, and its weights to its model (`Checkpoint.open`,
-   `load_model`).
-2. model.safetensors is copied byte for byte, so that its sha256 names the same weights everywhere;
-   but where timm has the architecture itself, the weights get timm's names, and plain timm, which
-   must give the model's answers, takes them.
-3. Each graph is written, read back, and held to the model's answers (`graphs`).
-4. Model card, record and hashes; then the directory gets its name.
+1. The checkpoint's files are compared with their hashes, and its weights with its model.
+2. model.safetensors is copied byte for byte. If timm has the architecture, the weights get timm's
+   names instead, and timm's model must predict the same logits.
+3. Each graph is written, read back, and compared with the model (graphs.py).
+4. Model card, record and hashes are written; then the directory gets its name.
 """
 
 import errno
@@ -24,7 +21,7 @@ from torch import nn
 from data_prep.errors import UserError
 from data_prep.publish import atomic_directory, sha256_of, write_atomic, write_json
 from finetune.export import graphs
-from finetune.export.config import ONNX, PT2, README, RECORD, ExportSettings
+from finetune.export.config import ONNX, PT2, RECORD, ExportSettings
 from finetune.export.graphs import Agreement
 from finetune.export.model_card import Facts, input_name, readme
 from finetune.runs import results_of, run_of
@@ -49,23 +46,22 @@ LIBRARIES = ("torch", "timm", "safetensors", "onnx", "onnxscript", "onnxruntime"
 
 
 def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
-    """The lines to print."""
+    """Return the lines to print."""
     out, card = Path(settings.out), source.card
     model, run = load_model(source).eval(), run_of(source.directory)
-    beside = (run.directory if run else source.home).parent
-    beside = (
-        beside.parent if (beside / CONFIG_FILE).exists() else beside
-    )  # of repetitions the folder that all of them lie in
-    beside = Path(settings.results_from) if settings.results_from else beside
-    places = [beside, run.directory] if run else [beside]
-    results = results_of(source.directory, run, step=card.step, places=places)
+    place = (run.directory if run else source.home).parent
+    if (place / CONFIG_FILE).exists():  # a repetition: the directory that contains its group
+        place = place.parent
+    places = [Path(settings.results_from) if settings.results_from else place]
+    results = results_of(
+        source.directory, run, step=card.step, places=[*places, *([run.directory] if run else [])]
+    )
     facts = Facts(card, run, results, num_parameters(model), source.sha256, settings)
     try:
-        with atomic_directory(out) as directory:
-            checks = _write_weights(directory, source.directory, model, facts) | _write_graphs(
-                directory, model, facts
-            )
-            write_atomic(directory / README, readme(facts).encode())
+        with atomic_directory(out) as directory, torch.no_grad():
+            checks = _write_weights(directory, source.directory, model, facts)
+            checks |= _write_graphs(directory, model, facts)
+            write_atomic(directory / "README.md", readme(facts).encode())
             write_json(directory / RECORD, record(facts, checks))
             names = sorted(file.name for file in directory.iterdir())
             write_json(directory / HASHES, {name: sha256_of(directory / name) for name in names})
@@ -73,71 +69,55 @@ def export(settings: ExportSettings, source: Checkpoint) -> list[str]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise UserError(
-            "out",
-            f"{out} cannot be written: the disk is full",
-            "free some space, or choose another disk",
-            code="no-space",
-        ) from None
-    where = (
-        f" of {run.name}, step {card.step:,}"
-        if run
-        else f" of {card.origin}"
-        if card.origin
-        else ""
-    )
-    lines = [
-        f"{out}: {card.model.label}{where}, {card.image_size} px, {len(card.classes):,} classes"
-    ]
-    return lines + [_printed(file, checks) for file in sorted(out.iterdir())]
+        problem, fix = "the disk is full", "free some space, or choose another disk"
+        raise UserError("out", f"{out}: {problem}", fix, code="no-space") from None
+    origin = f" of {run.name}, step {card.step:,}" if run else f" of {card.origin or source.home}"
+    lines = [f"{out}: {card.model.label}{origin}, {len(card.classes):,} classes"]
+    for file in sorted(out.iterdir()):
+        lines.append(f"{file.stat().st_size / 1e6:10,.3f} MB  {file.name}")
+        for graph, check in checks.items():
+            if FILES[graph] == file.name:
+                lines[-1] += f"  differs from the model by at most {check.max_rel:.1e}"
+    return lines
 
 
-@torch.no_grad()
 def _write_weights(
     directory: Path, source: Path, model: ImageModel, facts: Facts
 ) -> dict[str, Agreement]:
-    """config.json and model.safetensors."""
+    """Write config.json and model.safetensors."""
     card = facts.card
     if timms_own(card) is None or not isinstance(card.model, MixerSpec):
         write_json(directory / CONFIG, config_of(card))
         shutil.copyfile(source / MODEL, directory / MODEL)
         if sha256_of(directory / MODEL) != facts.weights_sha256:
-            raise UserError(
-                str(source / MODEL),
-                "changed while it was copied",
-                "run the same command again",
-                code="changed",
-            )
+            problem, fix = "changed while it was copied", "run the same command again"
+            raise UserError(str(source / MODEL), problem, fix, code="changed")
         return {}
-    import timm  # takes seconds, which no other export need spend
+    import timm  # takes seconds, which other exports need not spend
 
-    timms = card.model_copy(
-        update={"model": card.model.model_copy(update={"norm_eps": TIMM_NORM_EPS})}
-    )
-    write_json(directory / CONFIG, config_of(timms, for_plain_timm=True))
+    spec = card.model.model_copy(update={"norm_eps": TIMM_NORM_EPS})
+    timms_card = card.model_copy(update={"model": spec})
+    write_json(directory / CONFIG, config_of(timms_card, for_plain_timm=True))
     write_tensors(directory / MODEL, to_timm(model.state_dict(), card.model))
     theirs = timm.create_model(f"local-dir:{directory}", pretrained=True).eval()
     inputs = graphs.trial_inputs(card, with_preprocessing=False)
     return {"timm": graphs.agreement([model(x) for x in inputs], theirs, inputs, graph="timm")}
 
 
-@torch.no_grad()
 def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str, Agreement]:
-    wanted, card = facts.settings.graphs, facts.card
-    if not wanted:
+    settings, card = facts.settings, facts.card
+    if not settings.graphs:
         return {}
-    with_preprocessing = facts.settings.with_preprocessing
-    inputs = graphs.trial_inputs(card, with_preprocessing=with_preprocessing)
-    plain = graphs.dense(model, label=card.model.label)
-    modules: list[nn.Module] = [model, plain]
-    if with_preprocessing:
+    modules: list[nn.Module] = [model, graphs.dense(model, label=card.model.label)]
+    if settings.with_preprocessing:
         modules = [graphs.FromPictures(each, card) for each in modules]
-    whole, exported = modules
-    expected = [whole(x) for x in inputs]
-    example = next(x for x in inputs if len(x) == 2)  # of 1, a batch would be taken for a constant
-    metadata = {  # what the user of a graph has to know
-        "input": input_name(facts.settings),
-        "normalised_inside": with_preprocessing,
+    original, exported = modules
+    inputs = graphs.trial_inputs(card, with_preprocessing=settings.with_preprocessing)
+    expected = [original(x) for x in inputs]
+    example = next(x for x in inputs if len(x) == 2)  # torch takes a batch of 1 for a constant
+    metadata = {
+        "input": input_name(settings),
+        "normalised_inside": settings.with_preprocessing,
         "image_size": card.image_size,
         "mean": list(card.channel_mean),
         "std": list(card.channel_std),
@@ -147,11 +127,9 @@ def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str,
         "weights_sha256": facts.weights_sha256,
     }
     checks: dict[str, Agreement] = {}
-    for graph in wanted:
+    for graph in settings.graphs:
         path = directory / FILES[graph]
-        print(
-            f"{facts.settings.out}: writing {path.name}", file=sys.stderr, flush=True
-        )  # of a large model it takes minutes
+        print(f"{settings.out}: writing {path.name}", file=sys.stderr, flush=True)
         write, read = TOOLS[graph]
         write(exported, example, path, metadata=metadata)
         checks[graph] = graphs.agreement(expected, read(path), inputs, graph=graph)
@@ -159,8 +137,14 @@ def _write_graphs(directory: Path, model: ImageModel, facts: Facts) -> dict[str,
 
 
 def record(facts: Facts, checks: dict[str, Agreement]) -> dict[str, Any]:
-    """export.json; without paths of this machine, as it is passed on."""
-    card = facts.card
+    """Return export.json, without paths of this machine."""
+    card, sizes = facts.card, list(graphs.BATCH_SIZES)
+    versions = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
     return {
         "schema_version": SCHEMA_VERSION,
         "request": facts.settings.identity(weights_sha256=facts.weights_sha256),
@@ -171,35 +155,10 @@ def record(facts: Facts, checks: dict[str, Agreement]) -> dict[str, Any]:
         "origin": card.origin,
         "num_parameters": facts.num_parameters,
         "checks": {
-            graph: (
-                found._asdict()
-                | {"batch_sizes": list(graphs.BATCH_SIZES), "tolerance": graphs.TOLERANCE}
-            )
-            for graph, found in checks.items()
+            graph: check._asdict() | {"batch_sizes": sizes, "tolerance": graphs.TOLERANCE}
+            for graph, check in checks.items()
         },
         "results": [each._asdict() for each in facts.results],
         "code": git_commit(),
-        "versions": (
-            {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES}
-        ),
+        "versions": versions,
     }
-
-
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _printed(file: Path, checks: dict[str, Agreement]) -> str:
-    line = f"{file.stat().st_size / 1e6:10,.3f} MB  {file.name}"
-    found = next((found for graph, found in checks.items() if FILES[graph] == file.name), None)
-    if found is None:
-        return line
-    sizes = ", ".join(map(str, graphs.BATCH_SIZES))
-    off = (
-        f"off by at most {found.max_abs:.1e}, {found.max_rel:.1e} of the largest logit (batches of"
-        f" {sizes})"
-    )
-    return f"{line}  answers as the model: {off}"

@@ -1,13 +1,11 @@
-"""Many linear heads trained at once on the same batches: forward and backward are one matrix
-product each, for any number of heads.
+"""Many linear heads trained at once: forward and backward are one matrix product for all heads.
 
-The gradient of the mean cross-entropy by the logits is (softmax - target) / B, so nothing is
-recorded for autograd. Heads begin at zero; the order of an epoch is a function of (seed, epoch).
+The gradient of the mean cross-entropy by the logits is (softmax - target) / B, so autograd records
+nothing. Heads begin at zero. The order of an epoch is a function of (seed, epoch).
 
-B batch, E rows of a head: D features, the bias, then
-zeros (rows.py); G candidates, K classes, C = K G columns: all candidates of the first class, then
-of the next; so what is done over classes runs over candidates that lie side by side, which a CPU
-does faster. T steps of an epoch.
+B batch, E rows of a head: D features, the bias, then zeros (rows.py); G candidates, K classes,
+C = K G columns: all candidates of the first class, then of the next, so that operations over
+classes run over adjacent candidates.
 """
 
 import math
@@ -26,14 +24,13 @@ from pretrain.data.order import Ids, hash64, permute
 from pretrain.optim.schedule import Schedule
 
 JUDGED_NUMBERS = 8_000_000
-"""Logits that are in memory at a time while heads are evaluated."""
+"""Logits in memory while heads are evaluated."""
 _ORDER = 0x68656164
-"""Part of the key, so that the order has nothing to do with other permutations under the same
-seed."""
+"""Part of the key of the order, which differs from other permutations with the same seed."""
 
 
 class Candidate(NamedTuple):
-    """One point of the grid: what a head is trained with."""
+    """Settings of one head."""
 
     lr: float
     weight_decay: float
@@ -43,7 +40,7 @@ class Candidate(NamedTuple):
 class Score(NamedTuple):
     top1: float
     loss: float
-    """Mean cross-entropy; not finite where training has diverged."""
+    """Mean cross-entropy; not finite if the training has diverged."""
 
 
 def order_of(num_rows: int, *, seed: int, epoch: int) -> Ids:
@@ -51,28 +48,24 @@ def order_of(num_rows: int, *, seed: int, epoch: int) -> Ids:
 
 
 class Update:
-    """The optimizers' own rules on one weight matrix, in place. Each column has a learning rate and
-    a decay of its own; only the D feature rows decay.
+    """Update rules of the optimizers on one weight matrix, in place.
+
+    Each column has its own learning rate and decay. Only the D feature rows decay.
 
     lion    w -= lr (sign(0.9 m + 0.1 g) + decay w), then m = 0.99 m + 0.01 g; sign(0) is 0
-    sgd     torch's: g += decay w, m = momentum m + g, w -= lr m;
-            with Nesterov's momentum w -= lr (g + momentum m)
+    sgd     torch's: g += decay w, m = momentum m + g, w -= lr m; Nesterov: w -= lr (g + momentum m)
     adamw   torch's, with betas of 0.9 and 0.999 and eps 1e-8
     """
 
     def __init__(self, weights_EC: Tensor, settings: ProbeSettings, *, num_features: int):
-        self.weights_EC, self._settings, self._num_features, self._num_steps = (
-            weights_EC,
-            settings,
-            num_features,
-            0,
-        )
-        num_states = {"lion": 1, "sgd": 1, "adamw": 2}[settings.optimizer]
+        self.weights_EC, self._settings, self._num_features = weights_EC, settings, num_features
+        self._num_steps = 0
+        num_states = 2 if settings.optimizer == "adamw" else 1
         self._states = [torch.zeros_like(weights_EC) for _ in range(num_states)]
         self._spare_EC = torch.empty_like(weights_EC)
 
     def keep(self, columns: Tensor) -> None:
-        """Goes on with these columns alone."""
+        """Drop all other columns."""
         self.weights_EC = self.weights_EC[:, columns].contiguous()
         self._states = [state[:, columns].contiguous() for state in self._states]
         self._spare_EC = torch.empty_like(self.weights_EC)
@@ -113,9 +106,9 @@ def train_heads(
     num_classes: int,
     num_epochs: int | None = None,
 ) -> Tensor:
-    """(G, E, K) on the rows' device. One of fewer epochs than others ends with them, and is the
-    same as if trained alone. `num_epochs`: that rows are asked for, with other ranks; by default
-    those of the longest candidate.
+    """Return heads (G, E, K). Each head is the same as if it were trained alone.
+
+    `num_epochs`: epochs of rows to ask for, by default those of the longest candidate.
     """
     num_batches, device = -(-rows.num_rows // settings.batch_size), rows.device
     warmup, cooldown = (
@@ -123,36 +116,12 @@ def train_heads(
         for length in (settings.schedule.warmup, settings.schedule.cooldown)
     )
     heads_GEK = torch.zeros(len(candidates), rows.width, num_classes, device=device)
-    active, weights_EC = (
-        list(range(len(candidates))),
-        torch.zeros(rows.width, len(candidates) * num_classes, device=device),
-    )
+    active = list(range(len(candidates)))
+    weights_EC = torch.zeros(rows.width, len(candidates) * num_classes, device=device)
     update = Update(weights_EC, settings, num_features=rows.num_features)
-
-    def take_out() -> None:
-        if active:
-            heads_GEK[torch.tensor(active, device=device)] = as_heads(
-                update.weights_EC, num_classes=num_classes
-            )
-
-    with progress(
-        "linear heads", total=num_epochs or max(each.epochs for each in candidates), unit="epochs"
-    ) as line:
-        for epoch in range(line.total):
-            if any(candidates[number].epochs == epoch for number in active):
-                take_out()
-                kept = [
-                    place
-                    for place, number in enumerate(active)
-                    if candidates[number].epochs > epoch
-                ]
-                update.keep(
-                    (
-                        torch.arange(num_classes).view(-1, 1) * len(active)
-                        + torch.tensor(kept, dtype=torch.long)
-                    ).flatten()
-                )
-                active = [active[place] for place in kept]
+    total = num_epochs or max(each.epochs for each in candidates)
+    with progress("linear heads", total=total, unit="epochs") as line:
+        for epoch in range(total):
             now, first = [candidates[number] for number in active], epoch * num_batches
             schedules = [
                 Schedule(settings.schedule, each.lr, each.epochs * num_batches, warmup, cooldown)
@@ -160,17 +129,16 @@ def train_heads(
             ]
             lr_TG = torch.tensor(
                 [[each.lr(first + n) for each in schedules] for n in range(num_batches)]
-            )
-            decay_C = torch.tensor([each.weight_decay for each in now], device=device).repeat(
-                num_classes
-            )
+            ).to(device)
+            decays = [each.weight_decay for each in now]
+            decay_C = torch.tensor(decays, device=device).repeat(num_classes)
             order = order_of(rows.num_rows, seed=settings.seed, epoch=epoch)
             batches = rows.epoch(
                 epoch % max(1, settings.views), order, batch_size=settings.batch_size
             )
             gradient_EC = torch.empty_like(update.weights_EC)
-            for (x_BE, labels_B), lr_G in zip(batches, lr_TG.to(device).unbind(), strict=True):
-                if not active:
+            for (x_BE, labels_B), lr_G in zip(batches, lr_TG.unbind(), strict=True):
+                if not active:  # other ranks ask for the rows, too
                     continue
                 errors_BC = errors_of(
                     x_BE @ update.weights_EC,
@@ -182,13 +150,19 @@ def train_heads(
                 if settings.gradient_clip_norm:
                     clip(gradient_EC, norm=settings.gradient_clip_norm, num_classes=num_classes)
                 update.step(gradient_EC, lr_C=lr_G.repeat(num_classes), decay_C=decay_C)
+            kept = [place for place, each in enumerate(now) if each.epochs > epoch + 1]
+            if len(kept) < len(active):  # heads of these candidates are finished
+                trained_GEK = as_heads(update.weights_EC, num_classes=num_classes)
+                heads_GEK[torch.tensor(active, device=device)] = trained_GEK
+                columns = torch.arange(num_classes).view(-1, 1) * len(active)
+                update.keep((columns + torch.tensor(kept, dtype=torch.long)).flatten())
+                active = [active[place] for place in kept]
             line.advance()
-    take_out()
     return heads_GEK
 
 
 def clip(gradient_EC: Tensor, *, norm: float, num_classes: int) -> None:
-    """Each candidate's by its own norm, as torch clips."""
+    """Clip each candidate's gradient by its own norm, as torch does."""
     gradient_EKG = gradient_EC.view(len(gradient_EC), num_classes, -1)
     gradient_EKG.mul_(
         (norm / (torch.linalg.vector_norm(gradient_EKG, dim=(0, 1)) + 1e-6)).clamp(max=1.0)
@@ -198,12 +172,9 @@ def clip(gradient_EC: Tensor, *, norm: float, num_classes: int) -> None:
 def errors_of(
     logits_BC: Tensor, labels_B: Tensor, *, num_classes: int, smoothing: float = 0.0
 ) -> Tensor:
-    """softmax - target, for each candidate: the gradient of the summed cross-entropy. `smoothing`:
-    the share of the target that all classes have alike."""
+    """Return softmax - target, the gradient of the summed cross-entropy by the logits."""
     logits_BKG = logits_BC.view(len(logits_BC), num_classes, -1)
-    if (
-        logits_BKG.shape[2] == 1
-    ):  # classes lie side by side then, and torch has faster ways for that
+    if logits_BKG.shape[2] == 1:  # faster for adjacent classes
         errors_BC = torch.softmax(logits_BC, dim=1)
         places_B1 = labels_B.unsqueeze(1)
         errors_BC.scatter_add_(
@@ -217,7 +188,7 @@ def errors_of(
 
 
 def losses_of(logits_BC: Tensor, labels_B: Tensor, *, num_classes: int) -> Tensor:
-    """The summed cross-entropy of each candidate, in double precision."""
+    """Return the summed cross-entropy of each candidate, in double precision."""
     logits_BKG = logits_BC.view(len(logits_BC), num_classes, -1)
     own_BG = logits_BKG[torch.arange(len(labels_B), device=labels_B.device), labels_B]
     return (torch.logsumexp(logits_BKG, dim=1) - own_BG).sum(dim=0, dtype=torch.float64)
@@ -228,13 +199,13 @@ def as_columns(heads_GEK: Tensor) -> Tensor:
 
 
 def as_heads(columns_EC: Tensor, *, num_classes: int) -> Tensor:
-    """(G, E, K), on the same memory."""
+    """Return (G, E, K) in the same memory."""
     return columns_EC.view(len(columns_EC), num_classes, -1).permute(2, 0, 1)
 
 
 @torch.no_grad()
 def judge(rows: Rows, heads_GEK: Tensor) -> list[Score]:
-    """Of each head, on all rows."""
+    """Evaluate each head on all rows."""
     num_candidates, _, num_classes = heads_GEK.shape
     weights_EC = as_columns(heads_GEK)
     right_G, loss_G = (

@@ -1,11 +1,10 @@
 """L-BFGS for several linear heads at once, on the same passes over the features.
 
-Each head minimizes mean cross-entropy + decay / 2 |W|^2 (biases do not decay) with a history of its
-own. A pass over the features evaluates one trial point of each head. A head accepts its trial if
-the loss satisfies Armijo's condition, and then chooses a new direction; otherwise it tries a
-shorter step in the next pass. `torch.optim.LBFGS` would take one head after the other, with a pass
-for each step of each head: six times as long for four decays (8,000 x 512 features, 10 classes, one
-core). Points and gradients are in double precision; products over the features are in single.
+Each head minimizes mean cross-entropy + decay / 2 |W|^2 (biases do not decay) with its own history.
+A pass over the features evaluates one trial point of each head. A head accepts its trial if the
+loss satisfies Armijo's condition, and then chooses a new direction; otherwise it tries a shorter
+step in the next pass. (`torch.optim.LBFGS` takes one head after the other: six times as long for
+four decays.) Points and gradients are in double precision; products over the features in single.
 G candidates, E rows of a head: D features, the bias, then zeros; K classes, B batch (heads.py).
 """
 

@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from rich.console import Console
 from rich.table import Table as Grid
 from torch import Tensor
 
 from data_prep.errors import UserError
-from data_prep.images.lettering import legible
 from data_prep.manifest import load_manifest
 from finetune.probe.config import ProbeSettings
 from finetune.probe.features import FeatureMaker
@@ -84,7 +82,7 @@ def probe(
             )
         if outcome is None:
             return None  # no rank waits for the first one
-        report(outcome, settings, tracker)
+        report(outcome, tracker)
         if checkpoint is not None:
             save_classifier(settings, outcome, maker)
             top1 = outcome.result["test_top1"]
@@ -175,7 +173,7 @@ def scores_on_test(classifier: tuple[Tensor, Tensor], rows: Rows) -> dict[str, A
     }
 
 
-def report(outcome: Outcome, settings: ProbeSettings, tracker: Tracker) -> None:
+def report(outcome: Outcome, tracker: Tracker) -> None:
     """Print and record the grid and the scores."""
     judged, best = outcome.judged, outcome.best
     print_grid(judged, best, console())
@@ -185,8 +183,6 @@ def report(outcome: Outcome, settings: ProbeSettings, tracker: Tracker) -> None:
     chosen = {name: scores.pop(name) for name in list(scores) if name.startswith("chosen_")}
     tracker.params(chosen)
     tracker.metrics({f"probe/{name}": float(value) for name, value in scores.items()}, step=0)
-    title = f"{Path(settings.run_dir).name}: held-out top-1, best {best}"
-    tracker.picture("grid", lambda: draw_grid(judged, best, title=title), step=0)
 
 
 def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMaker) -> None:
@@ -347,50 +343,18 @@ def edges(best: Judged, judged: list[Judged]) -> list[str]:
     return hints
 
 
-def _layer(
-    judged: list[Judged], epochs: int
-) -> tuple[list[float], list[float], list[list[Judged]]]:
-    """Return weight decays, learning rates, and a row of candidates for each decay."""
-    layer = {each.candidate[:2]: each for each in judged if each.candidate.epochs == epochs}
-    lrs, decays = (sorted({place[axis] for place in layer}) for axis in (0, 1))
-    return decays, lrs, [[layer[lr, decay] for lr in lrs] for decay in decays]
-
-
 def print_grid(judged: list[Judged], best: Judged, console: Console) -> None:
-    """Print a table for each length."""
+    """Print a table for each length: a row for each weight decay, a column for each rate."""
     for epochs in sorted({each.candidate.epochs for each in judged}):
-        decays, lrs, rows = _layer(judged, epochs)
+        layer = {each.candidate[:2]: each for each in judged if each.candidate.epochs == epochs}
+        lrs, decays = (sorted({place[axis] for place in layer}) for axis in (0, 1))
         console.print(f"held-out top-1, {'' if len(lrs) > 1 else 'at most '}{epochs} epochs")
         table = Grid(box=None, pad_edge=False, header_style="bold")
         table.add_column("decay \\ lr", justify="right")
         for lr in lrs:
             table.add_column(f"{lr:g}", justify="right", no_wrap=True)
-        for decay, row in zip(decays, rows, strict=True):
+        for decay in decays:
+            row = [layer[lr, decay] for lr in lrs]
             cells = [f"[bold green]{each}[/]" if each is best else str(each) for each in row]
             table.add_row(f"{decay:g}", *cells)
         console.print(table)
-
-
-def draw_grid(judged: list[Judged], best: Judged, *, title: str) -> Image.Image:
-    """Draw the candidates with the length of the best; darker is better."""
-    from matplotlib.figure import Figure  # takes a second, which other ranks need not spend
-
-    from finetune.looks import RED, file_of, looks
-
-    decays, lrs, rows = _layer(judged, best.candidate.epochs)
-    scores = np.array(
-        [[math.nan if each.has_diverged else each.score.top1 for each in row] for row in rows]
-    )
-    with looks(title):
-        figure = Figure(figsize=(2.5 + 0.9 * len(lrs), 1.5 + 0.5 * len(decays)))
-        axes = figure.add_subplot(
-            title=legible(title), xlabel="learning rate", ylabel="weight decay"
-        )
-        axes.imshow(scores, cmap="Blues", aspect="auto", vmax=1.3 * np.nanmax(scores))
-        axes.set_xticks(range(len(lrs)), [f"{lr:g}" for lr in lrs])
-        axes.set_yticks(range(len(decays)), [f"{decay:g}" for decay in decays])
-        for row, column in np.ndindex(scores.shape):
-            each = rows[row][column]
-            color = RED if each is best else "black"
-            axes.text(column, row, str(each), ha="center", va="center", color=color)
-        return Image.open(file_of(figure)).convert("RGB")

@@ -1,4 +1,4 @@
-"""`finetune tune` on the command line. No torch until the settings are known to be good."""
+"""`finetune tune` on the command line. Settings are checked before torch is imported."""
 
 import argparse
 import os
@@ -50,13 +50,14 @@ finetune tune runs/tuned epochs=20"""
 
 def _tune(options: argparse.Namespace) -> int:
     if not options.ranks:
-        StopFlag().install()  # before the long imports: what comes while they last counts
+        StopFlag().install()  # signals during the long imports count
     if stored_config(TuneSettings, options.config) is None:
         check_config(options.config, command="finetune tune configs/finetune/demo.yaml")
     settings = load_run_settings(TuneSettings, path=options.config, overrides=options.overrides)
     if options.show:
         return show(settings)
     world, run_dir = world_of(options), Path(settings.run_dir)
+    is_pretrained = settings.init == "pretrained"
     check_settings(run_dir, settings)
     fetch_run(settings, world)
     check_kind(settings)
@@ -64,41 +65,26 @@ def _tune(options: argparse.Namespace) -> int:
     for each in repeats if repeats != [settings] else []:
         fetch_run(each, world)
     is_done = is_finished(settings)
-    goes_on = not is_done and all(
-        map(list_checkpoints, unfinished_of(repeats))
-    )  # each from weights of its own
-    if settings.init == "pretrained" and not goes_on:
+    resumes = not is_done and all(map(list_checkpoints, unfinished_of(repeats)))
+    if is_pretrained and not resumes:
         check_source(run_dir, settings.pretrained)
     if is_done:
         if world.is_first:
-            print(
-                f"{run_dir}: finished before; raise train.duration to go on, or name another"
-                " run_dir"
-            )
+            fix = "increase train.duration to resume it, or choose another run_dir"
+            print(f"{run_dir}: finished before; {fix}")
         return OK
     check_resume_of(settings, repeats)
     checkpoint = Checkpoint.open(settings.pretrained)  # once: it reads and hashes the weights
-    checked = [
-        (each, _checked_data(each, checkpoint.card, num_ranks=world.num_ranks)) for each in repeats
-    ]
-    if settings.init == "pretrained":
-        warn_once(
-            checkpoint.card.other_pixels(
-                checked[0][1].parts[0].manifest, dataset=settings.data.dataset
-            ),
-            world,
-        )
+    card = checkpoint.card
+    checked = [(each, _checked_data(each, card, num_ranks=world.num_ranks)) for each in repeats]
+    data = checked[0][1]
+    if is_pretrained:
+        warn_once(card.other_pixels(data.parts[0].manifest, dataset=settings.data.dataset), world)
     if options.ranks or (world.is_first and LAUNCHED_WITH not in os.environ):
-        label, from_ = (
-            checkpoint.card.model.label,
-            settings.pretrained if settings.init == "pretrained" else "scratch",
-        )
-        print(
-            f"{run_dir}: starting {label} from {from_} on {ranks_of(world)}; loading torch takes"
-            " some seconds",
-            flush=True,
-        )
-        warn_if_enlarged(checked[0][1], settings.run_dir)
+        start = f"{card.model.label} from {settings.pretrained if is_pretrained else 'scratch'}"
+        wait = "loading torch takes some seconds"
+        print(f"{run_dir}: starting {start} on {ranks_of(world)}; {wait}", flush=True)
+        warn_if_enlarged(data, settings.run_dir)
     if options.ranks:
         return launch_ranks("tune", [options.config], options, heed_signals=True)
     options.started = True
@@ -107,34 +93,28 @@ def _tune(options: argparse.Namespace) -> int:
     from pretrain.loop.train import train
 
     if repeats == [settings]:
-        outcome = train(Tuning(settings, checked[0][1], checkpoint), world)
-        data = checked[0][1]
-        more = (
-            end_of(outcome, run_dir, dataset=settings.data.dataset, data=data)
-            if outcome.finished
-            else []
-        )
+        outcome = train(Tuning(settings, data, checkpoint), world)
+        dataset = settings.data.dataset
+        more = end_of(outcome, run_dir, dataset=dataset, data=data) if outcome.finished else []
         return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
     finished = tune_repeatedly(settings, checked, checkpoint, world)
     if world.is_first:
         result = finished_result(run_dir) if finished else None
-        words = in_words(result, baselines=checked[0][1].baselines) if result else None
+        words = in_words(result, baselines=data.baselines) if result else None
         print(f"{run_dir}: {words or 'stopped; the same command resumes'}")
     return leave(finished, run_dir=None, is_first=world.is_first)
 
 
 def _checked_data(settings: TuneSettings, card: ModelCard, *, num_ranks: int) -> TrainingData:
-    """Of one run, with all that can be known of it before torch is imported."""
+    """Load and check the data of one run."""
     training = settings.as_training(card)
     data = load_training_data(training.data)
-    judged = data.eval_part()
-    if judged is not None:
-        split, trained = judged.split, data.parts[0].split
+    if (judged := data.eval_part()) is not None:
         check_apart(
             judged.directory,
             judged.manifest,
-            train=trained,
-            test=split,
+            train=data.parts[0].split,
+            test=judged.split,
             test_field="data.eval_split",
         )
     check_against_data(data, model=training.model, train=training.train, schedule=training.schedule)

@@ -1,7 +1,7 @@
 """`finetune tune`: the one training loop over accelerate, from a checkpoint's weights with a new
 head (or from scratch)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from data_prep.errors import UserError
 from finetune.session import recorded, register, start_accelerator
@@ -20,6 +19,7 @@ from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
 from pretrain.checkpoints.remote import Remote
 from pretrain.checkpoints.run import finished_result, save_result
+from pretrain.config import OptimizerSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.data.order import BatchPlan
 from pretrain.engine.step import (
@@ -55,24 +55,22 @@ class Tuning(Task):
         *,
         group: Path | None = None,
     ):
-        """`group`: the run directory of what it is a repetition of."""
-        card, of_target = checkpoint.card, settings.channel_stats == "target"
+        """`group`: the run directory of the repetitions that this run belongs to."""
+        card = checkpoint.card
+        statistics = (card.channel_mean, card.channel_std)
+        if settings.channel_stats == "target":
+            statistics = data.channel_statistics
         super().__init__(
             settings.as_training(card),
             data,
             config=settings,
-            normalisation=Normalisation(
-                *(data.channel_statistics if of_target else (card.channel_mean, card.channel_std))
-            ),
+            normalisation=Normalisation(*statistics),
             tags={"task": "tune", "init": settings.init, "origin": card.origin},
         )
         self.parent_key, self.parent_dir = card.run_key or None, group or checkpoint.run_dir
-        recompute = (
-            ""
-            if settings.engine.activation_checkpointing
-            else "set engine.activation_checkpointing=true, or "
-        )
-        self.remedy = f"{recompute}take devices with more memory"
+        self.remedy = "take devices with more memory"
+        if not settings.engine.activation_checkpointing:
+            self.remedy = f"set engine.activation_checkpointing=true, or {self.remedy}"
         self._tuning, self._checkpoint, self._is_repeat = settings, checkpoint, group is not None
         self.start = checkpoint if settings.init == "pretrained" else None
 
@@ -87,21 +85,12 @@ class Tuning(Task):
     def model(self) -> ImageModel:
         settings, card, num_classes = self._tuning, self._checkpoint.card, len(self.data.classes)
         if settings.init == "scratch":
-            return build_model(
-                card.model,
-                num_classes=num_classes,
-                image_size=card.image_size,
-                seed=settings.train.seed,
-            )
+            size, seed = card.image_size, settings.train.seed
+            return build_model(card.model, num_classes=num_classes, image_size=size, seed=seed)
         model = load_model(self._checkpoint)
         if isinstance(card.model, TimmModelSpec) and not cast(Any, model).layers():
-            does = "timm does not split its weights into layers, as tune needs them"
-            raise UserError(
-                "pretrained",
-                f"{settings.pretrained} cannot be tuned: {does}",
-                "use probe, knn or evaluate",
-                code="unsupported",
-            )
+            problem = f"timm does not split the weights of {settings.pretrained} into layers"
+            raise UserError("pretrained", problem, "use probe, knn or evaluate", code="unsupported")
         model.reset_classifier(num_classes)
         if settings.new_head == "torch":
             with torch.random.fork_rng(devices=[]):
@@ -117,12 +106,13 @@ class Tuning(Task):
         device: torch.device,  # noqa: ARG002
         world: World,
     ) -> "AccelerateEngine":
+        settings = self._tuning
         return AccelerateEngine(
             model,
-            make_optimizer=lambda module: build_optimizer(module, self._tuning.optimizer),
-            settings=self._tuning.engine,
+            optimizer=settings.optimizer,
+            settings=settings.engine,
             accelerator=self._accelerator,
-            label_smoothing=self._tuning.train.label_smoothing,
+            label_smoothing=settings.train.label_smoothing,
             world=world,
         )
 
@@ -138,55 +128,46 @@ def tune_repeatedly(
     checkpoint: Checkpoint,
     world: World,
 ) -> bool:
-    """Whether all repetitions have been finished."""
-    run_dir = Path(settings.run_dir)
+    """Train all repetitions; False if they were interrupted."""
+    run_dir, engine = Path(settings.run_dir), settings.engine
     parts = [replace(part, fold=settings.data.fold) for part in repeats[0][1].parts]
     stop = StopFlag().install()
-    accelerator = start_accelerator(
-        world, precision=settings.engine.precision, timeout_s=settings.engine.timeout_s
+    accelerator = start_accelerator(world, precision=engine.precision, timeout_s=engine.timeout_s)
+    place = recorded(
+        settings,
+        world,
+        run_dir=run_dir,
+        used=[(part, "training") for part in parts],
+        checkpoint=checkpoint,
+        tags={"task": "tune_seeds", "init": settings.init},
+        stop=stop,
     )
-    with suppress(Interrupted):
-        place = recorded(
-            settings,
-            run_dir=run_dir,
-            ranks=settings.engine,
-            tracking=settings.tracking,
-            world=world,
-            used=[(part, "training") for part in parts],
-            checkpoint=checkpoint,
-            tags={"task": "tune_seeds", "init": settings.init},
-            stop=stop,
+    with suppress(Interrupted), entered(place) as tracker:
+        if any_rank(stop.raised_by is not None, device=accelerator.device) or tracker is None:
+            raise Interrupted
+        remote = Remote.of(settings) if world.is_first else None
+        on_all_ranks(
+            lambda: remote.send_records() if remote else None,
+            device=accelerator.device,
+            field="checkpoint.remote",
         )
-        with entered(place) as tracker:
-            if any_rank(stop.raised_by is not None, device=accelerator.device) or tracker is None:
+        for each, data in repeats:
+            is_done = finished_result(Path(each.run_dir), each) is not None
+            if (
+                not is_done
+                and not train(Tuning(each, data, checkpoint, group=run_dir), world).finished
+            ):
                 raise Interrupted
-            remote = Remote.of(settings) if world.is_first else None
-            on_all_ranks(
-                lambda: remote.send_records() if remote else None,
-                device=accelerator.device,
-                failed="the remote could not be written; see the message of the first rank",
-            )
-            for each, data in repeats:
-                if finished_result(Path(each.run_dir), each) is not None:
-                    continue
-                if not train(Tuning(each, data, checkpoint, group=run_dir), world).finished:
-                    raise Interrupted
-            if world.is_first:
-                result = summary([each for each, _ in repeats])
-                num_steps = sum(
-                    each["step"] for each in result["runs"].values()
-                )  # grows with further seeds and with their length
-                tracker.metrics(_scores(result, names=FIGURES), step=num_steps)
-                save_result(run_dir, result)
-                if remote is not None:
-                    remote.send_records()
-                if settings.init == "pretrained":
-                    register(
-                        tracker,
-                        checkpoint,
-                        _scores(result, names=REGISTERED),
-                        target=target_of(parts[0].manifest),
-                    )
+        if world.is_first:
+            result = summary([each for each, _ in repeats])
+            num_steps = sum(each["step"] for each in result["runs"].values())
+            tracker.metrics(_scores(result, names=FIGURES), step=num_steps)
+            save_result(run_dir, result)
+            if remote is not None:
+                remote.send_records()
+            if settings.init == "pretrained":
+                scores, target = _scores(result, names=REGISTERED), target_of(parts[0].manifest)
+                register(tracker, checkpoint, scores, target=target)
         return True
     return False
 
@@ -204,35 +185,28 @@ def _scores(result: Mapping[str, float], *, names: Mapping[str, str]) -> dict[st
 
 
 class AccelerateEngine:
-    """accelerate behind the `Engine` contract: plain data parallelism over fp32 weights, for models
-    that fit on every rank."""
+    """accelerate behind the `Engine` contract: data parallelism over fp32 weights."""
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        make_optimizer: Callable[[nn.Module], Optimizer],
+        optimizer: OptimizerSettings,
         settings: TuneEngineSettings,
         accelerator: Accelerator,
         label_smoothing: float,
         world: World,
     ):
-        self.accelerator, self.settings, self.world, self.label_smoothing = (
-            accelerator,
-            settings,
-            world,
-            label_smoothing,
-        )
-        self.device = accelerator.device
+        self.module = model.to(accelerator.device)
+        self.settings, self.accelerator = settings, accelerator
+        self.label_smoothing, self.world, self.device = label_smoothing, world, accelerator.device
         self.input_dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
-        self.module = model.to(self.device)
         if settings.activation_checkpointing:
-            checkpoint_activations(self.module)
+            checkpoint_activations(model)
         if settings.compile:
-            compile_blocks(self.module)
-        self._optimizer = make_optimizer(self.module)
-        self._num_updates = 0
-        self._model, self._stepper = accelerator.prepare(self.module, self._optimizer)
+            compile_blocks(model)
+        self._optimizer, self._num_updates = build_optimizer(model, optimizer), 0
+        self._model, self._stepper = accelerator.prepare(model, self._optimizer)
 
     def train_step(self, micro_batches: Sequence[Prepared], *, lr: float) -> StepResult:
         self._model.train()

@@ -1,4 +1,4 @@
-"""`finetune import`: its command line, and the checks before torch is imported."""
+"""`finetune import` on the command line. Options are checked before torch is imported."""
 
 import argparse
 from pathlib import Path
@@ -17,32 +17,23 @@ from pretrain.models.spec import Activation
 
 
 def add_verbs(verbs: Verbs) -> None:
-    verb = verbs.add_parser("import", help="make a folder like a checkpoint of foreign weights")
-    verb.add_argument(
-        "file", type=Path, help="a torch or safetensors file of scaling_mlps, or of a timm mixer_*"
-    )
+    verb = verbs.add_parser("import", help="make a folder like a checkpoint from other weights")
+    file = "a torch or safetensors file of scaling_mlps, or of a timm mixer_*"
+    verb.add_argument("file", type=Path, help=file)
     verb.add_argument("--out", type=Path, required=True, help="the folder to write")
-    verb.add_argument(
-        "--classes", help="names: a text file with one per line, or a dataset; or their number"
-    )
-    verb.add_argument("--name", help="what the weights were trained on (default: the file's name)")
-    verb.add_argument(
-        "--flattening", choices=("chw", "hwc"), default="chw", help="of the pixels (default: chw)"
-    )
-    verb.add_argument(
-        "--activation",
-        choices=get_args(Activation),
-        help="not in the weights (default: of the config beside the file, or gelu)",
-    )
-    both = (
-        "of a training file that holds both: the running average, or the weights as trained"
-        " (default: ema, as timm)"
-    )
+    classes = "names: a text file with one per line, or a dataset; or their number"
+    verb.add_argument("--classes", help=classes)
+    name = "name of the training set (default: the file's name)"
+    verb.add_argument("--name", help=name)
+    order = "order of the pixels (default: chw)"
+    verb.add_argument("--flattening", choices=("chw", "hwc"), default="chw", help=order)
+    activation = "not in the weights (default: of the config next to the file, or gelu)"
+    verb.add_argument("--activation", choices=get_args(Activation), help=activation)
+    both = "running average or plain weights, if the file has both (default: ema, as timm)"
     verb.add_argument("--weights", choices=("ema", "raw"), default="ema", help=both)
-    for name in ("mean", "std"):
-        verb.add_argument(
-            f"--{name}", type=float, nargs=3, help="of the colours, on the scale 0..1"
-        )
+    for statistic in ("mean", "std"):
+        text = "of the channels, on the scale 0..1"
+        verb.add_argument(f"--{statistic}", type=float, nargs=3, help=text)
     verb.epilog = (
         "finetune import B-12_Wi-1024_res_64_cifar10 --out runs/public --classes data/cifar10"
     )
@@ -52,32 +43,23 @@ def add_verbs(verbs: Verbs) -> None:
 def _import(options: argparse.Namespace) -> int:
     file: Path = options.file
     if not file.is_file():
-        inside = sorted(
-            path
-            for ending in ("safetensors", "bin", "pth", "pt")
-            for path in file.glob(f"*.{ending}")
-        )
-        such_as = f", such as {inside[0]}" if inside else ""
-        near = f"give the file of weights in it{such_as}" if file.exists() else near_path(file)
-        raise UserError(
-            f"{file}: is {'a directory' if file.exists() else 'not there'};"
-            f" {near or 'give a file of weights'}"
-        )
-    if (options.mean is None) != (options.std is None):
-        raise UserError("--mean and --std: one is given without the other; give both")
-    for name, values in (("mean", options.mean), ("std", options.std)):
-        if values and not all(
-            0 <= value <= 1 and value >= (name == "std") * 1e-3 for value in values
-        ):
-            row = " ".join(f"{value:.4g}" for value in values)
-            raise UserError(
-                f"--{name}: {row} is not on the scale 0..1; divide what is meant for 0..255 by 255"
-            )
-    if (
-        options.classes is not None and not options.classes.isdigit()
-    ):  # they are there, and can be read
-        dataset = local_copy(options.classes, storage=None)
-        load_manifest(dataset) if dataset.is_dir() else read_lines("--classes", options.classes)
+        kinds = ("safetensors", "bin", "pth", "pt")
+        inside = sorted(path for kind in kinds for path in file.glob(f"*.{kind}"))
+        problem = "is a directory" if file.exists() else "does not exist"
+        fix = f"give {inside[0]}" if inside else near_path(file) or "give a file of weights"
+        raise UserError(str(file), problem, fix, code="missing-path")
+    for field, values, other, least in (
+        ("--mean", options.mean, options.std, 0.0),
+        ("--std", options.std, options.mean, 1e-3),
+    ):
+        if other and not values:
+            fix = "give both --mean and --std"
+            raise UserError(field, "is missing", fix, code="missing-value")
+        if values and not all(least <= value <= 1 for value in values):
+            problem, fix = f"{values} is not on the scale 0..1", "divide values for 0..255 by 255"
+            raise UserError(field, problem, fix, code="bad-value")
+    if options.classes is not None and not options.classes.isdigit():
+        names_of(options.classes)  # before torch is imported
     if not (options.out / CONFIG).exists():
         is_output(options.out, {}, record=CONFIG, kind="these weights", field="out")
     with doing("loading torch"):
@@ -85,3 +67,11 @@ def _import(options: argparse.Namespace) -> int:
 
     print("\n".join(import_weights(options)))
     return OK
+
+
+def names_of(classes: str) -> tuple[str, ...]:
+    """Return the class names of a dataset or text file."""
+    dataset = local_copy(classes, storage=None)
+    if dataset.is_dir():
+        return load_manifest(dataset).classes
+    return tuple(read_lines("--classes", classes))

@@ -1,4 +1,4 @@
-"""Weights of other projects in our terms, recognized by names and shapes, with equal results.
+"""Conversion of weights of other projects, recognized by names and shapes.
 
 | family | names | model |
 |---|---|---|
@@ -7,8 +7,7 @@
 | timm MlpMixer (mixer_*) | stem.proj, blocks.I.{norm1, mlp_tokens, norm2, mlp_channels} | Mixer |
 
 A BottleneckMLP computes z + Wc act(We norm(z)), an MLP W act(norm(z)); norms of a MlpMixer have an
-epsilon of 1e-6. The order of pixels and the activation are given, because names and shapes do not
-show them.
+epsilon of 1e-6. Names and shapes show neither the order of pixels nor the activation.
 """
 
 import math
@@ -27,13 +26,13 @@ from pretrain.models.build import build_model
 from pretrain.models.spec import TIMM_NORM_EPS, Activation, AnySpec, MixerSpec, MlpSpec
 
 Flattening = Literal["chw", "hwc"]
-"""chw: all red, all green, all blue, as scaling_mlps has it; hwc: pixel by pixel."""
+"""chw: all red, all green, all blue, as in scaling_mlps; hwc: pixel by pixel."""
 Family = Literal["scaling_mlps", "timm"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What names and shapes show."""
+    """Facts from names and shapes."""
 
     family: Family
     spec: AnySpec
@@ -49,7 +48,7 @@ class Foreign:
     image_size: int
     num_classes: int
     weights: dict[str, Tensor]
-    """By our names, float32 and each with a memory of its own."""
+    """Our names; float32, without shared memory."""
 
 
 def convert(
@@ -59,8 +58,8 @@ def convert(
     flattening: Flattening = "chw",
     activation: Activation = "gelu",
 ) -> Foreign:
-    """Raises `UserError` for what is not known or not whole."""
-    # a head that the public finetune.py put in is a module with a Linear in it
+    """Convert weights. Fail if they are unknown or incomplete."""
+    # the public finetune.py puts the head into a module
     renamed = {
         name.replace("linear_out.linear.", "linear_out."): tensor
         for name, tensor in weights.items()
@@ -128,7 +127,7 @@ def recognise(found: Shapes, *, source: object, activation: Activation) -> Layou
 
 
 def _sizes(found: Shapes, name: str, *axes: str) -> Sequence[int]:
-    """The shape of a tensor that has as many axes as it must."""
+    """Return the shape of a tensor with these axes."""
     shape = found.get(name)
     if shape is None or len(shape) != len(axes) or not all(shape):
         given = "missing" if shape is None else "x".join(map(str, shape)) or "a single number"
@@ -185,7 +184,7 @@ def _scaling_mlp(found: Shapes, activation: Activation) -> Layout:
 
 
 def _mixer(found: Shapes, activation: Activation) -> Layout:
-    """A gmixer has the names of a Mixer; its halved fc2 does not fit one."""
+    """(A gmixer has the names of a Mixer, but its fc2 does not fit.)"""
     channels, colours, patch, width = _sizes(
         found, "stem.proj.weight", "channels", "colours", "height", "width"
     )

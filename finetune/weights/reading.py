@@ -21,8 +21,7 @@ from data_prep.errors import UserError
 from pretrain.checkpoints.weights import first
 
 AVERAGES = ("state_dict_ema", "model_ema")
-"""Where training files keep the running average beside the weights themselves; looked at in timm's
-order."""
+"""Names of the running average in training files, in timm's order."""
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "weights", "params", "net")
 PREFIXES = ("module.", "_orig_mod.", "model.")
 _FAULTS = (
@@ -35,8 +34,9 @@ _FAULTS = (
     LookupError,
     TypeError,
     AttributeError,
+    SafetensorError,
 )
-"""What torch's reader raises at bytes that are no checkpoint, depending on where it stumbles."""
+"""Errors of torch's and safetensors' readers for bytes that are no weights."""
 _SIGNS_OF_CODE = ("Unsupported global", "unsupported GLOBAL", "TorchScript")
 
 Kind = Literal["ema", "raw"]
@@ -48,94 +48,70 @@ class Stored:
 
     weights: dict[str, Tensor]
     average: str = ""
-    """Where the file keeps a running average, if it does; it was taken if `Kind` was ema."""
+    """Name of the running average, if the file has one."""
 
 
 def read_weights(path: Path, *, kind: Kind = "ema") -> Stored:
-    """The tensors of a safetensors or torch file by name, without the dictionaries and prefixes
-    that tools wrap around them.
+    """Return tensors by name, without wrapping dictionaries and prefixes.
 
-    `kind` chooses where a file holds both the running average and the weights themselves.
+    `kind` chooses between a running average and the weights if the file has both.
     """
-    if path.is_dir():
-        raise UserError(
-            f"{path}: is a directory; give the file of weights in it, such as"
-            f" {path / 'model.safetensors'}"
-        )
+    head = b""
     try:
         with path.open("rb") as file:
             head = file.read(9)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    if path.suffix == ".safetensors" or head[8:] == b"{":
-        try:
+        if path.suffix == ".safetensors" or head[8:] == b"{":
             return Stored(_without_prefixes(load_file(path)))
-        except SafetensorError as error:
-            raise UserError(f"{path}: {_no_weights(error)}") from None
-    stored = _read_torch(path, is_pickle=head[:1] == b"\x80")
-    held = [
-        key
-        for key in AVERAGES
-        if isinstance(stored, Mapping) and isinstance(stored.get(key), Mapping)
-    ]
-    chosen = stored[held[0]] if held and kind == "ema" and isinstance(stored, Mapping) else stored
+        # timm's trainer stores its command line, a Namespace of plain values, in every checkpoint
+        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+            warnings.simplefilter("ignore", UserWarning)  # about unexpected pickle protocols
+            stored: object = torch.load(path, map_location="cpu", weights_only=True)
+    except _FAULTS as error:
+        raise _unreadable(path, error, is_pickle=head[:1] == b"\x80") from None
+    tree = stored if isinstance(stored, Mapping) else {}
+    held = [key for key in AVERAGES if isinstance(tree.get(key), Mapping)]
+    chosen = tree[held[0]] if held and kind == "ema" else stored
     return Stored(_without_prefixes(_unwrapped(chosen, path)), held[0] if held else "")
 
 
-def _read_torch(path: Path, *, is_pickle: bool) -> object:
-    try:
-        # timm's trainer stores its command line, a Namespace of plain values, in every checkpoint
-        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # of a pickle protocol that torch does not expect
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except _FAULTS as error:
-        text = str(error)
-        if any(sign in text for sign in _SIGNS_OF_CODE) or (
-            is_pickle and "Unsupported operand" in text
-        ):
-            raise UserError(
-                f"{path}: holds pickled code beside weights, and none is run here; save the weights"
-                " alone where you trust the file: torch.save(model.state_dict(), ...)"
-            ) from None
-        raise UserError(f"{path}: {_no_weights(error)}") from None
-
-
-def _no_weights(error: Exception) -> str:
-    reason = (str(error) or type(error).__name__).splitlines()[0][:120]
-    # torch's advice on what cannot be unpickled is to run the pickle
-    detail = "" if isinstance(error, pickle.UnpicklingError) else f" ({reason})"
-    return (
-        f"is not a whole file of weights (safetensors or torch); download or copy it again{detail}"
-    )
+def _unreadable(path: Path, error: Exception, *, is_pickle: bool) -> UserError:
+    text = str(error) or type(error).__name__
+    if isinstance(error, IsADirectoryError | FileNotFoundError | PermissionError):
+        fix = f"give a file of weights, for example {path / 'model.safetensors'}"
+        return UserError(str(path), f"cannot be read ({error.strerror})", fix, code="unreadable")
+    is_code = is_pickle and "Unsupported operand" in text
+    if is_code or any(sign in text for sign in _SIGNS_OF_CODE):
+        fix = "if you trust the file, save the weights only: torch.save(model.state_dict(), ...)"
+        return UserError(str(path), "holds pickled code, which is not run", fix, code="unsafe")
+    # torch's advice for bytes that cannot be unpickled is to run the pickle
+    is_advice = isinstance(error, pickle.UnpicklingError)
+    reason = "" if is_advice else f" ({text.splitlines()[0][:120]})"
+    problem = f"is not a complete file of weights (safetensors or torch){reason}"
+    return UserError(str(path), problem, "download or copy it again", code="damaged")
 
 
 def _unwrapped(stored: object, path: Path) -> dict[str, Tensor]:
-    while isinstance(stored, Mapping) and (
-        inner := [stored[key] for key in WRAPPERS if isinstance(stored.get(key), Mapping)]
-    ):
+    while isinstance(stored, Mapping):
+        inner = [stored[key] for key in WRAPPERS if isinstance(stored.get(key), Mapping)]
+        if not inner:
+            break
         stored = inner[0]
-    if not isinstance(stored, Mapping):
-        raise UserError(
-            f"{path}: holds a {type(stored).__name__}, not tensors by name; save model.state_dict()"
-        )
-    others = [str(key) for key, value in stored.items() if not isinstance(value, Tensor)]
-    if others or not stored:
-        held = first(others) if others else "nothing"
-        raise UserError(
-            f"{path}: holds {held} where tensors by name are needed; save model.state_dict()"
-        )
-    # torch's AveragedModel, such as torchvision's trainer stores, counts its updates beside its
-    # weights
-    return {str(name): tensor for name, tensor in stored.items() if name != "n_averaged"}
+    tensors = stored if isinstance(stored, Mapping) else {}
+    others = [str(key) for key, value in tensors.items() if not isinstance(value, Tensor)]
+    if others or not tensors:
+        held = first(others) if others else f"a {type(stored).__name__} without tensors"
+        fix = "save model.state_dict()"
+        raise UserError(str(path), f"holds {held}", fix, code="unknown-format")
+    # torch's AveragedModel counts its updates beside its weights
+    return {str(name): tensor for name, tensor in tensors.items() if name != "n_averaged"}
 
 
 def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """DistributedDataParallel, torch.compile and wrapping modules put a word before every name."""
+    """Remove the prefixes of DistributedDataParallel, torch.compile and wrapping modules."""
     weights = {name.replace("._orig_mod.", "."): tensor for name, tensor in weights.items()}
-    while weights and (
-        found := [prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in weights)]
-    ):
+    while weights:
+        found = [each for each in PREFIXES if all(name.startswith(each) for name in weights)]
+        if not found:
+            break
         weights = {name.removeprefix(found[0]): tensor for name, tensor in weights.items()}
     return weights

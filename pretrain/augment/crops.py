@@ -10,7 +10,6 @@ an image does not depend on its batch.
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -237,10 +236,22 @@ def _weights(
     if area:
         flags["enlarged"] = (boxes.height < size) | (boxes.width < size)
     sent = send({**sides, **flags}, images_BHWC.device)
-    kind: dict[str, Any] = {"size": size, "fixed_point": fixed_point}
-    kind |= {"cubic_B": sent.get("cubic"), "enlarged_B": sent.get("enlarged")}
-    rows_BOH = axis_weights(sent["top"], sent["height"], sent["never"], stored_size=height, **kind)
-    columns_BOW = axis_weights(sent["left"], sent["width"], sent["flip"], stored_size=width, **kind)
+    rows_BOH, columns_BOW = (
+        axis_weights(
+            sent[start],
+            sent[extent],
+            sent[flip],
+            stored_size=stored_size,
+            size=size,
+            cubic_B=sent.get("cubic"),
+            enlarged_B=sent.get("enlarged"),
+            fixed_point=fixed_point,
+        )
+        for start, extent, flip, stored_size in (
+            ("top", "height", "never", height),
+            ("left", "width", "flip", width),
+        )
+    )
     return rows_BOH, columns_BOW
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -95,26 +96,31 @@ def _on_gpu(made: object) -> Iterator[Tensor]:
             yield value
 
 
+def finish_for(augmentation: Augmentation) -> Callable[[Batch], Any]:
+    """Return the work of the loader's threads on each batch: on a CPU they augment it."""
+    return as_stored if augmentation.device.type == "cuda" else partial(_augmented, augmentation)
+
+
+def _augmented(augmentation: Augmentation, batch: Batch) -> Fed:
+    return Fed(augmentation.prepare(batch), batch.num_bad)
+
+
 class Feed:
     """The augmented micro-batches: use it as a context manager and call `next`."""
 
     def __init__(
         self,
-        open_batches: Callable[[Callable[[Batch], Batch | Fed]], BatchSource[Batch | Fed]],
+        batches: BatchSource[Any],
         augmentation: Augmentation,
         *,
         waits: "Waits[tuple[Fed, torch.cuda.Event]]" = Future.result,
     ):
-        """`waits`: how the caller of `next` waits on a GPU. On a CPU it waits for the loader."""
-
-        def make(batch: Batch) -> Fed:
-            return Fed(augmentation.prepare(batch), batch.num_bad)
-
-        on_gpu = augmentation.device.type == "cuda"
-        self._batches = cast(BatchSource[Any], open_batches(as_stored if on_gpu else make))
-        self._ahead = (
-            Ahead(self._batches, make, augmentation.device, waits=waits) if on_gpu else None
-        )
+        """`batches`: batches with `finish=finish_for(augmentation)`. `waits`: how the caller of
+        `next` waits on a GPU. On a CPU it waits for the loader."""
+        self._batches, self._ahead = batches, None
+        if augmentation.device.type == "cuda":
+            make = partial(_augmented, augmentation)
+            self._ahead = Ahead(batches, make, augmentation.device, waits=waits)
 
     def __enter__(self) -> "Feed":
         return self

@@ -46,7 +46,7 @@ from data_prep.remote import (
     upload,
     write_bytes,
 )
-from data_prep.settings import differences, dump, parse_yaml, validate
+from data_prep.settings import dump, parse_yaml, validate
 from pretrain.checkpoints.card import CONFIG, MODEL, CheckpointError
 from pretrain.checkpoints.checkpoint import HASHES, OPTIMIZER, TRAINER, Checkpoint, fault_of
 from pretrain.checkpoints.run import (
@@ -58,7 +58,7 @@ from pretrain.checkpoints.run import (
     finished_result,
     is_checkpoint_name,
     list_checkpoints,
-    may_change,
+    other_settings,
     step_of,
 )
 from pretrain.config import TrainingSettings
@@ -78,7 +78,7 @@ RECORDS = (
     "tracking/delivered.json",
     RESULT,
 )
-"""In the order in which they are uploaded. They are fetched in the opposite order."""
+"""Files in the order of the upload. They are fetched in the opposite order."""
 
 
 def fetch_run(settings: TrainingSettings, world: World) -> None:
@@ -141,7 +141,10 @@ class Remote:
         if own != theirs:
             if steps or (self.run_dir / RESULT).exists():
                 raise self._belongs_to_another(f"than {self.run_dir}")
-            self._check_settings(settings)
+            config = self._content(CONFIG_FILE)  # a run may end before its first upload
+            begun = parse_yaml(config.decode(), Path(CONFIG_FILE)) if config else None
+            if begun is not None and (changes := other_settings(begun, settings)):
+                raise self._belongs_to_another(f"with other settings ({changes})")
         self.list_complete()
         newest = max(steps, default=-1)
         if own != theirs or max(self.complete, default=-1) > newest:
@@ -156,17 +159,6 @@ class Remote:
         if best and best["step"] in self.complete and best["step"] not in steps:
             with suppress(CheckpointError, MissingError):  # training needs only the newest
                 self.fetch(best["step"])
-
-    def _check_settings(self, settings: TrainingSettings) -> None:
-        content = self._content(CONFIG_FILE)
-        if content is None:  # the run ended before its first upload
-            return
-        begun = parse_yaml(content.decode(), Path(CONFIG_FILE))
-        with suppress(SettingsError):  # the differences name settings that no longer exist
-            begun = validate(type(settings), begun).model_dump(mode="json")
-        wanted = settings.model_dump(mode="json")
-        if changes := differences(begun, wanted, is_free=may_change):
-            raise self._belongs_to_another(f"with other settings ({changes})")
 
     def _belongs_to_another(self, than: str) -> SettingsError:
         problem = f"{shown(self._url)} belongs to another run {than}"

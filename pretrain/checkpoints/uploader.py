@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Protocol
 
 from data_prep.errors import UserError
 from data_prep.remote import StoppedError
@@ -17,7 +18,7 @@ from pretrain.checkpoints.card import CheckpointError
 from pretrain.checkpoints.checkpoint import HASHES
 from pretrain.checkpoints.files import Retention, read_best, superfluous
 from pretrain.checkpoints.remote import FIELD, Remote
-from pretrain.checkpoints.run import checkpoint_dir, list_checkpoints
+from pretrain.checkpoints.run import checkpoint_dir, list_checkpoints, step_of
 from pretrain.ranks.hangs import PROGRESS
 
 RECORDS_S = 60.0
@@ -28,13 +29,20 @@ FINAL_S = 120.0
 _LOOK_S = 1.0
 
 
+class EventLog(Protocol):
+    """The log of a run; any thread may call it."""
+
+    def metrics(self, values: dict[str, float], *, step: int) -> None: ...
+    def sync(self) -> None:
+        """Write all events to disk."""
+
+
 class Uploader:
-    def __init__(self, remote: Remote, retention: Retention):
-        self._remote, self._retention = remote, retention
+    def __init__(self, remote: Remote, retention: Retention, log: EventLog):
+        self._remote, self._retention, self._log = remote, retention, log
         self._changed, self._stop = threading.Condition(), threading.Event()
         self._is_offered = self._is_working = False
         self._fault, self._num_failures = "", 0
-        self._news: dict[str, float] = {}
         self._thread = threading.Thread(target=self._work, name="uploader", daemon=True)
 
     def start(self) -> None:
@@ -46,12 +54,6 @@ class Uploader:
         with self._changed:
             self._is_offered = True
             self._changed.notify_all()
-
-    def news(self) -> dict[str, float]:
-        """Return figures of the uploads since the last call."""
-        with self._changed:
-            found, self._news = self._news, {}
-            return found
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the remote is up to date; False if it is not."""
@@ -101,14 +103,23 @@ class Uploader:
     def _upload_all(self) -> int:
         """Do one round; return the size of the records in bytes."""
         remote, places = self._remote, list_checkpoints(self._remote.run_dir)
-        if places:
-            remote.list_complete()
-            dropped = self._dropped(places, newest=places[-1])
-            for place in reversed(places):
-                if place not in dropped:
-                    self._upload(place)
-            self._prune(places[-1])
+        if not places:
+            return remote.send_records()
+        names, newest = remote.list_complete(), places[-1]
+        for place in reversed(self._kept(places, newest)):
+            self._upload(place)
+        complete = [checkpoint_dir(remote.run_dir, step) for step in sorted(remote.complete)]
+        if newest in complete:  # remove the others, incomplete ones, too, and hashes first
+            kept = {path.name for path in self._kept(complete, newest)}
+            gone = [name for name in names if name.split("/")[0] not in kept]
+            gone.sort(key=lambda name: not name.endswith(HASHES))
+            remote.remove(*(f"checkpoints/{name}" for name in gone))
         return remote.send_records()
+
+    def _kept(self, places: list[Path], newest: Path) -> list[Path]:
+        best = read_best(self._remote.run_dir)
+        gone = superfluous(places, newest=newest, retention=self._retention, best=best)
+        return [place for place in places if place not in gone]
 
     def _upload(self, place: Path) -> None:
         began_s = time.monotonic()
@@ -119,28 +130,15 @@ class Uploader:
                 raise
             return  # a newer checkpoint has replaced it
         if is_new:
-            with self._changed:
-                self._news["usage/remote_upload_s"] = time.monotonic() - began_s
-
-    def _prune(self, newest: Path) -> None:
-        """Remove the checkpoints that no rule keeps, and incomplete ones, hashes first."""
-        names, remote = self._remote.list_complete(), self._remote
-        places = [checkpoint_dir(remote.run_dir, step) for step in remote.complete]
-        if newest in places:
-            dropped = {path.name for path in self._dropped(places, newest=newest)}
-            kept = {path.name for path in places} - dropped
-            gone = [name for name in names if name.split("/")[0] not in kept]
-            gone.sort(key=lambda name: not name.endswith(HASHES))
-            remote.remove(*(f"checkpoints/{name}" for name in gone))
-
-    def _dropped(self, places: list[Path], *, newest: Path) -> list[Path]:
-        best = read_best(self._remote.run_dir)
-        return superfluous(places, newest=newest, retention=self._retention, best=best)
+            took_s = time.monotonic() - began_s
+            self._log.metrics({"usage/remote_upload_s": took_s}, step=step_of(place))
 
     def _note(self, fault: str) -> None:
         if fault:
             self._num_failures += 1
-            self._news["usage/remote_failures"] = float(self._num_failures)
+            steps = [0, *map(step_of, list_checkpoints(self._remote.run_dir))]
+            failures = {"usage/remote_failures": float(self._num_failures)}
+            self._log.metrics(failures, step=steps[-1])
         if fault and not self._fault:
             self._warn(f"{fault}. Training continues, and the upload is tried again")
         elif self._fault and not fault:

@@ -10,8 +10,7 @@ Training waits for steps 1 and 2 only (usage/checkpoint_stall_s). A failed write
 the next checkpoint replaces it: a full disk costs a checkpoint, never the run. Only the last
 checkpoint is retried, by `finish`.
 
-best.json names the best checkpoint that was published. Figures wait in `news`, because only the
-trainer's thread uses the tracker.
+best.json names the best checkpoint that was published.
 """
 
 import errno
@@ -20,7 +19,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from data_prep.limits import limit_remedy
 from pretrain.checkpoints.card import CheckpointError, ModelCard
@@ -35,7 +33,7 @@ from pretrain.checkpoints.files import (
 )
 from pretrain.checkpoints.remote import Remote
 from pretrain.checkpoints.run import checkpoints_dir, list_checkpoints
-from pretrain.checkpoints.uploader import Uploader
+from pretrain.checkpoints.uploader import EventLog, Uploader
 from pretrain.config import PretrainSettings
 from pretrain.data.datasets import TrainingData
 from pretrain.engine.step import Engine
@@ -61,11 +59,6 @@ RETRY_S = 10.0
 _GRACE_FRACTION = 0.9
 """Fraction of checkpoint.grace_s for the upload. The rest is for the last lines."""
 _LOOK_S = 0.2
-
-
-class EventLog(Protocol):
-    def sync(self) -> None:
-        """Write all events to disk."""
 
 
 class Saver:
@@ -95,7 +88,7 @@ class Saver:
             self._keep_best = data.settings.eval_split is not None
         self._longest_wait_s = settings.engine.timeout_s / 2
         """Time that a checkpoint waits for the previous one."""
-        self._engine, self._world, self._card = engine, world, card
+        self._engine, self._world, self._card, self._log = engine, world, card, log
         self._grace_s = wanted.grace_s
         self._deadline_s: float | None = None
         self.remote = Remote.of(settings)
@@ -104,7 +97,9 @@ class Saver:
             self._retention,
             log=log,
             uploader=(
-                Uploader(self.remote, self._retention) if self.remote and world.is_first else None
+                Uploader(self.remote, self._retention, log)
+                if self.remote and world.is_first
+                else None
             ),
         )
         self.saved_step = 0
@@ -157,7 +152,8 @@ class Saver:
         if self._world.is_first:
             card = self._card.model_copy(update={"step": step})
             self.writer.submit(Snapshot(engine, replace(state, best=self.best), card))
-            self.writer.report({"usage/checkpoint_stall_s": time.monotonic() - began_s})
+            stall_s = time.monotonic() - began_s
+            self._log.metrics({"usage/checkpoint_stall_s": stall_s}, step=step)
         self.saved_step = step
 
     def finish(self, stop: StopFlag | None = None) -> None:
@@ -175,9 +171,7 @@ class Saver:
                 self.best = read_best(self.writer.run_dir) if self.best else None
 
         on_all_ranks(
-            write,
-            device=self._engine.device,
-            failed="the last checkpoint could not be written; see the message of the first rank",
+            write, device=self._engine.device, field=str(checkpoints_dir(self.writer.run_dir))
         )
 
     def close(self, *, finished: bool) -> None:
@@ -189,11 +183,7 @@ class Saver:
                 uploader.close(finished=finished, deadline_s=self._deadline_s)
 
         if self.remote is not None:
-            on_all_ranks(
-                upload,
-                device=self._engine.device,
-                failed="the remote is not complete; see the message of the first rank",
-            )
+            on_all_ranks(upload, device=self._engine.device, field="checkpoint.remote")
 
 
 class CheckpointWriter:
@@ -204,7 +194,7 @@ class CheckpointWriter:
         run_dir: Path,
         retention: Retention,
         *,
-        log: EventLog | None = None,
+        log: EventLog,
         uploader: Uploader | None = None,
     ):
         self.run_dir, self._retention, self._log = run_dir, retention, log
@@ -216,7 +206,6 @@ class CheckpointWriter:
         self._defect: Exception | None = None
         """Our own mistake, which ends training at the next checkpoint."""
         self._num_failures = 0
-        self._lock, self._news = threading.Lock(), dict[str, float]()
 
     def make_room(self, *, timeout_s: float | None) -> bool:
         """Wait until no snapshot is being written; False if one still is."""
@@ -234,16 +223,6 @@ class CheckpointWriter:
             target=self._work, args=(snapshot,), name="checkpoint-writer", daemon=True
         )
         self._thread.start()
-
-    def report(self, figures: dict[str, float]) -> None:
-        with self._lock:
-            self._news |= figures
-
-    def news(self) -> dict[str, float]:
-        """Return figures since the last call."""
-        with self._lock:
-            found, self._news = self._news, {}
-        return found | (self.uploader.news() if self.uploader else {})
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a write or an upload before the process ends for another reason."""
@@ -268,23 +247,23 @@ class CheckpointWriter:
                 time.sleep(_LOOK_S)
 
     def _work(self, snapshot: Snapshot) -> None:
+        step = snapshot.trainer.step
         try:
-            if self._log is not None:
-                self._log.sync()
+            self._log.sync()
             began_s, num_bytes = time.monotonic(), publish(self.run_dir, snapshot)
-            write_s = time.monotonic() - began_s
-            self.report(
-                {"usage/checkpoint_write_s": write_s, "usage/checkpoint_gb": num_bytes / 1e9}
-            )
+            cost = {"write_s": time.monotonic() - began_s, "gb": num_bytes / 1e9}
+            named = {f"usage/checkpoint_{name}": value for name, value in cost.items()}
+            self._log.metrics(named, step=step)
             settle(self.run_dir, snapshot, self._retention)
             self._fault = None
         except OSError as error:
             self._fault = error
             self._num_failures += 1
-            self.report({"usage/checkpoint_failures": float(self._num_failures)})
+            failures = {"usage/checkpoint_failures": float(self._num_failures)}
+            self._log.metrics(failures, step=step)
             PROGRESS.touch()
             _warn(
-                f"{checkpoints_dir(self.run_dir)}: the checkpoint of step {snapshot.trainer.step}"
+                f"{checkpoints_dir(self.run_dir)}: the checkpoint of step {step}"
                 f" could not be written ({error.strerror or error}). To fix it, {_fix_of(error)}."
                 " The next checkpoint replaces it"
             )

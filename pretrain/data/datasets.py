@@ -37,7 +37,7 @@ from data_prep.publish import hash_of_json
 from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, parse_length
 from pretrain.data.order import (
     AsItComes,
-    Chosen,
+    FoldOrder,
     Ids,
     Line,
     Mixture,
@@ -193,7 +193,7 @@ class TrainingData:
         if len(orders) > 1:
             return Mixture(tuple(orders), self.weights)
         chosen = self.parts[0].chosen
-        return orders[0] if chosen is None else Chosen(orders[0], chosen)
+        return orders[0] if chosen is None else FoldOrder(orders[0], chosen)
 
     def epoch_size(self, *, global_batch_size: int) -> int:
         """Return the number of positions in one epoch."""

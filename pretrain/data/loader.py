@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.data.bad_samples import BadSamples, left_out
-from pretrain.data.order import BatchPlan, Ids, InSequence, Line
+from pretrain.data.order import BatchPlan, Ids, Line, Order
 from pretrain.data.reader import Places, ShardReader, Unreadable
 from pretrain.ranks.world import World
 
@@ -167,7 +167,7 @@ def evaluation_batches(
     positions = itertools.islice(plan.sequence(consumed=0, rank=world.rank), num_batches)
     return Batches(
         reader,
-        InSequence(reader.num_samples),
+        Order(reader.num_samples, 0, "none", length=num_batches * plan.global_batch_size),
         (Request(own, own < reader.num_samples) for own in positions),
         finish=as_stored,
         on_bad=on_bad,

@@ -242,7 +242,7 @@ def mixture_weights(weights: Sequence[float | None], sizes: Sequence[int]) -> tu
 
 
 @dataclass(frozen=True)
-class Chosen:
+class FoldOrder:
     """An order of some samples of a split: `of` orders their places in `samples`."""
 
     of: Line
@@ -251,16 +251,6 @@ class Chosen:
     def locate(self, positions: Ids) -> tuple[Ids, Ids]:
         epochs, places = self.of.locate(positions)
         return epochs, self.samples[places]
-
-
-@dataclass(frozen=True)
-class InSequence:
-    """One pass over a split as it is stored, for evaluation. The last sample repeats at the end."""
-
-    num_samples: int
-
-    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
-        return np.zeros_like(positions), np.minimum(positions, self.num_samples - 1)
 
 
 @dataclass(frozen=True)

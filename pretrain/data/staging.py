@@ -53,8 +53,7 @@ def stage_data(
         return None
 
     PROGRESS.mark("staging the data")
-    failed = "data.stage_dir: the data could not be staged for another rank; see its message"
-    store = on_all_ranks(open_store, device=device, failed=failed)
+    store = on_all_ranks(open_store, device=device, field="data.stage_dir")
     PROGRESS.mark("starting")
     if store is None or not store.hold_present(files):
         return data

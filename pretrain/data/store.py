@@ -41,7 +41,6 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -58,7 +57,7 @@ NUM_ATTEMPTS, SILENCE_S = 8, 30.0
 """Attempts to fetch a shard; a server that sends nothing for that long has failed."""
 WAIT_S = 300.0
 """Longest wait for room. It is shorter than engine.timeout_s, whose message is vaguer."""
-LOOK_S, WARN_AGAIN_S = 0.1, 30.0
+LOOK_S, WARN_AGAIN_S = 0.05, 30.0
 NUM_THREADS, PIECE_BYTES = 4, 4 << 20
 SPARED_FRACTION, SPARED_BYTES, MOST_SPARED_FRACTION = 0.01, 5e9, 0.1
 """Space of a disk that staging never uses: the larger of the first two, but at most the third."""
@@ -118,7 +117,7 @@ class ShardStore:
         self._held, self._paused_until_s = Counter[str](), 0.0
         self._ahead, self._pending = list[File](), deque[File]()
         """Files that read-ahead holds, and files that it has yet to fetch."""
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="shard-store")
+        self._threads = list[threading.Thread]()
         self._warned_s = -WARN_AGAIN_S
         self.num_written = 0
         """Bytes that this process has written, to see progress."""
@@ -180,13 +179,16 @@ class ShardStore:
             self._ahead = [file for file in ahead if file in wanted]
             self.release([file for file in ahead if file not in wanted])
             self._pending = deque(file for file in wanted if file not in self._ahead)
-            for _ in range(min(NUM_THREADS, len(self._pending))):
-                self._threads.submit(self._read_ahead, self._pending)
+            while len(self._threads) < min(NUM_THREADS, len(self._pending)):
+                thread = threading.Thread(target=self._read_ahead, name="shard-store", daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def close(self) -> None:
         """End the threads, downloads and waits. Complete and held files stay."""
         self._stop.set()
-        self._threads.shutdown(cancel_futures=True)
+        for thread in list(self._threads):
+            thread.join()
 
     def make_room(self, files: Sequence[File]) -> None:
         """Remove unused files until all these files fit. If they cannot fit, remove nothing and
@@ -345,21 +347,19 @@ class ShardStore:
             fix = "restore the file, or make it readable"
             raise StoreError(str(source), problem, fix, code="unreadable") from None
 
-    def _read_ahead(self, pending: deque[File]) -> None:
-        """Hold the files of one list, while it is the newest."""
-        while self._pending is pending and not self._stop.is_set():
-            try:
+    def _read_ahead(self) -> None:
+        """Hold the files of the newest list."""
+        while not self._stop.is_set():
+            with self._lock:
+                if not (pending := self._pending):
+                    self._threads.remove(threading.current_thread())
+                    return
                 file = pending.popleft()
-            except IndexError:
-                return
             try:
                 self._check(file)
                 if time.monotonic() < self._paused_until_s:
                     raise NoRoomError(file.source)
-                if not (self._share(file) or self._download(file)):
-                    pending.append(file)  # meanwhile another thread or process fetches it
-                    self._stop.wait(LOOK_S)
-                    continue
+                is_held = self._share(file) or self._download(file)
             except NoRoomError:
                 pending.appendleft(file)
                 self._stop.wait(LOOK_S)
@@ -367,10 +367,14 @@ class ShardStore:
             except Exception:  # noqa: BLE001 (`hold` tries again and reports the error)
                 continue
             with self._lock:
-                if self._pending is pending and file not in self._ahead:
+                if not is_held:
+                    pending.append(file)  # another thread or process fetches it
+                elif pending is self._pending and file not in self._ahead:
                     self._ahead.append(file)
                 else:
                     self.release([file])
+            if not is_held:
+                self._stop.wait(LOOK_S)
 
     def _release_one_ahead(self) -> None:
         """Let `hold` have the room of the file that is needed last."""

@@ -1,12 +1,15 @@
 """`data.stream`: train on shards as they come, without an index.
 
-The package webdataset opens the shards, groups members into samples, shuffles them in a buffer and
-decodes labels. Each pass over the shards deals them out again, to all ranks and to the few shards
-that a rank reads at the same time. A rank begins its next pass when its shards end, so every rank
-has as many steps as the others. The samples are a function of (list, seed, ranks, first position).
-A resumed run neither knows nor skips what an earlier attempt has read.
+webdataset opens the shards, groups members into samples, shuffles the samples in a buffer and
+decodes labels. Each pass deals the shards out again, to all ranks and to the few shards that a rank
+reads at the same time. A rank begins its next pass when its shards end, so all ranks have the same
+number of steps. The samples are a function of (list, seed, ranks, first position). A resumed run
+begins a new pass.
 
-How a batch is made:
+Threads read, not the worker processes of a DataLoader: workers would keep `pipe:` commands alive
+after the end, hide one-line errors, and fork a process that uses CUDA.
+
+A batch is made in these steps:
 
 1. One thread for each open shard gathers samples. A shard that breaks is opened again, and samples
    that it has given are skipped.
@@ -66,7 +69,7 @@ T = TypeVar("T")
 NUM_OPEN = 4
 """Shards that a rank reads at the same time; one shard without shuffle."""
 CHUNK, CHUNKS_AHEAD = 16, 4
-"""Samples that pass from thread to thread at once, and chunks that are read ahead of each shard."""
+"""Samples of a chunk, which threads pass on, and chunks that are read ahead of each shard."""
 NUM_NAMED = 1 << 16
 """Positions whose shard and key are remembered, for the log of skipped steps."""
 MOST_IN_A_ROW = 1000
@@ -344,14 +347,14 @@ def _in_order(jobs: Iterator[Future[list[T]]], *, num_ahead: int) -> Generator[T
 
 def _members(shard: str, stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the regular files of a tar or tar.gz, up to its end mark, as webdataset groups them."""
-    first, position = stream.read(len(_GZIP)), 0
-    content = io.BufferedReader(_Rest(first, stream), _BUFFER_BYTES)
-    if first == _GZIP:
-        content = io.BufferedReader(gzip.GzipFile(fileobj=content), _BUFFER_BYTES)  # type: ignore[arg-type]
+    position = 0
+    content: Any = io.BufferedReader(_Raw(stream), _BUFFER_BYTES)
+    if content.peek(len(_GZIP)).startswith(_GZIP):
+        content = gzip.GzipFile(fileobj=content)
 
     def read(offset: int, num_bytes: int) -> bytes:
         nonlocal position
-        data = content.read(offset - position + num_bytes)[offset - position :]
+        data: bytes = content.read(offset - position + num_bytes)[offset - position :]
         position = offset + num_bytes
         return data
 
@@ -364,17 +367,17 @@ def _members(shard: str, stream: IO[bytes]) -> Iterator[dict[str, Any]]:
             yield {"fname": member.name, "data": data, "__url__": shard}
 
 
-class _Rest(io.RawIOBase):
-    """A stream whose first bytes were read already."""
+class _Raw(io.RawIOBase):
+    """A stream for `io.BufferedReader`, which needs `readinto`."""
 
-    def __init__(self, first: bytes, stream: IO[bytes]):
-        self._first, self._stream = first, stream
+    def __init__(self, stream: IO[bytes]):
+        self._stream = stream
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data, self._first = self._first or self._stream.read(len(buffer)), b""
+        data = self._stream.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
@@ -490,7 +493,7 @@ def open_reader(
     store: ShardStore | None,
     log: Path | None = None,
 ) -> ShardReader | Stream:
-    """What training reads; `log`: of bad samples."""
+    """Open the reader of the data. `log` is the file of bad samples."""
     if isinstance(data, StreamData):
         return Stream(data, seed=seed, world=world, log=log)
     return ShardReader(data.parts, image_size=data.image_size, store=store)
@@ -506,7 +509,7 @@ def batches_of(
     waits: Waits[T] = Future.result,
     **how: Any,
 ) -> BatchSource[T]:
-    """Of either, by the words of `training_batches`."""
+    """Return the batches of either reader, with the arguments of `training_batches`."""
     if isinstance(reader, Stream):
         return StreamBatches(reader, plan, waits=waits, **how)
     return training_batches(

@@ -1,10 +1,7 @@
-"""The exponential moving average of the weights, in fp32 shards beside those that the optimizer
-steps.
+"""The exponential moving average of the weights, in fp32 shards next to the optimizer's state.
 
-It starts as a copy of the weights that training starts from, and after each update that was applied
-moves by (1 - decay) of the way to them: a skipped step leaves it where it was. It lies where the
-optimizer's state lies (offloaded, on the CPU), so that it costs four bytes per weight of a shard
-and one pass over it.
+It starts as a copy of the weights. After each update that was applied it moves by (1 - decay)
+towards them. It costs four bytes per weight of a shard and one pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +11,7 @@ import torch
 from torch import Tensor
 
 _SWAP_ELEMENTS = 2**24
-"""What is exchanged at once, so that swapping needs no second copy of the shards."""
+"""Elements that are swapped at once, so no second copy of the shards is needed."""
 
 
 class WeightAverage:
@@ -34,8 +31,7 @@ class WeightAverage:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Weights and averages have changed places inside the block; afterwards both have their
-        bits again."""
+        """Swap weights and averages inside the block."""
         self._swap()
         try:
             yield

@@ -66,7 +66,7 @@ def micro_batch_size(
         f" activation checkpointing {engine.activation_checkpointing}"
     )
     sizes = on_all_ranks(
-        lambda: read_sizes(path) if world.is_first else {}, device=device, failed=str(path)
+        lambda: read_sizes(path) if world.is_first else {}, device=device, field=str(path)
     )
     known = highest(sizes.get(situation, 0), device=device)
     if known and share % known == 0:
@@ -88,7 +88,7 @@ def micro_batch_size(
     if size == 0:
         error = UserError(
             "train.local_batch_size",
-            f"auto finds no micro-batch that fits beside {reserved_bytes / 1e9:.1f} GB of the"
+            f"auto finds no micro-batch that fits next to {reserved_bytes / 1e9:.1f} GB of the"
             " engine",
             remedy,
             code="no-space",

@@ -1,18 +1,14 @@
-"""The update of ZeRO stages 1 and 2 on the device: norm, clipping, guard, optimizer, working
-weights. The host waits for nothing.
+"""The update of ZeRO stages 1 and 2 on the device. The host waits for nothing.
 
-The engine calls it instead of DeepSpeed's own step, which reads two numbers on the host, computes
-the norm in fp64, and passes over gradients and weights four times more than needed. Backward passes
-and the reduction stay DeepSpeed's.
+The engine calls it instead of DeepSpeed's step, which waits for two numbers and passes over memory
+four times more. Backward passes and the reduction are DeepSpeed's.
 
-1. The reduction has left this rank's share of the averaged gradients, for each flat shard a row of
-   pieces.
-2. The norm of all shards: one exchange of one number between the ranks.
-3. `share`, which gradients are multiplied by: 1, less where clipping acts, NaN where the norm is
-   not finite, on all ranks alike.
-4. The optimizer steps the shards, or, where the share is not finite, leaves every bit of them and
-   of its state. LION does so in one pass that writes the working weights, too; others are asked as
-   torch's GradScaler asks: `grad_scale`, `found_inf`.
+1. The reduction has left the averaged gradients of each flat shard, as a row of pieces.
+2. The ranks exchange one number for the norm of all shards.
+3. `share` multiplies the gradients: 1, less with clipping, NaN if the norm is not finite.
+4. The optimizer steps the shards. If the share is not finite, it changes nothing. Lion also writes
+   the working weights. Other optimizers get `grad_scale` and `found_inf`, as torch's GradScaler
+   passes them.
 5. The working weights are gathered.
 """
 
@@ -30,28 +26,19 @@ from pretrain.ranks.world import World
 
 
 def updates_on_device(settings: EngineSettings) -> bool:
-    """Elsewhere DeepSpeed updates: fp16 needs its loss scale, offload its copies, stage 3 its
-    gathers."""
-    return (
-        settings.zero_stage in (1, 2)
-        and settings.offload == "none"
-        and settings.precision != "fp16"
-    )
+    """Return False if DeepSpeed has to update: for fp16's loss scale, for offload, at stage 3."""
+    is_plain = settings.offload == "none" and settings.precision != "fp16"
+    return is_plain and settings.zero_stage in (1, 2)
 
 
 class ShardedUpdate:
     norm: Tensor
-    """Of the last step's gradients on all ranks, before clipping."""
+    """Norm of the last step's gradients on all ranks, before clipping."""
 
     def __init__(self, zero: Any, *, clip_norm: float, world: World):
-        """`zero`: what `deepspeed.initialize` returned; its parameters keep their gradients at
-        stage 1 on one rank."""
-        self._zero, self._plain, self._clip_norm, self._world = (
-            zero,
-            zero.optimizer,
-            clip_norm,
-            world,
-        )
+        """`zero`: the optimizer of `deepspeed.initialize`."""
+        self._zero, self._plain = zero, zero.optimizer
+        self._clip_norm, self._world = clip_norm, world
         self._shards: list[Tensor] = zero.single_partition_of_fp32_groups
         self._copies: list[Tensor] = [
             parts[world.rank] for parts in zero.parallel_partitioned_bit16_groups
@@ -62,13 +49,10 @@ class ShardedUpdate:
     def step(self) -> None:
         pieces = [self._pieces(number) for number in range(len(self._shards))]
         self.norm = self._norm(pieces)
-        # as DeepSpeed clips
-        limit = (
-            ((self.norm + 1e-6) / self._clip_norm).clamp(min=1)
-            if self._clip_norm
-            else torch.ones_like(self.norm)
-        )
-        share = torch.where(self.norm.isfinite(), 1 / limit, torch.nan)
+        excess = torch.ones_like(self.norm)
+        if self._clip_norm:  # as DeepSpeed clips
+            excess = ((self.norm + 1e-6) / self._clip_norm).clamp(min=1)
+        share = torch.where(self.norm.isfinite(), 1 / excess, torch.nan)
         if isinstance(self._plain, Lion):
             self._plain.step_shards(pieces, self._copies, share)
         else:
@@ -82,8 +66,7 @@ class ShardedUpdate:
         zero.micro_step_id = -1  # as before a step's first micro-batch
 
     def _pieces(self, number: int) -> list[Tensor]:
-        """Of a shard's gradients, one after the other, from its first element on; what they leave
-        is padding."""
+        """Return the pieces of a shard's gradient, from its first element on. Padding has none."""
         if self._keeps_gradients:
             parameters = self._zero.round_robin_bit16_groups[number]
             gradients = [self._zero.get_param_gradient_attribute(each) for each in parameters]
@@ -92,9 +75,7 @@ class ShardedUpdate:
                 for each, gradient in zip(parameters, gradients, strict=True)
             ]
         found = self._zero.averaged_gradients[number]
-        whole = getattr(
-            found, "flat_partition", None
-        )  # in bf16 they are added up in fp32, in one row
+        whole = getattr(found, "flat_partition", None)  # the fp32 sum of bf16 gradients
         return [whole] if whole is not None else [each.reshape(-1) for each in found]
 
     def _norm(self, pieces: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -8,12 +8,12 @@ while the loss scale is searched; they are counted, and not written.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from data_prep.errors import UserError
+from pretrain.config import PretrainSettings
 from pretrain.data.order import BatchPlan, Ids, Line
 from pretrain.data.reader import ShardReader
 from pretrain.data.stream import Stream
@@ -32,15 +32,17 @@ class TooManySkippedSteps(UserError):  # noqa: N818
 class SkippedSteps:
     def __init__(
         self,
-        samples_of: Callable[[int], Ids],
+        settings: PretrainSettings,
         reader: ShardReader | Stream,
+        order: Line,
+        plan: BatchPlan,
         *,
-        log: Path,
-        max_in_a_row: int,
-        scales_loss: bool,
+        rank: int,
     ):
-        self._samples_of, self._reader, self._log = samples_of, reader, log
-        self._max_in_a_row, self._scales_loss = max_in_a_row, scales_loss
+        self._reader, self._order, self._plan, self._rank = reader, order, plan, rank
+        self._log = Path(settings.run_dir) / "skipped_steps" / f"rank-{rank}.jsonl"
+        self._max_in_a_row = settings.train.max_skipped_steps
+        self._scales_loss = settings.engine.precision == "fp16"
         self.total = self.in_a_row = 0
         self._num_written = 0
         self._are_named = False
@@ -82,7 +84,7 @@ class SkippedSteps:
 
     def _write(self, step: int, loss: float) -> None:
         self._num_written += 1
-        samples = self._samples_of(step - 1)
+        samples = samples_of_rank(self._order, self._plan, step=step - 1, rank=self._rank)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with open(self._log, "a", encoding="utf-8") as file:
             names = self._reader.names(samples)

@@ -303,11 +303,11 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
         pixels=card,
     )
     return Trainer(
-        settings,
-        data,
-        plan,
-        world,
-        stop,
+        settings=settings,
+        data=data,
+        plan=plan,
+        world=world,
+        stop=stop,
         tracker=tracker,
         engine=engine,
         reader=open_reader(data, seed=train.seed, world=world, store=store, log=bad_log),
@@ -342,7 +342,7 @@ def _run(trainer: Trainer, task: Task) -> Outcome:
     on_all_ranks(
         lambda: tracker.close("FINISHED" if outcome.finished else "KILLED"),
         device=device,
-        failed="the run could not be closed; see the message of the first rank",
+        field=str(trainer.run_dir),
     )
     trainer.saver.close(finished=outcome.finished)
     return outcome
@@ -368,11 +368,7 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
     else:
         return TrainerState(step=0, samples_consumed=0)
     place = source.directory
-    state, trainer_state = on_all_ranks(
-        lambda: load_state(place),
-        device=device,
-        failed=f"{place}: another rank could not read it; see its message",
-    )
+    state, trainer_state = on_all_ranks(lambda: load_state(place), device=device, field=str(place))
     problem = ""
     if source.card.pixels_hash != trainer.data.pixels_hash:
         problem = "the checkpoint was trained on other images than the dataset has now"
@@ -411,28 +407,19 @@ def agreed_checkpoint(
             return remote.newest() if world.is_first else None
         return Checkpoint.newest(run_dir) if world.local_rank == 0 else None
 
-    newest = on_all_ranks(
-        newest_here,
-        device=device,
-        failed=f"{run_dir}: another rank finds no complete checkpoint; see its message",
-    )
+    newest = on_all_ranks(newest_here, device=device, field=str(run_dir))
     step = highest(step_of(newest.directory) if newest else -1, device=device)
     if step < 0:
         return None
-    differ = (
-        f"{run_dir}: the ranks do not see the same checkpoints; check that all nodes share it, and"
-        " retry"
-    )
-
     if remote is not None:
         fetches = world.local_rank == 0 and not world.is_first
         newest = on_all_ranks(
-            lambda: remote.receive(step) if fetches else newest, device=device, failed=differ
+            lambda: remote.receive(step) if fetches else newest, device=device, field=str(run_dir)
         )
     checkpoint = on_all_ranks(
         lambda: newest or Checkpoint.read(checkpoint_dir(run_dir, step)),
         device=device,
-        failed=differ,
+        field=str(run_dir),
     )
     mark = int(hash_of_json([checkpoint.directory.name, checkpoint.hashes])[:14], 16)
     if not same_on_all_ranks(mark, device=device):

@@ -14,7 +14,7 @@ so all decide at the same step to stop or to fail.
 """
 
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,21 +23,21 @@ from data_prep.interrupts import keep
 from data_prep.manifest import accuracy
 from data_prep.progress import ProgressLine, progress
 from pretrain.augment.augmentation import Augmentation, Prepared
-from pretrain.augment.feed import Feed
+from pretrain.augment.feed import Fed, Feed, finish_for
 from pretrain.checkpoints.files import Best, TrainerState
 from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
 from pretrain.data.bad_samples import BadSamples, check_share
 from pretrain.data.datasets import TrainingData, fit_warmup
 from pretrain.data.first_read import FirstRead
-from pretrain.data.loader import num_cpu_threads
+from pretrain.data.loader import BatchSource, num_cpu_threads
 from pretrain.data.order import BatchPlan, hash64
 from pretrain.data.reader import ShardReader
 from pretrain.data.stream import Stream, batches_of
 from pretrain.engine.step import Engine
 from pretrain.loop.evaluate import Scores, evaluate
 from pretrain.loop.peak import Meter
-from pretrain.loop.skipped_steps import SkippedSteps, samples_of_rank
+from pretrain.loop.skipped_steps import SkippedSteps
 from pretrain.optim.schedule import Schedule
 from pretrain.ranks.collectives import Exchange, Moment, any_rank
 from pretrain.ranks.hangs import PROGRESS
@@ -80,55 +80,44 @@ class QueuedStep:
     exchange: Exchange
 
 
+@dataclass
 class Trainer:
-    """All ranks make one together."""
+    """The loop over the parts that `assemble` has made. All ranks make one together."""
 
-    def __init__(
-        self,
-        settings: PretrainSettings,
-        data: TrainingData,
-        plan: BatchPlan,
-        world: World,
-        stop: StopFlag,
-        *,
-        tracker: Tracker,
-        engine: Engine,
-        reader: ShardReader | Stream,
-        eval_reader: ShardReader | None,
-        augmentation: Augmentation,
-        saver: Saver,
-        first_read: FirstRead,
-        meter: Meter,
-    ):
-        self.settings, self.data, self.plan, self.world, self.stop = (
-            settings,
-            data,
-            plan,
-            world,
-            stop,
-        )
-        self.tracker, self.engine, self.reader = tracker, engine, reader
-        self.eval_reader, self.augmentation = eval_reader, augmentation
-        self.saver, self.first_read, self.meter = saver, first_read, meter
-        train, self.run_dir = settings.train, Path(settings.run_dir)
+    settings: PretrainSettings
+    data: TrainingData
+    plan: BatchPlan
+    world: World
+    stop: StopFlag
+    tracker: Tracker
+    engine: Engine
+    reader: ShardReader | Stream
+    eval_reader: ShardReader | None
+    augmentation: Augmentation
+    saver: Saver
+    first_read: FirstRead
+    meter: Meter
+    step: int = 0
+    start_step: int = 0
+    owes_evaluation: bool = False
+    stopping: bool = False
+    """True once all ranks know that one of them was asked to stop."""
+    num_bad: int = 0
+    scores: Scores | None = None
+    scored_step: int = 0
+    queued: QueuedStep | None = None
+    reading: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        train, self.run_dir = self.settings.train, Path(self.settings.run_dir)
         self.num_steps = self._steps(train.duration)
+        self.lengths: tuple[int, ...] = (self.num_steps,)
         self.eval_every = max(1, self._steps(train.eval_every))
-        self.order = data.order(seed=train.seed, global_batch_size=plan.global_batch_size)
+        self.order = self.data.order(seed=train.seed, global_batch_size=train.global_batch_size)
         self.schedule = self._schedule_of(self.num_steps)
         self.skipped = SkippedSteps(
-            lambda step: samples_of_rank(self.order, plan, step=step, rank=world.rank),
-            reader,
-            log=self.run_dir / "skipped_steps" / f"rank-{world.rank}.jsonl",
-            max_in_a_row=train.max_skipped_steps,
-            scales_loss=settings.engine.precision == "fp16",
+            self.settings, self.reader, self.order, self.plan, rank=self.world.rank
         )
-        self.start_step = self.step = self.scored_step = self.num_bad = 0
-        self.owes_evaluation = self.stopping = False
-        """`stopping`: all ranks know that one of them was asked to stop."""
-        self.scores: Scores | None = None
-        self.lengths: tuple[int, ...] = (self.num_steps,)
-        self.queued: QueuedStep | None = None
-        self.reading: dict[str, float] = {}
         self.line: ProgressLine
 
     def fit(self, start: TrainerState) -> Outcome:
@@ -173,15 +162,11 @@ class Trainer:
                     self.saver.save(self._state())
                 if eval_due or save_due:
                     self.meter.restart()
-                self._log_saving()
             self._finish_step()
             self.first_read.raise_fault()
             if self.step > 0:
                 self.saver.save(self._state(), is_last=True)
-        try:
-            self.saver.finish(self.stop if self.stopping else None)
-        finally:
-            self._log_saving()
+        self.saver.finish(self.stop if self.stopping else None)
         is_saved = self.saver.saved_step == self.step
         return Outcome(
             self.step,
@@ -232,25 +217,22 @@ class Trainer:
         if isinstance(reader, ShardReader):
             log = self.run_dir / "bad_samples" / f"rank-{self.world.rank}.jsonl"
             bad_samples = BadSamples(reader, log=log, chosen=self.data.parts[0].chosen)
-        return Feed(
-            lambda finish: batches_of(
-                reader,
-                self.order,
-                self.plan,
-                rank=self.world.rank,
-                consumed=self.step * batch_size,
-                num_threads=self._num_threads,
-                prefetch=self.settings.train.prefetch_batches,
-                pin=on_gpu,
-                finish=finish,
-                bad_samples=bad_samples,
-                previous_in=batch_size if self.settings.augment.mixes_previous else None,
-                # on a GPU a thread of the feed waits for batches, and signals do not reach it
-                waits=Future.result if on_gpu else self.stop.result,
-            ),
-            self.augmentation,
-            waits=self.stop.result,
+        batches: BatchSource[Fed] = batches_of(
+            reader,
+            self.order,
+            self.plan,
+            rank=self.world.rank,
+            consumed=self.step * batch_size,
+            num_threads=self._num_threads,
+            prefetch=self.settings.train.prefetch_batches,
+            pin=on_gpu,
+            finish=finish_for(self.augmentation),
+            bad_samples=bad_samples,
+            previous_in=batch_size if self.settings.augment.mixes_previous else None,
+            # on a GPU a thread of the feed waits for batches, and signals do not reach it
+            waits=Future.result if on_gpu else self.stop.result,
         )
+        return Feed(batches, self.augmentation, waits=self.stop.result)
 
     def _queue_step(self, feed: Feed) -> QueuedStep:
         """Queue the step that takes the model from `step` to `step + 1`."""
@@ -348,10 +330,6 @@ class Trainer:
             num_cpu_threads=num_cpu_threads(self.engine.device),
             lengths=self.lengths,
         )
-
-    def _log_saving(self) -> None:
-        if news := self.saver.writer.news():
-            self.tracker.metrics(news, step=self.step)
 
     def _steps(self, length: str) -> int:
         return self.data.steps(length, global_batch_size=self.plan.global_batch_size)

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import Mixer
@@ -21,6 +20,8 @@ from pretrain.models.spec import (
     TimmSpec,
 )
 from pretrain.models.structured import StructuredMlp
+
+NORMS = (nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)
 
 
 def build(
@@ -49,33 +50,26 @@ def build_model(
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        model = _with_biases(spec, num_classes=num_classes, image_size=image_size)
+        model: ImageModel
+        match spec:
+            case MlpSpec():
+                model = Mlp(spec, num_classes=num_classes, image_size=image_size)
+            case MixerSpec():
+                model = Mixer(spec, num_classes=num_classes, image_size=image_size)
+            case SparseMlpSpec():
+                model = SparseMlp(spec, num_classes=num_classes, image_size=image_size)
+            case StructuredMlpSpec():
+                model = StructuredMlp(spec, num_classes=num_classes, image_size=image_size)
+            case TimmSpec() | TimmModelSpec():
+                from pretrain.models.timm_baselines import TimmModel
+
+                model = TimmModel(spec, num_classes=num_classes, image_size=image_size)
     if not getattr(spec, "bias", True):
         for name, module in model.named_modules():
-            if (
-                "bias" in module._parameters
-                and name != "head"
-                and not isinstance(module, nn.LayerNorm | _BatchNorm)
-            ):
+            has_bias = isinstance(getattr(module, "bias", None), nn.Parameter) and name != "head"
+            if has_bias and not isinstance(module, NORMS):
                 module.bias = None
     return model
-
-
-def _with_biases(spec: AnySpec, *, num_classes: int, image_size: int) -> ImageModel:
-    size = {"num_classes": num_classes, "image_size": image_size}
-    match spec:
-        case MlpSpec():
-            return Mlp(spec, **size)
-        case MixerSpec():
-            return Mixer(spec, **size)
-        case SparseMlpSpec():
-            return SparseMlp(spec, **size)
-        case StructuredMlpSpec():
-            return StructuredMlp(spec, **size)
-        case TimmSpec() | TimmModelSpec():
-            from pretrain.models.timm_baselines import TimmModel
-
-            return TimmModel(spec, **size)
 
 
 def pooled_features(model: ImageModel, images_BCHW: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from data_prep.errors import UserError
+from pretrain.models.layers.batch_norm import BatchNorm1d
 from pretrain.models.layers.linear import Linear
 from pretrain.models.spec import Activation
 
@@ -139,7 +139,7 @@ class ImageModel(nn.Module, ABC):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the blocks' inputs, and compute the blocks again in the backward pass."""
-        if enable and any(isinstance(module, _BatchNorm) for module in self.blocks.modules()):
+        if enable and any(isinstance(module, BatchNorm1d) for module in self.blocks.modules()):
             raise UserError(
                 "set_grad_checkpointing",
                 "batch norm would count every batch twice",

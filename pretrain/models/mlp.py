@@ -2,14 +2,13 @@
 classes."""
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 from torch import Tensor, nn
 
 from pretrain.models.image_model import ACTIVATIONS, ImageModel, classifier
 from pretrain.models.layers.batch_norm import BatchNorm1d
 from pretrain.models.layers.linear import Linear
-from pretrain.models.spec import Activation, MlpSpec
+from pretrain.models.spec import MlpSpec, SparseMlpSpec
 
 NORMS: dict[str, type[nn.Module]] = {
     "layer": nn.LayerNorm,
@@ -21,19 +20,13 @@ NORMS: dict[str, type[nn.Module]] = {
 class Block(nn.Module, ABC):
     """z + branch(norm(z)), or norm(z + branch(z)). Without a skip path the sum has no z."""
 
-    def __init__(
-        self,
-        norm: nn.Module,
-        *,
-        activation: Activation,
-        dropout: float,
-        has_skip: bool = True,
-        is_norm_after: bool = False,
-    ):
+    def __init__(self, norm: nn.Module, spec: MlpSpec | SparseMlpSpec):
         super().__init__()
-        self.norm, self.has_skip, self.is_norm_after = norm, has_skip, is_norm_after
-        self.activation = ACTIVATIONS[activation]()
-        self.dropout = nn.Dropout(dropout)
+        self.norm = norm
+        self.has_skip = not isinstance(spec, MlpSpec) or spec.skip == 1
+        self.is_norm_after = isinstance(spec, MlpSpec) and spec.norm_place == "after"
+        self.activation = ACTIVATIONS[spec.activation]()
+        self.dropout = nn.Dropout(spec.dropout)
 
     @abstractmethod
     def branch(self, x_BM: Tensor) -> Tensor: ...
@@ -49,17 +42,12 @@ class InvertedBlock(Block):
     """Wc act(We x), We: M -> expansion M; or act(Wc act(We x))."""
 
     def __init__(
-        self,
-        norm: nn.Module,
-        expand: nn.Module,
-        contract: nn.Module,
-        *,
-        outer_activation: bool = False,
-        **common: Any,
+        self, norm: nn.Module, expand: nn.Module, contract: nn.Module, spec: MlpSpec | SparseMlpSpec
     ):
-        super().__init__(norm, **common)
+        super().__init__(norm, spec)
         self.expand, self.contract = expand, contract
-        self.outer = self.activation if outer_activation else nn.Identity()
+        has_outer = isinstance(spec, SparseMlpSpec) and spec.outer_activation
+        self.outer = self.activation if has_outer else nn.Identity()
 
     def branch(self, x_BM: Tensor) -> Tensor:
         hidden = self.dropout(self.activation(self.expand(x_BM)))
@@ -69,19 +57,15 @@ class InvertedBlock(Block):
 class StandardBlock(Block):
     """act(W x), or W act(x)."""
 
-    def __init__(
-        self, norm: nn.Module, linear: nn.Module, *, activation_first: bool = False, **common: Any
-    ):
-        super().__init__(norm, **common)
-        self.linear, self.activation_first = linear, activation_first
+    def __init__(self, norm: nn.Module, linear: nn.Module, spec: MlpSpec | SparseMlpSpec):
+        super().__init__(norm, spec)
+        self.linear = linear
+        self.activation_first = isinstance(spec, MlpSpec) and spec.activation_first
 
     def branch(self, x_BM: Tensor) -> Tensor:
-        y_BM = (
-            self.linear(self.activation(x_BM))
-            if self.activation_first
-            else self.activation(self.linear(x_BM))
-        )
-        return self.dropout(y_BM)
+        if self.activation_first:
+            return self.dropout(self.linear(self.activation(x_BM)))
+        return self.dropout(self.activation(self.linear(x_BM)))
 
 
 class SkipPath(nn.Sequential):
@@ -92,21 +76,12 @@ class SkipPath(nn.Sequential):
         return x_BM + y_BM
 
 
-def _layer(spec: MlpSpec) -> Block:
-    norm, common = (
-        NORMS[spec.norm](spec.width),
-        dict[str, Any](activation=spec.activation, dropout=spec.dropout),
-    )
-    common |= {"has_skip": spec.skip == 1, "is_norm_after": spec.norm_place == "after"}
+def build_layer(spec: MlpSpec) -> Block:
+    norm, width, hidden = NORMS[spec.norm](spec.width), spec.width, spec.hidden_width
     if spec.bottleneck == "none":
-        return StandardBlock(
-            norm, Linear(spec.width, spec.width), activation_first=spec.activation_first, **common
-        )
-    expand, contract = (
-        Linear(spec.width, spec.hidden_width, hands_zeros_on=True),
-        Linear(spec.hidden_width, spec.width),
-    )
-    return InvertedBlock(norm, expand, contract, **common)
+        return StandardBlock(norm, Linear(width, width), spec)
+    expand, contract = Linear(width, hidden, hands_zeros_on=True), Linear(hidden, width)
+    return InvertedBlock(norm, expand, contract, spec)
 
 
 class Mlp(ImageModel):
@@ -115,7 +90,7 @@ class Mlp(ImageModel):
             num_features=spec.width, num_classes=num_classes, pixels_per_place=image_size
         )
         self.stem = Linear(3 * image_size**2, spec.width)
-        layers = [_layer(spec) for _ in range(spec.depth)]
+        layers = [build_layer(spec) for _ in range(spec.depth)]
         paths = (
             [SkipPath(*layers[at : at + spec.skip]) for at in range(0, spec.depth, spec.skip)]
             if spec.skip > 1

@@ -14,8 +14,6 @@ measured value if its q^2 is read as p gamma m.
 Shapes: B batch, S0 patches, C channels, M width, K classes.
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from pretrain.models.image_model import ImageModel, classifier
@@ -43,31 +41,20 @@ def _block_layer(
 ) -> MaskedLinear | SparseLinear:
     layer = _layer(spec, num_inputs, width=width, num_outputs=num_outputs)
     if spec.init_gain == "spectral" and not layer.bias.is_meta:
-        largest, weights = (
-            largest_singular_value(layer.matrix()),
-            layer.values if spec.is_sparse else layer.weight,
-        )
-        if largest:  # 0 without connections
+        weights = layer.values if isinstance(layer, SparseLinear) else layer.weight
+        if largest := largest_singular_value(layer.matrix()):  # 0 without connections
             weights.data *= (num_inputs**0.5 + num_outputs**0.5) / width**0.5 / largest
     return layer
 
 
 def _block(spec: SparseMlpSpec, width: int) -> Block:
     """x + act((M * W) LN(x)), or x + (M2 * W2) act((M1 * W1) LN(x)) with W1: m -> gamma m."""
-    norm, common = (
-        nn.LayerNorm(width),
-        dict[str, Any](activation=spec.activation, dropout=spec.dropout),
-    )
+    norm, hidden = nn.LayerNorm(width), spec.hidden_width(width)
     if spec.expansion is None:
-        return StandardBlock(
-            norm, _block_layer(spec, width, width=width, num_outputs=width), **common
-        )
-    hidden = spec.hidden_width(width)
-    expand, contract = (
-        _block_layer(spec, num, width=width, num_outputs=out)
-        for num, out in ((width, hidden), (hidden, width))
-    )
-    return InvertedBlock(norm, expand, contract, outer_activation=spec.outer_activation, **common)
+        return StandardBlock(norm, _block_layer(spec, width, width=width, num_outputs=width), spec)
+    expand = _block_layer(spec, width, width=width, num_outputs=hidden)
+    contract = _block_layer(spec, hidden, width=width, num_outputs=width)
+    return InvertedBlock(norm, expand, contract, spec)
 
 
 class SparseMlp(ImageModel):

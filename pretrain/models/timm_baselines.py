@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 import timm
-from timm.models._manipulate import group_with_matcher
+from timm.models import group_parameters
 from torch import Tensor, nn
 
 from pretrain.models.image_model import ImageModel, classifier
@@ -73,9 +73,7 @@ class TimmModel(ImageModel):
         matcher = getattr(self.body, "group_matcher", None)
         if matcher is None:
             return {}
-        found: dict[str, int] = group_with_matcher(
-            self.body.named_parameters(), matcher(), reverse=True
-        )
+        found: dict[str, int] = group_parameters(self.body, matcher(), reverse=True)
         return {f"body.{name}": number for name, number in found.items()}
 
     def no_weight_decay(self) -> set[str]:

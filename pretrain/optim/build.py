@@ -1,7 +1,7 @@
 """The optimizer of a config, over groups of parameters that it treats alike.
 
-Weight decay is decoupled in all of them, and falls on matrices (sparse ones included) unless all is
-asked for. The betas that a config leaves out are those of the optimizer's paper.
+Weight decay is decoupled, and applies to matrices (also sparse ones) unless decay=all. Default
+betas are those of the optimizer's paper.
 """
 
 import re
@@ -18,8 +18,7 @@ from pretrain.optim.lion import Lion
 
 
 def counts_steps(optimizer: Any) -> bool:
-    """Whether its state has, beside tensors as large as the weights, a `step`, which a checkpoint's
-    restorer must set."""
+    """Return True if its state has a `step`, which a restored state must set."""
     return isinstance(optimizer, torch.optim.AdamW)
 
 
@@ -39,11 +38,8 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> Optimizer:
 
 
 class DecoupledSgd(torch.optim.SGD):
-    """Whose weight decay does not pass through the momentum.
-
-    w -= lr wd w, then torch's own step without decay: m = momentum m + g, and Nesterov's w -= lr (g
-    + momentum m) or w -= lr m.
-    """
+    """SGD whose weight decay does not pass through the momentum: w -= lr wd w, then torch's step
+    without decay."""
 
     def __init__(self, params: Iterable[Any], *, lr: float, momentum: float, nesterov: bool):
         groups = [
@@ -62,9 +58,8 @@ class DecoupledSgd(torch.optim.SGD):
             kept: Any = 1 - group["lr"] * group["decoupled_decay"]
             if is_skipped is not None:
                 kept = torch.where(is_skipped > 0, 1.0, kept)
-                for weight in (
-                    weights if group["momentum"] else ()
-                ):  # torch would leave those of a skipped first step as they are made
+                # torch would leave the buffers of a skipped first step uninitialized
+                for weight in weights if group["momentum"] else ():
                     self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
             if weights and group["decoupled_decay"]:
                 torch._foreach_mul_(weights, kept)
@@ -72,7 +67,7 @@ class DecoupledSgd(torch.optim.SGD):
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Groups by (decayed or not) x learning rate; `set_lr` multiplies with `lr_scale`."""
+    """Return groups by (decayed or not) x learning rate; `set_lr` multiplies with `lr_scale`."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     known: dict[str, int] = getattr(model, "layers", dict)()
     layers = {name: known.get(name, _layer(name)) for name, _ in model.named_parameters()}
@@ -85,10 +80,15 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
             code="conflict",
         )
     for name, parameter in model.named_parameters():
-        scale = _lr_scale(name, settings, layer=layers[name], num_layers=num_layers)
-        groups.setdefault(
-            (settings.decay == "all" or _is_of_matrix(model, name, parameter), scale), []
-        ).append(parameter)
+        # the last block has the full rate, and each layer below a fraction of the next one
+        layer = num_layers - 1 if name.startswith("norm") else layers[name]
+        scale = float(settings.layer_decay ** (num_layers - 1 - layer))
+        if name.startswith("head."):
+            scale = settings.head_lr_scale
+        # `values` are the entries of a SparseLinear; a ViT excepts its position embeddings
+        is_matrix = parameter.ndim >= 2 or name.endswith(".values")
+        is_decayed = is_matrix and name not in getattr(model, "no_weight_decay", set)()
+        groups.setdefault((settings.decay == "all" or is_decayed, scale), []).append(parameter)
     return [
         {
             "params": parameters,
@@ -99,26 +99,10 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
     ]
 
 
-def _lr_scale(name: str, settings: OptimizerSettings, *, layer: int, num_layers: int) -> float:
-    """The head has its own; below it the last block has the body's whole rate, and each layer a
-    share of the one above it."""
-    if name.startswith("head."):
-        return settings.head_lr_scale
-    layer = num_layers - 1 if name.startswith("norm") else layer
-    return float(settings.layer_decay ** (num_layers - 1 - layer))
-
-
 def _layer(name: str) -> int:
-    """Of a block, from 1; what comes before the blocks is layer 0."""
+    """Return the number of a block, from 1; 0 for parameters before the blocks."""
     found = re.search(r"(?:^|\.)blocks\.(\d+)\.", name)
     return int(found[1]) + 1 if found else 0
-
-
-def _is_of_matrix(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Entries of matrices, also the `values` of a `SparseLinear`; not what the model excepts (a ViT
-    its position embeddings)."""
-    is_of_matrix = parameter.ndim >= 2 or name.endswith(".values")
-    return is_of_matrix and name not in getattr(model, "no_weight_decay", set)()
 
 
 def set_lr(optimizer: Any, lr: float) -> None:

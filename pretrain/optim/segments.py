@@ -1,8 +1,5 @@
-"""Which elements of which parameter a flat tensor holds: ZeRO's optimizers step 1-D shards, not
-parameters.
-
-Pure integers, the same computation on every rank. Padding belongs to no segment.
-"""
+"""The elements of parameters in ZeRO's flat shards, as integers that every rank computes alike.
+Padding belongs to no segment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +8,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Segment:
-    """`length` elements of the flat tensor from `offset` on are those of the flattened parameter
-    from `start` on."""
+    """`length` elements, from `offset` in the flat tensor and from `start` in the parameter."""
 
     parameter_number: int
     """In the order of `model.named_parameters()`."""
@@ -22,13 +18,11 @@ class Segment:
 
 
 Layout = tuple[tuple[Segment, ...], ...]
-"""The segments of one flat tensor by rank. Where ranks hold copies instead of shards, all have the
-same."""
+"""Segments of one flat tensor by rank. Ranks that hold copies have the same segments."""
 
 
 def cut_across(parameters: Sequence[Segment], *, shard_size: int, num_ranks: int) -> Layout:
-    """Stages 1 and 2: whole parameters in one row, which is cut into equal shards wherever the cut
-    falls."""
+    """Stages 1 and 2: cut the row of all parameters into equal shards."""
     return tuple(
         tuple(
             Segment(each.parameter_number, low - rank * shard_size, high - low, low - each.offset)
@@ -41,8 +35,7 @@ def cut_across(parameters: Sequence[Segment], *, shard_size: int, num_ranks: int
 
 
 def cut_each(numels: Sequence[tuple[int, int]], *, num_ranks: int) -> Layout:
-    """Stage 3: every parameter, given as (number, numel), is cut into equal parts, and a shard is a
-    part of each."""
+    """Stage 3: cut every parameter, given as (number, numel), into equal parts."""
     parts = [-(-numel // num_ranks) for _, numel in numels]
     offsets = [0, *accumulate(parts)]
     return tuple(

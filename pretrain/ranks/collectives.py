@@ -142,16 +142,18 @@ def barrier() -> None:
 
 
 class FailedElsewhere(UserError):  # noqa: N818
-    """The rank that failed has the message."""
+    """Another rank failed, and has the message."""
 
     of_all_ranks = True
 
+    def __init__(self, field: str):
+        super().__init__(field, "another rank failed", "see its message", code="another-rank")
 
-def on_all_ranks(work: Callable[[], T], *, device: torch.device, failed: str) -> T:
-    """What `work` finds on this rank, once all ranks are done with theirs: however slow a disk is,
-    no collective waits long for it. Long work marks its progress itself. Where it fails on any
-    rank, that rank raises its own error, and the others `failed`.
-    """
+
+def on_all_ranks(work: Callable[[], T], *, device: torch.device, field: str) -> T:
+    """Return the result of `work` on this rank once all ranks have theirs. No collective waits
+    long, however slow a disk is. Long work marks its progress itself. If it fails on a rank, that
+    rank raises its own error, and the others raise `FailedElsewhere` with the field."""
     thread = futures.ThreadPoolExecutor(1, thread_name_prefix="on-all-ranks")
     found = thread.submit(work)
     thread.shutdown(wait=False)
@@ -160,5 +162,5 @@ def on_all_ranks(work: Callable[[], T], *, device: torch.device, failed: str) ->
         if not any_rank(not found.done(), device=device):
             break
     if any_rank(found.exception() is not None, device=device):
-        raise found.exception() or FailedElsewhere(failed)
+        raise found.exception() or FailedElsewhere(field)
     return found.result()

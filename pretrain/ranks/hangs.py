@@ -17,8 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 from pretrain.ranks.world import Peer
 
-BEHIND_S = 20.0
-"""A rank that has stalled for less, when another failed, may have waited for that rank."""
 _CONFIRMATIONS = 2
 
 
@@ -97,8 +95,6 @@ class Verdict:
     peer: Peer
     why: Literal["gone", "silent", "failed", "hangs", "waits"]
     detail: str = ""
-    behind: str = ""
-    """The rank that was behind, if the fault may be that rank's and not the peer's."""
 
     def __str__(self) -> str:
         what = {
@@ -108,15 +104,14 @@ class Verdict:
             "hangs": self.detail,
             "waits": "waits for data, and all ranks were told to stop",
         }[self.why]
-        behind = f"; {self.behind}" if self.behind else ""
         # an error may come again
         resume = "" if self.why == "failed" else ". Run the same command to resume"
-        return f"{self.peer} {what}{behind}; the run stops{resume}"
+        return f"{self.peer} {what}; the run stops{resume}"
 
     @property
     def wants_stacks(self) -> bool:
         """False for a rank that died or failed by itself: the stacks of others add nothing."""
-        return self.why in ("silent", "hangs") or bool(self.behind)
+        return self.why in ("silent", "hangs")
 
     def as_message(self) -> dict[str, Any]:
         return {"verdict": asdict(self)}
@@ -159,25 +154,13 @@ class Standings:
             return None
         others = Counter(str(self._known[peer]) for peer in self._known.keys() - suspects.keys())
         further = f"; the others are {others.most_common(1)[0][0]}" if others else ""
-        return Verdict(next(iter(behind)), "hangs", _describe(behind) + further)
-
-    def behind(self, peer: Peer) -> str:
-        """Return the rank that held up the others, if this peer failed or ended while it may have
-        waited for that rank; else an empty text."""
-        behind = self._behind()
-        if not behind or peer in behind or len(behind) == len(self._known):
-            return ""
-        first = next(iter(behind))
-        return f"{first} {_describe(behind)}" if behind[first].stalled_s >= BEHIND_S else ""
+        peer, standing = next(iter(behind.items()))
+        alike = f" (with {len(behind) - 1} more ranks)" if len(behind) > 1 else ""
+        stalled = f"has made no progress for {standing.stalled_s:,.0f} s, {standing}{alike}"
+        return Verdict(peer, "hangs", stalled + further)
 
     def _behind(self) -> dict[Peer, Standing]:
         """Return the ranks with the fewest marks, the longest stalled first."""
         lowest = min((standing.number for standing in self._known.values()), default=0)
         found = [each for each in self._known.items() if each[1].number == lowest]
         return dict(sorted(found, key=lambda each: (-each[1].stalled_s, each[0].rank)))
-
-
-def _describe(behind: dict[Peer, Standing]) -> str:
-    standing = next(iter(behind.values()))
-    more = f" (with {len(behind) - 1} more ranks)" if len(behind) > 1 else ""
-    return f"has made no progress for {standing.stalled_s:,.0f} s, {standing}{more}"

@@ -8,6 +8,7 @@
    fails and names the holder.
 3. A start that has the lock of the newest number removes the older numbers and everything that
    killed writers have left.
+4. A frozen start that wakes up sees that its lock is gone, and ends (watchdog.py).
 """
 
 import os
@@ -36,6 +37,14 @@ _LIVE_STATES = {
     *("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 }
 
+_HELD: set[Path] = set()
+"""Locks that this process holds."""
+
+
+def has_lost_run() -> bool:
+    """Return True if another start has taken over a run of this process."""
+    return any(not lock.exists() for lock in _HELD)
+
 
 def is_at_work(run_dir: Path) -> bool:
     """Return True if a start of the run is alive."""
@@ -56,6 +65,8 @@ def hold_run(run_dir: Path, *, lock_wait_s: float, stop: StopFlag | None = None)
                 if not (final := place / replaced.name.removeprefix(mark)).exists():
                     os.rename(replaced, final)
             remove_leftovers(place)
+        _HELD.add(lock)
+        stack.callback(_HELD.discard, lock)
         yield
 
 

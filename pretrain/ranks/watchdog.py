@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from pretrain.ranks.collectives import all_sum
 from pretrain.ranks.hangs import PROGRESS, Standing, Standings, Verdict
 from pretrain.ranks.launch import report_joined
 from pretrain.ranks.settings import RanksSettings
+from pretrain.ranks.starts import has_lost_run
 from pretrain.ranks.world import Peer, World
 
 FAILED_GRACE_S = 1.0
@@ -226,8 +227,7 @@ class Watchdog:
                 return
             self._is_ending = True
             if self._world.is_first and "failed" in message:
-                failed = Verdict(self._me, "failed", message["failed"])
-                message = self._with_cause(failed).as_message()
+                message = Verdict(self._me, "failed", message["failed"]).as_message()
             self._send_all(message)
         os.write(self._waker, b"x")
         self._thread.join(2 * self._interval_s)
@@ -339,7 +339,7 @@ class Watchdog:
         elif "verdict" in message:
             return Verdict.of(message)
         elif "failed" in message:
-            return self._with_cause(Verdict(wire.peer, "failed", message["failed"]))
+            return Verdict(wire.peer, "failed", message["failed"])
         elif "bye" in message:
             self._standings.forget(wire.peer)
             wire.peer, wire.is_open = None, False
@@ -355,15 +355,15 @@ class Watchdog:
         wire = self._wires.pop(file)
         self._files.unregister(wire.socket)
         wire.socket.close()
-        return None if wire.peer is None else self._with_cause(Verdict(wire.peer, "gone"))
-
-    def _with_cause(self, verdict: Verdict) -> Verdict:
-        return replace(verdict, behind=self._standings.behind(verdict.peer))
+        return None if wire.peer is None else Verdict(wire.peer, "gone")
 
     def _excuse_pause(self) -> None:
         """Begin all waits again after a pause of this process: a suspended job sends no beats."""
         now_s = time.monotonic()
         if now_s - self._looked_s > 2 * self._interval_s:
+            if has_lost_run():
+                write_error(f"{self._me}: a newer start has taken over the run; this one ends\n")
+                os._exit(1)
             PROGRESS.excuse(now_s - self._looked_s)
             for wire in self._wires.values():
                 wire.heard_s = now_s

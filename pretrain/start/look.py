@@ -1,5 +1,4 @@
-"""What `pretrain start` looks at, and changes nothing of: pictures, a dataset, this machine. No
-torch here."""
+"""The images, the dataset and the machine, as `pretrain start` sees them. No torch."""
 
 import os
 import shlex
@@ -24,11 +23,11 @@ NUM_SAMPLED = 100
 
 @dataclass(frozen=True)
 class Pictures:
-    """A folder of them, by a sample."""
+    """A folder of images, by a sample."""
 
     num_pictures: int
     num_loose: int
-    """Right in it, in no folder."""
+    """Images in no folder of a class."""
     width: int
     height: int
 
@@ -39,14 +38,12 @@ class Pictures:
             with suppress(Rejection):
                 sizes.append(size_of(each.read()))
         if not sizes:
-            index = (
-                f"index its shards first: data_prep index --train {shlex.quote(f'{folder}/*.tar')}"
-                " --out data/NAME"
-            )
-            remedy = index if any(folder.glob("*.tar")) else "give another"
-            raise UserError(
-                str(folder), "the folder has no images that can be read", remedy, code="empty"
-            )
+            fix = "Give another folder"
+            if any(folder.glob("*.tar")):
+                shards = shlex.quote(f"{folder}/*.tar")
+                fix = f"Index its shards first: data_prep index --train {shards} --out data/NAME"
+            problem = "the folder has no images that can be read"
+            raise UserError(str(folder), problem, fix, code="empty")
         width, height = (round(statistics.median(side)) for side in zip(*sizes, strict=True))
         num_loose = sum(Path(each.path).parent == folder for each in found)
         return cls(len(found), num_loose, width, height)
@@ -55,7 +52,7 @@ class Pictures:
 @dataclass(frozen=True)
 class Data:
     directory: Path | str
-    """Or its URL."""
+    """Path or URL."""
     manifest: Manifest
     train: str
     judged: str | None
@@ -91,19 +88,18 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        seen, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), list[str]()
+        visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), list[str]()
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         with suppress(OSError):
-            query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-            gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split(
-                "\n"
-            )[:-1]
-        if seen is not None:
-            gpus = gpus[: len([word for word in seen.split(",") if word.strip()])]
+            done = subprocess.run(query, capture_output=True, text=True, check=False)
+            gpus = done.stdout.splitlines()
+        if visible is not None:
+            gpus = gpus[: len([word for word in visible.split(",") if word.strip()])]
         return cls(num_cores(), psutil.virtual_memory().total / 1e9, tuple(gpus))
 
     def __str__(self) -> str:
-        cores = (
-            f"{self.num_cores} CPU core{'s' * (self.num_cores > 1)}, {self.memory_gb:.0f} GB of"
-            " memory"
+        cores = f"{self.num_cores} CPU core{'s' * (self.num_cores > 1)}"
+        machine = f"{cores}, {self.memory_gb:.0f} GB of memory"
+        return (
+            f"{len(self.gpus)} x {self.gpus[0]}, {machine}" if self.gpus else f"{machine}, no GPU"
         )
-        return f"{len(self.gpus)} x {self.gpus[0]}, {cores}" if self.gpus else f"{cores}, no GPU"

@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.check import (
-    check_job,
-    check_locks,
-    check_python,
-    check_slurm,
-    check_time_limit,
-    main,
-    read_minutes,
-)
-from cluster.slurm import Submission, read_submission
+from cluster.check import check_job, check_locks, check_python, check_slurm, main
+from cluster.submission import Submission, read_submission
 from tests.cluster.checkouts import run, stand_in
 from tests.ranks import REPOSITORY
 
@@ -63,13 +55,13 @@ def slurm(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_file_systems_with_node_local_locks_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, point: str, warned: bool
 ) -> None:
-    place = f"{tmp_path}/a folder{point}".replace(" ", "\\040")
-    (tmp_path / "a folder/runs").mkdir(parents=True)
-    (tmp_path / "mounts").write_text(
-        f"proc /proc proc rw 0 0\n/dev/a / ext4 rw,nolock 0 0\n/dev/c {tmp_path} ext4 rw 0 0\nx"
-        f" {place} x {options} 0 0\n"
-    )
-    monkeypatch.setattr("cluster.check.MOUNTS", tmp_path / "mounts")
+    mounted = f"{tmp_path}/a folder{point}"
+    Path(mounted).mkdir(parents=True)
+    (tmp_path / "a folder/runs").mkdir(exist_ok=True)
+    does = f"case $3 in *'{mounted}'|*'{mounted}'/*) echo '{mounted}  {options}' ;; *) echo '/ rw' ;; esac"
+    (tmp_path / "bin").mkdir()
+    stand_in(tmp_path / "bin", "findmnt", does)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path / "a folder")
     words = ["cluster/pretrain.slurm", MLP, f"run_dir={tmp_path}/a folder/named/x"]
     found = [*check_locks(read_submission(words), {})]
@@ -82,20 +74,17 @@ def test_file_systems_with_node_local_locks_are_reported(
     [
         ([], "submission", "ok", "would take every job script", ""),
         (["cluster/pretrain.slurm", MLP], "submission", "ok", "on nodes n1 in partition low", ""),
-        ([], "time limit", "warning", ": 30 min for each attempt", "up to 2 d"),
-        (["-t", "3-0"], "time limit", "FAULT", ": 3 d for", "at most 2 d"),
-        (["--time=8"], "time limit", "FAULT", ": 8 min for", "5 min before"),
-        (["-t6:00:00"], "time limit", "ok", ": 6 h for", ""),
-        (["--time=12h"], "time limit", "FAULT", "12h is not a time", "hours:minutes:seconds"),
+        ([], "time limit", "ok", "00:30:00 for each attempt", "SBATCH_TIMELIMIT"),
+        (["-t6:00:00"], "time limit", "ok", "6:00:00 for each", ""),
         (
             ["-p", "nowhere", "cluster/probe.slurm"],
             "submission",
             "FAULT",
             "Invalid partition name",
-            "SBATCH_PARTITION",
+            "SBATCH_",
         ),
         (["--partition=high"], "partition", "FAULT", "high is DRAIN", "another partition"),
-        (["--partition=high"], "time limit", "ok", "high: no limit for", ""),
+        (["--partition=high"], "time limit", "ok", "UNLIMITED for each", ""),
         (
             ["cluster/pretrian.slurm"],
             "submission",
@@ -139,26 +128,9 @@ def test_without_slurm_there_is_one_clear_line(
 
 
 @pytest.mark.parametrize(
-    ("text", "minutes"),
-    [
-        ("90", 90),
-        ("90:30", 90.5),
-        ("1:30:00", 90),
-        ("2-0", 2880),
-        ("1-12:30", 2190),
-        ("UNLIMITED", float("inf")),
-        ("12h", None),
-    ],
-)
-def test_durations_are_read_as_slurm_reads_them(text: str, minutes: float | None) -> None:
-    assert read_minutes(text) == minutes
-    assert check_time_limit("p", {"MaxTime": "UNLIMITED"}, asked=None).verdict == "ok"
-
-
-@pytest.mark.parametrize(
     ("made", "environment", "verdict", "found"),
     [
-        (("requirements.lock", ".venv/bin/python", ".venv/.installed"), {}, "ok", "complete"),
+        (("requirements.lock", ".venv/bin/python", ".venv/.installed"), {}, "ok", ".venv is "),
         (("requirements.lock",), {}, "FAULT", "there is no .venv"),
         ((".venv/bin/python", "requirements.lock"), {}, "FAULT", "incomplete"),
         (
@@ -229,14 +201,12 @@ def test_ranks_follow_from_the_words_of_the_submission() -> None:
     )
 
 
-def test_a_whole_visit_submits_nothing_leaves_nothing_and_fits_the_terminal(
-    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_complete_check_submits_nothing_and_leaves_nothing(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "70")
     before = sorted(slurm.iterdir())
     assert main(["-p", "nowhere"]) == 1
-    said = capsys.readouterr().out
-    assert "faults: 1" in said and max(map(len, said.splitlines()[:-1])) <= 70
+    assert "faults: " in capsys.readouterr().out
     assert sorted(slurm.iterdir()) == sorted([*before, slurm / "calls"])
 
 
@@ -250,7 +220,7 @@ def test_site_env_counts_less_than_what_is_given_and_may_not_be_broken(slurm: Pa
     site = slurm / "cluster/site.env"
     site.write_text("export SBATCH_TIMELIMIT=3-0 PREFLIGHT=1\n")
     done = run(slurm, "cluster/submit", "--check")
-    assert done.returncode == 1 and "partition low: 3 d for" in done.stdout, done
+    assert done.returncode == 0 and "3-0 for each attempt" in done.stdout, done
     show = (
         '. cluster/environment.sh cluster/site.env; echo "$PREFLIGHT'
         ' $SBATCH_TIMELIMIT,$JOB_SETTINGS_GIVEN"'

@@ -16,7 +16,8 @@ import pytest
 from cluster.cli import main
 from cluster.plan import Here
 from cluster.plan_file import compressed, load_checked, load_plan
-from cluster.submit import main as submit
+from cluster.queue_jobs import main as submit
+from cluster.work import Work
 from data_prep.errors import UserError
 from pretrain.config import PretrainSettings
 from tests.cluster.checkouts import finish, has_error, stand_in
@@ -369,7 +370,7 @@ def test_what_is_queued_is_not_queued_again(
     for path in (DEMO, "again.yaml"):
         assert submit([path]) == 2
         said = capsys.readouterr().err
-        assert has_error(said, "cluster/submit: prepare/1", "busy")
+        assert has_error(said, f"{path}: prepare/1", "busy")
         assert "job 101_0 (RUNNING)" in said and "scancel 101 107" in said
     assert len(calls(slurm, "sbatch")) == 7
     (slurm / "queue").write_text(f"9 N/A RUNNING {since}\n")
@@ -377,7 +378,6 @@ def test_what_is_queued_is_not_queued_again(
 
 
 SITE = """case $* in
-*config) echo "MaxArraySize            = 4" ;;
 *partition) echo "PartitionName=gpu Default=YES"; echo "PartitionName=cpu Default=NO" ;;
 *node) cat <<END
 NodeName=g1 CPUEfctv=62 CPUTot=64 Gres=gpu:h100:4(S:0-1) MemSpecLimit=1000 Partitions=gpu RealMemory=401000
@@ -480,20 +480,6 @@ def test_a_member_books_a_part_of_a_node(
     )
 
 
-def test_an_array_is_as_long_as_the_cluster_takes(
-    slurm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stand_in(slurm, "bin/scontrol", SITE)
-    assert submit(["--begin=tomorrow", written(SMALL)]) == 2
-    assert has_error(capsys.readouterr().err, "small.yaml: pretrain", "unsupported")
-    stand_in(slurm, "bin/scontrol", SITE.replace("= 4", "= 8"))
-    assert submit(["--begin=tomorrow", "small.yaml"]) == 0
-    many = written(SMALL.replace("[7, 8]", str([*range(251)])), "many.yaml")
-    assert (
-        len(load_checked(many).stages[0].members) == 1004
-    )  # which run here, or on a site with longer arrays
-
-
 def test_what_is_finished_is_left_out_and_not_waited_for(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -564,7 +550,7 @@ def test_it_stops_after_a_failure_and_goes_on_from_there(
         (checkout / "jobs/unverified").iterdir()
     )
     said = capsys.readouterr()
-    assert "failed with exit code 9" in said.out and "left out: probe" in said.err
+    assert "failed with exit code 9" in said.out and "skipped: probe" in said.err
     works = load_plan(path).stages[1].works
     assert asked == [[*work.words, "--ranks", "3"] for work in works]  # the others of the grid, too
     assert main(["run", path, "--ranks", "2"]) == 0
@@ -584,7 +570,7 @@ def test_a_dataset_that_was_not_verified_is_not_finished(
         return 1 if len(asked) == 2 else 0
 
     monkeypatch.setattr(Here, "run", run)
-    monkeypatch.setattr("cluster.work._is_built", lambda settings: Path(settings.out).exists())
+    monkeypatch.setattr(Work, "is_finished", lambda work: Path(work.writes).exists())
     path = written("prepare: configs/data_prep/demo_pretrain.yaml")
     assert [main(["run", path]) for _ in range(3)] == [1, 0, 0]
     assert asked == ["build", "verify", "build", "verify"]

@@ -73,7 +73,7 @@ def test_a_killed_plan_does_what_is_missing_and_new_weights_are_not_finished(
     Path("stages.yaml").write_text(PLAN.format(dataset=other_shapes, few=FEW, silent=SILENT))
     assert main(["run", "stages.yaml", "--ranks", "1"]) == 1
     assert [words[1] for words in asked] == ["tune", "knn", "knn", "evaluate", "evaluate"]
-    assert "left out: export" in capsys.readouterr().err
+    assert "skipped: export" in capsys.readouterr().err
     plan = load_checked("stages.yaml")
     assert (
         states(plan)["evaluate"] == ["begun", "finished"]

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from cluster.plan_file import load_plan
-from cluster.slurm import lines_of, new_job, read_submission
-from cluster.submit import NothingLeft, Order, examine, indices, main
+from cluster.queue_jobs import main
+from cluster.resolve import main as ask
+from cluster.slurm import lines_of, new_job
+from cluster.submission import read_submission
+from cluster.submit import NothingLeft, Order, examine, indices
 from cluster.work import Work
-from cluster.work import main as ask
 from tests.cluster.checkouts import finish, has_error, run, stand_in
 from tests.errors import fails
 
@@ -33,10 +35,8 @@ REFUSED = [
     (f"pretrain.slurm --nodes 2 {MLP}", "--nodes", "bad-syntax"),
     (f"mine/pretrain.slurm {MLP}", "mine/pretrain.slurm", "missing-path"),
     (f"pretrian.slurm {MLP}", "cluster/pretrian.slurm", "missing-path"),
-    (f"--wait pretrain.slurm {MLP}", "--wait", "unsupported"),
     (f"data_prep.slurm {SHAPES} imagesize=32", f"{SHAPES}: imagesize", "unknown-key"),
     (f"data_prep.slurm {CIFAR}", "source.path", "missing-path"),
-    (f"--array=0,2 data_prep.slurm {SHAPES}", "--array", "bad-value"),
     ("evaluate.slurm configs/evaluate/demo.yaml view=3", "configs/evaluate/demo.yaml: view", "unknown-key"),
     (f"knn.slurm {KNN} data.dataset=SHAPES", "pretrained", "missing-path"),
     (f"knn.slurm {KNN} data.dataset=SHAPES pretrained=null neighbours=9999", "neighbours", "bad-value"),
@@ -175,10 +175,10 @@ def test_only_tasks_that_are_in_the_queue_keep_a_member_from_being_submitted(
         "1",
     ]
     assert "members 2-3" in capsys.readouterr().err
-    with fails("busy", "--array"):
-        order("--array=1-2", *words)
+    assert order("--array=1-2", *words).submission.options[-1] == "--array=1%2"
     for given in (["--arr=0,1"], ["--depend=afterany:50", "--array=1-2"]):
-        assert order(*given, *words).submission.options == (*given, words[0])
+        chosen = "--array=0-1%2" if given == ["--arr=0,1"] else "--array=1-2%2"
+        assert order(*given, *words).submission.options == (*given, words[0], chosen)
     (slurm / "queue").write_text(
         "".join(f"50 {index} PENDING N/A\n" for index in range(len(places)))
     )

@@ -396,29 +396,14 @@ def test_the_summary_counts_what_the_list_holds(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--near", "11"], "near: 11 of the hash's 64 bits; choose 0 to 10"),
-        (["--split", "trian"], "has no split 'trian'; did you mean 'train'?"),
+        (["--near", "11"], "[bad-value]"),
+        (["--split", "trian"], "[unknown-name]"),
         (["--against", "nowhere"], "nowhere: no such dataset directory"),
-        (
-            ["--hashes", __file__],
-            "test_dedup.py: cannot be made, for a file is in its place; name another directory",
-        ),
-        (
-            ["--out", "some.txt"],
-            "out: some.txt is no name for the list; name it ....jsonl, such as duplicates.jsonl",
-        ),
-        (["--out", "rejected.jsonl"], "out: rejected.jsonl is no name for the list"),
-        (
-            ["--out", "s3://bucket/list.jsonl"],
-            (
-                "--out: s3://bucket/list.jsonl is in a store, and build and subset read lists on"
-                " this disk"
-            ),
-        ),
-        (
-            ["--out", "not/there/list.jsonl"],
-            "out: not/there is no directory; make it, or name another place",
-        ),
+        (["--hashes", __file__], "[exists]"),
+        (["--out", "some.txt"], "[bad-value]"),
+        (["--out", "rejected.jsonl"], "[bad-value]"),
+        (["--out", "s3://bucket/list.jsonl"], "[unsupported]"),
+        (["--out", "not/there/list.jsonl"], "[unreadable]"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -441,14 +426,8 @@ def test_where_the_list_cannot_go_is_said_before_hashing(
     thesis = tmp_path / "thesis.jsonl"
     for content in ("years of work", '{"path": "a.jpg"}\n'):
         thesis.write_text(content)
-        for path, words in [
-            (tmp_path / "folder.jsonl", "is a directory"),
-            (thesis, "exists and is no list of dedup"),
-        ]:
-            refused(
-                main(["dedup", str(shapes), "--workers", "1", "--out", str(path)]),
-                f"data_prep: out: {path} {words}; name ",
-            )
+        for path, code in [(tmp_path / "folder.jsonl", "[unreadable]"), (thesis, "[exists]")]:
+            refused(main(["dedup", str(shapes), "--workers", "1", "--out", str(path)]), code)
         assert thesis.read_text() == content
 
 

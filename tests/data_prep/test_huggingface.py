@@ -202,29 +202,18 @@ def test_a_missing_picture_is_a_reject_and_mistakes_are_one_line(
         tmp_path / "a.parquet",
         "source.columns={image: image, label: label}",
     )
-    columns = "of image, other, label, class"
-    refused(
-        pack(file, out),
-        f"2 columns that may be the label, {columns}; set source.columns={{label: NAME}}",
-    )
-    refused(
-        pack(file, out, "source.columns={label: label}"),
-        f"2 columns that may be the image, {columns}; set source.columns={{image: NAME}}",
-    )
-    refused(
-        pack(file, out, "source.columns={label: lable}"),
-        "has no column 'lable', only image, other, label, class",
-    )
-    refused(
-        pack(tmp_path, tmp_path.parent / "o", "source.columns={label: image}"),
-        "which is neither integers nor words",
-    )
     (tmp_path / "none").mkdir()
-    refused(
-        pack(tmp_path / "none", out), "is neither a folder of save_to_disk nor of Parquet files"
-    )
-    (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
-    refused(pack(tmp_path / "cut.parquet", out), "is damaged")
+    (tmp_path / "cut.parquet").write_bytes(file.read_bytes()[:-9])
+    for place, words, code in (
+        (file, [], "conflict"),
+        (file, ["source.columns={label: label}"], "conflict"),
+        (file, ["source.columns={label: lable}"], "unknown-name"),
+        (file, ["source.columns={label: image}"], "bad-value"),
+        (tmp_path / "none", [], "unknown-format"),
+        (tmp_path / "cut.parquet", [], "damaged"),
+    ):
+        field = "source.columns: " if place == file else "source.path: "
+        refused(pack(place, out, *words), field, f"[{code}]")
     assert pack(file, out, choice, "max_reject_share=1", "source.val_share=0") == 0
     assert load_manifest(out).num_written == 1 and load_manifest(out).num_rejected == 2
     reasons = {

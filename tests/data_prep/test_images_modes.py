@@ -552,9 +552,8 @@ def test_a_compressed_tiff_has_the_pixels_that_pillow_finds(codec: str) -> None:
                 )
             except OSError:
                 pytest.skip(f"the libtiff of this PIL does not write {codec}")
-            np.testing.assert_array_equal(
-                pixels_of(data), np.asarray(to_rgb(Image.open(io.BytesIO(data)))), f"{codec} {mode}"
-            )
+            expected = np.asarray(to_rgb(Image.open(io.BytesIO(data)))).astype(int)
+            assert np.abs(pixels_of(data) - expected).max() <= (codec == "jpeg"), mode
 
 
 def test_a_tiff_of_jpegs_is_read_whole_or_rejected() -> None:
@@ -605,7 +604,7 @@ def test_a_compressed_tiff_is_judged_before_it_is_unpacked(monkeypatch: pytest.M
         )[0]
         == "unsupported"
     )
-    monkeypatch.setattr(decoding, "unpack_tiff", None)
+    monkeypatch.setattr(decoding, "decode_tiff", None)
     assert rejection_of(huge(20_000))[0] == "too_many_pixels"
 
 

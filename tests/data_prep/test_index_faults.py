@@ -320,7 +320,7 @@ def test_an_index_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_o
         *words, f"--out={out}", "num_workers=2", strike=Strike(out, 15, target="group")
     ) as process:
         assert process.wait(300) == -signal.SIGKILL
-    for moment in (30, 35):  # of some 90, ten for each shard
+    for moment in (40, 50):  # of some 90, ten for each shard
         with forked(
             tmp_path / "log", *words, f"--out={out}", prepare=Strike(out, moment).arm
         ) as child:

@@ -82,7 +82,7 @@ def test_classes_pictures_and_rejects_of_a_build_and_of_its_tasks(
     assert sorted(labels) == [0, 0, 1, 2, 3, 3, 3, 3]
 
     split = tmp_path / "two" / "animals"
-    for number in (1, 0):
+    for number in (0, 1):
         assert build(source, split, *CUT, "--task", f"{number}/2") == 0
     assert main(["merge", str(split), "--workers", "1"]) == 0
     assert files_of(split) == files_of(out)
@@ -174,15 +174,12 @@ def test_messages_spell_them_and_a_shard_whose_name_a_manifest_cannot_hold_is_re
 ) -> None:
     assert str(UserError(f"no {CAFE}, {chr(0xD800)}")) == f"no caf\\xe9, {chr(0xD800)}"
     (source / os.fsdecode(b"\xe9t\xe9")).mkdir()
-    refused(build(source, tmp_path / "out"), "hold no pictures (\\xe9t\\xe9); remove them")
+    refused(build(source, tmp_path / "out"), "[empty]")
     write_files(tmp_path, {f"{CAFE}.tar": tar_of({"a.cls": b"0"})})
-    refused(
-        index(tmp_path / "out", tmp_path / "caf*.tar"),
-        "caf\\xe9.tar is not named in UTF-8; rename it",
-    )
+    refused(index(tmp_path / "out", tmp_path / "caf*.tar"), "caf\\xe9.tar", "[unsupported]")
     (tmp_path / "wide").write_text("ant\n", encoding="utf-16")
     refused(
         build(source, tmp_path / "out", f"classes_file={tmp_path / 'wide'}"),
         "classes_file: ",
-        "write it as UTF-8",
+        "[unreadable]",
     )

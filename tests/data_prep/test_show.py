@@ -84,14 +84,8 @@ def test_long_names_keep_both_ends_and_fit() -> None:
 
 def test_a_mistake_is_one_line(shapes: Path, tmp_path: Path, refused: Refused) -> None:
     out = tmp_path / "sheet.png"
-    refused(
-        main(["show", str(shapes), "--out", str(out), "--shard", "4"]),
-        "shard: 4, but train has the shards 0 to 3",
-    )
-    refused(
-        main(["show", str(shapes), "--out", str(out), "--split", "vla"]),
-        "has no split 'vla'; did you mean 'val'?",
-    )
+    refused(main(["show", str(shapes), "--out", str(out), "--shard", "4"]), "[bad-value]")
+    refused(main(["show", str(shapes), "--out", str(out), "--split", "vla"]), "[unknown-name]")
     assert not out.exists()
 
 

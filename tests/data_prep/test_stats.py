@@ -130,8 +130,4 @@ def test_a_damaged_picture_is_one_line(source: Path, tmp_path: Path, refused: Re
     content = bytearray(tar.read_bytes())
     content[512:600] = b"x" * 88
     tar.write_bytes(content)
-    refused(
-        main(["stats", str(directory), "--workers", "1"]),
-        "train-000000.tar: a picture does not decode",
-        "run data_prep verify",
-    )
+    refused(main(["stats", str(directory), "--workers", "1"]), "[damaged]", "[damaged]")

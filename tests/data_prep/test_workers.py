@@ -5,18 +5,16 @@ import os
 import signal
 import sys
 import threading
-from contextlib import nullcontext
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from data_prep.build.build import write_planned
 from data_prep.build.shards import ShardRecord
-from data_prep.workers import Tally, sweep, worker_pool
+from data_prep.workers import Pool, sweep
 from tests.data_prep.samples import build, files_of, write_classes
 from tests.errors import printed_errors
 
@@ -73,7 +71,7 @@ def start_another() -> int | None:
 
 def test_what_runs_in_a_worker_may_start_processes() -> None:
     """As datasets of others do that load ahead."""
-    with worker_pool(2) as pool:
+    with Pool(2) as pool:
         assert pool.submit(start_another).result() == 3
 
 
@@ -82,7 +80,7 @@ def fail(path: Path) -> None:
 
 
 def test_an_error_in_a_worker_keeps_its_traceback_and_the_worker_continues(tmp_path: Path) -> None:
-    with worker_pool(2) as pool:
+    with Pool(2) as pool:
         for _ in range(3):
             with pytest.raises(FileNotFoundError, match="nowhere") as found:
                 pool.submit(fail, tmp_path / "nowhere").result()
@@ -94,25 +92,13 @@ def test_an_error_in_a_worker_keeps_its_traceback_and_the_worker_continues(tmp_p
 # ------------------------------------------------------------------------------------------------
 
 
-def counted_here(number: int) -> bool:
-    Tally.add(1)
+def is_in_this_thread(_: int) -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
 @pytest.mark.parametrize(("num_jobs", "num_workers"), [(3, 1), (1, 4)])
 def test_a_single_worker_is_this_thread_where_ctrl_c_ends_its_job(
-    monkeypatch: pytest.MonkeyPatch, num_jobs: int, num_workers: int
+    num_jobs: int, num_workers: int
 ) -> None:
-    line = MagicMock(done=0)
-    monkeypatch.setattr("data_prep.workers.progress", lambda *_, **__: nullcontext(line))
-    assert all(
-        sweep(
-            counted_here,
-            range(num_jobs),
-            title="",
-            unit="images",
-            total=num_jobs,
-            num_workers=num_workers,
-        )
-    )
-    line.advance.assert_called_with(num_jobs, note=f"{num_jobs}/{num_jobs} shards")
+    jobs = range(num_jobs)
+    assert all(sweep(is_in_this_thread, jobs, title="", unit="", workers=num_workers))

@@ -19,7 +19,6 @@ from pretrain.data.order import BatchPlan
 from pretrain.engine.step import loss_of
 from pretrain.models.layers.buffers import kept_buffers
 from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
-from pretrain.optim import build_optimizer
 from pretrain.ranks.preemption import Interrupted
 from pretrain.ranks.world import World
 from tests.distributed.engine_cells import gradient_errors, of_kind
@@ -292,7 +291,7 @@ def tuning_engine(
 
     return AccelerateEngine(
         make_model(spec),
-        make_optimizer=lambda module: build_optimizer(module, optimizer_settings(optimizer)),
+        optimizer=optimizer_settings(optimizer),
         settings=TuneEngineSettings(gradient_clip_norm=CLIP, activation_checkpointing=recompute),
         accelerator=start_accelerator(world, precision="fp32", timeout_s=60),
         label_smoothing=0.1,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from data_prep.manifest import load_manifest, load_paths
+from pretrain.config import PretrainSettings
 from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import open_split
 from pretrain.loop.skipped_steps import SkippedSteps, samples_of_rank
@@ -53,16 +54,18 @@ def test_a_diverged_run_stops_and_names_its_samples(shapes: Path, tmp_path: Path
     assert all(torch.isfinite(tensor).all() for tensor in final_state(tmp_path / "run").values())
 
 
-def of_rank(rank: int, shapes: Path, log: Path, *, scales_loss: bool = False) -> SkippedSteps:
+def of_rank(run_dir: Path, shapes: Path, precision: str = "fp32") -> SkippedSteps:
+    """The first of two ranks."""
+    tree = {
+        "run_dir": str(run_dir),
+        "data": {"dataset": str(shapes)},
+        "model": {"kind": "mlp"},
+        "train": {"duration": "1 epochs", "max_skipped_steps": 3},
+        "engine": {"precision": precision},
+    }
     reader = open_split(shapes, load_manifest(shapes), "train")
-    plan, order = BatchPlan(8, 2, 2), Order(reader.num_samples, 3)
-    return SkippedSteps(
-        lambda step: samples_of_rank(order, plan, step=step, rank=rank),
-        reader,
-        log=log,
-        max_in_a_row=3,
-        scales_loss=scales_loss,
-    )
+    order, plan = Order(reader.num_samples, 3), BatchPlan(8, 2, 2)
+    return SkippedSteps(PretrainSettings.model_validate(tree), reader, order, plan, rank=0)
 
 
 def test_the_ranks_shares_are_the_global_batch(shapes: Path) -> None:
@@ -74,15 +77,15 @@ def test_the_ranks_shares_are_the_global_batch(shapes: Path) -> None:
 def test_a_rank_writes_its_share_where_its_own_loss_is_at_fault(
     shapes: Path, tmp_path: Path
 ) -> None:
-    mine = of_rank(0, shapes, tmp_path / "rank-0.jsonl")
+    mine, log = of_rank(tmp_path, shapes), tmp_path / "skipped_steps" / "rank-0.jsonl"
     mine.note(1, BAD)  # the other rank's
-    assert mine.total == 1 and not (tmp_path / "rank-0.jsonl").exists()
+    assert mine.total == 1 and not log.exists()
     mine.note(2, replace(BAD, own_loss=float("nan")))
-    assert len((tmp_path / "rank-0.jsonl").read_text().splitlines()) == 4
+    assert len(log.read_text().splitlines()) == 4
     mine.note(3, TAKEN)
     for step in (4, 5):
         mine.note(step, SKIPPED)  # gradients
-    assert len((tmp_path / "rank-0.jsonl").read_text().splitlines()) == 12
+    assert len(log.read_text().splitlines()) == 12
     with fails("not-finite", "train.max_skipped_steps"):
         mine.note(6, SKIPPED)
 
@@ -90,11 +93,11 @@ def test_a_rank_writes_its_share_where_its_own_loss_is_at_fault(
 def test_overflows_of_fp16_are_blamed_on_no_sample_and_counted_across_a_restart(
     shapes: Path, tmp_path: Path
 ) -> None:
-    mine = of_rank(0, shapes, tmp_path / "rank-0.jsonl", scales_loss=True)
+    mine, log = of_rank(tmp_path, shapes, "fp16"), tmp_path / "skipped_steps" / "rank-0.jsonl"
     mine.go_on(total=7, in_a_row=1)
     mine.note(11, SKIPPED)
     assert (mine.total, mine.in_a_row) == (8, 2)
     with fails("not-finite", "train.max_skipped_steps") as found:
         mine.note(12, SKIPPED)
     assert "engine.precision=bf16" in found.value.fix
-    assert str(tmp_path) not in str(found.value) and not (tmp_path / "rank-0.jsonl").exists()
+    assert str(tmp_path) not in str(found.value) and not log.exists()

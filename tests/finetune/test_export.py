@@ -287,7 +287,7 @@ def test_nothing_is_overwritten_and_the_same_export_is_done_once(
         "sha256.json",
     }
     assert finetune(words) == 0
-    assert "exported before, and whole" in capsys.readouterr().out
+    assert "exported before" in capsys.readouterr().out
     assert finetune([*words, "license=mit"]) == 2
     assert "license" in capsys.readouterr().err
     write_folder(
@@ -430,7 +430,7 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
         "| evaluated | shapes-a | val | top-1 | 25.0% | judged |",
         "| linear probe * | shapes-a | test | top-1 | 50.0% | probed |",
         'timm.create_model("hf-hub:OWNER/NAME", pretrained=True)',
-        "what the pictures show: not stated",
+        "what the images show: not stated",
     ):
         assert fact in text, fact
     assert (

@@ -15,7 +15,6 @@ import torch
 from huggingface_hub import constants, file_download
 from timm.models import save_for_hf
 
-from data_prep.errors import Code
 from data_prep.manifest import load_manifest
 from finetune.cli import main
 from finetune.tune.config import TuneSettings
@@ -72,10 +71,6 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
     assert "\n" not in text and os.environ.get("HF_TOKEN", TOKEN) not in text
     (error,) = printed_errors(text)
     return error
-
-
-# ---- ours
-# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -161,10 +156,6 @@ def test_a_branch_that_moves_on_is_other_weights(
     check_source(tmp_path, begun.origin)
 
 
-# ---- what a hub may refuse
-# ---------------------------------------------------------------------------------------------
-
-
 def test_each_refusal_is_one_line(
     hub: Hub,
     folder: Path,
@@ -248,9 +239,6 @@ print(Checkpoint.open("hf-hub:user/mine").origin, [name for name in ("torch", "t
     assert done.stderr == ""
     assert list((tmp_path / "home").rglob("model.safetensors"))
 
-
-# ---- timm's
-# ------------------------------------------------------------------------------------------------------------
 
 TIMMS = {
     "test_vit.r160_in1k": {"img_size": 32},
@@ -352,60 +340,32 @@ def test_timm_says_where_the_layers_are(
         tuning.model()
 
 
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"input_size": [1, 28, 28]}, "unsupported"),
-        ({"classifier": ["head", "head_dist"]}, "unsupported"),
-        ({"mean": "red"}, "unknown-format"),
-        (None, "unknown-format"),
-        ([], "unknown-format"),
-    ],
-)
-def test_a_config_of_timm_that_will_not_do(
-    hub: Hub, shapes: Path, changes: dict[str, object] | list[object] | None, code: Code
-) -> None:
+def test_a_folder_of_timm_that_cannot_be_read_is_an_error(hub: Hub, shapes: Path) -> None:
+    """Other inputs and classifiers, damaged files, and configs that would have timm read other
+    weights, which could be pickle, in timm's words and in ours."""
     timms(hub, "test_vit.r160_in1k", load_manifest(shapes).classes)
     place = Path("saved/test_vit.r160_in1k")
-    tree = json.loads((place / "config.json").read_text())
-    told = tree["pretrained_cfg"] | changes if isinstance(changes, dict) else changes
-    (place / "config.json").write_text(json.dumps(tree | {"pretrained_cfg": told}))
-    with fails(code, kind=CheckpointError):
-        Checkpoint.open(place)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"checkpoint_path": "x.bin"}, {"pretrained": True}, {"pretrained_cfg": {"url": "http://x"}}],
-)
-def test_no_config_has_timm_read_other_weights(
-    hub: Hub, shapes: Path, arguments: dict[str, object]
-) -> None:
-    """Which could be pickle, from anywhere; in timm's words, and in ours."""
-    timms(hub, "test_vit.r160_in1k", load_manifest(shapes).classes)
-    place = Path("saved/test_vit.r160_in1k")
-    tree = json.loads((place / "config.json").read_text())
-    card = read_card(place).model_dump(mode="json")
-    ours = card | {"model": card["model"] | {"arguments": json.dumps(arguments)}}
-    for each in (
-        tree | {"model_args": arguments},
-        ours,
-        card | {"model": card["model"] | {"name": "hf-hub:user/other"}},
-    ):
-        (place / "config.json").write_text(json.dumps(each))
-        with pytest.raises(
-            CheckpointError, match=r"would have timm read other weights|should match pattern"
-        ):
+    config, weights = place / "config.json", place / "model.safetensors"
+    tree, ours = json.loads(config.read_text()), read_card(place).model_dump(mode="json")
+    classifiers, known = ["head", "head_dist"], tree["pretrained_cfg"]
+    changes = {"input_size": [1, 28, 28]}, {"classifier": classifiers}, {"mean": "red"}
+    cfgs = [*(known | change for change in changes), None, []]
+    trees = [tree | {"pretrained_cfg": cfg} for cfg in cfgs]
+    other = {"checkpoint_path": "x.bin"}, {"pretrained": True}, {"pretrained_cfg": {"url": "x"}}
+    for arguments in other:
+        model = ours["model"] | {"arguments": json.dumps(arguments)}
+        trees += [tree | {"model_args": arguments}, ours | {"model": model}]
+    trees.append(ours | {"model": ours["model"] | {"name": "hf-hub:user/other"}})
+    for each in trees:
+        config.write_text(json.dumps(each))
+        with pytest.raises(CheckpointError):
             Checkpoint.open(place)
-
-
-@pytest.mark.parametrize("head", [b"<html><body>", b"\xff" * 9, b"\x02" + bytes(7) + b"[]"])
-def test_weights_that_are_no_safetensors_are_one_line(hub: Hub, shapes: Path, head: bytes) -> None:
-    timms(hub, "test_vit.r160_in1k", load_manifest(shapes).classes)
-    place = Path("saved/test_vit.r160_in1k")
-    (place / "model.safetensors").write_bytes(head)
-    with fails("unknown-format", kind=CheckpointError):
-        Checkpoint.open(place)
+    config.write_text(json.dumps(tree))
+    Checkpoint.open(place)
+    for head in (b"<html><body>", b"\xff" * 9, b"\x02" + bytes(7) + b"[]"):
+        weights.write_bytes(head)
+        with pytest.raises(CheckpointError):
+            Checkpoint.open(place)
 
 
 def test_a_classifier_of_imagenet_has_wordnets_names(hub: Hub, shapes: Path) -> None:

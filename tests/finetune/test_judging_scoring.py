@@ -9,7 +9,7 @@ import pytest
 import sklearn.metrics as sk
 
 from finetune.evaluate.evaluate import moments_up_to
-from finetune.evaluate.report import draw_calibration, draw_confusion, draw_views
+from finetune.evaluate.report import draw_calibration, draw_confusion
 from finetune.evaluate.scoring import (
     OTHER,
     Answers,
@@ -142,12 +142,10 @@ def test_figures_are_drawn_of_few_and_of_many_classes(tmp_path: Path, size: int)
         }
     )
     bins = calibration(generator.random(300), generator.random(300) < 0.5)
-    curve = [{"num_views": count, "top1": 0.5, "loss": 1.0} for count in (1, 2)]
     for number, figure in enumerate(
         (
             draw_confusion(confusion, names, title=f"{size} classes"),
             draw_calibration(bins, title="calibration"),
-            draw_views(curve, title="views"),
         )
     ):
         figure.savefig(tmp_path / f"{number}.png")

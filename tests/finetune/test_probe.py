@@ -31,7 +31,6 @@ from finetune.probe.probe import (
     best_of,
     candidates_of,
     choose_and_test,
-    draw_grid,
     edges,
     held_out,
     probe,
@@ -149,8 +148,6 @@ def test_the_choice_is_the_best_with_the_smallest_rate_and_never_a_diverged_cell
     (hint,) = edges(row[2], row)
     assert hint.startswith("lrs: ") and "0.3" in hint
     assert edges(row[1], row[:2] + [judged(0.3, 0.0, 0.8)]) == []  # as good within as on the edge
-    picture = draw_grid([*grid[1:3], *grid[-1:]][:2], grid[2], title="title")
-    assert picture.width > 200 and len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 3
 
 
 def test_held_out_samples_are_apart_and_the_test_split_is_never_chosen_on() -> None:

@@ -52,10 +52,8 @@ def test_the_status_is_how_it_ended(
             pytest.raises((OSError, KeyboardInterrupt)) if ending is not None else nullcontext(),
             recorded(
                 settings,
+                World(0, 0, 1),
                 run_dir=run_dir,
-                ranks=settings.ranks,
-                tracking=settings.tracking,
-                world=World(0, 0, 1),
                 used=[(Part(shapes, load_manifest(shapes), "val"), "evaluation")],
                 checkpoint=weights,
                 tags={"task": "probe"},

@@ -32,7 +32,7 @@ case $2 in
         [ "$SLURM_PROCID" = 1 ] && [ -z "${SLURM_RESTART_COUNT:-}" ] || exit 0
         echo "$(hostname)	slow" >>"$3/bad-nodes"
         exit 3 ;;
-    cluster.work)
+    cluster.resolve)
         [ "$3" != --starting ] || shift
         kept=${3#--kept=} config=$6
         shift
@@ -42,7 +42,7 @@ case $2 in
         [ ! -e "runs/$name/result.json" ] || state=finished
         [[ $name != blind* ]] || [[ $name = blind-quick* && -n ${SLURM_RESTART_COUNT:-} ]] || state=blind
         printf '{"state": "%s", "about": "/data/x", "writes": "runs/%s", "reads": [], "can_stage": false, ' "$state" "$name"
-        printf '"result": "result.json", "needs_one_rank": false, '
+        printf '"result": "result.json", "needs_one_rank": false, "work": null, '
         printf '"words": ["pretrain", "train", "%s"]}\n' "$config"
         [[ $name != no-python* ]] || [ -n "${SLURM_RESTART_COUNT:-}" ] || exit 127
         [[ $name != odd* ]] || exit 1
@@ -144,9 +144,13 @@ def one_rank_per_gpu_and_every_rank_sees_all(lab: Cluster) -> None:
     ]
     for job, (_, gpus) in zip(jobs, cases, strict=True):
         lab.wait(job, "COMPLETED")
-        ranks = [line for log in lab.rank_logs(job) for line in log.splitlines()[1:]]
+        ranks = [
+            re.sub(r"master [\d.]+,", "master,", line)
+            for log in lab.rank_logs(job)
+            for line in log.splitlines()[1:]
+        ]
         count = len(gpus.split(","))
-        where = f"gpus {gpus}, master g1, on g1, caches {mine}/triton {mine}/extensions"
+        where = f"gpus {gpus}, master, on g1, caches {mine}/triton {mine}/extensions"
         assert ranks == [
             f"rank {rank} of {count}, local {rank} of {count}, {where}" for rank in range(count)
         ]

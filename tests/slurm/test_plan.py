@@ -134,7 +134,7 @@ def test_a_whole_plan(slurm: Cluster) -> None:
         slurm.root / "exports/whole/model.safetensors"
     ).exists()  # by one process, on however many nodes
     drawn = slurm.root / "runs/plans/whole"
-    points = pq.read_table(drawn / "figure-points.parquet", columns=["plan", "task"]).to_pylist()
+    points = pq.read_table(drawn / "figure-results.parquet", columns=["plan", "task"]).to_pylist()
     assert points == [
         {"plan": "whole", "task": task} for task in ("pretrain", "probe", "tune", "knn", "evaluate")
     ]

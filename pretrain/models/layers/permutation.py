@@ -34,21 +34,26 @@ class Permutation(nn.Module):
             raise ValueError(f"index is not a permutation of 0 to {index.numel() - 1}")
         self.register_buffer("index", index.to(torch.int32))
         self.register_buffer("inverse", inverse_of(self.index), persistent=False)
+        self.register_load_state_dict_pre_hook(_reject_wrong_index)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(lambda permutation, _: permutation.invert())  # type: ignore[no-untyped-call]
 
     def forward(self, x_BM: Tensor) -> Tensor:
         return _Gather.apply(x_BM, self.index, self.inverse)  # type: ignore[no-untyped-call]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        given = state_dict.get(f"{prefix}index")
-        if given is not None and given.shape == self.index.shape and not is_permutation(given):
-            error_messages: list[str] = args[-1]
-            error_messages.append(
-                f"{prefix}index is not a permutation of its places; take another copy of the file"
-            )
-            return
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def invert(self) -> None:
+        """Derive the inverse."""
         self.index = self.index.to(torch.int32)  # `assign=True` may change the integers' type
         self.inverse = inverse_of(self.index)
+
+
+def _reject_wrong_index(
+    permutation: Permutation, state_dict: dict[str, Tensor], prefix: str, *more: Any
+) -> None:
+    index = state_dict.get(f"{prefix}index")
+    if index is not None and index.shape == permutation.index.shape and not is_permutation(index):
+        problem = f"{prefix}index is not a permutation of its places; take another copy of the file"
+        more[-1].append(problem)
+        state_dict[f"{prefix}index"] = permutation.index
 
 
 class _Gather(torch.autograd.Function):

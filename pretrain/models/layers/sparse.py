@@ -282,23 +282,13 @@ class MaskedLinear(nn.Module):
             connections = draw_connections(num_inputs, num_outputs=num_outputs, density=density)
             self.mask.copy_(connections.mask())
             self.weight.data.copy_(connections.dense(_draw_values(connections, variance=variance)))
+        self.register_load_state_dict_pre_hook(_to_masked)  # type: ignore[no-untyped-call]
 
     def matrix(self) -> "csr_matrix":
         return connections_of(self.mask).matrix(self.weight[self.mask])
 
     def forward(self, x_BN: Tensor) -> Tensor:
         return linear(x_BN, torch.where(self.mask, self.weight, 0.0), self.bias)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if all(f"{prefix}{name}" in state_dict for name in IN_SPARSE):
-            values, starts, columns = (state_dict.pop(f"{prefix}{name}") for name in IN_SPARSE)
-            connections = Connections(starts, columns, self.in_features)
-            connections.check(prefix)
-            state_dict |= {
-                f"{prefix}weight": connections.dense(values),
-                f"{prefix}mask": connections.mask(),
-            }
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class SparseLinear(nn.Module):
@@ -328,7 +318,9 @@ class SparseLinear(nn.Module):
         self.register_buffer("columns", connections.columns.to(device))
         for name in ("column_starts", "rows", "order"):
             self.register_buffer(name, None, persistent=False)
-        self._transpose()
+        self.transpose()
+        self.register_load_state_dict_pre_hook(_to_sparse)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(lambda layer, _: layer.transpose())  # type: ignore[no-untyped-call]
 
     @property
     def connections(self) -> Connections:
@@ -350,32 +342,44 @@ class SparseLinear(nn.Module):
         y_BM = y_MB.T.contiguous()
         return y_BM if self.bias is None else y_BM + self.bias
 
-    def _transpose(self) -> None:
+    def transpose(self) -> None:
+        """Derive the transposed pattern."""
         if self.columns.is_meta:
             self.column_starts = self.columns.new_empty(self.in_features + 1)
             self.rows, self.order = torch.empty_like(self.columns), torch.empty_like(self.columns)
         else:
             self.column_starts, self.rows, self.order = self.connections.transposed()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if all(f"{prefix}{name}" in state_dict for name in IN_MASKED):
-            weight, mask = (state_dict.pop(f"{prefix}{name}") for name in IN_MASKED)
-            found = connections_of(mask)
-            of_sparse = (weight[mask], found.row_starts, found.columns)
-            state_dict.update(
-                {f"{prefix}{name}": value for name, value in zip(IN_SPARSE, of_sparse, strict=True)}
-            )
-        values, starts, columns = (state_dict.get(f"{prefix}{name}") for name in IN_SPARSE)
-        if starts is not None and columns is not None:
-            Connections(starts, columns, self.in_features).check(prefix)
-            if len(columns) != len(self.columns):
-                assert values is not None, f"{prefix[:-1]}: another pattern, and no values for it"
-                self.columns, self.values.data = (
-                    self.columns.new_empty(len(columns)),
-                    self.values.new_empty(len(values)),
-                )
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self._transpose()
+
+def _to_masked(
+    layer: MaskedLinear, state_dict: dict[str, Tensor], prefix: str, *_unused: object
+) -> None:
+    """Convert a sparse layer's part of a state dict before it is loaded."""
+    if all(f"{prefix}{name}" in state_dict for name in IN_SPARSE):
+        values, starts, columns = (state_dict.pop(f"{prefix}{name}") for name in IN_SPARSE)
+        connections = Connections(starts, columns, layer.in_features)
+        connections.check(prefix)
+        state_dict[f"{prefix}weight"] = connections.dense(values)
+        state_dict[f"{prefix}mask"] = connections.mask()
+
+
+def _to_sparse(
+    layer: SparseLinear, state_dict: dict[str, Tensor], prefix: str, *_unused: object
+) -> None:
+    """Convert a masked layer's part of a state dict, and make room for its connections."""
+    if all(f"{prefix}{name}" in state_dict for name in IN_MASKED):
+        weight, mask = (state_dict.pop(f"{prefix}{name}") for name in IN_MASKED)
+        pattern = connections_of(mask)
+        of_sparse = (weight[mask], pattern.row_starts, pattern.columns)
+        for name, value in zip(IN_SPARSE, of_sparse, strict=True):
+            state_dict[f"{prefix}{name}"] = value
+    values, starts, columns = (state_dict.get(f"{prefix}{name}") for name in IN_SPARSE)
+    if starts is not None and columns is not None:
+        Connections(starts, columns, layer.in_features).check(prefix)
+        if len(columns) != len(layer.columns):
+            assert values is not None, f"{prefix[:-1]}: another pattern, and no values for it"
+            layer.columns = layer.columns.new_empty(len(columns))
+            layer.values.data = layer.values.new_empty(len(values))
 
 
 def _draw_values(connections: Connections, *, variance: float) -> Tensor:

@@ -155,9 +155,7 @@ def test_a_column_is_named_or_the_table_is(tmp_path: Path, flat: Path, refused: 
         build(flat, tmp_path / "two", f"source.labels={table}", "source.columns.file=c"),
         "has no column 'c', only a, b",
     )
-    refused(
-        build(flat, tmp_path / "two"), "or name a table of their labels: source.labels=FILE.csv"
-    )
+    refused(build(flat, tmp_path / "two"), "source.labels=FILE.csv")
 
 
 def test_a_tenth_is_held_out_by_default_and_the_build_says_so(

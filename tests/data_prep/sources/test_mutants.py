@@ -2,49 +2,18 @@
 line, and nothing else ever."""
 
 import gzip
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.data_prep.samples import files_of, write_files
-from tests.data_prep.sources import test_cifar, test_mnist, test_stl10, test_tinyimagenet
-from tests.data_prep.sources.layouts import mutants, opened, survey
+from tests.data_prep.samples import files_of
+from tests.data_prep.sources.layouts import mutants, survey
+from tests.data_prep.sources.published import FORMS, LAYOUTS, TINY, pickled
 
-
-def pickles(root: Path) -> Path:
-    """Of Python 2, and of the oldest and a new protocol."""
-    folder = test_cifar.archive(root, "cifar-10-python", unpacked=True)
-    for name, protocol in (("data_batch_1", 0), ("data_batch_2", 4)):
-        fields = {
-            "labels": test_cifar.TEN_LABELS[name],
-            "data": test_cifar.TEN_PIXELS[name].reshape(-1, 3072),
-        }
-        (folder / name).write_bytes(pickle.dumps(fields, protocol=protocol))
-    return folder
-
-
-SMALL = {
-    name: data[:40] if name.endswith(".JPEG") else data
-    for name, data in test_tinyimagenet.WHOLE.items()
-}
-CASES: dict[str, tuple[str, Callable[[Path], Path]]] = {
-    "mnist": (
-        "mnist",
-        lambda root: write_files(root / "mnist", test_mnist.files(compressed=False)),
-    ),
-    "mnist.gz": ("mnist", lambda root: write_files(root / "mnist", test_mnist.files())),
-    "cifar": ("cifar", pickles),
-    "cifar-10-python.tar.gz": ("cifar", lambda root: test_cifar.archive(root, "cifar-10-python")),
-    "cifar-100-python.tar.gz": ("cifar", lambda root: test_cifar.archive(root, "cifar-100-python")),
-    "stl10": ("stl10", lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=True)),
-    "stl10.tar.gz": (
-        "stl10",
-        lambda root: test_stl10.place(root, test_stl10.WHOLE, unpacked=False),
-    ),
-    "tiny.zip": ("tinyimagenet", lambda root: test_tinyimagenet.place(root, SMALL, unpacked=False)),
-}
+LATER = {f"data_batch_{number}": pickled(protocol) for number, protocol in ((1, 0), (2, 4))}
+"""Batches of CIFAR-10 in the oldest and a new protocol; the others are of Python 2."""
+SMALL = {name: data[:40] for name, data in TINY.files.items() if name.endswith(".JPEG")}
 
 
 def damaged(data: bytes, *, count: int, seed: int) -> Iterator[bytes]:
@@ -65,20 +34,22 @@ def damaged(data: bytes, *, count: int, seed: int) -> Iterator[bytes]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "packed"), FORMS)
 def test_a_mutant_is_read_or_refused_in_one_line_and_writes_nothing(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, packed: bool
 ) -> None:
-    kind, make = CASES[name]
-    path = make(tmp_path)
+    layout, changes = LAYOUTS[name], {"cifar-10": LATER, "tinyimagenet": SMALL}.get(name, {})
+    path = layout.place(tmp_path, packed=packed, **changes)
     before, num_read, num_refused = files_of(tmp_path), 0, 0
-    files = [path] if path.is_file() else sorted(path.iterdir())[:4]  # the others are like these
+    files = (
+        [path] if packed else sorted(each for each in path.iterdir() if each.is_file())[:4]
+    )  # the others are like these
     for number, file in enumerate(files):
         original = file.read_bytes()
-        for mutant in damaged(original, count=10 if path.is_dir() else 30, seed=10_000 * number):
+        for mutant in damaged(original, count=30 if packed else 10, seed=10_000 * number):
             file.write_bytes(mutant)
-            num_inputs, _ = survey(lambda: opened(kind, path))
+            num_inputs, _ = survey(lambda: layout.open(path))
             num_read, num_refused = num_read + bool(num_inputs), num_refused + (not num_inputs)
         file.write_bytes(original)
-    assert num_refused > 30 and num_read > (5 if "." not in name else -1), (num_read, num_refused)
+    assert num_refused > 30 and num_read > (-1 if packed else 5), (num_read, num_refused)
     assert files_of(tmp_path) == before

@@ -188,7 +188,7 @@ def test_a_checksum_of_signed_bytes_is_one_too(tmp_path: Path) -> None:
         (pax(b"10 size=x\n") + header("a", 0, b"0") + bytes(BLOCK), "has a pax header with a wrong size at byte 0"),
         (pax(b"5010 size=" + b"9" * 4999 + b"\n") + bytes(BLOCK), "has a pax header with a wrong size at byte 0"),
         (pax(b"22 GNU.sparse.major=1\n") + bytes(BLOCK), "holds a sparse file; pack it again without --sparse"),
-        (pax(b"10 path=p\n") + bytes(2 * BLOCK), "ends at byte 1,024, after an extended header whose member is not there"),
+        (pax(b"10 path=p\n") + bytes(2 * BLOCK), "ends at byte 1,024, after an extended header without a member"),
         (header("g", 10, b"g") + filled(b"10 size=3\n") + bytes(BLOCK), "gives all members one name or size, in a global"),
     ],
 )  # fmt: skip

@@ -14,7 +14,6 @@ from pretrain.augment.crops import (
     Boxes,
     axis_weights,
     draw_boxes,
-    draw_kernels,
     draw_offsets,
     padded_crop,
     resample,
@@ -150,14 +149,6 @@ def test_a_box_that_fits_nowhere_is_the_largest_in_the_middle() -> None:
     settings = AugmentSettings(crop_scale=(1.0, 1.0), crop_ratio=(2.0, 2.0))
     boxes = draw_boxes(settings, draws_of(5), count=5, stored_size=64)
     assert {crop_of(boxes, number).__str__() for number in range(5)} == {"[16, 0, 32, 64]"}
-
-
-def test_kernels_are_drawn_half_and_half_if_random() -> None:
-    assert draw_kernels(AugmentSettings(), draws_of(9), count=9) is None
-    always = draw_kernels(AugmentSettings(crop_interpolation="bicubic"), draws_of(9), count=9)
-    assert always is not None and always.all()
-    mixed = draw_kernels(AugmentSettings(crop_interpolation="random"), draws_of(4000), count=4000)
-    assert mixed is not None and 0.45 < mixed.mean() < 0.55
 
 
 @pytest.mark.parametrize("mode", ["constant", "reflect"])

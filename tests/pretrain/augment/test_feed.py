@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.augment.feed import Feed
+from pretrain.augment.feed import Feed, finish_for
 from pretrain.config import AugmentSettings
 from pretrain.data.loader import Batch
 from pretrain.data.order import BatchPlan, Order
@@ -23,12 +23,9 @@ def augmentation(settings: AugmentSettings) -> Augmentation:
 
 def feed(reader: ShardReader, augment: Augmentation, *, threads: int) -> Feed:
     order, plan = Order(reader.num_samples, 4), BatchPlan(48, 12, 2)
-    return Feed(
-        lambda finish: loaded(
-            reader, order, plan, rank=1, consumed=96, num_threads=threads, finish=finish
-        ),
-        augment,
-    )
+    finish = finish_for(augment)
+    batches = loaded(reader, order, plan, rank=1, consumed=96, num_threads=threads, finish=finish)
+    return Feed(batches, augment)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -90,41 +87,6 @@ def test_each_picture_is_mixed_with_the_one_before_it_in_the_global_batch_on_any
     assert len(set(weights)) == len(weights)
     for batches in ranks:
         batches.close()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        AugmentSettings(crop_scale=(0.3, 1.0), mixup_alpha=0.8),
-        AugmentSettings(crop_scale=(0.3, 1.0)),
-        AugmentSettings(flip_probability=0.5),
-        AugmentSettings(mixup_alpha=0.4, mix_probability=0.5),
-        AugmentSettings(
-            crop_scale=(0.3, 1.0), cutmix_alpha=1.0, erase_probability=0.5, erase_mode="const"
-        ),
-    ],
-)
-def test_compiled_loops_and_matrix_products_make_the_same_pictures(
-    reader: ShardReader, settings: AugmentSettings
-) -> None:
-    samples = np.arange(60)
-    stored = Batch(
-        reader.images(samples),
-        torch.from_numpy(reader.labels[:60]),
-        samples // 7,
-        samples,
-        samples // 2,
-    )
-    compiled = augmentation(settings)
-    assert compiled._on_cpu
-    ours = [compiled.prepare(stored), compiled.plain(stored)]
-    products = augmentation(settings)
-    products._on_cpu = products._in_one_pass = False  # as on a GPU
-    for mine, theirs in zip(ours, [products.prepare(stored), products.plain(stored)], strict=True):
-        torch.testing.assert_close(mine.images_BCHW, theirs.images_BCHW, rtol=0, atol=1e-3)
-        assert torch.equal(mine.labels_B, theirs.labels_B)
-        if theirs.weight_B is not None:
-            torch.testing.assert_close(mine.weight_B, theirs.weight_B)
 
 
 def test_an_error_of_the_augmentation_reaches_the_trainer(

@@ -131,24 +131,6 @@ def test_pictures_need_not_be_contiguous(spread: str) -> None:
     )
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 7])
-def test_any_number_of_pictures_alone_or_together(count: int) -> None:
-    images, boxes = pictures(9, 10), random_boxes(9, 10)
-    part = Boxes(
-        *(side[:count] for side in (boxes.top, boxes.left, boxes.height, boxes.width)),
-        boxes.flip[:count],
-    )
-    assert torch.equal(crop(images[:count], part, size=12), crop(images, boxes, size=12)[:count])
-    if count == 0:
-        how: dict[str, Any] = {
-            "mean": MEAN,
-            "scale": SCALE,
-            "weights": np.zeros(0),
-            "dtype": torch.bfloat16,
-        }
-        assert crop_mix_normalise(images[:0], part, size=4, **how).shape == (0, 3, 4, 4)
-
-
 def test_bytes_behind_the_pictures_do_not_matter() -> None:
     """The loads reach past a row's last pixel: what lies there must not show, nor be read past the
     end of the memory."""

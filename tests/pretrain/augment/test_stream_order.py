@@ -19,7 +19,7 @@ from torch import Tensor
 
 import pretrain.augment.feed as feeding
 from pretrain.augment.augmentation import Prepared
-from pretrain.augment.feed import Ahead, Feed, on_device
+from pretrain.augment.feed import Ahead, Feed, finish_for, on_device
 from pretrain.data.loader import Batch, evaluation_batches
 from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import ShardReader
@@ -201,12 +201,18 @@ class Augmentation:
 
 def train(reader: ShardReader) -> None:
     order, plan = Order(reader.num_samples, 4), BatchPlan(48, 24, 2)
-    with Feed(
-        lambda finish: loaded(
-            reader, order, plan, rank=1, consumed=0, num_threads=2, pin=True, finish=finish
-        ),
-        Augmentation(),  # type: ignore[arg-type]
-    ) as feed:
+    augmentation: Any = Augmentation()
+    batches = loaded(
+        reader,
+        order,
+        plan,
+        rank=1,
+        consumed=0,
+        num_threads=2,
+        pin=True,
+        finish=finish_for(augmentation),
+    )
+    with Feed(batches, augmentation) as feed:
         for positions in itertools.islice(plan.sequence(consumed=0, rank=1), 6):
             asked, prepared, given = Moment(GPU), next(feed).prepared, Moment(GPU)
             loss = prepared.images_BCHW.mean() + prepared.labels_B.float().mean()

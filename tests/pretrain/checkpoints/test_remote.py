@@ -27,7 +27,15 @@ from pretrain.loop import train
 from pretrain.ranks.world import World
 from tests.errors import fails
 from tests.moments import wait_until
-from tests.pretrain.checkpoints.test_checkpoint import FILES, Crash, save, state, steps, submitted
+from tests.pretrain.checkpoints.test_checkpoint import (
+    FILES,
+    Crash,
+    Log,
+    save,
+    state,
+    steps,
+    submitted,
+)
 from tests.ranks import run_ranks
 
 FIRST = World(0, 0, 1)
@@ -48,7 +56,7 @@ class Node:
     """A machine with a disk of its own, on which a run begins or resumes."""
 
     def __init__(self, disk: Path, store: Path, *, world: World = FIRST, **more: Any):
-        self.run_dir = disk / "run"
+        self.run_dir, self.log = disk / "run", Log()
         settings = settings_of(self.run_dir, store, **more)
         fetch_run(settings, world)
         found = Remote.of(settings)
@@ -65,9 +73,9 @@ class Node:
         place.write_bytes(content)
 
     def writer(self, retention: Retention) -> tuple[CheckpointWriter, Uploader]:
-        uploads = Uploader(self.remote, retention)
+        uploads = Uploader(self.remote, retention, self.log)
         uploads.start()
-        return CheckpointWriter(self.run_dir, retention, uploader=uploads), uploads
+        return CheckpointWriter(self.run_dir, retention, log=self.log, uploader=uploads), uploads
 
 
 def complete(store: Path) -> list[int]:
@@ -116,7 +124,7 @@ def test_a_crash_between_any_two_writes_leaves_the_newest_complete_checkpoint(
     for crash_at in range(100):
         store = tmp_path / str(crash_at) / "store"
         node = Node(store.parent / "a", store)
-        uploads = Uploader(node.remote, Retention(1))
+        uploads = Uploader(node.remote, Retention(1), node.log)
         save(node.run_dir, 1, keep_last=1)
         uploads._upload_all()
         calls = 0
@@ -152,7 +160,7 @@ def test_a_crash_between_any_two_writes_leaves_the_newest_complete_checkpoint(
         delivered = other.run_dir / "tracking/delivered.json"
         assert not delivered.exists() or journal.stat().st_size >= 10
         save(other.run_dir, 3, keep_last=1)
-        Uploader(other.remote, Retention(1))._upload_all()
+        Uploader(other.remote, Retention(1), other.log)._upload_all()
         assert complete(store)[-1] == 3
         assert {path.parent for path in (store / "checkpoints").glob("step-*/*")} == {
             path.parent for path in store.rglob("sha256.json")
@@ -174,7 +182,7 @@ def test_damage_in_the_remote_falls_back_and_is_uploaded_again(tmp_path: Path) -
     found = other.remote.newest()
     assert found is not None and step_of(found.directory) == 1
     save(other.run_dir, 2)
-    Uploader(other.remote, Retention(2))._upload_all()
+    Uploader(other.remote, Retention(2), other.log)._upload_all()
     assert complete(store) == [1, 2]
     for place in list_checkpoints(other.run_dir):  # and the other way round
         (place / "model.safetensors").write_bytes(b"")
@@ -234,7 +242,7 @@ def test_a_bucket_that_refuses_costs_training_nothing(
     for step in (7, 8, 9):
         submitted(writer, step)
     writer.finish()
-    wait_until(lambda: writer.news().get("usage/remote_failures", 0) >= 1)
+    wait_until(lambda: node.log.values.get("usage/remote_failures", 0) >= 1)
     node.record("result.json", b'{"step": 9}')
     with fails("unreachable", "checkpoint.remote"):
         uploads.close(finished=True)

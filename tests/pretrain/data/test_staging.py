@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from cluster.preflight import MIN_FREE_GB
 from data_prep.cli import main as data_prep
 from data_prep.publish import sha256_of
 from pretrain.config import DataSettings
@@ -126,14 +124,6 @@ def test_a_disk_that_is_too_small_or_not_usable_costs_a_warning(
     printed = capsys.readouterr().err
     assert printed.count("WARNING") == 1 and str(tmp_path) in printed
     assert not list(tmp_path.glob("shards-*/*.*[rny]")), "nothing was copied in vain"
-
-
-def test_staging_spares_enough_of_a_disk_for_its_node_to_be_a_good_one(monkeypatch: Patch) -> None:
-    for disk_gb, spared_gb in ((2000, 20), (500, 5), (100, 5), (50, 5), (20, 2)):
-        disk = SimpleNamespace(total=disk_gb * 10**9, free=15 * 10**9)
-        monkeypatch.setattr(module.shutil, "disk_usage", lambda path, disk=disk: disk)
-        assert module._free_bytes(Path("/")) == (15 - spared_gb) * 10**9
-        assert spared_gb > MIN_FREE_GB
 
 
 def test_a_shard_that_differs_from_the_manifest_is_not_staged(

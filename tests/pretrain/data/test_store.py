@@ -429,17 +429,6 @@ def test_a_file_of_another_size_is_fetched_again_and_a_touched_one_is_not(
             assert path.read_bytes() == good and not path.is_symlink()
 
 
-def test_threads_of_one_process_share_a_store(place: Path, shards: list[File]) -> None:
-    def walk(seed: int) -> None:
-        for file in random.Random(seed).sample(shards, len(shards)):
-            with holding(ours, file) as (path,):
-                assert hashlib.sha256(path.read_bytes()).hexdigest() == file.sha256
-
-    with closing(opened(place, room=4)) as ours, ThreadPoolExecutor(4) as pool:
-        list(pool.map(walk, range(4)))
-    assert len(cached(place)) == 4
-
-
 def test_a_fork_neither_releases_its_parents_files_nor_keeps_them(
     place: Path, shards: list[File]
 ) -> None:

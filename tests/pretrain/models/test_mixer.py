@@ -1,8 +1,6 @@
 """Mixers, S-Mixers and RP variants, in float64: against dense matrices on vec(X), a few independent
 lines, and each other."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -172,58 +170,6 @@ def test_a_block_is_a_wide_and_sparse_mlp(fields: dict[str, object]) -> None:
         else:
             y = u + wide(second, layers)
         torch.testing.assert_close(block(x).flatten(1), y)
-
-
-def commutation(rows: int, columns: int) -> Permutation:
-    """vec of a (rows, columns) matrix, row by row -> vec of its transpose."""
-    return Permutation(torch.arange(rows * columns).reshape(rows, columns).T.flatten())
-
-
-def unpermute(block: nn.Module, *, tokens_in: int, tokens: int) -> None:
-    """The permutations that make an RP block the normal one."""
-    assert isinstance(block, MixerBlock)
-    block.before_tokens = commutation(tokens_in, CHANNELS)
-    block.after_tokens = commutation(CHANNELS, tokens)
-    stay = Permutation(torch.arange(tokens * CHANNELS))
-    block.before_channels = block.after_channels = stay
-
-
-def outputs_and_gradients(model: Mixer) -> Iterator[tuple[str, Tensor]]:
-    x = images().requires_grad_()
-    logits = model(x)
-    (logits * torch.tensor([1.0, -2.0, 3.0])).sum().backward()
-    yield "output", logits
-    assert x.grad is not None
-    yield "input", x.grad
-    for name, weight in model.named_parameters():
-        assert weight.grad is not None, name
-        yield name, weight.grad
-
-
-@pytest.mark.parametrize("permuted", ["all", (0,), (1,)], ids=str)
-@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())
-def test_rp_blocks_with_structured_permutations_are_the_normal_model(
-    fields: dict[str, object], permuted: object
-) -> None:
-    """Outputs and all gradients; with random ones the outputs are others, so the permutations are
-    really used."""
-    normal, random = (
-        built(spec_with(**fields)),
-        built(spec_with(**fields, permuted_blocks=permuted)),
-    )
-    assert not torch.allclose(normal(images()), random(images()))
-    tokens = TOKENS if fields.get("num_tokens") else PATCHES
-    for number, block in enumerate(random.blocks):
-        assert isinstance(block, MixerBlock)
-        assert block.is_permuted == (permuted == "all" or number in permuted)  # type: ignore[operator]
-        if block.is_permuted:
-            unpermute(block, tokens_in=tokens if number else PATCHES, tokens=tokens)
-    found, expected = dict(outputs_and_gradients(random)), dict(outputs_and_gradients(normal))
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(
-            found[name], gradient, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS.keys())

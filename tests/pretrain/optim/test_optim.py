@@ -83,11 +83,11 @@ def test_lion_is_its_formula_to_the_bit(in_one_pass: bool, monkeypatch: pytest.M
 
 
 def test_lion_equals_timms_to_the_bit() -> None:
+    """timm rounds its momentum differently (lerp), so only weights are compared."""
     settings: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
     ours = trained(lambda weights: Lion(weights, **settings))
     theirs = trained(lambda weights: timm.optim.Lion(weights, **settings, foreach=False))
-    # of weights; timm rounds its momentum otherwise (lerp)
-    assert all(torch.equal(a, b) for a, b in zip(ours[::2], theirs[::2], strict=True))
+    assert all(map(torch.equal, ours[::2], theirs[::2]))
 
 
 @pytest.mark.parametrize("in_one_pass", [True, False])
@@ -210,35 +210,12 @@ def test_decoupled_sgd_is_plain_or_nesterovs_beside_a_plain_shrinking(nesterov: 
         assert holder.matrix.flatten().tolist() == pytest.approx(value, rel=1e-5)
 
 
-def adams_directions(
-    gradients: list[list[float]], *, beta1: float, beta2: float, eps: float
-) -> list[list[float]]:
-    """Of every step, in Python's own numbers."""
-    size = len(gradients[0])
-    m, v, found = [0.0] * size, [0.0] * size, []
-    for step, gradient in enumerate(gradients, start=1):
-        m = [beta1 * a + (1 - beta1) * g for a, g in zip(m, gradient, strict=True)]
-        v = [beta2 * a + (1 - beta2) * g * g for a, g in zip(v, gradient, strict=True)]
-        corrected = [
-            (a / (1 - beta1**step), b / (1 - beta2**step)) for a, b in zip(m, v, strict=True)
-        ]
-        found.append([a / (math.sqrt(b) + eps) for a, b in corrected])
-    return found
-
-
-def test_adamw_is_its_formula_beside_a_plain_shrinking() -> None:
-    holder = one_matrix(1.0, -2.0)
-    optimizer = build_optimizer(
-        holder, OptimizerSettings(name="adamw", lr=0.1, weight_decay=0.5, betas=(0.8, 0.95))
-    )
-    value = [1.0, -2.0]
-    for gradient, direction in zip(
-        GRADIENTS, adams_directions(list(GRADIENTS), beta1=0.8, beta2=0.95, eps=1e-8), strict=True
-    ):
-        holder.matrix.grad = torch.tensor([gradient])
-        optimizer.step()
-        value = [v * (1 - 0.1 * 0.5) - 0.1 * d for v, d in zip(value, direction, strict=True)]
-        assert holder.matrix.flatten().tolist() == pytest.approx(value, rel=1e-5)
+def test_adamw_is_torchs_with_the_betas_that_are_asked_for() -> None:
+    settings = OptimizerSettings(name="adamw", lr=0.1, weight_decay=0.5, betas=(0.8, 0.95))
+    optimizer = build_optimizer(one_matrix(1.0, -2.0), settings)
+    assert type(optimizer) is torch.optim.AdamW
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.1, (0.8, 0.95), 0.5)
 
 
 def test_groups_decay_matrices_alone_and_scale_the_head() -> None:
@@ -262,25 +239,19 @@ def test_groups_decay_matrices_alone_and_scale_the_head() -> None:
 
 
 def test_schedules_warm_up_and_fall_to_their_end() -> None:
-    for name, halfway in (("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)):
-        schedule = Schedule(
-            ScheduleSettings(name=name, final_lr=0.1), 1.0, num_steps=104, warmup_steps=4
-        )  # type: ignore[arg-type]
+    names: dict[Any, tuple[float, float, float]] = {  # after a quarter, halfway, at the end
+        "cosine": (0.55 + 0.45 * math.sqrt(0.5), 0.55, 0.1),
+        "linear": (0.775, 0.55, 0.1),
+        "constant": (1.0, 1.0, 1.0),
+    }
+    for name, fallen in names.items():
+        settings = ScheduleSettings(name=name, final_lr=0.1)
+        schedule = Schedule(settings, 1.0, num_steps=104, warmup_steps=4)
         assert [schedule.lr(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-        assert schedule.lr(54) == pytest.approx(halfway)
-        assert (
-            schedule.lr(104)
-            == schedule.lr(200)
-            == pytest.approx(1.0 if name == "constant" else 0.1)
-        )
+        assert [schedule.lr(step) for step in (29, 54, 104)] == pytest.approx(fallen)
+        assert schedule.lr(200) == schedule.lr(104)
         assert all(schedule.lr(step) >= schedule.lr(step + 1) for step in range(4, 104))
-    assert Schedule(ScheduleSettings(name="linear"), 1.0, num_steps=100).lr(25) == pytest.approx(
-        0.75
-    )
-    assert Schedule(ScheduleSettings(name="cosine"), 1.0, num_steps=100).lr(25) == pytest.approx(
-        0.5 + math.sqrt(0.125)
-    )
-    assert Schedule(ScheduleSettings(name="constant"), 1.0, num_steps=10).lr(0) == 1.0
+        assert Schedule(settings, 1.0, num_steps=10).lr(0) == 1.0
     settings = ScheduleSettings(name="wsd", cooldown="4 steps", final_lr=0.2)
     stable = Schedule(settings, 1.0, num_steps=10, cooldown_steps=4)
     assert [stable.lr(step) for step in (0, 5, 6, 7, 8, 9, 10)] == pytest.approx(

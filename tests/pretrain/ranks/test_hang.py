@@ -263,23 +263,3 @@ def test_who_is_behind_is_told_by_marks_and_not_by_clocks() -> None:
     assert hang(400, computes, waits._replace(stalled_s=3)) is None
     all_alike = hang(400, *[waits] * 8)
     assert all_alike is not None and all_alike.detail.endswith("(with 7 more ranks)")
-
-
-def test_a_collective_that_times_out_is_laid_to_the_rank_that_did_not_come() -> None:
-    computes, waits = (
-        Standing(41, 9, "computing", 600.5),
-        Standing(40, 9, "waiting for data", 600.0),
-    )
-    found = table(computes, waits)
-    assert (
-        found.behind(PEERS[0])
-        == f"{PEERS[1]} has made no progress for 600 s, at step 9, waiting for data"
-    )
-    assert found.behind(PEERS[1]) == ""  # it failed by itself
-    assert (
-        table(computes, waits._replace(stalled_s=2)).behind(PEERS[0]) == ""
-    )  # just now: it may wait for that one
-    assert table(waits, waits).behind(PEERS[0]) == "" and table().behind(PEERS[0]) == ""
-    verdict = Verdict(PEERS[0], "failed", "RuntimeError: timed out", found.behind(PEERS[0]))
-    assert verdict.wants_stacks and Verdict.of(verdict.as_message()) == verdict
-    assert not Verdict(PEERS[0], "failed", "ValueError: x").wants_stacks

@@ -14,7 +14,7 @@ from pretrain.cli import leave
 from pretrain.ranks import launch
 from pretrain.ranks.preemption import LAST_WRITE_S
 from pretrain.ranks.world import World, free_port, read_world
-from tests.ranks import REPOSITORY, run_ranks
+from tests.ranks import REPOSITORY
 
 START = """
 import sys, time
@@ -109,20 +109,6 @@ def test_a_rank_that_has_not_joined_is_ended_at_once(
     assert done.stderr.splitlines() == ["rank 0 says who holds the run", *said]
 
 
-def failing_rank(world: World) -> None:
-    import torch
-
-    torch.distributed.init_process_group("gloo")
-    if world.rank == 1:
-        raise RuntimeError("rank one gives up")
-    torch.distributed.barrier()
-
-
-def test_the_distributed_helper_fails_fast_and_shows_why() -> None:
-    with pytest.raises(AssertionError, match="rank one gives up"):
-        run_ranks(failing_rank, num_ranks=2)
-
-
 def test_one_process_is_a_world_of_its_own() -> None:
     environment: dict[str, str] = {}
     assert read_world(environment) == World(0, 0, 1, num_cores=len(os.sched_getaffinity(0)))
@@ -177,33 +163,29 @@ def test_srun_is_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"),
+    ("step", "job", "per_node", "node", "expected"),
     [
-        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x3),2", "SLURM_NODEID": "3"}, 2),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x3),2", "SLURM_NODEID": "2"}, 4),
-        ({"SLURM_TASKS_PER_NODE": "6,4(x2)", "SLURM_NODEID": "0"}, 6),
-        (
-            {
-                "SLURM_TASKS_PER_NODE": "8(x2)",
-                "SLURM_STEP_TASKS_PER_NODE": "7(x2)",
-                "SLURM_NODEID": "1",
-            },
-            7,
-        ),
-        (
-            {"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "5"},
-            5,
-        ),  # the job's, not the step's
-        (
-            {"SLURM_TASKS_PER_NODE": "7(x2)", "SLURM_NODEID": "1", "SLURM_NTASKS_PER_NODE": "8"},
-            7,
-        ),  # 8 is but a limit
-        ({"SLURM_STEP_TASKS_PER_NODE": "what is this", "SLURM_NODEID": "1"}, 14),
+        ("", "", "4", "", 4),
+        ("4(x3),2", "", "", "3", 2),
+        ("4(x3),2", "", "", "2", 4),
+        ("", "6,4(x2)", "", "0", 6),
+        ("7(x2)", "8(x2)", "", "1", 7),
+        ("", "8(x2)", "5", "1", 5),  # the job's, not the step's
+        ("", "7(x2)", "8", "1", 7),  # 8 is but a limit
+        ("what is this", "", "", "1", 14),
     ],
 )
-def test_srun_says_how_many_ranks_this_node_has(more: dict[str, str], expected: int) -> None:
-    world = read_world(SRUN | {"SLURM_NTASKS": "14"} | more)
+def test_srun_says_how_many_ranks_this_node_has(
+    step: str, job: str, per_node: str, node: str, expected: int
+) -> None:
+    facts = {
+        "SLURM_STEP_TASKS_PER_NODE": step,
+        "SLURM_TASKS_PER_NODE": job,
+        "SLURM_NTASKS_PER_NODE": per_node,
+        "SLURM_NODEID": node,
+    }
+    given = {name: value for name, value in facts.items() if value}
+    world = read_world(SRUN | {"SLURM_NTASKS": "14"} | given)
     assert world.num_local_ranks == expected and world.is_one_node == (expected == 14)
 
 
@@ -243,77 +225,43 @@ def test_half_an_environment_is_one_clear_error(half: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slurm", "world_size", "local_world_size", "bound", "cores"),
+    ("on_node", "per_task", "num_tasks", "hint", "world_size", "bound", "cores"),
     [
-        (
-            {"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16"},
-            16,
-            4,
-            8,
-            8,
-        ),  # bound without --cpus-per-task
-        ({"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16"}, 16, 4, 64, 8),  # not bound
-        (
-            {"SLURM_CPUS_ON_NODE": "32", "SLURM_NTASKS": "16", "SLURM_HINT": "nomultithread"},
-            16,
-            4,
-            4,
-            4,
-        ),  # one thread of each core
-        (
-            {"SLURM_CPUS_ON_NODE": "30", "SLURM_NTASKS": "16"},
-            16,
-            4,
-            62,
-            7,
-        ),  # core specialization keeps two
-        ({"SLURM_CPUS_ON_NODE": "2", "SLURM_NTASKS": "4"}, 4, 4, 2, 1),  # srun --overcommit
-        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "7", "SLURM_NTASKS": "1"}, 1, 1, 64, 7),
-        (
-            {"SLURM_CPUS_ON_NODE": "16", "SLURM_CPUS_PER_TASK": "16", "SLURM_NTASKS": "4"},
-            4,
-            4,
-            16,
-            4,
-        ),  # sbatch's, not srun's
-        (
-            {"SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS": "16"},
-            16,
-            4,
-            64,
-            8,
-        ),  # srun started each rank
-        (
-            {"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "1"},
-            4,
-            4,
-            64,
-            8,
-        ),  # --ranks 4 or torchrun in one task
-        (
-            {"SLURM_CPUS_PER_TASK": "32", "SLURM_NTASKS": "2"},
-            8,
-            4,
-            64,
-            8,
-        ),  # torchrun on each of two nodes
-        ({"SLURM_CPUS_PER_TASK": "32"}, 4, 4, 64, 8),
-        ({"SLURM_CPUS_PER_TASK": "2", "SLURM_NTASKS": "1"}, 4, 4, 64, 1),
-        ({}, 4, 4, 64, 16),
+        (32, 0, 16, "", 16, 8, 8),  # bound without --cpus-per-task
+        (32, 0, 16, "", 16, 64, 8),  # not bound
+        (32, 0, 16, "nomultithread", 16, 4, 4),  # one thread of each core
+        (30, 0, 16, "", 16, 62, 7),  # core specialization keeps two
+        (2, 0, 4, "", 4, 2, 1),  # srun --overcommit
+        (16, 16, 4, "", 4, 16, 4),  # sbatch's, not srun's
+        (0, 8, 16, "", 16, 64, 8),  # srun started each rank
+        (0, 32, 1, "", 4, 64, 8),  # --ranks 4 or torchrun in one task
+        (0, 32, 2, "", 8, 64, 8),  # torchrun on each of two nodes
+        (0, 32, 0, "", 4, 64, 8),
+        (0, 2, 1, "", 4, 64, 1),
+        (0, 0, 0, "", 4, 64, 16),
     ],
 )
 def test_ranks_of_one_task_share_its_cores(
-    slurm: dict[str, str],
+    on_node: int,
+    per_task: int,
+    num_tasks: int,
+    hint: str,
     world_size: int,
-    local_world_size: int,
     bound: int,
     cores: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(bound)))
+    slurm = {
+        "SLURM_CPUS_ON_NODE": on_node,
+        "SLURM_CPUS_PER_TASK": per_task,
+        "SLURM_NTASKS": num_tasks,
+        "SLURM_HINT": hint,
+    }
     facts = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
-    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local_world_size)}
-    assert read_world(facts | sizes | slurm).num_cores == cores
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "4"}
+    given = {name: str(value) for name, value in slurm.items() if value}
+    assert read_world(facts | sizes | given).num_cores == cores
 
 
 @pytest.mark.parametrize(

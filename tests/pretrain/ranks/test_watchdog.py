@@ -22,7 +22,7 @@ import pytest
 
 from pretrain.ranks.preemption import Interrupted, StopFlag
 from pretrain.ranks.settings import RanksSettings
-from pretrain.ranks.watchdog import LONGEST_LINE, Message, Watchdog, Wire, encoded, listen
+from pretrain.ranks.watchdog import LONGEST_LINE, Watchdog, Wire, encoded, listen
 from pretrain.ranks.world import Peer, World, read_world
 from tests.forked import begin, environments, wait
 from tests.moments import wait_until
@@ -277,67 +277,6 @@ def test_a_line_that_comes_in_pieces_is_one_message() -> None:
         theirs.close()
         assert list(wire.receive()) == [] and not wire.is_open
         ours.close()
-
-
-def hangs_up(theirs: socket.socket) -> bool:
-    while theirs.recv(LONGEST_LINE):
-        pass
-    return True
-
-
-def test_a_message_costs_the_same_however_many_ranks_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Only who has sent something is read; and who comes after a goodbye may get the same
-    descriptor."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    facts, heard, reads, receive = list[int](), list[int](), list[Wire](), Wire.receive
-    heartbeat = Watchdog(World(0, 0, 21), RanksSettings())
-    heartbeat.attend(received=lambda rank, report: heard.append(rank))
-
-    def announce(numbers: list[int]) -> list[int]:
-        facts.extend(numbers)
-        return numbers
-
-    def counted(wire: Wire) -> Iterator[Message]:
-        reads.append(wire)
-        return receive(wire)
-
-    heartbeat.start(announce)
-
-    def joined(rank: int) -> socket.socket:
-        theirs = socket.create_connection(("127.0.0.1", facts[0]))
-        theirs.sendall(
-            encoded(asdict(Peer(rank, "x", rank)) | {"token": "-".join(map(str, facts[1:]))})
-        )
-        theirs.settimeout(20)
-        assert b"token" in theirs.recv(LONGEST_LINE)
-        return theirs
-
-    def say(theirs: socket.socket) -> None:
-        number = len(heard)
-        theirs.sendall(encoded({"beat": {"load": 1}}))
-        wait_until(lambda: len(heard) > number)
-
-    others = list[socket.socket]()
-    try:
-        others += [joined(rank) for rank in range(1, 21)]
-        monkeypatch.setattr(Wire, "receive", counted)
-        for theirs in others * 2:
-            say(theirs)
-        assert heard == [*range(1, 21)] * 2 and len(reads) == 40
-        for rank in (1, 2):
-            with others.pop(0) as leaving:
-                leaving.sendall(encoded({"bye": True}))
-                assert hangs_up(leaving)
-            others.append(joined(rank))
-            say(others[-1])
-        assert heard[40:] == [1, 2]
-    finally:
-        heartbeat.stop()  # or its verdict would end the tests
-    for theirs in others:
-        assert hangs_up(theirs)
-        theirs.close()
 
 
 def test_a_name_that_means_loopback_here_is_not_where_other_nodes_look() -> None:

@@ -90,22 +90,6 @@ def quickly(new_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quickly")
-def test_runs_that_start_together_have_one_whole_store(tmp_path: Path) -> None:
-    run_dirs = [tmp_path / f"ext{number}" for number in range(2)]
-    for run_dir in run_dirs:
-        write_run(run_dir)
-    assert sync_apart(*run_dirs) == [0, 0]
-    assert sorted(runs_in(tmp_path / "mlflow.db")) == ["ext0", "ext1"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".mlflow.db.queue",
-        "ext0",
-        "ext1",
-        "mlartifacts",
-        "mlflow.db",
-    ]
-
-
-@pytest.mark.usefixtures("quickly")
 def test_one_of_eight_deliverers_delivers_all_runs(tmp_path: Path) -> None:
     """As while a sweep trains: one process writes at a time, and no metric is lost."""
     run_dirs = [tmp_path / f"run{number}" for number in range(8)]

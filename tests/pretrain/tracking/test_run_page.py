@@ -153,36 +153,23 @@ def test_the_strongest_filters_come_first_in_blue_and_red() -> None:
     assert nothing[72, 72].tolist() == white and nothing[5, 72].max() < 128  # has an edge
 
 
-def test_the_command_is_shown_as_it_can_be_typed() -> None:
-    words = [
-        "/somewhere/pretrain/__main__.py",
-        "train",
-        "a.yaml",
-        "train.duration=2 epochs",
-        "data.storage={key: secret}",
-    ]
-    assert (
-        shown_command(words) == "pretrain train a.yaml 'train.duration=2 epochs' data.storage=..."
-    )
+SNAPSHOT = "/home/me/wm/jobs/snapshots/0a1b"
 
 
 @pytest.mark.parametrize(
-    ("kept", "given"),
+    ("word", "shown"),
     [
-        ("/home/me/wm/jobs/snapshots/0a1b/configs/pretrain/x.yaml", "configs/pretrain/x.yaml"),
-        ("/home/me/wm/jobs/snapshots/0a1b/given/home/me/wm/mine.yaml", "mine.yaml"),
-        ("/home/me/wm/jobs/snapshots/0a1b/given/home/me/other.yaml", "/home/me/other.yaml"),
-        (
-            "note=/home/me/wm/jobs/snapshots/0a1b/given/a.yaml",
-            "note=/home/me/wm/jobs/snapshots/0a1b/given/a.yaml",
-        ),
+        ("train.duration=2 epochs", "'train.duration=2 epochs'"),
+        ("data.storage={key: secret}", "data.storage=..."),
+        (f"{SNAPSHOT}/configs/pretrain/x.yaml", "configs/pretrain/x.yaml"),
+        (f"{SNAPSHOT}/given/home/me/wm/mine.yaml", "mine.yaml"),
+        (f"{SNAPSHOT}/given/home/me/other.yaml", "/home/me/other.yaml"),
+        (f"note={SNAPSHOT}/given/a.yaml", f"note={SNAPSHOT}/given/a.yaml"),
     ],
 )
-def test_a_jobs_command_names_the_config_that_was_given(kept: str, given: str) -> None:
-    assert (
-        shown_command(["/x/pretrain/__main__.py", "train", kept, "a=b"])
-        == f"pretrain train {given} a=b"
-    )
+def test_a_command_is_shown_as_it_was_typed_without_secrets(word: str, shown: str) -> None:
+    command = ["/somewhere/pretrain/__main__.py", "train", word]
+    assert shown_command(command) == f"pretrain train {shown}"
 
 
 def test_a_start_on_slurm_says_its_job_and_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

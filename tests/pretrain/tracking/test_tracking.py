@@ -21,8 +21,7 @@ from data_prep.publish import LOCK
 from pretrain.config import TrackingSettings
 from pretrain.ranks.preemption import SIGNALS
 from pretrain.ranks.starts import hold_run
-from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
-from pretrain.tracking.store import Store
+from pretrain.tracking.delivery import deliver_while_training, sync
 from pretrain.tracking.tracker import Journal, RunIdentity, Tracker
 from tests.errors import fails
 from tests.moments import wait_until
@@ -261,38 +260,6 @@ def test_a_run_that_died_unseen_has_failed_but_not_while_its_trainer_lives(
         assert [run.info.status for run in runs_in(store)] == ["RUNNING"]
     sync(run_dir)
     assert [run.info.status for run in runs_in(store)] == ["FAILED"]
-
-
-def test_what_another_deliverer_has_ended_stays_as_it_ended(tmp_path: Path, store: Path) -> None:
-    """The deliverer of a trainer that was killed has delivered all that the next trainer had to
-    say, too."""
-    run_dir = tmp_path / "run"
-    write_journal(run_dir, START, loss(1), START, loss(2), end("FINISHED"))
-    sync(run_dir)
-    assert deliver_after_the_end(run_dir) == 0  # the next trainer's deliverer
-    assert [run.info.status for run in runs_in(store)] == ["FINISHED"]
-
-
-def test_running_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
-    said = []
-    real = MlflowClient.update_run
-
-    def update_run(client: MlflowClient, run_id: str, status: str) -> None:
-        said.append(status)
-        real(client, run_id, status)
-
-    monkeypatch.setattr(MlflowClient, "update_run", update_run)
-    run_dir = tmp_path / "run"
-    write_journal(run_dir, START, loss(1), end("KILLED"))
-    sync(run_dir)
-    assert said == []  # a new MLflow run is running
-    write_journal(run_dir, START, loss(2))
-    delivery = Delivery(run_dir, Store(f"sqlite:///{store}"))
-    with hold_run(run_dir, lock_wait_s=0):
-        for _ in range(3):
-            delivery.deliver()
-    assert said == ["RUNNING"]
-    assert [run.info.status for run in runs_in(store)] == ["RUNNING"]
 
 
 def test_a_store_that_takes_no_files_takes_the_figures_all_the_same(

@@ -1,0 +1,161 @@
+"""A submission: sbatch's options, a job script and its words, and the part of a node that it books.
+Imports only the standard library, for `cluster/submit --check`.
+"""
+
+import argparse
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from cluster.slurm import SlurmError, count_gpus, nodes_of
+
+WARNING = "warning: "
+"""The prefix of a line of cluster/submit that does not stop a submission."""
+GPU_OPTIONS = ("gpus-per-node", "gres", "gpus", "gpus-per-task", "gpus-per-socket")
+"""sbatch's ways to ask for GPUs."""
+SHAPES = (
+    *("nodes", "ntasks", "ntasks-per-node", "exclusive", "oversubscribe"),
+    *("gpus", "gpus-per-task", "gpus-per-socket"),
+)
+"""Options by which a submission says itself how much of a node it takes."""
+SIZES = ("cpus-per-gpu", "cpus-per-task", "mem", "mem-per-cpu", "mem-per-gpu")
+FLAGS = ("exclusive", "hold", "oversubscribe", "test-only")
+OTHERS = ("array", "begin", "dependency", "partition", "time", "time-min")
+SHORT = {"nodes": "N", "ntasks": "n", "oversubscribe": "s", "gpus": "G", "cpus-per-task": "c"}
+SHORT |= {"hold": "H", "array": "a", "begin": "b", "dependency": "d", "partition": "p", "time": "t"}
+NUM_CPUS = 4
+"""CPUs of a member without a GPU, if its node has that many."""
+ON_PARTS = ("grid.slurm", "probe.slurm", "finetune.slurm", "knn.slurm", "evaluate.slurm")
+"""Job scripts whose runs mostly need one GPU."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return a parser of the options that matter here; as sbatch, it takes abbreviations."""
+    parser = argparse.ArgumentParser("cluster/submit", add_help=False)
+    for name in sorted({*GPU_OPTIONS, *SHAPES, *SIZES, *FLAGS, *OTHERS}):
+        short = [f"-{SHORT[name]}"] if name in SHORT else []
+        count, const = ("?", "") if name in FLAGS else (None, None)
+        parser.add_argument(f"--{name}", *short, nargs=count, const=const, dest=name)
+    return parser
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The words after cluster/submit."""
+
+    options: tuple[str, ...] = ()
+    script: str | None = None
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return Path(self.script or "").name
+
+    @cached_property
+    def _values(self) -> dict[str, str | None]:
+        return vars(_parser().parse_known_args(self.options)[0])
+
+    def option(self, name: str) -> str | None:
+        """Return the last value of an option of sbatch, "" if it has none, None if not given."""
+        return self._values[name]
+
+    def has(self, *names: str) -> bool:
+        return any(self._values[name] is not None for name in names)
+
+    def with_options(self, *first: str, last: Sequence[str] = ()) -> "Submission":
+        return replace(self, options=(*first, *self.options, *last))
+
+    def ranks(self, environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+        """Return the nodes, and the ranks on each (RANKS_PER_NODE, or the GPUs); None if only the
+        allocation tells."""
+        nodes, ranks = self.option("nodes") or "1", environment.get("RANKS_PER_NODE", "")
+        gpus = self.gpus_per_node(environment)
+        per_node = None if gpus is None else gpus or 1
+        if ranks:
+            per_node = int(ranks) if ranks.isdigit() else None
+        return int(nodes) if nodes.isdigit() else None, per_node
+
+    def gpu_request(self, environment: Mapping[str, str]) -> tuple[str, str]:
+        """Return the option that asks for GPUs, or else the site's variable by the name of the
+        option, with its value."""
+        given = [(name, self.option(name)) for name in GPU_OPTIONS]
+        for name in GPU_OPTIONS:
+            given.append((name, environment.get(f"SBATCH_{name.upper().replace('-', '_')}")))
+        for name, value in given:
+            if value and (name != "gres" or count_gpus(value)):
+                return name, value
+        return "", ""
+
+    def gpus_per_node(self, environment: Mapping[str, str]) -> int | None:
+        """Return the GPUs of each node that are asked for; None if only the allocation tells."""
+        name, value = self.gpu_request(environment)
+        if name == "gpus-per-node":
+            return count_gpus(f"gpu:{value}")
+        return count_gpus(value) if name in ("", "gres") else None
+
+
+def read_submission(words: Sequence[str]) -> Submission:
+    at = next((number for number, word in enumerate(words) if word.endswith(".slurm")), len(words))
+    script = words[at] if at < len(words) else None
+    return Submission(tuple(words[:at]), script, tuple(words[at + 1 :]))
+
+
+def book_part_of_node(submission: Submission, *, gpus: int | None = None) -> Submission:
+    """Return the submission with options for a part of a node in front of its own.
+
+    The part has `gpus` GPUs (None: one, if the site has any) with their fraction of the CPUs and
+    the memory. --oversubscribe takes back the script's --exclusive; SLURM never gives a GPU to two
+    jobs. RANKS_PER_NODE of site.env means that SLURM does not know of the GPUs.
+    """
+    environment = os.environ
+    of_site = {"SBATCH_EXCLUSIVE", "RANKS_PER_NODE"} & environment.keys()
+    is_whole = submission.name not in ON_PARTS and gpus is None
+    if submission.has(*SHAPES) or of_site or is_whole:
+        return submission
+    asks = submission.gpu_request({})[0]
+    wanted = submission.gpus_per_node({}) or 0 if asks else 1 if gpus is None else gpus
+    partition = submission.option("partition") or environment.get("SBATCH_PARTITION", "")
+    try:
+        nodes = nodes_of(partition)
+    except SlurmError:
+        return submission
+    if not nodes:
+        return submission
+    num_gpus, cpus, memory_mb = part_of_node(nodes, gpus=wanted)
+    options = ["--oversubscribe"]
+    name, value = submission.gpu_request(environment)
+    if not asks and name:  # in the way and of the kind that the site asks for its own
+        item = next((each for each in value.split(",") if each.startswith("gpu:")), f"gpu:{value}")
+        kind = [word for word in item.split(":")[1:] if word and not word.isdigit()]
+        words = ":".join([*["gpu"] * (name == "gres"), *kind, str(wanted)])
+        options.append(f"--{name}={words}")
+    elif not asks and num_gpus:
+        options.append(f"--gpus-per-node={wanted}")
+    if not submission.has("cpus-per-task", "cpus-per-gpu"):
+        options.append(f"--cpus-per-task={cpus}")
+    # SLURM's RealMemory is 1 if the site does not set it
+    if memory_mb > 1 and not submission.has("mem", "mem-per-cpu", "mem-per-gpu"):
+        options.append(f"--mem={memory_mb}M")
+    return submission.with_options(*options)
+
+
+def part_of_node(nodes: Iterable[Mapping[str, str]], *, gpus: int) -> tuple[int, int, int]:
+    """Return the GPUs, CPUs and megabytes of one member: `gpus` GPUs and their fraction of the node
+    that has the least for them, or NUM_CPUS CPUs and their fraction of the memory. `nodes`: facts
+    of `scontrol show node`."""
+    known = [node for node in nodes if {"CPUTot", "RealMemory"} <= node.keys()]
+    gpus = min(gpus, max((count_gpus(node.get("Gres", "")) for node in known), default=0))
+    parts = []
+    for node in known:
+        cpus, num_gpus = (
+            int(node.get("CPUEfctv") or node["CPUTot"]),
+            count_gpus(node.get("Gres", "")),
+        )
+        memory_mb = int(node["RealMemory"]) - int(node.get("MemSpecLimit", 0))
+        part, whole = (gpus, num_gpus) if gpus else (min(NUM_CPUS, cpus), cpus)
+        if part <= whole:
+            parts.append((cpus * part // whole, memory_mb * part // whole))
+    cpus = min((cpus for cpus, _ in parts), default=1)
+    return gpus, max(1, cpus), min((memory_mb for _, memory_mb in parts), default=0)
