@@ -26,7 +26,7 @@ from pretrain.config import ReadingSettings
 from pretrain.data.bad_samples import masked
 from pretrain.data.datasets import Part
 from pretrain.data.loader import Batch, Batches, Request
-from pretrain.data.order import InSequence
+from pretrain.data.order import Order
 from pretrain.data.reader import reading
 from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import MixerBlock
@@ -140,7 +140,7 @@ class Images:
             chunks = np.split(ids, range(self.batch, len(ids), self.batch))
             stored = Batches(
                 reader,
-                InSequence(reader.num_samples),
+                Order(reader.num_samples, 0, "none"),
                 (Request(chunk, np.ones(len(chunk), np.bool_)) for chunk in chunks),
                 finish=readable,
                 on_bad=masked,
