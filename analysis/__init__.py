@@ -1,2 +1,1 @@
-"""Top floor: reads what the floors below have left (runs, checkpoints, datasets) and makes tables
-and pictures of it."""
+"""Tables and figures of runs, checkpoints and datasets. No other package imports this one."""

@@ -1,6 +1,6 @@
-"""Every figure and table of both papers: which plan or verb makes it, and what the paper prints
-there. docs/papers.md and `analysis paper` show these rows; a test holds each plan of configs/plan/
-to one of them.
+"""Every figure and table of both papers: the plan or command that makes it, and the numbers that
+the paper prints. docs/papers.md and `analysis paper` show these rows; a test finds each plan of
+configs/plan/ in one of them.
 """
 
 from dataclasses import dataclass
@@ -19,19 +19,16 @@ class Experiment:
     name: str
     about: str
     plans: tuple[str, ...] = ()
-    """Files of configs/plan/, without their ending."""
+    """Files of configs/plan/, without their endings."""
     verb: str = ""
-    """Of `analysis`, where no plan draws it; RUN and DATA are the reader's."""
-    needs_nothing: bool = False
-    """No run, and seconds: the page draws it."""
+    """Command of `analysis` that draws it, if no plan does; RUN and DATA are yours. `masks` and
+    `widths` need no run, so the page draws them."""
     printed: str = ""
-    """What our notes of the paper have of its numbers."""
+    """Numbers of the paper."""
 
 
 EXPERIMENTS = (
-    Experiment(
-        "A", "Figs 1, S.9", "Masks of the effective matrices", verb="masks", needs_nothing=True
-    ),
+    Experiment("A", "Figs 1, S.9", "Masks of the effective matrices", verb="masks"),
     Experiment(
         "A",
         "Fig. 2a-c",
@@ -47,7 +44,6 @@ EXPERIMENTS = (
         "Fig. 3",
         "Width and density at fixed Omega, by channels",
         verb="widths",
-        needs_nothing=True,
         printed="Widest at C = S = (Omega / gamma)^(1/3).",
     ),
     Experiment(

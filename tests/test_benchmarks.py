@@ -14,7 +14,6 @@ from tests.ranks import REPOSITORY
 pytestmark = [pytest.mark.benchmarks, pytest.mark.processes]
 
 DRY_RUNS = {
-    "analyses": ["--dry-run"],
     "checkpoint": ["--dry-run"],
     "gpu": ["--quick", "--names", "profile-mixer-z1-eager"],
     "listing": ["--dry-run"],

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from analysis.command import device_of
-from analysis.features.hsic import Grams, WholeCka, cka, gram, hsic
+from analysis.features.hsic import WholeCka, cka, gram, hsic
 from analysis.features.mixings import Images, Subject, open_subjects
 from analysis.output import Result
 from analysis.run_rows import model_words
@@ -76,15 +76,17 @@ def compare(images: Images, pairs: Sequence[Pair], *, device: torch.device) -> C
     sums, floors, num_images = list[Tensor](), list[Tensor](), 0
     size = max(each.card.image_size for each in subjects.values())
     for batch in images.batches("features", size=size, device=device):
-        grams = Grams.of(
+        grams = [
             one
             for each in subjects.values()
             for one in each.run(each.plain.plain(batch).images_BCHW, gram)[1]
-        )
+        ]
+        grams_FNN = torch.stack(grams)
+        del grams
         generator = torch.Generator().manual_seed(num_images)
         order_N = torch.randperm(len(batch.samples), generator=generator).to(device)
-        sums.append(hsic(grams, grams))
-        floors.append(hsic(grams, grams.shuffled(order_N)))
+        sums.append(hsic(grams_FNN, grams_FNN))
+        floors.append(hsic(grams_FNN, grams_FNN[:, order_N[:, None], order_N]))
         num_images += len(batch.samples)
     return Comparison(subjects, torch.stack(sums).cpu(), torch.stack(floors).cpu(), num_images)
 

@@ -107,8 +107,13 @@ def _invariance(options: argparse.Namespace) -> Result:
     for run in options.runs:
         class_numbers(Checkpoint.open(run, verify=False).card, manifest, dataset=options.dataset)
     with doing("loading torch"):
-        from analysis.features.invariance import Measurement, invariance
+        from analysis.features.invariance import invariance
     views = min(options.views, QUICK_VIEWS) if options.quick else options.views
-    device = device_of(options.device)
-    how = Measurement(_images(options, manifest), views, options.seeds, options.quick, device)
-    return invariance(options.runs, how)
+    return invariance(
+        options.runs,
+        _images(options, manifest),
+        views=views,
+        seeds=options.seeds,
+        quick=options.quick,
+        device=device_of(options.device),
+    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from analysis.features.hsic import Grams, cka, gram, hsic
+from analysis.features.hsic import cka, gram, hsic
 from analysis.features.mixings import Images, Subject, open_subjects
 from analysis.output import Result
 from finetune.evaluate.config import ViewSettings, choose_views
@@ -73,46 +73,46 @@ def _permute(x_BCHW: Tensor, *, order_P: Tensor) -> Tensor:
     return x_BCHW.flatten(2)[:, :, order_P.to(x_BCHW.device, non_blocking=True)].view_as(x_BCHW)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    images: Images
-    views: int
-    seeds: int
-    quick: bool
-    device: torch.device
-
-
-def invariance(runs: Sequence[str], how: Measurement) -> Result:
+def invariance(
+    runs: Sequence[str],
+    images: Images,
+    *,
+    views: int,
+    seeds: int,
+    quick: bool,
+    device: torch.device,
+) -> Result:
     from analysis.features.drawing import draw_changes, draw_mixings, means_of
 
     frames = []
     for run in dict.fromkeys(runs):  # one in memory at a time
-        subject = open_subjects([run], how.images.manifest, device=how.device)[run]
-        parts = [measure(subject, how)]
-        parts += [_measure_views(subject, how, seed) for seed in range(how.seeds) if how.views]
+        subject = open_subjects([run], images.manifest, device=device)[run]
+        parts = [measure(subject, images, quick=quick, device=device)]
+        for seed in range(seeds if views else 0):
+            parts.append(_measure_views(subject, images, views, seed=seed, device=device))
         frames.append(pd.concat(parts).assign(run=run, model=subject.card.model.label))
         del subject
     rows = pd.concat(frames, ignore_index=True)
     top1 = rows.top1
     rows["standard_error"] = (top1 * (1 - top1) / rows.num_images) ** 0.5
-    facts = {"split": how.images.split, "batch": how.images.batch, "views": how.views}
+    facts = {"split": images.split, "batch": images.batch, "views": views, "seeds": seeds}
     with looks(*runs):
         figures = {"": draw_changes(rows), "mixings": draw_mixings(rows)}
     shown = rows[(rows.kind != "shift") | rows.amount.isin(QUICK_SHIFTS)]
-    inputs = [how.images.dataset, *runs]
-    return Result(rows, facts | {"seeds": how.seeds}, figures, inputs, [means_of(shown)])
+    inputs = [images.dataset, *runs]
+    return Result(rows, facts, figures, inputs, [means_of(shown)])
 
 
-def _classes(subject: Subject, how: Measurement) -> Tensor:
-    numbers = class_numbers(subject.card, how.images.manifest, dataset=how.images.dataset)
-    return torch.tensor(numbers, device=how.device)
+def _classes(subject: Subject, images: Images, *, device: torch.device) -> Tensor:
+    numbers = class_numbers(subject.card, images.manifest, dataset=images.dataset)
+    return torch.tensor(numbers, device=device)
 
 
-def measure(subject: Subject, how: Measurement) -> pd.DataFrame:
+def measure(subject: Subject, images: Images, *, quick: bool, device: torch.device) -> pd.DataFrame:
     """Return a row for each change. All counts stay on the device until the end."""
-    card, device = subject.card, how.device
-    size, classes = card.image_size, _classes(subject, how)
-    tried = [*changes(size, quick=how.quick)]
+    card, classes = subject.card, _classes(subject, images, device=device)
+    size = card.image_size
+    tried = [*changes(size, quick=quick)]
     plain = replace(subject.backbone, pixels=IN_PLACE).augmentation(device=device)
     order_P = torch.arange(size**2)
     if card.pixel_permutation is not None:
@@ -120,17 +120,17 @@ def measure(subject: Subject, how: Measurement) -> pd.DataFrame:
     right_K, same_K = torch.zeros(2, len(tried), dtype=torch.int64, device=device)
     hsic_K3L = torch.zeros(len(tried), 3, len(subject.mixings), dtype=torch.float64, device=device)
     num_images, title = 0, f"{subject.place}: changes"
-    for batch in how.images.batches(title, size=size, device=device, times=len(tried)):
-        images, labels_B, usual = plain.plain(batch).images_BCHW, classes[batch.labels_B], None
+    for batch in images.batches(title, size=size, device=device, times=len(tried)):
+        x_BCHW, labels_B, usual = plain.plain(batch).images_BCHW, classes[batch.labels_B], None
         for number, change in enumerate(tried):
-            logits, features = subject.run(_permute(change.of(images), order_P=order_P), gram)
-            predicted_B, grams = logits.argmax(1), Grams.of(features)
-            usual_B, usual_grams = usual = usual or (predicted_B, grams)
+            logits, features = subject.run(_permute(change.of(x_BCHW), order_P=order_P), gram)
+            predicted_B, grams_LNN = logits.argmax(1), torch.stack(features)
+            usual_B, usual_LNN = usual = usual or (predicted_B, grams_LNN)
             right_K[number] += (predicted_B == labels_B).sum()
             same_K[number] += (predicted_B == usual_B).sum()
-            pairs = ((grams, usual_grams), (grams, grams), (usual_grams, usual_grams))
+            pairs = ((grams_LNN, usual_LNN), (grams_LNN, grams_LNN), (usual_LNN, usual_LNN))
             hsic_K3L[number] += torch.stack([hsic(*pair).diagonal() for pair in pairs])
-            del features, grams, pairs  # frees their memory before the next ones
+            del features, grams_LNN, pairs  # frees their memory before the next ones
         num_images += len(labels_B)
     cross, one, other = hsic_K3L[..., None].cpu().unbind(1)
     names = ("kind", "change", "amount", "direction")
@@ -144,20 +144,22 @@ def measure(subject: Subject, how: Measurement) -> pd.DataFrame:
 
 
 @torch.no_grad()
-def _measure_views(subject: Subject, how: Measurement, seed: int) -> pd.DataFrame:
+def _measure_views(
+    subject: Subject, images: Images, views: int, *, seed: int, device: torch.device
+) -> pd.DataFrame:
     """Return the accuracy of the mean softmax over the first 1, 2, 5, ... views, which are those of
     `finetune evaluate views=... seed=...`."""
     checkpoint, model = subject.backbone.checkpoint, subject.backbone.model
     assert checkpoint is not None and model is not None
-    moments, device, classes = moments_up_to(how.views), how.device, _classes(subject, how)
+    moments, classes = moments_up_to(views), _classes(subject, images, device=device)
     settings = choose_views(ViewSettings(), checkpoint.run_dir)[0]
     augmentation = subject.backbone.augmentation(settings, seed=seed, device=device)
     right_M = dict.fromkeys(moments, torch.zeros((), dtype=torch.int64, device=device))
     num_images, size = 0, subject.card.image_size
     title = f"{subject.place}: views, seed {seed}"
-    for batch in how.images.batches(title, size=size, device=device, times=how.views):
+    for batch in images.batches(title, size=size, device=device, times=views):
         total_BK = torch.zeros((), device=device)
-        for view in range(how.views):
+        for view in range(views):
             total_BK = total_BK + model(view_of(batch, view, augmentation)).double().softmax(1)
             if view + 1 in moments:
                 is_right_B = total_BK.argmax(1) == classes[batch.labels_B]

@@ -26,7 +26,7 @@ from pretrain.config import ReadingSettings
 from pretrain.data.bad_samples import masked
 from pretrain.data.datasets import Part
 from pretrain.data.loader import Batch, Batches, Request
-from pretrain.data.order import Ids
+from pretrain.data.order import Order
 from pretrain.data.reader import reading
 from pretrain.models.image_model import ImageModel
 from pretrain.models.mixer import MixerBlock
@@ -66,12 +66,8 @@ class Subject:
         assert backbone.model is not None and backbone.checkpoint is not None
         card = backbone.checkpoint.card
         if not (mixings := mixings_of(backbone.model)):
-            raise UserError(
-                place,
-                f"{card.model.label} has no mixings",
-                "give a Mixer, MLP or SW-MLP",
-                code="unsupported",
-            )
+            problem, fix = f"{card.model.label} has no mixings", "give a Mixer, MLP or SW-MLP"
+            raise UserError(place, problem, fix, code="unsupported")
         return cls(place, backbone, card, mixings, backbone.augmentation(device=device))
 
     def only(self, number: int) -> "Subject":
@@ -137,20 +133,15 @@ class Images:
         `times`: how often each image is used, for the progress line."""
         part, found = Part(local_copy(self.dataset, storage=None), self.manifest, self.split), False
         with ExitStack() as opened:
-            reader = opened.enter_context(
-                reading([part], ReadingSettings(dataset=self.dataset), image_size=size)
-            )
-            drawn = Drawn(np.random.default_rng(0).permutation(reader.num_samples)[: self.count])
-            line = opened.enter_context(
-                progress(title, total=len(drawn.ids) * times, unit="images")
-            )
-            requests = np.split(
-                np.arange(len(drawn.ids)), range(self.batch, len(drawn.ids), self.batch)
-            )
+            settings = ReadingSettings(dataset=self.dataset)
+            reader = opened.enter_context(reading([part], settings, image_size=size))
+            ids = np.random.default_rng(0).permutation(reader.num_samples)[: self.count]
+            line = opened.enter_context(progress(title, total=len(ids) * times, unit="images"))
+            chunks = np.split(ids, range(self.batch, len(ids), self.batch))
             stored = Batches(
                 reader,
-                drawn,
-                (Request(each, np.ones(len(each), np.bool_)) for each in requests),
+                Order(reader.num_samples, 0, "none"),
+                (Request(chunk, np.ones(len(chunk), np.bool_)) for chunk in chunks),
                 finish=readable,
                 on_bad=masked,
                 num_threads=read_alone().num_cores,
@@ -158,28 +149,15 @@ class Images:
                 pin=device.type == "cuda",
             )
             shown = opened.enter_context(on_device(opened.enter_context(stored), device))
-            for request, batch in zip(requests, shown, strict=True):
-                if len(batch.samples) >= max(FEWEST, min(self.batch, len(drawn.ids)) / 2):
+            for chunk, batch in zip(chunks, shown, strict=True):
+                if len(batch.samples) >= max(FEWEST, min(self.batch, len(ids)) / 2):
                     yield batch
                     found = True
-                line.advance(len(request) * times)
+                line.advance(len(chunk) * times)
         if not found:
-            raise UserError(
-                f"{self.dataset}, {self.split}",
-                f"too few of its images decode ({FEWEST} are needed)",
-                "give another split, or run data_prep verify",
-                code="damaged",
-            )
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Images in their order."""
-
-    ids: Ids
-
-    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
-        return np.zeros_like(positions), self.ids[positions % len(self.ids)]
+            problem = f"too few of its images decode ({FEWEST} are needed)"
+            fix = "give another split, or run data_prep verify"
+            raise UserError(f"{self.dataset}, {self.split}", problem, fix, code="damaged")
 
 
 def readable(batch: Batch) -> Batch:

@@ -150,14 +150,11 @@ def _scale(axis: Axes, label: str, value: str = "error", *, legend_above: bool =
         axis.text(0.5, 0.5, "no points", transform=axis.transAxes, ha="center", color=GREY)
         return
     axis.set(xscale="log", yscale="log")
-    for each, (low, high) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
-        each.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 60 * low else (1,)))
-        each.set_major_formatter(lambda value, _: _power(value))
-        each.set_minor_locator(NullLocator())
     if value == "error":
         low, high = axis.get_ylim()
-        if high < 10 * low:
-            axis.yaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
+        few, many = MaxNLocator(10, steps=[1, 2, 5, 10]), LogLocator(subs=(1, 2, 5))
+        axis.yaxis.set_major_locator(few if high < 10 * low else many)
+        axis.yaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
     if legend_above:  # beside no curve
         axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), labelspacing=0.25)

@@ -1,12 +1,12 @@
 """Laws E = E_inf + sum of a_j u_j^-alpha_j, fitted by variable projection, thousands of resamples
 at a time.
 
-Once the exponents (and what stands within u) are known, the factors a_j and E_inf follow by
-non-negative least squares in closed form. So only the former, the shape, is searched: on a grid,
-then by Levenberg-Marquardt steps of at most three unknowns, for all resamples in one batch. A
-variable is measured in units of its geometric mean. Squares are of the error, not of its logarithm.
+For known exponents (and parameters inside u), the factors a_j and E_inf follow by non-negative
+least squares in closed form. Only the shape, the other parameters, is searched: on a grid, then by
+Levenberg-Marquardt steps of at most three unknowns, for all resamples in one batch. A variable is
+measured in units of its geometric mean. Squares are of the error, not of its logarithm.
 
-B stands for resamples, K for columns (factors, then E_inf), Q for shape parameters, N for points.
+B resamples, K columns (factors, then E_inf), Q shape parameters, N points.
 """
 
 from collections.abc import Mapping
@@ -31,23 +31,23 @@ GRIDS = {
 BOUNDS = {"exponent": (0.01, 5.0), "offset": (0.0, 1e3), "repeats": (0.1, 1e5)}
 ROUNDS = 100
 _CHUNK = 60_000
-"""Resamples times points that are worked on at once: they stay in the cache."""
+"""Resamples times points of one batch, which fits into the cache."""
 
 
 @dataclass(frozen=True)
 class Term:
     """factor * u^-exponent: u is the variable, the variable plus an `offset`, or N_eff = N (1 + R
-    (1 - e^(-(T-1)/R))), of less than one epoch what was seen."""
+    (1 - e^(-(T-1)/R))), for less than one epoch the images seen."""
 
     variable: str
     factor: str
     exponent: str
     within: Literal["", "offset", "repeats"] = ""
     name: str = ""
-    """Of what stands within."""
+    """Parameter inside u."""
 
     def inside(self, points: Points, value_B1: Array) -> tuple[Array, Array]:
-        """u, and its slope in what stands within it."""
+        """Return u, and its derivative with respect to the parameter inside it."""
         x_N = points[self.variable]
         if self.within == "repeats":
             x_N, again_N = (
@@ -68,7 +68,7 @@ class Law:
 
     @cached_property
     def shape(self) -> dict[str, str]:
-        """Which grid and bounds each parameter of the shape has."""
+        """The grid and bounds of each parameter of the shape."""
         found = {term.exponent: "exponent" for term in self.terms}
         return found | {term.name: term.within for term in self.terms if term.within}
 
@@ -85,7 +85,8 @@ class Law:
         return np.array([BOUNDS[kind] for kind in self.shape.values()]).T
 
     def columns(self, points: Points, shape_BQ: Array) -> tuple[Array, Array]:
-        """BKN, and their slopes in the shape BQKN."""
+        """Return the columns (B, K, N) and their derivatives with respect to the shape (B, Q, K,
+        N)."""
         names, size = list(self.shape), (len(self.linear), len(points[self.terms[0].variable]))
         columns_BKN, slopes_BQKN = (
             np.ones((len(shape_BQ), *size)),
@@ -117,7 +118,7 @@ class Fit:
 
     @cached_property
     def parameters(self) -> dict[str, Array]:
-        """By name, in the units of the points."""
+        """Values by name, in the units of the points."""
         found = dict(
             zip(
                 [*self.law.linear, *self.law.shape],
@@ -135,8 +136,8 @@ class Fit:
 
     @property
     def at_bounds(self) -> dict[str, Array]:
-        """Of each parameter whether it is at an end of what it may be: a factor, E_inf or an offset
-        of 0 is."""
+        """True for each parameter that is at an end of its range, such as a factor, E_inf or an
+        offset of 0."""
         low, high = self.law.bounds
         shape = (self.shape_BQ <= low) | (self.shape_BQ >= high)
         return dict(
@@ -153,8 +154,8 @@ class Fit:
 
 
 def fit(law: Law, points: Points, errors_N: Array, weights_BN: Array | None = None) -> Fit:
-    """To each resample, given by how often it has each point; else to the points as they are. Each
-    starts from the best for it of the grid's places that are good for all together."""
+    """Fit the law to each resample, or to the points. `weights_BN`: how often each resample has
+    each point. Each starts from its best grid point among those that are good for all together."""
     weights_BN = np.ones((1, len(errors_N))) if weights_BN is None else weights_BN
     used = weights_BN.any(axis=0)
     points, errors_N, weights_BN = (
@@ -187,7 +188,7 @@ def _scaled(points: Points, units: Mapping[str, float]) -> Points:
 
 
 def _good_places(law: Law, points: Points, errors_N: Array, weights_N: Array) -> Array:
-    """Of each value of each parameter of the grid the best place."""
+    """Return the best grid point for each value of each parameter."""
     grid_BQ = np.array(list(product(*(GRIDS[kind] for kind in law.shape.values()))))
     pieces = np.array_split(grid_BQ, -(-len(grid_BQ) * len(errors_N) // _CHUNK))
     squares_B = np.concatenate(
@@ -198,8 +199,8 @@ def _good_places(law: Law, points: Points, errors_N: Array, weights_N: Array) ->
 
 
 def _non_negative(gram: Array, right: Array) -> Array:
-    """Least squares without negative factors, of many small systems: of every choice of columns the
-    best that has none."""
+    """Solve many small least-squares problems without negative factors: try each choice of columns
+    and keep the best one without negative factors."""
     size = right.shape[-1]
     best, gain = np.zeros_like(right), np.zeros(right.shape[:-1])
     gram = gram * (1 + 1e-12 * np.eye(size))  # two equal columns can be solved
@@ -218,8 +219,8 @@ def _non_negative(gram: Array, right: Array) -> Array:
 def _project(
     law: Law, points: Points, errors_N: Array, weights_BN: Array, shape_BQ: Array
 ) -> tuple[Array, ...]:
-    """The shape, its best factors, the squares that these leave, what they leave, the columns and
-    their slopes."""
+    """Return the shape, its best factors, the squares, the residuals, the columns and their
+    derivatives."""
     columns_BKN, slopes_BQKN = law.columns(points, shape_BQ)
     weighted_BKN = columns_BKN * weights_BN[:, None]
     linear_BK = _non_negative(weighted_BKN @ columns_BKN.mT, weighted_BKN @ errors_N)
@@ -230,8 +231,8 @@ def _project(
 def _polish(
     law: Law, points: Points, errors_N: Array, weights_BN: Array, shape_BQ: Array
 ) -> tuple[Array, ...]:
-    """Levenberg-Marquardt steps of the shape, the factors projected out (Kaufman); who has arrived
-    leaves the batch."""
+    """Take Levenberg-Marquardt steps of the shape, with the factors projected out (Kaufman). A
+    resample that has converged leaves the batch."""
     low, high = law.bounds
     live, damping, state = (
         np.arange(len(shape_BQ)),
@@ -264,7 +265,8 @@ def _polish(
 
 
 def _normal_equations(state: tuple[Array, ...], weights_BN: Array) -> tuple[Array, Array]:
-    """BQQ and BQ of the tangents, without what the columns in use can follow."""
+    """Return the normal equations (B, Q, Q) and gradient (B, Q) of the derivatives, without the
+    part that the columns in use can follow."""
     _, linear_BK, _, rest_BN, columns_BKN, slopes_BQKN = state
     tangents_BQN = np.einsum("bk,bqkn->bqn", linear_BK, slopes_BQKN)
     used = np.where((linear_BK > 0)[..., None], columns_BKN, 0.0)

@@ -106,16 +106,10 @@ def scaling(
             if not best.drawn:
                 printed.append(f"{name}: {law}: {best.form} has the lower AICc")
         printed += [f"{name}: {law}: {reason}" for law, reason in lacking.items()]
-        on = each.used["compute"] > 0
         facts[name] = {
-            "points": len(on),
+            "points": len(each.sample.errors_N),
             "runs": each.sample.num_runs,
-            "different": {key: each.sample.num_different(key) for key in each.sample.points},
             "epochs_of_sum_and_allocation": each.epochs,
-            "frontier": {
-                "compute": each.sample.points["compute"][on].tolist(),
-                "error": each.sample.errors_N[on].tolist(),
-            },
             "too_few_points": lacking,
         }
     if num_left_out:

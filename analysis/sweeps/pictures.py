@@ -7,14 +7,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogFormatter, NullLocator
 
 from analysis.output import draw_band, mark
 from analysis.sweeps.sweep import are_numbers
 from data_prep.images.lettering import legible, short
 from finetune.looks import GREY, looks, panels
-
-MOST_TICKS = 8
 
 
 def draw_sweep(places: pd.DataFrame, lines: pd.DataFrame, title: str) -> Figure:
@@ -68,36 +65,17 @@ def _draw_line(axes: Axes, own: pd.DataFrame, style: dict[str, Any], *, is_numbe
 
 
 def _set_x_ticks(axes: Axes, values: list[Any], *, is_number: bool) -> None:
-    """Use a logarithmic scale over more than tenfold, and a tick for each value if there is
-    room."""
-    if not is_number:
-        names = [legible(short(str(value), length=24)) for value in values]
-        is_long = max(map(len, names)) * len(names) > 24
-        place: dict[str, Any] = {"rotation": 40, "ha": "right"} if is_long else {}
-        axes.set_xticks(range(len(names)), names, rotation_mode="anchor", **place)
-        axes.set_xlim(-0.5, len(names) - 0.5)
+    """Use a logarithmic scale over more than tenfold."""
+    if is_number:
+        if values[0] > 0 and values[-1] >= 10 * values[0]:
+            axes.set_xscale("log", base=2 if (np.log2(values) % 1 == 0).all() else 10)
+            axes.xaxis.set_major_formatter("{x:,g}")
         return
-    is_log = values[0] > 0 and values[-1] >= 10 * values[0]
-    if is_log:
-        axes.set_xscale("log", base=2 if (np.log2(values) % 1 == 0).all() else 10)
-        _set_plain_digits(axes)
-    places = np.log(values) if is_log else np.array(values)
-    gap = (places[-1] - places[0]) / (MOST_TICKS + 2)
-    are_whole = all(value == round(value) for value in values)
-    if (is_log or are_whole) and (len(places) < 2 or np.diff(places).min() > gap):
-        axes.xaxis.set_major_locator(FixedLocator(values))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(
-            lambda value, _: f"{value:,.10g}" if value < 1e5 else f"{value:.1e}"
-        )
-
-
-def _set_plain_digits(axes: Axes) -> None:
-    """matplotlib's own labels of a logarithmic axis are formulas, which `looks` does not render."""
-    for axis in (axes.xaxis, axes.yaxis):
-        if axis.get_scale() == "log":
-            axis.set_major_formatter("{x:,g}")
-            axis.set_minor_formatter(LogFormatter())
+    names = [legible(short(str(value), length=24)) for value in values]
+    is_long = max(map(len, names)) * len(names) > 24
+    place: dict[str, Any] = {"rotation": 40, "ha": "right"} if is_long else {}
+    axes.set_xticks(range(len(names)), names, rotation_mode="anchor", **place)
+    axes.set_xlim(-0.5, len(names) - 0.5)
 
 
 def _draw_legend(figure: Figure, axes: Sequence[Axes]) -> None:
@@ -140,6 +118,5 @@ def draw_widths(rows: pd.DataFrame) -> Figure:
                 style = mark(number) | {"label": f"Ω = {name}"}
                 axes.plot(own.channels, own[key], markevery=[int(own.width.argmax())], **style)
             axes.set(xscale="log", yscale="log", xlabel="channels C", ylabel=title)
-            _set_plain_digits(axes)
         _draw_legend(figure, both)
     return figure

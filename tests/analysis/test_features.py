@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from analysis.cli import main
-from analysis.features.hsic import Grams, WholeCka, WholeSample, cka, gram, hsic
+from analysis.features.hsic import WholeCka, WholeSample, cka, gram, hsic
 from analysis.features.mixings import Images, Subject
 from data_prep.manifest import load_manifest
 from finetune.session import open_backbone
@@ -40,7 +40,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def of_one(x: Tensor, y: Tensor) -> float:
-    return float(hsic(Grams.of([gram(x)]), Grams.of([gram(y)])))
+    return float(hsic(gram(x)[None], gram(y)[None]))
 
 
 def whole(x: Tensor, y: Tensor, *, pieces: int) -> float:
@@ -82,7 +82,7 @@ def test_rotation_scale_and_origin_change_nothing() -> None:
     x, y = random(40, 6), random(40, 4, seed=1)
     x[:, :2] += y[:, :2]
     turned = 7 * x @ torch.linalg.qr(random(6, 6, seed=2))[0] + 5
-    one, other = (Grams.of([gram(each) for each in (a, y)]) for a in (x, turned))
+    one, other = (torch.stack([gram(each) for each in (a, y)]) for a in (x, turned))
     first, second = (
         cka(found, found.diagonal(), found.diagonal())
         for found in (hsic(one, one), hsic(other, other))
