@@ -1,4 +1,5 @@
-"""A Hugging Face hub in memory, on loopback, for the real client: models with branches and commits.
+"""A Hugging Face hub in memory, on loopback, for the real client: repositories with branches and
+commits.
 Private repositories need the token."""
 
 import base64
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_of_the_tests"
 LARGE = 20_000
@@ -154,6 +155,13 @@ class _Handler(BaseHTTPRequestHandler):
         files = {} if is_empty else repository.files[self._commit(name, revision)[1]]
         self._json([_entry(path, content) for path, content in sorted(files.items())])
 
+    def paths_info(self, name: str, revision: str) -> None:
+        repository, sha = self._commit(name, revision)
+        is_json = self.body.startswith(b"{")
+        asked = (json.loads if is_json else parse_qs)(self.body.decode())["paths"]
+        files = repository.files[sha]
+        self._json([_entry(path, files[path]) for path in asked if path in files])
+
     def resolve(self, name: str, revision: str, path: str) -> None:
         repository, sha = self._commit(name, revision)
         if repository.gated:
@@ -245,9 +253,10 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
 _NAME = r"([^/]+/[^/]+?)"
 _ROUTES = {
     r"GET /api/whoami-v2": _Handler.whoami,
-    rf"GET /api/models/{_NAME}(?:/revision/(.+))?": _Handler.info,
-    rf"GET /api/models/{_NAME}/tree/(.+)": _Handler.tree,
-    rf"(?:GET|HEAD) /{_NAME}/resolve/([^/]+)/(.+)": _Handler.resolve,
+    rf"GET /api/(?:models|datasets)/{_NAME}(?:/revision/(.+))?": _Handler.info,
+    rf"GET /api/(?:models|datasets)/{_NAME}/tree/(.+)": _Handler.tree,
+    rf"POST /api/datasets/{_NAME}/paths-info/(.+)": _Handler.paths_info,
+    rf"(?:GET|HEAD) /(?:datasets/)?{_NAME}/resolve/([^/]+)/(.+)": _Handler.resolve,
     r"POST /api/repos/create": _Handler.create,
     rf"POST /api/models/{_NAME}/branch/(.+)": _Handler.branch,
     rf"POST /api/models/{_NAME}/preupload/(.+)": _Handler.preupload,
