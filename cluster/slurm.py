@@ -17,14 +17,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from data_prep.errors import UserError
 from typing import NamedTuple
 
 ALL_TASKS = "-"
 KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WAIT")
 
 
-class SlurmError(ValueError):
-    """A command of SLURM failed; the text has the command and its own last words."""
+class SlurmError(UserError):
+    """A command of SLURM failed; the problem is its own message."""
 
 
 def slurm(*words: str, tries: int = 1, environment: Mapping[str, str] = os.environ) -> str:
@@ -55,14 +57,14 @@ def slurm(*words: str, tries: int = 1, environment: Mapping[str, str] = os.envir
                 timeout=120,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            reason = f"{error}; is this a node of a SLURM cluster?"
+            reason = f"{error}. Is this a node of a SLURM cluster?"
         else:
             if done.returncode == 0:
                 return done.stdout
             reason = done.stderr.strip() or f"ended with {done.returncode}"
         if left:
             time.sleep(10)
-    raise SlurmError(f"{words[0]}: {reason}")
+    raise SlurmError(words[0], reason, code="scheduler")
 
 
 def _shield() -> None:

@@ -38,7 +38,6 @@ Code = Literal[
     "not-finite",  # a loss, weight or feature is NaN or infinite
     "another-rank",  # another rank failed; its message says why
     "scheduler",  # SLURM refused the job or cannot be asked
-    "unspecified",  # (during the change to codes only)
 ]
 CODES: tuple[str, ...] = get_args(Code)
 
@@ -60,14 +59,12 @@ class UserError(ValueError):
     def __init__(
         self,
         field: str,
-        problem: str = "",
+        problem: str,
         fix: str = "",
         *,
-        code: Code = "unspecified",
+        code: Code,
         others: Sequence["UserError"] = (),
     ) -> None:
-        if not problem:  # one ready sentence, during the change to codes only
-            field, problem = "", field
         super().__init__(field, problem, fix)
         self.field, self.problem, self.fix, self.code = field, problem, fix, code
         self.others = tuple(others)
@@ -87,10 +84,7 @@ class UserError(ValueError):
 
     def with_codes(self) -> str:
         """Return the message as programs print it, with the code at the end of each line."""
-        lines = []
-        for each in (self, *self.others):
-            code = "" if each.code == "unspecified" else f" [{each.code}]"
-            lines.append(each._line() + code)
+        lines = [f"{each._line()} [{each.code}]" for each in (self, *self.others)]
         return readable("\n".join(lines))
 
 

@@ -403,7 +403,7 @@ def _of_validator(error: ValueError, prefix: str) -> Iterator[UserError]:
         field, colon, problem = str(error).partition(": ")
         is_field = bool(colon) and re.fullmatch(r"[\w.]+", field) is not None
         error = SettingsError(
-            field if is_field else "", problem if is_field else str(error), code="unspecified"
+            field if is_field else "", problem if is_field else str(error), code="bad-value"
         )
     for each in (error, *error.others):
         field = each.field

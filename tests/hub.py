@@ -1,6 +1,5 @@
 """A Hugging Face hub in memory, on loopback, for the real client: repositories with branches and
-commits.
-Private repositories need the token."""
+commits. Private repositories need the token."""
 
 import base64
 import hashlib
