@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from data_prep.errors import UserError
-from typing import NamedTuple
 
 ALL_TASKS = "-"
 KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WAIT")
