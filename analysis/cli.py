@@ -101,6 +101,8 @@ def _check_runs(root: Path) -> Path:
     if not root.exists():
         fix = near_path(root) or fix
         raise UserError(str(root), "the folder does not exist", fix, code="missing-path")
+    if root.is_file():
+        raise UserError(str(root), "it is a file", fix, code="wrong-command")
     if not any(root.rglob("config.yaml")):
         raise UserError(str(root), "the folder has no runs", fix, code="empty")
     return root

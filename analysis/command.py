@@ -34,7 +34,8 @@ def run(options: argparse.Namespace) -> int:
     if out.suffix in (".png", ".svg", ".pdf", ".json", ".md"):
         problem = f"{out} has an ending, but several files get this name"
         raise UserError("--out", problem, f"give {out.with_suffix('')}", code="bad-value")
-    check_place(out.absolute().parent, field="--out")
+    if not out.parent.is_file():  # a file in place of RUNS is an error of RUNS
+        check_place(out.absolute().parent, field="--out")
     options.out = out
     result = options.make(options)
     show(result)

@@ -24,5 +24,5 @@ def fails(
 
 def printed_errors(output: str) -> list[tuple[str, str]]:
     """Return the (field, code) of each error in a program's output."""
-    pattern = rf"^(?:[\w-]+(?:, rank \d+)?: )?(\S+?): .*\[({'|'.join(CODES)})\]$"
+    pattern = rf"^(?:(?:cluster/)?[\w-]+(?:, rank \d+)?: )?(\S+?): .*\[({'|'.join(CODES)})\]$"
     return re.findall(pattern, output, re.MULTILINE)

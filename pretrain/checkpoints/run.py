@@ -259,7 +259,7 @@ def check_settings(
         is_same = not changes
         problem = f"{run_dir} belongs to {kind} with other settings ({changes})" * bool(changes)
         if isinstance(settings, TrainingSettings):
-            fix = f"{settings.of_verb} {run_dir} resumes it with its own settings, or {fix}"
+            fix = f"{fix}, or resume this run: {settings.of_verb} {run_dir}"
     if problem and not is_free:
         raise SettingsError("run_dir", problem, fix, code="exists")
     if finished_result(run_dir) is None:
