@@ -5,6 +5,8 @@ Every command line of the project reads its configuration through `load_settings
 each wrong field, its value and the fix (with the nearest valid name). A bad config must cost well
 under a second, so this module imports nothing heavy.
 
+Long because reading, overriding and explaining a config share the walk over its sections.
+
 YAML is read as YAML 1.2 in the cases in which PyYAML's 1.1 surprises: `1e-3` and `010` are decimal
 numbers, `off` and `1:30` are words.
 """

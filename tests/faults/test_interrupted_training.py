@@ -362,9 +362,7 @@ def test_training_outlives_a_full_and_a_read_only_disk(config: Path, small_disk:
     with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-    wait_for_word(
-        process, "No space left on device); free some space there. The next checkpoint replaces it"
-    )
+    wait_for_word(process, "could not be written (No space left on device)")
     filler.unlink()
     step = wait_for_checkpoint(
         run_dir, process, beyond_step=max(step, *map(step_of, list_checkpoints(run_dir)))
@@ -373,9 +371,7 @@ def test_training_outlives_a_full_and_a_read_only_disk(config: Path, small_disk:
     subprocess.run(["mount", "--bind", where, where], check=True)
     read_only = ["mount", "-o", "remount,ro,bind", where]  # busy while the trainer writes there
     wait_until(lambda: subprocess.run(read_only, capture_output=True, check=False).returncode == 0)
-    wait_for_word(
-        process, "Read-only file system); make it writable again. The next checkpoint replaces it"
-    )
+    wait_for_word(process, "could not be written (Read-only file system)")
     subprocess.run(["umount", "--lazy", where], check=True)
     wait_for_checkpoint(run_dir, process, beyond_step=step)
     process.send_signal(signal.SIGTERM)
