@@ -1,9 +1,9 @@
 # The two commands of a new user are `make demo` and `make test`. Both set up .venv first if it is missing or out of date.
-# In between: `make check` (two minutes) after each change, `make soak` (as long as one likes) after a change to what is random.
+# `make check` takes two minutes, for after each change. `make nightly` has the tests that take long; `make soak` draws at random.
 
 BIN := .venv/bin
 
-.PHONY: benchmarks cluster-test demo demos findings gpu-dry-run gpu-tests launchers study test check soak stores lint types arrows tests settings format lock clean-demo clean-demos
+.PHONY: benchmarks cluster-test demo demos findings gpu-dry-run gpu-tests launchers study test check nightly soak stores lint types arrows tests settings format lock clean-demo clean-demos
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -35,10 +35,14 @@ test: .venv/.installed
 	$(MAKE) --no-print-directory lint arrows
 	$(MAKE) --no-print-directory -j 2 types tests # the types in the cores that pytest's processes leave while they start
 
-# Everything but the tests that start processes of their own, and those that draw at random.
+# Format, lint, types, imports, and the tests without a mark.
 check: .venv/.installed
 	$(MAKE) --no-print-directory lint types arrows
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes and not soak"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes and not slow and not nightly and not soak and not stores and not benchmarks"
+
+# What takes long or needs other tools: SLURM on this machine (as root; apt-get install slurm-wlm munge), every page of docs, wheels, compilers.
+nightly: .venv/.installed
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m nightly $(ARGS)
 
 # The random tests with SOAK seeds each, from SOAK_SEED on: more kills, more mutants. pytest prints both; give them to repeat a run.
 SOAK ?= 20
@@ -60,7 +64,7 @@ arrows:
 	$(BIN)/lint-imports
 
 tests:
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not stores and not benchmarks"
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not nightly and not stores and not benchmarks and not cuda"
 
 # Runs the smallest size of every benchmark, with its peers (FFCV needs: apt-get install libturbojpeg0-dev libopencv-dev pkg-config;
 # under REQUIRE_FFCV=1 a missing FFCV fails).

@@ -17,14 +17,12 @@ os.environ.setdefault(
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
 )  # which asks of buckets what the emulator does not know
 
-import inspect
-import re
 import signal
 import subprocess
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from functools import cache
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,15 +45,11 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
 
-STARTS = re.compile(
-    r"subprocess|multiprocessing|tests\.(ranks|training|forked|slurm|cluster|distributed)|\b(run_ranks|finish|Popen|begin|build)\("
-    r"|--ranks|moto|http_server|tests\.stores"
-)
-"""Words of a test module, or of a fixture, that starts processes. What has none of them says so
-itself: pytest.mark.processes."""
-SLOW = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
-"""What starts real runs comes first, in this order, or one process would be left alone with it at
-the end."""
+FIRST = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
+"""Tests of real runs, in this order."""
+MOST_CPU_S = 1.5
+"""CPU time of a test without a mark. The machine's load does not change it much."""
+MARKS_OF_LONG_TESTS = {"processes", "slow", "nightly", "soak", "stores", "benchmarks", "cuda"}
 
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
@@ -76,30 +70,26 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that starts processes, by itself or in its fixtures, gets the mark `processes`: `make
-    check` leaves it out."""
+    """Slow tests come first, or one process would be left alone with them at the end."""
     items.sort(
         key=lambda item: next(
-            (place for place, name in enumerate(SLOW) if item.nodeid.startswith(name)), len(SLOW)
+            (place for place, name in enumerate(FIRST) if item.nodeid.startswith(name)), len(FIRST)
         )
     )
-    for item in items:
-        assert isinstance(item, pytest.Function)
-        fixtures = [
-            each.func for found in item._fixtureinfo.name2fixturedefs.values() for each in found
-        ]
-        ours = [each for each in fixtures if each.__module__.startswith("tests.")]
-        if any(_starts(each) for each in (item.module, *ours)):
-            item.add_marker("processes")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Fail a test without a mark that takes long: `make check` runs it after each change."""
+    began_s = time.process_time()
+    yield
+    took_s = time.process_time() - began_s
+    is_marked = not MARKS_OF_LONG_TESTS.isdisjoint(mark.name for mark in item.iter_markers())
+    assert is_marked or took_s < MOST_CPU_S, f"mark it pytest.mark.slow: it took {took_s:.1f} s"
 
 
 def pytest_collection_finish() -> None:
     _started.clear()  # the processes of xdist themselves
-
-
-@cache
-def _starts(code: Any) -> bool:
-    return STARTS.search(inspect.getsource(code)) is not None
 
 
 def pytest_report_header() -> str:
@@ -159,7 +149,8 @@ def no_rank_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         else:
             os.environ[name] = value
     started, _started[:] = list(_started), []
-    assert not started or request.node.get_closest_marker("processes"), (
+    marks = {mark.name for mark in request.node.iter_markers()}
+    assert not started or marks & (MARKS_OF_LONG_TESTS - {"slow", "soak"}), (
         f"mark it pytest.mark.processes: it started {started}"
     )
 

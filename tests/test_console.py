@@ -13,6 +13,8 @@ import pytest
 
 from tests.training import write_config
 
+pytestmark = pytest.mark.processes
+
 COMMANDS = {
     "train": "pretrain train {config} run_dir={out} train.duration=4_steps --ranks 2",
     "train alone": "pretrain train {config} run_dir={out} train.duration=4_steps",

@@ -36,8 +36,8 @@ PROGRAMS = {
     ("error", "before", "after"),
     [
         (SettingsError("lr", "is bad", code="bad-value"), BAD_INPUT, BAD_INPUT),
-        (WeightsError("do not fit"), BAD_INPUT, BAD_INPUT),
-        (CheckpointError("not written"), BAD_INPUT, FAILED),
+        (WeightsError("model", "the weights do not fit", code="mismatch"), BAD_INPUT, BAD_INPUT),
+        (CheckpointError("run_dir", "not written", code="no-space"), BAD_INPUT, FAILED),
         (UserError("model", "another node differs", code="mismatch"), BAD_INPUT, FAILED),
         (Busy("out", "is held", code="busy"), BUSY, BUSY),
         (RemoteError("s3://x", "is silent", code="unreachable"), FAILED, FAILED),

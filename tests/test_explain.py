@@ -185,6 +185,7 @@ def test_the_page_has_every_option_and_setting() -> None:
     assert {*SCHEMAS.values()} <= {*CONFIGURED}
 
 
+@pytest.mark.slow
 def test_editors_take_what_the_programs_take_and_no_other_key() -> None:
     words = {"data_prep": "build", "pretrain": "train", "finetune": "tune"}
     configs = sorted((REPOSITORY / "configs").glob("*/*.yaml"))
@@ -310,6 +311,7 @@ def test_keys_and_their_words_are_completed() -> None:
     assert "schedule.name=" in completions(train, "") and "name=" not in completions(train, "")
 
 
+@pytest.mark.processes
 def test_the_shell_is_answered_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     line, answer = "pretrain train x.yaml optimizer.l", tmp_path / "answer"

@@ -129,6 +129,7 @@ def test_the_table_holds_what_was_found_beside_its_goal(benchmarks: None, tmp_pa
     assert both["figures"].keys() == {"a", "probe-fp32"} and both["failed"] == []
 
 
+@pytest.mark.processes
 def test_a_part_that_fails_has_a_verdict_and_no_figures(benchmarks: None, tmp_path: Path) -> None:
     gpu = module_of(REPOSITORY / "benchmarks/gpu.py")
     write = "import json, os; open(os.environ['BENCHMARK_FIGURES'], 'w').write('{\"x\": 1}')"

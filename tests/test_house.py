@@ -76,6 +76,8 @@ def add_pictures(place: Path) -> None:
     write_files(place, {f"{folder.name}/good.webp": webp(image), **nested, **broken})
 
 
+@pytest.mark.nightly
+@pytest.mark.processes
 @pytest.mark.timeout(1500)
 def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One command of each program, and those of launchers, are started as a shell does it; others
@@ -241,6 +243,7 @@ def test_a_heavy_library_is_imported_in_one_file(module: str, home: str) -> None
     assert importers == {home}
 
 
+@pytest.mark.slow
 def test_nobody_imports_from_a_main() -> None:
     for folder in (*PACKAGES, "tests", "benchmarks"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
@@ -265,6 +268,7 @@ def test_the_lock_is_exact_hashed_and_names_no_registry() -> None:
     assert "://" not in text and "index-url" not in text
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", [*PACKAGES[:-1], "cluster"])
 def test_every_command_explains_itself(command: str) -> None:
     done = subprocess.run(
@@ -277,6 +281,7 @@ def test_every_command_explains_itself(command: str) -> None:
     assert re.match(rf"usage: {command.replace('cluster', 'wide-mlps')} ", done.stdout)
 
 
+@pytest.mark.slow
 def test_long_files_long_functions_and_full_folders_have_a_reason() -> None:
     """A file over 16,000 non-whitespace characters or a function over 3,600 explains itself in a
     docstring sentence that begins with "Long because"; a folder over 12 files in MANY_FILES."""

@@ -15,6 +15,7 @@ from tests.training import write_config
 FILES, SIZE = resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("words", "limit", "value"),
     [

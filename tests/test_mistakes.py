@@ -153,6 +153,7 @@ TABLE = [
 ]  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("overrides", "field", "code"), [row[1:] for row in TABLE], ids=[str(row[0]) for row in TABLE]
 )
@@ -212,6 +213,7 @@ LATER = [
 ]  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("verb", "overrides", "field", "code"), LATER)
 def test_a_bad_transfer_config(
     shapes: Path,
@@ -400,6 +402,7 @@ MISTAKES = [
 ]  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("typed", "field", "code"), MISTAKES, ids=[row[0] for row in MISTAKES])
 def test_a_mistake_on_the_command_line(
     typed: str, field: str, code: str, lab: Path, light: Light
@@ -424,6 +427,7 @@ READING = [
 ]  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("typed", "field", "code"), READING, ids=[row[0] for row in READING])
 def test_a_mistake_that_only_the_data_shows(
     typed: str, field: str, code: str, lab: Path, light: Light
@@ -431,6 +435,7 @@ def test_a_mistake_that_only_the_data_shows(
     check(light, lab, shlex.split(typed), field, code, is_quick=False)
 
 
+@pytest.mark.processes
 def test_lists_and_help_import_nothing_heavy(tmp_path: Path, light: Light) -> None:
     for typed in (
         "data_prep --help",

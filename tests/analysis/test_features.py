@@ -180,6 +180,7 @@ def plain_cka(first: list[list[Tensor]], second: list[list[Tensor]]) -> np.ndarr
     return np.reshape(cross, shape) / np.sqrt(np.outer(*selves))
 
 
+@pytest.mark.slow
 def test_the_command_averages_over_batches_before_the_ratio(
     tmp_path: Path, shapes: Path, capsys: Capture
 ) -> None:

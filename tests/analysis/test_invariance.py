@@ -45,6 +45,7 @@ def ordered(images: Tensor, seed: int) -> Tensor:
     return images.flatten(2)[:, :, order].reshape(images.shape)
 
 
+@pytest.mark.slow
 def test_measures_are_those_of_a_plain_computation(
     tmp_path: Path, shapes: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:

@@ -129,6 +129,7 @@ def write_trained(run: Path, spec: AnySpec, *, grown: float) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
 
 
+@pytest.mark.slow
 def test_spectra_and_structure_of_runs(tmp_path: Path, capsys: Capture) -> None:
     growths = {"mlp": (MLP, 1.5), "sw": (SW, 3.0)}
     for name, (spec, grown) in growths.items():
@@ -156,6 +157,7 @@ def test_spectra_and_structure_of_runs(tmp_path: Path, capsys: Capture) -> None:
     assert "left out" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_matrix_that_has_the_form_by_its_sides_is_left_out(
     tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:

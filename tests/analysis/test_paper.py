@@ -36,6 +36,7 @@ def test_each_verb_is_there() -> None:
             assert callable(parser.parse_args(each.verb.split()).run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("demo", "slurm", "ways"),
     [
@@ -67,6 +68,7 @@ def test_the_first_command_is_one_that_runs_here(
     assert not any(".yaml" in command for command in commands[len(ways) :])
 
 
+@pytest.mark.slow
 def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
     tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
@@ -110,6 +112,7 @@ def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
     assert json.loads(Path("page/index.json").read_text())["Fig. 7"] == "2 of 4 runs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paper", get_args(Paper))
 def test_every_figure_is_drawn_from_the_kept_points(
     paper: Paper, tmp_path: Path, monkeypatch: Patch

@@ -65,6 +65,7 @@ def marks_of(axes: Axes) -> list[float]:
     return [float(segment[0, 0]) for segment in segments if len(segment)]
 
 
+@pytest.mark.slow
 def test_every_run_has_a_row_with_task_result_and_chance(runs: Path, capsys: Capture) -> None:
     rows = rows_of(collect(runs)).set_index("run")
     columns = ["training", "model", "dataset", "chance"]

@@ -214,6 +214,7 @@ def test_nothing_depends_on_units_or_on_the_order_of_rows() -> None:
     np.testing.assert_allclose(scaled.value[offset], plain.value[offset] * 1e-15, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_command_writes_rows_figures_and_how_it_was_done(
     tmp_path: Path, capsys: Capture
 ) -> None:

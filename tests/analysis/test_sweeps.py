@@ -71,6 +71,7 @@ def made(*targets: str) -> pd.DataFrame:
     return as_frame(rows)
 
 
+@pytest.mark.slow
 def test_a_sweep_finds_what_was_planted(tmp_path: Path, capsys: Capture) -> None:
     results = tmp_path / "results.parquet"
     made("cifar10", "stl10").to_parquet(results)
@@ -178,6 +179,7 @@ def test_a_band_ends_where_its_shortest_curve_ends() -> None:
         losses_of(short)
 
 
+@pytest.mark.slow
 def test_the_widest_mixer_of_figure_3_has_as_many_tokens_as_channels(
     tmp_path: Path, capsys: Capture
 ) -> None:

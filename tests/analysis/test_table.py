@@ -207,6 +207,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 def test_each_member_of_the_papers_plans_is_in_one_cell(
     write_run: WriteRun, tmp_path: Path, monkeypatch: Patch
 ) -> None:

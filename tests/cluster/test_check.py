@@ -11,6 +11,8 @@ from cluster.submission import Submission, read_submission
 from tests.cluster.checkouts import run, stand_in
 from tests.ranks import REPOSITORY
 
+pytestmark = pytest.mark.processes
+
 MLP = "configs/pretrain/demo_mlp.yaml"
 PARTITIONS = (
     "PartitionName=low Default=YES DefaultTime=00:30:00 MaxTime=2-00:00:00 State=UP\n"

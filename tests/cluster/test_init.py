@@ -17,6 +17,8 @@ from tests.cluster.checkouts import has_error, run, stand_in
 from tests.cluster.conftest import STAND_IN
 from tests.ranks import REPOSITORY
 
+pytestmark = pytest.mark.nightly
+
 FLOORS = ("data_prep", "pretrain", "finetune", "analysis", "cluster")
 
 

@@ -208,6 +208,7 @@ MISTAKES: list[tuple[str | tuple[str, str], str, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("text", "field", "code"), MISTAKES)
 def test_mistakes_are_named_and_nothing_is_queued(
     slurm: Path,
@@ -270,6 +271,7 @@ def submitted(checkout: Path) -> list[tuple[str, list[str]]]:
     return found
 
 
+@pytest.mark.processes
 def test_each_job_waits_for_what_it_reads(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit(["--partition=low", DEMO]) == 0
     parts = ["--array=0-1", "--cpus-per-task=1", "--mem=1G", "--partition=low"]
@@ -292,6 +294,7 @@ def test_each_job_waits_for_what_it_reads(slurm: Path, capsys: pytest.CaptureFix
     assert noted["101"] == noted["102"] == f"-\t{slurm}/data/study-pretrain\n" and len(noted) == 7
 
 
+@pytest.mark.processes
 def test_nodes_and_options_are_of_their_own_stage_and_a_grid_is_one_array(slurm: Path) -> None:
     (slurm / "archives").mkdir()
     (slurm / "archives/winter21_whole").mkdir()
@@ -312,6 +315,7 @@ def test_nodes_and_options_are_of_their_own_stage_and_a_grid_is_one_array(slurm:
     assert calls(slurm, "sbatch")[3][-2:] == ["small.yaml", "probe"]
 
 
+@pytest.mark.processes
 def test_a_trial_asks_slurm_about_each_job_and_queues_none(slurm: Path) -> None:
     assert submit(["--test-only", DEMO]) == 0
     scripts = [*["data_prep.slurm"] * 2, "pretrain.slurm", "probe.slurm", "finetune.slurm"]
@@ -322,6 +326,7 @@ def test_a_trial_asks_slurm_about_each_job_and_queues_none(slurm: Path) -> None:
     )
 
 
+@pytest.mark.processes
 def test_what_is_queued_is_not_queued_again(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -355,6 +360,7 @@ TWO_GPUS = "--oversubscribe --gpus-per-node=2 --cpus-per-task=16 --mem=150000M"
 ONE_GPU = "--oversubscribe --gpus-per-node=1 --cpus-per-task=8 --mem=75000M"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("stage", "options", "site", "booked"),
     [
@@ -444,6 +450,7 @@ def test_a_member_books_a_part_of_a_node(
     )
 
 
+@pytest.mark.processes
 def test_what_is_finished_is_left_out_and_not_waited_for(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -481,6 +488,7 @@ def test_what_is_finished_is_left_out_and_not_waited_for(
 # ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_it_stops_after_a_failure_and_goes_on_from_there(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -520,6 +528,7 @@ def test_it_stops_after_a_failure_and_goes_on_from_there(
     assert asked[3] == [*works[1].words, "--ranks", "2"]
 
 
+@pytest.mark.processes
 def test_a_signal_reaches_the_command_which_may_save(checkout: Path) -> None:
     (checkout / "saves.py").write_text(
         "import pathlib, signal, time\ndef save(number, frame):\n   "
@@ -540,6 +549,7 @@ def test_a_signal_reaches_the_command_which_may_save(checkout: Path) -> None:
     assert (checkout / "saved").read_text() == "SIGUSR2"
 
 
+@pytest.mark.processes
 def test_the_figure_waits_for_all_others(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (slurm / "figure.yaml").write_text(
         Path(DEMO).read_text() + "figure: {kind: sweep, x: task, facet: target}\n"
@@ -556,6 +566,7 @@ def test_the_figure_waits_for_all_others(slurm: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines()[-1] == "$ analysis figure figure.yaml"
 
 
+@pytest.mark.processes
 def test_where_the_figure_is_not_taken_nothing_is_queued(slurm: Path) -> None:
     (slurm / "figure.yaml").write_text(
         Path(DEMO).read_text() + "figure: {kind: sweep, x: task, facet: target}\n"

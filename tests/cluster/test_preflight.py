@@ -70,6 +70,7 @@ def whole(
     return codes, output.read_text(), lines, bad
 
 
+@pytest.mark.processes
 def test_sound_nodes_are_measured_and_nobody_is_named(tmp_path: Path) -> None:
     codes, output, lines, bad = whole(tmp_path, num_ranks=4, per_node=2, troubles={})
     assert codes == [0] * 4 and bad == {}, output
@@ -82,6 +83,7 @@ def test_sound_nodes_are_measured_and_nobody_is_named(tmp_path: Path) -> None:
     assert "2 nodes, 4 ranks" in output and "is bad" not in output
 
 
+@pytest.mark.processes
 def test_a_gpu_that_errs_one_that_hangs_and_a_rank_that_never_comes_are_named(
     tmp_path: Path,
 ) -> None:
@@ -98,6 +100,7 @@ def test_a_gpu_that_errs_one_that_hangs_and_a_rank_that_never_comes_are_named(
     assert not any("gb_per_s" in line for line in lines), "an all-reduce with them would hang"
 
 
+@pytest.mark.processes
 def test_a_node_that_hangs_in_the_all_reduce_is_named_alone(tmp_path: Path) -> None:
     codes, output, _, bad = whole(
         tmp_path, num_ranks=4, troubles=dict.fromkeys(range(4), "short") | {0: "cut off"}

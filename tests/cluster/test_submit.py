@@ -150,6 +150,7 @@ def note(job: str, lines: str) -> None:
     Path(f"jobs/{job}/writes").write_text(lines)
 
 
+@pytest.mark.processes
 def test_only_tasks_that_are_in_the_queue_keep_a_member_from_being_submitted(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +178,7 @@ def test_only_tasks_that_are_in_the_queue_keep_a_member_from_being_submitted(
         order(*words)
 
 
+@pytest.mark.processes
 def test_a_dataset_that_is_being_built_is_not_built_twice(slurm: Path) -> None:
     for words in (
         ["cluster/data_prep.slurm", SHAPES],

@@ -276,6 +276,8 @@ def test_models_fit_their_images_and_have_the_omega_of_their_names(plans: dict[s
     assert pairs == printed | {(tokens, channels) for channels, tokens in printed}
 
 
+@pytest.mark.nightly
+@pytest.mark.processes
 def test_the_first_member_of_each_demo_trains_for_two_steps(
     plans: dict[str, Plan], shapes: Path, tmp_path: Path
 ) -> None:
@@ -381,6 +383,7 @@ def made_points(plan: Plan) -> pd.DataFrame:
     return as_frame(list(found.values()))
 
 
+@pytest.mark.slow
 def test_the_figure_of_each_plan_draws_what_its_members_reach(plans: dict[str, Plan]) -> None:
     """No two results of one seed at one place, and no mean over two datasets; each result is
     drawn."""

@@ -119,6 +119,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
     source = write_classes(tmp_path / "source", {"ant": 9, "bee": 14, "cat": 5})
     write_files(
@@ -140,6 +141,7 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
     assert one == three
 
 
+@pytest.mark.processes
 def test_a_killed_build_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturbed_one(
     tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -188,6 +190,7 @@ def test_a_finished_shard_that_was_damaged_before_the_build_went_on_is_written_a
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source_is_refused(
     tmp_path: Path, refused: Refused
 ) -> None:
@@ -229,6 +232,7 @@ def test_another_config_is_refused_an_unfinished_dataset_and_the_same_one_goes_o
     assert load_manifest(out).num_written == 8
 
 
+@pytest.mark.processes
 def test_a_second_builder_is_refused_while_the_first_is_at_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

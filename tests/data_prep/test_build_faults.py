@@ -56,6 +56,7 @@ def cut_off_at(step: int, command: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.processes
 @partial(soaked, usual=3)
 def test_a_build_cut_off_between_two_steps_goes_on_to_the_same_bytes(
     tmp_path: Path, salt: int
@@ -84,6 +85,7 @@ def test_a_build_cut_off_between_two_steps_goes_on_to_the_same_bytes(
     assert num_finished > 0  # the last steps come after the manifest
 
 
+@pytest.mark.processes
 @soaked
 def test_a_build_cut_off_while_it_lists_a_touched_source_again_goes_on(
     tmp_path: Path, salt: int
@@ -103,6 +105,7 @@ def test_a_build_cut_off_while_it_lists_a_touched_source_again_goes_on(
         shutil.rmtree(out)
 
 
+@pytest.mark.processes
 @soaked
 def test_a_merge_cut_off_between_two_steps_ends_well_with_the_same_command_and_every_time_with_the_same_code(
     tmp_path: Path, salt: int
@@ -206,6 +209,7 @@ def test_what_somebody_keeps_in_the_directory_is_left_alone(
     assert files_of(out) == before
 
 
+@pytest.mark.processes
 @soaked
 @pytest.mark.parametrize("name", ["task", "index"])
 def test_a_task_and_an_index_cut_off_between_two_steps_go_on(
@@ -260,6 +264,7 @@ def test_a_full_disk_is_one_line_and_the_build_goes_on_when_there_is_room(
     assert files_of(out) == files_of(tmp_path / "whole" / "animals")
 
 
+@pytest.mark.processes
 def test_a_target_gone_read_only_is_one_line_and_nothing_is_damaged(
     tmp_path: Path, tiny_disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

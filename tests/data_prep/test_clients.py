@@ -70,6 +70,7 @@ def xml(code: str) -> bytes:
     return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>No.</Message></Error>".encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("url", "status", "body", "code"),
     [

@@ -58,6 +58,7 @@ def test_an_error_of_the_disk_names_the_path(
     refused(build(write_classes(tmp_path / "in", {"ant": 1}), tmp_path / "out"), code, code=1)
 
 
+@pytest.mark.processes
 def test_a_temporary_folder_that_is_too_long_for_a_socket_is_named(
     tmp_path: Path, command: Command
 ) -> None:

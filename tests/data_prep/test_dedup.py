@@ -343,6 +343,7 @@ def test_only_equal_pixels_and_other_splits_where_that_is_asked_for(
     ] == ["data_prep: 20.0% of val would be dropped"]
 
 
+@pytest.mark.processes
 def test_other_encodings_and_any_number_of_workers_give_the_same_list(
     tmp_path: Path, source: Path
 ) -> None:

@@ -111,6 +111,7 @@ def test_every_picture_and_class_is_what_datasets_reads_itself(
     )
 
 
+@pytest.mark.processes
 def test_one_split_has_some_held_out_and_the_number_of_workers_changes_no_byte(
     places: dict[str, Path], tmp_path: Path
 ) -> None:

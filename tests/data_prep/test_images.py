@@ -372,6 +372,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.processes
 def test_running_out_of_memory_is_no_fault_of_the_picture(tmp_path: Path) -> None:
     """Of each decoder, wherever it was: in a process that has less than a picture needs, then
     more."""

@@ -275,6 +275,7 @@ def test_a_damaged_shard_is_one_line_and_no_dataset(
     assert verify(tmp_path / "out").faults == []
 
 
+@pytest.mark.processes
 def test_the_number_of_workers_changes_nothing_and_a_second_run_nothing_either(
     tmp_path: Path,
 ) -> None:
@@ -299,6 +300,7 @@ def test_the_number_of_workers_changes_nothing_and_a_second_run_nothing_either(
     } == times
 
 
+@pytest.mark.processes
 def test_an_index_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_one(
     tmp_path: Path,
 ) -> None:

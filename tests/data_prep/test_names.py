@@ -63,6 +63,7 @@ def test_no_two_names_are_spelled_alike_and_each_can_be_had_back() -> None:
     assert (spelled[0], spelled[4]) == ("caf\\xe9", "a\\b")
 
 
+@pytest.mark.processes
 def test_classes_pictures_and_rejects_of_a_build_and_of_its_tasks(
     tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +157,7 @@ def test_members_of_tars(tmp_path: Path, kind: int) -> None:
     }
 
 
+@pytest.mark.processes
 def test_a_terminal_that_cannot_show_a_name_stops_nothing(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +174,8 @@ def test_a_terminal_that_cannot_show_a_name_stops_nothing(
 def test_messages_spell_them_and_a_shard_whose_name_a_manifest_cannot_hold_is_refused(
     tmp_path: Path, source: Path, refused: Refused
 ) -> None:
-    assert str(UserError(f"no {CAFE}, {chr(0xD800)}")) == f"no caf\\xe9, {chr(0xD800)}"
+    error = UserError(CAFE, f"no {chr(0xD800)}", code="missing-path")
+    assert str(error) == f"caf\\xe9: no {chr(0xD800)}"
     (source / os.fsdecode(b"\xe9t\xe9")).mkdir()
     refused(build(source, tmp_path / "out"), "[empty]")
     write_files(tmp_path, {f"{CAFE}.tar": tar_of({"a.cls": b"0"})})

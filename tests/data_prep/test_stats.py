@@ -91,6 +91,7 @@ def test_numbers_are_those_of_an_independent_count(
     assert files_of(directory) == before
 
 
+@pytest.mark.processes
 def test_sizes_of_kept_pictures_are_read_off_their_headers(source: Path, tmp_path: Path) -> None:
     directory = pack(source, tmp_path / "animals", "keep")
     found = stats(directory, num_workers=2)

@@ -117,6 +117,7 @@ def test_any_number_of_tasks_in_any_order_makes_the_bytes_of_one_build(
     assert files_of(out) == whole
 
 
+@pytest.mark.processes
 def test_tasks_at_once_killed_again_and_again_make_the_same_bytes(
     tmp_path: Path, source: Path, whole: dict[str, bytes]
 ) -> None:
@@ -370,6 +371,7 @@ def at_work(source: Path, out: Path, which: str) -> AbstractContextManager[None]
     return held_at_work(out.parent / "held", *words_of(source, out, which))
 
 
+@pytest.mark.processes
 def test_whoever_does_not_belong_to_the_tasks_at_work_is_refused(
     tmp_path: Path, source: Path, whole: dict[str, bytes], refused: Refused
 ) -> None:
@@ -397,6 +399,7 @@ def test_a_source_that_changes_between_tasks_is_refused(
     assert not (out / "manifest.json").exists()
 
 
+@pytest.mark.processes
 def test_a_file_that_changes_while_tasks_are_at_work_is_refused(
     tmp_path: Path, source: Path, refused: Refused
 ) -> None:
@@ -444,6 +447,7 @@ def test_more_tasks_than_shards_leave_some_with_nothing_to_do(
     assert "task 0/9 has its 1 shard; when all tasks are done the merge publishes" in said
 
 
+@pytest.mark.processes
 def test_a_task_waits_for_an_earlier_start_of_its_own_and_for_no_other(
     tmp_path: Path, source: Path
 ) -> None:
@@ -472,6 +476,7 @@ def test_a_waiting_task_reports_the_error_of_task_0(
     assert task(source, out, "0/2") == 0
 
 
+@pytest.mark.processes
 def test_a_task_waits_for_the_plan_of_task_0(
     tmp_path: Path, source: Path, whole: dict[str, bytes]
 ) -> None:

@@ -250,6 +250,7 @@ def test_twenty_faults_are_printed_and_the_others_counted(
     assert json.loads(capsys.readouterr().out)["num_faults"] == 312
 
 
+@pytest.mark.processes
 def test_any_number_of_workers_finds_the_same(dataset: Path) -> None:
     flip_byte(dataset, name="train-000003.tar", place=600)
     (dataset / "train-000001.npy").unlink()

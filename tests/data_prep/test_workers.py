@@ -18,6 +18,8 @@ from data_prep.workers import Pool, sweep
 from tests.data_prep.samples import build, files_of, write_classes
 from tests.errors import printed_errors
 
+pytestmark = pytest.mark.processes
+
 CUT = ("samples_per_shard=4", "num_workers=2")
 
 

@@ -3,7 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pretrain.ranks.world import World
+
+pytestmark = pytest.mark.processes
 
 
 def agreements(world: World, run_dir: str) -> list[int]:

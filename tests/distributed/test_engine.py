@@ -8,6 +8,8 @@ import pytest
 from tests.distributed.engine_cells import CELLS, KINDS, MOVED
 from tests.distributed.engines import CLIP
 
+pytestmark = pytest.mark.processes
+
 GRADIENT_LIMIT = {"fp32": 2e-6, "fp16": 4e-3, "bf16": 2e-2}
 """Relative; a forgotten micro-batch or rank would be 0.5, a lost scale thousands."""
 MOVE_LIMIT = {"lion": 0.6, "adamw": 0.3, "sgd": 0.02}

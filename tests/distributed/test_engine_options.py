@@ -11,6 +11,8 @@ from tests.distributed.engine_options import ACTIVATION, OFFLOADED, UPDATED
 from tests.distributed.engines import CLIP
 from tests.distributed.test_engine import GRADIENT_LIMIT, MOVE_LIMIT
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("identity", OFFLOADED)
 def test_offloaded_training_is_the_same_training(results: dict[str, Any], identity: str) -> None:

@@ -127,6 +127,7 @@ def cell(
     }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "number", range(len(CELLS)), ids=[f"stage{a}-{b}-{c}" for a, b, c in CELLS]
 )

@@ -16,6 +16,8 @@ from tests.moments import Strike, wait_until
 from tests.ranks import REPOSITORY
 from tests.training import Run
 
+pytestmark = pytest.mark.processes
+
 SLOW_TORCH = """import signal, sys, time
 while signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
     time.sleep(0.01)

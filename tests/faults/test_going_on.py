@@ -31,6 +31,8 @@ from tests.finetune.tiny import write_folder
 from tests.moments import Strike
 from tests.training import final_state, finish, start, write_config
 
+pytestmark = pytest.mark.processes
+
 CONSTANT = (
     "schedule={name: constant, warmup: 3 steps}",
     "train.ema_decay=0.9",

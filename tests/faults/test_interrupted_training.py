@@ -36,6 +36,8 @@ from tests.training import (
     write_config,
 )
 
+pytestmark = pytest.mark.processes
+
 NUM_STEPS = 40
 
 

@@ -7,11 +7,15 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 from data_prep.manifest import load_manifest
 from pretrain.data.reader import open_split
 from tests.faults.reading import GLOBAL_BATCH, WORLDS
 from tests.ranks import REPOSITORY
 from tests.soak import soaked
+
+pytestmark = pytest.mark.processes
 
 NUM_KILLS, NUM_STEPS = 8, 100
 

@@ -18,6 +18,8 @@ from tests.faults.test_interrupted_training import assert_same_bits, logged_loss
 from tests.moments import Strike
 from tests.training import Run, finish, kill, write_config
 
+pytestmark = [pytest.mark.processes, pytest.mark.nightly]
+
 WORDS = (
     "train.duration=20 steps",
     "train.eval_every=8 steps",

@@ -24,6 +24,8 @@ from pretrain.tracking.store import make_database
 from pretrain.tracking.tracker import RunIdentity, Tracker
 from tests.moments import wait_until
 
+pytestmark = [pytest.mark.processes, pytest.mark.nightly]
+
 STEPS_BETWEEN = 60
 FORK = multiprocessing.get_context("fork")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from data_prep.manifest import load_manifest, load_paths
@@ -21,6 +22,7 @@ TAKEN, SKIPPED = (Agreed(1.0, 1.0, 0, 0, 1.0, applied=applied) for applied in (T
 BAD = replace(SKIPPED, loss=float("nan"))
 
 
+@pytest.mark.processes
 def test_a_diverged_run_stops_and_names_its_samples(shapes: Path, tmp_path: Path) -> None:
     """The first step is taken and throws the weights so far that no later loss is finite."""
     words = [

@@ -214,6 +214,7 @@ def on_ranks(world: World, pretrained: str, dataset: str, run_dir: str) -> float
     return None if result is None else result["eval/top1"]
 
 
+@pytest.mark.processes
 def test_three_ranks_give_the_table_of_one(folder: Path, shapes: Path, tmp_path: Path) -> None:
     """72 pictures in batches of 5 on 3 ranks: the last round has one picture for the second rank,
     and none for the third."""
@@ -231,6 +232,7 @@ def test_three_ranks_give_the_table_of_one(folder: Path, shapes: Path, tmp_path:
             assert together[name] == column, name
 
 
+@pytest.mark.processes
 def test_the_command_prints_its_result_and_then_the_stored_one(
     command: Command, folder: Path, shapes: Path, capsys: Capture
 ) -> None:
@@ -290,6 +292,7 @@ def test_what_does_not_decode_is_left_out_and_named(
     assert predictions(tmp_path / "run")["sample"] == np.arange(72)[kept].tolist()
 
 
+@pytest.mark.processes
 def test_a_mixture_is_judged_on_each_of_its_datasets(
     mixed: Path, shapes: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
@@ -370,6 +373,7 @@ def test_pixels_are_fed_as_the_card_says_and_other_squares_reported(
         assert ("center" in said and "longer_side" in said) == told
 
 
+@pytest.mark.processes
 def test_training_pictures_are_warned_of(
     mixed: Path, folder: Path, shapes: Path, tmp_path: Path, capsys: Capture
 ) -> None:

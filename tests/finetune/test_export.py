@@ -125,6 +125,7 @@ def near(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.processes
 def test_every_format_of_a_zero_3_checkpoint_gives_the_models_answers(
     run: Path, exported: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_every_format_of_a_zero_3_checkpoint_gives_the_models_answers(
         near(program(x), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_exported_with_its_own_answers(name: str, tmp_path: Path) -> None:
     model, formats = (
@@ -171,6 +173,7 @@ for place in sys.argv[1:]:
 """
 
 
+@pytest.mark.processes
 def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path) -> None:
     models = {}
     for place, eps in ((tmp_path / "trained here", 1e-5), (tmp_path / "imported", 1e-6)):
@@ -231,6 +234,7 @@ def test_a_model_that_timm_lacks_says_that_it_needs_this_package(tmp_path: Path)
         ), name
 
 
+@pytest.mark.slow
 def test_pictures_are_normalised_inside_where_it_is_asked_for(tmp_path: Path) -> None:
     model = model_of(write_folder(tmp_path / "folder"))
     out = export_of(tmp_path / "folder", tmp_path / "out", with_preprocessing=True)
@@ -339,6 +343,7 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: Capture, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_export_that_is_ended_leaves_nothing_there(
     tmp_path: Path, number: signal.Signals
@@ -359,6 +364,7 @@ def test_an_export_that_is_ended_leaves_nothing_there(
     assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "folder", "out"]
 
 
+@pytest.mark.processes
 def test_the_record_and_the_metadata_say_what_was_made_of_what(run: Path, exported: Path) -> None:
     newest = list_checkpoints(run)[-1]
     assert (exported / "model.safetensors").read_bytes() == (
@@ -387,6 +393,7 @@ def test_the_record_and_the_metadata_say_what_was_made_of_what(run: Path, export
     assert metadata["image_size"] == "16" and metadata["input"] == "images"
 
 
+@pytest.mark.processes
 def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
     text = (exported / "README.md").read_text()
     front = yaml.safe_load(text.split("---\n")[1])
@@ -434,6 +441,7 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
     )  # no path of this machine
 
 
+@pytest.mark.processes
 def test_an_older_checkpoint_does_not_take_the_results_of_the_newest(run: Path) -> None:
     older, newest = list_checkpoints(run)[-2:]
     for checkpoint, expected in ((older, False), (newest, True)):

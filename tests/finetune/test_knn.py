@@ -119,6 +119,7 @@ def test_no_table_and_no_product_is_larger_than_asked(num_train: int, num_test: 
     assert 50_000 < largest.num_bytes < 1_000_000
 
 
+@pytest.mark.processes
 def test_the_command_judges_and_refuses(
     folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:

@@ -332,6 +332,7 @@ MISTAKES = {
 """Words of the command line, and the field of the error."""
 
 
+@pytest.mark.processes
 def test_mistakes_are_one_line_with_a_remedy_before_torch(
     folder: Path, shapes: Path, tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def of_unequal_scales(count: int, *, seed: int) -> Table:
     )
 
 
+@pytest.mark.slow
 def test_the_default_probe_is_as_good_as_scikit_learns_logistic_regression() -> None:
     """Its reference: standardized features, and the inverse decay C chosen by cross-validation.
     Means of three training sets."""
@@ -256,6 +257,7 @@ def test_evaluation_of_a_probe_is_the_probes_own_number(
     assert right == pytest.approx(result["test_top1"], abs=1e-9)
 
 
+@pytest.mark.processes
 def test_the_command_finds_the_features_of_a_killed_probe(
     folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:

@@ -43,6 +43,8 @@ from tests.finetune.tiny import (
 from tests.forked import begin, environments, wait
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def test_the_longest_cells_are_dealt_first_and_evenly() -> None:
     candidates = candidates_of(

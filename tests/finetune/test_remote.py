@@ -90,6 +90,7 @@ def test_every_verb_over_http_gives_bit_for_bit_what_the_disk_gives(
     assert not list(cache.glob("*.user"))
 
 
+@pytest.mark.processes
 def test_tuning_over_http_is_that_of_the_disk_and_its_preview_reads_there_too(
     shapes: Path, folder: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:

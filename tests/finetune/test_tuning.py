@@ -47,6 +47,8 @@ from tests.training import (
     write_config,
 )
 
+pytestmark = pytest.mark.processes
+
 UNTRACKED = "tracking.enabled=false"
 
 

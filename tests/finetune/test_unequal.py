@@ -112,6 +112,7 @@ def test_training(folder: Path, unequal: Path, expected: tuple[float, float]) ->
     )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("verb", "setting"), [("probe", "epochs=[2]"), ("knn", "neighbours=[3]")])
 def test_features(verb: str, setting: str, folder: Path, unequal: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"

@@ -26,7 +26,7 @@ checkpoint: {{every: 10 steps}}
 """
 # SLURM_WAIT: what is frozen is killed so long after the others have ended
 OPTIONS = "PREFLIGHT=1,PREFLIGHT_TIMEOUT_S=120,RANKS_PER_NODE=2,SLURM_WAIT=2"
-pytestmark = pytest.mark.timeout(900)  # three pre-flights and two starts of four ranks
+pytestmark = [pytest.mark.timeout(900), pytest.mark.processes, pytest.mark.nightly]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from data_prep.cli import main as data_prep
 from tests.slurm.conftest import Cluster
 
 SCRIPT = "cluster/data_prep.slurm"
-pytestmark = pytest.mark.timeout(400)  # they wait for SLURM
+pytestmark = [pytest.mark.timeout(400), pytest.mark.processes, pytest.mark.nightly]
 CONFIG = "configs/data_prep/demo_transfer.yaml"
 SMALL = (
     "image_size=16",

@@ -21,7 +21,7 @@ probe:
   run_dir: runs/{{name}}/{{case}}
   max_concurrent: 2
 """
-pytestmark = pytest.mark.timeout(900)  # they wait for SLURM, and for three starts of torch
+pytestmark = [pytest.mark.timeout(900), pytest.mark.processes, pytest.mark.nightly]
 
 
 def most_at_once(tasks: list[dict[str, str]]) -> int:

@@ -11,7 +11,7 @@ import torch
 from tests.slurm.conftest import SCRIPT, Cluster
 from tests.slurm.tiny_run import assert_same_end, await_progress, end_of, tracked
 
-pytestmark = pytest.mark.timeout(900)  # they wait for SLURM, and for five starts of torch
+pytestmark = [pytest.mark.timeout(900), pytest.mark.processes, pytest.mark.nightly]
 
 
 def test_a_node_that_freezes_is_taken_over_from_and_changes_nothing_when_it_wakes_up(

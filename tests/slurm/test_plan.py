@@ -59,7 +59,7 @@ export:
   sbatch: [--mem=500M, --cpus-per-task=1]
 figure: {kind: sweep, x: width, hue: task, facet: target}
 """
-pytestmark = pytest.mark.timeout(900)  # they wait for SLURM, and for three starts of torch
+pytestmark = [pytest.mark.timeout(900), pytest.mark.processes, pytest.mark.nightly]
 
 
 def jobs_of(said: str) -> list[list[str]]:

@@ -10,7 +10,7 @@ from pretrain.tracking.delivery import sync
 from tests.slurm.conftest import SCRIPT, Cluster
 from tests.slurm.tiny_run import assert_same_end, await_progress, tracked
 
-pytestmark = pytest.mark.timeout(900)  # they wait for SLURM, and for five starts of torch
+pytestmark = [pytest.mark.timeout(900), pytest.mark.processes, pytest.mark.nightly]
 
 
 def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> None:

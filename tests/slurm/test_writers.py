@@ -3,7 +3,11 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.slurm.conftest import SCRIPT, Cluster
+
+pytestmark = [pytest.mark.processes, pytest.mark.nightly]
 
 
 def submit(slurm: Cluster, *words: object) -> subprocess.CompletedProcess[str]:

@@ -73,6 +73,7 @@ def test_all_forms_make_the_same_shards(tmp_path: Path) -> None:
     assert all(found == first for found in shards.values())
 
 
+@pytest.mark.processes
 def test_keep_encoding_gives_back_the_published_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert (

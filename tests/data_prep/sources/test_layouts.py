@@ -279,6 +279,7 @@ def test_the_sums_of_mnist_are_of_the_content_and_tell_the_variants(
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DEBIAN.exists(), reason="needs Debian's package dataset-fashion-mnist")
 def test_the_files_of_debian_are_the_published_ones() -> None:
     assert opened("mnist", DEBIAN, md5="published", variant="fashion").outline()

@@ -246,6 +246,7 @@ def crop_elsewhere(folder: Path, **settings: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
 def test_it_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
     """A file stands where numba would make its directory, beside the source and at home: no rights
     get past that.
@@ -258,6 +259,7 @@ def test_it_works_where_no_cache_can_be_written(tmp_path: Path) -> None:
     assert (tmp_path / "__pycache__").is_file()
 
 
+@pytest.mark.processes
 def test_a_cache_file_cut_short_is_made_anew(tmp_path: Path) -> None:
     line = on_cpu._augment.py_func.__code__.co_firstlineno  # type: ignore[attr-defined]
     index = (

@@ -120,6 +120,7 @@ def interpreted(name: str) -> int:
     return 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", [crops, recipes], ids=lambda case: case.__name__)
 def test_interpreted_kernels_make_what_the_plain_forms_make(
     case: Callable[[], None], tmp_path: Path
@@ -132,6 +133,7 @@ def test_interpreted_kernels_make_what_the_plain_forms_make(
     assert forked.wait([process], timeout_s=280) == [0], output.read_text()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kernel", ["pairs", "previous", "levels"])
 def test_the_kernels_compile_for_a_gpu_that_is_not_there(
     kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

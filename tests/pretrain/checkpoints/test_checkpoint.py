@@ -338,6 +338,7 @@ def waits(world: World, folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.processes
 def test_ranks_wait_for_one_that_reads_or_writes_longer_than_any_collective_may_and_end_alike(
     tmp_path: Path,
 ) -> None:
@@ -361,6 +362,7 @@ def disagree(world: World, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.processes
 def test_ranks_that_do_not_see_the_same_checkpoint_do_not_train(tmp_path: Path) -> None:
     for rank in (0, 1):
         save(tmp_path / "other bytes" / str(rank), 7, best=Best(7, rank / 2))

@@ -116,6 +116,7 @@ def test_another_disk_resumes_from_what_the_remote_has(tmp_path: Path) -> None:
     assert found is not None and files.load_state(found.directory)[1].step == 100
 
 
+@pytest.mark.slow
 def test_a_crash_between_any_two_writes_leaves_the_newest_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +217,7 @@ def test_another_runs_remote_is_refused(tmp_path: Path) -> None:
 
 
 FAULTS = [
-    RemoteError("s3://x: cannot be written after 4 attempts (503)"),
+    RemoteError("s3://x", "it cannot be written after 4 attempts (503)", code="unreachable"),
     UserError("s3://x", "access is refused", "Give credentials", code="no-access"),
 ]
 
@@ -293,6 +294,7 @@ def agreed(world: World, folder: str, store: str, given: list[list[int]]) -> lis
     return [newest.directory.name, json.dumps(newest.hashes)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("given", [[[3], []], [[3], [3]], [[2, 3], [3, 5]]], ids=str)
 def test_nodes_with_disks_of_their_own_agree_on_the_first_ranks_checkpoint(
     tmp_path: Path, given: list[list[int]]

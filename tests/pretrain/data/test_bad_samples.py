@@ -164,6 +164,7 @@ def test_the_threshold_is_a_share_of_what_was_seen_but_of_an_epoch_at_least() ->
             check_share(num_bad, num_seen=num_seen, num_samples=10_000, max_share=0.001)
 
 
+@pytest.mark.processes
 def test_a_run_goes_on_with_few_and_stops_with_many_on_all_ranks(
     dataset: Path, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_pictures_of_other_sizes_do_not_mix(animals: tuple[Path, Path], tmp_path
         mixed((animals[0], small))
 
 
+@pytest.mark.processes
 def test_a_run_trains_on_a_mixture_and_judges_the_first(
     shapes: Path, other_shapes: Path, tmp_path: Path
 ) -> None:

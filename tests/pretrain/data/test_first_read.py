@@ -65,6 +65,7 @@ def hash_all(parts: tuple[Part, ...], run_dir: Path, *, ranks: int = 1) -> None:
         thread.raise_fault()
 
 
+@pytest.mark.processes
 def test_a_flipped_byte_ends_the_run(dataset: Path, tmp_path: Path) -> None:
     config, run_dir = write_config(tmp_path, dataset=dataset), tmp_path / "run"
     flip(dataset)
@@ -152,6 +153,7 @@ def hash_with_only_one_staged(world: World, dataset: str, folder: str) -> list[s
     return [Path(json.loads(line)[0]).name for line in lines]
 
 
+@pytest.mark.processes
 def test_shards_that_one_node_reads_in_place_are_hashed_by_all_ranks(
     dataset: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def epoch_of(reader: ShardReader, *, ranks: int, threads: int) -> list[Batch]:
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("samples_per_shard", "encoding"), [(1, "raw"), (7, "jpeg"), (239, "raw")])
 def test_every_cut_into_shards_gives_every_rank_the_same_pictures(
     images: Path, tmp_path: Path, one_shard: ShardReader, samples_per_shard: int, encoding: str
@@ -92,6 +93,7 @@ def test_reading_epochs_leaves_memory_where_it_was(one_shard: ShardReader) -> No
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
 
+@pytest.mark.processes
 def test_what_runs_at_the_very_end_of_a_process_may_still_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc")
     program = (

@@ -160,6 +160,7 @@ def test_a_cache_too_small_for_the_order_is_one_clear_error(
         batches_of(far(3), Order(96, 3), steps=1)
 
 
+@pytest.mark.processes
 def test_a_run_goes_on_from_disk_with_what_it_began_behind_http_and_back(
     folder: Path, remote: Path, tmp_path: Path
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_run_goes_on_from_disk_with_what_it_began_behind_http_and_back(
         )
 
 
+@pytest.mark.processes
 def test_two_ranks_train_from_a_server_that_fails_now_and_then(
     remote: Path, server: tuple[str, Web], tmp_path: Path
 ) -> None:
@@ -207,6 +209,7 @@ def test_two_ranks_train_from_a_server_that_fails_now_and_then(
     assert len(list((tmp_path / "cache").glob("*.tar"))) == NUM_SHARDS
 
 
+@pytest.mark.processes
 def test_s3_needs_its_options_and_keeps_them_to_itself(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def stage_and_die(dataset: str, scratch: str) -> None:
     stage(Path(dataset), Path(scratch))
 
 
+@pytest.mark.processes
 def test_after_a_kill_staging_copies_only_what_is_absent(shapes: Path, tmp_path: Path) -> None:
     words = ("tests.pretrain.data.test_staging:stage_and_die", str(shapes), str(tmp_path))
     process = begin(*words, environment=dict(os.environ), output=tmp_path / "output")

@@ -201,6 +201,7 @@ def test_a_file_of_another_length_and_a_missing_server_are_errors(
     assert cached(place) == set() and not [*place.glob("*.part")]
 
 
+@pytest.mark.processes
 def test_a_download_of_a_killed_process_is_never_trusted_and_gives_up_its_room(
     place: Path, shards: list[File], server: Server
 ) -> None:
@@ -216,6 +217,7 @@ def test_a_download_of_a_killed_process_is_never_trusted_and_gives_up_its_room(
             assert cached(place) == {file.sha256} and not [*place.glob("*.part")]
 
 
+@pytest.mark.processes
 def test_four_processes_fetch_each_shard_once(
     place: Path, shards: list[File], server: Server
 ) -> None:
@@ -226,6 +228,7 @@ def test_four_processes_fetch_each_shard_once(
     assert sorted(path.suffix for path in place.iterdir() if path.suffix) == [".tar"] * NUM_SHARDS
 
 
+@pytest.mark.processes
 def test_the_bound_holds_while_processes_walk_in_different_orders(
     place: Path, shards: list[File]
 ) -> None:
@@ -429,6 +432,7 @@ def test_a_file_of_another_size_is_fetched_again_and_a_touched_one_is_not(
             assert path.read_bytes() == good and not path.is_symlink()
 
 
+@pytest.mark.processes
 def test_a_fork_neither_releases_its_parents_files_nor_keeps_them(
     place: Path, shards: list[File]
 ) -> None:

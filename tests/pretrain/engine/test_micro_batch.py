@@ -108,6 +108,7 @@ def refused_by_the_system(run_dir: Path) -> int:
     return micro_batch_size(model(), settings=settings, **ALONE)
 
 
+@pytest.mark.processes
 def test_a_real_refusal_of_memory_halves_the_batch(tmp_path: Path) -> None:
     """Forward and backward of 2^16 images take at least 0.8 kB each for the images alone."""
     words = "from pathlib import Path; from tests.pretrain.engine import test_micro_batch as t"

@@ -43,6 +43,7 @@ pytestmark = [  # torch's own, on its way to compiled code
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
     ),
+    pytest.mark.nightly,
 ]
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -118,6 +119,7 @@ def test_inductor_is_eager() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [RP, OTHERS[2]], ids=lambda spec: spec.label)
 def test_traced_graphs_are_eager(spec: AnySpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """And each block's gradients are there before those of the block in front of it are begun: on

@@ -104,6 +104,7 @@ def test_the_formulas_are_what_is_built(name: str) -> None:
     assert counted(spec, **size)[0] == cost_of(spec, **size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "image_size"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_the_formulas_hold_for_any_setting(spec: AnySpec, image_size: int) -> None:
     size = {"num_classes": 3, "image_size": image_size}

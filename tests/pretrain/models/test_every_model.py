@@ -46,6 +46,7 @@ def compare(expected: Tensor, found: Tensor, *, tolerance: float) -> None:
     assert (expected - found).abs().max().item() <= tolerance * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DISTINCT)
 def test_gradients_reach_every_weight_and_double_precision_agrees(name: str) -> None:
     model, x = short(name).eval(), pictures(name)
@@ -99,6 +100,7 @@ def test_weights_are_a_function_of_the_seed(name: str, changes: dict[str, Any]) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -363,6 +363,7 @@ def test_every_precision(storage: str) -> None:
     assert dtypes and set(dtypes.values()) == {torch.bool if storage == "masked" else torch.int32}
 
 
+@pytest.mark.slow
 @BOTH
 def test_traced_and_exported_it_is_the_same(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(storage=storage, expansion=2.0)

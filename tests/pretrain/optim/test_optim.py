@@ -161,6 +161,7 @@ def test_a_shard_hides_no_momentum_that_is_not_a_number(way: str) -> None:
     assert copy.tolist() == pytest.approx([math.nan, math.nan, 1.0, 0.9], nan_ok=True)
 
 
+@pytest.mark.processes
 def test_lions_kernel_compiles_for_a_gpu_that_is_not_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

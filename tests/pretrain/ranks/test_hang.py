@@ -45,6 +45,7 @@ def train_with_one_stuck_rank(words: list[str]) -> int:
     return trainings.main("pretrain", words)
 
 
+@pytest.mark.processes
 def test_a_training_that_hangs_names_the_rank_that_is_behind_and_shows_where_each_is(
     shapes: Path, tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def begun(folder: Path, plan: str, *, num_ranks: int, silent_s: float) -> list[F
     return ranks
 
 
+@pytest.mark.processes
 def test_a_rank_that_holds_pythons_lock_leaves_its_stack_and_the_others_theirs(
     tmp_path: Path,
 ) -> None:
@@ -159,6 +161,7 @@ def test_a_rank_that_holds_pythons_lock_leaves_its_stack_and_the_others_theirs(
     assert " in rank\n" in (stacks / "rank-0000.txt").read_text()
 
 
+@pytest.mark.processes
 def test_a_rank_that_is_alone_is_watched_too_and_progress_leaves_no_file(tmp_path: Path) -> None:
     (hangs,), (progresses,) = (
         begun(tmp_path / plan, plan, num_ranks=1, silent_s=1) for plan in ("hangs", "progresses")

@@ -32,6 +32,7 @@ def start(program: str, *, before: str = "") -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.processes
 def test_ranks_get_what_torchrun_would_give_them() -> None:
     program = """
         import os
@@ -43,6 +44,7 @@ def test_ranks_get_what_torchrun_would_give_them() -> None:
     assert sorted(done.stdout.splitlines()) == [f"{rank} {rank} 3 127.0.0.1" for rank in range(3)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [("sys.exit(7)", 7, "exit code 7"), ("os.kill(os.getpid(), 9)", 137, "SIGKILL")],
@@ -53,6 +55,7 @@ def test_a_dead_rank_ends_the_others_at_once(ending: str, code: int, words: str)
     assert f"rank 1 ended with {words}; ending the others" in done.stderr
 
 
+@pytest.mark.processes
 def test_a_rank_that_writes_is_waited_for_and_one_that_hangs_is_not(tmp_path: Path) -> None:
     """The wait for a rank that saves ends here as soon as the one that is deaf alone is left, as if
     its time were up."""
@@ -86,6 +89,7 @@ BLOCKED = (
 NUM_READY = "while len(os.listdir(ready)) < 2: time.sleep(0.01)"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [("sys.exit(75)", 75, ""), ("os.kill(os.getpid(), 9)", 137, "SIGKILL")],
@@ -264,6 +268,7 @@ def test_ranks_of_one_task_share_its_cores(
     assert read_world(facts | sizes | given).num_cores == cores
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("job", "finished", "is_first", "code"),
     [("", False, True, 0), ("7", True, True, 0), ("7", False, True, 130), ("7", False, False, 0)],
@@ -298,6 +303,7 @@ def begun(rank: str) -> "subprocess.Popen[str]":
     return process
 
 
+@pytest.mark.processes
 def test_ctrl_c_is_answered_at_once_and_the_second_ends_it() -> None:
     """A step may take long, above all one that waits for data: this rank would end when it is let
     go."""
@@ -316,6 +322,7 @@ def test_ctrl_c_is_answered_at_once_and_the_second_ends_it() -> None:
     assert process.returncode == 130 and said == ""
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("ignored", "raised_by"), [(False, "SIGHUP"), (True, "None")])
 def test_a_closed_terminal_has_ranks_save_unless_nohup_has_started_them(
     ignored: bool, raised_by: str
@@ -341,6 +348,7 @@ def test_a_closed_terminal_has_ranks_save_unless_nohup_has_started_them(
     assert (process.returncode, said) == (0, f"{raised_by}\n")
 
 
+@pytest.mark.processes
 def test_an_interrupt_of_the_launcher_alone_has_its_ranks_save() -> None:
     """As `kill -INT` sends it; a terminal sends it to all."""
     save = (

@@ -24,6 +24,7 @@ def enter_alone(run_dir: str) -> int:
     return 0
 
 
+@pytest.mark.processes
 def test_of_many_starts_at_once_each_has_its_turn(tmp_path: Path) -> None:
     many = [
         begin(

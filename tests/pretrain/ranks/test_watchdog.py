@@ -175,6 +175,7 @@ def begun(
                 rank.kill()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_who_is_gone_frozen_or_fails_is_named_once_and_ends_all(
     begun: dict[str, tuple[Path, list[ForkServerProcess]]], name: str
@@ -197,6 +198,7 @@ def test_who_is_gone_frozen_or_fails_is_named_once_and_ends_all(
     )
 
 
+@pytest.mark.processes
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     """`scontrol suspend` and `resume`, or Ctrl-Z and `fg`: nobody was heard of, as nobody
     listened."""
@@ -242,6 +244,7 @@ def test_only_a_rank_that_is_alone_gives_up_a_wait_and_an_errors_own_timeout_is_
         stop.result(never)
 
 
+@pytest.mark.processes
 def test_strangers_are_ignored(tmp_path: Path) -> None:
     ranks = started(tmp_path, 2)
     port = json.loads((tmp_path / "facts").read_text())[0]

@@ -89,6 +89,7 @@ def quickly(new_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "make_database", lambda path, *, files: shutil.copy(new_store, path))
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("quickly")
 def test_one_of_eight_deliverers_delivers_all_runs(tmp_path: Path) -> None:
     """As while a sweep trains: one process writes at a time, and no metric is lost."""
@@ -134,6 +135,7 @@ def test_a_run_whose_deliverer_was_killed_is_delivered_by_another(tmp_path: Path
     assert sorted(runs_in(tmp_path / "mlflow.db")) == ["first", "second"]
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("quickly")
 def test_a_damaged_store_is_made_anew_from_the_journals_by_the_remedy_that_is_given(
     new_store: Path, tmp_path: Path

@@ -48,6 +48,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, shapes: Path) -> Path:
     return folder / "tiny"
 
 
+@pytest.mark.processes
 def test_a_run_whose_trainer_was_killed_has_failed(
     tmp_path: Path, shapes: Path, new_store: Path
 ) -> None:
@@ -85,6 +86,7 @@ def events(run_dir: Path, kind: str) -> list[dict[str, object]]:
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
+@pytest.mark.processes
 def test_the_journal_has_what_a_researcher_looks_for(run_dir: Path) -> None:
     (begun,) = events(run_dir, "start")
     params, tags = begun["params"], begun["tags"]
@@ -114,6 +116,7 @@ def test_the_journal_has_what_a_researcher_looks_for(run_dir: Path) -> None:
     assert [event["status"] for event in events(run_dir, "end")] == ["FINISHED"]
 
 
+@pytest.mark.processes
 def test_pictures_are_those_of_the_batch_and_of_the_weights(run_dir: Path) -> None:
     told = sorted((str(event["key"]), event["step"]) for event in events(run_dir, "image"))
     assert told == [("fed", 0), *(("first_layer", step) for step in (0, 3, 6))]

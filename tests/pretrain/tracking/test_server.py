@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from mlflow import MlflowClient
 
 from pretrain.tracking.store import Store, runs_page
 from pretrain.tracking.tracker import RunIdentity
 
 
+@pytest.mark.slow
 def test_the_page_is_of_the_newest_run_with_columns_of_accuracies(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     store = Store(uri)
@@ -35,6 +37,7 @@ def test_the_page_is_of_the_newest_run_with_columns_of_accuracies(tmp_path: Path
     assert "metrics.`eval/top1`" in json.loads(view)["selectedColumns"]
 
 
+@pytest.mark.processes
 def test_the_console_has_the_address_and_the_log_has_the_rest(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "pretrain", "serve", str(tmp_path)]
     with subprocess.Popen(

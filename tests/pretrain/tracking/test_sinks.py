@@ -13,6 +13,8 @@ from pretrain.tracking.sinks import Sinks
 from pretrain.tracking.tracker import Journal, RunIdentity
 from tests.moments import wait_until
 
+pytestmark = pytest.mark.processes
+
 
 def read_events(path: Path) -> list[Any]:
     """Return TensorBoard's events, without the version of the file."""
@@ -98,7 +100,6 @@ def test_a_dead_store_holds_up_no_sink(run_dir: Path, tmp_path: Path) -> None:
     assert len(read_events(path)) == 6
 
 
-@pytest.mark.processes
 def test_wandb_holds_every_figure_in_an_offline_run(run_dir: Path) -> None:
     for _ in range(2):
         assert write_sinks(run_dir, "wandb") == 6

@@ -112,6 +112,7 @@ def test_a_run_with_a_break_is_one_run_with_every_point_once(tmp_path: Path, by_
     assert [artifact.path for artifact in artifacts] == ["notes/note.txt"]
 
 
+@pytest.mark.processes
 def test_a_stop_that_comes_while_the_deliverer_still_imports_is_delivered_as_such(
     tmp_path: Path,
 ) -> None:
