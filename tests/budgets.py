@@ -19,13 +19,13 @@ TARGETS = {
     "tests": 1_050_000,
 }
 CEILINGS = {
-    "data_prep": 447_000,
-    "pretrain": 689_000,
-    "finetune": 246_000,
-    "analysis": 225_000,
-    "cluster": 135_000,
-    "benchmarks": 232_000,
-    "tests": 1_529_000,
+    "data_prep": 418_000,
+    "pretrain": 602_000,
+    "finetune": 225_000,
+    "analysis": 204_000,
+    "cluster": 117_000,
+    "benchmarks": 180_000,
+    "tests": 1_385_000,
 }
 
 
