@@ -98,7 +98,7 @@ TABLE = [
     ("start of no warm-up", ["schedule.warmup_from=1e-6"], "schedule.warmup_from", "conflict"),
     ("unknown size of a micro-batch", ["train.local_batch_size=aut"], "train.local_batch_size", "bad-value"),
     ("odd share for auto with MixUp", ["augment.mixup_alpha=0.8", "train.local_batch_size=auto", "train.global_batch_size=6", "--ranks", "2"], "train.local_batch_size", "conflict"),
-    ("momentum for lamb", ["optimizer={name: adamw, momentum: 0.8}"], "optimizer.momentum", "conflict"),
+    ("momentum for adamw", ["optimizer={name: adamw, momentum: 0.8}"], "optimizer.momentum", "conflict"),
     ("local batch does not divide", ["train.local_batch_size=5"], "train.local_batch_size", "bad-value"),
     ("batch does not split over ranks", ["train.global_batch_size=25", "--ranks", "2"], "train.global_batch_size", "conflict"),
     ("local batch too large for the ranks", ["train.local_batch_size=24", "--ranks", "2"], "train.local_batch_size", "bad-value"),
