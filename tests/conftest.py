@@ -110,10 +110,11 @@ def _start(process: BaseProcess, start: Callable[[BaseProcess], None] = BaseProc
     start(process)
 
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # of a shell's background; what the tests start is to heed Ctrl-C
+# A shell's background ignores Ctrl-C, and nohup SIGHUP; what the tests start has to heed both.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.addaudithook(_note)
 BaseProcess.start = _start  # type: ignore[method-assign]
 
