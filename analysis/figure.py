@@ -83,7 +83,7 @@ def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = F
         from analysis.sweeps.sweep import sweep
 
         result = sweep(results, settings.x or "", settings.hue, settings.facet)
-    return replace(result, results=results)
+    return replace(result, results=results, inputs=(*result.inputs, plan.path))
 
 
 def _cka(plan: Plan, *, partial: bool) -> Result:

@@ -5,6 +5,7 @@ k-NN, tunings and evaluations have a row each, next to the weights that they use
 are null. No torch is imported.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,10 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
                 run = read_run(Path(member.work.writes))
                 for repeat in run.result["runs"] if run.is_group else ["."]:
                     repeated = read_run(run.directory / repeat)
-                    rows += [row | about for row in rows_of_run(repeated)]
+                    for row in rows_of_run(repeated):
+                        # a run that began before its axis had a name has no label of its own
+                        labels = json.loads(row["labels"]) | dict(member.labels)
+                        rows.append(row | about | {"labels": json.dumps(labels)})
             if len(rows) == num_before and not undone:
                 problem, fix = (
                     f"{stage.name} has no accuracies",

@@ -131,8 +131,9 @@ def _start(run: Run, chain: Sequence[Run]) -> str:
             length = each.length_at(below.record.parents[0].checkpoint)
             without = "" if is_augmented(each) else " without DA"
             parts.append(f"{_benchmark(each)} for {plain_length(length)}{without}")
-        elif each.task == "tune" and run.task != "evaluate":
-            parts.append(_benchmark(each))
+        elif each.task == "tune":
+            is_own = run.task == "evaluate" and below is run and _benchmark(each) == _benchmark(run)
+            parts += [] if is_own else [_benchmark(each)]
     first = chain[-1]
     if first.record.parents:  # weights of others, or of a run that is gone
         origin = next((each.tags["origin"] for each in chain if each.tags.get("origin")), "")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 from cluster.plan_file import Plan, check_figure, load_checked
@@ -122,18 +123,29 @@ def _run_stage(plan: Plan, number: int, here: Here, *, ranks: int) -> Iterator[l
     stage = plan.stages[number]
     for member in stage.members:
         work, title, outcome = member.work, stage.title(member), "finished before"
-        if not work.is_finished():
+        unverified = _unverified(work)
+        if not work.is_finished() or unverified.exists():
             code = INTERRUPTED
             if not here.received:
                 print(f"\n[{number + 1}/{len(plan.stages)}] {title}: {work.writes}", flush=True)
+                if work.kind == "build":
+                    unverified.parent.mkdir(parents=True, exist_ok=True)
+                    unverified.touch()
                 commands = _commands(work, ranks=ranks)
                 code = next(filter(None, map(here.run, commands)), OK)
+                if code == OK:
+                    unverified.unlink(missing_ok=True)
             outcome = f"failed with exit code {code}" if code else "ended unfinished"
             if code == 0 and work.is_finished():
                 outcome = "finished"
             elif here.received:
                 outcome = "stopped"
         yield [title, outcome, work.writes]
+
+
+def _unverified(work: Work) -> Path:
+    """Return the file that exists from the begin of a build until `data_prep verify` has passed."""
+    return Path("jobs/unverified") / str(Path(work.writes).absolute()).replace("/", "%")
 
 
 def _commands(work: Work, *, ranks: int) -> list[list[str]]:

@@ -44,8 +44,10 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def has_trained(starts: Sequence[Mapping[str, Any]]) -> bool:
-    """True if one of them got as far as its ranks."""
-    return any(each["how"] not in ("bad-node", "busy", "lost") for each in starts)
+    """Return True if one of them got as far as its ranks: it ended by them, or a later start found
+    more checkpoints."""
+    is_new = len({each["began"] for each in starts if each["began"] != UNKNOWN}) > 1
+    return is_new or any(each["how"] not in ("bad-node", "busy", "lost") for each in starts)
 
 
 def give_up_reason(starts: Sequence[Mapping[str, Any]], *, mark: str, limit: int) -> str | None:

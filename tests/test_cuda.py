@@ -365,7 +365,7 @@ def test_a_stopped_run_ends_with_the_bits_of_one_that_was_not(
     while process.poll() is None and not [*broken.glob("checkpoints/step-*")]:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    process.wait()
+    assert process.wait() == 0 and not (broken / "result.json").exists(), "it was not stopped"
     assert trainings.train(broken.name, settings).returncode == 0
 
     def digests(folder: Path) -> list[str]:

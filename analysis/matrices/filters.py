@@ -78,8 +78,11 @@ class Layer:
 def filters(runs: Sequence[Path], *, which: str, count: int, with_initial: bool) -> Result:
     opened = [Checkpoint.open(place) for place in runs]
     layers = list[Layer]()
-    for place, each in zip(runs, opened, strict=True):
-        name, step = name_of(each.run_dir or place), each.card.step
+    names = [name_of(each.run_dir or place) for place, each in zip(runs, opened, strict=True)]
+    if len(set(names)) < len(names):
+        names = [str(place) for place in runs]
+    for place, name, each in zip(runs, names, opened, strict=True):
+        step = each.card.step
         layer = first_layer(each, f"{name}, step {step:,}" if step else name)
         layers.append(layer)
         if with_initial:

@@ -100,7 +100,11 @@ def read_points(paths: Sequence[Path]) -> pd.DataFrame:
 def samples_of(results: pd.DataFrame, targets: Sequence[str] = ()) -> tuple[list[Sample], int]:
     """Return a sample for each target and task, and the number of results without an error or a
     compute."""
-    results = results.reindex(columns=[*dict.fromkeys([*results, *COLUMNS, "weights"])])
+    results = results.reindex(
+        columns=[*dict.fromkeys([*results, *COLUMNS, "weights", "neighbors"])]
+    )
+    fewest = results.neighbors.groupby(results.run).transform("min")
+    results = results[results.neighbors.isna() | (results.neighbors == fewest)]  # k-NN: one k
     known = results[results.error.notna() & results.compute.notna()]
     if known.empty:
         problem, fix = "no result has a compute and an error", "give results of pretrainings"

@@ -9,7 +9,7 @@ import pandas as pd
 
 from analysis.output import Result
 from analysis.scaling import fitting
-from analysis.scaling.allocation import IsoFlop, by_frontier, by_parabolas
+from analysis.scaling.allocation import Allocation, IsoFlop, by_frontier, by_parabolas
 from analysis.scaling.fitting import Array
 from analysis.scaling.laws import QUANTILES, REPEATS_LAW, SUM_LAW, Estimate, estimate, forms_of
 from analysis.scaling.samples import FEWEST_RUNS, SAME_T, Sample, samples_of
@@ -111,6 +111,7 @@ def scaling(
             "runs": each.sample.num_runs,
             "epochs_of_sum_and_allocation": each.epochs,
             "too_few_points": lacking,
+            **points_of(each),
         }
     if num_left_out:
         printed.append(f"{num_left_out:,} results without an error or a compute are left out")
@@ -118,6 +119,18 @@ def scaling(
     with looks(*facts):
         figures = draw(studies)
     return Result(rows, {"checklist": CHECKLIST | number, "targets": facts}, figures, (), printed)
+
+
+def points_of(study: Study) -> dict[str, Any]:
+    """Return the points of the frontier, and the best parameters and images at each compute."""
+    sample, is_on = study.sample, study.used["compute"] > 0
+    points = {name: values[is_on].tolist() for name, values in sample.points.items()}
+    found: dict[str, Any] = {"frontier": points | {"error": sample.errors_N[is_on].tolist()}}
+    for law in ("allocation", "isoFLOP"):
+        if isinstance(each := study.drawn[law], Allocation):
+            best = {name: values.tolist() for name, values in each.best.items()}
+            found[law] = {"compute": each.compute_K.tolist(), **best}
+    return found
 
 
 CHECKLIST: dict[str, Any] = {

@@ -1,12 +1,14 @@
 """Statistics of a sweep: whether the error falls with the width, and between which C and S it is
 least."""
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations, compress
+from math import comb, sqrt
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import kendalltau
 
 NUM_RESAMPLES = 2_000
 Facts = dict[str, Any]
@@ -14,14 +16,38 @@ Facts = dict[str, Any]
 
 def kendall(x: Sequence[float], y: Sequence[float]) -> Facts:
     """Return tau-b (-1 if each greater x has a smaller y), p for an order as strong in either
-    direction, and p_falling for one that falls as strongly. The null distribution is exact; with
-    equal y it is the normal approximation. Empty if all y are equal."""
+    direction, and p_falling for one that falls as strongly. The x differ. The null distribution is
+    exact. Empty if all y are equal."""
     if len(set(y)) < 2:
         return {}
-    method = "exact" if len(set(y)) == len(y) else "asymptotic"
-    tau, p = kendalltau(x, y, method=method)
-    falling = kendalltau(x, y, method=method, alternative="less").pvalue
-    return {"tau": tau, "p": p, "p_falling": falling, "num_widths": len(x)}
+    values = [value for _, value in sorted(zip(x, y, strict=True))]
+    counts = num_orders([*Counter(values).values()])
+    pairs, total = len(counts) - 1, sum(counts)  # pairs of different y
+    wrong = sum(before > after for before, after in combinations(values, 2))
+    is_as_strong = [abs(pairs - 2 * at) >= abs(pairs - 2 * wrong) for at in range(len(counts))]
+    return {
+        "tau": (pairs - 2 * wrong) / sqrt(comb(len(values), 2) * pairs),
+        "p": sum(compress(counts, is_as_strong)) / total,
+        "p_falling": sum(counts[wrong:]) / total,
+        "num_widths": len(x),
+    }
+
+
+def num_orders(ties: Sequence[int]) -> list[int]:
+    """Return at place d the number of orders in which d pairs stand the wrong way round. The i-th
+    value occurs ties[i] times. As a polynomial in q it is [n]! / ([t1]! [t2]! ...), where [k]! is
+    the product of all (1 - q^j) / (1 - q) with j <= k."""
+    num = sum(ties)
+    counts = [1] + [0] * (comb(num, 2) - sum(comb(tie, 2) for tie in ties))
+    for size in range(1, num + 1):
+        counts = [
+            count - (counts[at - size] if at >= size else 0) for at, count in enumerate(counts)
+        ]
+    for tie in ties:
+        for size in range(1, tie + 1):
+            for at in range(size, len(counts)):
+                counts[at] += counts[at - size]
+    return counts
 
 
 def optimum(x: Sequence[float], y: Sequence[float], *, num_resamples: int = NUM_RESAMPLES) -> Facts:

@@ -112,7 +112,8 @@ def _check_place(place: pd.DataFrame, x: str, axes: Names) -> None:
     own = [*SEED, *(("tokens", "channels") if x in WIDTHS else ())]
     is_repeated = place.duplicated(own, keep=False)
     free = OF_SHAPES if x in WIDTHS else ()
-    names = [name for name in VARIABLES if name not in free and _differs(place, name)]
+    known = (*VARIABLES, "target_hash")
+    names = [name for name in known if name not in free and _differs(place, name)]
     if names or is_repeated.any():
         rows = place[is_repeated] if is_repeated.any() else place
         names += [axis for axis in axes if axis != "name" and _differs(rows, axis)]

@@ -379,7 +379,9 @@ def claim(
         outdated = []
         if not resumes:  # MLflow gets a new run, too
             outdated = ["tracking", "micro_batch.json", "bad_samples", "skipped_steps"]
-            outdated += [WEIGHTS, RECORD]
+            outdated.append(WEIGHTS)
+        if not resumes or not is_training:  # a probe begins again, perhaps with newer weights
+            outdated.append(RECORD)
         if finished_result(run_dir) and not finished_result(run_dir, settings):
             outdated.append(RESULT)  # the run gets another length
         for name in outdated:

@@ -89,7 +89,7 @@ def test_the_wheel_requires_one_pil_and_holds_every_config_and_job_script(wheel:
             archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA")
         )
     configs = {
-        f"cluster/{path.relative_to(REPOSITORY)}" for path in REPOSITORY.glob("configs/*/*.*")
+        f"cluster/{path.relative_to(REPOSITORY)}" for path in REPOSITORY.glob("configs/*/*.yaml")
     }
     files = {
         f"cluster/{path.name}"
@@ -98,7 +98,7 @@ def test_the_wheel_requires_one_pil_and_holds_every_config_and_job_script(wheel:
     }
     files |= {
         str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("pretrain/start/*.yaml")
-    } | {"analysis/paper.html"}
+    } | {"analysis/paper.html", "finetune/export/README.md.jinja"}
     of_a_checkout = {
         f"cluster/{name}" for name in ("apptainer.def", "Containerfile", "skypilot.yaml")
     }
