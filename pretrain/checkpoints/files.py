@@ -48,6 +48,7 @@ from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import TimmModelSpec
 from pretrain.ranks.hangs import PROGRESS
+from pretrain.ranks.starts import check_owner
 
 BEST = "best.json"
 PIECE_BYTES = 4 << 20
@@ -185,6 +186,7 @@ class Snapshot:
 
 def publish(run_dir: Path, snapshot: Snapshot) -> int:
     """Do steps 1 and 2; return the size in bytes."""
+    check_owner()
     engine = snapshot.engine
     state = asdict(snapshot.trainer) | {
         "num_updates": engine.num_updates,
@@ -199,6 +201,7 @@ def publish(run_dir: Path, snapshot: Snapshot) -> int:
             write_json(directory / name, content)
             hashes[name] = sha256_of(directory / name)
         write_json(directory / HASHES, hashes)
+        check_owner()  # again, because the write may have been frozen
         return sum(file.stat().st_size for file in directory.iterdir())
 
 
@@ -230,6 +233,7 @@ class Retention:
 
 def settle(run_dir: Path, snapshot: Snapshot, retention: Retention) -> None:
     """Do steps 3 to 5."""
+    check_owner()
     newest, best = snapshot.place(run_dir), snapshot.trainer.best
     write_atomic(checkpoints_dir(run_dir) / LATEST, newest.name.encode() + b"\n")
     if (

@@ -17,7 +17,8 @@ A start fetches, on every node, before torch is imported (`fetch_run`):
    delivered.json is read before the event log and uploaded after it, so it never names lines
    that the event log lacks.
 3. The newest complete checkpoint is fetched and its hashes are verified. A damaged checkpoint is
-   reported, and the previous one is fetched instead. The first rank also fetches the best one.
+   reported, and the previous one is fetched instead.
+4. The first rank also fetches the best one if RUN lacks it.
 
 Once the ranks have joined (`agreed_checkpoint` in loop/train.py), the newest checkpoint of the
 first rank counts. The first rank uploads it if the remote lacks it, and the other nodes fetch it.
@@ -64,6 +65,7 @@ from pretrain.checkpoints.run import (
 from pretrain.config import TrainingSettings
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
+from pretrain.record import RECORD
 
 FIELD = "checkpoint.remote"
 _FILES = (MODEL, OPTIMIZER, CONFIG, TRAINER)
@@ -72,6 +74,7 @@ RECORDS = (
     _IDENTITY,
     CONFIG_FILE,
     WEIGHTS,
+    RECORD,
     "micro_batch.json",
     _BEST,
     "tracking/journal.jsonl",
@@ -150,15 +153,28 @@ class Remote:
         if own != theirs or max(self.complete, default=-1) > newest:
             self._take_records(settings)
         fetched = self.fetch_newer(newest)
-        if fetched is None:
-            return
-        if not is_first:
+        if is_first:
+            self._fetch_best()
+        elif fetched is not None:
             self._keep_only(fetched)
-            return
-        best = json.loads((fetched.directory / TRAINER).read_text())["best"]
-        if best and best["step"] in self.complete and best["step"] not in steps:
+
+    def _fetch_best(self) -> None:
+        """Fetch the best checkpoint if RUN lacks it, whichever rank has fetched the newest one."""
+        found = {_best_step(self._local(_BEST))}
+        for newest in list_checkpoints(self.run_dir)[-1:]:
+            trainer = self._local(f"checkpoints/{newest.name}/{TRAINER}")
+            found.add(_best_step(trainer, "best"))
+        for step in found:
+            if step is None or step not in self.complete:
+                continue
+            if checkpoint_dir(self.run_dir, step).exists():
+                continue
             with suppress(CheckpointError, MissingError):  # training needs only the newest
-                self.fetch(best["step"])
+                self.fetch(step)
+
+    def best_step(self) -> int | None:
+        """Return the step that the remote's best.json names."""
+        return _best_step(self._content(_BEST))
 
     def _belongs_to_another(self, than: str) -> SettingsError:
         problem = f"{shown(self._url)} belongs to another run {than}"
@@ -317,6 +333,18 @@ class Remote:
 
 def _run_key(identity: bytes | None) -> str | None:
     return None if identity is None else str(json.loads(identity)["run_key"])
+
+
+def _best_step(content: bytes | None, *above: str) -> int | None:
+    """Return the step of the best checkpoint in a JSON record, below the keys `above`; None if the
+    record names none."""
+    try:
+        found = json.loads(content or b"null")
+        for key in above:
+            found = found[key]
+        return int(found["step"])
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _with_local_database(identity: bytes, run_dir: Path) -> bytes:

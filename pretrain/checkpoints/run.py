@@ -45,7 +45,7 @@ from pretrain.config import DataSettings, TrainingSettings, parse_length
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
-from pretrain.ranks.starts import hold_run
+from pretrain.ranks.starts import check_owner, hold_run
 from pretrain.record import RECORD
 
 RESULT, CONFIG_FILE, WEIGHTS = "result.json", "config.yaml", "weights.json"
@@ -200,6 +200,7 @@ def steps_of(settings: TrainingSettings, data: TrainingData) -> int:
 
 def save_result(run_dir: Path, result: dict[str, Any]) -> dict[str, Any]:
     """Write the result and the weights that it began with; return both."""
+    check_owner()
     result = result | begun_with(run_dir)
     write_json(run_dir / RESULT, result)
     return result

@@ -2,7 +2,8 @@
 
 Each round uploads the checkpoints that the retention rules keep, newest first, removes those that
 no rule keeps, and uploads the records. A round begins when a checkpoint has appeared in RUN, and
-every RECORDS_S. If the bucket refuses, training continues, and the next round tries again.
+every RECORDS_S. If the bucket refuses, training continues, and the next round tries again. Any
+other exception ends the thread, and training at the next checkpoint.
 """
 
 import math
@@ -43,6 +44,8 @@ class Uploader:
         self._changed, self._stop = threading.Condition(), threading.Event()
         self._is_offered = self._is_working = False
         self._fault, self._num_failures = "", 0
+        self.defect: Exception | None = None
+        """Our own mistake, which ends training at the next checkpoint."""
         self._thread = threading.Thread(target=self._work, name="uploader", daemon=True)
 
     def start(self) -> None:
@@ -76,6 +79,8 @@ class Uploader:
             if self._fault:
                 self.offer()
         self._stop.set()
+        if self.defect is not None:
+            raise self.defect
         if self.wait(0):
             return
         problem = f"the last upload failed: {self._fault or 'the bucket is too slow'}"
@@ -85,6 +90,12 @@ class Uploader:
         self._warn(f"{problem}. Complete are the steps {[*self._remote.complete]}")
 
     def _work(self) -> None:
+        try:
+            self._do_rounds()
+        except Exception as error:  # noqa: BLE001 (the trainer raises it at the next checkpoint)
+            self.defect = error
+
+    def _do_rounds(self) -> None:
         pause_s = 0.0
         while not self._stop.is_set():
             with self._changed:
@@ -110,7 +121,9 @@ class Uploader:
             self._upload(place)
         complete = [checkpoint_dir(remote.run_dir, step) for step in sorted(remote.complete)]
         if newest in complete:  # remove the others, incomplete ones, too, and hashes first
-            kept = {path.name for path in self._kept(complete, newest)}
+            kept = {
+                path.name for path in (*self._kept(complete, newest), *self._best_there(newest))
+            }
             gone = [name for name in names if name.split("/")[0] not in kept]
             gone.sort(key=lambda name: not name.endswith(HASHES))
             remote.remove(*(f"checkpoints/{name}" for name in gone))
@@ -120,6 +133,17 @@ class Uploader:
         best = read_best(self._remote.run_dir)
         gone = superfluous(places, newest=newest, retention=self._retention, best=best)
         return [place for place in places if place not in gone]
+
+    def _best_there(self, newest: Path) -> list[Path]:
+        """Return the checkpoint that the remote's best.json names, until a newer best one is
+        complete there. RUN may lack it."""
+        remote, step = self._remote, self._remote.best_step()
+        if step not in remote.complete or step > step_of(newest):  # newer steps are abandoned
+            return []
+        best = read_best(remote.run_dir)
+        if best is not None and best.step > step and best.step in remote.complete:
+            return []
+        return [checkpoint_dir(remote.run_dir, step)]
 
     def _upload(self, place: Path) -> None:
         began_s = time.monotonic()

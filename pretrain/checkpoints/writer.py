@@ -22,7 +22,9 @@ from pathlib import Path
 
 from data_prep.limits import limit_remedy
 from pretrain.checkpoints.card import CheckpointError, ModelCard
+from pretrain.checkpoints.checkpoint import LATEST
 from pretrain.checkpoints.files import (
+    BEST,
     Best,
     Retention,
     Snapshot,
@@ -203,6 +205,8 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._fault: OSError | None = None
         """Reason why the snapshot could not be written."""
+        self._is_published = False
+        """True if the snapshot is a checkpoint on disk, even if the steps after that failed."""
         self._defect: Exception | None = None
         """Our own mistake, which ends training at the next checkpoint."""
         self._num_failures = 0
@@ -211,13 +215,15 @@ class CheckpointWriter:
         """Wait until no snapshot is being written; False if one still is."""
         if self._thread is not None:
             self._thread.join(timeout_s)
-        if self._defect is not None:
-            raise self._defect
+        defect = self._defect or (self.uploader and self.uploader.defect)
+        if defect:
+            raise defect
         return self._thread is None or not self._thread.is_alive()
 
     def submit(self, snapshot: Snapshot) -> None:
         """Begin to write a snapshot. It replaces the previous one if that one failed."""
         assert self.make_room(timeout_s=0)
+        self._is_published &= snapshot is self._snapshot
         self._snapshot = snapshot
         self._thread = threading.Thread(
             target=self._work, args=(snapshot,), name="checkpoint-writer", daemon=True
@@ -233,11 +239,14 @@ class CheckpointWriter:
             self.uploader.wait(max(0.0, end_s - time.monotonic()))
 
     def finish(self) -> None:
-        """Wait until the last snapshot is on disk. Failed writes are retried for FINAL_S."""
+        """Wait until the last snapshot is on disk. Failed writes are retried for FINAL_S. After
+        `publish` only `settle` is retried, and its failure is no error."""
         give_up_at_s = time.monotonic() + FINAL_S
         self.make_room(timeout_s=None)
         while self._fault is not None and self._snapshot is not None:
             if time.monotonic() > give_up_at_s:
+                if self._is_published:
+                    return
                 raise self._last_failed(self._snapshot.trainer.step, self._fault)
             self.submit(self._snapshot)
             self.make_room(timeout_s=None)
@@ -249,11 +258,8 @@ class CheckpointWriter:
     def _work(self, snapshot: Snapshot) -> None:
         step = snapshot.trainer.step
         try:
-            self._log.sync()
-            began_s, num_bytes = time.monotonic(), publish(self.run_dir, snapshot)
-            cost = {"write_s": time.monotonic() - began_s, "gb": num_bytes / 1e9}
-            named = {f"usage/checkpoint_{name}": value for name, value in cost.items()}
-            self._log.metrics(named, step=step)
+            if not self._is_published:
+                self._publish(snapshot)
             settle(self.run_dir, snapshot, self._retention)
             self._fault = None
         except OSError as error:
@@ -262,15 +268,26 @@ class CheckpointWriter:
             failures = {"usage/checkpoint_failures": float(self._num_failures)}
             self._log.metrics(failures, step=step)
             PROGRESS.touch()
+            problem, then = "could not be written", "The next checkpoint replaces it"
+            if self._is_published:
+                problem = f"is complete, but {LATEST}, {BEST} or older ones could not be updated"
+                then = "The next checkpoint does that"
             _warn(
-                f"{checkpoints_dir(self.run_dir)}: the checkpoint of step {step}"
-                f" could not be written ({error.strerror or error}). To fix it, {_fix_of(error)}."
-                " The next checkpoint replaces it"
+                f"{checkpoints_dir(self.run_dir)}: the checkpoint of step {step} {problem}"
+                f" ({error.strerror or error}). To fix it, {_fix_of(error)}. {then}"
             )
         except Exception as error:  # noqa: BLE001 (the trainer raises it at the next checkpoint)
             self._defect = error
         if self.uploader is not None:
             self.uploader.offer()
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        self._log.sync()
+        began_s, num_bytes = time.monotonic(), publish(self.run_dir, snapshot)
+        self._is_published = True
+        cost = {"write_s": time.monotonic() - began_s, "gb": num_bytes / 1e9}
+        named = {f"usage/checkpoint_{name}": value for name, value in cost.items()}
+        self._log.metrics(named, step=snapshot.trainer.step)
 
     def _last_failed(self, step: int, error: OSError) -> CheckpointError:
         earlier = list_checkpoints(self.run_dir)[-1:]

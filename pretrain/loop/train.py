@@ -14,8 +14,8 @@ import logging
 import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,14 +193,9 @@ def summary(outcome: Outcome, run_dir: Path, *, dataset: str, data: TrainingData
 
 def train(task: Task, world: World) -> Outcome:
     """Run the training of `settings.run_dir` until it is finished or asked to stop."""
-    run_dir, engine, config = Path(task.settings.run_dir), task.settings.engine, task.config
+    run_dir, engine = Path(task.settings.run_dir), task.settings.engine
     stop = StopFlag().install()
-    weights = task.start.mark if task.start else None
-    claimed = claim(run_dir, config, ranks=engine, stop=stop, weights=weights)
-    with entered(claimed if world.is_first else nullcontext()):
-        if world.is_first:
-            seed = config.train.seed
-            write_record(run_dir, task.name, config.record, seed=seed, weights=task.start)
+    with entered(_claimed(task, stop) if world.is_first else nullcontext()):
         log_to(run_dir / "logs" / f"rank-{world.rank}.log")
         device = task.join_ranks(world)
         if engine.compile and device.type == "cpu" and world.is_first:
@@ -240,6 +235,16 @@ def train(task: Task, world: World) -> Outcome:
                 writer.wait(LAST_WRITE_S)
                 tracker.close("FAILED")
                 raise
+
+
+@contextmanager
+def _claimed(task: Task, stop: StopFlag) -> Iterator[None]:
+    """Hold the run directory, with the run's record in it. An interrupted wait writes nothing."""
+    run_dir, config, start = Path(task.settings.run_dir), task.config, task.start
+    weights = start.mark if start else None
+    with claim(run_dir, config, ranks=task.settings.engine, stop=stop, weights=weights):
+        write_record(run_dir, task.name, config.record, seed=config.train.seed, weights=start)
+        yield
 
 
 def log_to(path: Path) -> None:

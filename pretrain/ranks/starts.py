@@ -6,9 +6,10 @@
 2. If the lock is still held and SLURM reports that the holder is over (its job was requeued or has
    ended, or its node is down), the next number takes the place of the lock. Otherwise the start
    fails and names the holder.
-3. A start that has the lock of the newest number removes the older numbers and everything that
+3. A start that has the lock of the newest number removes the lower numbers and everything that
    killed writers have left.
-4. A frozen start that wakes up sees that its lock is gone, and ends (watchdog.py).
+4. A frozen start that wakes up sees that its lock is gone or no longer the newest, and ends
+   (watchdog.py). It publishes no checkpoint and no result (`check_owner`).
 """
 
 import os
@@ -18,9 +19,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from data_prep.errors import UserError
 from data_prep.publish import (
     REPLACED,
     TEMPORARY_PREFIX,
@@ -33,6 +35,8 @@ from data_prep.publish import (
 from pretrain.ranks.preemption import Interrupted, StopFlag
 
 _LOOK_S = 0.5
+_LEFTOVER_S = 3600.0
+"""Age of a leftover in RUN/tracking: a delivery may be at work there without the run's lock."""
 _LIVE_STATES = {
     *("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 }
@@ -43,7 +47,14 @@ _HELD: set[Path] = set()
 
 def has_lost_run() -> bool:
     """Return True if another start has taken over a run of this process."""
-    return any(not lock.exists() for lock in _HELD)
+    return any(not lock.exists() or _is_superseded(lock) for lock in list(_HELD))
+
+
+def check_owner() -> None:
+    """Raise an error if another start has taken over a run of this process."""
+    if has_lost_run():
+        problem = "a newer start has taken over the run, so this start publishes nothing more"
+        raise UserError("run_dir", problem, "let the newer start finish", code="busy")
 
 
 def is_at_work(run_dir: Path) -> bool:
@@ -56,15 +67,13 @@ def hold_run(run_dir: Path, *, lock_wait_s: float, stop: StopFlag | None = None)
     """Hold the run's lock while the block runs. `stop` interrupts the wait."""
     with ExitStack() as stack:
         lock = _lock_newest(run_dir, stack, lock_wait_s=lock_wait_s, stop=stop)
-        for older in lock.parent.iterdir():
-            if older != lock:
-                shutil.rmtree(older, ignore_errors=True)
         mark = TEMPORARY_PREFIX + REPLACED
         for place in (run_dir, run_dir / "checkpoints"):
             for replaced in place.glob(f"{mark}*"):  # killed between two renames
                 if not (final := place / replaced.name.removeprefix(mark)).exists():
                     os.rename(replaced, final)
             remove_leftovers(place)
+        _remove_old_leftovers(run_dir / "tracking")
         _HELD.add(lock)
         stack.callback(_HELD.discard, lock)
         yield
@@ -81,8 +90,10 @@ def _lock_newest(
         except Busy:
             holder = is_held(lock)[1]
         else:
-            if lock == _newest_lock(run_dir):
-                return lock
+            if not _is_superseded(lock):
+                _remove_lower(lock)
+                if not _is_superseded(lock):
+                    return lock
             stack.close()  # another start has taken over meanwhile
             continue
         who = f"{run_dir}: start {int(lock.name)} of this run holds it ({holder or 'unknown'})"
@@ -94,6 +105,8 @@ def _lock_newest(
         if time.monotonic() < deadline_s:
             time.sleep(min(_LOOK_S, lock_wait_s))
         elif holder is not None and _is_over(holder):
+            if is_held(lock)[1] != holder or _is_superseded(lock):
+                continue  # another start has got the lock while SLURM was asked
             print(f"{who}; SLURM reports that it is over. Taking over", file=sys.stderr, flush=True)
             lock.with_name(f"{int(lock.name) + 1:04}").mkdir(exist_ok=True)
         else:
@@ -104,6 +117,23 @@ def _lock_newest(
 def _newest_lock(run_dir: Path) -> Path:
     numbers = [int(each.name) for each in (run_dir / "starts").glob("*") if each.name.isdigit()]
     return run_dir / "starts" / f"{max(numbers, default=1):04}"
+
+
+def _is_superseded(lock: Path) -> bool:
+    return int(_newest_lock(lock.parents[1]).name) > int(lock.name)
+
+
+def _remove_lower(lock: Path) -> None:
+    for each in lock.parent.iterdir():
+        if each.name.isdigit() and int(each.name) < int(lock.name):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def _remove_old_leftovers(place: Path) -> None:
+    for leftover in place.glob(TEMPORARY_PREFIX + "*"):
+        with suppress(OSError):
+            if time.time() - leftover.stat().st_mtime > _LEFTOVER_S:
+                leftover.unlink()
 
 
 def _is_over(holder: Holder) -> bool:

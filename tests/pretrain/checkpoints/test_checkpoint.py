@@ -25,7 +25,7 @@ from pretrain.checkpoints import files
 from pretrain.checkpoints.card import CheckpointError
 from pretrain.checkpoints.checkpoint import Checkpoint, fault_of
 from pretrain.checkpoints.files import Best, Retention, Snapshot, TrainerState, read_tensors
-from pretrain.checkpoints.run import list_checkpoints, step_of
+from pretrain.checkpoints.run import list_checkpoints, save_result, step_of
 from pretrain.checkpoints.writer import CheckpointWriter, Saver
 from pretrain.config import CheckpointSettings, TrackingSettings
 from pretrain.engine.step import EngineState
@@ -33,6 +33,7 @@ from pretrain.loop import train
 from pretrain.models.spec import MlpSpec
 from pretrain.ranks.collectives import FailedElsewhere, on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
+from pretrain.ranks.preemption import StopFlag, entered
 from pretrain.ranks.starts import hold_run
 from pretrain.ranks.world import World
 from pretrain.tracking.tracker import Tracker
@@ -452,6 +453,51 @@ def test_a_run_does_not_end_well_without_its_last_checkpoint(
     writer = submitted(CheckpointWriter(tmp_path, Retention(2), log=Log()), 7)
     with fails("no-access", str(tmp_path / "checkpoints"), kind=CheckpointError):
         writer.finish()
+
+
+def test_a_published_last_checkpoint_counts_and_only_the_steps_after_it_are_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def noted_publish(run_dir: Path, snapshot: Snapshot) -> int:
+        calls.append("publish")
+        return files.publish(run_dir, snapshot)
+
+    def settle(*_: object) -> None:
+        calls.append("settle")
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("pretrain.checkpoints.writer.FINAL_S", 0.2)
+    monkeypatch.setattr("pretrain.checkpoints.writer.publish", noted_publish)
+    monkeypatch.setattr("pretrain.checkpoints.writer.settle", settle)
+    submitted(CheckpointWriter(tmp_path, Retention(2), log=Log()), 7).finish()
+    assert calls[:3] == ["publish", "settle", "settle"] and calls.count("publish") == 1
+    assert steps(tmp_path) == [7] and "is complete" in capsys.readouterr().err
+
+
+def test_a_start_that_has_lost_the_run_publishes_nothing(tmp_path: Path) -> None:
+    with hold_run(tmp_path, lock_wait_s=0):
+        writer = submitted(CheckpointWriter(tmp_path, Retention(2), log=Log()), 1)
+        writer.finish()
+        (tmp_path / "starts" / "0002").mkdir()
+        submitted(writer, 2)
+        with fails("busy", "run_dir"):
+            writer.finish()
+        with fails("busy", "run_dir"):
+            save_result(tmp_path, {"step": 2})
+    assert steps(tmp_path) == [1] and not (tmp_path / "result.json").exists()
+
+
+def test_an_interrupted_wait_for_the_lock_writes_no_record(tmp_path: Path) -> None:
+    stop = StopFlag()
+    stop.raised_by = "SIGTERM"
+    settings = SimpleNamespace(
+        run_dir=str(tmp_path), engine=SimpleNamespace(lock_wait_s=60, timeout_s=600)
+    )
+    task: Any = SimpleNamespace(settings=settings, config=None, start=None)
+    with hold_run(tmp_path, lock_wait_s=0), entered(train._claimed(task, stop)):
+        assert [path.name for path in tmp_path.iterdir()] == ["starts"]
 
 
 def test_the_pause_before_the_last_checkpoint_is_retried_is_no_hang(

@@ -116,6 +116,58 @@ def test_another_disk_resumes_from_what_the_remote_has(tmp_path: Path) -> None:
     assert found is not None and files.load_state(found.directory)[1].step == 100
 
 
+def best_and_newest(disk: Path, store: Path) -> None:
+    """Upload steps 20 (the best) and 100."""
+    node = Node(disk, store)
+    node.record("record.json", b"{}")
+    writer, uploads = node.writer(Retention(1))
+    for step in (20, 100):
+        submitted(writer, step, best=Best(20, 0.4))
+    writer.finish()
+    uploads.close(finished=True)
+    assert complete(store) == [20, 100]
+    shutil.rmtree(disk)
+
+
+def test_the_best_is_fetched_whichever_rank_fetched_the_newest(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    best_and_newest(tmp_path / "a", store)
+    other = Node(tmp_path / "b", store, world=World(1, 1, 2))
+    assert steps(other.run_dir) == [100] and (other.run_dir / "record.json").exists()
+    assert steps(Node(tmp_path / "b", store).run_dir) == [20, 100]
+
+
+def test_the_best_in_the_remote_stays_until_a_newer_one_is_complete_there(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    best_and_newest(tmp_path / "a", store)
+    node = Node(tmp_path / "b", store)
+    shutil.rmtree(node.run_dir / "checkpoints" / "step-00000020")
+    writer, uploads = node.writer(Retention(1))
+    submitted(writer, 110, best=Best(20, 0.4)).finish()
+    uploads.offer()
+    assert uploads.wait(20) and complete(store) == [20, 110]
+    submitted(writer, 120, best=Best(120, 0.5)).finish()
+    uploads.close(finished=True)
+    assert complete(store) == [120]
+
+
+def test_a_defect_of_the_upload_ends_training_at_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path / "a", tmp_path / "store")
+
+    def has_defect(*_: object) -> int:
+        raise AssertionError("our mistake")
+
+    monkeypatch.setattr(Uploader, "_upload_all", has_defect)
+    writer, uploads = node.writer(Retention(1))
+    wait_until(lambda: uploads.defect is not None)
+    with pytest.raises(AssertionError, match="our mistake"):
+        writer.make_room(timeout_s=0)
+    with pytest.raises(AssertionError, match="our mistake"):
+        uploads.close(finished=True)
+
+
 @pytest.mark.slow
 def test_a_crash_between_any_two_writes_leaves_the_newest_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import pytest
 from data_prep.errors import UserError
 from data_prep.publish import LOCK, Holder, sole_writer
 from pretrain.ranks.preemption import StopFlag, entered
-from pretrain.ranks.starts import hold_run, is_at_work
+from pretrain.ranks.starts import has_lost_run, hold_run, is_at_work
 from tests.errors import fails
 from tests.forked import begin, new_output, wait
 
@@ -122,7 +122,43 @@ def test_a_start_restores_or_removes_what_a_killed_one_has_left(tmp_path: Path) 
         (checkpoints / f".tmp-{name}").mkdir(parents=True)
     (checkpoints / "step-00000002").mkdir()
     (tmp_path / ".tmp-result.json").touch()
+    tracked = [tmp_path / "tracking" / f".tmp-{name}" for name in ("old", "new")]
+    tracked[0].parent.mkdir()
+    for path in tracked:
+        path.touch()
+    os.utime(tracked[0], (0, 0))
     with hold_run(tmp_path, lock_wait_s=0):
         names = sorted(path.name for path in checkpoints.iterdir())
         assert names == ["step-00000001", "step-00000002"]
         assert not (tmp_path / ".tmp-result.json").exists()
+        assert [path.exists() for path in tracked] == [False, True]
+
+
+def test_a_start_takes_over_only_from_the_holder_that_it_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While SLURM is asked, another start gets the lock."""
+    lock = tmp_path / "starts" / "0004"
+    asked: list[Holder] = []
+
+    def is_over(holder: Holder) -> bool:
+        asked.append(holder)
+        (lock / LOCK).write_text(json.dumps(asdict(Holder(node="n8"))))
+        return len(asked) == 1
+
+    monkeypatch.setattr("pretrain.ranks.starts._is_over", is_over)
+    with sole_writer(lock), fails("busy"), hold_run(tmp_path, lock_wait_s=0):
+        pass
+    assert len(asked) == 2 and [path.name for path in lock.parent.iterdir()] == ["0004"]
+
+
+def test_a_start_removes_only_lower_numbers_and_has_lost_the_run_to_a_higher_one(
+    tmp_path: Path,
+) -> None:
+    starts = tmp_path / "starts"
+    for name in ("0001", "0002"):
+        (starts / name).mkdir(parents=True)
+    with hold_run(tmp_path, lock_wait_s=0):
+        assert [path.name for path in starts.iterdir()] == ["0002"] and not has_lost_run()
+        (starts / "0003").mkdir()
+        assert has_lost_run()
