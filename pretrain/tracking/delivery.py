@@ -6,7 +6,8 @@
 1. Each trainer starts a deliverer, which lives until the trainer has closed the pipe and the run is
    delivered, or until time is up.
 2. One process at a time holds the lock of the queue (queue.py), imports mlflow and delivers all
-   runs in the queue. When it ends, another deliverer takes over.
+   runs in the queue. When it ends, another deliverer takes over. If the queue has runs on disks of
+   other nodes, the process releases the lock for a moment every few seconds.
 3. Events that could not be delivered stay in the event log. The next deliverer of the same database
    sends them, or `pretrain sync RUN`.
 
@@ -26,9 +27,10 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -47,6 +49,13 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 _MAX_WAIT_S = 60.0
+"""Longest pause before a failed run is tried again."""
+_TURN_S = 10.0
+"""Length of a turn if the queue has runs that this process cannot see."""
+_REST_S = 3 * POLL_S
+"""Pause after such a turn, in which another process can take the lock."""
+_SYNC_LIMIT_S = 180.0
+"""Limit of `sync` if another process has the turn and no event of the run arrives."""
 _BATCH_EVENTS = 200
 _FILES = ("artifact", "image", "version")
 _TAIL_BYTES = 4096
@@ -80,8 +89,10 @@ class Position:
         return Position(**json.loads(path.read_text())) if path.exists() else Position()
 
     def is_complete(self, run_dir: Path) -> bool:
-        """Return True if nothing remains to be delivered, the final status included."""
-        has_news = (run_dir / JOURNAL).stat().st_size > self.offset
+        """Return True if nothing remains to be delivered, the final status included. An incomplete
+        last line does not count."""
+        with open(run_dir / JOURNAL, "rb") as journal:
+            has_news = bool(_complete_lines(journal, self.offset))
         return not has_news and not self.owed and self.status not in ("", "RUNNING")
 
 
@@ -181,37 +192,76 @@ def _tail_hash(journal: IO[bytes], offset: int) -> str:
     return hashlib.sha256(journal.read(offset - start)).hexdigest()
 
 
+@dataclass
+class _Fault:
+    """The last fault of a run's delivery."""
+
+    text: str
+    wait_s: float
+    """Pause before the next attempt."""
+    time_s: float
+
+    def is_over(self, longest_wait_s: float) -> bool:
+        return time.monotonic() - self.time_s >= min(self.wait_s, longest_wait_s)
+
+
 class Deliveries:
     """The deliveries of all runs in a queue, while this process has the turn."""
 
-    def __init__(self, queue: Queue, store: "Store"):
-        self._queue, self._store = queue, store
+    def __init__(self, queue: Queue, opener: Callable[[], "Store"]):
+        self._queue, self._opener = queue, opener
+        self._store: Store | None = None
+        self._turn: ExitStack | None = None
+        self._turn_end_s = self._rest_end_s = 0.0
         self._deliveries = dict[str, Delivery]()
-        self._faults = dict[str, str]()
+        self._faults = dict[str, _Fault]()
 
-    def deliver(self) -> bool:
-        """Deliver the news of all runs. Returns False if one failed (see its log)."""
-        has_failed = False
+    def close(self) -> None:
+        """Give up the turn. Another process may deliver the runs before the next one."""
+        self._deliveries.clear()
+        if self._turn is not None:
+            self._turn.close()
+            self._turn = None
+
+    def deliver(self, *, longest_wait_s: float = _MAX_WAIT_S) -> None:
+        """Deliver the news of all runs, unless another process has the turn. The log of a run has
+        its faults; a failed run is tried again after a pause."""
+        if self._turn is None and time.monotonic() >= self._rest_end_s:
+            with suppress(Busy), ExitStack() as stack:
+                stack.enter_context(sole_writer(self._queue.directory))
+                self._store = self._store or self._opener()
+                self._turn_end_s = time.monotonic() + _TURN_S
+                self._turn = stack.pop_all()
+        if self._turn is None or self._store is None:
+            return
+        has_unseen = False
         for key, run_dir in self._queue.runs().items():
             if not (run_dir / JOURNAL).exists():
-                continue  # the run was removed, or is on a disk of another node
-            try:
-                if key not in self._deliveries:
-                    self._deliveries[key] = Delivery(run_dir, self._store)
-                delivery = self._deliveries[key]
-                delivery.deliver()
-                self._faults.pop(key, None)
-                if delivery.position.is_complete(run_dir):
-                    self._queue.remove(key)
-                    del self._deliveries[key]
-            except Exception as error:  # noqa: BLE001
-                # the event log keeps the events, and the next round tries again
-                has_failed, fault = True, self._store.fault_of(error)
-                if fault != self._faults.get(key):  # an outage of a day is one line
-                    self._faults[key] = fault
-                    with suppress(OSError), open(_log(run_dir), "a") as log:
-                        print(f"{time.strftime('%F %T')} {fault}", file=log)
-        return not has_failed
+                has_unseen = True  # the run was removed, or is on a disk of another node
+            elif key not in self._faults or self._faults[key].is_over(longest_wait_s):
+                self._deliver(key, run_dir, self._store)
+        if has_unseen and time.monotonic() >= self._turn_end_s:
+            self.close()
+            self._rest_end_s = time.monotonic() + _REST_S
+
+    def _deliver(self, key: str, run_dir: Path, store: "Store") -> None:
+        try:
+            delivery = self._deliveries.get(key)
+            if delivery is None or delivery.run_dir != run_dir:
+                delivery = self._deliveries[key] = Delivery(run_dir, store)
+            delivery.deliver()
+            self._faults.pop(key, None)
+            if delivery.position.is_complete(run_dir):
+                self._queue.remove(key)
+                del self._deliveries[key]
+        except Exception as error:  # noqa: BLE001
+            # the event log keeps the events, and a later round tries again
+            fault, last = store.fault_of(error), self._faults.get(key)
+            wait_s = min(_MAX_WAIT_S, 2 * (last.wait_s if last is not None else POLL_S))
+            self._faults[key] = _Fault(fault, wait_s, time.monotonic())
+            if last is None or fault != last.text:  # an outage of a day is one line
+                with suppress(OSError), open(_log(run_dir), "a") as log:
+                    print(f"{time.strftime('%F %T')} {fault}", file=log)
 
 
 def _log(run_dir: Path) -> Path:
@@ -225,11 +275,11 @@ def deliver_while_training(
     until time is up (1)."""
     identity = RunIdentity.read(run_dir)
     queue = Queue(identity.uri, run_dir)
-    deliveries: Deliveries | None = None
     others: Sinks | None = None
     ended_s: float | None = None
-    wait_s = POLL_S
     with ExitStack() as stack:
+        deliveries = Deliveries(queue, partial(open_store, identity.uri))
+        stack.enter_context(closing(deliveries))
         while True:
             queue.add(identity.run_key, run_dir)
             if sinks and others is None:
@@ -238,14 +288,9 @@ def deliver_while_training(
                     others = stack.enter_context(closing(Sinks(run_dir, sinks)))
             if others is not None:
                 others.write()
-            if deliveries is None:
-                with suppress(Busy):
-                    stack.enter_context(sole_writer(queue.directory))
-                    deliveries = Deliveries(queue, open_store(identity.uri))
-            has_failed = deliveries is not None and not deliveries.deliver()
-            wait_s = min(_MAX_WAIT_S, 2 * wait_s) if has_failed else POLL_S
+            deliveries.deliver(longest_wait_s=_MAX_WAIT_S if ended_s is None else 4 * POLL_S)
             if ended_s is None:
-                if select.select([pipe], [], [], wait_s)[0]:
+                if select.select([pipe], [], [], POLL_S)[0]:
                     ended_s = time.monotonic()
                 continue
             if Position.read(run_dir).is_complete(run_dir):
@@ -253,7 +298,7 @@ def deliver_while_training(
                 return 0
             if time.monotonic() - ended_s >= close_timeout_s:
                 return 1
-            time.sleep(min(wait_s, 4 * POLL_S))
+            time.sleep(POLL_S)
 
 
 def open_store(uri: str) -> "Store":
@@ -266,20 +311,43 @@ def open_store(uri: str) -> "Store":
 
 def sync(run_dir: Path) -> int:
     """Deliver the events that an earlier delivery could not; returns the number of bytes of the
-    event log that arrived."""
+    event log that arrived. Raises UserError if another process has the turn and delivers nothing
+    of this run for some minutes."""
     identity, before = RunIdentity.read(run_dir), Position.read(run_dir).offset
     queue = Queue(identity.uri, run_dir)
     queue.add(identity.run_key, run_dir)
+    end = (run_dir / JOURNAL).read_bytes().rfind(b"\n") + 1  # a live run writes more
+    last, last_s = Position.read(run_dir), time.monotonic()
     while True:
-        with suppress(Busy), sole_writer(queue.directory):
-            _deliver_one(run_dir, identity)
+        try:
+            with sole_writer(queue.directory):
+                _deliver_one(run_dir, identity)
             break
-        if Position.read(run_dir).is_complete(run_dir):
+        except Busy as error:
+            busy = error
+        position = Position.read(run_dir)
+        has_arrived = position.offset >= end and is_at_work(run_dir)
+        if has_arrived or position.is_complete(run_dir):
             break  # another process has delivered it
+        if position != last:
+            last, last_s = position, time.monotonic()
+        if time.monotonic() - last_s >= _SYNC_LIMIT_S:
+            raise _no_delivery(run_dir, busy)
         time.sleep(POLL_S)
     if Position.read(run_dir).is_complete(run_dir):
         queue.remove(identity.run_key)
     return max(0, Position.read(run_dir).offset - before)
+
+
+def _no_delivery(run_dir: Path, busy: Busy) -> UserError:
+    faults = _log(run_dir).read_text().splitlines() if _log(run_dir).exists() else []
+    fault = f"; the last fault was: {faults[-1]}" if faults else ""
+    return UserError(
+        busy.field,
+        f"{busy.problem}, and no event of {run_dir} arrived for {_SYNC_LIMIT_S:.0f} s{fault}",
+        f"run the same command again later: pretrain sync {run_dir}",
+        code="busy",
+    )
 
 
 def _deliver_one(run_dir: Path, identity: RunIdentity) -> None:

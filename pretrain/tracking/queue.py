@@ -7,6 +7,7 @@ A killed process leaves no lock, and its runs stay in the queue for the next pro
 server takes many writers, so a run that uses a server has its own queue in RUN/tracking/queue.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 from data_prep.publish import make_directory, write_atomic
@@ -33,15 +34,22 @@ class Queue:
         )
 
     def add(self, key: str, run_dir: Path) -> None:
-        """Add a run, unless the queue has it."""
-        if not (self.directory / key).exists():
-            make_directory(self.directory)
-            write_atomic(self.directory / key, str(run_dir.absolute()).encode())
+        """Add a run, or replace the old path of a run that was renamed."""
+        entry, content = self.directory / key, str(run_dir.absolute()).encode()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if entry.read_bytes() == content:
+                return
+        make_directory(self.directory)
+        write_atomic(entry, content)
 
     def remove(self, key: str) -> None:
         (self.directory / key).unlink(missing_ok=True)
 
     def runs(self) -> dict[str, Path]:
         """Return the run directories by key."""
-        entries = (path for path in self.directory.iterdir() if path.name.isalnum())
-        return {path.name: Path(path.read_text()) for path in sorted(entries)}
+        runs = dict[str, Path]()
+        for entry in sorted(self.directory.iterdir()):
+            if entry.name.isalnum():
+                with suppress(FileNotFoundError):  # another deliverer has just removed it
+                    runs[entry.name] = Path(entry.read_text())
+        return runs

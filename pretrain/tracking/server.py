@@ -11,12 +11,12 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import ExitStack, suppress
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from data_prep.errors import UserError
-from data_prep.publish import Busy, sole_writer
 from pretrain.ranks.launch import describe, end_with_parent
 from pretrain.tracking.delivery import Deliveries
 from pretrain.tracking.queue import SQLITE, Queue
@@ -28,8 +28,8 @@ ENDING_S = 15.0
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
-class _Stopped(Exception):  # noqa: N818
-    pass
+class _Stopped(BaseException):
+    """A signal has come. No `except Exception` catches it."""
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
@@ -57,16 +57,9 @@ def serve(folder: Path, *, host: str, port: int) -> None:
             if server.poll() is None:
                 page = runs_page(address)
                 print(f"{folder}: {page} shows the runs; Ctrl-C ends the server", flush=True)
-        deliveries = Deliveries(queue, Store(f"{SQLITE}{database}"))
-        with ExitStack() as stack:
-            has_turn = False
+        with closing(Deliveries(queue, partial(Store, f"{SQLITE}{database}"))) as deliveries:
             while server.poll() is None and _answers(address):
-                if not has_turn:
-                    with suppress(Busy):
-                        stack.enter_context(sole_writer(queue.directory))
-                        has_turn = True
-                if has_turn:
-                    deliveries.deliver()
+                deliveries.deliver()
                 time.sleep(1.0)
         end = "no answer" if server.poll() is None else describe(server.returncode)
         raise UserError(

@@ -15,9 +15,18 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from pretrain.tracking import store
-from pretrain.tracking.delivery import Delivery, deliver_while_training, sync
+from data_prep.publish import Busy, sole_writer
+from pretrain.ranks.starts import hold_run
+from pretrain.tracking import delivery, store
+from pretrain.tracking.delivery import (
+    Deliveries,
+    Delivery,
+    deliver_while_training,
+    open_store,
+    sync,
+)
 from pretrain.tracking.queue import Queue, database_path
+from pretrain.tracking.server import _Stopped
 from pretrain.tracking.store import open_database
 from pretrain.tracking.tracker import Journal, RunIdentity
 from tests.errors import fails
@@ -157,6 +166,123 @@ def test_a_damaged_store_is_made_anew_from_the_journals_by_the_remedy_that_is_gi
     runs = runs_in(store)
     assert sorted(runs) == ["child", "parent"]
     assert runs["child"].data.tags["mlflow.parentRunId"] == runs["parent"].info.run_id
+
+
+# ---- the queue and the turn
+
+
+def queue_of(run_dir: Path) -> Queue:
+    return Queue(RunIdentity.read(run_dir).uri, run_dir)
+
+
+def open_deliveries(run_dir: Path) -> Deliveries:
+    return Deliveries(queue_of(run_dir), lambda: open_store(RunIdentity.read(run_dir).uri))
+
+
+def is_free(queue: Queue) -> bool:
+    try:
+        with sole_writer(queue.directory):
+            return True
+    except Busy:
+        return False
+
+
+def test_the_queue_follows_a_renamed_run_and_skips_an_entry_that_is_just_removed(
+    tmp_path: Path,
+) -> None:
+    queue = Queue(f"sqlite:///{tmp_path}/mlflow.db", tmp_path)
+    queue.add("a", tmp_path / "old")
+    queue.add("a", tmp_path / "new")
+    (queue.directory / "b").symlink_to("removed")  # listed, but not readable
+    assert queue.runs() == {"a": tmp_path / "new"}
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_sync_ends_although_another_process_keeps_the_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    write_run(run_dir)
+    monkeypatch.setattr(delivery, "_SYNC_LIMIT_S", 0.0)
+    (run_dir / "tracking" / "delivery.log").write_text("the last fault")
+    with sole_writer(queue_of(run_dir).directory), fails("busy") as caught:
+        sync(run_dir)
+    assert "the last fault" in str(caught.value)
+    assert sync(run_dir) > 0
+    with open(run_dir / "tracking" / "journal.jsonl", "ab") as file:
+        file.write(b'{"event": "met')  # the trainer was killed
+    with sole_writer(queue_of(run_dir).directory):
+        assert sync(run_dir) == 0
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_sync_of_a_live_run_waits_for_the_events_of_its_start(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    write_run(run_dir)
+    sync(run_dir)
+    delivered = run_dir / "tracking" / "delivered.json"
+    delivered.write_text(delivered.read_text().replace("FINISHED", "RUNNING"))
+    with hold_run(run_dir, lock_wait_s=0), sole_writer(queue_of(run_dir).directory):
+        assert sync(run_dir) == 0
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_run_that_fails_delays_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = list[str]()
+
+    def deliver(self: Delivery) -> None:
+        attempts.append(self.run_dir.name)
+        if self.run_dir.name == "bad":
+            raise OSError("a fault")
+
+    monkeypatch.setattr(Delivery, "deliver", deliver)
+    for name in ("bad", "good"):
+        key = write_run(tmp_path / name)
+        queue_of(tmp_path / name).add(key, tmp_path / name)
+    with closing(open_deliveries(tmp_path / "bad")) as deliveries:
+        for _ in range(3):
+            deliveries.deliver()
+        assert (attempts.count("bad"), attempts.count("good")) == (1, 3)
+        deliveries.deliver(longest_wait_s=0.0)
+    assert attempts.count("bad") == 2
+    assert (tmp_path / "bad" / "tracking" / "delivery.log").read_text().count("\n") == 1
+
+
+@pytest.mark.usefixtures("quickly")
+def test_the_turn_is_given_up_for_runs_on_other_nodes_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "_TURN_S", 0.0)
+    monkeypatch.setattr(delivery, "_REST_S", 0.0)
+    queue = Queue(f"sqlite:///{tmp_path}/mlflow.db", tmp_path)
+    write_run(tmp_path / "run")
+    with closing(open_deliveries(tmp_path / "run")) as deliveries:
+        deliveries.deliver()
+        assert not is_free(queue)
+        queue.add("other", tmp_path / "on another node")
+        deliveries.deliver()
+        assert is_free(queue)
+        queue.remove("other")
+        deliveries.deliver()
+        assert not is_free(queue)
+    assert is_free(queue)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_signal_ends_a_server_that_is_delivering(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: Delivery) -> None:
+        raise _Stopped
+
+    monkeypatch.setattr(Delivery, "deliver", stop)
+    run_dir = tmp_path / "run"
+    key = write_run(run_dir)
+    queue_of(run_dir).add(key, run_dir)
+    with pytest.raises(_Stopped), closing(open_deliveries(run_dir)) as deliveries:
+        deliveries.deliver()
 
 
 # ---- databases that MLflow did not make
