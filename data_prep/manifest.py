@@ -41,6 +41,7 @@ from data_prep.settings import Settings, near_path, nearest
 SCHEMA_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 REJECTED_NAME = "rejected.jsonl"
+WIDS_NAME = "wids.json"
 INDEX_DTYPE = np.dtype("<i8")
 PARTS = "wide-mlps-parts"
 """Folder of an unfinished dataset's records; its name marks the dataset as ours (parts.py)."""
@@ -289,6 +290,16 @@ def _no_dataset(place: Path) -> DatasetError:
 
 def save_manifest(directory: Path, manifest: Manifest) -> None:
     write_json(directory / MANIFEST_NAME, sealed(manifest.model_dump(mode="json")))
+
+
+def wids_index(name: str, split: Split) -> bytes:
+    """Return the index with which the package `wids` reads these tars in random order."""
+    shards = [
+        {"url": shard.file, "nsamples": shard.num_samples, "filesize": shard.num_bytes}
+        for shard in split.shards
+    ]
+    head = {"__kind__": "wids-shard-index-v1", "wids_version": 1}
+    return json.dumps({**head, "name": name, "shardlist": shards}).encode() + b"\n"
 
 
 def load_paths(directory: Path | str, shard: Shard) -> list[str]:

@@ -1,21 +1,33 @@
 """Copy a finished dataset to a bucket and verify it.
 
-1. Every file but the manifest is uploaded; each upload is compared with the bucket's checksum.
+1. Every file that the manifest names is compared with its hash and uploaded; each upload is
+   compared with the bucket's checksum.
 2. The manifest is uploaded last, so a reader never finds an unfinished dataset.
 
 After a kill, run the same command again: files that are in the bucket are uploaded again.
 """
 
+import hashlib
+import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from data_prep.clients import without_secrets
 from data_prep.errors import UserError
-from data_prep.manifest import MANIFEST_NAME, Manifest, load_manifest
+from data_prep.manifest import (
+    CHANGED,
+    MANIFEST_NAME,
+    REJECTED_NAME,
+    WIDS_NAME,
+    DatasetError,
+    Manifest,
+    load_manifest,
+    wids_index,
+)
 from data_prep.progress import progress
-from data_prep.publish import LOCK, TEMPORARY_PREFIX
+from data_prep.publish import sha256_of
 from data_prep.remote import MissingError, join, read_bytes, shown, upload
 
 NUM_UPLOADS = 8
@@ -41,25 +53,45 @@ def push(directory: Path, url: str, *, storage: Mapping[str, Any]) -> Manifest:
     if stored != own:
         problem, fix = f"{shown(url)} holds another dataset", "choose another URL"
         raise UserError("URL", problem, fix, code="exists")
-    paths = [
-        path
-        for path in sorted(directory.iterdir())
-        if path.is_file()
-        and path.name not in (MANIFEST_NAME, LOCK)
-        and not path.name.startswith(TEMPORARY_PREFIX)
-    ]
+    fix_damage = f"run data_prep verify {directory}"
+    hashes, stop = _hashes(directory, manifest), threading.Event()
 
-    def send(path: Path) -> None:
-        upload(path, join(url, path.name), storage=options)
+    def send(name: str) -> None:
+        if sha256_of(directory / name) != hashes[name]:
+            raise DatasetError(str(directory / name), CHANGED, fix_damage, code="damaged")
+        if not stop.is_set():
+            upload(directory / name, join(url, name), storage=options, stop=stop)
 
+    for name in sorted(hashes):
+        if not (directory / name).is_file():
+            raise DatasetError(str(directory / name), "missing", fix_damage, code="missing-path")
     with (
         ThreadPoolExecutor(NUM_UPLOADS) as pool,
-        progress("uploading", total=len(paths), unit="files") as line,
+        progress("uploading", total=len(hashes), unit="files") as line,
     ):
         try:
-            for _ in pool.map(send, paths):
+            for sent in as_completed([pool.submit(send, name) for name in sorted(hashes)]):
+                sent.result()
                 line.advance()
+        except BaseException:
+            stop.set()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
-    send(directory / MANIFEST_NAME)
+    upload(directory / MANIFEST_NAME, join(url, MANIFEST_NAME), storage=options)
     return manifest
+
+
+def _hashes(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """Return the sha256 of each file of the dataset except its manifest."""
+    hashes = {REJECTED_NAME: manifest.rejected_sha256}
+    for name, split in manifest.splits.items():
+        for shard in split.shards:
+            hashes[shard.file] = shard.sha256
+            hashes[shard.index_file] = shard.index_sha256
+            hashes[shard.paths_file] = shard.paths_sha256
+        for annotation in split.annotations.values():
+            hashes[annotation.file] = annotation.sha256
+        if (directory / (wids := f"{name}-{WIDS_NAME}")).is_file():
+            hashes[wids] = hashlib.sha256(wids_index(manifest.name, split)).hexdigest()
+    return hashes

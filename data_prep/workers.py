@@ -59,18 +59,20 @@ class Pool:
             return
         unfinished = dict(enumerate(jobs))
         while unfinished:
-            futures = {
-                self._executor.submit(function, job): number for number, job in unfinished.items()
-            }
             try:
+                futures = {
+                    self._executor.submit(function, job): number
+                    for number, job in unfinished.items()
+                }
                 for future in as_completed(futures):
                     result, number = future.result(), futures.pop(future)
                     del unfinished[number]
                     yield number, result
             except BrokenProcessPool:
-                self._replace()
+                self.replace()
 
-    def _replace(self) -> None:
+    def replace(self) -> None:
+        """Start new workers after a worker has died; the second time, raise UserError."""
         fix = "give more memory, or set fewer workers; what is finished is kept"
         problem = "a worker process died, most likely because memory ran out"
         if self._is_second:

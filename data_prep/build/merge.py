@@ -36,12 +36,14 @@ from data_prep.manifest import (
     MANIFEST_NAME,
     PARTS,
     REJECTED_NAME,
+    WIDS_NAME,
     Annotation,
     Manifest,
     Split,
     load_manifest,
     load_paths,
     save_manifest,
+    wids_index,
 )
 from data_prep.publish import remove_leftovers, write_atomic
 from data_prep.sources import Source, SourceError
@@ -50,7 +52,6 @@ from data_prep.workers import Pool, sweep
 NUM_COMPARISONS = 512
 """Approximate number of jobs that compare a source with its listing."""
 NUM_NAMED = 3
-WIDS_NAME = "wids.json"
 _Changes = tuple[int, tuple[str, ...]]
 """Number of changed files in one container, and the first of them."""
 
@@ -223,16 +224,6 @@ def _name_repeats(work: Workplan, records: list[ShardRecord]) -> None:
                 "with exclude=[duplicates.jsonl]",
                 file=sys.stderr,
             )
-
-
-def wids_index(name: str, split: Split) -> bytes:
-    """Return the index with which the package `wids` reads these tars in random order."""
-    shards = [
-        {"url": shard.file, "nsamples": shard.num_samples, "filesize": shard.num_bytes}
-        for shard in split.shards
-    ]
-    head = {"__kind__": "wids-shard-index-v1", "wids_version": 1}
-    return json.dumps({**head, "name": name, "shardlist": shards}).encode() + b"\n"
 
 
 def write_rejected(directory: Path, records: Iterable[ShardRecord]) -> str:

@@ -132,7 +132,11 @@ def own_place(directory: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def forget_parts(directory: Path) -> None:
-    """Remove the parts of a finished dataset; a later call removes what this one cannot."""
+    """Remove the parts of a finished dataset; a later call removes what this one cannot.
+
+    Workers that were killed during the build may have left temporary files."""
+    with suppress(OSError):
+        remove_leftovers(directory)
     parts = directory / PARTS
     for path in sorted(parts.glob("*"), key=lambda path: path == record_path(directory, BEGUN)):
         with suppress(OSError):

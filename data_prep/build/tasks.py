@@ -28,6 +28,7 @@ from data_prep.build.config import BuildSettings
 from data_prep.build.parts import AT_WORK, claim, own_place, refuse_tasks_at_work
 from data_prep.build.workplan import Workplan, open_source_of, plan_that_fits, prepare
 from data_prep.errors import UserError
+from data_prep.limits import error_of_system
 from data_prep.manifest import MANIFEST_NAME, PARTS
 from data_prep.publish import remove_leftovers, sole_writer, write_json
 from data_prep.sources import Source
@@ -82,7 +83,9 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
         locks.enter_context(sole_writer(own, wait=True, notice=earlier))
         notice = f"data_prep: waiting for the plan of {directory}"
         while True:
+            asked_s = time.monotonic()
             with sole_writer(directory, wait=True, notice=notice):
+                deadline_s += time.monotonic() - asked_s  # another process may have been planning
                 _refuse_merged(directory)
                 work = plan_that_fits(settings, source)
                 if work is None and task.number == 0:
@@ -91,7 +94,7 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
                     locks.enter_context(sole_writer(own / AT_WORK))
                     break
                 failure = _failure(directory)
-            if failure and (failure != known_failure or failure["array"] == _array_job() != ""):
+            if failure and (failure != known_failure or failure["array"] == _attempt() != ""):
                 raise UserError(*failure["error"], code=failure["code"])
             if time.monotonic() > deadline_s:
                 raise UserError(
@@ -113,10 +116,17 @@ def _first_plan(settings: BuildSettings, source: Source, pool: Pool) -> Workplan
         refuse_tasks_at_work(settings.directory)
         remove_leftovers(settings.directory, settings.directory / PARTS)
         work = prepare(settings, source, pool)
-    except UserError as error:
+    except Exception as error:
+        if isinstance(error, UserError):
+            told = error
+        elif isinstance(error, OSError):
+            told = error_of_system(error)
+        else:
+            problem = f"task 0 failed with {type(error).__name__}: {error}"
+            told = UserError("--task", problem, "read the log of task 0", code="unfinished")
         with suppress(OSError):  # the disk itself may be the problem
-            record = {"error": [error.field, error.problem, error.fix], "code": error.code}
-            write_json(failure, record | {"array": _array_job(), "id": uuid4().hex})
+            record = {"error": [told.field, told.problem, told.fix], "code": told.code}
+            write_json(failure, record | {"array": _attempt(), "id": uuid4().hex})
         raise
     failure.unlink(missing_ok=True)
     return work
@@ -130,8 +140,10 @@ def _failure(directory: Path) -> dict[str, Any]:
         return {}
 
 
-def _array_job() -> str:
-    return os.environ.get("SLURM_ARRAY_JOB_ID", "")
+def _attempt() -> str:
+    """Return the array job and the number of its restarts; "" outside an array job."""
+    job, restarts = (os.environ.get(f"SLURM_{name}") for name in ("ARRAY_JOB_ID", "RESTART_COUNT"))
+    return f"{job}-{restarts or 0}" if job else ""
 
 
 def _refuse_merged(directory: Path) -> None:

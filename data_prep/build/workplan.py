@@ -19,6 +19,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,10 @@ def damaged_file(work: Workplan) -> Path | None:
     """Return the first file of the plan, besides its record, that is not as it was written."""
     inventory = work.inventory_directory
     try:
-        files = {inventory / name: digest for name, digest in Inventory(inventory).files.items()}
+        found = Inventory(inventory)
+        if found.stamp != work.stamp:  # a new plan was cut off before its record was written
+            return inventory / HEAD_NAME
+        files = {inventory / name: digest for name, digest in found.files.items()}
     except OSError as error:
         return Path(error.filename or inventory)
     except (ValueError, KeyError):
@@ -331,14 +335,22 @@ def _entries(source: Source, outline: Outline, pool: Pool, *, ahead: int) -> Ite
     """Yield the entries of each container, in order; at most `ahead` wait in memory."""
     waiting: deque[Future[Entries]] = deque()
     damaged: list[UserError] = []
+
+    def next_entries(number: int) -> Entries:
+        while True:
+            try:
+                while number + len(waiting) < len(outline.containers) and len(waiting) < ahead:
+                    container = outline.containers[number + len(waiting)]
+                    waiting.append(pool.submit(source.entries, container))
+                return waiting.popleft().result()
+            except BrokenProcessPool:
+                waiting.clear()
+                pool.replace()
+
     with progress("listing", total=len(outline.containers), unit="folders or archives") as line:
         for number, container in enumerate(outline.containers):
-            while number + len(waiting) < len(outline.containers) and len(waiting) < ahead:
-                waiting.append(
-                    pool.submit(source.entries, outline.containers[number + len(waiting)])
-                )
             try:
-                yield waiting.popleft().result()
+                yield next_entries(number)
             except SourceError as error:  # one run names all of them
                 damaged.append(error)
             line.advance(note=container.path)

@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.build.merge import WIDS_NAME, wids_index
 from data_prep.check.stored import each_shard, known_files, local_tar, tar_content
 from data_prep.images import Rejection, decode
 from data_prep.manifest import (
     PARTS,
+    WIDS_NAME,
     DatasetError,
     Manifest,
     Shard,
@@ -37,6 +37,7 @@ from data_prep.manifest import (
     load_manifest,
     load_paths,
     load_rejected,
+    wids_index,
 )
 from data_prep.publish import TEMPORARY_PREFIX
 from data_prep.remote import MissingError, RemoteError, Storage

@@ -39,7 +39,9 @@ def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
         if count not in (1, 3, 4):
             problem = f"a TIFF of JPEGs with {count} channels; convert it to JPEG or PNG"
             raise Rejection("unsupported", problem)
-        rgb = np.atleast_3d(imagecodecs.tiff_decode(data))  # libtiff makes grey or RGB of these
+        # libtiff makes grey or RGB of these; it fails if its own size is not that of this buffer
+        rgba = np.zeros((size[1], size[0], 4), np.uint8)
+        rgb = np.atleast_3d(imagecodecs.tiff_decode(data, out=rgba))
         if rgb.shape[1::-1] != size:
             raise Rejection("damaged", f"{size} in the header, {rgb.shape} decoded")
         orientation = tags.get(274, 1)  # libtiff applies the flips of these, but no transposition

@@ -115,8 +115,9 @@ class ImageNet1kSource(SynsetSource):
             return super().entries(container)
         rows = self.rows(container)
         numbers = [_val_number(name) for name, _, _ in rows]
-        if max(numbers, default=0) > len(self._val_labels):
-            problem = f"{max(numbers)} is beyond the {len(self._val_labels)} labels of {DEVKIT}"
+        wrong = [number for number in numbers if not 1 <= number <= len(self._val_labels)]
+        if wrong:
+            problem = f"{wrong[0]} is not among the {len(self._val_labels)} labels of {DEVKIT}"
             fix = "take val and development kit of the same year"
             raise SourceError("source.path", problem, fix, code="mismatch")
         return Entries.of(rows, label=[self._val_labels[number - 1] for number in numbers])

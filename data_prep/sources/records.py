@@ -31,8 +31,8 @@ from data_prep.images import pgm, ppm
 from data_prep.publish import hash_of_json
 from data_prep.sources.base import UNLABELLED, Source
 
-MAX_BYTES: Final = 1 << 32
-"""Most bytes that an archive may unpack to; STL-10 has 3.1 GB."""
+MAX_BYTES: Final = 1 << 28
+"""Most bytes that an archive may unpack to, unless its source has another limit."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,9 @@ class RecordSource(Source):
     """Published .tar.gz files and their MD5 sums."""
     sums: ClassVar[Mapping[str, str]] = {}
     """MD5 sums of the files that they unpack to."""
+
+    max_bytes: ClassVar[int] = MAX_BYTES
+    """Most bytes that the archive may unpack to."""
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:
@@ -138,7 +141,7 @@ class RecordSource(Source):
                 code="no-space",
             )
         print(f"data_prep: unpacking {self.path} into {place}", file=sys.stderr)
-        unpack_members(self.path, self.names(), self.folder, max_bytes=MAX_BYTES)
+        unpack_members(self.path, self.names(), self.folder, max_bytes=self.max_bytes)
 
 
 @lru_cache(maxsize=1)

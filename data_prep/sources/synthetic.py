@@ -23,7 +23,7 @@ from pydantic import Field
 
 from data_prep.archives.guard import SourceError
 from data_prep.archives.inventory import Outline
-from data_prep.publish import TEMPORARY_PREFIX, sole_writer, write_json
+from data_prep.publish import LOCK, TEMPORARY_PREFIX, remove_leftovers, sole_writer, write_json
 from data_prep.settings import Settings
 from data_prep.sources.folder import FolderSettings, FolderSource
 from data_prep.workers import sweep
@@ -110,8 +110,12 @@ class SyntheticSource(FolderSource):
 
     def _write_images(self) -> None:
         begun = self.path / BEGUN_NAME
-        ours = {".lock", TEMPORARY_PREFIX + BEGUN_NAME}
-        strangers = {path.name for path in self.path.iterdir()} - ours
+        names = {path.name for path in self.path.iterdir()} - {LOCK}
+        strangers = {
+            name
+            for name in names
+            if not (name.startswith(TEMPORARY_PREFIX) and name.endswith(BEGUN_NAME))
+        }
         problem = ""
         if strangers and not begun.exists():
             problem = f"{self.path} holds {min(strangers)}, and no images of this tool"
@@ -121,6 +125,7 @@ class SyntheticSource(FolderSource):
             fix = "choose another folder"
             raise SourceError("source.images_dir", problem, fix, code="exists")
         write_json(begun, self.describe())
+        remove_leftovers(self.path)
         looks = class_set(self.drawn.class_set, num_classes=self.drawn.num_classes)
         counts = {"train": self.drawn.num_train_per_class, "val": self.drawn.num_val_per_class}
         jobs = [(look, split, count) for look in looks for split, count in counts.items() if count]
@@ -138,6 +143,8 @@ class SyntheticSource(FolderSource):
     def _write_class(self, job: tuple[Look, str, int]) -> None:
         look, split, count = job
         folder = self.path / split / look.name
+        if folder.exists():  # a worker died after this rename, and the job is repeated
+            return
         temporary = folder.with_name(TEMPORARY_PREFIX + folder.name)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)

@@ -569,6 +569,14 @@ def test_a_tiff_of_jpegs_is_read_whole_or_rejected() -> None:
         7,
     )
     assert np.abs(pixels_of(data) - np.asarray(inks.convert("RGB")).astype(int)).mean() < 2
+    longer = len(data).to_bytes(4, "little")  # a second, larger width, which libtiff decodes
+    first, count = int.from_bytes(data[4:8], "little"), data[int.from_bytes(data[4:8], "little")]
+    table = data[first + 2 : first + 2 + 12 * count]
+    assert table[:2] == b"\0\1"
+    wide = table[:8] + (1 << 15).to_bytes(4, "little")
+    twice = (count + 1).to_bytes(2, "little") + wide + table + bytes(4)
+    code, problem = rejection_of(data[:4] + longer + data[8:] + twice)
+    assert code == "damaged" and "out.shape" in problem  # before anything is decoded
     layered = packed_tiff(grey.convert("LA"), lambda strip: strip, 7)
     assert rejection_of(layered) == (
         "unsupported",

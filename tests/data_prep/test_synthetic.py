@@ -99,6 +99,12 @@ def test_the_object_stands_in_the_quadrant_that_its_class_names(
     assert np.unravel_index(saturation.argmax(), (2, 2)) == place
 
 
+def test_a_kill_before_the_settings_are_recorded_is_resumed(tmp_path: Path, drawn: Path) -> None:
+    root = write_files(tmp_path / "images", {".tmp-0123456789ab-begun.json": b"{"})
+    assert draw(root) == pictures(drawn)
+    assert not [*root.glob(".tmp-*")]
+
+
 def test_interrupted_drawing_goes_on_to_the_same_files(tmp_path: Path, drawn: Path) -> None:
     root = tmp_path / "images"
     assert draw(root) == pictures(drawn)

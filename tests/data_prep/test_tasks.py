@@ -476,6 +476,47 @@ def test_a_waiting_task_reports_the_error_of_task_0(
     assert task(source, out, "0/2") == 0
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("odd")])
+def test_any_error_of_task_0_is_reported_but_not_to_the_next_attempt(
+    tmp_path: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: Refused,
+    error: Exception,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    out, code = tmp_path / "animals", "no-space" if isinstance(error, OSError) else "unfinished"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setattr(tasks_of_build, "PLAN_DEADLINE_S", -1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks_of_build, "prepare", fail)
+        with contextlib.suppress(RuntimeError):
+            assert task(source, out, "0/2") != 0
+    said = "odd" if code == "unfinished" else "No space left"
+    refused(main(words_of(source, out, "1/2")), said, f"[{code}]", code=2)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    refused(main(words_of(source, out, "1/2")), "has no plan", "[unfinished]")
+
+
+def test_a_plan_of_another_listing_is_not_accepted(tmp_path: Path, source: Path) -> None:
+    """As a kill leaves it between the new listing and the record of the new plan."""
+    mine, out = Path(shutil.copytree(source, tmp_path / "source")), tmp_path / "animals"
+    plan(mine, out)
+    begun = out / PARTS / "begun.json"
+    before = begun.read_bytes()
+    assert task(mine, out, "0/2") == 0  # so that the plan is kept
+    for path in mine.rglob("*.jpg"):
+        os.utime(path, (0, 0))
+    plan(mine, out)
+    after = begun.read_bytes()
+    assert after != before
+    begun.write_bytes(before)
+    assert task(mine, out, "0/2") == 0
+    assert begun.read_bytes() == after
+
+
 @pytest.mark.processes
 def test_a_task_waits_for_the_plan_of_task_0(
     tmp_path: Path, source: Path, whole: dict[str, bytes]

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from data_prep.archives.inventory import Container, Entries, Outline
 from data_prep.build.build import write_planned
 from data_prep.build.shards import ShardRecord
+from data_prep.build.workplan import _entries
 from data_prep.workers import Pool, sweep
 from tests.data_prep.samples import build, files_of, write_classes
-from tests.errors import printed_errors
+from tests.errors import fails, printed_errors
 
 pytestmark = pytest.mark.processes
 
@@ -27,6 +30,7 @@ def dying_first(deaths: Path, times: int, death: int, *job: Any) -> ShardRecord:
     """In a worker: the first `times` attempts at every shard die."""
     if job[-1].name.endswith("0") and len([*deaths.iterdir()]) < times:
         (deaths / str(os.getpid())).touch()
+        (job[0].directory / f".tmp-{os.getpid()}.tar").touch()
         os.kill(os.getpid(), death)
     return write_planned(*job)
 
@@ -53,6 +57,7 @@ def test_the_work_of_a_killed_worker_is_done_again_once(
             work = partial(dying_first, deaths, times, death)
             patch.setattr("data_prep.build.build.write_planned", work)
             assert build(source, out / "animals", *CUT) == code
+        assert code or not [*(out / "animals").glob(".tmp-*")]
         said = capfd.readouterr().err
         assert len(deaths_in(said)) == 1 + (code > 0)
         assert printed_errors(said) == [("num_workers", "no-space")] * (code > 0)
@@ -75,6 +80,37 @@ def test_what_runs_in_a_worker_may_start_processes() -> None:
     """As datasets of others do that load ahead."""
     with Pool(2) as pool:
         assert pool.submit(start_another).result() == 3
+
+
+def test_workers_that_die_before_a_job_is_submitted_are_replaced() -> None:
+    with Pool(2) as pool:
+        with pytest.raises(BrokenProcessPool):
+            pool.submit(os._exit, 1).result()
+        assert dict(pool.map(abs, [-1, -2])) == {0: 1, 1: 2}
+
+
+class DyingSource:
+    def __init__(self, deaths: Path, times: int) -> None:
+        self.deaths, self.times = deaths, times
+
+    def entries(self, container: Container) -> Entries:
+        if container.path == "b" and len([*self.deaths.iterdir()]) < self.times:
+            (self.deaths / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Entries.of([(container.path, 0, 1)], label=0)
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_worker_that_dies_during_the_listing_is_replaced_once(tmp_path: Path, times: int) -> None:
+    containers = tuple(Container(path=name, split="train") for name in "abcde")
+    outline, dying = Outline(classes=(), containers=containers), DyingSource(tmp_path, times)
+    with Pool(2) as pool:
+        found = _entries(dying, outline, pool, ahead=3)  # type: ignore[arg-type]
+        if times == 1:
+            assert [entries.names for entries in found] == [[name] for name in "abcde"]
+        else:
+            with fails("no-space", "num_workers"):
+                list(found)
 
 
 def fail(path: Path) -> None:

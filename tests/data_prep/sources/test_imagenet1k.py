@@ -130,11 +130,19 @@ def harmed(root: Path, name: str, content: bytes | str | None) -> Path:
     return root
 
 
+NUMBERED_FROM_0 = dict(
+    zip(
+        [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(5)],
+        val_files(5).values(),
+        strict=True,
+    )
+)
 HARMS = [
     (lambda root: harmed(root, KIT, GONE), "missing-path"),
     (lambda root: harmed(root, VAL, GONE), "missing-path"),
     (lambda root: harmed(root, VAL, tar_of(val_files(6))), "mismatch"),
     (lambda root: harmed(root, VAL, tar_of(val_files(4))), "mismatch"),
+    (lambda root: harmed(root, VAL, tar_of(NUMBERED_FROM_0)), "mismatch"),
     (lambda root: harmed(root, VAL, b"\x1f\x8b\x08" + bytes(99)), "unsupported"),
     (lambda root: harmed(root, VAL, DANGLING), "damaged"),
     (lambda root: harmed(root, KIT, DANGLING), "damaged"),

@@ -16,6 +16,7 @@ from data_prep.manifest import load_annotation, load_manifest, load_paths
 from data_prep.sources import SourceError, records
 from data_prep.sources.cifar import CIFAR_FILES
 from data_prep.sources.mnist import MNIST_FILES
+from data_prep.sources.stl10 import Stl10Source
 from tests.data_prep.samples import tar_of, write_files
 from tests.data_prep.sources import layouts
 from tests.data_prep.sources.layouts import idx_of, listed, opened, pixels, python2_pickle, written
@@ -326,7 +327,7 @@ def test_a_disk_without_space_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_bomb_is_unpacked_up_to_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(Stl10Source, "max_bytes", 1 << 20)
     path = STL10.place(tmp_path, packed=True, **{"train_X.bin": bytes(1 << 25)})
     tracemalloc.start()
     with fails("damaged", "source.path"):
