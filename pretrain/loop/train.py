@@ -8,6 +8,8 @@
 5. The loop runs (trainer.py).
 6. result.json comes last: a run is finished when its last checkpoint is on disk and its tracker is
    closed.
+
+Long because it makes every part of a training and gives each part its settings.
 """
 
 import logging
