@@ -34,9 +34,12 @@ def num_characters(text: str) -> int:
 
 
 def package_size(package: str) -> int:
-    """Return the non-whitespace characters of the package's Python files."""
-    paths = (REPOSITORY / package).rglob("*.py")
-    return sum(num_characters(path.read_text()) for path in paths)
+    """Return the non-whitespace characters of the package's Python files. benchmarks/.venv is not
+    of the package."""
+    folder = REPOSITORY / package
+    paths = [path.relative_to(folder) for path in folder.rglob("*.py")]
+    ours = [path for path in paths if not path.parts[0].startswith(".")]
+    return sum(num_characters((folder / path).read_text()) for path in ours)
 
 
 def main() -> int:
