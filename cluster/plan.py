@@ -123,24 +123,29 @@ def _run_stage(plan: Plan, number: int, here: Here, *, ranks: int) -> Iterator[l
     stage = plan.stages[number]
     for member in stage.members:
         work, title, outcome = member.work, stage.title(member), "finished before"
-        unverified = _unverified(work)
-        if not work.is_finished() or unverified.exists():
+        if not work.is_finished() or _unverified(work).exists():
             code = INTERRUPTED
             if not here.received:
                 print(f"\n[{number + 1}/{len(plan.stages)}] {title}: {work.writes}", flush=True)
-                if work.kind == "build":
-                    unverified.parent.mkdir(parents=True, exist_ok=True)
-                    unverified.touch()
-                commands = _commands(work, ranks=ranks)
-                code = next(filter(None, map(here.run, commands)), OK)
-                if code == OK:
-                    unverified.unlink(missing_ok=True)
+                code = _run_work(work, here, ranks=ranks)
             outcome = f"failed with exit code {code}" if code else "ended unfinished"
             if code == 0 and work.is_finished():
                 outcome = "finished"
             elif here.received:
                 outcome = "stopped"
         yield [title, outcome, work.writes]
+
+
+def _run_work(work: Work, here: Here, *, ranks: int) -> int:
+    """Run the commands of a member until one fails; return the last exit code."""
+    mark = _unverified(work)
+    if work.kind == "build":
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    code = next(filter(None, map(here.run, _commands(work, ranks=ranks))), OK)
+    if code == OK:
+        mark.unlink(missing_ok=True)
+    return code
 
 
 def _unverified(work: Work) -> Path:

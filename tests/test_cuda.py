@@ -338,10 +338,8 @@ def test_a_verb_ends(trainings: Trainings, other_shapes: Path, name: str) -> Non
     place = trainings.place / name
     settings = [f"pretrained={trainings.place / 'z1 bf16'}", f"run_dir={place}"]
     dataset = trainings.dataset if "evaluate" in name else other_shapes
-    key = "data.dataset" if "probe" in name or "tune" in name else "dataset"
-    if name == "accelerate":
-        key = "data.dataset"
-    done = run(*VERBS[name], *settings, f"{key}={dataset}", "tracking.enabled=false")
+    settings += [f"data.dataset={dataset}", "tracking.enabled=false"]
+    done = run(*VERBS[name], *settings)
     assert done.returncode == 0 and (place / "result.json").exists(), done.stderr
 
 
