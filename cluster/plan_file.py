@@ -169,6 +169,16 @@ class Sections(Settings):
 
 class PlanSettings(Sections):
     of_verb = "cluster/submit"
+    source: tuple[dict[str, Any], ...] = Field(
+        (), examples=[[{"section": "C.4", "settings": {"optimizer.lr": 0.02}}]]
+    )
+    """Values that a paper prints: for each section of the paper, settings of the members and all
+    their values. `where: {setting: value}` limits a row to some members. `analysis paper` lists
+    them."""
+    chosen: tuple[dict[str, Any], ...] = Field(
+        (), examples=[[{"reason": "our seeds", "settings": {"train.seed": [0, 1]}}]]
+    )
+    """Values that no paper prints, with the reason of the choice, as in `source`."""
     demo: Sections | None = Field(None, examples=[{"pretrain": "configs/pretrain/demo_mlp.yaml"}])
     """A small variant on synthetic data for two CPU cores, run by `wide-mlps run PLAN --demo`. Its
     sections replace those above; without `figure` it has the figure above."""
@@ -235,6 +245,8 @@ class Plan:
     """Each after those that it waits for."""
     figure: Mapping[str, Any] | None = None
     is_demo: bool = False
+    source: tuple[Mapping[str, Any], ...] = ()
+    chosen: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def name(self) -> str:
@@ -300,7 +312,8 @@ def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None)
                 problem, fix = "the plan has no such section", "run it without --demo"
                 raise SettingsError("demo", problem, fix, code="missing-value")
             sections = complete.demo
-        plan = Plan(path, (), sections.figure or complete.figure, is_demo)
+        rows = ((), ()) if is_demo else (complete.source, complete.chosen)
+        plan = Plan(path, (), sections.figure or complete.figure, is_demo, *rows)
         for kind, command in COMMANDS.items():
             entries: tuple[Entry, ...] = getattr(sections, command.section)
             stages = []

@@ -62,12 +62,12 @@ def load_settings(schema: type[S], *, path: str | Path | None, overrides: list[s
 
 
 _SIGNS: tuple[tuple[set[str], str], ...] = (
-    ({"source"}, "data_prep build"),
-    ({"splits"}, "data_prep index"),
     *(
         ({section}, "cluster/submit")
         for section in ("prepare", "pretrain", "probe", "finetune", "knn", "evaluate", "export")
     ),
+    ({"source"}, "data_prep build"),
+    ({"splits"}, "data_prep index"),
     ({"model", "train"}, "pretrain train"),
     ({"pretrained", "train"}, "finetune tune"),
     ({"pretrained", "neighbours"}, "finetune knn"),

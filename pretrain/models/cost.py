@@ -188,7 +188,7 @@ def _sparse_mlp(spec: SparseMlpSpec, *, image_size: int) -> tuple[Cost, Cost]:
     num_patches, width = (image_size // spec.patch_size) ** 2, spec.width_at(image_size=image_size)
     stem, norms = (
         _linear(3 * spec.patch_size**2, spec.num_channels, rows=num_patches, bias=spec.bias),
-        _norm(width) * (spec.depth + 1),
+        _norm(width) * (spec.depth + spec.final_norm),
     )
     entries = num_patches * spec.num_channels
     if entries != width:

@@ -4,9 +4,9 @@ Mixer's S C entries.
     stem      per-patch linear to C channels, one vector of S0 C entries, a linear to m if m differs
     blocks    x + act((M * W) LN(x)), or with a hidden layer of gamma m entries
               x + (M2 * W2) act((M1 * W1) LN(x))
-    head      norm, linear on all m entries
+    head      linear on all m entries, after a norm if `final_norm` is set
 
-The paper prints only the block. Biases start at 0, as in the Mixers. All weights start as N(0, 1/(p
+Section A.2.5 of the paper prints this order, but not the layer from S0 C to m. Biases start at 0, as in the Mixers. All weights start as N(0, 1/(p
 m)). For p m above about 30 the largest singular value of gamma m x m entries is then near sqrt(c^2
 + 3 c^2 (1 - p) / (sqrt(gamma) p m)) with c = 1 + sqrt(gamma). The paper's L+ agrees with this
 measured value if its q^2 is read as p gamma m.
@@ -71,7 +71,7 @@ class SparseMlp(ImageModel):
         else:
             self.widen = _layer(spec, num_entries, width=num_entries, num_outputs=width)
         self.blocks = nn.ModuleList(_block(spec, width) for _ in range(spec.depth))
-        self.norm = nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width) if spec.final_norm else nn.Identity()
         self.head = classifier(width, num_classes)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:

@@ -153,8 +153,8 @@ class MixerSpec(Settings):
     """Initial weights of the mixings. normal: N(0, 1/S) and N(0, 1/C), as in the paper; torch:
     uniform within 1/sqrt(inputs)."""
     final_norm: bool = True
-    """LayerNorm between the last block and the mean over tokens. The paper's main text prints it,
-    its appendix A.2.5 does not."""
+    """LayerNorm between the last block and the mean over tokens. Section A.2.1 of the paper prints
+    it, section 2.2 does not."""
     bias: _OfMatrices = True
 
     @model_validator(mode="after")
@@ -234,8 +234,11 @@ class SparseMlpSpec(Settings):
     """true: x + act((M2 * W2) act((M1 * W1) LN(x))), as in (S.17) of the paper, but not in C.1. For
     a hidden layer only."""
     widen: Literal["dense", "sparse"] = "dense"
-    """Layer from S0 C to m entries, which the paper does not print. sparse has the blocks' density;
-    dense may have more connections than all blocks."""
+    """Layer from S0 C to m entries, which the paper does not print. sparse has the density of the
+    blocks; dense can have more connections than a block."""
+    final_norm: bool = False
+    """LayerNorm between the last block and the classifier. Section A.2.5 of the paper does not
+    print one."""
     init_gain: Literal["spectral"] | None = None
     """spectral: scale each initial matrix of the blocks, so that its largest singular value is that
     of a dense matrix, 1 + sqrt(gamma). Without it, it grows with the width at a fixed Omega."""

@@ -67,6 +67,7 @@ VARIANTS: dict[str, tuple[AnySpec, int]] = {
     "S-Mixer": (mixer(layers_per_mixing=1), 12),
     "ViT at another size": (TimmSpec(kind="timm", name="vit_b_4"), 12),
     "sparse by its density": (sparse(width=40, density=0.04), 8),
+    "sparse, final norm": (sparse(density=0.3, final_norm=True), 8),
     "sparse, hidden layer": (sparse(density=0.3, storage="sparse", expansion=2.0), 8),
     "masked, widened by a masked layer": (
         sparse(width=40, density=0.3, storage="masked", widen="sparse", bias=False),

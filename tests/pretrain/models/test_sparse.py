@@ -74,8 +74,9 @@ def sparse_layers(model: ImageModel) -> list[torch.nn.Module]:
         {"expansion": 2.0},
         {"expansion": 2.0, "outer_activation": True, "width": 30, "widen": "sparse"},
         {"expansion": None, "width": 30, "bias": False},
+        {"expansion": None, "final_norm": True},
     ],
-    ids=["one", "hidden", "as printed in S.17", "no bias"],
+    ids=["one", "hidden", "as printed in S.17", "no bias", "final norm"],
 )
 def test_the_model_is_the_papers_formula(storage: str, fields: dict[str, object]) -> None:
     model = tiny(storage=storage, **fields)
@@ -109,7 +110,8 @@ def test_the_model_is_the_papers_formula(storage: str, fields: dict[str, object]
         else:
             added = linear(gelu(linear(inner, f"{block}.expand")), f"{block}.contract")
             z = z + (gelu(added) if "outer_activation" in fields else added)
-    z = layer_norm(z, z.shape[-1:], w["norm.weight"], w["norm.bias"])
+    if "final_norm" in fields:
+        z = layer_norm(z, z.shape[-1:], w["norm.weight"], w["norm.bias"])
     torch.testing.assert_close(model(x), linear(z, "head"), rtol=1e-4, atol=1e-4)
     assert ("widen" in matrices) == ("widen" in fields) and any(
         name.endswith("stem.bias") for name in w

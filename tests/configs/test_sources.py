@@ -1,0 +1,53 @@
+"""The `source` and `chosen` rows of the plans are the settings of their runs, one by one."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.sources import differences, origins_of, paper_of
+from cluster.plan_file import Plan, load_plan
+from tests.conftest import Patch
+from tests.ranks import REPOSITORY
+
+NAMES = sorted(path.stem for path in (REPOSITORY / "configs/plan").glob("[ab]_*.yaml"))
+
+
+@pytest.fixture
+def plan(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Patch) -> Plan:
+    """Return the plan of the name, read in a directory without runs."""
+    monkeypatch.chdir(tmp_path)
+    Path("configs").symlink_to(REPOSITORY / "configs")
+    return load_plan(f"configs/plan/{getattr(request, 'param', 'a_figS1_left')}.yaml")
+
+
+@pytest.mark.parametrize("plan", NAMES, indirect=True)
+def test_each_setting_is_printed_or_chosen(plan: Plan) -> None:
+    assert differences(plan) == []
+    assert paper_of(plan) is not None
+    assert any(each.row.section for each in origins_of(plan)), "a paper prints something"
+
+
+def without(rows: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    return tuple(
+        dict(row, settings={key: row["settings"][key] for key in row["settings"] if key != name})
+        for row in rows
+    )
+
+
+def test_a_wrong_row_is_found(plan: Plan) -> None:
+    """A wrong value, a value that no run has, a missing setting and a setting that does not
+    exist: each gives one difference."""
+
+    def found(name: str, value: Any) -> list[str]:
+        section = {"section": "D.1", "settings": {name: value}}
+        return differences(replace(plan, source=(*without(plan.source, name), section)))
+
+    for name, value in (("trials", 4), ("optimizer.lr", [0.02, 0.1]), ("optimizer.speed", 1)):
+        (difference,) = found(name, value)
+        assert name in difference
+    rows = {"source": without(plan.source, "model.depth")}
+    rows["chosen"] = without(plan.chosen, "model.depth")
+    (difference,) = differences(replace(plan, **rows))
+    assert "model.depth" in difference
