@@ -6,10 +6,10 @@ Mixer's S C entries.
               x + (M2 * W2) act((M1 * W1) LN(x))
     head      linear on all m entries, after a norm if `final_norm` is set
 
-Section A.2.5 of the paper prints this order, but not the layer from S0 C to m. Biases start at 0, as in the Mixers. All weights start as N(0, 1/(p
-m)). For p m above about 30 the largest singular value of gamma m x m entries is then near sqrt(c^2
-+ 3 c^2 (1 - p) / (sqrt(gamma) p m)) with c = 1 + sqrt(gamma). The paper's L+ agrees with this
-measured value if its q^2 is read as p gamma m.
+Section A.2.5 of the paper prints this order, but not the layer from S0 C to m. Biases start at 0,
+as in the Mixers. All weights start as N(0, 1/(p m)). For p m above about 30 the largest singular
+value of gamma m x m entries is then near sqrt(c^2 + 3 c^2 (1 - p) / (sqrt(gamma) p m)) with c = 1 +
+sqrt(gamma). The paper's L+ agrees with this measured value if its q^2 is read as p gamma m.
 
 Shapes: B batch, S0 patches, C channels, M width, K classes.
 """
