@@ -117,6 +117,13 @@ EXPERIMENTS = (
     ),
     Experiment("B", "Table 1", "From scratch", ("b_scratch",), "table runs/plans/b_scratch"),
     Experiment("B", "Table 2", "Fine-tuned", ("b_transfer",), "table runs/plans/b_transfer"),
+    Experiment(
+        "B",
+        "Public checkpoints",
+        "Fine-tuned, with 100 views, and probed: README of the code",
+        ("b_public",),
+        "table runs/plans/b_public",
+    ),
     Experiment("B", "Table 3", "Linear probes", ("b_probe",), "table runs/plans/b_probe"),
     Experiment(
         "B",

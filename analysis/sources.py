@@ -13,10 +13,11 @@ have in the members to which the row applies:
           model.num_channels, model.num_tokens: [[4, 360], [8, 252]]      # pairs
 
 For each member and setting, a row of the plan wins over a row of papers.yaml, and a row with more
-conditions wins over one with fewer. `trials` is the number of seeds.
+conditions wins over one with fewer. Two names are no settings: `trials` is the number of seeds,
+`command` is pretrain, tune, probe or evaluate.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 from pydantic import Field
 
 from analysis.experiments import EXPERIMENTS
-from cluster.plan_file import Plan, Stage
+from cluster.plan_file import Plan
 from data_prep.errors import SettingsError
 from data_prep.settings import Settings, flatten, in_yaml, read_yaml, validate
 
@@ -40,7 +41,8 @@ EXECUTION = (
     *("train.max_skipped_steps", "train.loader_threads", "train.prefetch_batches"),
     *("engine.*timeout_s", "engine.lock_wait_s", "engine.activation_checkpointing"),
     *("engine.compile", "engine.zero_stage", "engine.cuda_graphs", "engine.offload"),
-    *("seed", "seeds", "local_batch_size", "include_plain", "feature_dtype", "model.storage"),
+    *("command", "seed", "seeds", "local_batch_size", "include_plain", "model.storage"),
+    *("feature_*", "features", "features_dir", "cache_gb", "tolerance"),
 )
 """Patterns of settings that no row must name: they decide how and where a run is executed."""
 
@@ -56,6 +58,8 @@ class Row(Settings):
     """Settings that a member must have: a value, or a list of possible values."""
     note: str = ""
     """Other readings of the paper."""
+    is_shared: bool = False
+    """True for rows of papers.yaml; not for a file."""
 
     @property
     def origin(self) -> str:
@@ -68,9 +72,8 @@ Member = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Origin:
-    """A row's settings under one key, and the runs of a stage for which the row decides them."""
+    """A row's settings under one key, and the runs of the plan for which the row decides them."""
 
-    stage: str
     row: Row
     key: str
     members: list[Member]
@@ -106,24 +109,21 @@ def paper_of(plan: Plan) -> str | None:
     return next(found, None)
 
 
-def rows_of_plan(plan: Plan) -> tuple[list[Row], list[Row]]:
-    """Return the plan's own rows and the rows of its paper."""
+def rows_of_plan(plan: Plan) -> list[Row]:
+    """Return the plan's own rows, then those of its paper."""
     shared = read_yaml(SHARED)
-    own = _rows(plan.source, plan.chosen, plan.path)
     parts = [shared[key] for key in (paper_of(plan), "both") if key]
-    return own, [
-        row
-        for part in parts
-        for row in _rows(part.get("source", ()), part.get("chosen", ()), str(SHARED))
-    ]
+    rows = _rows({"source": plan.source, "chosen": plan.chosen}, plan.path)
+    for part in parts:
+        rows += [row.model_copy(update={"is_shared": True}) for row in _rows(part, str(SHARED))]
+    return rows
 
 
-def _rows(source: Iterable[Any], chosen: Iterable[Any], path: str) -> list[Row]:
+def _rows(lists: Mapping[str, Any], path: str) -> list[Row]:
     found = []
-    for key, given in (("source", source), ("chosen", chosen)):
-        for number, each in enumerate(given):
+    for key, needed in (("source", "section"), ("chosen", "reason")):
+        for number, each in enumerate(lists.get(key, ())):
             row = validate(Row, dict(each))
-            needed = "section" if key == "source" else "reason"
             if getattr(row, needed) is None or (row.section and row.reason):
                 field, fix = f"{path}: {key}[{number}]", f"give a {needed} only"
                 raise SettingsError(field, f"it has no {needed}", fix, code="missing-value")
@@ -131,41 +131,44 @@ def _rows(source: Iterable[Any], chosen: Iterable[Any], path: str) -> list[Row]:
     return found
 
 
-def members_of(stage: Stage) -> list[Member]:
-    """Return the settings of a stage's runs, with the number of their seeds as `trials`."""
-    members = [flatten(work.settings.model_dump(mode="json")) for work in stage.works]
-    seeds = {each.get("train.seed", each.get("seed")) for each in members}
-    return [each | {"trials": len(each.get("seeds") or seeds)} for each in members]
+def members_of(plan: Plan) -> list[Member]:
+    """Return the settings of the plan's runs, with `trials` and `command`."""
+    found: list[Member] = []
+    for stage in plan.stages:
+        if stage.kind == "build":
+            continue
+        members = [flatten(work.settings.model_dump(mode="json")) for work in stage.works]
+        seeds = {each.get("train.seed", each.get("seed")) for each in members}
+        for each in members:
+            trials = len(each.get("seeds") or seeds)
+            found.append(each | {"trials": trials, "command": stage.kind})
+    return found
 
 
 def origins_of(plan: Plan) -> list[Origin]:
     """Return the origin of each setting, in the order of the rows."""
-    own, shared = rows_of_plan(plan)
+    rows, members = rows_of_plan(plan), members_of(plan)
+    decisions = [_decisions(member, rows) for member in members]
     found = []
-    for stage in plan.stages:
-        if stage.kind == "build":
-            continue
-        members = members_of(stage)
-        winners = [_winners(member, shared) | _winners(member, own) for member in members]
-        for row in (*own, *shared):
-            for key in row.settings:
-                names = key.split(", ")
-                decided = [
-                    member
-                    for member, rows in zip(members, winners, strict=True)
-                    if all(rows.get(name) is row for name in names)
-                ]
-                if decided:
-                    found.append(Origin(stage.name, row, key, decided))
+    for row in rows:
+        for key in row.settings:
+            decided = [
+                member
+                for member, by_name in zip(members, decisions, strict=True)
+                if all(by_name.get(name) is row for name in key.split(", "))
+            ]
+            if decided:
+                found.append(Origin(row, key, decided))
     return found
 
 
-def _winners(member: Member, rows: Iterable[Row]) -> dict[str, Row]:
+def _decisions(member: Member, rows: Iterable[Row]) -> dict[str, Row]:
     """Return the row that decides each setting of a member."""
     applying = [row for row in rows if all(_has(member, *each) for each in row.where.items())]
+    applying.sort(key=lambda row: (not row.is_shared, len(row.where)))
     return {
         name: row
-        for row in sorted(applying, key=lambda row: len(row.where))
+        for row in applying
         for key in row.settings
         for name in key.split(", ")
         if name in member
@@ -181,33 +184,23 @@ def differences(plan: Plan) -> list[str]:
     """Return each setting that no row names, and each row whose values are not the plan's."""
     origins = origins_of(plan)
     found = [
-        f"{each.stage}: {each.key} is {in_yaml(each.values)} in the plan, but"
+        f"{each.key} is {in_yaml(each.values)} in the plan, but"
         f" {in_yaml(each.row.settings[each.key])} in {each.row.origin}"
         for each in origins
         if not each.is_true
     ]
-    for stage in plan.stages:
-        for name, values in _unnamed(stage, origins).items():
-            found.append(f"{stage.name}: no row names {name}, which is {in_yaml(values)}")
-    used = {(each.row.origin, each.key) for each in origins}
+    rows, unnamed = rows_of_plan(plan), dict[str, list[Any]]()
+    for member in members_of(plan):
+        for name in member.keys() - _decisions(member, rows):
+            is_execution = any(fnmatch(name, pattern) for pattern in EXECUTION)
+            if not is_execution and member[name] not in unnamed.setdefault(name, []):
+                unnamed[name].append(member[name])
+    found += [f"no row names {name}, which is {in_yaml(each)}" for name, each in unnamed.items()]
+    decided = {(each.row.origin, each.key) for each in origins}
     found += [
         f"{key} in {row.origin} decides nothing"
-        for row in rows_of_plan(plan)[0]
+        for row in rows
         for key in row.settings
-        if (row.origin, key) not in used
+        if not row.is_shared and (row.origin, key) not in decided
     ]
     return found
-
-
-def _unnamed(stage: Stage, origins: Sequence[Origin]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    if stage.kind == "build":
-        return found
-    mine = [each for each in origins if each.stage == stage.name]
-    for member in members_of(stage):
-        named = {name for each in mine if member in each.members for name in each.names}
-        for name, value in member.items():
-            is_execution = any(fnmatch(name, pattern) for pattern in EXECUTION)
-            if name not in named and not is_execution and value not in found.setdefault(name, []):
-                found[name].append(value)
-    return {name: values for name, values in found.items() if values}

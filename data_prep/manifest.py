@@ -56,7 +56,7 @@ CHANGED = "it is not what the manifest says"
 
 Encoding = Literal["raw", "jpeg", "keep"]
 CropPolicy = Literal["center", "squash", "longer_side"]
-Filter = Literal["bicubic", "bilinear", "area"]
+Filter = Literal["bicubic", "bilinear", "box", "area"]
 
 
 class DatasetError(UserError):

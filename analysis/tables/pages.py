@@ -69,7 +69,7 @@ def _words(cell: Any, between: str) -> str:
         )
     if not has_paper:
         return "-" if not is_run and (not cell.source or cell.is_cited) else ours
-    spread = f" ± {cell.paper_std:.{digits}f}" * pd.notna(cell.paper_std)
+    spread = f" ± {cell.paper_std:g}" * pd.notna(cell.paper_std)
     gap = f" / {cell.gap:+.{digits}f}" * is_run
     return f"{ours}{between}{cell.paper:.{digits}f}{spread}{gap}"
 

@@ -47,7 +47,7 @@ def cells_of(tables: Sequence[Table], results: pd.DataFrame) -> pd.DataFrame:
                 is_used |= is_meant
                 cell = {"row": row.name, "column": COLUMNS[column], "is_cited": row.method is None}
                 cell["paper"] = row.top1[number] if number < len(row.top1) else None
-                cell["paper_std"] = row.std if number == 0 else None
+                cell["paper_std"] = row.stds[number] if number < len(row.stds) else None
                 cells.append(about | cell | _statistics(entries[is_meant], table.plan))
     others = entries[~is_used]
     about = {"table": OURS, "source": "", "decimals": 1, "is_cited": False}
@@ -108,15 +108,15 @@ def _is_meant(entries: pd.DataFrame, row: Row, column: str) -> "pd.Series[bool]"
     starts = [f"{PRETRAINED_ON} for 400 epochs" + " without DA" * (not row.is_augmented)]
     if row.is_augmented:
         starts.append(f"public {PRETRAINED_ON} for 400 epochs")
-    if row.is_public:
-        starts = [f"public {PRETRAINED_ON} for 800 epochs"]
+    if row.public_epochs:
+        starts = [f"public {PRETRAINED_ON} for {row.public_epochs} epochs"]
     return (
         (entries.method == row.method)
         & (entries.model == model_words(row.model))
         & (entries.column == column)
         & (entries.split == JUDGED_ON[column])
         & entries.fold.isna()
-        & (entries.is_augmented == row.is_augmented)
+        & ((row.method != "scratch") | (entries.is_augmented == row.is_augmented))
         & entries.start.isin([""] if row.method == "scratch" else starts)
         & (not row.length or entries.length == row.length)
     )

@@ -37,7 +37,11 @@ __all__ = [
     "square",
 ]
 
-_PIL_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+_PIL_FILTERS = {
+    "bicubic": Image.Resampling.BICUBIC,
+    "bilinear": Image.Resampling.BILINEAR,
+    "box": Image.Resampling.BOX,
+}
 
 
 class ImageSpec(Settings):

@@ -50,10 +50,11 @@ class Cost:
 
 TIMM_COSTS = {
     "resnet152_64": (64, Cost(58_143_808, 13_021_670_144), 2048),
+    "resnet18_224": (224, Cost(11_176_512, 1_813_561_344), 512),
     "resnet18_32": (32, Cost(11_168_832, 555_417_600), 512),
     "vit_b_4": (64, Cost(85_291_776, 23_055_058_944), 768),
 }
-"""Name -> (image size of paper B, cost without the head at that size, features)."""
+"""Name -> (image size in *Scaling MLPs*, cost without the head at that size, features)."""
 
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:

@@ -169,9 +169,9 @@ def _others() -> dict[str, Preset]:
         )
     for form in ("monarch", "kronecker"):
         found[f"{form}_mnist"] = Preset({"kind": "structured", "form": form}, 28, "A, Fig. 2d", 10)
-    found["resnet18_32"] = Preset(
-        {"kind": "timm", "name": "resnet18_32"}, 32, "B, Table 1; its recipe is ours", 10
-    )
+    for name, size, num_classes in (("resnet18_32", 32, 10), ("resnet18_224", 224, 1000)):
+        fields = {"kind": "timm", "name": name}
+        found[name] = Preset(fields, size, "B, Table 1; its recipe is ours", num_classes)
     for name in ("resnet152_64", "vit_b_4"):
         found[name] = Preset({"kind": "timm", "name": name}, 64, "B, efficiency")
     return found

@@ -319,18 +319,19 @@ class StructuredMlpSpec(Settings):
 
 
 class TimmSpec(Settings):
-    """The convolutional nets and the transformer of paper B's comparison, from timm."""
+    """The convolutional networks and the transformer that *Scaling MLPs* compares with, from
+    timm."""
 
     kind: Literal["timm"]
-    name: Literal["resnet152_64", "vit_b_4", "resnet18_32"]
+    name: Literal["resnet152_64", "vit_b_4", "resnet18_32", "resnet18_224"]
     """resnet152_64: without the stem's stride and pooling; vit_b_4: ViT-B with patches of 4;
-    resnet18_32: a stem of 3 x 3 without stride and pooling, as usual for CIFAR."""
+    resnet18_32: a stem of 3 x 3 without stride and pooling, as usual for CIFAR; resnet18_224:
+    ResNet-18 for ImageNet, unchanged."""
 
     @property
     def label(self) -> str:
-        return {"resnet152_64": "ResNet-152", "vit_b_4": "ViT-B/4", "resnet18_32": "ResNet-18"}[
-            self.name
-        ]
+        names = {"resnet152_64": "ResNet-152", "vit_b_4": "ViT-B/4"}
+        return names.get(self.name, "ResNet-18")
 
     def check(self, *, image_size: int) -> None:
         if self.name == "vit_b_4":

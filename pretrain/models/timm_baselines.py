@@ -26,6 +26,8 @@ class TimmModel(ImageModel):
             body = timm.create_model("resnet152", num_classes=0, norm_layer=BatchNorm2d)
             body.conv1.stride, body.conv1.padding = (1, 1), (0, 0)
             body.maxpool = nn.Identity()
+        elif spec.name == "resnet18_224":
+            body = timm.create_model("resnet18", num_classes=0, norm_layer=BatchNorm2d)
         elif spec.name == "resnet18_32":
             body = timm.create_model("resnet18", num_classes=0, norm_layer=BatchNorm2d)
             body.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)

@@ -19,7 +19,7 @@ def plan(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Patch) -> 
     """Return the plan of the name, read in a directory without runs."""
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
-    return load_plan(f"configs/plan/{getattr(request, 'param', 'a_figS1_left')}.yaml")
+    return load_plan(f"configs/plan/{getattr(request, 'param', 'b_batch_size')}.yaml")
 
 
 @pytest.mark.parametrize("plan", NAMES, indirect=True)
@@ -44,10 +44,13 @@ def test_a_wrong_row_is_found(plan: Plan) -> None:
         section = {"section": "D.1", "settings": {name: value}}
         return differences(replace(plan, source=(*without(plan.source, name), section)))
 
-    for name, value in (("trials", 4), ("optimizer.lr", [0.02, 0.1]), ("optimizer.speed", 1)):
+    for name, value in (
+        ("train.duration", "300 epochs"),
+        ("optimizer.name", ["lion", "adamw"]),
+        ("optimizer.speed", 1),
+    ):
         (difference,) = found(name, value)
         assert name in difference
-    rows = {"source": without(plan.source, "model.depth")}
-    rows["chosen"] = without(plan.chosen, "model.depth")
-    (difference,) = differences(replace(plan, **rows))
+    source, chosen = (without(rows, "model.depth") for rows in (plan.source, plan.chosen))
+    (difference,) = differences(replace(plan, source=source, chosen=chosen))
     assert "model.depth" in difference
