@@ -20,14 +20,16 @@ from analysis.figure import figure
 from analysis.matrices.masks import masks
 from analysis.output import Result, write
 from analysis.results import STAGES, as_frame, results_below
+from analysis.sources import Row, origins_of
 from analysis.sweeps.widths import widths
 from analysis.tables.pages import pages_of
 from analysis.tables.published import TABLES, A, B
 from analysis.tables.table import OURS, cells_of
-from cluster.plan_file import load_plan
+from cluster.plan_file import Plan, load_plan
 from data_prep.exit_codes import message_of
 from data_prep.progress import progress
 from data_prep.publish import make_directory, write_atomic
+from data_prep.settings import in_yaml
 from finetune.looks import DPI
 from pretrain.tracking.run_tags import git_commit
 
@@ -43,6 +45,8 @@ class Section:
     num_members: int = 0
     images: list[dict[str, object]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    origins: dict[str, list[tuple[Row, dict[str, str]]]] = field(default_factory=dict)
+    """For each plan: rows and the settings that they decide, printed ones first."""
 
     @property
     def state(self) -> str:
@@ -109,6 +113,8 @@ def _add_plan(
 ) -> None:
     try:
         plan = load_plan(f"{PLANS}/{name}.yaml", is_demo=is_demo)
+        if not is_demo:
+            section.origins[plan.name] = _origins(plan)
         stages = [stage for stage in plan.stages if stage.kind in STAGES]
         section.num_members += sum(len(stage.members) for stage in stages)
         if results is None:
@@ -121,3 +127,11 @@ def _add_plan(
             section.add(figure(plan, results, partial=True), out / plan.name)
     except (ValueError, OSError) as error:
         section.problems.append(message_of(error))
+
+
+def _origins(plan: Plan) -> list[tuple[Row, dict[str, str]]]:
+    by_row: dict[int, tuple[Row, dict[str, str]]] = {}
+    for each in origins_of(plan):
+        _, settings = by_row.setdefault(id(each.row), (each.row, {}))
+        settings[each.key] = in_yaml(each.row.settings[each.key])
+    return sorted(by_row.values(), key=lambda pair: pair[0].section is None)

@@ -65,6 +65,10 @@ class Row(Settings):
     def origin(self) -> str:
         return self.section or f"chosen: {self.reason}"
 
+    @property
+    def condition(self) -> str:
+        return ", ".join(f"{key}: {in_yaml(value)}" for key, value in self.where.items())
+
 
 Member = Mapping[str, Any]
 """Settings of one run by dotted name."""
