@@ -47,7 +47,7 @@ PARTS = "wide-mlps-parts"
 """Folder of an unfinished dataset's records; its name marks the dataset as ours (parts.py)."""
 PICTURES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif"),
-    *(".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm"),
+    *(".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jxl"),
 )
 """Endings of images."""
 NUM_LOOKED_AT = 2000

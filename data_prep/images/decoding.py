@@ -25,6 +25,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import MAX_TEXT_CHUNK
 from PIL.TiffImagePlugin import TiffImageFile
 
+from data_prep.images.codecs import Header, decode_coded
 from data_prep.images.colour import rawmode_of, to_rgb
 from data_prep.images.jpeg import (
     Frame,
@@ -36,7 +37,6 @@ from data_prep.images.jpeg import (
 )
 from data_prep.images.rejection import Rejection, rejecting
 from data_prep.images.tiff import decode_tiff
-from data_prep.images.webp import WEBP, WebpHeader, decode_webp
 
 MAX_PIXELS: Final = 178_956_970
 """Most pixels that a header may state: Pillow's own limit for a decompression bomb."""
@@ -75,7 +75,7 @@ def decoder_version() -> str:
     libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
     return (
         f"Pillow {PIL.__version__}, libjpeg {libjpeg}, simplejpeg {simplejpeg.__version__} (JPEG),"
-        f" imagecodecs {version('imagecodecs')} (WebP and TIFF), opencv-python-headless"
+        f" imagecodecs {version('imagecodecs')} (WebP AVIF JXL TIFF), opencv-python-headless"
         f" {version('opencv-python-headless')} (area)"
     )
 
@@ -116,11 +116,10 @@ def read_picture(
     frame, orientation = plain_frame(data), 1
     if frame is None:
         with without_warnings():  # the cause is a rejection below, or dropped metadata
-            if WEBP.match(data):
-                header = WebpHeader.of(data)
+            if (header := Header.of(data)) is not None:
                 _check_size(*header.size, max_pixels=max_pixels)
                 with rejecting("damaged"):
-                    return Picture.of(decode_webp(data, header), extension="webp")
+                    return Picture.of(decode_coded(data, header), extension=header.extension)
             image = _open(data)
             if image.format != "JPEG":
                 return _decode_opened(data, image, max_pixels=max_pixels)
@@ -147,8 +146,8 @@ def size_of(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     frame = plain_frame(data)
     if frame is not None:
         width, height, _ = frame
-    elif WEBP.match(data):
-        width, height = WebpHeader.of(data).size
+    elif (header := Header.of(data)) is not None:
+        width, height = header.size
     else:
         with without_warnings():
             width, height = _open(data).size
@@ -230,7 +229,7 @@ def _open(data: bytes) -> Image.Image:
             unknown = f"no format that is read here begins with {data[:16]!r}"
             raise Rejection(
                 "not_an_image",
-                unknown if data[4:8] != b"ftyp" else "HEIC, AVIF and videos are not read",
+                unknown if data[4:8] != b"ftyp" else "HEIC, AVIF sequences and videos are not read",
             ) from None
 
 
