@@ -278,7 +278,10 @@ SMALL_JPEG = encoded(Image.new("RGB", (16, 16)))
     ("data", "reason"),
     [
         (b"", "empty"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "not_an_image: HEIC, AVIF sequences and videos are not read"),
+        (
+            b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
+            "not_an_image: HEIC, AVIF sequences and videos are not read",
+        ),
         (
             b"<html>404 Not Found</html>",
             "not_an_image: no format that is read here begins with b'<html>404 Not Fo'",
