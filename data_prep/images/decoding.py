@@ -9,11 +9,8 @@ Pillow-SIMD 12.1, which takes Pillow's place on x86-64, lacks the fixes of Pillo
 `check_tiles` therefore bounds what a file can make it decode.
 """
 
-import contextlib
 import io
-import threading
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
@@ -67,6 +64,7 @@ _TURNS = {
 }
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_TEXTS = (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
+warnings.filterwarnings("ignore", module=r"PIL\.")  # the cause is a rejection, or dropped metadata
 _PNG_TURNING = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0\0")
 
 
@@ -115,16 +113,15 @@ def read_picture(
     """
     frame, orientation = plain_frame(data), 1
     if frame is None:
-        with without_warnings():  # the cause is a rejection below, or dropped metadata
-            if (header := Header.of(data)) is not None:
-                _check_size(*header.size, max_pixels=max_pixels)
-                with rejecting("damaged"):
-                    return Picture.of(decode_coded(data, header), extension=header.extension)
-            image = _open(data)
-            if image.format != "JPEG":
-                return _decode_opened(data, image, max_pixels=max_pixels)
-            frame = Frame(image.width, image.height, image.layers)
-            orientation = _orientation(image)
+        if (header := Header.of(data)) is not None:
+            _check_size(*header.size, max_pixels=max_pixels)
+            with rejecting("damaged"):
+                return Picture.of(decode_coded(data, header), extension=header.extension)
+        image = _open(data)
+        if image.format != "JPEG":
+            return _decode_opened(data, image, max_pixels=max_pixels)
+        frame = Frame(image.width, image.height, image.layers)
+        orientation = _orientation(image)
     width, height, _ = frame
     _check_size(width, height)
     scale = draft_scale(width, height, smallest_side)
@@ -149,8 +146,7 @@ def size_of(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     elif (header := Header.of(data)) is not None:
         width, height = header.size
     else:
-        with without_warnings():
-            width, height = _open(data).size
+        width, height = _open(data).size
     _check_size(width, height, max_pixels=max_pixels)
     return width, height
 
@@ -242,31 +238,3 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # noqa: BLE001 (damaged metadata raises anything)
         return 1
     return value if value in _TURNS else 1
-
-
-# ---- Python's warnings, held back by any number of threads at once
-#
-# `warnings.catch_warnings` restores the filters that it found. If blocks of two threads overlap,
-# the later exit restores the filters of the other block, and the process loses all warnings.
-
-_lock = threading.Lock()
-_inside = 0
-_filters = contextlib.ExitStack()
-
-
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Ignore warnings: the first thread to enter changes the filters, the last restores them."""
-    global _inside  # noqa: PLW0603 (the filters belong to the process, too)
-    with _lock:
-        _inside += 1
-        if _inside == 1:
-            _filters.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if _inside == 0:
-                _filters.close()

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,8 @@ class Arrangement:
 class Source(ABC):
     """Picklable: every worker process of a build reads through its own copy."""
 
+    by_settings: ClassVar[dict[type[Settings], type["Source"]]] = {}
+    """The layouts, by their settings section."""
     settings: Settings
     num_workers = 1
     """Processes of a source that makes its images first."""
@@ -55,7 +57,12 @@ class Source(ABC):
     annotated_split: str | None = None
     """Split whose samples have annotations besides their labels."""
 
-    def __init__(self, settings: Settings):
+    def __init_subclass__(cls, *, of: type[Settings] | None = None) -> None:
+        """Add a layout. `of`: its settings section; None for a class that layouts share."""
+        if of is not None:
+            cls.by_settings[of] = cls
+
+    def __init__(self, settings: Any):
         self.settings = settings
         self.path = Path(getattr(settings, "path", ""))
 

@@ -53,7 +53,7 @@ class TinyImageNetSettings(Settings):
     `test`."""
 
 
-class TinyImageNetSource(Source):
+class TinyImageNetSource(Source, of=TinyImageNetSettings):
     settings: TinyImageNetSettings
 
     def outline(self) -> Outline:

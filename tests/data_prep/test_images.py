@@ -8,8 +8,6 @@ import os
 import struct
 import subprocess
 import sys
-import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +29,6 @@ from data_prep.images import (
     resize,
 )
 from data_prep.images.channels import ChannelSums
-from data_prep.images.decoding import without_warnings
 from tests.data_prep.samples import encoded, picture, png_chunk, webp, write_files
 
 Pixels = NDArray[np.uint8]
@@ -438,28 +435,3 @@ def test_reading_the_sums_does_not_end_the_counting_and_pictures_of_another_size
             (num_pixels, 0, 255 * 255 * num_pixels),
             num_pixels,
         )
-
-
-# ---- warnings
-
-
-def test_overlapping_blocks_of_two_threads_leave_the_filters_as_they_were() -> None:
-    before = list(warnings.filters)
-    entered, leave = threading.Event(), threading.Event()
-
-    def second() -> None:
-        with without_warnings():
-            entered.set()
-            leave.wait(10)
-            warnings.warn("held back", stacklevel=1)
-
-    thread = threading.Thread(target=second)
-    with without_warnings():
-        thread.start()
-        assert entered.wait(10)
-    warnings.warn("held back, too: the other thread is inside", stacklevel=1)
-    leave.set()
-    thread.join()
-    assert list(warnings.filters) == before
-    with pytest.warns(UserWarning, match="heard"):
-        warnings.warn("heard", stacklevel=1)
