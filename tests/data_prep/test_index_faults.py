@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import re
-import signal
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,15 +18,7 @@ from data_prep.check.verify import verify
 from data_prep.cli import main
 from data_prep.manifest import PARTS, load_manifest
 from tests.data_prep.conftest import Refused
-from tests.data_prep.samples import (
-    build,
-    encoded,
-    files_of,
-    forked,
-    picture,
-    started,
-    write_classes,
-)
+from tests.data_prep.samples import build, encoded, files_of, picture, write_classes
 from tests.data_prep.stock import (
     hashes,
     index,
@@ -40,7 +31,6 @@ from tests.data_prep.stock import (
     write_tar,
 )
 from tests.errors import printed_errors
-from tests.moments import Strike
 
 # stock webdataset leaves the files that it has read to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -298,41 +288,6 @@ def test_the_number_of_workers_changes_nothing_and_a_second_run_nothing_either(
     assert {
         path: path.stat().st_mtime_ns for path in (tmp_path / "1" / "out").glob("[!.]*")
     } == times
-
-
-@pytest.mark.processes
-def test_an_index_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_one(
-    tmp_path: Path,
-) -> None:
-    for shard in range(6):
-        write_stock(
-            tmp_path / "in" / f"{shard}.tar", [sample(100 * shard + number) for number in range(5)]
-        )
-    write_tar(tmp_path / "in" / "6.tar", [("a.jpg", encoded(picture(seed=1)))])
-    words = [
-        "index",
-        "image_size=16",
-        "name=stock",
-        "max_reject_share=1",
-        f"--train={tmp_path}/in/*.tar",
-    ]
-    assert main([*words, f"--out={tmp_path}/whole/out", "num_workers=1"]) == 0
-    out = tmp_path / "killed" / "out"
-    with started(
-        *words, f"--out={out}", "num_workers=2", strike=Strike(out, 15, target="group")
-    ) as process:
-        assert process.wait(300) == -signal.SIGKILL
-    for moment in (40, 50):  # of some 90, ten for each shard
-        with forked(
-            tmp_path / "log", *words, f"--out={out}", prepare=Strike(out, moment).arm
-        ) as child:
-            assert child.wait() == -signal.SIGKILL
-    names = [path.stem for path in (out / PARTS).glob("train-*.json")]
-    assert len(names) >= 3 and not (out / "manifest.json").exists()
-    times = {name: (out / f"{name}.paths").stat().st_mtime_ns for name in names}
-    assert main([*words, f"--out={out}", "num_workers=2"]) == 0
-    assert {name: (out / f"{name}.paths").stat().st_mtime_ns for name in names} == times
-    assert files_of(out) == files_of(tmp_path / "whole" / "out")
 
 
 def test_a_changed_shard_is_refused_but_a_touched_one_is_not(
