@@ -33,7 +33,6 @@ from tests.data_prep.samples import (
     write_classes,
     write_files,
 )
-from tests.moments import Strike
 
 CUT = ("samples_per_shard=4", "max_reject_share=0.2")
 
@@ -93,13 +92,9 @@ def words_of(source: Path, out: Path, which: str) -> list[str]:
     return [*words, "image_size=16", "source.val_share=0", *CUT]
 
 
-def running(
-    source: Path, out: Path, which: str, *, strike: Strike | None = None
-) -> AbstractContextManager[Child]:
+def running(source: Path, out: Path, which: str) -> AbstractContextManager[Child]:
     log = out.with_name(f"{which.replace('/', '-')}.log")
-    return forked(
-        log, *words_of(source, out, which), prepare=strike.arm if strike else lambda: None
-    )
+    return forked(log, *words_of(source, out, which))
 
 
 @pytest.mark.parametrize("total", [1, 3, 9])
