@@ -206,6 +206,17 @@ class Manifest(Settings):
         )
         return hash_of_json([self.content_hash, reading])
 
+    def file_hashes(self, *, with_tars: bool = True) -> dict[str, str]:
+        """Return the sha256 of every file of the dataset except the manifest and `wids` indices."""
+        hashes = {REJECTED_NAME: self.rejected_sha256}
+        for split in self.splits.values():
+            hashes |= {each.file: each.sha256 for each in split.annotations.values()}
+            for shard in split.shards:
+                hashes |= {shard.index_file: shard.index_sha256}
+                hashes |= {shard.paths_file: shard.paths_sha256}
+                hashes |= {shard.file: shard.sha256} if with_tars else {}
+        return hashes
+
     def labelled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
         split = self.split(name, directory=directory)
         if split.num_unlabelled:

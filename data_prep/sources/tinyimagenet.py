@@ -22,7 +22,6 @@ from pydantic import Field
 
 from data_prep.archives.files import ENDINGS, Row, changed_in_folder, read_file, walk_files
 from data_prep.archives.guard import (
-    SourceError,
     changed_since,
     check_unchanged,
     damaged,
@@ -56,9 +55,6 @@ class TinyImageNetSource(Source, of=TinyImageNetSettings):
     settings: TinyImageNetSettings
 
     def outline(self) -> Outline:
-        if not self.path.exists():
-            problem, fix = f"{self.path} does not exist", f"give {TOP}.zip or its folder"
-            raise SourceError("source.path", problem, fix, code="missing-path")
         stamp = "" if self.path.is_dir() else stamp_of([self.path])
         lists = (_WNIDS, _ANNOTATIONS) if self.path.is_dir() else ()
         beside = tuple((name, stamp_of([self.path / name])) for name in lists)
