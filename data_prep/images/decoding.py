@@ -3,8 +3,9 @@
 The orientation tag of EXIF, or of XMP if there is no EXIF, is applied; all other metadata is
 dropped. Unreadable metadata leaves the image as it is stored. The first frame or page is taken. The
 true format counts, never the file's name. The size in the header is checked before anything is
-decoded. simplejpeg and imagecodecs decode JPEG (jpeg.py). imagecodecs decodes WebP (webp.py) and
-TIFF (tiff.py). Pillow decodes PNG, PPM, GIF and BMP, and reads the headers of JPEG and TIFF.
+decoded. simplejpeg and imagecodecs decode JPEG (jpeg.py). imagecodecs decodes WebP, AVIF and
+JPEG XL (codecs.py) and TIFF (tiff.py). Pillow decodes PNG, PPM, GIF and BMP, and reads the headers
+of JPEG and TIFF.
 Pillow-SIMD 12.1, which takes Pillow's place on x86-64, lacks the fixes of Pillow 12.2 to 13.0;
 `check_tiles` therefore bounds what a file can make it decode.
 """
