@@ -24,7 +24,6 @@ from data_prep.clients import MissingError, host_of, is_command, shown, without_
 from data_prep.errors import UserError
 from data_prep.manifest import (
     MANIFEST_NAME,
-    REJECTED_NAME,
     DatasetError,
     Manifest,
     load_manifest,
@@ -120,11 +119,7 @@ def _copied(url: str, cache: Path, storage: Storage) -> Path:
 
 def _missing(directory: Path, manifest: Manifest) -> dict[str, str]:
     """Return the dataset's files, except its shards, that are missing or damaged -> sha256."""
-    files = {REJECTED_NAME: manifest.rejected_sha256}
-    for split in manifest.splits.values():
-        files |= {each.file: each.sha256 for each in split.annotations.values()}
-        files |= {each.index_file: each.index_sha256 for each in split.shards}
-        files |= {each.paths_file: each.paths_sha256 for each in split.shards}
+    files = manifest.file_hashes(with_tars=False)
 
     def is_right(name: str) -> bool:
         return (directory / name).is_file() and sha256_of(directory / name) == files[name]

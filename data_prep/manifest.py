@@ -47,7 +47,7 @@ PARTS = "wide-mlps-parts"
 """Folder of an unfinished dataset's records; its name marks the dataset as ours (parts.py)."""
 PICTURES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif"),
-    *(".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm"),
+    *(".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jxl"),
 )
 """Endings of images."""
 NUM_LOOKED_AT = 2000
@@ -205,6 +205,17 @@ class Manifest(Settings):
             include={"image_size", "crop", "interpolation", "channel_mean", "channel_std"},
         )
         return hash_of_json([self.content_hash, reading])
+
+    def file_hashes(self, *, with_tars: bool = True) -> dict[str, str]:
+        """Return the sha256 of every file of the dataset except the manifest and `wids` indices."""
+        hashes = {REJECTED_NAME: self.rejected_sha256}
+        for split in self.splits.values():
+            hashes |= {each.file: each.sha256 for each in split.annotations.values()}
+            for shard in split.shards:
+                hashes |= {shard.index_file: shard.index_sha256}
+                hashes |= {shard.paths_file: shard.paths_sha256}
+                hashes |= {shard.file: shard.sha256} if with_tars else {}
+        return hashes
 
     def labelled_split(self, name: str, *, directory: Path | str = "dataset") -> Split:
         split = self.split(name, directory=directory)

@@ -19,7 +19,6 @@ from data_prep.errors import UserError
 from data_prep.manifest import (
     CHANGED,
     MANIFEST_NAME,
-    REJECTED_NAME,
     WIDS_NAME,
     DatasetError,
     Manifest,
@@ -83,15 +82,9 @@ def push(directory: Path, url: str, *, storage: Mapping[str, Any]) -> Manifest:
 
 
 def _hashes(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Return the sha256 of each file of the dataset except its manifest."""
-    hashes = {REJECTED_NAME: manifest.rejected_sha256}
+    """Return the sha256 of each file to upload except the manifest."""
+    hashes = manifest.file_hashes()
     for name, split in manifest.splits.items():
-        for shard in split.shards:
-            hashes[shard.file] = shard.sha256
-            hashes[shard.index_file] = shard.index_sha256
-            hashes[shard.paths_file] = shard.paths_sha256
-        for annotation in split.annotations.values():
-            hashes[annotation.file] = annotation.sha256
         if (directory / (wids := f"{name}-{WIDS_NAME}")).is_file():
             hashes[wids] = hashlib.sha256(wids_index(manifest.name, split)).hexdigest()
     return hashes

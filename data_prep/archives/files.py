@@ -22,7 +22,7 @@ NOWHERE, NOT_PLAIN, NO_IMAGE = -1, -2, -3
 """Sizes that stand for broken links, for pipes and devices, and for files that are no images."""
 _WHY = {NOWHERE: "a link to nowhere", NOT_PLAIN: "a pipe or a device"}
 _UPWARD = "a link to a folder that contains it"
-ENDINGS = (*PICTURES, ".avif", ".heic", ".heif", ".jp2", ".jxl")
+ENDINGS = (*PICTURES, ".heic", ".heif", ".jp2")
 """Endings of images, including unsupported formats: these are rejected, not left out."""
 _FIRST_BYTES = re.compile(
     rb"\xff\xd8\xff|\x89PNG|GIF8|BM....\0\0\0\0|II\*\0|MM\0\*|RIFF....WEBP|P[1-6]\s+[0-9#]|....ftyp(?:avi[fs]|hei[cfx]|mif1)|"

@@ -18,14 +18,7 @@ from data_prep.errors import Code
 from data_prep.images import Rejection
 from data_prep.limits import cause_of
 from data_prep.local_copy import own_host
-from data_prep.manifest import (
-    MANIFEST_NAME,
-    REJECTED_NAME,
-    DatasetError,
-    Manifest,
-    Shard,
-    load_index,
-)
+from data_prep.manifest import DatasetError, Shard, load_index
 from data_prep.remote import Storage, nameless_copy
 from data_prep.tar import BLOCK, TarError, header_name, key_of
 from data_prep.workers import sweep
@@ -61,19 +54,6 @@ def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Pa
     own = options_for(shard.file, storage, hosts=[own_host(directory)]) if storage else {}
     with nameless_copy(shard.file, room, storage=own) as (path, _):
         yield path
-
-
-def known_files(manifest: Manifest) -> set[str]:
-    """Return the files of a dataset directory according to its manifest."""
-    known = {MANIFEST_NAME, REJECTED_NAME}
-    for split in manifest.splits.values():
-        known |= {
-            file
-            for shard in split.shards
-            for file in (shard.file, shard.index_file, shard.paths_file)
-        }
-        known |= {annotation.file for annotation in split.annotations.values()}
-    return known
 
 
 def each_shard(

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.check.stored import each_shard, known_files, local_tar, tar_content
+from data_prep.check.stored import each_shard, local_tar, tar_content
 from data_prep.images import Rejection, decode
 from data_prep.manifest import (
     PARTS,
@@ -160,7 +160,7 @@ def _split_faults(
 
 def _stray_files(directory: Path, manifest: Manifest) -> Iterator[str]:
     """Yield a note for each file that the manifest does not name."""
-    known = known_files(manifest)
+    known = manifest.file_hashes()
     for path in sorted(directory.iterdir()):
         if path.name.startswith(TEMPORARY_PREFIX) or path.name == PARTS:
             yield f"{path.name}: left by a run that did not finish; delete it if none is running"

@@ -3,17 +3,15 @@
 The orientation tag of EXIF, or of XMP if there is no EXIF, is applied; all other metadata is
 dropped. Unreadable metadata leaves the image as it is stored. The first frame or page is taken. The
 true format counts, never the file's name. The size in the header is checked before anything is
-decoded. simplejpeg and imagecodecs decode JPEG (jpeg.py). imagecodecs decodes WebP (webp.py) and
-TIFF (tiff.py). Pillow decodes PNG, PPM, GIF and BMP, and reads the headers of JPEG and TIFF.
+decoded. simplejpeg and imagecodecs decode JPEG (jpeg.py). imagecodecs decodes WebP, AVIF and
+JPEG XL (codecs.py) and TIFF (tiff.py). Pillow decodes PNG, PPM, GIF and BMP, and reads the headers
+of JPEG and TIFF.
 Pillow-SIMD 12.1, which takes Pillow's place on x86-64, lacks the fixes of Pillow 12.2 to 13.0;
 `check_tiles` therefore bounds what a file can make it decode.
 """
 
-import contextlib
 import io
-import threading
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
@@ -25,6 +23,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import MAX_TEXT_CHUNK
 from PIL.TiffImagePlugin import TiffImageFile
 
+from data_prep.images.codecs import Header, decode_coded
 from data_prep.images.colour import rawmode_of, to_rgb
 from data_prep.images.jpeg import (
     Frame,
@@ -36,7 +35,6 @@ from data_prep.images.jpeg import (
 )
 from data_prep.images.rejection import Rejection, rejecting
 from data_prep.images.tiff import decode_tiff
-from data_prep.images.webp import WEBP, WebpHeader, decode_webp
 
 MAX_PIXELS: Final = 178_956_970
 """Most pixels that a header may state: Pillow's own limit for a decompression bomb."""
@@ -67,6 +65,7 @@ _TURNS = {
 }
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_TEXTS = (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
+warnings.filterwarnings("ignore", module=r"PIL\.")  # the cause is a rejection, or dropped metadata
 _PNG_TURNING = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0\0")
 
 
@@ -75,7 +74,7 @@ def decoder_version() -> str:
     libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
     return (
         f"Pillow {PIL.__version__}, libjpeg {libjpeg}, simplejpeg {simplejpeg.__version__} (JPEG),"
-        f" imagecodecs {version('imagecodecs')} (WebP and TIFF), opencv-python-headless"
+        f" imagecodecs {version('imagecodecs')} (WebP AVIF JXL TIFF), opencv-python-headless"
         f" {version('opencv-python-headless')} (area)"
     )
 
@@ -115,17 +114,15 @@ def read_picture(
     """
     frame, orientation = plain_frame(data), 1
     if frame is None:
-        with without_warnings():  # the cause is a rejection below, or dropped metadata
-            if WEBP.match(data):
-                header = WebpHeader.of(data)
-                _check_size(*header.size, max_pixels=max_pixels)
-                with rejecting("damaged"):
-                    return Picture.of(decode_webp(data, header), extension="webp")
-            image = _open(data)
-            if image.format != "JPEG":
-                return _decode_opened(data, image, max_pixels=max_pixels)
-            frame = Frame(image.width, image.height, image.layers)
-            orientation = _orientation(image)
+        if (header := Header.of(data)) is not None:
+            _check_size(*header.size, max_pixels=max_pixels)
+            with rejecting("damaged"):
+                return Picture.of(decode_coded(data, header), extension=header.extension)
+        image = _open(data)
+        if image.format != "JPEG":
+            return _decode_opened(data, image, max_pixels=max_pixels)
+        frame = Frame(image.width, image.height, image.layers)
+        orientation = _orientation(image)
     width, height, _ = frame
     _check_size(width, height)
     scale = draft_scale(width, height, smallest_side)
@@ -147,11 +144,10 @@ def size_of(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     frame = plain_frame(data)
     if frame is not None:
         width, height, _ = frame
-    elif WEBP.match(data):
-        width, height = WebpHeader.of(data).size
+    elif (header := Header.of(data)) is not None:
+        width, height = header.size
     else:
-        with without_warnings():
-            width, height = _open(data).size
+        width, height = _open(data).size
     _check_size(width, height, max_pixels=max_pixels)
     return width, height
 
@@ -230,7 +226,7 @@ def _open(data: bytes) -> Image.Image:
             unknown = f"no format that is read here begins with {data[:16]!r}"
             raise Rejection(
                 "not_an_image",
-                unknown if data[4:8] != b"ftyp" else "HEIC, AVIF and videos are not read",
+                unknown if data[4:8] != b"ftyp" else "HEIC, AVIF sequences and videos are not read",
             ) from None
 
 
@@ -243,31 +239,3 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # noqa: BLE001 (damaged metadata raises anything)
         return 1
     return value if value in _TURNS else 1
-
-
-# ---- Python's warnings, held back by any number of threads at once
-#
-# `warnings.catch_warnings` restores the filters that it found. If blocks of two threads overlap,
-# the later exit restores the filters of the other block, and the process loses all warnings.
-
-_lock = threading.Lock()
-_inside = 0
-_filters = contextlib.ExitStack()
-
-
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Ignore warnings: the first thread to enter changes the filters, the last restores them."""
-    global _inside  # noqa: PLW0603 (the filters belong to the process, too)
-    with _lock:
-        _inside += 1
-        if _inside == 1:
-            _filters.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if _inside == 0:
-                _filters.close()

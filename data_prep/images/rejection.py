@@ -12,8 +12,8 @@ from PIL import Image
 from data_prep.errors import UserError
 
 MAX_DETAIL_CHARACTERS = 200
-_EARLY_END = re.compile("truncated|not enough image data", re.IGNORECASE)
-"""Pillow's words for a file that ends early."""
+_EARLY_END = re.compile("truncated|not enough image data|NEED_MORE_INPUT", re.IGNORECASE)
+"""Decoders' words for a file that ends early."""
 
 
 class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, not an error)

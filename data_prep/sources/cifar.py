@@ -75,7 +75,7 @@ class CifarSettings(Settings):
     md5: Md5Policy = "published"
 
 
-class CifarSource(RecordSource):
+class CifarSource(RecordSource, of=CifarSettings):
     settings: CifarSettings
     archives: ClassVar = CIFAR_ARCHIVES
     sums: ClassVar = CIFAR_FILES

@@ -52,7 +52,7 @@ class DatasetSettings(Settings):
     """By default the object's own `classes`, or numbers."""
 
 
-class DatasetSource(Source):
+class DatasetSource(Source, of=DatasetSettings):
     settings: DatasetSettings
 
     def describe(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class FolderSettings(Settings):
     `class`, ...; `split`) or several could be meant. Splits are train, val and test."""
 
 
-class FolderSource(Source):
+class FolderSource(Source, of=FolderSettings):
     settings: FolderSettings
 
     def describe(self) -> dict[str, Any]:

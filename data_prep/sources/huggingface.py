@@ -53,7 +53,7 @@ class HuggingFaceSettings(Settings):
     """Seed of the choice of the images of `val`."""
 
 
-class HuggingFaceSource(Source):
+class HuggingFaceSource(Source, of=HuggingFaceSettings):
     settings: HuggingFaceSettings
     _classes: tuple[str, ...] = ()
     """Set by `outline`."""

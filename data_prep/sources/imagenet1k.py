@@ -59,7 +59,7 @@ class ImageNet1kSettings(Settings):
     """Archives that are checked against their published MD5; `all` reads 144 GB once more."""
 
 
-class ImageNet1kSource(SynsetSource):
+class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
     settings: ImageNet1kSettings
     annotated_split = "val"
     _val_labels: tuple[int, ...] = ()

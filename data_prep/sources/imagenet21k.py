@@ -45,7 +45,7 @@ class ImageNet21kSettings(Settings):
         return self
 
 
-class ImageNet21kSource(SynsetSource):
+class ImageNet21kSource(SynsetSource, of=ImageNet21kSettings):
     settings: ImageNet21kSettings
 
     def describe(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class MnistSettings(Settings):
     md5: Md5Policy = "published"
 
 
-class MnistSource(RecordSource):
+class MnistSource(RecordSource, of=MnistSettings):
     settings: MnistSettings
 
     def names(self) -> tuple[str, ...]:

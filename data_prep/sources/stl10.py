@@ -46,7 +46,7 @@ class Stl10Settings(Settings):
     md5: Md5Policy = "published"
 
 
-class Stl10Source(RecordSource):
+class Stl10Source(RecordSource, of=Stl10Settings):
     settings: Stl10Settings
     archives: ClassVar = STL10_ARCHIVES
     sums: ClassVar = STL10_FILES

@@ -94,7 +94,7 @@ class SyntheticSettings(Settings):
     """Folder of the JPEG files; by default `OUT-images` next to the dataset."""
 
 
-class SyntheticSource(FolderSource):
+class SyntheticSource(FolderSource, of=SyntheticSettings):
     def __init__(self, settings: SyntheticSettings):
         assert settings.images_dir is not None, "build resolves the default"
         super().__init__(FolderSettings(kind="folder", path=settings.images_dir))

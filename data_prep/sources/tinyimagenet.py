@@ -22,7 +22,6 @@ from pydantic import Field
 
 from data_prep.archives.files import ENDINGS, Row, changed_in_folder, read_file, walk_files
 from data_prep.archives.guard import (
-    SourceError,
     changed_since,
     check_unchanged,
     damaged,
@@ -39,7 +38,6 @@ _IMAGE: Final = re.compile(r"(train/[^/]+/images|val/images|test/images)/(.*)", 
 _TEXT: Final = re.compile(
     rf"{_WNIDS}|words\.txt|{_ANNOTATIONS}|train/(.+)/\1_boxes\.txt", re.DOTALL
 )
-_ENCRYPTED: Final = 1
 
 
 class TinyImageNetSettings(Settings):
@@ -53,13 +51,10 @@ class TinyImageNetSettings(Settings):
     `test`."""
 
 
-class TinyImageNetSource(Source):
+class TinyImageNetSource(Source, of=TinyImageNetSettings):
     settings: TinyImageNetSettings
 
     def outline(self) -> Outline:
-        if not self.path.exists():
-            problem, fix = f"{self.path} does not exist", f"give {TOP}.zip or its folder"
-            raise SourceError("source.path", problem, fix, code="missing-path")
         stamp = "" if self.path.is_dir() else stamp_of([self.path])
         lists = (_WNIDS, _ANNOTATIONS) if self.path.is_dir() else ()
         beside = tuple((name, stamp_of([self.path / name])) for name in lists)
@@ -127,8 +122,6 @@ class TinyImageNetSource(Source):
             member = opened.members.get(name)
             if member is None:
                 raise FileNotFoundError
-            if member.flag_bits & _ENCRYPTED:
-                raise damaged(place, "is encrypted", "repack it without a password")
             return opened.file.read(member)
 
     def _lines(self, name: str) -> list[str]:

@@ -171,21 +171,6 @@ def test_a_killed_build_leaves_no_worker_and_ends_with_the_bytes_of_an_undisturb
     assert files_of(tmp_path) == files_of(undisturbed)
 
 
-def test_a_finished_shard_that_was_damaged_before_the_build_went_on_is_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write_classes(tmp_path / "source", {"ant": 6})
-    assert build(source, tmp_path / "whole" / "ants", "samples_per_shard=2") == 0
-    out = tmp_path / "damaged" / "ants"
-    interrupt_before_the_manifest(source, out, monkeypatch)
-    (out / "train-000000.tar").write_bytes(b"")
-    (out / "train-000001.npy").unlink()
-    untouched = (out / "train-000002.tar").stat().st_mtime_ns
-    assert build(source, out, "samples_per_shard=2") == 0
-    assert files_of(tmp_path / "damaged") == files_of(tmp_path / "whole")
-    assert (out / "train-000002.tar").stat().st_mtime_ns == untouched
-
-
 # ---- one owner
 # --------------------------------------------------------------------------------------------------
 

@@ -7,15 +7,14 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from data_prep.cli import main
-from data_prep.manifest import DatasetError, load_manifest
+from data_prep.manifest import PARTS, load_manifest
 from tests.data_prep.samples import build, files_of, fork, forked, write_classes, write_files
 from tests.data_prep.stock import index, sample, write_stock
 from tests.errors import printed_errors
@@ -56,85 +55,91 @@ def cut_off_at(step: int, command: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+class Case(NamedTuple):
+    """A command that is cut off, and what it works on."""
+
+    prepare: Callable[[Path, Path], object]
+    """Writes what is there before the command, for (source, out)."""
+    command: Callable[[Path, Path], int]
+    code: int
+    least: int
+    """Steps of the command, at the least."""
+
+
+CUT = ("samples_per_shard=3", "max_reject_share=1")
+
+
+def nothing(_: Path, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+
+def parts(source: Path, out: Path) -> None:
+    """Past the share of rejects a merge fails, also when nothing is left to do: a job that depends
+    on it must not begin."""
+    assert build(source, out, "samples_per_shard=3", "--task=0/1") == 0
+
+
+def touched_parts(source: Path, out: Path) -> None:
+    assert build(source, out, *CUT, "--task=0/1") == 0
+    for path in source.rglob("*.jpg"):
+        os.utime(path, ns=(1, 1))
+
+
+def stock(source: Path, out: Path) -> None:
+    nothing(source, out)
+    os.utime(write_stock(source / "0.tar", [sample(1)]), ns=(1, 1))
+
+
+CASES = {
+    "build": Case(nothing, lambda source, out: build(source, out, *CUT), 0, 40),
+    "listing": Case(touched_parts, lambda source, out: build(source, out, *CUT), 0, 40),
+    "task": Case(nothing, lambda source, out: build(source, out, *CUT, "--task=0/1"), 0, 20),
+    "merge": Case(parts, lambda _, out: main(["merge", str(out), "--workers", "1"]), 1, 20),
+    "index": Case(stock, lambda source, out: index(out, source / "0.tar"), 0, 20),
+}
+
+
 @pytest.mark.processes
-@partial(soaked, usual=3)
-def test_a_build_cut_off_between_two_steps_goes_on_to_the_same_bytes(
-    tmp_path: Path, salt: int
+@soaked
+@pytest.mark.parametrize("name", CASES)
+def test_a_command_cut_off_between_two_steps_goes_on_to_the_same_bytes(
+    tmp_path: Path, name: str, salt: int
 ) -> None:
-    source = write_classes(tmp_path / "source", {"ant": 2, "bee": 2})
-    write_files(source, {"ant/zero.jpg": b""})
-    settings = ("samples_per_shard=3", "max_reject_share=1")
-    assert build(source, tmp_path / "whole" / "animals", *settings) == 0
-    whole = files_of(tmp_path / "whole")
-    out = tmp_path / "cut" / "animals"
-    num_cut, num_finished = 0, 0
+    case = CASES[name]
+
+    def begun(place: str) -> tuple[Path, Path]:
+        source = write_classes(tmp_path / place / "source", {"ant": 2, "bee": 2})
+        write_files(source, {"ant/zero.jpg": b""})
+        out = tmp_path / place / "animals"
+        case.prepare(source, out)
+        return source, out
+
+    def written(out: Path) -> dict[str, bytes]:
+        """A task leaves temporary names to the merge."""
+        names = {each: data for each, data in files_of(out).items() if ".tmp-" not in each}
+        return {each: b"" if each.startswith(PARTS) else data for each, data in names.items()}
+
+    source, out = begun("whole")
+    assert case.command(source, out) == case.code
+    whole, num_cut = written(out), 0
     for step in moments(salt):
-        code = cut_off_at(step, lambda: build(source, out, *settings))
+        source, out = begun("cut")
+        code = cut_off_at(step, partial(case.command, source, out))
         if code == CUT_OFF:
             num_cut += 1
-            with suppress(DatasetError):  # unfinished, and it says so
-                num_finished += load_manifest(out).num_written == 4
+            if (out / "manifest.json").exists():
+                load_manifest(out)  # complete
             if step % 5 == salt % 5:  # sometimes it is cut off twice
-                assert cut_off_at(step + 2, lambda: build(source, out, *settings)) in (CUT_OFF, 0)
-            assert build(source, out, *settings) == 0
-        assert files_of(tmp_path / "cut") == whole
-        shutil.rmtree(out)
-        if code != CUT_OFF:
-            break
-    assert num_cut > 40 / APART
-    assert num_finished > 0  # the last steps come after the manifest
-
-
-@pytest.mark.processes
-@soaked
-def test_a_build_cut_off_while_it_lists_a_touched_source_again_goes_on(
-    tmp_path: Path, salt: int
-) -> None:
-    """Half an inventory is none."""
-    source, parts, out = (
-        write_classes(tmp_path / "source", {"ant": 2}),
-        tmp_path / "parts" / "ants",
-        tmp_path / "cut" / "ants",
-    )
-    assert build(source, parts, "--task=0/1") == 0
-    os.utime(source / "ant" / "000.jpg", ns=(1, 1))
-    for step in moments(salt)[:8]:  # beyond them the plan stands
-        shutil.copytree(parts, out)
-        assert cut_off_at(step, lambda: build(source, out)) == CUT_OFF
-        assert build(source, out) == 0
-        shutil.rmtree(out)
-
-
-@pytest.mark.processes
-@soaked
-def test_a_merge_cut_off_between_two_steps_ends_well_with_the_same_command_and_every_time_with_the_same_code(
-    tmp_path: Path, salt: int
-) -> None:
-    """Past the share of rejects that is one, also when nothing is left to do: a job that depends on
-    it must not begin."""
-    source = write_files(
-        write_classes(tmp_path / "source", {"ant": 2, "bee": 2}), {"ant/zero.jpg": b""}
-    )
-    assert build(source, tmp_path / "whole" / "animals", "samples_per_shard=3") == 1
-    whole = files_of(tmp_path / "whole")
-    assert build(source, tmp_path / "parts" / "animals", "samples_per_shard=3", "--task=0/1") == 0
-    out = tmp_path / "cut" / "animals"
-    merge = ["merge", str(out), "--workers", "1"]
-    num_cut, num_finished = 0, 0
-    for step in moments(salt):
-        shutil.copytree(tmp_path / "parts" / "animals", out)
-        code = cut_off_at(step, lambda: main(merge))
-        num_cut += code == CUT_OFF
-        num_finished += code == CUT_OFF and (out / "manifest.json").exists()
+                again = cut_off_at(step + 2, partial(case.command, source, out))
+                assert again in (CUT_OFF, case.code)
         for _ in range(2):
-            assert main(merge) == 1
-            assert files_of(tmp_path / "cut") == whole
-        shutil.rmtree(out)
+            assert case.command(source, out) == case.code
+            assert written(out) == whole
+        shutil.rmtree(tmp_path / "cut")
         if code != CUT_OFF:
-            assert code == 1
+            assert code == case.code
             break
-    assert num_cut > 20 / APART
-    assert num_finished > 10 / APART  # all steps but the manifest's are of the tidying
+    assert num_cut > case.least / APART
 
 
 def test_a_limit_that_was_raised_for_a_finished_dataset_counts_for_a_merge_too(
@@ -207,26 +212,6 @@ def test_what_somebody_keeps_in_the_directory_is_left_alone(
     before = files_of(out)
     assert command() == 0
     assert files_of(out) == before
-
-
-@pytest.mark.processes
-@soaked
-@pytest.mark.parametrize("name", ["task", "index"])
-def test_a_task_and_an_index_cut_off_between_two_steps_go_on(
-    tmp_path: Path, name: str, salt: int
-) -> None:
-    out, whole = tmp_path / "cut" / "out", tmp_path / "whole" / "out"
-    assert commands(tmp_path, whole)[name]() == 0
-    command = commands(tmp_path, out)[name]
-    for step in moments(salt):
-        code = cut_off_at(step, command)
-        assert command() == 0
-        names = {name for name in files_of(tmp_path / "cut") if ".tmp-" not in name}
-        assert names == files_of(tmp_path / "whole").keys()  # a merge removes temporary names
-        shutil.rmtree(out)
-        if code != CUT_OFF:
-            break
-    assert code == 0 and step > 20
 
 
 @pytest.fixture

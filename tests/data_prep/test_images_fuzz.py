@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 
+import imagecodecs
 import numpy as np
 import pytest
 from PIL import Image
@@ -52,6 +53,8 @@ def seeds() -> dict[str, bytes]:
         "tiff packed": packed_tiff(image, zlib.compress, 8),
         "tiff float": encoded(Image.new("F", (9, 9), 0.5), "TIFF"),
         "webp": webp(image),
+        "avif": bytes(imagecodecs.avif_encode(np.asarray(image))),
+        "jxl": bytes(imagecodecs.jpegxl_encode(np.asarray(image))),
         "html": b"<!DOCTYPE html><html><head><title>404 Not Found</title></head></html>",
     }
 

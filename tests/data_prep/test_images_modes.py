@@ -7,6 +7,7 @@ import io
 import struct
 import tracemalloc
 import zlib
+from collections.abc import Callable
 
 import cv2
 import imagecodecs
@@ -121,6 +122,8 @@ FILES = {
     "rare": of_a_rare_subsampling(),
     "rare_progressive": of_a_rare_subsampling(progressive=True),
     "webp": webp(picture(seed=1)),
+    "avif": imagecodecs.avif_encode(np.asarray(picture(seed=1)), level=100),
+    "jxl": imagecodecs.jpegxl_encode(np.asarray(picture(seed=1)), lossless=True),
     "png": encoded(picture(seed=1), "PNG"),
     "gif": encoded(picture(seed=1), "GIF"),
     "bmp": encoded(picture(seed=1), "BMP"),
@@ -429,14 +432,9 @@ def test_a_webp_stands_as_its_metadata_says() -> None:
         np.testing.assert_array_equal(pixels_of(data), np.rot90(np.asarray(image), turns))
 
 
-def test_a_damaged_webp_is_rejected_and_a_large_one_before_it_is_decoded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wrong_webp_is_damaged_and_a_large_one_is_never_decoded() -> None:
     image = picture(seed=1, width=40, height=30)
     whole, canvas = webp(image), extended(image, flags=0)
-    for data in (whole, canvas):
-        for length in range(12, len(data)):
-            assert rejection_of(data[:length])[0] == "truncated"
     wrong = [
         whole[:20] + b"\0" + whole[21:],  # no signature
         whole[:30] + bytes(range(256)) + whole[286:],
@@ -445,14 +443,113 @@ def test_a_damaged_webp_is_rejected_and_a_large_one_before_it_is_decoded(
     ]
     assert [rejection_of(data)[0] for data in wrong] == ["damaged"] * 4
     assert rejection_of(riff((b"EXIF", b"12")))[0] == "not_an_image"
-    monkeypatch.setattr(decoding, "decode_webp", None)
-    for data in (
-        whole,
-        canvas,
-        riff((b"VP8 ", b"\x30\1\0\x9d\x01\x2a" + struct.pack("<HH", 40 + 0x4000, 30))),
-    ):
+    frame = b"\x30\1\0\x9d\x01\x2a" + struct.pack("<HH", 40 + 0x4000, 30)
+    for data in (wrong[1], canvas[:60] + bytes(60) + canvas[120:], riff((b"VP8 ", frame))):
         with pytest.raises(Rejection, match="too_many_pixels: 40 x 30"):
             decode(data, max_pixels=1199)
+
+
+# ---- AVIF, JPEG XL
+
+
+def avif(pixels: Pixels, *properties: tuple[bytes, int]) -> bytes:
+    """An AVIF image, with further properties of one byte each (irot, imir)."""
+    data = imagecodecs.avif_encode(pixels, level=100, pixelformat="444")
+    for name, value in properties:
+        end = data.index(b"ipma") - 4
+        at = data.index(b"ipco") - 4
+        number = 1 + sum(data.count(each) for each in (b"ispe", b"pixi", b"av1C", b"colr"))
+        number += sum(data.count(each) for each in (b"irot", b"imir"))
+        count = end + 4 + 4 + 4 + 4 + 2
+        last = count + 1 + data[count]
+        data = (
+            data[:end]
+            + struct.pack(">I4sB", 9, name, value)
+            + data[end:count]
+            + bytes([data[count] + 1])
+            + data[count + 1 : last]
+            + bytes([0x80 | number])
+            + data[last:]
+        )
+        for box, more in ((b"meta", 10), (b"iprp", 10), (b"ipco", 9), (b"ipma", 1)):
+            place = data.index(box) - 4
+            longer = struct.pack(">I", int.from_bytes(data[place : place + 4]) + more)
+            data = data[:place] + longer + data[place + 4 :]
+        assert data.index(b"ipco") - 4 == at
+        place = data.index(b"iloc") + 18  # of the only extent
+        start = struct.pack(">I", int.from_bytes(data[place : place + 4]) + 10)
+        data = data[:place] + start + data[place + 4 :]
+    return bytes(data)
+
+
+def jxl(pixels: Pixels, **options: bool) -> bytes:
+    return bytes(imagecodecs.jpegxl_encode(pixels, lossless=True, **options))
+
+
+@pytest.mark.parametrize(
+    ("extension", "encode", "most"),
+    [("avif", avif, 3), ("jxl", jxl, 0), ("jxl", lambda each: jxl(each, usecontainer=True), 0)],
+)
+def test_avif_and_jpeg_xl_have_the_pixels_of_their_image_over_white(
+    extension: str, encode: Callable[[Pixels], bytes], most: int
+) -> None:
+    image = picture(seed=1, width=41, height=31)
+    layered = image.convert("RGBA")
+    layered.putalpha(picture(seed=2, width=41, height=31).convert("L"))
+    for each in (image, image.convert("L"), layered, layered.convert("LA")):
+        data = encode(np.asarray(each))
+        assert decode(data)[1] == extension
+        assert size_of(data) == each.size
+        assert np.abs(pixels_of(data) - np.asarray(to_rgb(each))).max() <= most, each.mode
+
+
+@pytest.mark.parametrize(
+    "shape", [(300, 200), (8, 16), (64, 64), (600, 1), (1, 600), (256, 8), (90, 160), (999, 1332)]
+)
+def test_the_header_of_jpeg_xl_has_its_size(shape: tuple[int, int]) -> None:
+    assert size_of(jxl(np.zeros(shape, np.uint8))) == shape[::-1]
+
+
+@pytest.mark.parametrize("quarters", range(4))
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_an_avif_is_turned_and_then_mirrored_as_its_properties_say(
+    quarters: int, axis: int | None
+) -> None:
+    pixels = np.asarray(picture(seed=1, width=41, height=31))
+    mirror = () if axis is None else ((b"imir", axis),)
+    expected = np.rot90(pixels, quarters)
+    expected = expected if axis is None else np.flip(expected, axis)
+    found = pixels_of(avif(pixels, (b"irot", quarters), *mirror))
+    assert np.abs(found - expected).max() <= 3
+
+
+def test_deep_samples_keep_their_high_bits_or_are_rejected() -> None:
+    pixels = np.asarray(picture(seed=1))
+    for bits in (10, 12):
+        deep = imagecodecs.avif_encode(
+            pixels.astype(np.uint16) << (bits - 8), level=100, bitspersample=bits
+        )
+        assert np.abs(pixels_of(bytes(deep)) - pixels).mean() < 2
+    for levels in (pixels.astype(np.uint16) * 257, pixels.astype(np.float32) / 255):
+        assert rejection_of(jxl(levels))[0] == "unsupported"
+
+
+def test_a_sequence_of_avif_is_not_read_and_of_jpeg_xl_the_first_image() -> None:
+    frames = np.stack([np.full((16, 12, 3), level, np.uint8) for level in (20, 250)])
+    assert rejection_of(bytes(imagecodecs.avif_encode(frames)))[0] == "not_an_image"
+    assert pixels_of(jxl(frames)).max() == 20
+
+
+@pytest.mark.parametrize("kind", ["webp", "avif", "jxl"])
+def test_a_damaged_webp_avif_or_jpeg_xl_is_rejected(kind: str) -> None:
+    whole = FILES[kind]
+    for length in range(12, len(whole), 3):
+        assert rejection_of(whole[:length])[0] in ("truncated", "not_an_image", "damaged")
+    assert rejection_of(whole[:-1])[0] == "truncated"
+    with pytest.raises(Rejection, match="too_many_pixels: 40 x 30"):
+        decode(whole[:-1] if kind != "webp" else whole, max_pixels=1199)
+    if kind != "webp":
+        assert rejection_of(whole[:-60] + bytes(60))[0] == "damaged"
 
 
 # ---- compressed TIFF

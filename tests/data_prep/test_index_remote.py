@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,21 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from data_prep.check.stats import stats
 from data_prep.cli import main
 from data_prep.manifest import load_manifest
 from data_prep.remote import copy_to
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import files_of
-from tests.data_prep.stock import (
-    Web,
-    forget_credentials,
-    index,
-    last_line,
-    s3_server,
-    sample,
-    write_stock,
-)
+from tests.data_prep.stock import Web, forget_credentials, index, last_line, sample, write_stock
 from tests.errors import fails, printed_errors
 from tests.moments import wait_until
 
@@ -60,15 +50,6 @@ def shards(stock: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stock, tmp_path / "in"))
 
 
-@pytest.fixture(scope="module")
-def bucket(stock: Path) -> Iterator[str]:
-    """The storage options of an s3 server whose bucket `pictures` holds the shards."""
-    with pytest.MonkeyPatch.context() as patch:
-        forget_credentials(patch)
-        with s3_server(stock) as storage:
-            yield storage
-
-
 def without_places(directory: Path) -> dict[str, Any]:
     tree = load_manifest(directory).model_dump(mode="json")
     for split in tree["splits"].values():
@@ -85,54 +66,19 @@ def same_but_for_places(one: Path, two: Path) -> None:
         assert ours[name] == theirs[name], name
 
 
-def test_http_and_s3_give_the_dataset_that_local_files_give(
-    tmp_path: Path,
-    shards: Path,
-    server: tuple[str, Web],
-    bucket: str,
-    capsys: pytest.CaptureFixture[str],
+def test_http_gives_the_dataset_that_local_files_give(
+    tmp_path: Path, shards: Path, server: tuple[str, Web]
 ) -> None:
     address, state = server
     assert index(tmp_path / "local", shards / PATTERN) == 0
     assert index(tmp_path / "http", f"{address}/{PATTERN}", "num_workers=2") == 0
-    assert index(tmp_path / "s3", "s3://pictures/some/s-*.tar", f"storage={bucket}") == 0
-    for kind in ("http", "s3"):
-        same_but_for_places(tmp_path / "local", tmp_path / kind)
-    assert index(tmp_path / "s3b", "s3://pictures/some/s-[0]?[0-2].tar", f"storage={bucket}") == 0
-    same_but_for_places(tmp_path / "local", tmp_path / "s3b")
-    files = [
-        [shard.file for shard in load_manifest(tmp_path / kind).splits["train"].shards]
-        for kind in ("http", "s3")
-    ]
-    assert files == [
-        [f"{address}/{name}" for name in NAMES],
-        [f"s3://pictures/some/{name}" for name in NAMES],
-    ]
-    assert not any(b"secret-word" in data for data in files_of(tmp_path / "s3").values())
+    same_but_for_places(tmp_path / "local", tmp_path / "http")
+    files = [shard.file for shard in load_manifest(tmp_path / "http").splits["train"].shards]
+    assert files == [f"{address}/{name}" for name in NAMES]
     gets = dict(state.gets)
     assert gets == dict.fromkeys(NAMES, 1)
     assert index(tmp_path / "http", f"{address}/{PATTERN}") == 0
-    assert index(tmp_path / "s3", "s3://pictures/some/s-*.tar", f"storage={bucket}") == 0
     assert state.gets == gets
-
-
-def test_a_missing_bucket_object_or_right_is_one_line(
-    tmp_path: Path, bucket: str, refused: Refused
-) -> None:
-    for pattern, words in [
-        ("s3://pictures/other/*.tar", "s3://pictures/other/*.tar: "),
-        ("s3://pictures/some/{s-000,gone}.tar", "s3://pictures/some/gone.tar: "),
-        ("s3://nowhere/a.tar", "s3://nowhere/a.tar: "),
-    ]:
-        found = index(tmp_path / "out", pattern, f"storage={bucket}")
-        refused(found, f"data_prep: {words}", "[missing-path]")
-    refused(
-        index(
-            tmp_path / "out2", "s3://pictures/some/*.tar", "storage={wrong_option: 1, anon: true}"
-        ),
-        "data_prep: storage: ",
-        "[bad-value]",
-    )
 
 
 def test_faults_that_pass_are_tried_again(
@@ -178,14 +124,11 @@ def test_faults_that_stay_are_one_line_and_leave_what_is_finished(
 
 
 def test_a_full_disk_is_not_the_servers_fault(
-    tmp_path: Path, server: tuple[str, Web], bucket: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, server: tuple[str, Web], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for url, storage in (
-        (f"{server[0]}/{NAMES[0]}", {}),
-        (f"s3://pictures/some/{NAMES[0]}", json.loads(bucket)),
-    ):
-        with fails("no-space", str(tmp_path)):
-            copy_to(url, Path("/dev/full"), storage=storage, room=tmp_path, num_attempts=2)
+    with fails("no-space", str(tmp_path)):
+        url = f"{server[0]}/{NAMES[0]}"
+        copy_to(url, Path("/dev/full"), storage={}, room=tmp_path, num_attempts=2)
     assert capsys.readouterr().err == ""  # nothing was tried again
 
 
@@ -290,24 +233,11 @@ def every_verb(
     }
 
 
-def test_every_verb_reads_from_s3_with_storage_options(
-    tmp_path: Path, shards: Path, bucket: str, capsys: pytest.CaptureFixture[str]
+def test_storage_that_is_no_json_is_one_line_and_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert index(tmp_path / "s3", "s3://pictures/some/*.tar", f"storage={bucket}") == 0
-    before = files_of(tmp_path / "s3")
-    assert set(every_verb(tmp_path / "s3", bucket, tmp_path).values()) == {0}
-    assert files_of(tmp_path / "s3") == before
-    assert index(tmp_path / "local", shards / PATTERN) == 0
-    ours = stats(tmp_path / "s3", recompute=True, storage=json.loads(bucket))
-    theirs = stats(tmp_path / "local", recompute=True)
-    assert ours | {"dataset": ""} == theirs | {"dataset": ""}
-    capsys.readouterr()
-    assert (
-        main(["verify", str(tmp_path / "s3"), "--storage", '{"wrong": 1}', "--workers", "1"]) == 2
-    )
-    assert ("storage", "bad-value") in printed_errors(capsys.readouterr().err)
     with pytest.raises(SystemExit) as caught:
-        main(["verify", str(tmp_path / "s3"), "--storage", "secret-word"])
+        main(["verify", str(tmp_path), "--storage", "secret-word"])
     assert caught.value.code == 2
     said = capsys.readouterr().err
     assert printed_errors(said) == [("--storage", "bad-value")]
@@ -328,23 +258,6 @@ def test_every_verb_reads_from_a_web_server_that_asks_for_a_key(
     said = capsys.readouterr().err
     assert (f"{address}/{NAMES[0]}", "no-access") in printed_errors(said)
     assert "secret-word" not in said
-
-
-@pytest.mark.parametrize("fault", ["cut", 500])
-def test_verbs_try_faults_that_pass_again_and_name_others(
-    tmp_path: Path, server: tuple[str, Web], fault: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    address, state = server
-    assert index(tmp_path / "http", f"{address}/{PATTERN}") == 0
-    state.faults = {NAMES[1]: [fault, fault]}
-    assert main(["verify", str(tmp_path / "http"), "--workers", "1"]) == 0
-    state.faults = {NAMES[1]: [fault] * 99}
-    capsys.readouterr()
-    assert set(every_verb(tmp_path / "http", "{}", tmp_path).values()) == {1}
-    said = capsys.readouterr()
-    assert f"{address}/{NAMES[1]}: " in said.out
-    assert printed_errors(said.err) == [(f"{address}/{NAMES[1]}", "unreachable")] * 3
-    assert not list((tmp_path / "http").glob(".tmp-*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -145,6 +145,8 @@ def test_patterns_list_a_store_and_versions_tell_contents_apart(
         "[missing-path]",
     )
     refused(index(tmp_path / "new", store.url("some"), *how), "/some: ", "[missing-path]")
+    nothing = store.url("some", "other-*.tar")
+    refused(index(tmp_path / "new", nothing, *how), f"{nothing}: ", "[missing-path]")
 
 
 def test_the_hub_is_read_in_ranges_by_revision_and_with_a_token(

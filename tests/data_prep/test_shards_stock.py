@@ -113,16 +113,6 @@ def test_wids_finds_every_sample_by_the_index_beside_our_shards(
         found.close()
 
 
-def test_no_trace_of_time_or_user_is_in_a_tar(shards: dict[str, list[Path]]) -> None:
-    for shard in [*shards["raw"], *shards["jpeg"], *shards["keep"]]:
-        with tarfile.open(shard) as archive:
-            facts = {
-                (member.mtime, member.uid, member.gid, member.uname, member.mode)
-                for member in archive
-            }
-        assert facts == {(0, 0, 0, "", 0o644)}
-
-
 @pytest.mark.parametrize("encoding", ["jpeg", "keep"])
 def test_every_picture_is_of_the_class_that_its_label_names_and_keep_writes_the_very_bytes_under_the_true_extension(
     source: Path, shards: dict[str, list[Path]], encoding: str

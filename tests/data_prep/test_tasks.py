@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -34,7 +33,6 @@ from tests.data_prep.samples import (
     write_classes,
     write_files,
 )
-from tests.moments import Strike
 
 CUT = ("samples_per_shard=4", "max_reject_share=0.2")
 
@@ -94,13 +92,9 @@ def words_of(source: Path, out: Path, which: str) -> list[str]:
     return [*words, "image_size=16", "source.val_share=0", *CUT]
 
 
-def running(
-    source: Path, out: Path, which: str, *, strike: Strike | None = None
-) -> AbstractContextManager[Child]:
+def running(source: Path, out: Path, which: str) -> AbstractContextManager[Child]:
     log = out.with_name(f"{which.replace('/', '-')}.log")
-    return forked(
-        log, *words_of(source, out, which), prepare=strike.arm if strike else lambda: None
-    )
+    return forked(log, *words_of(source, out, which))
 
 
 @pytest.mark.parametrize("total", [1, 3, 9])
@@ -114,28 +108,6 @@ def test_any_number_of_tasks_in_any_order_makes_the_bytes_of_one_build(
     assert merge(out) == 0
     assert files_of(out) == whole
     assert merge(out) == 0  # again: nothing to do
-    assert files_of(out) == whole
-
-
-@pytest.mark.processes
-def test_tasks_at_once_killed_again_and_again_make_the_same_bytes(
-    tmp_path: Path, source: Path, whole: dict[str, bytes]
-) -> None:
-    out = tmp_path / "animals"
-    for moment in (8, 30):  # while task 0 makes the plan
-        with running(source, out, "0/2", strike=Strike(out, moment)) as planner:
-            assert planner.wait() == -signal.SIGKILL
-    plan(source, out)
-    for moments in ((8, 12), (16, 4)):
-        one, two = (Strike(out, moment) for moment in moments)
-        with (
-            running(source, out, "0/2", strike=one) as first,
-            running(source, out, "1/2", strike=two) as second,
-        ):
-            assert [child.wait() for child in (first, second)] == [-signal.SIGKILL] * 2
-    with running(source, out, "0/2") as first, running(source, out, "1/2") as second:
-        assert first.ended_well() and second.ended_well()
-    assert merge(out) == 0
     assert files_of(out) == whole
 
 
