@@ -54,6 +54,8 @@ soak: .venv/.installed
 lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/shellcheck --external-sources .ci/run cluster/submit cluster/snapshot $$(git ls-files '*.sh' '*.slurm')
+	$(BIN)/shellcheck --external-sources --shell=bash cluster/site.env
 	$(BIN)/python -m deptry data_prep pretrain finetune analysis cluster
 	$(BIN)/python -m tests.budgets
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from analysis.cli import main as analysis
-from cluster.cli import main as wide_mlps
 from data_prep.cli import main as data_prep
 from data_prep.errors import SettingsError, UserError
 from data_prep.exit_codes import BAD_INPUT, BUSY, FAILED, OK, exit_code_of
@@ -19,17 +17,8 @@ from data_prep.publish import Busy, sole_writer
 from data_prep.remote import RemoteError
 from finetune.cli import main as finetune
 from pretrain.checkpoints.card import CheckpointError, WeightsError
-from pretrain.cli import main as pretrain
 from tests.conftest import Capture
 from tests.finetune.tiny import write_folder
-
-PROGRAMS = {
-    "analysis": analysis,
-    "data_prep": data_prep,
-    "finetune": finetune,
-    "pretrain": pretrain,
-    "wide-mlps": wide_mlps,
-}
 
 
 @pytest.mark.parametrize(
@@ -49,23 +38,6 @@ PROGRAMS = {
 )
 def test_an_error_has_one_code(error: ValueError | OSError, before: int, after: int) -> None:
     assert (exit_code_of(error), exit_code_of(error, is_started=True)) == (before, after)
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        "data_prep build nowhere.yaml", "pretrain train nowhere.yaml", "finetune probe nowhere.yaml", "analysis table nowhere",
-        "wide-mlps list nowhere.yaml", "data_prep verify nowhere", "finetune import nowhere.pth --out o",
-        "finetune evaluate nowhere.yaml",
-    ],
-)  # fmt: skip
-def test_a_missing_input_is_bad_input(
-    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    program, *words = typed.split()
-    assert PROGRAMS[program](words) == BAD_INPUT
-    assert capsys.readouterr().err.count("nowhere") >= 1
 
 
 def cut(file: Path) -> None:

@@ -15,12 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from finetune.evaluate.evaluate import _Mean
 from finetune.probe.config import KnnSettings, ProbeSettings
@@ -164,17 +159,6 @@ def test_weights_are_updated_there(device: torch.device, name: Any) -> None:
         ],
     )
     on(device, average.shards)
-
-
-def test_a_wait_for_the_device_is_found(device: torch.device) -> None:
-    """And the other mistakes that this file is for: each would be one in the product."""
-    there = torch.zeros(3, device=device)
-    with pytest.raises(DataDependentOutputException):
-        there.sum().item()
-    with pytest.raises(RuntimeError, match="two different devices"):
-        there + torch.zeros(3)
-    with pytest.raises(AssertionError, match="numpy of"):
-        there.numpy()
 
 
 @pytest.mark.parametrize("optimizer", ["lion", "sgd", "adamw"])

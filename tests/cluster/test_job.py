@@ -327,15 +327,6 @@ def test_ranks_share_the_cpus_and_meet_at_the_address_of_the_first_node(
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
 
 
-def test_ranks_of_a_node_have_successive_numbers(job: Job) -> None:
-    stand_in(Path(), "srun", "echo $* >asked")
-    job.ranks, job.cpus = 2, 4
-    assert job.run_step("rank", ["x"], wait_s=1, cache="") == 0
-    assert {"--distribution=block", "--ntasks-per-node=2", "--cpus-per-task=4"} <= set(
-        Path("asked").read_text().split()
-    )
-
-
 @pytest.mark.parametrize(
     "given",
     ["RANKS_PER_NODE=abc", "RANKS_PER_NODE=0", "PREFLIGHT_TIMEOUT_S=1m", "MAX_IDLE_STARTS=1.5"],

@@ -1,5 +1,4 @@
-"""The files for other launchers: each starts a command of ours, with the addresses that it gives;
-images hold one list of steps."""
+"""The files for other launchers: each starts a command of ours, with the addresses that it gives."""
 
 import os
 import re
@@ -114,24 +113,3 @@ def test_what_kubernetes_starts_is_a_command_of_ours() -> None:
     words = [*trainer["command"], *trainer["args"]]
     assert words[:4] == ["torchrun", "-m", "pretrain", "train"]
     assert settings_of(words[4:]).checkpoint.remote
-
-
-def test_images_hold_one_list_of_packages_and_steps() -> None:
-    containerfile, apptainer = (
-        (CLUSTER / name).read_text() for name in ("Containerfile", "apptainer.def")
-    )
-    docs = (REPOSITORY / "docs/cluster.md").read_text()
-    for text in (containerfile, apptainer, docs):
-        assert "sh /opt/wide-mlps/image.sh" in text
-        assert "apt-get install -y --no-install-recommends" not in text
-        assert "python:3.11-slim-bookworm" in text
-    needed = {"install.sh", "requirements.lock", "pyproject.toml", "README.md", "cluster/image.sh"}
-    assert (
-        set(re.findall(r"^    (\S+\.\S+) /opt/wide-mlps/\S+$", apptainer, flags=re.MULTILINE))
-        == needed
-    )
-    first, *_ = re.findall(r"^COPY (.*) /opt/wide-mlps/$", containerfile, flags=re.MULTILINE)
-    assert set(first.split()) == needed
-    copied = set(re.findall(r"^COPY (\S+) /opt/wide-mlps/\1$", containerfile, flags=re.MULTILINE))
-    assert copied == {"data_prep", "pretrain", "finetune", "cluster", "analysis", "configs"}
-    assert not re.search(r"^USER (root|0)$", containerfile, flags=re.MULTILINE)

@@ -23,22 +23,12 @@ from tests.errors import fails
 from tests.ranks import REPOSITORY
 
 DEMO = "configs/plan/demo.yaml"
-GRAPHS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
-    "demo.yaml": {
-        "prepare/1": (1, ()),
-        "prepare/2": (1, ()),
-        "pretrain": (1, ("prepare/1",)),
-        "probe": (1, ("prepare/2", "pretrain")),
-        "finetune": (1, ("prepare/2", "pretrain")),
-    },
-    "demo_grid.yaml": {"pretrain": (4, ())},
-    "imagenet21k_b12_wi1024.yaml": {
-        **{f"prepare/{number}": (1, ()) for number in range(1, 7)},
-        "pretrain": (1, ("prepare/1",)),
-        "probe/1": (1, ("prepare/3", "pretrain")),
-        "probe/2": (1, ("prepare/4", "pretrain")),
-        "finetune": (5, (*(f"prepare/{number}" for number in range(2, 7)), "pretrain")),
-    },
+GRAPH: dict[str, tuple[int, tuple[str, ...]]] = {
+    "prepare/1": (1, ()),
+    "prepare/2": (1, ()),
+    "pretrain": (1, ("prepare/1",)),
+    "probe": (1, ("prepare/2", "pretrain")),
+    "finetune": (1, ("prepare/2", "pretrain")),
 }
 SMALL = """
 pretrain:
@@ -63,22 +53,13 @@ def written(text: str, name: str = "small.yaml") -> str:
     return name
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-def test_a_shipped_plan_resolves_to_its_graph(checkout: Path, name: str) -> None:
-    lines = Path(f"configs/plan/{name}").read_text().splitlines()
-    assert len(lines) <= 40
-    for word in ("command", "hardware", "result"):
-        assert sum(line.startswith(f"# {word} ") for line in lines) == 1, word
-    plan = load_checked(f"configs/plan/{name}")
+def test_stages_wait_for_what_they_read(checkout: Path) -> None:
+    plan = load_checked(DEMO)
     found = {
         each.name: (len(each.members), tuple(other.name for other in plan.after(each)))
         for each in plan.stages
     }
-    assert found == GRAPHS[name]
-    places = [work.writes for stage in plan.stages for work in stage.works]
-    assert len(set(places)) == len(places) and not any(
-        place.startswith(("runs/demo", "data/demo")) for place in places
-    )
+    assert found == GRAPH
 
 
 def test_members_are_the_product_in_the_order_of_the_file(checkout: Path) -> None:

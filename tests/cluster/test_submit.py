@@ -14,7 +14,7 @@ from cluster.slurm import lines_of, new_job
 from cluster.submission import read_submission
 from cluster.submit import NothingLeft, Order, examine, indices
 from cluster.work import Work
-from tests.cluster.checkouts import finish, has_error, run, stand_in
+from tests.cluster.checkouts import finish, has_error
 from tests.errors import fails
 
 MLP, GRID = "configs/pretrain/demo_mlp.yaml", "configs/plan/demo_grid.yaml"
@@ -210,17 +210,6 @@ def test_a_job_takes_nothing_along_of_the_one_that_submits_it() -> None:
     here |= {"PREFLIGHT": "0", "SLURM_JOB_ID": "7"}
     taken = {"STAGE_DATA": "1", "SLURM_CONF": "c", "HOME": "h"}
     assert new_job(here | taken) == taken
-
-
-def test_submit_asks_before_sbatch(root: Path) -> None:
-    stand_in(root, "sbatch", "touch asked")
-    done = run(
-        root, "cluster/submit", "--parsable", "cluster/pretrain.slurm", MLP, "train.duratoin=3"
-    )
-    assert (done.returncode, done.stdout) == (2, "") and has_error(
-        done.stderr, f"{MLP}: train.duratoin", "unknown-key"
-    )
-    assert not (root / "asked").exists() and not (root / "jobs").exists()
 
 
 def test_a_job_reads_what_was_kept_and_names_the_users_own_file(

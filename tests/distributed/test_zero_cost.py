@@ -142,12 +142,3 @@ def test_ranks_hold_and_send_what_the_formulas_say(results: dict[str, Any], numb
         2 / 3 if CELLS[number][0] == 3 else 1
     )  # stage 3 need not gather again what backward begins with: here half the model
     assert found["sent"] >= found["sent_formula"] * kept * 0.98
-
-
-def test_literals() -> None:
-    """B-12/Wi-1024 of paper B on paper A's 32 nodes x 4 GPUs, by hand."""
-    training = Training(124_840_158, 1, "bf16", 128)
-    assert held(training).on_device == pytest.approx(
-        2 * 124_840_158 + (8 + 2) * 124_840_158 / 128 + 2 * 50_000_000
-    )
-    assert bytes_sent(training) == pytest.approx(3 * 127 / 128 * 2 * 124_840_158)

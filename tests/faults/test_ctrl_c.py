@@ -53,8 +53,6 @@ VERBS = {
         ),
         "",
     ),
-    "import": ("finetune import {folder}/model.safetensors --out {here}/out", "nothing is saved"),
-    "filters": ("analysis filters {folder} --out {here}/filters", "nothing is saved"),
 }
 
 

@@ -72,8 +72,6 @@ FAMILIES: dict[str, AnySpec] = {
         kind="structured", form="kronecker", num_rows=3, num_columns=4, greyscale=False
     ),
 }
-BY_ONNX = ("permuted s-mixer", "sparse")
-"""The slow one; tests/pretrain/models/test_every_model.py has the others."""
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +142,8 @@ def test_every_format_of_a_zero_3_checkpoint_gives_the_models_answers(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_exported_with_its_own_answers(name: str, tmp_path: Path) -> None:
-    model, formats = (
-        model_of(write_folder(tmp_path / "folder", spec=FAMILIES[name])),
-        ("torch", "onnx")[: 1 + (name in BY_ONNX)],
-    )
-    out = export_of(tmp_path / "folder", tmp_path / "out", formats=formats)
+    model = model_of(write_folder(tmp_path / "folder", spec=FAMILIES[name]))
+    out = export_of(tmp_path / "folder", tmp_path / "out", formats=("torch", "onnx"))
     x = torch.randn(3, 3, 16, 16)
     with torch.no_grad():
         wanted = model(x)
@@ -157,8 +152,7 @@ def test_every_family_is_exported_with_its_own_answers(name: str, tmp_path: Path
         "wide_mlps" in str(node.target) for node in program.graph.nodes
     )  # needs nothing of ours
     near(program.module()(x), wanted)
-    if "onnx" in formats:
-        near(onnx_answers(out, x), wanted)
+    near(onnx_answers(out, x), wanted)
 
 
 SMALL = {"num_channels": 512, "depth": 8, "token_hidden": 7, "channel_hidden": 24}
@@ -214,24 +208,6 @@ def test_a_mixer_that_timm_has_loads_in_timm_alone(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 model_of(place / "out")(x), model(x), rtol=1e-4, atol=1e-5
             )  # here, too
-
-
-def test_a_model_that_timm_lacks_says_that_it_needs_this_package(tmp_path: Path) -> None:
-    for name, spec in (
-        (
-            "a size that timm has not",
-            MixerSpec(kind="mixer", patch_size=8, num_channels=4, depth=1),
-        ),
-        ("timm's have GELU", MixerSpec(kind="mixer", patch_size=16, activation="relu", **SMALL)),
-        ("permuted", MixerSpec(kind="mixer", patch_size=16, permuted_blocks="all", **SMALL)),
-    ):
-        folder = write_folder(tmp_path / name, spec=spec)
-        text = (
-            export_of(folder, tmp_path / f"out, {name}", formats=("timm",)) / "README.md"
-        ).read_text()
-        assert (
-            "library_name: wide-mlps\n" in text and "import pretrain.models.timm_names" in text
-        ), name
 
 
 @pytest.mark.slow
@@ -307,7 +283,9 @@ def test_nothing_is_overwritten_and_the_same_export_is_done_once(
     assert finetune(["export", str(tmp_path / "out"), str(tmp_path / "folder")]) == 2
 
 
-def test_mistakes_are_one_message_each(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+def test_a_missing_library_and_a_full_disk_are_one_message_each(
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
     write_folder(tmp_path / "folder")
 
     def errors_of(*words: str, exit_code: int = 2) -> list[tuple[str, str]]:
@@ -318,10 +296,6 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: Capture, monkeypa
 
     source = str(tmp_path / "folder")
     here = (source, str(tmp_path / "out"))
-    assert errors_of(*here, "--formats", "timm,onxx") == [("formats.1", "bad-value")]
-    preprocessing = errors_of(*here, "--formats", "timm", "--with-preprocessing")
-    assert preprocessing == [("with_preprocessing", "conflict")]
-    assert [code for _, code in errors_of(str(tmp_path), here[1])] == ["empty"]
     with monkeypatch.context() as patched:
         patched.setattr(
             "importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name
@@ -335,11 +309,6 @@ def test_mistakes_are_one_message_each(tmp_path: Path, capsys: Capture, monkeypa
         patched.setitem(TOOLS, "torch", (Mock(side_effect=full), Mock()))
         assert finetune(["export", *here, "--formats", "torch"]) == 1
         assert printed_errors(capsys.readouterr().err) == [("out", "no-space")]
-    weights = tmp_path / "folder" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    assert errors_of(*here) == [(source, "damaged")]
-    (tmp_path / "folder" / "sha256.json").unlink()
-    errors_of(*here)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
 
 

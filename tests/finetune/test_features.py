@@ -20,7 +20,6 @@ from pretrain.augment.augmentation import Augmentation
 from pretrain.data.loader import Batch
 from pretrain.data.reader import open_split
 from pretrain.models.build import pooled_features
-from pretrain.models.presets import preset, spec_of
 from tests.conftest import Capture, Patch
 from tests.errors import fails
 from tests.finetune.tiny import (
@@ -77,24 +76,6 @@ def test_features_in_bf16_are_those_in_fp32_to_its_digits(
     )
     assert rounded.dtype == torch.float32
     assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.01
-
-
-@pytest.mark.parametrize(
-    ("name", "size"), [("mlp_b12_wi1024", 4096), ("mlp_b6_wi256", 8192), ("mixer_b_16", 512)]
-)
-def test_a_gpu_gets_more_pictures_of_a_small_model(
-    folder: Path, other_shapes: Path, tmp_path: Path, name: str, size: int
-) -> None:
-    maker = maker_of(feature_settings(other_shapes, tmp_path, folder, feature_batch_size=None))
-    checkpoint = maker.backbone.checkpoint
-    assert checkpoint is not None and maker.batch_size == 512
-    card = checkpoint.card.model_copy(update={"model": spec_of(name)})
-    backbone = replace(
-        maker.backbone,
-        checkpoint=replace(checkpoint, card=card),
-        image_size=preset(name).image_size,
-    )
-    assert replace(maker, backbone=backbone, device=torch.device("cuda")).batch_size == size
 
 
 def test_a_key_changes_with_what_the_numbers_depend_on_alone(

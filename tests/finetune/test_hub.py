@@ -3,8 +3,6 @@ may refuse."""
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,27 +215,6 @@ def test_a_transfer_that_is_cut_goes_on(
     hub.cut_after, hub.num_cuts = 30_000, 2
     assert Checkpoint.open("hf-hub:user/mine").sha256 == Checkpoint.open(folder).sha256
     assert hub.num_cuts == 0
-
-
-@pytest.mark.processes
-def test_a_name_is_looked_up_before_torch(hub: Hub, folder: Path, tmp_path: Path) -> None:
-    """In a process of its own, by the variables that users set."""
-    hub.put("user/mine", files_of(folder))
-    code = """
-import sys
-from pretrain.checkpoints.checkpoint import Checkpoint
-print(Checkpoint.open("hf-hub:user/mine").origin, [name for name in ("torch", "timm", "safetensors") if name in sys.modules])
-"""
-    places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
-    command, here = [sys.executable, "-c", code], Path(__file__).parents[2]
-    done = subprocess.run(
-        command, check=False, cwd=here, env=os.environ | places, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    commit = hub.repositories["user/mine"].branches["main"][0]
-    assert done.stdout.split() == [f"hf-hub:user/mine@{commit}", "[]"]
-    assert done.stderr == ""
-    assert list((tmp_path / "home").rglob("model.safetensors"))
 
 
 TIMMS = {

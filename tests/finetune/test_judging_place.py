@@ -14,12 +14,11 @@ from rich.console import Console
 
 from data_prep.errors import SettingsError
 from data_prep.manifest import load_manifest
-from finetune.cli import main
 from finetune.evaluate.command import print_result
-from finetune.evaluate.config import EvaluateSettings, Evaluation
+from finetune.evaluate.config import Evaluation
 from pretrain.config import AugmentSettings
 from pretrain.tracking.tracker import Tracker
-from tests.conftest import Capture, Patch
+from tests.conftest import Patch
 from tests.data_prep.samples import change_manifest
 from tests.finetune.tiny import evaluation_settings, judge, write_folder
 from tests.records import write_record_of
@@ -74,26 +73,6 @@ def test_an_evaluation_that_is_killed_can_be_done_anew(
     assert ends == ["KILLED"] and not (tmp_path / "run" / "result.json").exists()
     assert judge(folder, shapes, tmp_path / "run")["num_samples"] == 72
     assert not list((tmp_path / "run").glob(".tmp-*"))
-
-
-def test_mlflow_gets_what_was_written_and_no_file_of_the_users(
-    folder: Path, shapes: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(Tracker, "artifact", lambda self, path, folder="": told.append(path.name))
-    monkeypatch.setattr(
-        "finetune.evaluate.report.draw", lambda place, *words, **also: [place / "confusion.png"]
-    )
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "mine.csv").write_text("salaries")
-    judge(folder, shapes, tmp_path / "run")
-    assert told == [
-        "config.yaml",
-        "predictions.parquet",
-        "per_class.csv",
-        "confusion.parquet",
-        "confusion.png",
-    ]
 
 
 def run_of(
@@ -247,56 +226,3 @@ def test_a_probe_is_warned_of_the_pictures_that_it_learned_from(
     assert (
         Evaluation.of(evaluation_settings(probe, shapes, None, split=split)).warning() is not None
     ) is is_warned
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["split=test"], "[unknown-name]"),
-        (["views=2", "augment.mixup_alpha=0.8"], "finetune: augment.mixup_alpha: "),
-        (["include_plain=true"], "finetune: include_plain: "),
-        (["augment.flip_probability=0"], "finetune: augment: "),
-        (["run_dir=/proc/evaluation"], "finetune: run_dir: "),
-        (["dataset=OTHER"], "finetune: dataset: "),
-        (["pretrained=/nowhere"], "finetune: /nowhere: "),
-        (["pretrained=CUT"], "[damaged]"),
-        (["viewss=3"], "finetune: viewss: "),
-    ],
-)
-def test_a_mistake_is_one_line(
-    folder: Path, shapes: Path, other_shapes: Path, tmp_path: Path, capsys: Capture,
-    words: list[str], message: str,
-) -> None:  # fmt: skip
-    cut = Path(shutil.copytree(folder, tmp_path / "cut"))
-    (cut / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-10])
-    words = [word.replace("OTHER", str(other_shapes)).replace("CUT", str(cut)) for word in words]
-    assert main(["evaluate", f"pretrained={folder}", f"dataset={shapes}", *words]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.startswith("finetune: ") and said.count("\n") == 1
-    assert not (folder.parent / "folder-evaluations").exists()
-
-
-def test_the_settings_that_are_shown_can_be_read_again(
-    folder: Path, shapes: Path, capsys: Capture
-) -> None:
-    assert (
-        main(
-            [
-                "evaluate",
-                f"pretrained={folder}",
-                f"dataset={shapes}",
-                "views=7",
-                "augment.crop_scale=[0.5, 1]",
-                "--show",
-            ]
-        )
-        == 0
-    )
-    shown = EvaluateSettings.model_validate_json(
-        json.dumps(yaml.safe_load(capsys.readouterr().out))
-    )
-    assert (
-        shown.views == 7
-        and shown.augment.crop_scale == (0.5, 1.0)
-        and shown.augment.crop_ratio == (1.0, 1.0)
-    )

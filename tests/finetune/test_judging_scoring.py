@@ -1,15 +1,11 @@
 """Scores of a table of answers, against scikit-learn, plain loops and counts by hand."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import sklearn.metrics as sk
 
-from finetune.evaluate.evaluate import moments_up_to
-from finetune.evaluate.report import draw_calibration, draw_confusion
 from finetune.evaluate.scoring import (
     OTHER,
     Answers,
@@ -118,35 +114,3 @@ def test_a_sample_that_is_lost_or_comes_twice_is_an_error_of_ours() -> None:
         Answers.of_ranks([share(3, 0), share(2)], num_samples=4, num_bad=0)
     with pytest.raises(AssertionError, match="twice"):
         Answers.of_ranks([share(3, 0), share(3)], num_samples=4, num_bad=1)
-
-
-def test_the_moments_of_a_curve() -> None:
-    assert [moments_up_to(views) for views in (1, 4, 100)] == [
-        (1,),
-        (1, 2, 4),
-        (1, 2, 5, 10, 20, 50, 100),
-    ]
-
-
-@pytest.mark.parametrize("size", [6, 60, 1000])
-def test_figures_are_drawn_of_few_and_of_many_classes(tmp_path: Path, size: int) -> None:
-    generator = np.random.default_rng(1)
-    names = [f"class number {number:04d}" for number in range(size)]
-    pairs = generator.integers(0, size + 1, (3 * size, 2))
-    pairs[:, 0] %= size
-    confusion = pd.DataFrame(
-        {
-            "label": [names[number] for number in pairs[:, 0]],
-            "answer": [[*names, OTHER][number] for number in pairs[:, 1]],
-            "count": 1,
-        }
-    )
-    bins = calibration(generator.random(300), generator.random(300) < 0.5)
-    for number, figure in enumerate(
-        (
-            draw_confusion(confusion, names, title=f"{size} classes"),
-            draw_calibration(bins, title="calibration"),
-        )
-    ):
-        figure.savefig(tmp_path / f"{number}.png")
-        assert (tmp_path / f"{number}.png").stat().st_size > 5000

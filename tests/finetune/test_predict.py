@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -311,63 +309,6 @@ def test_an_error_on_the_way_and_ctrl_c_leave_what_was_there(
         for number, handler in before.items():
             signal.signal(number, handler)
     assert out.read_text() == "of before" and not list(tmp_path.glob(".tmp-*"))
-
-
-MISTAKES = {
-    "photos": "--out",
-    "photos --out p.txt": "--out",
-    "photos --out p.csv --features p.csv": "--features",
-    "photos --out p.csv --features f.csv": "--features",
-    "photos --out /proc/p.csv": "--out",
-    "gone --out p.csv": "PICTURES",
-    "s3://bucket/a.tar --out p.csv": "PICTURES",
-    "empty --out p.csv": "PICTURES",
-    "shards --out p.csv": "PICTURES",
-    "cut.tar --out p.csv": "cut.tar",
-    "a.tar.gz --out p.csv": "a.tar.gz",
-    "photos --out p.csv --split val": "--split",
-    "photos --out p.csv --top 9": "--top",
-    "DATASET --out p.csv --split vla": "",
-}
-"""Words of the command line, and the field of the error."""
-
-
-@pytest.mark.processes
-def test_mistakes_are_one_line_with_a_remedy_before_torch(
-    folder: Path, shapes: Path, tmp_path: Path
-) -> None:
-    write_files(
-        tmp_path,
-        {
-            "photos/a.png": encoded(picture(seed=1), "PNG"),
-            "empty/x.txt": b"",
-            "shards/a.tar": b"",
-            "a.tar.gz": b"",
-        },
-    )
-    (tmp_path / "cut.tar").write_bytes(tar_of({"a.png": bytes(600)})[:1100])
-    (tmp_path / "DATASET").symlink_to(shapes)
-    code = "\n".join(
-        [
-            "import sys; from finetune.cli import main",
-            f"for words in {list(MISTAKES)!r}:",
-            f"    assert main(['predict', {str(folder)!r}, *words.split()]) == 2, words",
-            "assert main(['predict', 'photos', 'photos', '--out', 'p.csv']) == 2",
-            "assert 'torch' not in sys.modules",
-        ]
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    said = [
-        line.removeprefix("finetune: ")
-        for line in done.stderr.splitlines()
-        if "finding the pictures" not in line
-    ]
-    assert done.returncode == 0, done.stderr
-    assert said.pop().startswith("photos: ")
-    for line, field in zip(said, MISTAKES.values(), strict=True):
-        assert line.startswith(f"{field}: " if field else ""), line
 
 
 @pytest.mark.filterwarnings(

@@ -24,8 +24,7 @@ from finetune.probe.source import source_of
 from finetune.session import session, start_accelerator
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model, save_folder
-from pretrain.ranks.hangs import PROGRESS, Standing
-from pretrain.ranks.watchdog import Message, Watchdog, encoded
+from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import World
 from tests import training
 from tests.finetune.tiny import (
@@ -233,26 +232,6 @@ def with_one_stuck_rank(words: list[str]) -> int:
     return training.main("finetune", words)
 
 
-def with_long_work_of_the_first_rank(words: list[str]) -> int:
-    """For some beats after the other one has left, which stood still for long in its last one."""
-    plain_scores, plain_leave = probe.scores_on_test, Watchdog._leave
-
-    def slow(*given: object) -> object:
-        time.sleep(5)
-        return plain_scores(*given)  # type: ignore[arg-type]
-
-    def leave(heartbeat: Watchdog, message: Message) -> None:
-        (wire,) = heartbeat._wires.values()
-        wire.send(encoded({"beat": {}, "at": Standing(1, 0, "training heads", stalled_s=1000)}))
-        plain_leave(heartbeat, message)
-
-    if os.environ["RANK"] == "0":
-        probe.scores_on_test = slow  # type: ignore[assignment]
-    else:
-        Watchdog._leave = leave  # type: ignore[method-assign]
-    return training.main("finetune", words)
-
-
 def run_probe(
     case: str, folder: Path, place: Path, dataset: Path, **settings: object
 ) -> tuple[list[int | None], str]:
@@ -291,14 +270,3 @@ def test_a_stuck_rank_is_named_and_all_show_where_they_are(
         (tmp_path / "run" / "stacks" / f"rank-{rank:04}.txt").read_text() for rank in (0, 1)
     )
     assert " in is_stuck\n" in stuck and " in all_sum\n" in waiting
-
-
-def test_ranks_that_have_left_hold_nobody_up(
-    folder: Path, other_shapes: Path, tmp_path: Path
-) -> None:
-    case = with_long_work_of_the_first_rank.__name__
-    codes, output = run_probe(case, folder, tmp_path, other_shapes, **{"ranks.hang_timeout_s": 500})
-    assert codes == [0, 0], output
-    assert (tmp_path / "run" / "result.json").exists() and not (
-        tmp_path / "run" / "stacks"
-    ).exists()

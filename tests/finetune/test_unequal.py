@@ -5,7 +5,6 @@ of the largest class.
 """
 
 import io
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from pretrain.ranks.preemption import StopFlag
 from tests.conftest import Capture
 from tests.finetune.test_evaluate import views_of
 from tests.finetune.tiny import ALONE, judge, model_of, plain_logits
-from tests.training import Run, finish
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 BASELINES = "chance 12.5 %, largest class 39.1 %"
@@ -55,27 +53,13 @@ def test_evaluate(
     assert BASELINES in said and f"mean {expected[1]:.2%}" in said
 
 
-@pytest.mark.parametrize("what", ["dataset", "folder", "tar"])
 def test_predict(
-    what: str,
-    folder: Path,
-    unequal: Path,
-    tmp_path: Path,
-    expected: tuple[float, float],
-    capsys: Capture,
+    folder: Path, unequal: Path, tmp_path: Path, expected: tuple[float, float], capsys: Capture
 ) -> None:
     images = unequal.parent / "images" / "val"
-    words = {
-        "dataset": [str(unequal), "--split", "val"],
-        "folder": [str(images)],
-        "tar": [str(tmp_path / "images.tar")],
-    }[what]
-    with tarfile.open(tmp_path / "images.tar", "w") as tar:
-        tar.add(images, "")
-    assert main(["predict", str(folder), *words, "--out", str(tmp_path / "out.csv")]) == 0
-    assert f"top-1 {100 * expected[0]:.1f} %, class mean {100 * expected[1]:.1f} %" in (
-        said := capsys.readouterr().out
-    )
+    assert main(["predict", str(folder), str(images), "--out", str(tmp_path / "out.csv")]) == 0
+    said = capsys.readouterr().out
+    assert f"top-1 {100 * expected[0]:.1f} %, class mean {100 * expected[1]:.1f} %" in said
     assert f"23 labeled images ({BASELINES})" in said and "more have no class" not in said
 
 
@@ -110,17 +94,3 @@ def test_training(folder: Path, unequal: Path, expected: tuple[float, float]) ->
         in_words(mean, baselines=data.baselines)
         == f"top-1 50.00 %, class mean 25.00 % over 2 runs ({BASELINES})"
     )
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("verb", "setting"), [("probe", "epochs=[2]"), ("knn", "neighbours=[3]")])
-def test_features(verb: str, setting: str, folder: Path, unequal: Path, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"pretrained: {folder}\ndata: {{dataset: {unequal}, test_split: val}}\nrun_dir:"
-        f" {tmp_path}/run\n"
-    )
-    said = finish(
-        Run([verb, str(path), setting, "tracking.enabled=false"], ranks=1, program="finetune")
-    )
-    assert BASELINES in said and ("class mean" in said) == (verb == "probe")

@@ -230,30 +230,6 @@ def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
 
 
 @pytest.mark.parametrize(
-    ("words", "field", "code"),
-    [
-        (["emty"], "emty", "missing-path"),
-        (["a.csv"], "a.csv", "unreadable"),
-        (["empty"], "empty", "empty"),
-        (["tars"], "tars", "empty"),
-        (["empty", "--probe"], "--probe", "conflict"),
-        (["empty", "--name", "a/b"], "--name", "bad-value"),
-        (["."], ".", "bad-value"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    words: list[str], field: str, code: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
-    write_files(tmp_path, {"a.csv": b"a", "empty/readme": b"a", "tars/a.tar": b"a"})
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    assert main(["start", *words]) == 2
-    error = capsys.readouterr().err
-    assert printed_errors(error) == [(field, code)] and error.count("\n") == 1
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
     ("warmup", "num_steps", "fitted"),
     [(0, 9, 0), (8, 9, 8), (9, 9, 0), (40, 20, 2), (10**9, 2000, 200)],
 )

@@ -43,22 +43,3 @@ def test_the_life_of_a_job(slurm: Cluster, config: Path, undisturbed: Path) -> N
     log = slurm.log(job)
     assert log.count("going on from step-") == 3, log
     assert "its ranks received a signal, srun ended with 130" in log, log
-
-
-def test_a_wrong_config_fails_at_once(slurm: Cluster, config: Path) -> None:
-    cases = {
-        # found before anything is started
-        "optimizer.lrr=1e-4": "optimizer.lrr: ",
-        # found by the ranks
-        "train.global_batch_size=17": "pretrain: train.global_batch_size: ",
-    }
-    words = (SCRIPT, config, "augment.mixup_alpha=0")
-    jobs = {
-        case: slurm.sbatch("--nodes=2", *words, f"run_dir=runs/wrong-{number}", case)
-        for number, case in enumerate(cases)
-    }
-    for case, job in jobs.items():
-        ended = slurm.wait(job, "FAILED")
-        assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0")
-        assert cases[case] in slurm.log(job), slurm.log(job)
-    assert not list((slurm.root / "runs").glob("wrong-*"))

@@ -500,25 +500,6 @@ def test_an_interrupted_wait_for_the_lock_writes_no_record(tmp_path: Path) -> No
         assert [path.name for path in tmp_path.iterdir()] == ["starts"]
 
 
-def test_the_pause_before_the_last_checkpoint_is_retried_is_no_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The waiting thread reports progress during the pause, which may be longer than any hang
-    timeout; then the disk is fixed."""
-    monkeypatch.setattr("pretrain.checkpoints.writer.RETRY_S", 0.5)
-    (tmp_path / "checkpoints").write_text("")
-    writer = submitted(CheckpointWriter(tmp_path, Retention(2), log=Log()), 7)
-    main = threading.current_thread()
-    disk = tmp_path / "checkpoints"
-    monkeypatch.setattr(
-        PROGRESS,
-        "touch",
-        lambda: disk.unlink() if threading.current_thread() is main and disk.is_file() else None,
-    )
-    writer.finish()
-    assert steps(tmp_path) == [7]
-
-
 def test_a_defect_of_ours_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
     odd = EngineState({"w": torch.zeros(2, dtype=torch.complex64)}, {}, 1)
     writer = submitted(CheckpointWriter(tmp_path, Retention(2), log=Log()), 1, odd)

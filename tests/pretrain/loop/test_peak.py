@@ -43,23 +43,6 @@ def test_what_the_user_says_counts_first() -> None:
     assert find_peak(CPU, precision="fp32", given=1.5) == Peak(1.5, "tracking.peak_teraflops")
 
 
-def test_on_a_cpu_the_best_of_several_products_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of 2 x 1024^3 operations that take 9 (the warm-up), 4, 2 and 5 s of a clock that
-    they turn."""
-    clock, durations_s = SimpleNamespace(now_s=0.0), [9.0, 4.0, 2.0, 5.0]
-
-    def product(_left: torch.Tensor, _right: torch.Tensor, *, out: torch.Tensor) -> None:
-        clock.now_s += durations_s.pop(0)
-
-    monkeypatch.setattr(torch, "mm", product)
-    now = SimpleNamespace(monotonic=lambda: clock.now_s, perf_counter=lambda: clock.now_s)
-    monkeypatch.setattr("pretrain.loop.peak.time", now)
-    monkeypatch.setattr("pretrain.loop.peak.MEASURE_S", 10.0)
-    peak = find_peak(CPU, precision="fp32", given=None)
-    assert durations_s == [] and peak.teraflops == pytest.approx(2 * 1024**3 / 2.0 / 1e12)
-    assert str(peak) == "0.001074 per rank (measured, product of 1024 x 1024)"
-
-
 def meter_of(*ends_s: float, peak_teraflops: float, wait_s: float = 0.0) -> Meter:
     """Of steps that ended then, of which the first began at 100 s."""
     meter = Meter(

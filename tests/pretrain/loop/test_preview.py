@@ -9,13 +9,11 @@ from PIL import Image
 
 from data_prep.images.sheet import CELL, HEAD, MARGIN
 from data_prep.manifest import load_manifest
-from data_prep.settings import load_settings
 from pretrain.augment.augmentation import Prepared
 from pretrain.cli import main
-from pretrain.config import AugmentSettings, DataSettings, PretrainSettings
+from pretrain.config import DataSettings
 from pretrain.data.datasets import load_training_data
 from pretrain.data.reader import open_split
-from pretrain.loop.preview import preview
 from pretrain.tracking.pictures import labels_of
 from tests.training import write_config
 
@@ -47,50 +45,3 @@ def test_mixed_labels_stand_with_their_shares() -> None:
     prepared = Prepared(torch.zeros(2, 3, 4, 4), labels, others, torch.tensor([0.7, 0.25]))
     assert labels_of(prepared, ("cat", "dog")) == ["70% cat\n30% dog", "25% dog\n75% cat"]
     assert labels_of(Prepared(torch.zeros(2, 3, 4, 4), labels), ("cat", "dog")) == ["cat", "dog"]
-
-
-def test_the_recipe_is_said_in_the_words_of_the_config() -> None:
-    assert AugmentSettings(flip_probability=0).recipe == "no augmentation"
-    settings = AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8)
-    assert settings.recipe == "crop_scale [0.4, 1.0], flip_probability 0.5, mixup_alpha 0.8"
-
-
-@pytest.mark.parametrize(
-    ("words", "field"),
-    [
-        (["--count", "3"], "count:"),
-        (["--out", "sheet.jpg"], "out:"),
-        (["data.train_split=nothing"], "data.train_split:"),
-    ],
-)
-def test_what_cannot_be_shown_is_one_line(
-    shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], field: str
-) -> None:
-    config = write_config(tmp_path, dataset=shapes)
-    assert main(["preview", str(config), "run_dir=runs/tiny", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"pretrain: {field}")
-
-
-def test_an_error_ends_the_downloads_before_it_waits_for_the_threads(
-    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else Ctrl-C would take effect when what is on its way has come, or failed."""
-    ended = []
-
-    class Batches:
-        def end_waits(self) -> None:
-            ended.append("downloads")
-
-        def close(self) -> None:
-            ended.append("threads")
-
-        def __next__(self) -> None:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("pretrain.loop.preview.batches_of", lambda *unused, **more: Batches())
-    settings = load_settings(
-        PretrainSettings, path=write_config(tmp_path, dataset=shapes), overrides=["run_dir=x"]
-    )
-    with pytest.raises(KeyboardInterrupt):
-        preview(settings, load_training_data(settings.data), count=8, epoch=0, num_threads=1)
-    assert ended == ["downloads", "threads"]

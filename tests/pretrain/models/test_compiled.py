@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import pretrain.models.layers.linear as linear_module
-from pretrain.engine.step import compile_blocks, one_pass_loss
+from pretrain.engine.step import compile_blocks
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec
@@ -166,21 +166,3 @@ def test_traced_graphs_are_eager(spec: AnySpec, monkeypatch: pytest.MonkeyPatch)
         "wide_mlps.take_columns.default" in operations
         and "aten.index_select.default" not in operations
     )
-
-
-def test_a_traced_loss_is_the_eager_one() -> None:
-    logits, labels, others, share = (
-        torch.randn(6, 11),
-        torch.arange(6),
-        torch.arange(6) + 5,
-        torch.rand(6),
-    )
-    found = []
-    for loss in (
-        one_pass_loss,
-        torch.compile(one_pass_loss, backend="aot_eager", fullgraph=True, dynamic=False),
-    ):
-        own = logits.clone().requires_grad_()
-        loss(own, labels, others, share, 0.1).backward()
-        found.append(own.grad)
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)

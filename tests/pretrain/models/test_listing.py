@@ -5,7 +5,6 @@ import pytest
 from pretrain.cli import main
 from pretrain.models.listing import list_models, parse_power
 from pretrain.models.presets import PRESETS
-from tests.errors import printed_errors
 
 
 def test_every_model_has_one_whole_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,28 +55,6 @@ def test_widths_are_those_of_the_papers_sweep(capsys: pytest.CaptureFixture[str]
 def test_omega_may_be_a_power() -> None:
     for text, value in (("2^18", 2**18), ("2**18", 2**18), ("2.6e8", 2.6e8), ("17", 17)):
         assert parse_power(text) == value
-
-
-@pytest.mark.parametrize(
-    ("words", "field", "code"),
-    [
-        ("models --match mixr_b_16", "--match", "unknown-name"),
-        ("models --match mixer_p7 --image-size 32", "--image-size", "bad-value"),
-        ("models --omega 2^x", "--omega", "bad-value"),
-        ("models --omega 9^999", "--omega", "bad-value"),
-        ("models --omega 2^18 --channels 3,,4", "--channels", "bad-value"),
-        ("models --omega 10 --channels 100", "omega", "bad-value"),
-        ("models --omega 2^18 --density 1.5", "--density", "bad-value"),
-        ("models --omega 2^18 --density 0", "--density", "bad-value"),
-        ("models --omega 2^18 --gamma nan", "gamma", "bad-value"),
-    ],
-)
-def test_a_mistake_is_one_message(
-    words: str, field: str, code: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words.split()) == 2
-    shown = capsys.readouterr()
-    assert printed_errors(shown.err) == [(field, code)] and not shown.out
 
 
 @pytest.mark.parametrize("words", ["models --classes 0", "models --image-size -4"])

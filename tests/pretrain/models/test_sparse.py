@@ -367,7 +367,7 @@ def test_every_precision(storage: str) -> None:
 
 @pytest.mark.slow
 @BOTH
-def test_traced_and_exported_it_is_the_same(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traced_it_is_the_same(storage: str) -> None:
     model = tiny(storage=storage, expansion=2.0)
     expected = model(images())
     traced = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -383,12 +383,6 @@ def test_traced_and_exported_it_is_the_same(storage: str, monkeypatch: pytest.Mo
     outputs.sum().backward()
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weight.grad, wanted[name])
-    for for_onnx in (False, True):
-        monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda for_onnx=for_onnx: for_onnx)
-        exported = torch.export.export(model.eval(), (images(),))
-        torch.testing.assert_close(exported.module()(images()), expected)
-        own = [node for node in exported.graph.nodes if "wide_mlps" in str(node.target)]
-        assert bool(own) == (storage == "sparse" and not for_onnx)
 
 
 def test_auto_is_sparse_where_little_is_connected() -> None:

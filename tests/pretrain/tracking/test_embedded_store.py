@@ -26,7 +26,6 @@ from pretrain.tracking.delivery import (
     sync,
 )
 from pretrain.tracking.queue import Queue, database_path
-from pretrain.tracking.server import _Stopped
 from pretrain.tracking.store import open_database
 from pretrain.tracking.tracker import Journal, RunIdentity
 from tests.errors import fails
@@ -268,21 +267,6 @@ def test_the_turn_is_given_up_for_runs_on_other_nodes_only(
         deliveries.deliver()
         assert not is_free(queue)
     assert is_free(queue)
-
-
-@pytest.mark.usefixtures("quickly")
-def test_a_signal_ends_a_server_that_is_delivering(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(_: Delivery) -> None:
-        raise _Stopped
-
-    monkeypatch.setattr(Delivery, "deliver", stop)
-    run_dir = tmp_path / "run"
-    key = write_run(run_dir)
-    queue_of(run_dir).add(key, run_dir)
-    with pytest.raises(_Stopped), closing(open_deliveries(run_dir)) as deliveries:
-        deliveries.deliver()
 
 
 # ---- databases that MLflow did not make
