@@ -5,13 +5,14 @@ damaged header in mid-archive for the end, and keeps all members in memory. Here
 end-of-archive mark is an error, and nothing is kept. USTAR, GNU long names, pax paths and pax
 sizes are understood. A tar within a tar is a range of the outer file, so nothing is unpacked.
 
-tarfile also needs 32 us for a header that takes 11 us here.
+tarfile is also slow: 32 us for a header that takes 11 us here, and 23 us to write a member that
+takes 2.6 us here. Written archives have owner 0, mode 0644, time 0, no links and no extensions.
+They have the bytes that tarfile of Python 3.11 writes as USTAR.
 """
 
 import hashlib
 import os
 import re
-import tarfile
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Final, NamedTuple
@@ -257,35 +258,95 @@ def _pax(
 
 # ---- writing
 
+RECORD_BYTES: Final = 20 * BLOCK
+"""The length of an archive is a multiple of this, as every tar program writes it."""
+MAX_NAME_BYTES: Final = 100
+MAX_PREFIX_BYTES: Final = 155
+MAX_MEMBER_BYTES: Final = 8**11 - 1
+"""8 GiB less one byte: larger sizes need extensions that some readers do not know."""
+HELD_BYTES: Final = 1 << 20
+"""Small members are hashed and written in pieces of at least this size."""
+
+_BEFORE_SIZE: Final = b"0000644\0" + b"0000000\0" * 2
+_BEFORE_PREFIX: Final = b"0" + bytes(100) + b"ustar\x0000" + bytes(80)
+_CONSTANT_SUM: Final = (
+    sum(_BEFORE_SIZE) + sum(b"00000000000\0") + 8 * ord(" ") + sum(_BEFORE_PREFIX)
+)
+"""Checksum of the constant fields; the checksum's own field counts as spaces."""
+
 
 class TarWriter:
-    """Writes a USTAR tar with the headers of tarfile: owner 0, mode 0644 and time 0.
-
-    A member has at most 8 GiB. Larger sizes need extensions that some readers do not know.
-    """
+    """Writes a tar; `sha256` and `num_bytes` count what is still held back, too."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self._digest = file, hashlib.sha256()
+        self._held: list[bytes] = []
+        self._num_held = 0
         self.num_bytes = 0
 
     def add(self, name: str, data: bytes) -> int:
         """Append one member and return the place of its data."""
-        header = tarfile.TarInfo(name)
-        header.size, start = len(data), self.num_bytes + BLOCK
-        self._write(header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % BLOCK))
+        start = self.num_bytes + BLOCK
+        self._hold(header(name, len(data)), data, bytes(-len(data) % BLOCK))
         return start
 
     def finish(self) -> None:
         """End the archive with two empty blocks, filled up to a complete record."""
         end = 2 * BLOCK
-        self._write(bytes(end + -(self.num_bytes + end) % tarfile.RECORDSIZE))
+        self._hold(bytes(end + -(self.num_bytes + end) % RECORD_BYTES))
+        self._write()
 
     @property
     def sha256(self) -> str:
+        self._write()
         return self._digest.hexdigest()
 
-    def _write(self, *pieces: bytes) -> None:
-        for piece in pieces:
-            self._digest.update(piece)
-            self._file.write(piece)
-            self.num_bytes += len(piece)
+    def _hold(self, *pieces: bytes) -> None:
+        self._held += pieces
+        num_bytes = sum(map(len, pieces))
+        self.num_bytes += num_bytes
+        self._num_held += num_bytes
+        if self._num_held >= HELD_BYTES:
+            self._write()
+
+    def _write(self) -> None:
+        if not self._held:
+            return  # the file may be closed by now
+        block = b"".join(self._held)
+        self._digest.update(block)
+        self._file.write(block)
+        self._held, self._num_held = [], 0
+
+
+def header(name: str, num_bytes: int) -> bytes:
+    """Return the 512 bytes before a member's data."""
+    if num_bytes > MAX_MEMBER_BYTES:
+        problem = f"{name}: {num_bytes:,} bytes are more than a member may have"
+        raise ValueError(f"{problem} ({MAX_MEMBER_BYTES:,})")
+    prefix, base = _split(name)
+    size = b"%011o" % num_bytes
+    checksum = _CONSTANT_SUM + sum(size) + sum(base) + sum(prefix)
+    return b"".join(
+        (
+            base.ljust(MAX_NAME_BYTES, b"\0"),
+            _BEFORE_SIZE,
+            size,
+            b"\x0000000000000\0",  # the end of the size, then the time
+            b"%06o\0 " % checksum,
+            _BEFORE_PREFIX,
+            prefix.ljust(MAX_PREFIX_BYTES + 12, b"\0"),
+        )
+    )
+
+
+def _split(name: str) -> tuple[bytes, bytes]:
+    """Return (prefix, base) with the shortest prefix; a reader joins them by a slash."""
+    encoded = name.encode("utf-8", "surrogateescape")
+    if not encoded or b"\0" in encoded:
+        raise ValueError(f"{name!r} cannot name a member of a shard")
+    if len(encoded) <= MAX_NAME_BYTES:
+        return b"", encoded
+    slash = encoded.find(b"/", len(encoded) - MAX_NAME_BYTES - 1)
+    if slash < 0 or slash > MAX_PREFIX_BYTES or slash == len(encoded) - 1:
+        raise ValueError(f"{name!r} is too long for a member of a shard ({len(encoded)} bytes)")
+    return encoded[:slash], encoded[slash + 1 :]
