@@ -201,7 +201,7 @@ PLANS = {
     "b_scratch": {"pretrain": 24},
     "b_transfer": {"tune": 45},
     "b_probe": {"probe": 15},
-    "a_table1_cifar": {"pretrain": 18},
+    "a_table1_cifar": {"pretrain": 12},
     "a_table1_imagenet": {"pretrain": 9},
     "a_fig6_tableS2": {"pretrain": 182},
 }
