@@ -27,10 +27,10 @@ from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 
 IMAGE_SIZE, NUM_CLASSES, BATCH, EPOCH = 32, 10, 128, 50_000
 NOTE = (
-    "paper: Table S.3, on a V100. It prints C = 48, but its memory of the SW-MLP and its FLOPs are"
-    " those of C = 64; its memory of the Mixers is ten times that of their weights in float32 at C ="
-    " 64 (docs/papers.md). An epoch is 50,000 images in batches of 128: forward, backward and AdamW"
-    " in float32, no data loading."
+    "paper: Table S.3, on a V100. It prints C = 48, but its FLOPs and its memory of the SW-MLP are"
+    " those of C = 64. Its memory of the Mixers is ten times that of their float32 weights at"
+    " C = 64 (docs/papers.md). An epoch is 50,000 images in batches of 128: forward, backward and"
+    " AdamW in float32, no data loading."
 )
 
 

@@ -16,7 +16,7 @@ from tests.errors import printed_errors
 
 def test_memory_and_flops_are_those_of_docs_papers() -> None:
     """The printed 12.5M, 3.22 GB and 805M are those of C = 64, not of the printed C = 48."""
-    assert MODELS == models_of(48)
+    assert models_of(48) == MODELS
     found = [[block_cost(model) for model in models_of(channels)] for channels in (48, 64)]
     mixers, stored, masked = zip(*((each[:2], each[2], each[3]) for each in found), strict=True)
     assert mixers == ([(307_200, 8_257_536)] * 2, [(393_216, 12_582_912)] * 2)
