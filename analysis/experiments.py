@@ -36,20 +36,18 @@ EXPERIMENTS = (
         ("a_fig2_cka",),
         "cka RUN_A RUN_B DATA",
     ),
-    Experiment(
-        "A", "Fig. 2d", "Monarch and Kronecker MLPs on MNIST, by width", ("a_fig2d_monarch",)
-    ),
+    Experiment("A", "Fig. 2d", "Monarch and Kronecker MLPs on MNIST", ("a_fig2d_monarch",)),
     Experiment(
         "A",
         "Fig. 3",
         "Width and density at fixed Omega, by channels",
-        verb="widths",
+        verb="widths --omega 10^8 --gamma 1",
         printed="Widest at C = S = (Omega / gamma)^(1/3).",
     ),
     Experiment(
         "A",
         "Fig. 4 left",
-        "Error at Omega = 2^19, by width",
+        "Error at Omega = 2^19, by gamma m",
         ("a_fig4_width",),
         printed="Mixer and SW-MLP: wider is better.",
     ),
@@ -77,7 +75,7 @@ EXPERIMENTS = (
     Experiment("A", "Fig. 7", "Normal and RP Mixers, by depth", ("a_fig7_depth",)),
     Experiment(
         "A",
-        "Table 1, CIFAR and STL",
+        "Table 1, CIFAR",
         "Mixer-SS-W and Mixer-SS/8",
         ("a_table1_cifar",),
         "table runs/plans/a_table1_cifar",
@@ -89,13 +87,18 @@ EXPERIMENTS = (
         ("a_table1_imagenet",),
         "table runs/plans/a_table1_imagenet",
     ),
-    Experiment("A", "Fig. S.1 left", "SW-MLP at Omega = 2^16, by width", ("a_figS1_left",)),
-    Experiment("A", "Fig. S.2", "MLP-Mixer and SW-MLP of hidden layers, by width", ("a_figS2",)),
-    Experiment("A", "Fig. S.3", "By gamma at fixed width", ("a_figS3",)),
+    Experiment("A", "Fig. S.1 left", "SW-MLP at Omega = 2^16, by density", ("a_figS1_left",)),
+    Experiment(
+        "A",
+        "Fig. S.2",
+        "MLP-Mixer, RP MLP-Mixer and SW-MLP of hidden layers, by width",
+        ("a_figS2",),
+    ),
+    Experiment("A", "Fig. S.3", "By gamma and by C at fixed width", ("a_figS3_left", "a_figS3")),
     Experiment(
         "A", "Fig. S.4", "One of four blocks randomly permuted", ("a_figS4_caption", "a_figS4_text")
     ),
-    Experiment("A", "Fig. S.5", "By patch size", ("a_figS5",)),
+    Experiment("A", "Fig. S.5", "By patch size, normal and RP", ("a_figS5",)),
     Experiment("A", "Figs S.6-S.8", "Training and test loss", ("a_figS6", "a_figS7", "a_figS8")),
     Experiment(
         "A",

@@ -6,7 +6,7 @@ import pytest
 
 from analysis.cli import main
 from analysis.speed import cost, efficiency
-from analysis.speed.cost import MODELS, Model, block_cost
+from analysis.speed.cost import MODELS, Model, block_cost, models_of
 from analysis.speed.efficiency import PUBLISHED, Conditions, cost_of_named, measure, summarize
 from pretrain.models.build import build_model
 from pretrain.models.spec import MixerSpec, MlpSpec, SparseMlpSpec
@@ -15,12 +15,13 @@ from tests.errors import printed_errors
 
 
 def test_memory_and_flops_are_those_of_docs_papers() -> None:
-    assert {model.name: block_cost(model) for model in MODELS} == {
-        "MLP-Mixer": (393_216, 12_582_912),
-        "RP-Mixer": (393_216, 12_582_912),
-        "SW-MLP, stored sparse": (25_165_824, 12_582_912),
-        "SW-MLP, masked": (3_221_225_472, 805_306_368),
-    }
+    """The printed 12.5M, 3.22 GB and 805M are those of C = 64, not of the printed C = 48."""
+    assert models_of(48) == MODELS
+    found = [[block_cost(model) for model in models_of(channels)] for channels in (48, 64)]
+    mixers, stored, masked = zip(*((each[:2], each[2], each[3]) for each in found), strict=True)
+    assert mixers == ([(307_200, 8_257_536)] * 2, [(393_216, 12_582_912)] * 2)
+    assert stored == ((16_515_072, 8_257_536), (25_165_824, 12_582_912))
+    assert masked == ((1_811_939_328, 452_984_832), (3_221_225_472, 805_306_368))
 
 
 def test_models_are_trained_and_ratios_are_to_the_first() -> None:
