@@ -69,6 +69,12 @@ def add_commands(verbs: Verbs) -> None:
         help="neurons drawn for each run (not with --which all)",
     )
     filters.add_argument(
+        "--color",
+        choices=["max", "furthest"],
+        default="max",
+        help="weight of a pixel: the maximum over its colors, or the color furthest from 0",
+    )
+    filters.add_argument(
         "--init", action="store_true", help="also show the initial weights of each run"
     )
     words = "run directories, checkpoints, RUN@50epochs, imported folders"
@@ -113,9 +119,9 @@ def _masks(options: argparse.Namespace) -> Result:
 def _filters(options: argparse.Namespace) -> Result:
     _check_checkpoints(options)
     with doing("loading torch"):
-        from analysis.matrices.filters import filters
-    which, count = options.which, options.count
-    return filters(options.runs, which=which, count=count, with_initial=options.init)
+        from analysis.matrices.filters import Drawn, filters
+    drawn = Drawn(options.which, options.count, options.color)
+    return filters(options.runs, drawn, with_initial=options.init)
 
 
 def _check_checkpoints(options: argparse.Namespace) -> None:

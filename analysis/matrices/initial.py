@@ -16,7 +16,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.matrices.spectra import singular_values
+from analysis.matrices.spectra import NOISE, singular_values
 from analysis.output import Result, mark
 from data_prep.progress import progress
 from finetune.looks import BLUE, COLOURS, GREY, looks, panels
@@ -104,7 +104,7 @@ def sparser(
             row["sigma_max"] = largest_singular_value(matrix)
         else:  # most rows have no connection
             row["sigma_max"] = values[0]
-            row["values"] = values[values > 1e-7 * values[0]].tolist()
+            row["values"] = values[values > NOISE * values[0]].tolist()
         rows.append(row)
     return pd.DataFrame(rows)
 

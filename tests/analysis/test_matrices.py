@@ -96,6 +96,11 @@ def test_a_mixing_has_the_spectrum_of_its_effective_matrix(permuted: object) -> 
 def test_measures_of_known_spectra() -> None:
     assert spectra.effective_rank(np.full(7, 3.0)) == pytest.approx(7)
     assert spectra.effective_rank(np.array([2.0, 0, 0])) == pytest.approx(1)
+    of_rank_2 = GENERATOR.standard_normal((300, 2)) @ GENERATOR.standard_normal((2, 400))
+    parts = np.linalg.svd(of_rank_2, compute_uv=False)[:2]
+    parts /= parts.sum()
+    found = spectra.effective_rank(spectra.singular_values(of_rank_2))
+    assert found == pytest.approx(np.exp(-parts @ np.log(parts)), rel=1e-9)  # no rounding errors
     dense = spectra.Matrix("x", 0, GENERATOR.standard_normal((600, 300)) * 5, 1)
     spiked = spectra.Matrix("x", 0, dense.weight + 10 * np.ones((600, 300)), 1)
     small, large = (spectra.spectrum(each, initial=dense) for each in (dense, spiked))
