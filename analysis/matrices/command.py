@@ -28,7 +28,7 @@ def add_commands(verbs: Verbs) -> None:
     spectra.add_argument(
         "--figs1",
         action="store_true",
-        help="no run: Figure S.1 center, and the largest against Omega; seconds",
+        help="no run: Figure S.1 center and right, the largest against a; seconds",
     )
     structure = add_command(
         verbs,

@@ -267,14 +267,29 @@ def test_at_fixed_omega_measured_values_meet_the_law_with_gamma() -> None:
 
 
 def test_the_sparsest_matrices() -> None:
-    """Connections far apart are singular values of their own."""
+    """Connections far apart are singular values of their own. The mean diagonal entry of Z Z^T is
+    1 in each matrix (D.1), so the squares of the values have the sum m."""
     rows = initial.sparser((1.9,), (100,), seeds=2, with_all_values=True)
     assert rows.width[0] == round(100**1.45) and rows.density[0] == pytest.approx(100**-1.9)
     assert (rows["values"].map(len) <= rows.connections).all()
-    largest = initial.sparser((0.5, 1.5), (30, 100), seeds=1, with_all_values=False)
-    widths = [(0.5, 13), (0.5, 32), (1.5, 70), (1.5, 316)]
-    assert list(zip(largest.a, largest.width, strict=True)) == widths
-    assert initial.draw_sparser(rows, largest).axes
+    squares = rows["values"].map(lambda values: (np.array(values) ** 2).sum())
+    assert squares.tolist() == pytest.approx([100**1.45] * 2, rel=1e-3)
+    assert rows.sigma_max.tolist() == rows["values"].str[0].tolist()
+
+
+def test_the_largest_value_rises_with_a_from_2() -> None:
+    """Figure S.1 right, and D.1: a = 0 is a dense matrix, whose value is 2 in the limit."""
+    exponents, omegas = (0.0, 0.75, 1.5), (100, 1_000, 10_000)
+    largest = initial.sparser(exponents, omegas, seeds=4, with_all_values=False)
+    assert largest.width[largest.omega == 100].unique().tolist() == [10, 56, 316]
+    means = largest.groupby(["omega", "a"]).sigma_max.mean().unstack()
+    assert (means.diff(axis=1).iloc[:, 1:] > 0).all(axis=None)
+    errors = (means[0.0] - 2).abs()
+    assert errors.is_monotonic_decreasing and errors[10_000] < 0.06
+    center = initial.sparser((1.5,), (30,), seeds=1, with_all_values=True)
+    right = initial.draw_sparser(center, largest).axes[1]
+    drawn = [bars.lines[0].get_xdata().tolist() for bars in right.containers]
+    assert drawn == [list(exponents)] * len(omegas)
 
 
 def test_masks_are_those_of_the_matrices(tmp_path: Path) -> None:
