@@ -14,7 +14,7 @@ import yaml
 from scipy.sparse import csr_matrix
 
 from analysis.cli import main
-from analysis.matrices import initial, masks, spectra, structure
+from analysis.matrices import initial, masks, propositions, spectra, structure
 from analysis.matrices.weights import matrices_of
 from data_prep.publish import write_json
 from pretrain.models.build import build_model
@@ -158,7 +158,10 @@ def test_spectra_and_structure_of_runs(tmp_path: Path, capsys: Capture) -> None:
     grids = found.out[found.run == "sw"].map(tuple)
     assert {*grids} == {(4, 8)}  # tokens by channels
     assert (found.distance / found.random).between(0.5, 1.5).all()
-    assert json.loads((tmp_path / "structure.json").read_text())["proposition 3.3"]["holds"]
+    facts = json.loads((tmp_path / "structure.json").read_text())
+    assert [each["holds"] for each in facts["statements"]] == ["yes"] * 4
+    least = [each["left"] - each["right"] for each in facts["minima"]]
+    assert len(least) == 12 and min(least) > 0
     assert "left out" not in capsys.readouterr().out
 
 
@@ -240,15 +243,57 @@ def test_a_random_matrix_of_equal_spectrum_is_another_one() -> None:
         assert structure.grid_of(side, tokens=tokens) == grid
 
 
-def test_proposition_3_3() -> None:
+def test_the_regularizers_of_proposition_3_3() -> None:
     v, w = GENERATOR.standard_normal((S, S)), GENERATOR.standard_normal((C, C))
-    left, right = structure.both_sides(v, w)
+    left, right = propositions.both_sides(v, w)
     assert left == pytest.approx((np.linalg.norm(v) ** 2 + np.linalg.norm(w) ** 2) / 2)
     assert right == pytest.approx(np.abs(np.kron(v, w)).sum() / (C * S)) and right < left
-    found = structure.bound_on_random_matrices(draws=30).groupby("kind").ratio
+    found = propositions.bound_on_random_matrices(draws=30).groupby("kind").ratio
     assert found.max().max() <= 1 + 1e-12
     assert found.min()["signs, of equal norms"] == pytest.approx(1)
     assert found.max()[["Gaussian", "Student's t, 2 degrees"]].between(0, 0.9).all()
+
+
+@pytest.mark.parametrize("strength", [0.02, 0.3, 100.0])
+def test_the_minima_of_proposition_3_3_in_closed_form(strength: float) -> None:
+    """L(B) = |B - Y|_F^2 / (2 m). Over B: every entry of Y is moved towards 0. Over V and W: the
+    first singular value of Y's rearrangement (Van Loan) is moved towards 0."""
+    sides, width = (2, 3), 6
+    targets = np.random.default_rng(0).standard_normal((width, width))
+    loss = propositions.Loss("squares", np.eye(width), targets)
+    distance = width * strength
+    kept = np.sign(targets) * np.maximum(abs(targets) - distance, 0)
+    expected = ((kept - targets) ** 2).sum() / (2 * width) + strength * abs(kept).sum()
+    right, weights = propositions.minimum_over_weights(loss, strength)
+    assert right == pytest.approx(expected, rel=1e-8)
+    np.testing.assert_allclose(weights, kept, atol=1e-4)
+    pairs = targets.reshape(*sides, *sides).transpose(0, 2, 1, 3).reshape(4, 9)
+    largest = np.linalg.norm(pairs, 2)
+    expected = (np.linalg.norm(targets) ** 2 - max(largest - distance, 0) ** 2) / (2 * width)
+    left = propositions.minimum_over_factors(loss, strength, sides=sides, generator=GENERATOR)
+    assert left == pytest.approx(expected, rel=1e-8)
+
+
+def test_the_logistic_loss_is_that_of_torch() -> None:
+    inputs, weights = GENERATOR.standard_normal((6, 20)), GENERATOR.standard_normal((6, 6))
+    signs = np.sign(GENERATOR.standard_normal((6, 20)))
+    value, gradient = propositions.Loss("logistic", inputs, signs).at(weights)
+    x = torch.from_numpy(weights).requires_grad_()
+    margins = torch.from_numpy(signs) * (x @ torch.from_numpy(inputs))
+    expected = torch.nn.functional.softplus(-margins).sum() / 20
+    torch.autograd.backward(expected)
+    assert x.grad is not None and value == pytest.approx(expected.item())
+    np.testing.assert_allclose(gradient, x.grad)
+
+
+def test_a_mixing_without_and_with_an_activation_is_a_wide_mlp() -> None:
+    """Proposition 3.2 and Corollary 3.4. J is a permutation with J vec(X) = vec(X^T)."""
+    x, j = GENERATOR.standard_normal((S, C)), propositions.commutation(S, C)
+    np.testing.assert_array_equal(j @ x.ravel("F"), x.T.ravel("F"))
+    assert (j.sum(0) == 1).all() and (j.sum(1) == 1).all()
+    found = propositions.equivalences(draws=10)
+    assert found[["wide_mlp", "monarch"]].to_numpy().max() < 1e-12
+    assert found.tokens.nunique() > 2 and (found.tokens != found.channels).any()
 
 
 def test_at_fixed_omega_measured_values_meet_the_law_with_gamma() -> None:
