@@ -104,6 +104,8 @@ def _section(experiment: Experiment, *, is_demo: bool) -> Section:
     commands = [f"{program} {path}" for path in paths for program in programs]
     if experiment.verb:
         commands.append(f"analysis {experiment.verb}")
+    if experiment.command:
+        commands.append(experiment.command)
     return Section(experiment, commands)
 
 

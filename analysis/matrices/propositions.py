@@ -210,6 +210,5 @@ def draw_bound(bound: pd.DataFrame) -> Figure:
         axes.axvline(1, color="black", lw=0.8)
         axes.set_yticks(range(len(kinds)), kinds)
         axes.invert_yaxis()
-        words = "right / left side: of the regularizers for\neach V and W, and of the minima"
-        axes.set(xlabel=words, xlim=(0, 1.05), title="Proposition 3.3")
+        axes.set(xlabel="right / left side", xlim=(0, 1.05), title="Proposition 3.3")
     return figure

@@ -3,6 +3,8 @@ has its command."""
 
 import json
 import re
+import shlex
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import get_args
 
@@ -15,8 +17,11 @@ from analysis.output import Result, remove_figures, write
 from analysis.results import as_frame
 from cluster.plan_file import load_plan
 from data_prep.explain import program
+from pretrain.models.cost import cost_of
+from pretrain.models.presets import PRESETS, spec_of
 from tests.conftest import Capture, Patch
 from tests.ranks import REPOSITORY
+from tests.settings_page import ADD_VERBS
 
 
 def test_each_plan_is_of_one_experiment_and_stands_in_the_docs() -> None:
@@ -29,6 +34,22 @@ def test_each_plan_is_of_one_experiment_and_stands_in_the_docs() -> None:
         .partition("\n## ")[0]
     )
     assert set(re.findall(r"`([ab]_\w+)`", table)) == set(plans)
+
+
+def test_the_model_listing_has_the_printed_parameters() -> None:
+    """Scaling MLPs, Fig. 5: in millions, cut off. B-12/Wi-768 is not in it."""
+    (figure_5,) = (each for each in EXPERIMENTS if (each.paper, each.name) == ("B", "Fig. 5"))
+    program_name, verb, *words = shlex.split(figure_5.command)
+    assert (program_name, verb) == ("pretrain", "models")
+    parser = program("pretrain", description="", add_verbs=ADD_VERBS["pretrain"])
+    options = parser.parse_args([verb, *words])
+    millions = [
+        cost_of(spec_of(name), num_classes=options.classes, image_size=64).num_parameters // 10**6
+        for name in PRESETS
+        if fnmatch(name, options.match) and name != "mlp_b12_wi768"
+    ]
+    assert sorted(millions) == [9, 12, 24, 37, 74, 124]
+    assert all(str(each) in figure_5.printed for each in millions)
 
 
 def test_each_verb_is_there() -> None:
