@@ -23,6 +23,8 @@ class Experiment:
     verb: str = ""
     """Command of `analysis` that draws it, if no plan does; RUN and DATA are yours. `masks` and
     `widths` need no run, so the page draws them."""
+    command: str = ""
+    """Complete command of another program that makes it."""
     printed: str = ""
     """Numbers of the paper."""
 
@@ -39,6 +41,12 @@ EXPERIMENTS = (
     Experiment("A", "Fig. 2d", "Monarch and Kronecker MLPs on MNIST", ("a_fig2d_monarch",)),
     Experiment(
         "A",
+        "Propositions 3.2, 3.3, Corollary 3.4",
+        "Both sides on random matrices",
+        verb="structure",
+    ),
+    Experiment(
+        "A",
         "Fig. 3",
         "Width and density at fixed Omega, by channels",
         verb="widths --omega 10^8 --gamma 1",
@@ -53,10 +61,17 @@ EXPERIMENTS = (
     ),
     Experiment(
         "A",
-        "Fig. 4 right, S.1",
+        "Fig. 4 right",
         "Largest singular value, by width",
         verb="spectra --fig4",
         printed="sqrt(L+); Mixers 1 + sqrt(gamma).",
+    ),
+    Experiment(
+        "A",
+        "Fig. S.1 center, right",
+        "Singular values of a sparse matrix, and the largest one by a",
+        verb="spectra --figs1",
+        printed="a = 1.5, Omega = 10^3, 50 trials; a = 0 gives 2 in the limit; it rises with a.",
     ),
     Experiment(
         "A",
@@ -137,7 +152,21 @@ EXPERIMENTS = (
     ),
     Experiment(
         "B",
-        "Fig. 5, Table 4",
+        "Fig. 5",
+        "Parameters of the models",
+        command="pretrain models --match 'mlp_b*' --classes 11230",
+        printed="9, 12, 24, 37, 74 and 124 million.",
+    ),
+    Experiment(
+        "B",
+        "4.5",
+        "Seconds an epoch and memory on one GPU",
+        command="python benchmarks/gpu.py --names 'make-64 run-b12 run-b6'",
+        printed="B-12/Wi-1024 450 s, B-6/Wi-1024 250 s, batch 16,384, 24 GB (A5000).",
+    ),
+    Experiment(
+        "B",
+        "Table 4",
         "Latency and throughput",
         verb="efficiency",
         printed=(

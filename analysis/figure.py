@@ -35,6 +35,8 @@ class FigureSettings(Settings):
     """Variables that make panels."""
     task: str | None = Field(None, examples=["probe"])
     """Only results of this task: pretrain, probe, tune, evaluate, ..."""
+    accuracy: bool = False
+    """curves: also draw the test accuracy."""
 
 
 def figure_settings(plan: Plan) -> FigureSettings:
@@ -46,6 +48,9 @@ def figure_settings(plan: Plan) -> FigureSettings:
     if (settings.kind == "sweep") != (settings.x is not None):
         problem = "it is required for kind sweep and not valid for others"
         raise SettingsError("figure.x", problem, "set x: width, for example", code="conflict")
+    if settings.accuracy and settings.kind != "curves":
+        problem = "it is only valid for kind curves"
+        raise SettingsError("figure.accuracy", problem, "leave it out", code="conflict")
     members = (member for stage in plan.stages for member in stage.members)
     known = [*VARIABLES, *dict.fromkeys(axis for member in members for axis in member.labels)]
     for name in (*filter(None, [settings.x]), *settings.hue, *settings.facet):
@@ -78,7 +83,8 @@ def figure(plan: Plan, results: pd.DataFrame | None = None, *, partial: bool = F
     elif settings.kind == "curves":
         from analysis.sweeps.curves import curves
 
-        result = curves(results, settings.hue, settings.facet)
+        lines = settings.hue, settings.facet
+        result = curves(results, *lines, with_accuracy=settings.accuracy)
     else:
         from analysis.sweeps.sweep import sweep
 

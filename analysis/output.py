@@ -7,12 +7,15 @@ NAME.png, NAME.svg        the figure; NAME-WHICH.png if there are several; image
 NAME.md                   the tables, if the command makes a page of them
 NAME.json                 the facts, the sha256 of all inputs, the commit, the names of the other
                           files; written last, so the result is complete if this file exists
+
+The figures of an earlier result with the same name are removed first.
 """
 
 import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame
     from PIL.Image import Image
     from rich.table import Table
+
+FIGURES = (".png", ".svg")
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,8 @@ def _words(value: Any) -> str:
 def write(result: Result, out: Path, inputs: Sequence[Path | str] = ()) -> list[Path]:
     """Write the files of a result and return their paths."""
     make_directory(out.absolute().parent)
+    remove_figures(out)
     facts_path = out.with_name(f"{out.name}.json")
-    facts_path.unlink(missing_ok=True)
     files = list[Path]()
     for which, rows in (("", result.rows), ("-results", result.results)):
         if rows is not None and len(rows):
@@ -113,6 +118,17 @@ def write(result: Result, out: Path, inputs: Sequence[Path | str] = ()) -> list[
     return [*files, facts_path]
 
 
+def remove_figures(out: Path) -> None:
+    """Remove NAME.json and the figures that it lists."""
+    facts, names = out.with_name(f"{out.name}.json"), list[str]()
+    with suppress(FileNotFoundError, ValueError, AttributeError):
+        names = json.loads(facts.read_bytes()).get("files", [])
+    for name in names:
+        if name == Path(name).name and name.startswith(out.name) and name.endswith(FIGURES):
+            out.with_name(name).unlink(missing_ok=True)
+    facts.unlink(missing_ok=True)
+
+
 def _write_figure(figure: "Figure | Image", path: Path) -> list[Path]:
     from matplotlib import rc_context
     from PIL.Image import Image
@@ -123,7 +139,7 @@ def _write_figure(figure: "Figure | Image", path: Path) -> list[Path]:
     if isinstance(figure, Image):
         save_sheet(figure, sheet := path.with_name(f"{path.name}.png"))
         return [sheet]
-    files = [path.with_name(f"{path.name}.{ending}") for ending in ("png", "svg")]
+    files = [path.with_name(f"{path.name}{ending}") for ending in FIGURES]
     for file in files:
         # matplotlib looks up colors by number and ticks like 10^3 when it saves
         with looks(), rc_context({"text.parse_math": True}):

@@ -3,8 +3,8 @@
     OUT/index.html       contains its images
     OUT/NAME.*           the files of each figure, such as a_fig7_depth.png, .svg, .parquet, .json
 
-Figures are drawn from the runs that exist. The page shows the command of each missing one, and
-the error of each one that cannot be drawn.
+Figures are drawn from the runs that exist, after those of an earlier page have been removed. The
+page shows the command of each missing one, and the error of each one that cannot be drawn.
 """
 
 import base64
@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader
 from analysis.experiments import EXPERIMENTS, TITLES, Experiment, Paper
 from analysis.figure import figure
 from analysis.matrices.masks import masks
-from analysis.output import Result, write
+from analysis.output import Result, remove_figures, write
 from analysis.results import STAGES, as_frame, results_below
 from analysis.sources import Row, origins_of
 from analysis.sweeps.widths import widths
@@ -69,6 +69,9 @@ def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, is_demo: bool
     """Write the page. `results`: a results table to use instead of runs."""
     make_directory(out)
     sections = [_section(each, is_demo=is_demo) for each in EXPERIMENTS if each.paper == name]
+    (out / "index.html").unlink(missing_ok=True)
+    for plan in (plan for section in sections for plan in section.experiment.plans):
+        remove_figures(out / (plan + "_demo" * is_demo))
     with progress(f"paper {name}", total=len(sections), unit="experiments") as line:
         for section in sections:
             for plan in section.experiment.plans:
@@ -105,6 +108,8 @@ def _section(experiment: Experiment, *, is_demo: bool) -> Section:
     commands = [f"{program} {path}" for path in paths for program in programs]
     if experiment.verb:
         commands.append(f"analysis {experiment.verb}")
+    if experiment.command:
+        commands.append(experiment.command)
     return Section(experiment, commands)
 
 

@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/gpu.py [--only step,data,peers] [--names 'profile-* run-*']
     .venv/bin/python benchmarks/gpu.py --quick              a dry run at small sizes, also on a CPU; its table goes beside --out
     .venv/bin/python benchmarks/gpu.py --table FOUND ...    the table of what was measured elsewhere
+    .venv/bin/python benchmarks/gpu.py --names 'make-64 run-b12 run-b6'     the claims of Scaling MLPs, 4.5
 
 Each part is a command with a time limit. A part that fails is named in the table and does not stop
 the others; the exit status is then 1. Figures are kept in `--out` after each part, so the parts can
@@ -94,6 +95,7 @@ def _data(quick: bool, *, num_ranks: int) -> list[Part]:
     found = [
         make(64, num_images, 101 if quick else 11_230),
         b12("b12", batch),
+        b12("b6", batch, *(() if quick else ("model={preset: mlp_b6_wi1024}",))),
         make(224, num_large, 100),
         train("mixer", "imagenet1k_mixer_b_w", 224, *mixer),
     ]

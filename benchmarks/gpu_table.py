@@ -14,6 +14,8 @@ BEGIN, END = "<!-- benchmarks/gpu.py writes from here -->", "<!-- to here -->"
 NO_FIGURE = "its parts say nothing of it"
 EPOCH = 12.5e6
 """Number of images in ImageNet-21k."""
+PROCESSED_EPOCH = 11_801_680
+"""Number of images in the processed ImageNet-21k of Scaling MLPs."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ ROWS = (
         lambda step, run: step[SHARE] * run[RATE] / step["images_per_s"], "{:.0%}", lambda x: x >= 0.6),
     Row("an epoch of 12.5 M images of 64 px, from shards", "< 25 s", ("run-b12",),
         lambda run: EPOCH / run[RATE], "{:,.1f} s", lambda x: x < 25),
+    *(Row(f"{model}/Wi-1024, batch 16,384: an epoch of 11.8 M images (Scaling MLPs, 4.5)", f"about {printed_s} s on an A5000", (part,),
+          lambda run: PROCESSED_EPOCH / run[RATE], "{:,.0f} s") for model, printed_s, part in (("B-12", 450, "run-b12"), ("B-6", 250, "run-b6"))),
+    *(Row(f"{model}/Wi-1024, batch 16,384: memory that torch reserves on one GPU (Scaling MLPs, 4.5)", "< 24 GB", (part,),
+          lambda run: run.get("usage/peak_gpu_reserved_gb"), "{:,.1f} GiB", lambda x: x * 2**30 < 24e9)
+      for model, part in (("B-12", "run-b12"), ("B-6", "run-b6"))),
     Row("waiting for data in it, of its time", "<= 2 %", ("run-b12",),
         lambda run: run["usage/data_wait_share"], "{:.1%}", lambda x: x <= 0.02),
     Row("augmentation, of the time of a step with it", "<= 5 %", (f"{STEP}-augmented", STEP),

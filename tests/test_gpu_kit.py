@@ -90,6 +90,7 @@ def test_the_table_holds_what_was_found_beside_its_goal(benchmarks: None, tmp_pa
     }
     figures = {"profile-b12-z1-compiled": step, "profile-b12-z1-compiled-augmented": {"ms": 25.0}}
     figures["run-b12"] = {"usage/images_per_s": 600_000.0, "usage/data_wait_share": 0.01}
+    figures["run-b6"] = {"usage/images_per_s": 50_000.0, "usage/peak_gpu_reserved_gb": 22.5}
     figures["run-ranks-z1"] = {"usage/images_per_s": 2_400_000.0, "ranks": 8}
     figures["evaluate-fp32"], figures["evaluate-bf16"] = (
         {"eval/top1": 0.5},
@@ -106,6 +107,11 @@ def test_the_table_holds_what_was_found_beside_its_goal(benchmarks: None, tmp_pa
         "missed",
     ]  # 0.75 x 600 / 800
     assert rows["an epoch of 12.5 M images of 64 px, from shards"] == ["< 25 s", "20.8 s", "met"]
+    one_gpu = [
+        rows[f"B-6/Wi-1024, batch 16,384: {name} (Scaling MLPs, 4.5)"][1:]
+        for name in ("an epoch of 11.8 M images", "memory that torch reserves on one GPU")
+    ]
+    assert one_gpu == [["236 s", ""], ["22.5 GiB", "missed"]]  # 24.2 GB
     assert rows["augmentation, of the time of a step with it"] == ["<= 5 %", "20.0%", "missed"]
     assert rows["weak scaling, one GPU to all: images/s of each, of one alone's"][1] == "50%"
     assert rows["evaluation in bf16 beside fp32, top-1"] == [

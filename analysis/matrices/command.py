@@ -28,15 +28,20 @@ def add_commands(verbs: Verbs) -> None:
     spectra.add_argument(
         "--figs1",
         action="store_true",
-        help="no run: Figure S.1 center, and the largest against Omega; seconds",
+        help="no run: Figure S.1 center and right, the largest against a; seconds",
     )
     structure = add_command(
         verbs,
         "structure",
         _structure,
         help=(
-            "distance of trained matrices to Monarch and Kronecker matrices, compared with random"
-            " matrices of equal spectrum"
+            "Propositions 3.2 and 3.3 and Corollary 3.4 of the Mixer paper on random matrices; with"
+            " runs, the distance of their matrices to Monarch and Kronecker matrices"
+        ),
+        description=(
+            "Prints the largest difference of both sides of Proposition 3.2 and Corollary 3.4, and"
+            " the largest ratio of both sides of Proposition 3.3. The distances of a run are"
+            " compared with those of random matrices of equal spectrum."
         ),
         epilog="analysis structure runs/mine --out runs/mine-structure",
     )
@@ -67,6 +72,12 @@ def add_commands(verbs: Verbs) -> None:
         type=at_least(1),
         default=25,
         help="neurons drawn for each run (not with --which all)",
+    )
+    filters.add_argument(
+        "--color",
+        choices=["max", "furthest"],
+        default="max",
+        help="weight of a pixel: the maximum over its colors, or the color furthest from 0",
     )
     filters.add_argument(
         "--init", action="store_true", help="also show the initial weights of each run"
@@ -113,9 +124,9 @@ def _masks(options: argparse.Namespace) -> Result:
 def _filters(options: argparse.Namespace) -> Result:
     _check_checkpoints(options)
     with doing("loading torch"):
-        from analysis.matrices.filters import filters
-    which, count = options.which, options.count
-    return filters(options.runs, which=which, count=count, with_initial=options.init)
+        from analysis.matrices.filters import Drawn, filters
+    drawn = Drawn(options.which, options.count, options.color)
+    return filters(options.runs, drawn, with_initial=options.init)
 
 
 def _check_checkpoints(options: argparse.Namespace) -> None:

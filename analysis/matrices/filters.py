@@ -1,4 +1,5 @@
-"""First layers as images, several checkpoints side by side, and the locality of their neurons.
+"""First layers as images, several checkpoints side by side, and the locality of their neurons
+(Scaling MLPs, Figures 10 and 11). Its Appendix B draws the maximum over the colors of a pixel.
 
 Locality of a neuron whose pixels have energies e, their squared weights summed over colors:
 
@@ -6,12 +7,14 @@ Locality of a neuron whose pixels have energies e, their squared weights summed 
                  one pixel, 1 for equal pixels, 3 / 5 for Gaussian and 15 / 19 for uniform noise
     radius       root mean square distance of the energy from its center, divided by the side:
                  sqrt(1/6) = 0.41 for equal pixels
-    neighbors    correlation between the weights of adjacent pixels: 0 for noise, nearly 1 if smooth
+    neighbors    correlation between the weights of adjacent pixels, after the mean of each color is
+                 subtracted: 0 for noise, nearly 1 if smooth, null for equal pixels
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -30,6 +33,7 @@ from pretrain.checkpoints.files import load_weights
 from pretrain.tracking.pictures import (
     FIRST_LAYER,
     PANEL,
+    Color,
     draw_filters,
     filter_side,
     filters_of,
@@ -55,12 +59,13 @@ class Layer:
     def locality(self) -> pd.DataFrame:
         """Return a row for each neuron; area 0 for a neuron without weights."""
         weights = self.weight_NF.double().cpu().numpy().reshape(-1, 3, self.side, self.side)
+        centered = weights - weights.mean((2, 3), keepdims=True)
         energy = (weights**2).sum(1)
         total = np.maximum(energy.sum((1, 2)), _LEAST)
         places = (np.arange(self.side) + 0.5) / self.side
         across = [energy.sum(axis) / total[:, None] for axis in (1, 2)]
         spread = sum(each @ places**2 - (each @ places) ** 2 for each in across)
-        pairs = [(weights[..., 1:, :], weights[..., :-1, :]), (weights[..., 1:], weights[..., :-1])]
+        pairs = [(each[..., 1:], each[..., :-1]) for each in (centered, centered.swapaxes(2, 3))]
         products = sum((one * other).sum((1, 2, 3)) for one, other in pairs)
         squares = sum((one**2 + other**2).sum((1, 2, 3)) / 2 for one, other in pairs)
         used = self.side**2 * np.maximum((energy**2).sum((1, 2)), _LEAST)
@@ -70,12 +75,20 @@ class Layer:
                 "neuron": np.arange(len(weights)),
                 "area": energy.sum((1, 2)) ** 2 / used,
                 "radius": np.sqrt(np.maximum(spread, 0)),
-                "neighbors": products / np.maximum(squares, _LEAST),
+                "neighbors": products / np.where(squares > 1e-20 * total, squares, np.nan),
             }
         )
 
 
-def filters(runs: Sequence[Path], *, which: str, count: int, with_initial: bool) -> Result:
+class Drawn(NamedTuple):
+    """Settings of the images."""
+
+    which: str = "first"
+    count: int = 25
+    color: Color = "max"
+
+
+def filters(runs: Sequence[Path], drawn: Drawn, *, with_initial: bool) -> Result:
     opened = [Checkpoint.open(place) for place in runs]
     layers = list[Layer]()
     names = [name_of(each.run_dir or place) for place, each in zip(runs, opened, strict=True)]
@@ -94,7 +107,7 @@ def filters(runs: Sequence[Path], *, which: str, count: int, with_initial: bool)
             layers.append(Layer(f"{name}, initial", weight, layer.side))
     rows = pd.concat([layer.locality for layer in layers], ignore_index=True)
     medians = rows.groupby("layer", sort=False)[[*MEASURES]].median()
-    figures = {"": sheet(layers, which=which, count=count), "locality": draw_locality(rows)}
+    figures = {"": sheet(layers, drawn), "locality": draw_locality(rows)}
     inputs = [each.directory for each in opened]
     table = medians.reset_index().rename(columns={"layer": "median over the neurons", **MEASURES})
     return Result(rows, medians.to_dict("index"), figures, inputs, [table])
@@ -112,22 +125,24 @@ def first_layer(opened: Checkpoint, name: str = "") -> Layer:
     return Layer(name, weights[FIRST_LAYER], side)
 
 
-def sheet(layers: Sequence[Layer], *, which: str, count: int) -> Image.Image:
-    drawn = []
+def sheet(layers: Sequence[Layer], drawn: Drawn) -> Image.Image:
+    sheets, count, color = [], drawn.count, drawn.color
     for layer in layers:
         weight, side = layer.weight_NF, layer.side
-        if which == "largest":
-            shown = strongest_filters(weight, side=side, count=count)
+        if drawn.which == "largest":
+            shown = strongest_filters(weight, side=side, count=count, color=color)
         else:
-            shown = filters_of(weight[: count if which == "first" else None], side=side)
+            shown = filters_of(
+                weight[: count if drawn.which == "first" else None], side=side, color=color
+            )
         words = {"largest": f"the {count} strongest", "first": f"the first {count}"}
-        title = f"{layer.name}: {words.get(which, f'all {len(shown):,}')} filters"
+        title = f"{layer.name}: {words.get(drawn.which, f'all {len(shown):,}')} filters"
         columns = int(np.ceil(len(shown) ** 0.5))
         panel = max(side + 14, min(PANEL, 1800 // columns))
-        drawn.append(draw_filters(shown, columns=columns, title=title, panel=panel))
-    starts = np.cumsum([0, *(each.width + _GAP for each in drawn)]).tolist()
-    whole = Image.new("RGB", (starts[-1] - _GAP, max(each.height for each in drawn)), PAPER)
-    for start, each in zip(starts, drawn, strict=False):
+        sheets.append(draw_filters(shown, columns=columns, title=title, panel=panel, color=color))
+    starts = np.cumsum([0, *(each.width + _GAP for each in sheets)]).tolist()
+    whole = Image.new("RGB", (starts[-1] - _GAP, max(each.height for each in sheets)), PAPER)
+    for start, each in zip(starts, sheets, strict=False):
         whole.paste(each, (start, 0))
     return whole
 
@@ -139,7 +154,8 @@ def draw_locality(rows: pd.DataFrame) -> Figure:
         for axes, (key, words) in zip(axes_of, MEASURES.items(), strict=True):
             for number, (name, own) in enumerate(rows.groupby("layer", sort=False)):
                 line, color = ":" if name.endswith("initial") else "-", mark(number)["color"]
-                axes.ecdf(own[key], label=legible(name), color=color, ls=line)
+                if own[key].notna().any():
+                    axes.ecdf(own[key].dropna(), label=legible(name), color=color, ls=line)
             axes.set_xlabel(words)
         axes_of[0].set_ylabel("fraction of the neurons")
         noise = {"Gaussian noise: 3/5": (3 / 5, "--"), "uniform noise: 15/19": (15 / 19, "-.")}

@@ -16,10 +16,10 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.matrices.spectra import singular_values
+from analysis.matrices.spectra import NOISE, norm, singular_values
 from analysis.output import Result, mark
 from data_prep.progress import progress
-from finetune.looks import BLUE, COLOURS, GREY, looks, panels
+from finetune.looks import BLUE, GREY, looks, panels
 from pretrain.models.layers.sparse import draw_connections, largest_singular_value
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ SIDES = (
 )  # fmt: skip
 """(C, S) of Figure 4."""
 SPARSER, SPARSER_OMEGA = 1.5, 1_000
-"""a of Figure S.1: m = Omega^((1 + a) / 2), p = Omega^-a."""
+"""a and Omega of Figure S.1, center: m = Omega^((1 + a) / 2), p = Omega^-a."""
+EXPONENTS = tuple(n / 4 for n in range(7))
+"""a of Figure S.1, right; the paper's own values are not in its text."""
 LAWS = {"dense": "1 + √γ", "printed": "√L₊, q² = pm (printed)", "with_gamma": "√L₊, q² = pγm"}
 
 
@@ -88,8 +90,9 @@ def widths(
 def sparser(
     exponents: Sequence[float], omegas: Sequence[int], *, seeds: int, with_all_values: bool
 ) -> pd.DataFrame:
-    """Return the rows of Figure S.1: m x m matrices with about Omega connections, and all or only
-    the largest of their singular values. p m = Omega^((1 - a) / 2) grows, is 1, or vanishes."""
+    """Return the rows of Figure S.1: m x m matrices Z with about Omega connections, and all or only
+    the largest of their singular values, divided by the root of the mean diagonal entry of Z Z^T
+    (D.1). A dense matrix, a = 0, has the largest value 2 in the limit of large Omega."""
     cases = [
         {"a": a, "omega": omega, "width": round(omega ** ((1 + a) / 2))}
         | {"density": omega**-a, "gamma": 1.0}
@@ -98,13 +101,14 @@ def sparser(
     rows = []
     for row in _repeated(cases, seeds=seeds):
         matrix = sparse_matrix(row)
+        matrix /= norm(matrix) / row["width"] ** 0.5
         row["connections"] = int(matrix.nnz)
         values = singular_values(matrix) if with_all_values else None
         if values is None:
             row["sigma_max"] = largest_singular_value(matrix)
         else:  # most rows have no connection
             row["sigma_max"] = values[0]
-            row["values"] = values[values > 1e-7 * values[0]].tolist()
+            row["values"] = values[values > NOISE * values[0]].tolist()
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -121,10 +125,14 @@ def figure_4(*, quick: bool) -> Result:
 
 def figure_s1(*, quick: bool) -> Result:
     center = sparser((SPARSER,), (SPARSER_OMEGA,), seeds=2 if quick else 50, with_all_values=True)
-    omegas = (100, 300, 1_000, 3_000)
-    right = sparser((0.5, 1.0, 1.5), omegas, seeds=2 if quick else 10, with_all_values=False)
+    omegas, seeds = (SPARSER_OMEGA // 10, SPARSER_OMEGA, SPARSER_OMEGA * 10), 2 if quick else 10
+    right = sparser(EXPONENTS, omegas, seeds=seeds, with_all_values=False)
     rows = pd.concat([center, right], ignore_index=True)
-    return Result(rows, {"seeds": len(center)}, {"": draw_sparser(center, right)})
+    means = right.assign(omega="Ω = " + right.omega.astype(str)).pivot_table(
+        "sigma_max", "a", "omega"
+    )
+    facts = {"seeds": {"center": len(center), "right": seeds}, "largest": means.to_dict()}
+    return Result(rows, facts, {"": draw_sparser(center, right)}, printed=[means.reset_index()])
 
 
 def draw_widths(rows: pd.DataFrame, *, title: str) -> Figure:
@@ -167,15 +175,10 @@ def draw_sparser(spectra: pd.DataFrame, largest: pd.DataFrame) -> Figure:
         center.set(xlabel="singular value (without zeros)", ylabel="number in a matrix")
         center.set_title(title)
         center.legend()
-        for number, (a, own) in enumerate(largest.groupby("a")):
-            by_omega = own.groupby("omega")
-            _draw_over_seeds(right, by_omega.sigma_max, number, f"a = {a:g}")
-            law = by_omega.printed.first()
-            right.plot(law.index, law, "--", color=COLOURS[number], lw=1)
-        right.plot([], [], "--", color=GREY, lw=1, label="√L₊")
-        right.set(xscale="log", yscale="log", xlabel="connections Ω")
-        right.set(ylabel="largest singular value", title="γ = 1, m = Ω^((1+a)/2), p = Ω^-a")
-        for axis in (right.xaxis, right.yaxis):
-            axis.set_major_formatter("{x:,g}")
-        right.legend(loc="upper left", ncols=2)
+        for number, (omega, own) in enumerate(largest.groupby("omega")):
+            _draw_over_seeds(right, own.groupby("a").sigma_max, number, f"Ω = {omega:,}")
+        right.axhline(2, color=GREY, lw=1, label="dense matrix (a = 0) in the limit: 2")
+        right.set(xlabel="a", ylabel="largest singular value", ylim=(0, None))
+        right.set_title("γ = 1, m = Ω^((1+a)/2), p = Ω^-a")
+        right.legend(loc="upper left")
     return figure

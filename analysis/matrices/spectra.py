@@ -4,7 +4,7 @@ with the law of random matrices.
 They are the roots of the eigenvalues of the small Gram matrix in float64, which takes a third of
 the time of a singular value decomposition. An eigenvalue has an error of about 1e-15 of the largest
 one, so a singular value of a thousandth of the largest has a relative error of 1e-9. Values below
-1e-7 of the largest are noise and have no effect on any measure.
+NOISE of the largest are errors of rounding: the effective rank leaves them out.
 
 The columns of a row, for each matrix W and step (the effective matrix has `copies` times both
 ranks):
@@ -37,6 +37,7 @@ from data_prep.images.lettering import legible
 from finetune.looks import COLOURS, GREY, MARKERS, looks, panels
 from pretrain.models.layers.sparse import largest_singular_value
 
+NOISE = 1e-7
 LONGEST_SIDE = 4096
 """Side of the largest Gram matrix: 134 MB of float64, three times. Of larger matrices only the
 largest singular value is computed."""
@@ -119,7 +120,8 @@ def singular_values(weight: Array | csr_matrix, *, device: str = "cpu") -> Array
 
 
 def effective_rank(values: Array) -> float:
-    fractions = values[values > 0] / (values.sum() or 1.0)
+    kept = values[values > NOISE * values.max()]
+    fractions = kept / (kept.sum() or 1.0)
     return float(np.exp(-(fractions * np.log(fractions)).sum()))
 
 

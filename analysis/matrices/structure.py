@@ -1,5 +1,5 @@
 """Distance of a matrix to the nearest Monarch and Kronecker matrix, compared with random matrices
-with the same singular values; Proposition 3.3 of the Mixer paper.
+with the same singular values.
 
 Outputs are a grid of S x C, inputs one of H x V, token by token: W[(s, c), (h, v)]. Both nearest
 matrices (in the Frobenius norm) are made of rank-1 approximations, so their distance needs the
@@ -25,10 +25,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from analysis.matrices.propositions import check_propositions
 from analysis.matrices.spectra import LARGEST_DENSE, draw_lines, singular_values
 from analysis.matrices.weights import Array, checkpoints_of, steps_of
 from analysis.output import Result
-from finetune.looks import BLUE, GREY, looks, panels
+from finetune.looks import GREY
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.spec import SparseMlpSpec, nearest_divisor
 
@@ -73,17 +74,14 @@ def grid_of(side: int, *, tokens: int | None) -> Grid:
 def structure(places: list[Path], *, quick: bool, device: torch.device) -> Result:
     runs, inputs = checkpoints_of(places, newest_only=quick)
     rows = pd.DataFrame(distances(runs, randoms=1 if quick else 3, device=device.type))
-    bound = bound_on_random_matrices()
-    largest = bound.groupby("kind", sort=False).ratio.max()
-    holds = bool(largest.max() <= 1 + 1e-12)
-    facts = {"proposition 3.3": {"holds": holds, "largest ratio": largest.to_dict()}}
-    figures, printed = {"prop33": draw_bound(bound)}, list[str | pd.DataFrame]()
+    statements, facts, figure = check_propositions(quick=quick)
+    figures, printed = {"prop33": figure}, list[str | pd.DataFrame]([statements])
     if len(rows):
         figures |= {"": draw(rows)}
         left_out = rows[rows.random.isna() | (rows.random == 0)]
         if len(left_out):
             title = f"left out, with a prime side or more than {LARGEST_DENSE:,} entries:"
-            printed = [title, left_out[["run", "name", "form"]].drop_duplicates()]
+            printed += [title, left_out[["run", "name", "form"]].drop_duplicates()]
     return Result(rows, facts | {"device": device.type}, figures, inputs, printed)
 
 
@@ -129,52 +127,4 @@ def draw(rows: pd.DataFrame) -> Figure:
         axes.axhline(1, color=GREY, lw=0.8)
     figure.axes[0].set_ylabel("distance / random distance")
     figure.axes[1].sharey(figure.axes[0])
-    return figure
-
-
-# ---- Proposition 3.3: weight decay of a Mixer's two matrices bounds the 1-norm of their Kronecker
-# product ------------
-
-
-def both_sides(v: Array, w: Array) -> tuple[float, float]:
-    """Return (|V|_F^2 + |W|_F^2) / 2 and |V (x) W|_1 / (C S) for V (S x S) and W (C x C); the first
-    is never less. |V (x) W|_1 = |V|_1 |W|_1."""
-    entries = len(v) * len(w)
-    return float((v**2).sum() + (w**2).sum()) / 2, float(abs(v).sum() * abs(w).sum()) / entries
-
-
-def bound_on_random_matrices(
-    *, draws: int = 200, sides: tuple[int, ...] = (4, 16, 64)
-) -> pd.DataFrame:
-    """Return the ratio of the right to the left side for random V and W of several kinds."""
-    generator, rows = np.random.default_rng(0), []
-    for _ in range(draws):
-        one, other = generator.choice(sides, 2)
-        shapes = ((one, one), (other, other))
-        gauss = [generator.standard_normal(shape) for shape in shapes]
-        signs = [generator.choice([-1.0, 1.0], shape) for shape in shapes]
-        kinds = {
-            "Gaussian": gauss,
-            "Gaussian, 10 % of the entries": [x * (generator.random(x.shape) < 0.1) for x in gauss],
-            "Student's t, 2 degrees": [generator.standard_t(2, shape) for shape in shapes],
-            "signs": signs,
-            "signs, of equal norms": [x / len(x) for x in signs],
-        }
-        for kind, (v, w) in kinds.items():
-            left, right = both_sides(v, w)
-            rows.append({"kind": kind, "ratio": right / left if left else 0.0})
-    return pd.DataFrame(rows)
-
-
-def draw_bound(bound: pd.DataFrame) -> Figure:
-    with looks():
-        figure, (axes,) = panels(1, height=2.4)
-        kinds = bound.kind.unique().tolist()
-        jitter = np.random.default_rng(0).uniform(-0.3, 0.3, len(bound))
-        axes.plot(bound.ratio, bound.kind.map(kinds.index) + jitter, ".", ms=2, color=BLUE)
-        axes.axvline(1, color="black", lw=0.8)
-        axes.set_yticks(range(len(kinds)), kinds)
-        axes.invert_yaxis()
-        words = "‖V⊗W‖₁ / CS, of\n(‖V‖² + ‖W‖²) / 2"
-        axes.set(xlabel=words, xlim=(0, 1.05), title="Proposition 3.3")
     return figure

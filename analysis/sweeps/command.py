@@ -41,6 +41,9 @@ def add_commands(verbs: Verbs) -> None:
         ),
         epilog="analysis curves runs/plans/a_figS6.parquet --hue mixing --facet shape",
     )
+    curves.add_argument(
+        "--accuracy", action="store_true", help="also draw the test accuracy (Fig. S.8)"
+    )
     for command in (sweep, curves):
         add_points(command, metavar="POINTS.parquet")
         for option, words in (
@@ -80,7 +83,8 @@ def _curves(options: argparse.Namespace) -> Result:
     from analysis.results import read_results
     from analysis.sweeps.curves import curves
 
-    return curves(read_results(options.points), options.hue, options.facet)
+    results = read_results(options.points)
+    return curves(results, options.hue, options.facet, with_accuracy=options.accuracy)
 
 
 def _widths(options: argparse.Namespace) -> Result:

@@ -1,7 +1,7 @@
-"""Losses during training, over seeds: their range, and by how much the last test loss exceeds the
-smallest one (overfit)."""
+"""Losses and test accuracy during training, over seeds: their range, and by how much the last test
+loss exceeds the smallest one (overfit)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -16,43 +16,68 @@ LINE = ["facet", "hue", "curve"]
 def losses_of(
     results: pd.DataFrame, hue: Sequence[str] = (), facet: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Return the loss of each seed: facet, hue, curve, run, epochs, loss. All seeds of a line are
-    interpolated at the epochs of its first one, as far as all of them go."""
-    known = results[results.train_losses.notna() | results.test_losses.notna()]
+    """Return the loss of each seed: facet, hue, curve, run, epochs, loss."""
+    columns = {"train": "train_losses", "test": "test_losses"}
+    return _over_epochs(results, columns, hue, facet).rename(columns={"value": "loss"})
+
+
+def accuracies_of(
+    results: pd.DataFrame, hue: Sequence[str] = (), facet: Sequence[str] = ()
+) -> pd.DataFrame:
+    """Return the test accuracy of each seed: facet, hue, curve, run, epochs, accuracy."""
+    errors = _over_epochs(results, {"accuracy": "test_errors"}, hue, facet)
+    return errors.assign(accuracy=1 - errors.pop("value"))
+
+
+def _over_epochs(
+    results: pd.DataFrame, columns: Mapping[str, str], hue: Sequence[str], facet: Sequence[str]
+) -> pd.DataFrame:
+    """Return the values of each curve's column. All seeds of a line are interpolated at the epochs
+    of its first one, as far as all of them go."""
+    known = results[results[[*columns.values()]].notna().any(axis=1)]
     if known.empty:
         fix = "train with tracking.enabled=true, which writes the event log"
         raise UserError("curves", "no result has a training curve", fix, code="empty")
     frames = []
     for (panel, line), seeds in grouped(known, "", hue, facet).groupby(LINE[:2], sort=False):
-        for curve in ("train", "test"):
-            own = seeds[seeds[f"{curve}_losses"].notna()]
+        for curve, column in columns.items():
+            own = seeds[seeds[column].notna()]
             if own.empty:
                 continue
-            epochs = own[f"{curve}_epochs"]
+            epochs = own[f"{column.partition('_')[0]}_epochs"]
             low, high = epochs.str[0].max(), epochs.str[-1].min()
             common = np.array([epoch for epoch in epochs.iloc[0] if low <= epoch <= high])
             if not len(common):
                 problem = f"the {curve} curves of {own.run.iloc[0]} and its seeds share no epoch"
                 fix = "make lines or panels of the variable in which they differ"
                 raise UserError("--hue", problem, fix, code="conflict")
-            for run, x, y in zip(own.run, epochs, own[f"{curve}_losses"], strict=True):
+            for run, x, y in zip(own.run, epochs, own[column], strict=True):
                 about = {"facet": panel, "hue": line, "curve": curve, "run": run}
-                loss = np.interp(common, x, y)
-                frames.append(pd.DataFrame({**about, "epochs": common, "loss": loss}))
+                value = np.interp(common, x, y)
+                frames.append(pd.DataFrame({**about, "epochs": common, "value": value}))
     return pd.concat(frames, ignore_index=True)
 
 
-def bands_of(losses: pd.DataFrame) -> pd.DataFrame:
-    """Return the statistics over seeds at each epoch."""
-    seeds = losses.groupby([*LINE, "epochs"], sort=False).loss
+def bands_of(values: pd.DataFrame) -> pd.DataFrame:
+    """Return the statistics of the last column over seeds at each epoch."""
+    seeds = values.groupby([*LINE, "epochs"], sort=False)[values.columns[-1]]
     return seeds.agg(mean="mean", sd="std", min="min", max="max", num_seeds="size").reset_index()
 
 
-def curves(results: pd.DataFrame, hue: Sequence[str] = (), facet: Sequence[str] = ()) -> Result:
+def curves(
+    results: pd.DataFrame,
+    hue: Sequence[str] = (),
+    facet: Sequence[str] = (),
+    *,
+    with_accuracy: bool = False,
+) -> Result:
     losses = losses_of(results, hue, facet)
     from analysis.sweeps.pictures import draw_curves
 
     bands = bands_of(losses)
+    if with_accuracy:
+        accuracies = bands_of(accuracies_of(results, hue, facet))
+        bands = pd.concat([bands, accuracies], ignore_index=True)
     tests = losses[losses.curve == "test"].groupby(["facet", "hue", "run"], sort=False).loss
     overfit = (tests.last() - tests.min()).groupby(["facet", "hue"], sort=False)
     lines = overfit.agg(overfit_mean="mean", overfit_sd="std", num_seeds="size").reset_index()

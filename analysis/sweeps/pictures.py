@@ -92,18 +92,24 @@ def _draw_legend(figure: Figure, axes: Sequence[Axes]) -> None:
 
 
 def draw_curves(bands: pd.DataFrame) -> Figure:
-    """Draw the range and the mean over seeds; training is dashed."""
+    """Draw the range and the mean over seeds; training is dashed. The accuracy has its own panel,
+    next to that of the losses."""
     facets, hues = bands.facet.unique().tolist(), bands.hue.unique().tolist()
+    per_facet = 1 + int((bands.curve == "accuracy").any())
     with looks(*facets, *hues):
-        figure, axes = panels(len(facets), height=2.0)
+        count = len(facets) * per_facet
+        figure, axes = panels(count, height=2.0, most=2 if per_facet == 2 else 3)
         for (facet, hue, curve), own in bands.groupby(["facet", "hue", "curve"], sort=False):
             style = mark(hues.index(hue)) | {"marker": "o" if len(own) == 1 else ""}
-            style |= {"linestyle": "-" if curve == "test" else "--"}
-            style |= {"label": ", ".join(filter(None, [legible(hue), curve]))}
-            each = axes[facets.index(facet)]
-            draw_band(each, own.epochs, own["min"], own["mean"], own["max"], **style)
+            style |= {"linestyle": "--" if curve == "train" else "-"}
+            is_accuracy = curve == "accuracy"  # in the color of the test loss
+            label = "" if is_accuracy else ", ".join(filter(None, [legible(hue), curve]))
+            values = own[["min", "mean", "max"]].to_numpy().T * (100 if is_accuracy else 1)
+            each = axes[per_facet * facets.index(facet) + is_accuracy]
+            draw_band(each, own.epochs, *values, **style, label=label)
             each.set(title=legible(facet), xlabel="epochs")
-        axes[0].set_ylabel("loss (nats)")
+        for number, each in enumerate(axes):
+            each.set_ylabel("test accuracy (%)" if number % per_facet else "loss (nats)")
         _draw_legend(figure, axes)
     return figure
 

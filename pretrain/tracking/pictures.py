@@ -6,7 +6,7 @@ become local), and over one patch in a Mixer or a SW-MLP. Other models have no s
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,12 @@ from data_prep.images.sheet import INK, PAPER, QUIET, LabelledPicture, draw_shee
 from pretrain.augment.augmentation import Normalisation, Prepared
 from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, SparseMlpSpec
 
+Color = Literal["max", "furthest"]
+COLORS: dict[Color, str] = {
+    "max": "the maximum over a pixel's colors",
+    "furthest": "a pixel's color furthest from 0",
+}
+"""The weight that is drawn for a pixel."""
 FIRST_LAYER = "stem.weight"
 PANEL, MARGIN, HEAD = 144, 6, 66
 _RED_TO_BLUE = np.array(
@@ -34,24 +40,32 @@ def filter_side(spec: AnySpec, *, image_size: int) -> int | None:
     return spec.patch_size if isinstance(spec, MixerSpec | SparseMlpSpec) else None
 
 
-def filters_of(weight_NF: Tensor, *, side: int) -> NDArray[np.float32]:
-    """(N, side, side): of each pixel's colours, which the models flatten before rows and columns,
-    the weight furthest from 0."""
+def filters_of(weight_NF: Tensor, *, side: int, color: Color = "furthest") -> NDArray[np.float32]:
+    """Return (N, side, side): one weight for each pixel. The models flatten colors before rows and
+    columns."""
     colours_N3HW = weight_NF.float().cpu().view(-1, 3, side, side)
+    by_N3HW = colours_N3HW.abs() if color == "furthest" else colours_N3HW
     filters: NDArray[np.float32] = colours_N3HW.take_along_dim(
-        colours_N3HW.abs().argmax(dim=1, keepdim=True), dim=1
+        by_N3HW.argmax(dim=1, keepdim=True), dim=1
     )[:, 0].numpy()
     return filters
 
 
-def strongest_filters(weight_NF: Tensor, *, side: int, count: int) -> NDArray[np.float32]:
+def strongest_filters(
+    weight_NF: Tensor, *, side: int, count: int, color: Color = "furthest"
+) -> NDArray[np.float32]:
     """Return the filters of the `count` neurons with the largest weights, the largest first."""
     order = weight_NF.float().norm(dim=1).argsort(descending=True, stable=True)[:count]
-    return filters_of(weight_NF[order], side=side)
+    return filters_of(weight_NF[order], side=side, color=color)
 
 
 def draw_filters(
-    filters: NDArray[np.float32], *, columns: int, title: str, panel: int = PANEL
+    filters: NDArray[np.float32],
+    *,
+    columns: int,
+    title: str,
+    panel: int = PANEL,
+    color: Color = "furthest",
 ) -> Image.Image:
     """`columns` x `columns` panels, all in one scale: blue is positive, red negative, white
     nothing."""
@@ -65,10 +79,7 @@ def draw_filters(
     )
     small, bar = Letters(13), _coloured(np.tile(np.linspace(-1, 1, 120), (12, 1)))
     sheet.paste(bar, (MARGIN, MARGIN + 36))
-    facts = (
-        f"{-scale:.2g} to {scale:.2g}, of each pixel the colour furthest from 0; noise: hardly"
-        " trained; one colour: flat"
-    )
+    facts = f"{-scale:.2g} to {scale:.2g}, {COLORS[color]}; noise: hardly trained; one color: flat"
     small.draw(sheet, (MARGIN + bar.width + 8, MARGIN + 33), facts, QUIET)
     inside = panel - 2 * MARGIN
     for number, values in enumerate(filters[: columns * columns]):

@@ -14,7 +14,7 @@ import yaml
 from scipy.sparse import csr_matrix
 
 from analysis.cli import main
-from analysis.matrices import initial, masks, spectra, structure
+from analysis.matrices import initial, masks, propositions, spectra, structure
 from analysis.matrices.weights import matrices_of
 from data_prep.publish import write_json
 from pretrain.models.build import build_model
@@ -96,6 +96,11 @@ def test_a_mixing_has_the_spectrum_of_its_effective_matrix(permuted: object) -> 
 def test_measures_of_known_spectra() -> None:
     assert spectra.effective_rank(np.full(7, 3.0)) == pytest.approx(7)
     assert spectra.effective_rank(np.array([2.0, 0, 0])) == pytest.approx(1)
+    of_rank_2 = GENERATOR.standard_normal((300, 2)) @ GENERATOR.standard_normal((2, 400))
+    parts = np.linalg.svd(of_rank_2, compute_uv=False)[:2]
+    parts /= parts.sum()
+    found = spectra.effective_rank(spectra.singular_values(of_rank_2))
+    assert found == pytest.approx(np.exp(-parts @ np.log(parts)), rel=1e-9)  # no rounding errors
     dense = spectra.Matrix("x", 0, GENERATOR.standard_normal((600, 300)) * 5, 1)
     spiked = spectra.Matrix("x", 0, dense.weight + 10 * np.ones((600, 300)), 1)
     small, large = (spectra.spectrum(each, initial=dense) for each in (dense, spiked))
@@ -153,7 +158,10 @@ def test_spectra_and_structure_of_runs(tmp_path: Path, capsys: Capture) -> None:
     grids = found.out[found.run == "sw"].map(tuple)
     assert {*grids} == {(4, 8)}  # tokens by channels
     assert (found.distance / found.random).between(0.5, 1.5).all()
-    assert json.loads((tmp_path / "structure.json").read_text())["proposition 3.3"]["holds"]
+    facts = json.loads((tmp_path / "structure.json").read_text())
+    assert [each["holds"] for each in facts["statements"]] == ["yes"] * 4
+    least = [each["left"] - each["right"] for each in facts["minima"]]
+    assert len(least) == 12 and min(least) > 0
     assert "left out" not in capsys.readouterr().out
 
 
@@ -235,15 +243,57 @@ def test_a_random_matrix_of_equal_spectrum_is_another_one() -> None:
         assert structure.grid_of(side, tokens=tokens) == grid
 
 
-def test_proposition_3_3() -> None:
+def test_the_regularizers_of_proposition_3_3() -> None:
     v, w = GENERATOR.standard_normal((S, S)), GENERATOR.standard_normal((C, C))
-    left, right = structure.both_sides(v, w)
+    left, right = propositions.both_sides(v, w)
     assert left == pytest.approx((np.linalg.norm(v) ** 2 + np.linalg.norm(w) ** 2) / 2)
     assert right == pytest.approx(np.abs(np.kron(v, w)).sum() / (C * S)) and right < left
-    found = structure.bound_on_random_matrices(draws=30).groupby("kind").ratio
+    found = propositions.bound_on_random_matrices(draws=30).groupby("kind").ratio
     assert found.max().max() <= 1 + 1e-12
     assert found.min()["signs, of equal norms"] == pytest.approx(1)
     assert found.max()[["Gaussian", "Student's t, 2 degrees"]].between(0, 0.9).all()
+
+
+@pytest.mark.parametrize("strength", [0.02, 0.3, 100.0])
+def test_the_minima_of_proposition_3_3_in_closed_form(strength: float) -> None:
+    """L(B) = |B - Y|_F^2 / (2 m). Over B: every entry of Y is moved towards 0. Over V and W: the
+    first singular value of Y's rearrangement (Van Loan) is moved towards 0."""
+    sides, width = (2, 3), 6
+    targets = np.random.default_rng(0).standard_normal((width, width))
+    loss = propositions.Loss("squares", np.eye(width), targets)
+    distance = width * strength
+    kept = np.sign(targets) * np.maximum(abs(targets) - distance, 0)
+    expected = ((kept - targets) ** 2).sum() / (2 * width) + strength * abs(kept).sum()
+    right, weights = propositions.minimum_over_weights(loss, strength)
+    assert right == pytest.approx(expected, rel=1e-8)
+    np.testing.assert_allclose(weights, kept, atol=1e-4)
+    pairs = targets.reshape(*sides, *sides).transpose(0, 2, 1, 3).reshape(4, 9)
+    largest = np.linalg.norm(pairs, 2)
+    expected = (np.linalg.norm(targets) ** 2 - max(largest - distance, 0) ** 2) / (2 * width)
+    left = propositions.minimum_over_factors(loss, strength, sides=sides, generator=GENERATOR)
+    assert left == pytest.approx(expected, rel=1e-8)
+
+
+def test_the_logistic_loss_is_that_of_torch() -> None:
+    inputs, weights = GENERATOR.standard_normal((6, 20)), GENERATOR.standard_normal((6, 6))
+    signs = np.sign(GENERATOR.standard_normal((6, 20)))
+    value, gradient = propositions.Loss("logistic", inputs, signs).at(weights)
+    x = torch.from_numpy(weights).requires_grad_()
+    margins = torch.from_numpy(signs) * (x @ torch.from_numpy(inputs))
+    expected = torch.nn.functional.softplus(-margins).sum() / 20
+    torch.autograd.backward(expected)
+    assert x.grad is not None and value == pytest.approx(expected.item())
+    np.testing.assert_allclose(gradient, x.grad)
+
+
+def test_a_mixing_without_and_with_an_activation_is_a_wide_mlp() -> None:
+    """Proposition 3.2 and Corollary 3.4. J is a permutation with J vec(X) = vec(X^T)."""
+    x, j = GENERATOR.standard_normal((S, C)), propositions.commutation(S, C)
+    np.testing.assert_array_equal(j @ x.ravel("F"), x.T.ravel("F"))
+    assert (j.sum(0) == 1).all() and (j.sum(1) == 1).all()
+    found = propositions.equivalences(draws=10)
+    assert found[["wide_mlp", "monarch"]].to_numpy().max() < 1e-12
+    assert found.tokens.nunique() > 2 and (found.tokens != found.channels).any()
 
 
 def test_at_fixed_omega_measured_values_meet_the_law_with_gamma() -> None:
@@ -262,14 +312,29 @@ def test_at_fixed_omega_measured_values_meet_the_law_with_gamma() -> None:
 
 
 def test_the_sparsest_matrices() -> None:
-    """Connections far apart are singular values of their own."""
+    """Connections far apart are singular values of their own. The mean diagonal entry of Z Z^T is
+    1 in each matrix (D.1), so the squares of the values have the sum m."""
     rows = initial.sparser((1.9,), (100,), seeds=2, with_all_values=True)
     assert rows.width[0] == round(100**1.45) and rows.density[0] == pytest.approx(100**-1.9)
     assert (rows["values"].map(len) <= rows.connections).all()
-    largest = initial.sparser((0.5, 1.5), (30, 100), seeds=1, with_all_values=False)
-    widths = [(0.5, 13), (0.5, 32), (1.5, 70), (1.5, 316)]
-    assert list(zip(largest.a, largest.width, strict=True)) == widths
-    assert initial.draw_sparser(rows, largest).axes
+    squares = rows["values"].map(lambda values: (np.array(values) ** 2).sum())
+    assert squares.tolist() == pytest.approx([100**1.45] * 2, rel=1e-3)
+    assert rows.sigma_max.tolist() == rows["values"].str[0].tolist()
+
+
+def test_the_largest_value_rises_with_a_from_2() -> None:
+    """Figure S.1 right, and D.1: a = 0 is a dense matrix, whose value is 2 in the limit."""
+    exponents, omegas = (0.0, 0.75, 1.5), (100, 1_000, 10_000)
+    largest = initial.sparser(exponents, omegas, seeds=4, with_all_values=False)
+    assert largest.width[largest.omega == 100].unique().tolist() == [10, 56, 316]
+    means = largest.groupby(["omega", "a"]).sigma_max.mean().unstack()
+    assert (means.diff(axis=1).iloc[:, 1:] > 0).all(axis=None)
+    errors = (means[0.0] - 2).abs()
+    assert errors.is_monotonic_decreasing and errors[10_000] < 0.06
+    center = initial.sparser((1.5,), (30,), seeds=1, with_all_values=True)
+    right = initial.draw_sparser(center, largest).axes[1]
+    drawn = [bars.lines[0].get_xdata().tolist() for bars in right.containers]
+    assert drawn == [list(exponents)] * len(omegas)
 
 
 def test_masks_are_those_of_the_matrices(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pandas as pd
@@ -10,18 +11,18 @@ import torch
 from PIL import Image
 
 from analysis.cli import main
-from analysis.matrices.filters import Layer, first_layer, sheet
+from analysis.matrices.filters import Drawn, Layer, first_layer, sheet
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.spec import StructuredMlpSpec
-from pretrain.tracking.pictures import HEAD, filters_of
+from pretrain.tracking.pictures import HEAD, Color, filters_of
 from tests.analysis.conftest import MIXER, MLP, write_checkpoint
 from tests.conftest import Capture
 from tests.errors import printed_errors
 
 
-def filters_in(checkpoint: Path) -> np.ndarray:
+def filters_in(checkpoint: Path, color: Color = "max") -> np.ndarray:
     layer = first_layer(Checkpoint.open(checkpoint))
-    return filters_of(layer.weight_NF, side=layer.side)
+    return filters_of(layer.weight_NF, side=layer.side, color=color)
 
 
 def random_weights(num_neurons: int = 6) -> torch.Tensor:
@@ -29,14 +30,17 @@ def random_weights(num_neurons: int = 6) -> torch.Tensor:
     return torch.randn(num_neurons, 48, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_filter_is_the_weight_furthest_from_zero_over_colors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("color", get_args(Color))
+def test_a_filter_is_one_weight_of_each_pixel(tmp_path: Path, color: Color) -> None:
     """The model flattens (color, row, column)."""
     weights = random_weights()
     checkpoint = write_checkpoint(tmp_path / "run", MLP, {"stem.weight": weights}, image_size=4)
     colors = weights.numpy().reshape(6, 3, 4, 4)
     expected = np.take_along_axis(colors, abs(colors).argmax(1)[:, None], axis=1)[:, 0]
+    if color == "max":
+        expected = colors.max(1)
     for source in (checkpoint, tmp_path / "run"):  # a run means its newest checkpoint
-        np.testing.assert_array_equal(filters_in(source), expected)
+        np.testing.assert_array_equal(filters_in(source, color), expected)
 
 
 def test_a_mixers_filters_are_those_of_one_patch(tmp_path: Path) -> None:
@@ -60,6 +64,9 @@ def test_checkpoints_are_side_by_side(
         both = np.asarray(image.convert("RGB"))[HEAD:]
     left = both[:, : columns * 144]
     np.testing.assert_array_equal(left, both[:, columns * 144 + 24 :])  # one checkpoint twice
+    # by default the maximum over colors, as Scaling MLPs draws it (Appendix B)
+    expected = sheet([Layer("", stem, 4)], Drawn(which, 25, "max"))
+    np.testing.assert_array_equal(left, np.asarray(expected)[HEAD:])
     # a panel is white only if it has no neuron
     panels = left.reshape(columns, 144, columns, 144, 3).min(axis=(1, 3, 4))
     assert (panels < 255).sum() == (num_neurons if which == "all" else min(num_neurons, 25))
@@ -75,7 +82,7 @@ def test_the_first_neurons_and_the_largest() -> None:
     weights[4] *= 10
 
     def drawn(shown: torch.Tensor, which: str) -> np.ndarray:
-        return np.asarray(sheet([Layer("x", shown, 4)], which=which, count=1))[HEAD:]
+        return np.asarray(sheet([Layer("x", shown, 4)], Drawn(which, 1)))[HEAD:]
 
     alone = [drawn(weights[n : n + 1], "first") for n in (0, 4)]
     np.testing.assert_array_equal([drawn(weights, which) for which in ("first", "largest")], alone)
@@ -93,12 +100,16 @@ def test_locality_in_closed_form() -> None:
     radius = ((side**2 - 1) / 6) ** 0.5 / side
     assert found.area.tolist() == pytest.approx([1 / side**2, 1.0, 2 / side**2, 0.0], abs=1e-12)
     assert found.radius.tolist() == pytest.approx([0, radius, 16 / side, 0], abs=1e-9)
-    assert found.neighbors.tolist() == pytest.approx([0, 1, 0, 0], abs=1e-12)
+    single = -1 / (side**2 - 1)  # one pixel of many, centered: nearly 0
+    expected = [single, np.nan, single, np.nan]
+    assert found.neighbors.tolist() == pytest.approx(expected, abs=1e-3, nan_ok=True)
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(40, 3, side, side, generator=generator)
     uniform = torch.rand(40, 3 * side**2, generator=generator) - 0.5
-    for noise, area in ((normal.flatten(1), 3 / 5), (uniform, 15 / 19)):
-        assert Layer("x", noise, side).locality.area.mean() == pytest.approx(area, abs=0.005)
+    for kind, area in ((normal.flatten(1), 3 / 5), (uniform, 15 / 19)):
+        assert Layer("x", kind, side).locality.area.mean() == pytest.approx(area, abs=0.005)
+    noise, offset = (Layer("x", (normal + x).flatten(1), side).locality for x in (0, 10))
+    assert offset.neighbors.tolist() == pytest.approx(noise.neighbors.tolist(), abs=1e-4)
     # neighbors in a row have one of two summands in common, those in a column none
     smooth = (normal[..., 1:] + normal[..., :-1])[..., :32, :32].flatten(1)
     assert Layer("x", smooth, 32).locality.neighbors.mean() == pytest.approx(1 / 4, abs=0.01)

@@ -3,18 +3,25 @@ has its command."""
 
 import json
 import re
+import shlex
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from PIL import Image
 
 from analysis.cli import _add_verbs, main
 from analysis.experiments import EXPERIMENTS, Paper
+from analysis.output import Result, remove_figures, write
 from analysis.results import as_frame, read_results
 from cluster.plan_file import load_plan
 from data_prep.explain import program
+from pretrain.models.cost import cost_of
+from pretrain.models.presets import PRESETS, spec_of
 from tests.conftest import Capture, Patch
 from tests.ranks import REPOSITORY
+from tests.settings_page import ADD_VERBS
 
 
 def test_each_plan_is_of_one_experiment_and_stands_in_the_docs() -> None:
@@ -27,6 +34,22 @@ def test_each_plan_is_of_one_experiment_and_stands_in_the_docs() -> None:
         .partition("\n## ")[0]
     )
     assert set(re.findall(r"`([ab]_\w+)`", table)) == set(plans)
+
+
+def test_the_model_listing_has_the_printed_parameters() -> None:
+    """Scaling MLPs, Fig. 5: in millions, cut off. B-12/Wi-768 is not in it."""
+    (figure_5,) = (each for each in EXPERIMENTS if (each.paper, each.name) == ("B", "Fig. 5"))
+    program_name, verb, *words = shlex.split(figure_5.command)
+    assert (program_name, verb) == ("pretrain", "models")
+    parser = program("pretrain", description="", add_verbs=ADD_VERBS["pretrain"])
+    options = parser.parse_args([verb, *words])
+    millions = [
+        cost_of(spec_of(name), num_classes=options.classes, image_size=64).num_parameters // 10**6
+        for name in PRESETS
+        if fnmatch(name, options.match) and name != "mlp_b12_wi768"
+    ]
+    assert sorted(millions) == [9, 12, 24, 37, 74, 124]
+    assert all(str(each) in figure_5.printed for each in millions)
 
 
 def test_each_verb_is_there() -> None:
@@ -96,6 +119,10 @@ def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
     ]
     rows.append(rows[0] | {"run": "r0-again", "own_seed": 1})  # a member of several runs is one
     as_frame(rows).to_parquet("kept.parquet")
+    Path("page").mkdir()
+    Path("page/a_fig2d_monarch_demo.json").write_text('{"files": ["a_fig2d_monarch_demo.png"]}')
+    for old in ("a_fig2d_monarch_demo.png", "mine.png"):
+        Path("page", old).write_bytes(b"old")
     assert main(["paper", "A", "--demo", "--points", "kept.parquet", "--out", "page"]) == 0
     assert capsys.readouterr().out.startswith("page: page/index.html\n")
     text = Path("page/index.html").read_text()
@@ -106,10 +133,31 @@ def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
     assert "data:image/png;base64," in fig7 and "2 of 4 runs</span><h2>Fig. 7<" in text
     assert "wide-mlps run configs/plan/a_fig7_depth.yaml --demo" in fig7
     assert "data:image" not in fig2d
+    assert not list(Path("page").glob("a_fig2d_monarch_demo.*")) and Path("page/mine.png").exists()
     assert "wide-mlps run configs/plan/a_fig2d_monarch.yaml --demo" in fig2d
     assert "84.09" in text.partition("Mixer-SS/8")[2]  # 100 - 15.91, as printed
     assert Path("page/a_fig7_depth_demo.svg").is_file()
     assert json.loads(Path("page/index.json").read_text())["Fig. 7"] == "2 of 4 runs"
+
+
+def test_figures_of_an_earlier_result_are_removed(tmp_path: Path) -> None:
+    """Only its own: a result with a longer name keeps its figure, and so does the user."""
+
+    def names() -> set[str]:
+        return {path.name for path in tmp_path.glob("*.png")}
+
+    image, out = Image.new("RGB", (8, 8)), tmp_path / "run"
+    write(Result(figures={"": image, "training": image}), out)
+    write(Result(figures={"": image}), tmp_path / "run-other")
+    (tmp_path / "run-mine.png").write_bytes(b"")
+    others = {"run-other.png", "run-mine.png"}
+    assert names() == others | {"run.png", "run-training.png"}
+    write(Result(figures={"": image}), out)
+    assert names() == others | {"run.png"}
+    (tmp_path / "run.json").write_text('{"files": ["../run-x.png", "run-mine.txt", "mine.png"]}')
+    (tmp_path / "mine.png").write_bytes(b"")
+    remove_figures(out)
+    assert names() == others | {"run.png", "mine.png"} and not (tmp_path / "run.json").exists()
 
 
 @pytest.mark.slow

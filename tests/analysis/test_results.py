@@ -199,6 +199,7 @@ def test_unfinished_members_are_named(plan: Plan, shapes: Path, capsys: Capture)
         ("{kind: sweep, x: seed}", "", None),
         ("{kind: sweep, x: lrr}", "figure", "unknown-name"),
         ("{kind: sweep}", "figure.x", "conflict"),
+        ("{kind: sweep, x: width, accuracy: true}", "figure.accuracy", "conflict"),
         ("{kind: line}", "kind", "bad-value"),
         ("{kind: curves, hues: lr}", "hues", "unknown-key"),
     ],

@@ -1,13 +1,22 @@
 """Tables S.3 and 4: costs as the papers print them, rounds in turn, medians of ratios, and the
 files of the commands."""
 
+import math
+
 import pandas as pd
 import pytest
 
 from analysis.cli import main
 from analysis.speed import cost, efficiency
 from analysis.speed.cost import MODELS, Model, block_cost, models_of
-from analysis.speed.efficiency import PUBLISHED, Conditions, cost_of_named, measure, summarize
+from analysis.speed.efficiency import (
+    MEASURED,
+    PUBLISHED,
+    Conditions,
+    cost_of_named,
+    measure,
+    summarize,
+)
 from pretrain.models.build import build_model
 from pretrain.models.spec import MixerSpec, MlpSpec, SparseMlpSpec
 from tests.conftest import Capture
@@ -49,6 +58,7 @@ def test_models_take_turns_within_a_round_in_their_dtype() -> None:
         ("b", 1),
     ]
     assert (found.latency_s > 0).all() and (found.images_per_s > 0).all()
+    assert found.images_per_s_with_transfer.isna().all()  # a CPU needs none
     assert {str(weight.dtype) for weight in models["a"].parameters()} == {"torch.bfloat16"}
 
 
@@ -57,19 +67,27 @@ def test_ratios_are_medians_of_the_ratios_within_a_round() -> None:
     seconds = {first: [0.001, 0.002, 0.010], second: [0.004, 0.020, 0.030]}
     rates = {first: [100.0, 200.0, 50.0], second: [50.0, 20.0, 10.0]}
     timings = [
-        (model, number, seconds[model][number], rates[model][number])
+        (model, number, seconds[model][number], rates[model][number], rates[model][number] / 6)
         for number in range(3)
         for model in seconds
     ]
-    rows = summarize(pd.DataFrame(timings, columns=["model", "round", "latency_s", "images_per_s"]))
+    rows = summarize(pd.DataFrame(timings, columns=["model", "round", *MEASURED]))
     assert rows.latency_ms.tolist() == pytest.approx([2, 20])
     assert rows.images_per_s.tolist() == pytest.approx([100, 20])
     assert rows.latency_ratio.tolist() == pytest.approx([1, 4])
     assert rows.throughput_ratio.tolist() == pytest.approx([1, 0.2])
+    assert rows.transfer_factor.tolist() == pytest.approx([6, 6])
     resnet = rows.iloc[1]
     assert (resnet.paper_images_per_s, resnet.paper_latency_ms) == (506, 423)
     conditions = Conditions("cpu", "fp32", False, 5, 3, 0)
     assert len(efficiency.draw(rows, conditions).axes[0].lines) > 4
+
+
+def test_the_printed_latencies_are_not_those_of_one_image() -> None:
+    """Scaling MLPs, Table 4: latency x throughput. One image at a time gives 1 or less."""
+    timings = [(name, 0, 1.0, 1.0, math.nan) for name in PUBLISHED]
+    rows = summarize(pd.DataFrame(timings, columns=["model", "round", *MEASURED]))
+    assert rows.paper_latency_images.round().tolist() == [341, 214, 94, 128]
 
 
 def test_published_costs_are_ours() -> None:

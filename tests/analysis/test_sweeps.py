@@ -14,7 +14,7 @@ from scipy.stats import kendalltau
 
 from analysis.cli import main
 from analysis.results import COLUMNS, VARIABLES, as_frame
-from analysis.sweeps.curves import bands_of, losses_of
+from analysis.sweeps.curves import bands_of, curves, losses_of
 from analysis.sweeps.statistics import kendall, optimum
 from analysis.sweeps.sweep import lines_of, places_of, with_variables
 from tests.conftest import Capture
@@ -168,6 +168,22 @@ def test_bands_are_the_range_over_seeds(tmp_path: Path, capsys: Capture) -> None
     assert line["overfit"] == pytest.approx([0.5, 0.75, 1.0])
     assert line["overfit_mean"] == pytest.approx(0.75)
     assert "0.75" in capsys.readouterr().out
+
+
+def test_the_accuracy_of_the_curves_is_drawn_next_to_the_losses() -> None:
+    """Fig. S.8, lower panel. The errors of seed s are 0.5, 0.3 and 0.2 + s / 10."""
+    short = of_one_shape()
+    short["test_errors"] = [[0.5, 0.3, 0.2 + seed / 10] for seed in range(3)]
+    drawn = curves(short, with_accuracy=True)
+    accuracies = drawn.rows[drawn.rows.curve == "accuracy"]
+    found = accuracies[["min", "mean", "max"]].to_numpy()
+    np.testing.assert_allclose(found, [[0.5] * 3, [0.7] * 3, [0.6, 0.7, 0.8]])
+    losses, percent = drawn.figures[""].axes
+    np.testing.assert_allclose(percent.lines[0].get_xydata(), [[1, 50], [2, 70], [3, 70]])
+    assert len(losses.lines) == 2
+    without = curves(short)
+    assert len(without.figures[""].axes) == 1 and "accuracy" not in set(without.rows.curve)
+    pd.testing.assert_frame_equal(without.rows, drawn.rows[drawn.rows.curve != "accuracy"])
 
 
 def test_a_band_ends_where_its_shortest_curve_ends() -> None:
