@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,7 +234,8 @@ class ShardReader:
                     shard,
                     raw_size=self.stored_size if self._is_raw[number] else None,
                 )
-                self._indices.map(number, path, num_bytes=_index_size(part, shard))
+                with FileIO(path) as file:
+                    self._indices.map(number, file.fileno(), num_bytes=_index_size(part, shard))
                 self._table_starts[number] = int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
 
     def _blockwise(self) -> Tensor:
@@ -335,7 +337,6 @@ class MappedShards:
         assert store is not None or not self.any_remote
         self._mapped = np.zeros(len(shards), np.bool_)
         self._users = np.zeros(len(shards), np.int64)
-        self._held: dict[int, File] = {}
         self._lock = threading.Lock()
         self._mapping = [threading.Lock() for _ in shards]
         for number in np.flatnonzero(~self.is_remote).tolist():
@@ -383,23 +384,16 @@ class MappedShards:
 
     def close(self) -> None:
         """Release all shards. Nothing may be read afterwards."""
-        with self._lock:
-            self._release(list(self._held))
+        self.release_idle()
 
     def release_idle(self, *, kept: frozenset[int] = frozenset()) -> None:
-        """Unmap and release the remote shards that no thread reads from at this moment."""
+        """Unmap the remote shards that no thread reads from at this moment. The store may then
+        remove them."""
         with self._lock:
-            idle = [
-                number for number in self._held if number not in kept and not self._users[number]
-            ]
-            for number in idle:
+            idle = np.flatnonzero(self._mapped & self.is_remote & (self._users == 0))
+            for number in set(idle.tolist()) - kept:
                 self.files.unmap(number)
                 self._mapped[number] = False
-            self._release(idle)
-
-    def _release(self, numbers: Sequence[int]) -> None:
-        if self._store is not None and numbers:
-            self._store.release([self._held.pop(number) for number in numbers])
 
     def _file(self, number: int) -> File:
         part, shard = self._shards[number]
@@ -410,20 +404,14 @@ class MappedShards:
         with self._mapping[number]:
             if self._mapped[number]:
                 return
-            if not shard.is_remote:
-                self._check_local(number)
-                self.files.map(number, part.tar(shard), num_bytes=shard.num_bytes)
-            else:
+            if shard.is_remote:
                 assert self._store is not None
-                file = self._file(number)
-                path = self._store.hold(file)
-                try:
-                    self.files.map(number, path, num_bytes=shard.num_bytes)
-                except BaseException:
-                    self._store.release([file])
-                    raise
-                with self._lock:
-                    self._held[number] = file
+                file = self._store.open(self._file(number))
+            else:
+                self._check_local(number)
+                file = FileIO(part.tar(shard))
+            with file:
+                self.files.map(number, file.fileno(), num_bytes=shard.num_bytes)
             self._mapped[number] = True
 
     def _check_local(self, number: int) -> None:
@@ -457,20 +445,12 @@ class FileRange:
         self.content: NDArray[np.uint8] = np.ctypeslib.as_array(self.buffer)
         self.content.flags.writeable = False
 
-    def map(self, number: int, path: Path, *, num_bytes: int) -> None:
-        """Map the file into its slot. The caller must not read beyond the end of the file."""
-        assert num_bytes <= self._slots[number], (path, num_bytes)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _map(
-                self._at(number),
-                num_bytes,
-                mmap.PROT_READ,
-                mmap.MAP_SHARED | _MAP_FIXED,
-                descriptor,
-            )
-        finally:
-            os.close(descriptor)
+    def map(self, number: int, descriptor: int, *, num_bytes: int) -> None:
+        """Map the file into its slot. It needs no descriptor afterwards. The caller must not read
+        beyond the end of the file."""
+        assert num_bytes <= self._slots[number], (number, num_bytes)
+        kind = mmap.MAP_SHARED | _MAP_FIXED
+        _map(self._at(number), num_bytes, mmap.PROT_READ, kind, descriptor)
 
     def unmap(self, number: int) -> None:
         """Unmap the slot, from which no thread may read."""

@@ -18,7 +18,8 @@ import torch
 
 from data_prep.progress import in_words, progress
 from data_prep.remote import StoppedError
-from pretrain.data.datasets import TrainingData
+from pretrain.data.datasets import StagedCopies, TrainingData
+from pretrain.data.reader import FileRange
 from pretrain.data.store import NUM_THREADS, File, ShardStore, StoreError, tar_of
 from pretrain.ranks.collectives import on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
@@ -37,13 +38,14 @@ def stage_data(
         return data
     files, directory = files_to_stage(data), Path(data.settings.stage_dir)
 
-    def open_store() -> ShardStore | None:
+    def copy_files() -> tuple[ShardStore, FileRange] | None:
         try:
             path = directory / f"shards-{os.getuid()}"
             store = ShardStore(path, setting="data.stage_dir", max_bytes=None, storage={})
+            mapped = FileRange([file.num_bytes for file in files])
             if world.local_rank == 0:
-                _copy(store, files, stop)
-            return store
+                _copy(store, files, mapped, stop)
+            return store, mapped
         except StoppedError:  # training sees the stop flag
             pass
         except (StoreError, OSError) as error:
@@ -53,11 +55,12 @@ def stage_data(
         return None
 
     PROGRESS.mark("staging the data")
-    store = on_all_ranks(open_store, device=device, field="data.stage_dir")
+    found = on_all_ranks(copy_files, device=device, field="data.stage_dir")
     PROGRESS.mark("starting")
-    if store is None or not store.hold_present(files):
+    if found is None or _map_present(*found, files):
         return data
-    return replace(data, parts=tuple(replace(part, staged=store) for part in data.parts))
+    copies = StagedCopies(found[0].path, found[1])
+    return replace(data, parts=tuple(replace(part, staged=copies) for part in data.parts))
 
 
 def files_to_stage(data: TrainingData) -> list[File]:
@@ -75,17 +78,34 @@ def files_to_stage(data: TrainingData) -> list[File]:
     return list(files.values())
 
 
-def _copy(store: ShardStore, files: Sequence[File], stop: StopFlag) -> None:
-    absent = [file for file in files if not store.hold_present([file])]
+def _map_present(store: ShardStore, mapped: FileRange, files: Sequence[File]) -> dict[int, File]:
+    """Map the copies that are complete, so that no process removes them. Return the others."""
+    absent = {}
+    for number, file in enumerate(files):
+        if copy := store.open_present(file):
+            with copy:
+                mapped.map(number, copy.fileno(), num_bytes=file.num_bytes)
+        else:
+            absent[number] = file
+    return absent
+
+
+def _copy(store: ShardStore, files: Sequence[File], mapped: FileRange, stop: StopFlag) -> None:
+    absent = _map_present(store, mapped, files)
     if not absent:
         return
-    store.make_room(absent)
-    num_bytes = sum(file.num_bytes for file in absent)
+    num_bytes = sum(file.num_bytes for file in absent.values())
+    store.make_room(num_bytes)
+
+    def fetch(number: int, file: File) -> None:
+        with store.open(file, waits_for_room=False) as copy:
+            mapped.map(number, copy.fileno(), num_bytes=file.num_bytes)
+
     size = f"{num_bytes / 1e9:,.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.3g} MB"
     place, began_s = f"{store.path.parent} ({platform.node()})", time.monotonic()
     threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="staging")
     seen = store.num_written
-    pending = {threads.submit(store.hold, file, waits_for_room=False) for file in absent}
+    pending = {threads.submit(fetch, *each) for each in absent.items()}
     try:
         with progress(f"staging {size} to {place}", total=len(absent), unit="files") as line:
             while pending:

@@ -4,27 +4,26 @@ Remote shards are fetched when they are needed, within `data.cache_gb` (`data.ca
 stage are all fetched before training begins (`data.stage_dir`, staging.py).
 
     DIR/                 mode 0700, ours
-      .locks             one byte for each file, at an offset from its hash; nothing is written
+      .lock              locked while files are counted, reserved, renamed or removed
       SHA256.tar         a complete, verified copy of a shard; SHA256.npy: of an index
       SHA256.tar.part    a download, which has its full size from the start
 
-All locks are open-file-description locks on bytes of `.locks`. A lock ends with its process, and it
-also excludes other threads of the same process. `hold` reads a file in these steps:
+All locks are `flock` locks, which end with their process. A mapping keeps the lock of the file that
+it was made from, even after the file is closed. `open` opens a copy in these steps:
 
-1. Lock the file's byte shared. If the copy is complete, keep the lock until `release`.
-2. Otherwise lock the byte exclusively. If another thread or process has it, wait and repeat 1.
-3. Lock the room's byte. Remove the least recently used files whose bytes can be locked, until the
-   new file fits. If it cannot fit, remove nothing, release one file of read-ahead and all idle
-   files of this process, wait, and repeat 1. Create the .part in its full size. Unlock the room.
-4. Fetch into the .part, check the hash, fsync, rename it with the room's lock, and turn the
-   exclusive lock into a shared one.
+1. Open the copy and lock it shared.
+2. If there is none, open the .part and lock it exclusively. If another thread or process has it,
+   wait and repeat 1.
+3. Remove the least recently used files that nobody has locked, until the new file fits. If it does
+   not fit, let this process's readers release idle files, wait, and repeat 1. Give the .part its
+   full size.
+4. Fetch into the .part, check the hash, fsync, rename it, and make its lock shared.
 
-Read-ahead takes the same steps for the announced files, in their order, and holds them until a
-reader holds them or the next list is announced. It pauses while `hold` waits for room.
+Read-ahead takes the same steps for the announced files, in their order, and closes them. It removes
+no announced file. `open` removes them last, and first the one that is needed last.
 
 Invariants: a file has its final name only if its hash was correct; the sizes of all files stay
-within the bound; a held file is not removed; a mapped file stays readable after its removal. The
-mtime of a copy is its last use.
+within the bound; an open or mapped file is not removed. The mtime of a copy is its last use.
 """
 
 import errno
@@ -34,12 +33,11 @@ import os
 import re
 import shutil
 import stat
-import struct
 import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -62,8 +60,6 @@ NUM_THREADS, PIECE_BYTES = 4, 4 << 20
 SPARED_FRACTION, SPARED_BYTES, MOST_SPARED_FRACTION = 0.01, 5e9, 0.1
 """Space of a disk that staging never uses: the larger of the first two, but at most the third."""
 _NAME = re.compile(r"[0-9a-f]{64}\.(tar|npy)(\.part)?")
-_LOCK_REQUEST = "hhqqi4x"
-"""`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
 
 
 class StoreError(UserError):
@@ -89,10 +85,10 @@ def tar_of(shard: Shard, directory: Path) -> File:
 
 
 class Reader(Protocol):
-    """A user of held files."""
+    """A user of mapped files."""
 
     def release_idle(self) -> None:
-        """Release the files that are held but not in use at this moment."""
+        """Unmap the files that are not in use at this moment."""
 
 
 class ShardStore:
@@ -113,61 +109,45 @@ class ShardStore:
         self.readers = weakref.WeakSet[Reader]()
         """Training and evaluation share the store. Each keeps files until the other needs room."""
         self._storage, self._hosts = storage, hosts
-        self._stop, self._lock = threading.Event(), threading.RLock()
-        self._held, self._paused_until_s = Counter[str](), 0.0
-        self._ahead, self._pending = list[File](), deque[File]()
-        """Files that read-ahead holds, and files that it has yet to fetch."""
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._announced, self._pending = dict[str, int](), deque[File]()
+        """Place of each announced file in the list, and the files that read-ahead has yet to
+        fetch."""
         self._threads = list[threading.Thread]()
         self._warned_s = -WARN_AGAIN_S
         self.num_written = 0
         """Bytes that this process has written, to see progress."""
         with self._disk_errors():
             _make_private(path, setting)
-            self._locks = self._open_locks()
-        weakref.finalize(self, self._locks.close)
 
-    def hold(self, file: File, *, waits_for_room: bool = True) -> Path:
-        """Return the path of the verified copy, which no process removes until `release`."""
+    def open(self, file: File, *, waits_for_room: bool = True) -> FileIO:
+        """Return the verified copy. No process removes it while it is open or mapped."""
         self._check(file)
         until_s = time.monotonic() + WAIT_S
-        while not self._share(file):
+        while True:
             try:
-                if self._download(file):
-                    break
+                if copy := self.open_present(file) or self._download(file):
+                    return copy
             except NoRoomError:
                 if not waits_for_room or time.monotonic() > until_s:
                     raise
-                self._release_one_ahead()
                 for reader in list(self.readers):
                     reader.release_idle()
             self._stop.wait(LOOK_S)
-        with self._lock:
-            with suppress(ValueError):
-                self._pending.remove(file)
-            if file in self._ahead:
-                self._ahead.remove(file)
-                self.release([file])
-        return self.path / file.name
 
-    def hold_present(self, files: Sequence[File]) -> bool:
-        """Hold the files if all copies are complete."""
-        for count, file in enumerate(files):
-            self._check(file)
-            if not self._share(file):
-                self.release(files[:count])
-                return False
-        return True
-
-    def release(self, files: Sequence[File]) -> None:
-        """Release each file once for each `hold`. This also works after `close`."""
-        with self._lock:
-            for file in files:
-                with suppress(FileNotFoundError):
-                    os.utime(self.path / file.name, ns=(time.time_ns(),) * 2)
-                self._held[file.name] -= 1
-                if not self._held[file.name]:
-                    del self._held[file.name]
-                    _lock(self._locks, file.name, fcntl.F_UNLCK)
+    def open_present(self, file: File) -> FileIO | None:
+        """Return the copy if it is complete."""
+        try:
+            copy = FileIO(self.path / file.name)
+        except FileNotFoundError:
+            return None
+        fcntl.flock(copy, fcntl.LOCK_SH)
+        status = os.fstat(copy.fileno())
+        if status.st_nlink and status.st_size == file.num_bytes:  # else it has just been removed
+            _touch(copy)
+            return copy
+        copy.close()
+        return None
 
     def fetch_ahead(self, files: Sequence[File]) -> None:
         """Fetch the files in this order in the background, as far as there is room. An earlier list
@@ -175,110 +155,93 @@ class ShardStore:
         with self._lock:
             if self._stop.is_set():
                 raise StoppedError
-            ahead, wanted = self._ahead, dict.fromkeys(files)
-            self._ahead = [file for file in ahead if file in wanted]
-            self.release([file for file in ahead if file not in wanted])
-            self._pending = deque(file for file in wanted if file not in self._ahead)
+            wanted = dict.fromkeys(files)
+            self._announced = {file.name: place for place, file in enumerate(wanted)}
+            self._pending = deque(wanted)
             while len(self._threads) < min(NUM_THREADS, len(self._pending)):
                 thread = threading.Thread(target=self._read_ahead, name="shard-store", daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
     def close(self) -> None:
-        """End the threads, downloads and waits. Complete and held files stay."""
+        """End the threads, downloads and waits. Complete files stay."""
         self._stop.set()
         for thread in list(self._threads):
             thread.join()
 
-    def make_room(self, files: Sequence[File]) -> None:
-        """Remove unused files until all these files fit. If they cannot fit, remove nothing and
-        raise `NoRoomError`."""
-        with self._disk_errors(), self._room() as locks:
-            self._make_room(files, locks)
+    def make_room(self, num_bytes: int) -> None:
+        """Remove unused files until so many bytes fit, or raise `NoRoomError`."""
+        with self._disk_errors(), self._room():
+            self._make_room(num_bytes)
 
-    def _share(self, file: File) -> bool:
-        """Hold the file if its copy is complete."""
-        with self._lock:
-            is_held = self._held[file.name] or (
-                self._is_complete(file) and _lock(self._locks, file.name, fcntl.F_RDLCK)
-            )
-            if not is_held:
-                return False
-            self._held[file.name] += 1
-            if not (is_complete := self._is_complete(file)):  # removed before it was locked
-                self.release([file])
-            return is_complete
-
-    def _is_complete(self, file: File) -> bool:
-        path = self.path / file.name
-        with suppress(FileNotFoundError):
-            if path.lstat().st_size == file.num_bytes and not path.is_symlink():
-                os.utime(path, ns=(time.time_ns(),) * 2)
-                return True
-        return False
-
-    def _download(self, file: File) -> bool:
-        """Fetch and hold the file. Return False if another thread or process fetches it."""
+    def _download(self, file: File, *, is_ahead: bool = False) -> FileIO | None:
+        """Fetch and open the file. Return None if another thread or process has fetched it or does
+        so."""
         if self._stop.is_set():
             raise StoppedError
-        complete, part = self.path / file.name, self.path / f"{file.name}.part"
-        with self._disk_errors(), self._open_locks() as locks:
-            if not _lock(locks, file.name, fcntl.F_WRLCK):
-                return False
-            if not self._is_complete(file):
-                try:
-                    with self._room() as room:
-                        for path in complete, part:
-                            path.unlink(missing_ok=True)
-                        self._make_room([file], room)
-                        with open(part, "xb") as content:
-                            os.posix_fallocate(content.fileno(), 0, file.num_bytes)
-                    with FileIO(part, "r+") as content:
-                        self._fetch(file, content)
-                        os.fsync(content.fileno())
-                    with self._room():
-                        os.rename(part, complete)
-                    sync(self.path)
-                finally:
-                    with self._room():
-                        part.unlink(missing_ok=True)
-            _lock(locks, file.name, fcntl.F_RDLCK)
-            return self._share(file)
+        part = self.path / f"{file.name}.part"
+        with self._disk_errors():
+            with self._room():
+                if copy := self.open_present(file):
+                    return copy
+                content = FileIO(os.open(part, os.O_RDWR | os.O_CREAT, 0o600), "r+")
+                if not _try_lock(content):
+                    content.close()
+                    return None
+            try:
+                with self._room():
+                    content.truncate(0)
+                    self._make_room(file.num_bytes, is_ahead=is_ahead)
+                    os.posix_fallocate(content.fileno(), 0, file.num_bytes)
+                self._fetch(file, content)
+                os.fsync(content.fileno())
+                with self._room():
+                    os.rename(part, self.path / file.name)
+                    fcntl.flock(content, fcntl.LOCK_SH)
+                sync(self.path)
+                _touch(content)
+                content.seek(0)
+                return content
+            except BaseException:
+                with self._room():
+                    part.unlink(missing_ok=True)
+                content.close()
+                raise
 
-    def _make_room(self, files: Sequence[File], locks: FileIO) -> None:
-        """Called with the room's lock. `locks` also gets the locks of the files to remove."""
-        entries = {
-            item.name: item.stat(follow_symlinks=False)
+    def _make_room(self, num_bytes: int, *, is_ahead: bool = False) -> None:
+        """Called with the room's lock."""
+        files = {
+            Path(item): item.stat(follow_symlinks=False)
             for item in os.scandir(self.path)
             if _NAME.fullmatch(item.name)
         }
-        names = {file.name for file in files}
-        num_bytes = sum(file.num_bytes for file in files if file.name not in entries)
         if self.max_bytes is None:
             missing = num_bytes - _free_bytes(self.path)
         else:
-            missing = num_bytes + sum(each.st_size for each in entries.values()) - self.max_bytes
-        chosen = []
-        # abandoned downloads first, then the least recently used copies
-        for name in sorted(
-            entries, key=lambda name: (not name.endswith(".part"), entries[name].st_mtime_ns)
-        ):
-            complete = name.removesuffix(".part")
-            if missing > 0 and complete not in names and _lock(locks, complete, fcntl.F_WRLCK):
-                chosen.append(name)
-                missing -= entries[name].st_size
+            missing = num_bytes + sum(each.st_size for each in files.values()) - self.max_bytes
+        announced = self._announced
+
+        def turn(path: Path) -> tuple[bool, int, int]:
+            """Abandoned downloads first, then unannounced copies, then what is needed last."""
+            place = announced.get(path.name, len(announced))
+            return path.suffix != ".part", -place, files[path].st_mtime_ns
+
+        for path in sorted(files, key=turn):
+            if missing <= 0 or (is_ahead and path.name in announced):
+                break
+            with FileIO(path) as content:
+                if _try_lock(content):
+                    path.unlink()
+                    missing -= files[path].st_size
         if missing > 0:
-            source = shown(files[0].source) if len(files) == 1 else f"{len(files):,} files"
             fix = f"free disk space, or choose another {self.setting}"
             raise NoRoomError(
                 str(self.path),
-                f"{source} of {num_bytes / 1e9:,.3g} GB need {missing / 1e9:,.3g} GB more than all"
-                " files that are not in use can free",
+                f"{num_bytes / 1e9:,.3g} GB need {missing / 1e9:,.3g} GB more than all files that"
+                " are not in use can free",
                 fix if self.max_bytes is None else "raise data.cache_gb",
                 code="no-space",
             )
-        for name in chosen:
-            (self.path / name).unlink(missing_ok=True)
 
     def _fetch(self, file: File, content: FileIO) -> None:
         try:
@@ -348,7 +311,7 @@ class ShardStore:
             raise StoreError(str(source), problem, fix, code="unreadable") from None
 
     def _read_ahead(self) -> None:
-        """Hold the files of the newest list."""
+        """Fetch the files of the newest list."""
         while not self._stop.is_set():
             with self._lock:
                 if not (pending := self._pending):
@@ -357,33 +320,13 @@ class ShardStore:
                 file = pending.popleft()
             try:
                 self._check(file)
-                if time.monotonic() < self._paused_until_s:
-                    raise NoRoomError(file.source, "the store is full", code="no-space")
-                is_held = self._share(file) or self._download(file)
+                if copy := self.open_present(file) or self._download(file, is_ahead=True):
+                    copy.close()
             except NoRoomError:
                 pending.appendleft(file)
                 self._stop.wait(LOOK_S)
-                continue
-            except Exception:  # noqa: BLE001 (`hold` tries again and reports the error)
-                continue
-            with self._lock:
-                if not is_held:
-                    pending.append(file)  # another thread or process fetches it
-                elif pending is self._pending and file not in self._ahead:
-                    self._ahead.append(file)
-                else:
-                    self.release([file])
-            if not is_held:
-                self._stop.wait(LOOK_S)
-
-    def _release_one_ahead(self) -> None:
-        """Let `hold` have the room of the file that is needed last."""
-        with self._lock:
-            self._paused_until_s = time.monotonic() + 5 * LOOK_S
-            if self._ahead:
-                file = self._ahead.pop()
-                self.release([file])
-                self._pending.appendleft(file)
+            except Exception:  # noqa: BLE001 (`open` tries again and reports the error)
+                pass
 
     def _check(self, file: File) -> None:
         """A manifest of others must not lead out of the directory."""
@@ -410,15 +353,11 @@ class ShardStore:
             print(f"waiting for {problem}", file=sys.stderr, flush=True)
 
     @contextmanager
-    def _room(self) -> Iterator[FileIO]:
-        """Hold the room's lock. It excludes all who count, reserve, rename or remove files."""
-        with self._open_locks() as locks:
-            _lock(locks, None, fcntl.F_WRLCK)
-            yield locks
-
-    def _open_locks(self) -> FileIO:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        return FileIO(os.open(self.path / ".locks", flags, 0o600), "r+")
+    def _room(self) -> Iterator[None]:
+        flags = os.O_RDWR | os.O_CREAT
+        with FileIO(os.open(self.path / ".lock", flags, 0o600), "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
@@ -437,13 +376,15 @@ class ShardStore:
             ) from None
 
 
-def _lock(locks: FileIO, name: str | None, kind: int) -> bool:
-    """Set the lock of this open file on the name's byte. Return False if another open file's lock
-    excludes it. Without a name, wait for the room's byte."""
-    place = 1 << 61 if name is None else int(name[:15], 16)
-    request = struct.pack(_LOCK_REQUEST, kind, os.SEEK_SET, place, 1, 0)
+def _touch(content: FileIO) -> None:
+    """Set the time of the last use. The kernel's own clock for files is too coarse."""
+    os.utime(content.fileno(), ns=(time.time_ns(),) * 2)
+
+
+def _try_lock(content: FileIO) -> bool:
+    """Lock the file exclusively. Return False if it is locked through another open file."""
     try:
-        fcntl.fcntl(locks, fcntl.F_OFD_SETLKW if name is None else fcntl.F_OFD_SETLK, request)
+        fcntl.flock(content, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -50,7 +50,7 @@ def walk(
     for number, file in enumerate(files):
         if ahead:
             ours.fetch_ahead(files[number : number + 1 + ahead])
-        hashes.append(hashlib.sha256(ours.hold(file).read_bytes()).hexdigest())
-        ours.release([file])
+        with ours.open(file) as content:
+            hashes.append(hashlib.sha256(content.read()).hexdigest())
     ours.close()
     found.write_text(json.dumps(hashes))

@@ -58,9 +58,9 @@ def files(data: TrainingData) -> list[File]:
 
 
 def place_of(data: TrainingData) -> Path:
-    store = data.parts[0].staged
-    assert store is not None
-    return store.path
+    copies = data.parts[0].staged
+    assert copies is not None
+    return copies.path
 
 
 def test_the_samples_are_the_same_and_the_dataset_is_not_read_again(
@@ -151,7 +151,7 @@ def test_room_is_made_by_the_longest_unused_files_that_nobody_holds(
         os.utime(place / file.name, ns=(0, 0))
 
     def occupied() -> int:
-        return sum(path.stat().st_size for path in place.iterdir() if path.name != ".locks")
+        return sum(path.stat().st_size for path in place.iterdir() if path.name != ".lock")
 
     room = 7_000_000
     monkeypatch.setattr(module, "_free_bytes", lambda path: room - occupied())

@@ -1,17 +1,16 @@
 """The store of shards: complete and verified or absent, one download on a node, never above its
 bound, whatever fails or dies."""
 
-import gc
 import hashlib
 import os
 import random
-import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from data_prep import remote
 from data_prep.errors import Code, UserError
 from data_prep.remote import StoppedError
 from pretrain.data import store as module
+from pretrain.data.reader import FileRange
 from pretrain.data.store import File, ShardStore
 from tests.data_prep.stock import Web, forget_credentials, web
 from tests.errors import fails
@@ -85,14 +85,15 @@ def opened(place: Path, *, room: float = NUM_SHARDS, **more: Any) -> ShardStore:
 
 @contextmanager
 def holding(store: ShardStore, *files: File) -> Iterator[list[Path]]:
-    yield [store.hold(file) for file in files]
-    store.release(files)
+    with ExitStack() as stack:
+        for file in files:
+            stack.enter_context(store.open(file))
+        yield [store.path / file.name for file in files]
 
 
 def use(store: ShardStore, *files: File) -> None:
     for file in files:
-        with holding(store, file):
-            pass
+        store.open(file).close()
 
 
 def cached(place: Path) -> set[str]:
@@ -117,7 +118,7 @@ def test_a_shard_is_fetched_verified_and_kept(
             assert hashlib.sha256(path.read_bytes()).hexdigest() == shards[0].sha256
     assert server[1].gets == {SHARD_0: 1}
     assert place.stat().st_mode & 0o777 == 0o700
-    assert sorted(path.name for path in place.iterdir()) == [".locks", shards[0].name]
+    assert sorted(path.name for path in place.iterdir()) == [".lock", shards[0].name]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_a_lasting_fault_is_an_error_without_secrets_and_leaves_nothing(
     state.key, state.faults = SECRET, {SHARD_0: [fault] * 9}
     with closing(opened(place, storage=OPTIONS, hosts=[address])) as ours:
         with pytest.raises(UserError) as caught:
-            ours.hold(shards[0])
+            ours.open(shards[0])
         assert code is None or (caught.value.field, caught.value.code) == (shards[0].source, code)
         assert shards[0].source in str(caught.value) and "secret-word" not in str(caught.value)
         assert state.gets == {SHARD_0: num_gets}
@@ -191,12 +192,12 @@ def test_a_file_of_another_length_and_a_missing_server_are_errors(
     with closing(opened(place, room=1)) as ours:
         (folder / SHARD_0).write_bytes(data * 20)
         with fails("damaged", shards[0].source):
-            ours.hold(shards[0])
+            ours.open(shards[0])
         (folder / SHARD_0).write_bytes(data[:-9])
         with fails("damaged", shards[0].source):
-            ours.hold(shards[0])
+            ours.open(shards[0])
         with fails("unreachable", "http://127.0.0.1:9/0.tar") as caught:
-            ours.hold(shards[0]._replace(source=source))
+            ours.open(shards[0]._replace(source=source))
     assert "secret-word" not in str(caught.value)
     assert cached(place) == set() and not [*place.glob("*.part")]
 
@@ -260,25 +261,25 @@ def occupied(place: Path) -> int:
 def test_removals_follow_the_least_recently_used_order(
     place: Path, shards: list[File], seed: int
 ) -> None:
-    """Random holds and releases against a list in the order of use."""
+    """Files are opened and closed at random, and compared with a list in the order of use."""
     generator, room = random.Random(seed), 4
-    held, unused = list[File](), list[File]()
+    held, order = dict[File, FileIO](), list[File]()
     with closing(opened(place, room=room)) as ours:
         for _ in range(60):
             if held and (len(held) == room or generator.random() < 0.5):
-                file = held.pop(generator.randrange(len(held)))
-                ours.release([file])
-                unused.append(file)
+                file = generator.choice([*held])
+                held.pop(file).close()
             else:
                 file = generator.choice([each for each in shards if each not in held])
-                ours.hold(file)
-                held.append(file)
-                if file in unused:
-                    unused.remove(file)
-                elif len(held) + len(unused) > room:
-                    unused.pop(0)
-            assert cached(place) == {each.sha256 for each in held + unused}
-        ours.release(held)
+                held[file] = ours.open(file)
+                if file in order:
+                    order.remove(file)
+                elif len(order) == room:
+                    order.remove(next(each for each in order if each not in held))
+                order.append(file)
+            assert cached(place) == {each.sha256 for each in order}
+        for content in held.values():
+            content.close()
 
 
 def test_held_files_stay_and_hold_waits_for_room(
@@ -287,17 +288,17 @@ def test_held_files_stay_and_hold_waits_for_room(
     monkeypatch.setattr(module, "WAIT_S", 0.2)
     with closing(opened(place, room=2)) as ours, closing(opened(place, room=2)) as others:
         use(ours, shards[0])
-        ours.hold(shards[0])  # a copy that is present
-        others.hold(shards[1])  # a copy that is fetched
-        with closing(opened(place, room=2)) as third, fails("no-space", str(place)):
-            third.hold(shards[2])
-        assert cached(place) == hashes(shards, 0, 1)
-        monkeypatch.setattr(module, "WAIT_S", 20)
-        with ThreadPoolExecutor() as pool:
-            waiting = pool.submit(others.hold, shards[2])
-            ours.release(shards[:1])
-            waiting.result()
-        assert cached(place) == hashes(shards, 1, 2)
+        held = ours.open(shards[0])  # a copy that is present
+        with holding(others, shards[1]):  # a copy that is fetched
+            with closing(opened(place, room=2)) as third, fails("no-space", str(place)):
+                third.open(shards[2])
+            assert cached(place) == hashes(shards, 0, 1)
+            monkeypatch.setattr(module, "WAIT_S", 20)
+            with ThreadPoolExecutor() as pool:
+                waiting = pool.submit(others.open, shards[2])
+                held.close()
+                waiting.result().close()
+            assert cached(place) == hashes(shards, 1, 2)
 
 
 def test_readers_of_the_same_store_release_idle_files_for_each_other(
@@ -305,23 +306,37 @@ def test_readers_of_the_same_store_release_idle_files_for_each_other(
 ) -> None:
     class Idle:
         def release_idle(self) -> None:
-            ours.release(held)
-            held.clear()
+            while held:
+                held.pop().close()
 
     with closing(opened(place, room=2)) as ours:
-        held, idle = [file for file in shards[:2] if ours.hold(file)], Idle()
+        held, idle = [ours.open(file) for file in shards[:2]], Idle()
         ours.readers.add(idle)
         with holding(ours, shards[2]):
             assert not held
 
 
-def test_a_held_shard_needs_no_open_file(place: Path, shards: list[File]) -> None:
-    """The usual limit is 1,024 open files."""
-    with closing(opened(place)) as ours:
+@pytest.mark.processes
+def test_a_mapped_file_stays_without_an_open_file_until_it_is_unmapped(
+    place: Path, shards: list[File]
+) -> None:
+    """The usual limit is 1,024 open files. A fork that ends unlocks nothing."""
+    with closing(opened(place)) as ours, closing(opened(place)) as others:
         use(ours, shards[0])
+        mapped = FileRange([SIZE] * NUM_SHARDS)
         with few_files():
-            for file in shards:
-                ours.hold(file)
+            for number, file in enumerate(shards):
+                with ours.open(file) as content:
+                    mapped.map(number, content.fileno(), num_bytes=SIZE)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        with fails("no-space"):
+            others.make_room(SIZE)
+        mapped.unmap(3)
+        others.make_room(SIZE)
+        assert cached(place) == hashes(shards, *{*range(NUM_SHARDS)} - {3})
 
 
 def test_too_large_shards_and_malformed_hashes_are_rejected(
@@ -330,15 +345,15 @@ def test_too_large_shards_and_malformed_hashes_are_rejected(
     outside = shards[0]._replace(name="../../outside.tar", sha256="../../outside", num_bytes=1)
     with closing(opened(place, room=0.9)) as ours:
         with fails("no-space", "data.cache_gb"):
-            ours.hold(shards[0])
+            ours.open(shards[0])
         with fails("unsafe", shards[0].source):
-            ours.hold(outside)
+            ours.open(outside)
         ours.fetch_ahead([*shards, outside])
         wait_until(lambda: not ours._pending)
     assert server[1].gets == {}
 
 
-def test_read_ahead_follows_its_order_and_removes_nothing_that_is_needed_sooner(
+def test_read_ahead_follows_its_order_and_what_is_needed_last_goes_first(
     place: Path, shards: list[File], server: Server, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(module, "NUM_THREADS", 1)
@@ -348,24 +363,11 @@ def test_read_ahead_follows_its_order_and_removes_nothing_that_is_needed_sooner(
         wait_until(lambda: cached(place) == hashes(shards, 0, 1, 2))
         time.sleep(10 * module.LOOK_S)
         assert server[1].gets == {f"{number}.tar": 1 for number in (7, 0, 1, 2)}
+        with holding(ours, shards[7]):
+            assert cached(place) == hashes(shards, 0, 1, 7)
         with closing(opened(place, room=3)) as others, holding(others, shards[0]):
             ours.fetch_ahead([shards[6], shards[1]])
             wait_until(lambda: cached(place) == hashes(shards, 0, 1, 6))
-
-
-def test_hold_removes_the_file_that_read_ahead_needs_last(
-    place: Path, shards: list[File], monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(module, "NUM_THREADS", 1)
-    with closing(opened(place, room=3)) as ours, closing(opened(place, room=3)) as others:
-        ours.fetch_ahead(shards[:6])
-        wait_until(lambda: others.hold_present(shards[:3]))
-        others.release(shards[:3])
-        with holding(ours, shards[7]):
-            assert cached(place) == hashes(shards, 0, 1, 7)
-        with holding(ours, *shards[:3]):
-            assert cached(place) == hashes(shards, 0, 1, 2)
-        wait_until(lambda: cached(place) == hashes(shards, 3, 4, 5))
 
 
 def test_a_fault_of_read_ahead_is_reported_by_hold(
@@ -377,7 +379,7 @@ def test_a_fault_of_read_ahead_is_reported_by_hold(
         ours.fetch_ahead(shards[:2])
         wait_until(lambda: cached(place) == hashes(shards, 1))
         with pytest.raises(UserError, match=r"/0\.tar"):
-            ours.hold(shards[0])
+            ours.open(shards[0])
         (folder / SHARD_0).write_bytes(data)
         use(ours, shards[0])
 
@@ -406,11 +408,11 @@ def test_closing_ends_a_download_and_every_wait(
     ours.fetch_ahead(shards[:1])
     wait_until(lambda: server[1].gets == {SHARD_0: 1})
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(ours.hold, shards[0])
+        waiting = pool.submit(ours.open, shards[0])
         ours.close()
         assert isinstance(waiting.exception(), StoppedError)
     assert not [thread for thread in threading.enumerate() if thread.name == "shard-store"]
-    assert sorted(path.name for path in place.iterdir()) == [".locks"]
+    assert sorted(path.name for path in place.iterdir()) == [".lock"]
 
 
 def test_a_file_of_another_size_is_fetched_again_and_a_touched_one_is_not(
@@ -426,37 +428,6 @@ def test_a_file_of_another_size_is_fetched_again_and_a_touched_one_is_not(
         os.utime(path)
         use(ours, shards[0])
         assert server[1].gets == {SHARD_0: 3}
-        path.unlink()
-        path.symlink_to("/dev/null")
-        with holding(ours, shards[0]):
-            assert path.read_bytes() == good and not path.is_symlink()
-
-
-@pytest.mark.processes
-def test_a_fork_neither_releases_its_parents_files_nor_keeps_them(
-    place: Path, shards: list[File]
-) -> None:
-    with closing(opened(place, room=2)) as ours:
-        for file in shards[:2]:
-            ours.hold(file)
-        child = os.fork()
-        if child == 0:
-            del ours
-            os._exit(0)
-        os.waitpid(child, 0)
-        with closing(opened(place, room=2)) as others, fails("no-space"):
-            others.make_room([shards[2]])
-        sleeper = os.fork()
-        if sleeper == 0:
-            time.sleep(60)
-            os._exit(0)
-        try:
-            ours.release(shards[:2])
-            with holding(ours, *shards[2:4]):
-                assert cached(place) == hashes(shards, 2, 3)
-        finally:
-            os.kill(sleeper, signal.SIGKILL)
-            os.waitpid(sleeper, 0)
 
 
 def test_a_directory_that_others_could_have_filled_is_rejected(
@@ -485,12 +456,10 @@ def test_a_full_disk_and_a_read_only_one_are_one_error(tmp_path: Path, shards: l
     try:
         with closing(opened(disk)) as ours:
             with holding(ours, *shards[:2]), fails("no-space", str(disk)):
-                ours.hold(shards[2])
+                ours.open(shards[2])
             assert cached(disk) == hashes(shards, 0, 1) and not [*disk.glob("*.part")]
-        del ours
-        gc.collect()  # the file of locks is closed
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        with fails("unreadable", str(disk)):
-            opened(disk)
+        with closing(opened(disk)) as ours, fails("unreadable", str(disk)):
+            ours.open(shards[2])
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
