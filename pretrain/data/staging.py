@@ -98,7 +98,7 @@ def _copy(store: ShardStore, files: Sequence[File], mapped: FileRange, stop: Sto
     store.make_room(num_bytes)
 
     def fetch(number: int, file: File) -> None:
-        with store.open(file, waits_for_room=False) as copy:
+        with store.open(file) as copy:
             mapped.map(number, copy.fileno(), num_bytes=file.num_bytes)
 
     size = f"{num_bytes / 1e9:,.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.3g} MB"

@@ -57,8 +57,8 @@ WAIT_S = 300.0
 """Longest wait for room. It is shorter than engine.timeout_s, whose message is vaguer."""
 LOOK_S, WARN_AGAIN_S = 0.05, 30.0
 NUM_THREADS, PIECE_BYTES = 4, 4 << 20
-SPARED_FRACTION, SPARED_BYTES, MOST_SPARED_FRACTION = 0.01, 5e9, 0.1
-"""Space of a disk that staging never uses: the larger of the first two, but at most the third."""
+SPARED_BYTES, SPARED_FRACTION = 5e9, 0.1
+"""Space of a disk that staging never uses: the smaller of the two."""
 _NAME = re.compile(r"[0-9a-f]{64}\.(tar|npy)(\.part)?")
 
 
@@ -120,16 +120,15 @@ class ShardStore:
         with self._disk_errors():
             _make_private(path, setting)
 
-    def open(self, file: File, *, waits_for_room: bool = True) -> FileIO:
+    def open(self, file: File) -> FileIO:
         """Return the verified copy. No process removes it while it is open or mapped."""
-        self._check(file)
         until_s = time.monotonic() + WAIT_S
         while True:
             try:
                 if copy := self.open_present(file) or self._download(file):
                     return copy
             except NoRoomError:
-                if not waits_for_room or time.monotonic() > until_s:
+                if time.monotonic() > until_s:
                     raise
                 for reader in list(self.readers):
                     reader.release_idle()
@@ -137,6 +136,13 @@ class ShardStore:
 
     def open_present(self, file: File) -> FileIO | None:
         """Return the copy if it is complete."""
+        if not _NAME.fullmatch(file.name):  # it may be the manifest of others
+            raise DatasetError(
+                shown(file.source),
+                f"the manifest's sha256 {file.sha256!r} is not a hash",
+                "run data_prep index again",
+                code="unsafe",
+            )
         try:
             copy = FileIO(self.path / file.name)
         except FileNotFoundError:
@@ -210,6 +216,11 @@ class ShardStore:
 
     def _make_room(self, num_bytes: int, *, is_ahead: bool = False) -> None:
         """Called with the room's lock."""
+        if self.max_bytes is not None and num_bytes > self.max_bytes:
+            problem = (
+                f"a shard has {num_bytes / 1e9:,.3g} GB, the cache {self.max_bytes / 1e9:,.3g}"
+            )
+            raise StoreError("data.cache_gb", problem, "raise data.cache_gb", code="no-space")
         files = {
             Path(item): item.stat(follow_symlinks=False)
             for item in os.scandir(self.path)
@@ -319,7 +330,6 @@ class ShardStore:
                     return
                 file = pending.popleft()
             try:
-                self._check(file)
                 if copy := self.open_present(file) or self._download(file, is_ahead=True):
                     copy.close()
             except NoRoomError:
@@ -327,24 +337,6 @@ class ShardStore:
                 self._stop.wait(LOOK_S)
             except Exception:  # noqa: BLE001 (`open` tries again and reports the error)
                 pass
-
-    def _check(self, file: File) -> None:
-        """A manifest of others must not lead out of the directory."""
-        if not _NAME.fullmatch(file.name):
-            raise DatasetError(
-                shown(file.source),
-                f"the manifest's sha256 {file.sha256!r} is not a hash",
-                "run data_prep index again",
-                code="unsafe",
-            )
-        if self.max_bytes is not None and file.num_bytes > self.max_bytes:
-            raise StoreError(
-                "data.cache_gb",
-                f"{shown(file.source)} has {file.num_bytes / 1e9:,.3f} GB, and the cache only"
-                f" {self.max_bytes / 1e9:,.3f} GB",
-                "raise data.cache_gb",
-                code="no-space",
-            )
 
     def _warn(self, problem: str) -> None:
         """Print the problem of a server, once for all threads that meet it."""
@@ -394,8 +386,7 @@ def _free_bytes(path: Path) -> int:
     """Return the free space of the disk without the spared space. Other programs write to the disk,
     too, and a node with a full disk counts as bad."""
     disk = shutil.disk_usage(path)
-    spared = max(SPARED_FRACTION * disk.total, min(SPARED_BYTES, MOST_SPARED_FRACTION * disk.total))
-    return int(disk.free - spared)
+    return int(disk.free - min(SPARED_BYTES, SPARED_FRACTION * disk.total))
 
 
 def _make_private(path: Path, setting: str) -> None:
