@@ -143,16 +143,14 @@ class ShardStore:
                 "run data_prep index again",
                 code="unsafe",
             )
-        try:
+        with self._disk_errors(), suppress(FileNotFoundError):
             copy = FileIO(self.path / file.name)
-        except FileNotFoundError:
-            return None
-        fcntl.flock(copy, fcntl.LOCK_SH)
-        status = os.fstat(copy.fileno())
-        if status.st_nlink and status.st_size == file.num_bytes:  # else it has just been removed
-            _touch(copy)
-            return copy
-        copy.close()
+            fcntl.flock(copy, fcntl.LOCK_SH)
+            status = os.fstat(copy.fileno())
+            if status.st_nlink and status.st_size == file.num_bytes:  # else it was removed just now
+                _touch(copy)
+                return copy
+            copy.close()
         return None
 
     def fetch_ahead(self, files: Sequence[File]) -> None:
