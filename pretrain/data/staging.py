@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
+from data_prep.errors import UserError
 from data_prep.progress import in_words, progress
 from data_prep.remote import StoppedError
 from pretrain.data.datasets import StagedCopies, TrainingData
 from pretrain.data.reader import FileRange
-from pretrain.data.store import NUM_THREADS, File, ShardStore, StoreError, tar_of
+from pretrain.data.store import NUM_THREADS, File, ShardStore, tar_of
 from pretrain.ranks.collectives import on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import StopFlag
@@ -48,7 +49,7 @@ def stage_data(
             return store, mapped
         except StoppedError:  # training sees the stop flag
             pass
-        except (StoreError, OSError) as error:
+        except (UserError, OSError) as error:
             if world.local_rank == 0:
                 warning = f"WARNING: data.stage_dir on {platform.node()}: {error}"
                 print(f"{warning} Training reads the data in place.", file=sys.stderr, flush=True)

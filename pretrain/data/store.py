@@ -49,7 +49,7 @@ from data_prep.errors import UserError
 from data_prep.limits import cause_of
 from data_prep.manifest import DatasetError, Shard
 from data_prep.publish import sync
-from data_prep.remote import ContentError, RemoteError, StoppedError, fetch, shown, tried
+from data_prep.remote import ContentError, StoppedError, fetch, shown, tried
 
 NUM_ATTEMPTS, SILENCE_S = 8, 30.0
 """Attempts to fetch a shard; a server that sends nothing for that long has failed."""
@@ -62,11 +62,7 @@ SPARED_BYTES, SPARED_FRACTION = 5e9, 0.1
 _NAME = re.compile(r"[0-9a-f]{64}\.(tar|npy)(\.part)?")
 
 
-class StoreError(UserError):
-    """A directory that cannot be used, or a file that cannot be fetched."""
-
-
-class NoRoomError(StoreError):
+class NoRoomError(UserError):
     """The file does not fit at this moment."""
 
 
@@ -218,7 +214,7 @@ class ShardStore:
             problem = (
                 f"a shard has {num_bytes / 1e9:,.3g} GB, the cache {self.max_bytes / 1e9:,.3g}"
             )
-            raise StoreError("data.cache_gb", problem, "raise data.cache_gb", code="no-space")
+            raise UserError("data.cache_gb", problem, "raise data.cache_gb", code="no-space")
         files = {
             Path(item): item.stat(follow_symlinks=False)
             for item in os.scandir(self.path)
@@ -264,10 +260,8 @@ class ShardStore:
                 stop=self._stop,
                 report=self._warn,
             )
-        except RemoteError as error:
-            raise StoreError(error.field, error.problem, error.fix, code=error.code) from None
         except ContentError as error:
-            raise StoreError(
+            raise UserError(
                 shown(file.source),
                 str(error).removeprefix(f"{shown(file.source)}: "),
                 "restore the file, or run data_prep index again",
@@ -299,9 +293,6 @@ class ShardStore:
         else:
             for piece in self._pieces(Path(file.source)):
                 write(piece)
-        if content.tell() != file.num_bytes:
-            num_bytes = f"{content.tell():,} of the manifest's {file.num_bytes:,} bytes"
-            raise ContentError(f"it has {num_bytes}")
         content.seek(0)
         if (sha256 := hashlib.file_digest(content, "sha256").hexdigest()) != file.sha256:
             raise ContentError(f"it has sha256 {sha256} instead of the manifest's {file.sha256}")
@@ -317,7 +308,7 @@ class ShardStore:
         except OSError as error:
             problem = f"the file cannot be copied ({cause_of(error)})"
             fix = "restore the file, or make it readable"
-            raise StoreError(str(source), problem, fix, code="unreadable") from None
+            raise UserError(str(source), problem, fix, code="unreadable") from None
 
     def _read_ahead(self) -> None:
         """Fetch the files of the newest list."""
@@ -354,11 +345,11 @@ class ShardStore:
         try:
             yield
         except OSError as error:
-            if isinstance(error, RemoteError | ContentError):
+            if isinstance(error, ContentError):
                 raise
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             bound = "" if self.max_bytes is None else ", lower data.cache_gb"
-            raise StoreError(
+            raise UserError(
                 str(self.path),
                 f"files cannot be written ({cause_of(error)})",
                 f"free disk space{bound}, or choose another {self.setting}",
@@ -394,7 +385,7 @@ def _make_private(path: Path, setting: str) -> None:
     status = path.lstat()
     writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable:
-        raise StoreError(
+        raise UserError(
             str(path),
             "this is not a directory that belongs to you and that only you can write to",
             f"choose a directory of your own as {setting}",

@@ -158,10 +158,13 @@ def test_a_passing_fault_is_tried_again_and_reported_if_it_lasts(
         (500, 4, "unreachable"),
         (404, 1, None),
         (403, 2, None),  # the second attempt reads credentials again
+        ("long", 4, "damaged"),
+        ("short", 4, "damaged"),
     ],
 )
 def test_a_lasting_fault_is_an_error_without_secrets_and_leaves_nothing(
     place: Path,
+    folder: Path,
     shards: list[File],
     server: Server,
     fault: Any,
@@ -173,6 +176,10 @@ def test_a_lasting_fault_is_an_error_without_secrets_and_leaves_nothing(
         monkeypatch.setattr(module, "SILENCE_S", 0.3)
     address, state = server
     state.key, state.faults = SECRET, {SHARD_0: [fault] * 9}
+    if fault in ("long", "short"):
+        data = (folder / SHARD_0).read_bytes()
+        (folder / SHARD_0).write_bytes(data * 20 if fault == "long" else data[:-9])
+        state.faults = {}
     with closing(opened(place, storage=OPTIONS, hosts=[address])) as ours:
         with pytest.raises(UserError) as caught:
             ours.open(shards[0])
@@ -182,24 +189,6 @@ def test_a_lasting_fault_is_an_error_without_secrets_and_leaves_nothing(
         assert cached(place) == set() and not [*place.glob("*.part")]
         use(ours, shards[1])
         assert cached(place) == hashes(shards, 1)
-
-
-def test_a_file_of_another_length_and_a_missing_server_are_errors(
-    place: Path, folder: Path, shards: list[File]
-) -> None:
-    data = (folder / SHARD_0).read_bytes()
-    source = f"http://me:secret-word@127.0.0.1:9/0.tar?{SECRET}"
-    with closing(opened(place, room=1)) as ours:
-        (folder / SHARD_0).write_bytes(data * 20)
-        with fails("damaged", shards[0].source):
-            ours.open(shards[0])
-        (folder / SHARD_0).write_bytes(data[:-9])
-        with fails("damaged", shards[0].source):
-            ours.open(shards[0])
-        with fails("unreachable", "http://127.0.0.1:9/0.tar") as caught:
-            ours.open(shards[0]._replace(source=source))
-    assert "secret-word" not in str(caught.value)
-    assert cached(place) == set() and not [*place.glob("*.part")]
 
 
 @pytest.mark.processes
@@ -299,21 +288,6 @@ def test_held_files_stay_and_hold_waits_for_room(
                 held.close()
                 waiting.result().close()
             assert cached(place) == hashes(shards, 1, 2)
-
-
-def test_readers_of_the_same_store_release_idle_files_for_each_other(
-    place: Path, shards: list[File]
-) -> None:
-    class Idle:
-        def release_idle(self) -> None:
-            while held:
-                held.pop().close()
-
-    with closing(opened(place, room=2)) as ours:
-        held, idle = [ours.open(file) for file in shards[:2]], Idle()
-        ours.readers.add(idle)
-        with holding(ours, shards[2]):
-            assert not held
 
 
 @pytest.mark.processes
