@@ -280,11 +280,7 @@ def open_store(settings: ReadingSettings, parts: Sequence[Part]) -> ShardStore |
     directory = Path(settings.cache_dir) if settings.cache_dir else default
     hosts = {own_host(part.directory) for part in parts} if settings.storage else set()
     return ShardStore(
-        directory,
-        setting="data.cache_dir",
-        max_bytes=int(settings.cache_gb * 1e9),
-        storage=settings.storage,
-        hosts=hosts,
+        directory, max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage, hosts=hosts
     )
 
 

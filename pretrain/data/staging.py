@@ -42,7 +42,7 @@ def stage_data(
     def copy_files() -> tuple[ShardStore, FileRange] | None:
         try:
             path = directory / f"shards-{os.getuid()}"
-            store = ShardStore(path, setting="data.stage_dir", max_bytes=None, storage={})
+            store = ShardStore(path)
             mapped = FileRange([file.num_bytes for file in files])
             if world.local_rank == 0:
                 _copy(store, files, mapped, stop)

@@ -38,7 +38,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -94,17 +94,17 @@ class ShardStore:
         self,
         path: Path,
         *,
-        setting: str,
-        max_bytes: int | None,
-        storage: dict[str, Any],
+        max_bytes: int | None = None,
+        storage: Mapping[str, Any] | None = None,
         hosts: Collection[str] = (),
     ):
-        """`setting` names the directory in messages. Without `max_bytes` the copies may fill the
-        disk up to the spared space. Only `hosts` receive `storage`."""
-        self.path, self.setting, self.max_bytes = path, setting, max_bytes
+        """Without `max_bytes` (`data.stage_dir`) the copies may fill the disk up to the spared
+        space. Only `hosts` receive `storage`."""
+        self.path, self.max_bytes = path, max_bytes
+        self.setting = "data.stage_dir" if max_bytes is None else "data.cache_dir"
         self.readers = weakref.WeakSet[Reader]()
         """Training and evaluation share the store. Each keeps files until the other needs room."""
-        self._storage, self._hosts = storage, hosts
+        self._storage, self._hosts = storage or {}, hosts
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._announced, self._pending = dict[str, int](), deque[File]()
         """Place of each announced file in the list, and the files that read-ahead has yet to
@@ -114,7 +114,7 @@ class ShardStore:
         self.num_written = 0
         """Bytes that this process has written, to see progress."""
         with self._disk_errors():
-            _make_private(path, setting)
+            _make_private(path, self.setting)
 
     def open(self, file: File) -> FileIO:
         """Return the verified copy. No process removes it while it is open or mapped."""

@@ -42,10 +42,7 @@ def walk(
     place: Path, room_bytes: int, files: list[File], ahead: int, ready: Barrier, found: Path
 ) -> None:
     store.NUM_ATTEMPTS, remote.FIRST_PAUSE_S = 3, 0.01
-    ours, hashes = (
-        store.ShardStore(place, setting="data.cache_dir", max_bytes=room_bytes, storage={}),
-        [],
-    )
+    ours, hashes = (store.ShardStore(place, max_bytes=room_bytes), [])
     ready.wait()
     for number, file in enumerate(files):
         if ahead:

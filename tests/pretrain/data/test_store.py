@@ -79,8 +79,7 @@ def far(path: Path, address: str) -> File:
 
 
 def opened(place: Path, *, room: float = NUM_SHARDS, **more: Any) -> ShardStore:
-    options = {"storage": {}, **more}
-    return ShardStore(place, setting="data.cache_dir", max_bytes=int(room * SIZE), **options)
+    return ShardStore(place, max_bytes=int(room * SIZE), **more)
 
 
 @contextmanager
