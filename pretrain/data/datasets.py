@@ -48,6 +48,7 @@ from pretrain.data.order import (
     hex_key,
     mixture_weights,
 )
+from pretrain.data.store import Holder
 from pretrain.models.spec import ModelSpec
 
 FOLDS = "folds"
@@ -74,7 +75,7 @@ Statistic = tuple[float, float, float]
 
 class StagedCopies(NamedTuple):
     path: Path
-    mapped: object
+    holder: Holder | None
     """As long as it lives, no process removes the copies."""
 
 

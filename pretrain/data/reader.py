@@ -43,7 +43,7 @@ from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_p
 from pretrain.config import ReadingSettings
 from pretrain.data.datasets import Part
 from pretrain.data.order import Ids, hash64
-from pretrain.data.store import File, ShardStore, tar_of
+from pretrain.data.store import File, Holder, ShardStore, tar_of
 
 BLOCK = 512
 """Every member of a tar begins at a multiple of it."""
@@ -234,8 +234,7 @@ class ShardReader:
                     shard,
                     raw_size=self.stored_size if self._is_raw[number] else None,
                 )
-                with FileIO(path) as file:
-                    self._indices.map(number, file.fileno(), num_bytes=_index_size(part, shard))
+                self._indices.map(number, path, num_bytes=_index_size(part, shard))
                 self._table_starts[number] = int(self._indices.starts[number] + index.offset) // 8  # type: ignore[attr-defined]
 
     def _blockwise(self) -> Tensor:
@@ -337,7 +336,9 @@ class MappedShards:
         self._mapping = [threading.Lock() for _ in shards]
         for number in np.flatnonzero(~self.is_remote).tolist():
             self._check_local(number)
+        self._holder: Holder | None = None
         if store is not None and self.any_remote:
+            self._holder = Holder(store.path)
             store.readers.add(self)
 
     @contextmanager
@@ -390,6 +391,8 @@ class MappedShards:
             for number in set(idle.tolist()) - kept:
                 self.files.unmap(number)
                 self._mapped[number] = False
+                assert self._holder is not None
+                self._holder.release(self._file(number))
 
     def _file(self, number: int) -> File:
         part, shard = self._shards[number]
@@ -401,13 +404,12 @@ class MappedShards:
             if self._mapped[number]:
                 return
             if shard.is_remote:
-                assert self._store is not None
-                file = self._store.open(self._file(number))
+                assert self._store is not None and self._holder is not None
+                path = self._store.hold(self._file(number), self._holder)
             else:
                 self._check_local(number)
-                file = FileIO(part.tar(shard))
-            with file:
-                self.files.map(number, file.fileno(), num_bytes=shard.num_bytes)
+                path = part.tar(shard)
+            self.files.map(number, path, num_bytes=shard.num_bytes)
             self._mapped[number] = True
 
     def _check_local(self, number: int) -> None:
@@ -441,12 +443,12 @@ class FileRange:
         self.content: NDArray[np.uint8] = np.ctypeslib.as_array(self.buffer)
         self.content.flags.writeable = False
 
-    def map(self, number: int, descriptor: int, *, num_bytes: int) -> None:
-        """Map the file into its slot. It needs no descriptor afterwards. The caller must not read
-        beyond the end of the file."""
-        assert num_bytes <= self._slots[number], (number, num_bytes)
+    def map(self, number: int, path: Path, *, num_bytes: int) -> None:
+        """Map the file into its slot. The caller must not read beyond the end of the file."""
+        assert num_bytes <= self._slots[number], (path, num_bytes)
         kind = mmap.MAP_SHARED | _MAP_FIXED
-        _map(self._at(number), num_bytes, mmap.PROT_READ, kind, descriptor)
+        with FileIO(path) as file:
+            _map(self._at(number), num_bytes, mmap.PROT_READ, kind, file.fileno())
 
     def unmap(self, number: int) -> None:
         """Unmap the slot, from which no thread may read."""

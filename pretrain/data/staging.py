@@ -20,8 +20,7 @@ from data_prep.errors import UserError
 from data_prep.progress import in_words, progress
 from data_prep.remote import StoppedError
 from pretrain.data.datasets import StagedCopies, TrainingData
-from pretrain.data.reader import FileRange
-from pretrain.data.store import NUM_THREADS, File, ShardStore, tar_of
+from pretrain.data.store import NUM_THREADS, File, Holder, ShardStore, tar_of
 from pretrain.ranks.collectives import on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import StopFlag
@@ -39,14 +38,14 @@ def stage_data(
         return data
     files, directory = files_to_stage(data), Path(data.settings.stage_dir)
 
-    def copy_files() -> tuple[ShardStore, FileRange] | None:
+    def copy_files() -> tuple[ShardStore, Holder] | None:
         try:
             path = directory / f"shards-{os.getuid()}"
             store = ShardStore(path)
-            mapped = FileRange([file.num_bytes for file in files])
+            holder = Holder(store.path)
             if world.local_rank == 0:
-                _copy(store, files, mapped, stop)
-            return store, mapped
+                _copy(store, files, holder, stop)
+            return store, holder
         except StoppedError:  # training sees the stop flag
             pass
         except (UserError, OSError) as error:
@@ -58,9 +57,12 @@ def stage_data(
     PROGRESS.mark("staging the data")
     found = on_all_ranks(copy_files, device=device, field="data.stage_dir")
     PROGRESS.mark("starting")
-    if found is None or _map_present(*found, files):
+    if found is None:
         return data
-    copies = StagedCopies(found[0].path, found[1])
+    store, holder = found
+    if not all(store.hold_present(file, holder) for file in files):
+        return data
+    copies = StagedCopies(store.path, holder)
     return replace(data, parts=tuple(replace(part, staged=copies) for part in data.parts))
 
 
@@ -79,34 +81,17 @@ def files_to_stage(data: TrainingData) -> list[File]:
     return list(files.values())
 
 
-def _map_present(store: ShardStore, mapped: FileRange, files: Sequence[File]) -> dict[int, File]:
-    """Map the copies that are complete, so that no process removes them. Return the others."""
-    absent = {}
-    for number, file in enumerate(files):
-        if copy := store.open_present(file):
-            with copy:
-                mapped.map(number, copy.fileno(), num_bytes=file.num_bytes)
-        else:
-            absent[number] = file
-    return absent
-
-
-def _copy(store: ShardStore, files: Sequence[File], mapped: FileRange, stop: StopFlag) -> None:
-    absent = _map_present(store, mapped, files)
+def _copy(store: ShardStore, files: Sequence[File], holder: Holder, stop: StopFlag) -> None:
+    absent = [file for file in files if not store.hold_present(file, holder)]
     if not absent:
         return
-    num_bytes = sum(file.num_bytes for file in absent.values())
+    num_bytes = sum(file.num_bytes for file in absent)
     store.make_room(num_bytes)
-
-    def fetch(number: int, file: File) -> None:
-        with store.open(file) as copy:
-            mapped.map(number, copy.fileno(), num_bytes=file.num_bytes)
-
     size = f"{num_bytes / 1e9:,.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.3g} MB"
     place, began_s = f"{store.path.parent} ({platform.node()})", time.monotonic()
     threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="staging")
     seen = store.num_written
-    pending = {threads.submit(fetch, *each) for each in absent.items()}
+    pending = {threads.submit(store.hold, file, holder) for file in absent}
     try:
         with progress(f"staging {size} to {place}", total=len(absent), unit="files") as line:
             while pending:

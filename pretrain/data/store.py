@@ -4,26 +4,26 @@ Remote shards are fetched when they are needed, within `data.cache_gb` (`data.ca
 stage are all fetched before training begins (`data.stage_dir`, staging.py).
 
     DIR/                 mode 0700, ours
-      .lock              locked while files are counted, reserved, renamed or removed
+      .locks             one byte for each file, at an offset from its hash; nothing is written
       SHA256.tar         a complete, verified copy of a shard; SHA256.npy: of an index
       SHA256.tar.part    a download, which has its full size from the start
 
-All locks are `flock` locks, which end with their process. A mapping keeps the lock of the file that
-it was made from, even after the file is closed. `open` opens a copy in these steps:
+All locks are open-file-description locks on bytes of `.locks`, so they end with their process, and
+a holder needs one open file however many copies it holds. (A `flock` of each copy would need a file
+for each: on overlayfs a mapping does not keep the lock.) `hold` takes these steps:
 
-1. Open the copy and lock it shared.
-2. If there is none, open the .part and lock it exclusively. If another thread or process has it,
-   wait and repeat 1.
-3. Remove the least recently used files that nobody has locked, until the new file fits. If it does
-   not fit, let this process's readers release idle files, wait, and repeat 1. Give the .part its
-   full size.
-4. Fetch into the .part, check the hash, fsync, rename it, and make its lock shared.
+1. Lock the file's byte shared. If the copy is complete, it is held.
+2. Otherwise lock the byte exclusively. If another thread or process has it, wait and repeat 1.
+3. Lock the room's byte. Remove the least recently used files whose bytes can be locked, until the
+   new file fits. If it does not fit, let this process's readers release idle files, wait, and
+   repeat 1. Create the .part in its full size.
+4. Fetch into the .part, check the hash, fsync, rename it, and lock the byte shared.
 
-Read-ahead takes the same steps for the announced files, in their order, and closes them. It removes
-no announced file. `open` removes them last, and first the one that is needed last.
+Read-ahead takes the same steps for the announced files, in their order, and holds none of them. It
+removes no announced file. `hold` removes them last, and first the one that is needed last.
 
 Invariants: a file has its final name only if its hash was correct; the sizes of all files stay
-within the bound; an open or mapped file is not removed. The mtime of a copy is its last use.
+within the bound; a held file is not removed. The mtime of a copy is its last use.
 """
 
 import errno
@@ -33,13 +33,14 @@ import os
 import re
 import shutil
 import stat
+import struct
 import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -62,6 +63,10 @@ SPARED_BYTES, SPARED_FRACTION = 5e9, 0.1
 _NAME = re.compile(r"[0-9a-f]{64}\.(tar|npy)(\.part)?")
 
 
+_LOCK_REQUEST = "hhqqi4x"
+"""`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
+
+
 class NoRoomError(UserError):
     """The file does not fit at this moment."""
 
@@ -80,11 +85,34 @@ def tar_of(shard: Shard, directory: Path) -> File:
     return File(source, f"{shard.sha256}.tar", shard.num_bytes, shard.sha256)
 
 
+class Holder:
+    """Holds copies of one directory until `release`, or as long as it lives."""
+
+    def __init__(self, path: Path):
+        self._locks = FileIO(os.open(path / ".locks", os.O_RDWR | os.O_CREAT, 0o600), "r+")
+        self.close = weakref.finalize(self, self._locks.close)
+
+    def release(self, file: File) -> None:
+        self.lock(file.name, fcntl.F_UNLCK)
+
+    def lock(self, name: str | None, kind: int) -> bool:
+        """Set the lock on the name's byte. Return False if another holder's lock excludes it.
+        Without a name, wait for the room's byte."""
+        place = 1 << 61 if name is None else int(name[:15], 16)
+        request = struct.pack(_LOCK_REQUEST, kind, os.SEEK_SET, place, 1, 0)
+        command = fcntl.F_OFD_SETLKW if name is None else fcntl.F_OFD_SETLK
+        try:
+            fcntl.fcntl(self._locks, command, request)
+        except BlockingIOError:
+            return False
+        return True
+
+
 class Reader(Protocol):
-    """A user of mapped files."""
+    """A user of held files."""
 
     def release_idle(self) -> None:
-        """Unmap the files that are not in use at this moment."""
+        """Release the files that are not in use at this moment."""
 
 
 class ShardStore:
@@ -115,23 +143,25 @@ class ShardStore:
         """Bytes that this process has written, to see progress."""
         with self._disk_errors():
             _make_private(path, self.setting)
+            Holder(path).close()  # a read-only disk is noticed now
 
-    def open(self, file: File) -> FileIO:
-        """Return the verified copy. No process removes it while it is open or mapped."""
+    def hold(self, file: File, holder: Holder) -> Path:
+        """Return the path of the verified copy, which no process removes until it is released."""
         until_s = time.monotonic() + WAIT_S
-        while True:
+        while not self.hold_present(file, holder):
             try:
-                if copy := self.open_present(file) or self._download(file):
-                    return copy
+                if self._download(file, holder):
+                    break
             except NoRoomError:
                 if time.monotonic() > until_s:
                     raise
                 for reader in list(self.readers):
                     reader.release_idle()
             self._stop.wait(LOOK_S)
+        return self.path / file.name
 
-    def open_present(self, file: File) -> FileIO | None:
-        """Return the copy if it is complete."""
+    def hold_present(self, file: File, holder: Holder) -> bool:
+        """Hold the copy if it is complete."""
         if not _NAME.fullmatch(file.name):  # it may be the manifest of others
             raise DatasetError(
                 shown(file.source),
@@ -139,15 +169,15 @@ class ShardStore:
                 "run data_prep index again",
                 code="unsafe",
             )
-        with self._disk_errors(), suppress(FileNotFoundError):
-            copy = FileIO(self.path / file.name)
-            fcntl.flock(copy, fcntl.LOCK_SH)
-            status = os.fstat(copy.fileno())
-            if status.st_nlink and status.st_size == file.num_bytes:  # else it was removed just now
-                _touch(copy)
-                return copy
-            copy.close()
-        return None
+        with self._disk_errors():
+            if not holder.lock(file.name, fcntl.F_RDLCK):
+                return False
+            if self._is_complete(file):
+                now_ns = time.time_ns()  # the kernel's own clock for files is too coarse
+                os.utime(self.path / file.name, ns=(now_ns, now_ns))
+                return True
+            holder.release(file)
+        return False
 
     def fetch_ahead(self, files: Sequence[File]) -> None:
         """Fetch the files in this order in the background, as far as there is room. An earlier list
@@ -174,38 +204,36 @@ class ShardStore:
         with self._disk_errors(), self._room():
             self._make_room(num_bytes)
 
-    def _download(self, file: File, *, is_ahead: bool = False) -> FileIO | None:
-        """Fetch and open the file. Return None if another thread or process has fetched it or does
-        so."""
+    def _is_complete(self, file: File) -> bool:
+        with suppress(FileNotFoundError):
+            return (self.path / file.name).stat().st_size == file.num_bytes
+        return False
+
+    def _download(self, file: File, holder: Holder, *, is_ahead: bool = False) -> bool:
+        """Fetch and hold the file. Return False if another thread or process fetches it, or has
+        fetched it meanwhile."""
         if self._stop.is_set():
             raise StoppedError
         part = self.path / f"{file.name}.part"
-        with self._disk_errors():
-            with self._room():
-                if copy := self.open_present(file):
-                    return copy
-                content = FileIO(os.open(part, os.O_RDWR | os.O_CREAT, 0o600), "r+")
-                if not _try_lock(content):
-                    content.close()
-                    return None
+        with self._disk_errors(), closing(Holder(self.path)) as own:
+            if not own.lock(file.name, fcntl.F_WRLCK) or self._is_complete(file):
+                return False
             try:
-                with self._room():
-                    content.truncate(0)
+                with self._room(), open(part, "wb") as reserved:
                     self._make_room(file.num_bytes, is_ahead=is_ahead)
-                    os.posix_fallocate(content.fileno(), 0, file.num_bytes)
-                self._fetch(file, content)
-                os.fsync(content.fileno())
+                    os.posix_fallocate(reserved.fileno(), 0, file.num_bytes)
+                with FileIO(part, "r+") as content:
+                    self._fetch(file, content)
+                    os.fsync(content.fileno())
                 with self._room():
                     os.rename(part, self.path / file.name)
-                    fcntl.flock(content, fcntl.LOCK_SH)
+                    own.release(file)
+                    is_held = self.hold_present(file, holder)
                 sync(self.path)
-                _touch(content)
-                content.seek(0)
-                return content
+                return is_held
             except BaseException:
                 with self._room():
                     part.unlink(missing_ok=True)
-                content.close()
                 raise
 
     def _make_room(self, num_bytes: int, *, is_ahead: bool = False) -> None:
@@ -234,8 +262,8 @@ class ShardStore:
         for path in sorted(files, key=turn):
             if missing <= 0 or (is_ahead and path.name in announced):
                 break
-            with FileIO(path) as content:
-                if _try_lock(content):
+            with closing(Holder(self.path)) as own:
+                if own.lock(path.name.removesuffix(".part"), fcntl.F_WRLCK):
                     path.unlink()
                     missing -= files[path].st_size
         if missing > 0:
@@ -319,12 +347,13 @@ class ShardStore:
                     return
                 file = pending.popleft()
             try:
-                if copy := self.open_present(file) or self._download(file, is_ahead=True):
-                    copy.close()
+                with closing(Holder(self.path)) as own:
+                    if not self.hold_present(file, own):
+                        self._download(file, own, is_ahead=True)
             except NoRoomError:
                 pending.appendleft(file)
                 self._stop.wait(LOOK_S)
-            except Exception:  # noqa: BLE001 (`open` tries again and reports the error)
+            except Exception:  # noqa: BLE001 (`hold` tries again and reports the error)
                 pass
 
     def _warn(self, problem: str) -> None:
@@ -335,9 +364,9 @@ class ShardStore:
 
     @contextmanager
     def _room(self) -> Iterator[None]:
-        flags = os.O_RDWR | os.O_CREAT
-        with FileIO(os.open(self.path / ".lock", flags, 0o600), "r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        """Exclude all who count, reserve, rename or remove files."""
+        with closing(Holder(self.path)) as room:
+            room.lock(None, fcntl.F_WRLCK)
             yield
 
     @contextmanager
@@ -355,20 +384,6 @@ class ShardStore:
                 f"free disk space{bound}, or choose another {self.setting}",
                 code="no-space" if is_full else "unreadable",
             ) from None
-
-
-def _touch(content: FileIO) -> None:
-    """Set the time of the last use. The kernel's own clock for files is too coarse."""
-    os.utime(content.fileno(), ns=(time.time_ns(),) * 2)
-
-
-def _try_lock(content: FileIO) -> bool:
-    """Lock the file exclusively. Return False if it is locked through another open file."""
-    try:
-        fcntl.flock(content, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _free_bytes(path: Path) -> int:

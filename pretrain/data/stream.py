@@ -6,8 +6,9 @@ reads at the same time. A rank begins its next pass when its shards end, so all 
 number of steps. The samples are a function of (list, seed, ranks, first position). A resumed run
 begins a new pass.
 
-Threads read, not the worker processes of a DataLoader: workers would keep `pipe:` commands alive
-after the end, hide one-line errors, and fork a process that uses CUDA.
+Threads read, not the worker processes of a DataLoader. At its end a DataLoader terminates a worker
+that waits for a silent `pipe:` command, and the command stays alive. Workers would also hide
+one-line errors, and fork a process that uses CUDA.
 
 A batch is made in these steps:
 

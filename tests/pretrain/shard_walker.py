@@ -43,11 +43,12 @@ def walk(
 ) -> None:
     store.NUM_ATTEMPTS, remote.FIRST_PAUSE_S = 3, 0.01
     ours, hashes = (store.ShardStore(place, max_bytes=room_bytes), [])
+    holder = store.Holder(place)
     ready.wait()
     for number, file in enumerate(files):
         if ahead:
             ours.fetch_ahead(files[number : number + 1 + ahead])
-        with ours.open(file) as content:
-            hashes.append(hashlib.sha256(content.read()).hexdigest())
+        hashes.append(hashlib.sha256(ours.hold(file, holder).read_bytes()).hexdigest())
+        holder.release(file)
     ours.close()
     found.write_text(json.dumps(hashes))

@@ -99,7 +99,7 @@ def test_what_runs_at_the_very_end_of_a_process_may_still_read(tmp_path: Path) -
     program = (
         "import atexit; atexit.register(lambda: print(bytes(files.content[:3])))\n"
         "from pathlib import Path; from pretrain.data.reader import FileRange\n"
-        "files, file = FileRange([3]), open('file'); files.map(0, file.fileno(), num_bytes=3)"
+        "files = FileRange([3]); files.map(0, Path('file'), num_bytes=3)"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     assert (

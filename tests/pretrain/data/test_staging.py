@@ -153,7 +153,7 @@ def test_room_is_made_by_the_longest_unused_files_that_nobody_holds(
         os.utime(place / file.name, ns=(0, 0))
 
     def occupied() -> int:
-        return sum(path.stat().st_size for path in place.iterdir() if path.name != ".lock")
+        return sum(path.stat().st_size for path in place.iterdir() if path.name != ".locks")
 
     room = 7_000_000
     monkeypatch.setattr(module, "_free_bytes", lambda path: room - occupied())

@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
-from io import FileIO
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from data_prep import remote
 from data_prep.errors import Code, UserError
 from data_prep.remote import StoppedError
 from pretrain.data import store as module
-from pretrain.data.reader import FileRange
-from pretrain.data.store import File, ShardStore
+from pretrain.data.store import File, Holder, ShardStore
 from tests.data_prep.stock import Web, forget_credentials, web
 from tests.errors import fails
 from tests.moments import wait_until
@@ -84,15 +82,14 @@ def opened(place: Path, *, room: float = NUM_SHARDS, **more: Any) -> ShardStore:
 
 @contextmanager
 def holding(store: ShardStore, *files: File) -> Iterator[list[Path]]:
-    with ExitStack() as stack:
-        for file in files:
-            stack.enter_context(store.open(file))
-        yield [store.path / file.name for file in files]
+    with closing(Holder(store.path)) as holder:
+        yield [store.hold(file, holder) for file in files]
 
 
 def use(store: ShardStore, *files: File) -> None:
     for file in files:
-        store.open(file).close()
+        with holding(store, file):
+            pass
 
 
 def cached(place: Path) -> set[str]:
@@ -117,7 +114,7 @@ def test_a_shard_is_fetched_verified_and_kept(
             assert hashlib.sha256(path.read_bytes()).hexdigest() == shards[0].sha256
     assert server[1].gets == {SHARD_0: 1}
     assert place.stat().st_mode & 0o777 == 0o700
-    assert sorted(path.name for path in place.iterdir()) == [".lock", shards[0].name]
+    assert sorted(path.name for path in place.iterdir()) == [".locks", shards[0].name]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +178,7 @@ def test_a_lasting_fault_is_an_error_without_secrets_and_leaves_nothing(
         state.faults = {}
     with closing(opened(place, storage=OPTIONS, hosts=[address])) as ours:
         with pytest.raises(UserError) as caught:
-            ours.open(shards[0])
+            use(ours, shards[0])
         assert code is None or (caught.value.field, caught.value.code) == (shards[0].source, code)
         assert shards[0].source in str(caught.value) and "secret-word" not in str(caught.value)
         assert state.gets == {SHARD_0: num_gets}
@@ -249,25 +246,23 @@ def occupied(place: Path) -> int:
 def test_removals_follow_the_least_recently_used_order(
     place: Path, shards: list[File], seed: int
 ) -> None:
-    """Files are opened and closed at random, and compared with a list in the order of use."""
+    """Files are held and released at random, and compared with a list in the order of use."""
     generator, room = random.Random(seed), 4
-    held, order = dict[File, FileIO](), list[File]()
-    with closing(opened(place, room=room)) as ours:
+    held, order = list[File](), list[File]()
+    with closing(opened(place, room=room)) as ours, closing(Holder(place)) as holder:
         for _ in range(60):
             if held and (len(held) == room or generator.random() < 0.5):
-                file = generator.choice([*held])
-                held.pop(file).close()
+                holder.release(held.pop(generator.randrange(len(held))))
             else:
                 file = generator.choice([each for each in shards if each not in held])
-                held[file] = ours.open(file)
+                ours.hold(file, holder)
+                held.append(file)
                 if file in order:
                     order.remove(file)
                 elif len(order) == room:
                     order.remove(next(each for each in order if each not in held))
                 order.append(file)
             assert cached(place) == {each.sha256 for each in order}
-        for content in held.values():
-            content.close()
 
 
 def test_held_files_stay_and_hold_waits_for_room(
@@ -276,39 +271,37 @@ def test_held_files_stay_and_hold_waits_for_room(
     monkeypatch.setattr(module, "WAIT_S", 0.2)
     with closing(opened(place, room=2)) as ours, closing(opened(place, room=2)) as others:
         use(ours, shards[0])
-        held = ours.open(shards[0])  # a copy that is present
-        with holding(others, shards[1]):  # a copy that is fetched
+        with closing(Holder(place)) as holder, holding(others, shards[1]):  # a new copy
+            ours.hold(shards[0], holder)  # a copy that is present
             with closing(opened(place, room=2)) as third, fails("no-space", str(place)):
-                third.open(shards[2])
+                use(third, shards[2])
             assert cached(place) == hashes(shards, 0, 1)
             monkeypatch.setattr(module, "WAIT_S", 20)
             with ThreadPoolExecutor() as pool:
-                waiting = pool.submit(others.open, shards[2])
-                held.close()
-                waiting.result().close()
+                waiting = pool.submit(use, others, shards[2])
+                holder.release(shards[0])
+                waiting.result()
             assert cached(place) == hashes(shards, 1, 2)
 
 
 @pytest.mark.processes
-def test_a_mapped_file_stays_without_an_open_file_until_it_is_unmapped(
+def test_held_files_need_no_open_files_and_a_fork_that_ends_releases_none(
     place: Path, shards: list[File]
 ) -> None:
-    """The usual limit is 1,024 open files. A fork that ends unlocks nothing."""
-    with closing(opened(place)) as ours, closing(opened(place)) as others:
+    """The usual limit is 1,024 open files."""
+    with closing(opened(place)) as ours, closing(Holder(place)) as holder:
         use(ours, shards[0])
-        mapped = FileRange([SIZE] * NUM_SHARDS)
         with few_files():
-            for number, file in enumerate(shards):
-                with ours.open(file) as content:
-                    mapped.map(number, content.fileno(), num_bytes=SIZE)
+            for file in shards:
+                ours.hold(file, holder)
         child = os.fork()
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
         with fails("no-space"):
-            others.make_room(SIZE)
-        mapped.unmap(3)
-        others.make_room(SIZE)
+            ours.make_room(SIZE)
+        holder.release(shards[3])
+        ours.make_room(SIZE)
         assert cached(place) == hashes(shards, *{*range(NUM_SHARDS)} - {3})
 
 
@@ -318,9 +311,9 @@ def test_too_large_shards_and_malformed_hashes_are_rejected(
     outside = shards[0]._replace(name="../../outside.tar", sha256="../../outside", num_bytes=1)
     with closing(opened(place, room=0.9)) as ours:
         with fails("no-space", "data.cache_gb"):
-            ours.open(shards[0])
+            use(ours, shards[0])
         with fails("unsafe", shards[0].source):
-            ours.open(outside)
+            use(ours, outside)
         ours.fetch_ahead([*shards, outside])
         wait_until(lambda: not ours._pending)
     assert server[1].gets == {}
@@ -352,7 +345,7 @@ def test_a_fault_of_read_ahead_is_reported_by_hold(
         ours.fetch_ahead(shards[:2])
         wait_until(lambda: cached(place) == hashes(shards, 1))
         with pytest.raises(UserError, match=r"/0\.tar"):
-            ours.open(shards[0])
+            use(ours, shards[0])
         (folder / SHARD_0).write_bytes(data)
         use(ours, shards[0])
 
@@ -381,11 +374,11 @@ def test_closing_ends_a_download_and_every_wait(
     ours.fetch_ahead(shards[:1])
     wait_until(lambda: server[1].gets == {SHARD_0: 1})
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(ours.open, shards[0])
+        waiting = pool.submit(use, ours, shards[0])
         ours.close()
         assert isinstance(waiting.exception(), StoppedError)
     assert not [thread for thread in threading.enumerate() if thread.name == "shard-store"]
-    assert sorted(path.name for path in place.iterdir()) == [".lock"]
+    assert sorted(path.name for path in place.iterdir()) == [".locks"]
 
 
 def test_a_file_of_another_size_is_fetched_again_and_a_touched_one_is_not(
@@ -429,10 +422,10 @@ def test_a_full_disk_and_a_read_only_one_are_one_error(tmp_path: Path, shards: l
     try:
         with closing(opened(disk)) as ours:
             with holding(ours, *shards[:2]), fails("no-space", str(disk)):
-                ours.open(shards[2])
+                use(ours, shards[2])
             assert cached(disk) == hashes(shards, 0, 1) and not [*disk.glob("*.part")]
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        with closing(opened(disk)) as ours, fails("unreadable", str(disk)):
-            ours.open(shards[2])
+        with fails("unreadable", str(disk)):
+            opened(disk)
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
