@@ -726,30 +726,6 @@ class TrainingSettings(Settings):
     record: RecordSettings = RecordSettings()
 
     @model_validator(mode="after")
-    def _batches_can_be_cut(self) -> Self:
-        whole, local = self.train.global_batch_size, self.train.local_batch_size
-        if isinstance(local, int) and whole % local:
-            fault = f"{local} does not divide global_batch_size {whole}"
-            raise SettingsError(
-                "train.local_batch_size",
-                fault,
-                f"the nearest that does is {nearest_divisor(whole, local)}",
-                code="bad-value",
-            )
-        size, field = (
-            (local, "local_batch_size") if isinstance(local, int) else (whole, "global_batch_size")
-        )
-        if self.augment.mixes_pairs and size % 2:
-            off = " ".join(f"augment.{alpha}=0" for alpha in self.augment.mixing.values())
-            raise SettingsError(
-                f"train.{field}",
-                f"{size} is odd, but {_pairing(self.augment)}",
-                f"make it even, or set {off}",
-                code="conflict",
-            )
-        return self
-
-    @model_validator(mode="after")
     def _stream_can_be_mixed(self) -> Self:
         if self.data.stream and self.augment.mixes_previous:
             raise SettingsError(
@@ -863,14 +839,8 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
     if augment.mixes_pairs and local % 2:
         raise SettingsError(
             "train.local_batch_size",
-            f"{local} on {num_ranks} ranks is odd, but {_pairing(augment)}",
+            f"{local} on {num_ranks} ranks is odd, but {' and '.join(augment.mixing)} mixes pairs",
             "make it even",
             code="conflict",
         )
     return local
-
-
-def _pairing(augment: AugmentSettings) -> str:
-    return " and ".join(augment.mixing) + (
-        " pairs neighbours" if len(augment.mixing) == 1 else " pair neighbours"
-    )
