@@ -207,8 +207,7 @@ def recorded(
     ranks = getattr(settings, "ranks", None) or cast(Any, settings).engine
     card, manifest = checkpoint.card if checkpoint else None, used[0][0].manifest
     source = checkpoint if tags.get("init") != "scratch" else None
-    weights = source.mark if source else None
-    with claim(run_dir, settings, ranks=ranks, stop=stop, weights=weights, facts=facts):
+    with claim(run_dir, settings, ranks=ranks, stop=stop, facts=facts):
         task = cast(RecordedTask, tags["task"].removesuffix("_seeds"))
         seed = getattr(settings, "seed", None)
         write_record(run_dir, task, settings.record, seed=seed, weights=source)

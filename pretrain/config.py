@@ -13,14 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PlainSerializer,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from data_prep.clients import recorded, without_secrets
 from data_prep.errors import SettingsError, UserError
@@ -29,7 +22,7 @@ from data_prep.manifest import Filter
 from data_prep.settings import Settings
 from pretrain.auto_augment import parse_policy
 from pretrain.models.presets import NamedModel, expand_preset
-from pretrain.models.spec import ModelSpec, nearest_divisor
+from pretrain.models.spec import ModelSpec, check_needs, nearest_divisor
 from pretrain.ranks.settings import RanksSettings
 from pretrain.record import RecordSettings
 
@@ -110,16 +103,6 @@ OF_SERVER = (
 )
 
 
-def check_effects(section: Settings, prefix: str, needs: Mapping[str, tuple[bool, str]]) -> None:
-    """Fail if a setting is changed without effect. `needs`: for each setting, whether it has an
-    effect, and the setting that would give it one."""
-    for name, (has_effect, need) in needs.items():
-        if not has_effect and getattr(section, name) != type(section).model_fields[name].default:
-            field = f"{prefix}.{name}"
-            fix = f"Set {need}, or remove {field}"
-            raise SettingsError(field, "it has no effect", fix, code="conflict")
-
-
 class MixedDataset(Settings):
     """A further dataset to train on."""
 
@@ -171,7 +154,7 @@ class PixelOrder(Settings):
     @model_validator(mode="after")
     def _order_exists(self) -> Self:
         has_order = self.pixel_permutation is not None
-        check_effects(self, "data", {"permute": (has_order, "data.pixel_permutation=0")})
+        check_needs(self, "data", {"permute": (has_order, "data.pixel_permutation=0")})
         return self
 
 
@@ -262,7 +245,6 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     @model_validator(mode="after")
     def _mixture_fits(self) -> "DataSettings":
         weights = [self.weight, *(other.weight for other in self.also)]
-        check_effects(self, "data", {"weight": (bool(self.also), "data.also")})
         if None in weights and any(weight is not None for weight in weights):
             raise SettingsError(
                 "data.weight",
@@ -270,27 +252,17 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
                 "give one to `dataset` and to each of data.also, or to none",
                 code="conflict",
             )
-        if self.also and self.fold is not None:
-            raise SettingsError(
-                "data.fold",
-                f"{self.fold} is not valid with data.also",
-                "train on one dataset's fold alone",
-                code="conflict",
-            )
-        if self.also and self.last_batch != "carry":
-            fault = f"{self.last_batch!r} is not valid with data.also"
-            raise SettingsError(
-                "data.last_batch",
-                f"{fault}, whose datasets end at different times",
-                "leave it at carry",
-                code="conflict",
-            )
+        is_single = not self.also, "data.also=[]"
+        needs = {"weight": (bool(self.also), "data.also"), "fold": is_single}
+        check_needs(self, "data", needs | {"last_batch": is_single})
         return self
 
     @model_validator(mode="after")
     def _stream_is_described(self) -> "DataSettings":
-        streamed = dict.fromkeys(StreamSettings.model_fields, (self.stream, "data.stream=true"))
-        check_effects(self, "data", streamed)
+        others = ("also", "fold", "stage_dir", "last_batch")
+        needs = dict.fromkeys(StreamSettings.model_fields, (self.stream, "data.stream=true"))
+        needs |= dict.fromkeys(others, (not self.stream, "data.stream=false"))
+        check_needs(self, "data", needs)
         if not self.stream:
             return self
         needed = {"num_classes": 1000, "samples_per_epoch": 1281167, "image_size": 64}
@@ -302,14 +274,6 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
                     f"set data.{name}, such as {example}",
                     code="missing-value",
                 )
-        other = {"also": (), "fold": None, "stage_dir": None, "last_batch": "carry"}
-        for name in (name for name, plain in other.items() if getattr(self, name) != plain):
-            raise SettingsError(
-                f"data.{name}",
-                "is not valid with data.stream",
-                "leave it out, or index the shards with data_prep index",
-                code="conflict",
-            )
         if (self.eval_split is None) != (self.eval_dataset is None):
             fault = (
                 f"{self.eval_split or 'null'} is not valid with data.eval_dataset"
@@ -388,14 +352,8 @@ class AugmentSettings(Settings):
                     f"write [low, high] with 0 < low <= high <= {top:g}",
                     code="bad-value",
                 )
-        if self.crop_padding and self.crop_scale is not None:
-            crops_too = f"is not valid with crop_scale {list(self.crop_scale)}, which crops too"
-            raise SettingsError(
-                "augment.crop_padding",
-                f"{self.crop_padding} {crops_too}",
-                "set crop_padding=0 or crop_scale=null",
-                code="conflict",
-            )
+        needs = {"crop_padding": (self.crop_scale is None, "augment.crop_scale=null")}
+        check_needs(self, "augment", needs)
         if self.auto_augment is not None:
             parse_policy(self.auto_augment)
         return self
@@ -486,7 +444,7 @@ class OptimizerSettings(Settings):
             "momentum": (is_sgd, "optimizer.name=sgd"),
             "nesterov": (is_sgd, "optimizer.name=sgd"),
         }
-        check_effects(self, "optimizer", needs)
+        check_needs(self, "optimizer", needs)
         if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
             raise SettingsError(
                 "optimizer.betas",
@@ -583,29 +541,15 @@ class EngineSettings(PassSettings):
     update (stages 1 to 3). all: also the weights (stage 3)."""
 
     @model_validator(mode="after")
-    def _graphs_can_be_recorded(self) -> "EngineSettings":
-        if self.cuda_graphs and (self.zero_stage or not self.compile):
-            remedy = "set both, or leave it out"
-            raise SettingsError(
-                "engine.cuda_graphs",
-                "true needs engine.compile=true and engine.zero_stage=0",
-                remedy,
-                code="conflict",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _stage_can_offload(self) -> "EngineSettings":
+    def _parts_fit(self) -> "EngineSettings":
+        is_plain = self.compile and self.zero_stage == 0
         least = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
-        if self.zero_stage < least:
-            less = "optimizer" if self.offload == "all" and self.zero_stage else "none"
-            needed = f"engine.zero_stage {least} or more, not {self.zero_stage}"
-            raise SettingsError(
-                "engine.offload",
-                f"{self.offload!r} needs {needed}",
-                f"raise it, or set offload to {less}",
-                code="conflict",
-            )
+        needs = {
+            "cuda_graphs": (is_plain, "engine.compile=true engine.zero_stage=0"),
+            "compile": (self.zero_stage < 3, "engine.zero_stage=2"),
+            "offload": (self.zero_stage >= least, f"engine.zero_stage={least}"),
+        }
+        check_needs(self, "engine", needs)
         return self
 
 
@@ -650,11 +594,8 @@ class CheckpointSettings(Settings):
         if "?" in place:
             fix = "Remove the part that begins with ?"
             raise UserError(field, "an address has no query", fix, code="bad-value")
-        if (
-            self.remote_storage and self.remote is None and "remote" not in self.model_fields_set
-        ):  # null resumes without it
-            problem, fix = "checkpoint.remote is not set", f"Set {field}, or remove these options"
-            raise UserError("checkpoint.remote_storage", problem, fix, code="conflict")
+        is_named = self.remote is not None or "remote" in self.model_fields_set
+        check_needs(self, "checkpoint", {"remote_storage": (is_named, field)})  # null: without it
         return self
 
 
@@ -674,21 +615,10 @@ class TrackingSettings(Settings):
     peak_teraflops: float | None = Field(None, gt=0, examples=[312.0])
     """Peak TFLOP/s of a rank's device, for MFU (default: from its data sheet, else measured)."""
 
-    @field_validator("sinks")
-    @classmethod
-    def _sinks_are_installed(cls, sinks: tuple[str, ...]) -> tuple[str, ...]:
-        check_installed(*sinks)
-        return sinks
-
     @model_validator(mode="after")
-    def _sinks_need_a_deliverer(self) -> Self:
-        if self.sinks and not self.enabled:
-            raise SettingsError(
-                "sinks",
-                "tracking is off, which writes them",
-                "set enabled=true, or `pretrain sync RUN --to` later",
-                code="conflict",
-            )
+    def _sinks_can_be_written(self) -> Self:
+        check_installed(*self.sinks)
+        check_needs(self, "tracking", {"sinks": (self.enabled, "tracking.enabled=true")})
         return self
 
 
@@ -726,38 +656,9 @@ class TrainingSettings(Settings):
     record: RecordSettings = RecordSettings()
 
     @model_validator(mode="after")
-    def _batches_can_be_cut(self) -> Self:
-        whole, local = self.train.global_batch_size, self.train.local_batch_size
-        if isinstance(local, int) and whole % local:
-            fault = f"{local} does not divide global_batch_size {whole}"
-            raise SettingsError(
-                "train.local_batch_size",
-                fault,
-                f"the nearest that does is {nearest_divisor(whole, local)}",
-                code="bad-value",
-            )
-        size, field = (
-            (local, "local_batch_size") if isinstance(local, int) else (whole, "global_batch_size")
-        )
-        if self.augment.mixes_pairs and size % 2:
-            off = " ".join(f"augment.{alpha}=0" for alpha in self.augment.mixing.values())
-            raise SettingsError(
-                f"train.{field}",
-                f"{size} is odd, but {_pairing(self.augment)}",
-                f"make it even, or set {off}",
-                code="conflict",
-            )
-        return self
-
-    @model_validator(mode="after")
     def _stream_can_be_mixed(self) -> Self:
-        if self.data.stream and self.augment.mixes_previous:
-            raise SettingsError(
-                "augment.mix_with",
-                "'previous' is not valid with data.stream, whose ranks know no order",
-                "set neighbour",
-                code="conflict",
-            )
+        is_ordered = not (self.data.stream and self.augment.mixes_previous)
+        check_needs(self.augment, "augment", {"mix_with": (is_ordered, "data.stream=false")})
         return self
 
     @model_validator(mode="after")
@@ -767,11 +668,8 @@ class TrainingSettings(Settings):
 
     @model_validator(mode="after")
     def _best_is_known(self) -> Self:
-        if self.checkpoint.keep_best and self.data.eval_split is None:
-            why = "true is not valid with data.eval_split null: nothing says which is best"
-            raise SettingsError(
-                "checkpoint.keep_best", why, "name a split, or set keep_best=false", code="conflict"
-            )
+        is_known = self.data.eval_split is not None or not self.checkpoint.keep_best
+        check_needs(self.checkpoint, "checkpoint", {"keep_best": (is_known, "data.eval_split")})
         return self
 
 
@@ -787,17 +685,6 @@ class PretrainSettings(TrainingSettings):
     """Architecture: a named one (`preset`, see `pretrain models`), or a `kind` and its sizes."""
     engine: EngineSettings = EngineSettings()
 
-    @model_validator(mode="after")
-    def _compiles(self) -> Self:
-        if self.engine.compile and self.engine.zero_stage == 3:
-            raise SettingsError(
-                "engine.compile",
-                "true is not valid with engine.zero_stage 3, where it gains nothing",
-                "change one of them",
-                code="conflict",
-            )
-        return self
-
 
 def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optimizer.lr") -> None:
     first_lr, final_lr = schedule.warmup_from, schedule.final_lr
@@ -808,23 +695,16 @@ def check_schedule(schedule: ScheduleSettings, lr: float, *, field: str = "optim
             f"{schedule.name} falls, so set it lower",
             code="conflict",
         )
+    is_wsd, cools = schedule.name == "wsd", parse_length(schedule.cooldown).amount > 0
     needs = {
         "final_lr": (schedule.name != "constant", "schedule.name=cosine"),
         "warmup_from": (parse_length(schedule.warmup).amount > 0, "schedule.warmup='5 epochs'"),
+        "cooldown": (is_wsd or not cools, "schedule.name=wsd"),
     }
-    check_effects(schedule, "schedule", needs)
-    if (parse_length(schedule.cooldown).amount > 0) != (schedule.name == "wsd"):
-        remedy = (
-            "set it, such as '10 epochs'"
-            if schedule.name == "wsd"
-            else "leave it out, or choose wsd"
-        )
-        raise SettingsError(
-            "schedule.cooldown",
-            f"{schedule.cooldown!r} is not valid with {schedule.name}",
-            remedy,
-            code="conflict",
-        )
+    check_needs(schedule, "schedule", needs)
+    if is_wsd and not cools:
+        problem, fix = "wsd needs a cooldown", "set it, such as '10 epochs'"
+        raise SettingsError("schedule.cooldown", problem, fix, code="conflict")
     if first_lr is not None and first_lr > lr:
         raise SettingsError(
             "schedule.warmup_from",
@@ -863,14 +743,8 @@ def check_against_ranks(train: TrainSettings, augment: AugmentSettings, *, num_r
     if augment.mixes_pairs and local % 2:
         raise SettingsError(
             "train.local_batch_size",
-            f"{local} on {num_ranks} ranks is odd, but {_pairing(augment)}",
+            f"{local} on {num_ranks} ranks is odd, but {' and '.join(augment.mixing)} mixes pairs",
             "make it even",
             code="conflict",
         )
     return local
-
-
-def _pairing(augment: AugmentSettings) -> str:
-    return " and ".join(augment.mixing) + (
-        " pairs neighbours" if len(augment.mixing) == 1 else " pair neighbours"
-    )

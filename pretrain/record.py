@@ -5,11 +5,13 @@ and model cards read the record; nothing guesses it from settings.
 
     {"task": "probe", "plan": "widths", "stage": "probe", "member": "3",
      "labels": {"model.width": "64"}, "seed": 0,
-     "parents": [{"run": "../mlp-64", "checkpoint": 120, "record": {"task": "pretrain", ...}}]}
+     "parents": [{"run": "../mlp-64", "checkpoint": 120, "sha256": "...",
+                  "record": {"task": "pretrain", ...}}]}
 
 A parent is the run whose weights this run began with. Its path is relative to the run, so both can
-move together; a name on the hub is kept as it is. `checkpoint` is the step of the weights, and
-`record` is the parent's record without its own parents, or null for weights without a record.
+move together; a name on the hub is kept as it is. `checkpoint` is the step of the weights, `sha256`
+their hash, and `record` is the parent's record without its own parents, or null for weights
+without a record.
 """
 
 import os
@@ -50,6 +52,8 @@ class Parent:
     """Path of the run or folder of weights, or its name on the hub."""
     checkpoint: int
     """Step of the weights."""
+    sha256: str = ""
+    """Hash of the weights; "" in older records."""
     record: "RunRecord | None" = None
 
 
@@ -80,7 +84,8 @@ def write_record(
         place = weights.run_dir or weights.directory
         above = None if weights.origin else read_record(place)
         run = weights.origin or os.path.relpath(place.resolve(), run_dir.resolve())
-        parents = (Parent(run, weights.card.step, replace(above, parents=()) if above else None),)
+        above = replace(above, parents=()) if above else None
+        parents = (Parent(run, weights.card.step, weights.sha256, above),)
     place_in_plan = (settings.plan, settings.stage, settings.member, settings.labels)
     write_json(run_dir / RECORD, asdict(RunRecord(task, *place_in_plan, seed, parents)))
 

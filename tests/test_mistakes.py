@@ -118,7 +118,7 @@ TABLE = [
     ("patch of a transformer does not divide", ["model={preset: vit_b_4}", "data.image_size=18"], "model.patch_size", "conflict"),
     ("no such block", ["model={kind: mixer, depth: 2, permuted_blocks: [2]}"], "model.permuted_blocks", "bad-value"),
     ("blocks by a wrong word", ["model={kind: mixer, permuted_blocks: some}"], "model.permuted_blocks", "bad-value"),
-    ("hidden width without a hidden layer", ["model={kind: mixer, layers_per_mixing: 1, token_hidden: 9}"], "model.layers_per_mixing", "conflict"),
+    ("hidden width without a hidden layer", ["model={kind: mixer, layers_per_mixing: 1, token_hidden: 9}"], "model.token_hidden", "conflict"),
     ("expansion beside hidden widths", ["model={kind: mixer, expansion: 2.0, token_hidden: 8, channel_hidden: 8}"], "model.expansion", "conflict"),
     ("expansion of one layer", ["model={kind: mixer, layers_per_mixing: 1, expansion: 2.0}"], "model.expansion", "conflict"),
     ("expansion without a bottleneck", ["model={kind: mlp, bottleneck: none, expansion: 2.0}"], "model.expansion", "conflict"),

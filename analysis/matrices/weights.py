@@ -19,7 +19,7 @@ from finetune.runs import read_run
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import load_model
-from pretrain.checkpoints.run import begun_with, list_checkpoints
+from pretrain.checkpoints.run import list_checkpoints
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
 from pretrain.models.layers.sparse import MaskedLinear, SparseLinear
@@ -68,10 +68,10 @@ def initial_model(opened: Checkpoint) -> ImageModel | None:
     """Return the model as its run built it from the seed; None for imported weights, or a run that
     began with other weights."""
     run_dir, card = opened.run_dir, opened.card
-    if run_dir is None or begun_with(run_dir):
+    run = read_run(run_dir) if run_dir else None
+    if run is None or run.record.parents or run.record.seed is None:
         return None
-    run = read_run(run_dir)
-    if run.task not in ("pretrain", "scratch") or run.record.seed is None:
+    if run.task not in ("pretrain", "scratch"):
         return None
     sizes = {"num_classes": len(card.classes), "image_size": card.image_size}
     return build_model(card.model, **sizes, seed=run.record.seed)

@@ -1,6 +1,6 @@
 """Crop, resize, flip, MixUp and normalize a batch on a GPU in one pass.
 
-The Triton kernel `gathered` must equal `resample`, `resample_levels` and MixUp (and on_cpu.py). A
+The Triton kernel `_gather` must equal `resample`, `resample_levels` and MixUp (and on_cpu.py). A
 program makes a block of output pixels from stored uint8 pixels and writes the model's type. With
 `mix_with: neighbour` one program makes both images of a pair. With `previous` each program makes
 its own image and the image before it. Levels equal the plain form bit for bit: divisions are IEEE's
@@ -53,78 +53,63 @@ def crop_mix_normalise(
     With a weight for each image the images of a pair are mixed. With one weight less each image
     except the first is mixed with the one before it (`mix_with: previous`).
     """
-    mixing = (
-        NO_MIXING if weights is None else PAIRS if len(weights) == len(images_BHWC) else PREVIOUS
-    )
-    table_7B = np.zeros((7, len(images_BHWC)), np.float32)
+    count, side = len(images_BHWC), (size, size)
+    mixing = NO_MIXING if weights is None else PAIRS if len(weights) == count else PREVIOUS
+    table_7B = np.zeros((7, count), np.float32)
     for row, values in enumerate(
         (boxes.top, boxes.left, boxes.height, boxes.width, boxes.flip, weights, cubic)
     ):
         if values is not None:
-            table_7B[row, len(images_BHWC) - len(values) :] = values
+            table_7B[row, count - len(values) :] = values
     sent_7B = send({"boxes": table_7B}, images_BHWC.device)["boxes"]
-    how = (size, torch.uint8 if levels else dtype, mixing, area, cubic is not None, levels)
-    pictures: Tensor = gathered(images_BHWC, sent_7B, colours_23, *how)
-    return pictures, None if weights is None else sent_7B[5, len(images_BHWC) - len(weights) :]
+    num_made = count - (mixing == PREVIOUS)
+    out = images_BHWC.new_empty(
+        (num_made, *side, 3) if levels else (num_made, 3, *side),
+        dtype=torch.uint8 if levels else dtype,
+    )
+    gather(out, images_BHWC.contiguous(), sent_7B, colours_23, mixing, area, cubic is not None)
+    return out, None if weights is None else sent_7B[5, count - len(weights) :]
 
 
-@torch.library.custom_op("wide_mlps::gathered", mutates_args=())
-def gathered(
+@torch.library.custom_op("wide_mlps::gather", mutates_args=("out",))
+def gather(
+    out: Tensor,
     images_BHWC: Tensor,
     boxes_7B: Tensor,
     colours_23: Tensor | None,
-    size: int,
-    dtype: torch.dtype,
     mixing: int,
     area: bool,
     cubic: bool,
-    levels: bool,
-) -> Tensor:
-    """Return (B, C, O, O), or levels (B, O, O, C). `PREVIOUS` returns one image less."""
-    images_BHWC = images_BHWC.contiguous()
-    out, (batch, stored) = _empty(images_BHWC, size, dtype, mixing, levels), images_BHWC.shape[:2]
+) -> None:
+    """Fill `out`, which is (B, C, O, O), or (B, O, O, C) for levels. With `PREVIOUS` it has one
+    image less than there are."""
+    (batch, stored), size, levels = images_BHWC.shape[:2], out.shape[2], out.dtype == torch.uint8
     assert images_BHWC.shape == (batch, stored, stored, 3) and images_BHWC.dtype == torch.uint8, (
         tuple(images_BHWC.shape)
     )
-    assert (
-        boxes_7B.shape == (7, batch)
-        and boxes_7B.is_contiguous()
-        and not (mixing == PAIRS and batch % 2)
-    ), tuple(boxes_7B.shape)
-    if out.numel():
-        blocks = triton.cdiv(size**2, _BLOCK)
-        ratio = max(stored / size, 1.0)
-        taps = math.ceil(ratio) + 1 if area else math.ceil(ratio * (4 if cubic else 2))
-        kind = {"TAPS": taps, "MIXING": mixing, "AREA": area, "CUBIC": cubic, "LEVELS": levels}
-        kind["NORMALISED"] = colours_23 is not None
-        colours = boxes_7B if colours_23 is None else colours_23  # a pointer is required
-        with torch.cuda.device_of(out):
-            _gather[(blocks * (len(out) // 2 if mixing == PAIRS else len(out)),)](
-                images_BHWC,
-                boxes_7B,
-                colours,
-                out,
-                batch,
-                stored,
-                size,
-                blocks,
-                **kind,
-                BLOCK=_BLOCK,
-                enable_fp_fusion=not levels,
-            )
-    return out
-
-
-gathered.register_fake(
-    lambda images, _boxes, _colours, size, dtype, mixing, _area, _cubic, levels: _empty(
-        images, size, dtype, mixing, levels
-    )
-)
-
-
-def _empty(images_BHWC: Tensor, size: int, dtype: torch.dtype, mixing: int, levels: bool) -> Tensor:
-    count, side = len(images_BHWC) - (mixing == PREVIOUS), (size, size)
-    return images_BHWC.new_empty((count, *side, 3) if levels else (count, 3, *side), dtype=dtype)
+    assert boxes_7B.shape == (7, batch) and not (mixing == PAIRS and batch % 2), batch
+    if not out.numel():
+        return
+    blocks = triton.cdiv(size**2, _BLOCK)
+    ratio = max(stored / size, 1.0)
+    taps = math.ceil(ratio) + 1 if area else math.ceil(ratio * (4 if cubic else 2))
+    kind = {"TAPS": taps, "MIXING": mixing, "AREA": area, "CUBIC": cubic, "LEVELS": levels}
+    kind["NORMALISED"] = colours_23 is not None
+    colours = boxes_7B if colours_23 is None else colours_23  # a pointer is required
+    with torch.cuda.device_of(out):
+        _gather[(blocks * (len(out) // 2 if mixing == PAIRS else len(out)),)](
+            images_BHWC,
+            boxes_7B,
+            colours,
+            out,
+            batch,
+            stored,
+            size,
+            blocks,
+            **kind,
+            BLOCK=_BLOCK,
+            enable_fp_fusion=not levels,
+        )
 
 
 @triton.jit

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from data_prep.errors import Code, SettingsError
 from data_prep.manifest import MANIFEST_NAME
@@ -145,12 +144,6 @@ class Checkpoint:
     def sha256(self) -> str:
         """Hash of the weights, which identifies them everywhere."""
         return self.hashes.get(MODEL) or sha256_of(self.directory / MODEL)
-
-    @property
-    def mark(self) -> dict[str, Any]:
-        """Entry of weights.json in a run that begins with these weights."""
-        mark = {"weights_sha256": self.sha256, "weights_step": self.card.step}
-        return mark | ({"weights_from": self.origin} if self.origin else {})
 
     @property
     def run_dir(self) -> Path | None:

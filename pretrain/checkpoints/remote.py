@@ -53,7 +53,6 @@ from pretrain.checkpoints.checkpoint import HASHES, OPTIMIZER, TRAINER, Checkpoi
 from pretrain.checkpoints.run import (
     CONFIG_FILE,
     RESULT,
-    WEIGHTS,
     check_settings,
     checkpoint_dir,
     finished_result,
@@ -73,7 +72,6 @@ _IDENTITY, _BEST = "tracking/identity.json", "checkpoints/best.json"
 RECORDS = (
     _IDENTITY,
     CONFIG_FILE,
-    WEIGHTS,
     RECORD,
     "micro_batch.json",
     _BEST,

@@ -12,7 +12,6 @@ RUN/stacks/           see watchdog.py; only if a run hung, or a rank fell silent
 RUN/starts/           see starts.py
 RUN/remote/           see remote.py; only with checkpoint.remote
 RUN/evaluation.json   what identifies an evaluation; only in evaluations
-RUN/weights.json      sha256 and step of the weights that it began with, if it began with any
 RUN/record.json       task, plan, labels, seed and parents; see pretrain/record.py
 RUN/result.json       written last; a run that has it is finished
 """
@@ -46,9 +45,9 @@ from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
 from pretrain.ranks.starts import check_owner, hold_run
-from pretrain.record import RECORD
+from pretrain.record import RECORD, read_record
 
-RESULT, CONFIG_FILE, WEIGHTS = "result.json", "config.yaml", "weights.json"
+RESULT, CONFIG_FILE = "result.json", "config.yaml"
 EVALUATION = "evaluation.json"
 
 MAY_CHANGE = (
@@ -207,10 +206,14 @@ def save_result(run_dir: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def begun_with(run_dir: Path) -> dict[str, Any]:
-    """Sha256 and step of the weights that a run began with; {} if it began with none."""
-    path = run_dir / WEIGHTS
-    fix = "restore it, or remove it: the run then forgets which weights it began with"
-    return _read_record(path, fix=fix) if path.exists() else {}
+    """Sha256, step and name on the hub of the weights that a run began with; {} if none are
+    known."""
+    record = read_record(run_dir)
+    parent = record.parents[0] if record and record.parents else None
+    if parent is None or not parent.sha256:
+        return {}
+    weights = {"weights_sha256": parent.sha256, "weights_step": parent.checkpoint}
+    return weights | ({"weights_from": parent.run} if is_on_hub(parent.run) else {})
 
 
 def _read_record(path: Path, *, fix: str) -> dict[str, Any]:
@@ -366,12 +369,10 @@ def claim(
     *,
     ranks: RanksSettings,
     stop: StopFlag | None = None,
-    weights: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """Hold the run directory, on the first rank, and write down what begins. `stop` interrupts the
-    wait for another start. `weights`: the mark of the weights that the run begins with. `facts`:
-    what identifies an evaluation."""
+    wait for another start. `facts`: what identifies an evaluation."""
     # the other ranks wait meanwhile
     lock_wait_s = min(ranks.lock_wait_s, ranks.timeout_s / 2)
     with hold_run(run_dir, lock_wait_s=lock_wait_s, stop=stop):
@@ -380,7 +381,6 @@ def claim(
         outdated = []
         if not resumes:  # MLflow gets a new run, too
             outdated = ["tracking", "micro_batch.json", "bad_samples", "skipped_steps"]
-            outdated.append(WEIGHTS)
         if not resumes or not is_training:  # a probe begins again, perhaps with newer weights
             outdated.append(RECORD)
         if finished_result(run_dir) and not finished_result(run_dir, settings):
@@ -388,8 +388,6 @@ def claim(
         for name in outdated:
             if (run_dir / name).exists():
                 withdraw(run_dir / name)
-        if weights and not (is_training and (run_dir / WEIGHTS).exists()):
-            write_json(run_dir / WEIGHTS, weights)
         if facts is None or not resumes or not (run_dir / CONFIG_FILE).exists():
             write_atomic(run_dir / CONFIG_FILE, dump(settings).encode())
         if facts is not None:

@@ -243,8 +243,7 @@ def train(task: Task, world: World) -> Outcome:
 def _claimed(task: Task, stop: StopFlag) -> Iterator[None]:
     """Hold the run directory, with the run's record in it. An interrupted wait writes nothing."""
     run_dir, config, start = Path(task.settings.run_dir), task.config, task.start
-    weights = start.mark if start else None
-    with claim(run_dir, config, ranks=task.settings.engine, stop=stop, weights=weights):
+    with claim(run_dir, config, ranks=task.settings.engine, stop=stop):
         write_record(run_dir, task.name, config.record, seed=config.train.seed, weights=start)
         yield
 

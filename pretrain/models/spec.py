@@ -5,6 +5,7 @@ width, gamma (`expansion`) the hidden width of a mixing as a multiple of its inp
 """
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -20,6 +21,17 @@ _OfMatrices = Annotated[
 Init = Literal["normal", "torch"]
 EXPANSION = 4.0
 TIMM_NORM_EPS = 1e-6
+
+
+def check_needs(section: Settings, prefix: str, needs: Mapping[str, tuple[bool, str]]) -> None:
+    """Fail if a setting is set without what it needs. `needs`: for each setting, whether its need
+    is met, and a setting that meets it."""
+    for name, (is_met, need) in needs.items():
+        default = type(section).model_fields[name].get_default(call_default_factory=True)
+        if not is_met and getattr(section, name) != default:
+            field = f"{prefix}.{name}"
+            fix = f"Set {need}, or remove {field}"
+            raise SettingsError(field, "the other settings do not allow it", fix, code="conflict")
 
 
 def _block_numbers(given: object) -> object:
@@ -74,27 +86,18 @@ class MlpSpec(Settings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "MlpSpec":
-        if self.bottleneck == "none":
-            check_unread(self.expansion, where="bottleneck none")
+        is_inverted = self.bottleneck == "inverted"
+        needs = {
+            "expansion": (is_inverted, "model.bottleneck=inverted"),
+            "activation_first": (not is_inverted, "model.bottleneck=none"),
+            "norm_place": (self.skip <= 1, "model.skip_every=1"),
+        }
+        check_needs(self, "model", needs)
         if self.depth % max(1, self.skip):
             raise SettingsError(
                 "model.skip_every",
                 f"{self.skip} does not divide depth {self.depth}",
                 "choose a divisor",
-                code="conflict",
-            )
-        if self.norm_place == "after" and self.skip > 1:
-            raise SettingsError(
-                "model.norm_place",
-                f"after is not valid with skip_every {self.skip}",
-                "set that to 0 or 1",
-                code="conflict",
-            )
-        if self.activation_first and self.bottleneck == "inverted":
-            raise SettingsError(
-                "model.activation_first",
-                "true is for the standard MLP",
-                "set bottleneck to none, or remove it",
                 code="conflict",
             )
         return self
@@ -165,17 +168,11 @@ class MixerSpec(Settings):
             raise SettingsError(
                 "model.permuted_blocks", f"there is no block {wrong[0]}", remedy, code="bad-value"
             )
-        if self.layers_per_mixing == 1:
-            check_unread(self.expansion, where="layers_per_mixing 1")
-        elif self.token_hidden and self.channel_hidden:
-            check_unread(self.expansion, where="token_hidden and channel_hidden")
-        if self.layers_per_mixing == 1 and (self.token_hidden or self.channel_hidden):
-            raise SettingsError(
-                "model.layers_per_mixing",
-                "1 leaves nothing hidden",
-                "remove token_hidden and channel_hidden, or set 2",
-                code="conflict",
-            )
+        hidden = self.layers_per_mixing == 2, "model.layers_per_mixing=2"
+        check_needs(self, "model", dict.fromkeys(("token_hidden", "channel_hidden"), hidden))
+        is_read = hidden[0] and not (self.token_hidden and self.channel_hidden)
+        needed = "model.token_hidden=null" if hidden[0] else hidden[1]
+        check_needs(self, "model", {"expansion": (is_read, needed)})
         return self
 
     @property
@@ -259,13 +256,8 @@ class SparseMlpSpec(Settings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "SparseMlpSpec":
-        if self.outer_activation and self.expansion is None:
-            raise SettingsError(
-                "model.outer_activation",
-                "true is for a hidden layer",
-                "set expansion, or remove it",
-                code="conflict",
-            )
+        needs = {"outer_activation": (self.expansion is not None, "model.expansion=2")}
+        check_needs(self, "model", needs)
         return self
 
     @property
@@ -374,16 +366,6 @@ class TimmModelSpec(Settings):
 
     def check(self, *, image_size: int) -> None:
         """timm checks the size."""
-
-
-def check_unread(expansion: float, *, where: str) -> None:
-    if expansion != EXPANSION:
-        raise SettingsError(
-            "model.expansion",
-            f"{expansion:g} changes nothing with {where}",
-            f"leave it at {EXPANSION:g}",
-            code="conflict",
-        )
 
 
 def check_patch_size(patch_size: int, *, image_size: int) -> None:

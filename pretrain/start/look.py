@@ -3,7 +3,6 @@
 import os
 import shlex
 import statistics
-import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from data_prep.local_copy import local_copy
 from data_prep.manifest import Manifest, load_manifest
 from data_prep.pictures import in_folder
 from data_prep.settings import num_cores
+from pretrain.tracking.node import gpu_names
 
 NUM_SAMPLED = 100
 
@@ -88,11 +88,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), list[str]()
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        with suppress(OSError):
-            done = subprocess.run(query, capture_output=True, text=True, check=False)
-            gpus = done.stdout.splitlines()
+        visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), gpu_names()
         if visible is not None:
             gpus = gpus[: len([word for word in visible.split(",") if word.strip()])]
         return cls(num_cores(), psutil.virtual_memory().total / 1e9, tuple(gpus))

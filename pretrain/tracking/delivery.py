@@ -7,7 +7,7 @@
    delivered, or until time is up.
 2. One process at a time holds the lock of the queue (queue.py), imports mlflow and delivers all
    runs in the queue. When it ends, another deliverer takes over. If the queue has runs on disks of
-   other nodes, the process releases the lock for a moment every few seconds.
+   other nodes, the process releases the lock every few seconds.
 3. Events that could not be delivered stay in the event log. The next deliverer of the same database
    sends them, or `pretrain sync RUN`.
 
@@ -48,12 +48,10 @@ if TYPE_CHECKING:
     from pretrain.tracking.store import Store
 
 POLL_S = 1.0
-_MAX_WAIT_S = 60.0
-"""Longest pause before a failed run is tried again."""
+_RETRY_S = 10.0
+"""Pause before a failed run is tried again."""
 _TURN_S = 10.0
 """Length of a turn if the queue has runs that this process cannot see."""
-_REST_S = 3 * POLL_S
-"""Pause after such a turn, in which another process can take the lock."""
 _SYNC_LIMIT_S = 180.0
 """Limit of `sync` if another process has the turn and no event of the run arrives."""
 _BATCH_EVENTS = 200
@@ -192,19 +190,6 @@ def _tail_hash(journal: IO[bytes], offset: int) -> str:
     return hashlib.sha256(journal.read(offset - start)).hexdigest()
 
 
-@dataclass
-class _Fault:
-    """The last fault of a run's delivery."""
-
-    text: str
-    wait_s: float
-    """Pause before the next attempt."""
-    time_s: float
-
-    def is_over(self, longest_wait_s: float) -> bool:
-        return time.monotonic() - self.time_s >= min(self.wait_s, longest_wait_s)
-
-
 class Deliveries:
     """The deliveries of all runs in a queue, while this process has the turn."""
 
@@ -212,9 +197,10 @@ class Deliveries:
         self._queue, self._opener = queue, opener
         self._store: Store | None = None
         self._turn: ExitStack | None = None
-        self._turn_end_s = self._rest_end_s = 0.0
+        self._turn_end_s = 0.0
         self._deliveries = dict[str, Delivery]()
-        self._faults = dict[str, _Fault]()
+        self._faults = dict[str, tuple[str, float]]()
+        """The last fault of a run, and its time."""
 
     def close(self) -> None:
         """Give up the turn. Another process may deliver the runs before the next one."""
@@ -223,10 +209,10 @@ class Deliveries:
             self._turn.close()
             self._turn = None
 
-    def deliver(self, *, longest_wait_s: float = _MAX_WAIT_S) -> None:
+    def deliver(self) -> None:
         """Deliver the news of all runs, unless another process has the turn. The log of a run has
         its faults; a failed run is tried again after a pause."""
-        if self._turn is None and time.monotonic() >= self._rest_end_s:
+        if self._turn is None:
             with suppress(Busy), ExitStack() as stack:
                 stack.enter_context(sole_writer(self._queue.directory))
                 self._store = self._store or self._opener()
@@ -236,13 +222,13 @@ class Deliveries:
             return
         has_unseen = False
         for key, run_dir in self._queue.runs().items():
+            _, fault_s = self._faults.get(key, ("", -_RETRY_S))
             if not (run_dir / JOURNAL).exists():
                 has_unseen = True  # the run was removed, or is on a disk of another node
-            elif key not in self._faults or self._faults[key].is_over(longest_wait_s):
+            elif time.monotonic() - fault_s >= _RETRY_S:
                 self._deliver(key, run_dir, self._store)
         if has_unseen and time.monotonic() >= self._turn_end_s:
-            self.close()
-            self._rest_end_s = time.monotonic() + _REST_S
+            self.close()  # another process takes the turn before the next round
 
     def _deliver(self, key: str, run_dir: Path, store: "Store") -> None:
         try:
@@ -256,10 +242,9 @@ class Deliveries:
                 del self._deliveries[key]
         except Exception as error:  # noqa: BLE001
             # the event log keeps the events, and a later round tries again
-            fault, last = store.fault_of(error), self._faults.get(key)
-            wait_s = min(_MAX_WAIT_S, 2 * (last.wait_s if last is not None else POLL_S))
-            self._faults[key] = _Fault(fault, wait_s, time.monotonic())
-            if last is None or fault != last.text:  # an outage of a day is one line
+            fault, (last, _) = store.fault_of(error), self._faults.get(key, ("", 0.0))
+            self._faults[key] = fault, time.monotonic()
+            if fault != last:  # an outage of a day is one line
                 with suppress(OSError), open(_log(run_dir), "a") as log:
                     print(f"{time.strftime('%F %T')} {fault}", file=log)
 
@@ -288,7 +273,7 @@ def deliver_while_training(
                     others = stack.enter_context(closing(Sinks(run_dir, sinks)))
             if others is not None:
                 others.write()
-            deliveries.deliver(longest_wait_s=_MAX_WAIT_S if ended_s is None else 4 * POLL_S)
+            deliveries.deliver()
             if ended_s is None:
                 if select.select([pipe], [], [], POLL_S)[0]:
                     ended_s = time.monotonic()

@@ -117,6 +117,10 @@ def open_gpus() -> list[Any]:
         return []
 
 
+def gpu_names() -> list[str]:
+    return [pynvml.nvmlDeviceGetName(gpu) for gpu in open_gpus()]
+
+
 def gpu_values(gpus: list[Any]) -> dict[str, float]:
     """Return the metrics of the GPUs; those that the driver does not know are skipped (a MIG
     instance has no utilization)."""

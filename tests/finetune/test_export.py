@@ -388,7 +388,9 @@ def test_the_card_tells_the_run_and_its_results(exported: Path) -> None:
     assert recorded is not None and recorded.task == "export"
     (parent,) = recorded.parents
     trained_with = RunRecord("pretrain", seed=0)
-    assert parent == Parent(str(exported.parent / "run"), 6, trained_with)
+    run = exported.parent / "run"
+    sha256 = sha256_of(run / "checkpoints" / "step-00000006" / "model.safetensors")
+    assert parent == Parent(str(run), 6, sha256, trained_with)
     # by hand: 768 x 32 + 32, two blocks of 2 x 32 + 32 x 64 + 64 + 64 x 32 + 32, 32 x 8 + 8
     for fact in (
         "| Parameters | 33,384 |",

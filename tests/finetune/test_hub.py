@@ -21,12 +21,14 @@ from pretrain.checkpoints.card import CheckpointError, read_card
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.files import load_model, save_folder
 from pretrain.checkpoints.hub import fetch
+from pretrain.checkpoints.run import begun_with
 from pretrain.data.datasets import load_training_data
 from pretrain.models.build import pooled_features
 from pretrain.models.cost import num_features_of
 from pretrain.models.spec import MixerSpec, TimmModelSpec
 from pretrain.models.timm_baselines import TimmModel
 from pretrain.optim import parameter_groups
+from pretrain.record import RecordSettings, write_record
 from tests.errors import fails, printed_errors
 from tests.finetune.tiny import judge, plain_logits
 from tests.hub import TOKEN, Hub, serving
@@ -132,8 +134,8 @@ def test_a_branch_that_moves_on_is_other_weights(
     """The commit that a run began with is in its record; offline, the cache answers."""
     hub.put("user/mine", files_of(folder))
     begun = Checkpoint.open("hf-hub:user/mine")
-    assert begun.mark["weights_from"] == begun.origin
-    (tmp_path / "weights.json").write_text(json.dumps(begun.mark))
+    write_record(tmp_path, "probe", RecordSettings(), seed=0, weights=begun)
+    assert begun_with(tmp_path)["weights_from"] == begun.origin
     check_source(tmp_path, "hf-hub:user/mine")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -283,7 +283,7 @@ def test_the_command_finds_the_features_of_a_killed_probe(
     recorded = read_record(Path("runs/p"))
     assert recorded is not None and (recorded.task, recorded.seed) == ("probe", 0)
     assert recorded.parents == (
-        Parent(str(Path("runs/mine/checkpoints/step-00000011").resolve()), 11),
+        Parent(str(first.resolve()), 11, sha256_of(first / "model.safetensors")),
     )
     result = json.loads(Path("runs/p/result.json").read_text())
     assert len(result["grid"]) == 13 and 1e-6 <= result["chosen_weight_decay"] <= 1

@@ -29,7 +29,8 @@ def checkpoint_in(run_dir: Path, *, origin: str = "") -> Checkpoint:
         dataset="shapes",
         step=120,
     )
-    return Checkpoint(run_dir / "checkpoints" / "step-00000120", card, {}, origin)
+    place = run_dir / "checkpoints" / "step-00000120"
+    return Checkpoint(place, card, {"model.safetensors": "f00d"}, origin)
 
 
 def test_a_record_names_its_parents_and_survives_a_move_and_a_second_start(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_a_record_names_its_parents_and_survives_a_move_and_a_second_start(tmp_p
         "probe",
         "3",
         {"model.width": "64"},
-        parents=(Parent(str(moved / "tuned"), 120, parent),),
+        parents=(Parent(str(moved / "tuned"), 120, "f00d", parent),),
     )
     with_parents = read_record(moved / "tuned")
     assert with_parents is not None and replace(with_parents, parents=()) == parent
@@ -68,7 +69,7 @@ def test_weights_of_others_have_a_name_and_no_record(tmp_path: Path) -> None:
         tmp_path, "probe", PLACE, seed=0, weights=checkpoint_in(tmp_path / "hub", origin=origin)
     )
     record = read_record(tmp_path)
-    assert record is not None and record.parents == (Parent(origin, 120),)
+    assert record is not None and record.parents == (Parent(origin, 120, "f00d"),)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"task": "cook"}', '{"task": "tune", "seed": "x"}'])

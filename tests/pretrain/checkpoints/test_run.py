@@ -160,7 +160,7 @@ DAMAGES = {"cut": b'{"a": [', "bytes": b"\xff\xfe", "empty": b"", "a list": b"[]
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
-    "name", ["config.yaml", "result.json", "weights.json", "tracking/identity.json"]
+    "name", ["config.yaml", "result.json", "record.json", "tracking/identity.json"]
 )
 def test_a_damaged_record_of_a_run_is_named_with_the_remedy(
     tmp_path: Path, first_checkpoint: Path, name: str, damage: str
@@ -175,7 +175,7 @@ def test_a_damaged_record_of_a_run_is_named_with_the_remedy(
         "result.json": lambda: finished_result(tmp_path),
     }
     readers |= {
-        "weights.json": lambda: begun_with(tmp_path),
+        "record.json": lambda: begun_with(tmp_path),
         "tracking/identity.json": lambda: RunIdentity.known(tmp_path),
     }
     with pytest.raises(UserError, match=f"{path}: ") as found:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pretrain.models.layers.permutation import Permutation, inverse_of, random_permutation
+from pretrain.models.layers.permutation import Permutation, random_permutation
+from tests.errors import fails
 
 SIZE = 12
 Kept = Callable[[dict[str, Tensor], Path], dict[str, Tensor]]
@@ -120,24 +121,15 @@ def test_a_permutation_is_drawn_on_the_cpu_whatever_the_device() -> None:
 
 @pytest.mark.parametrize(
     "index",
-    [
-        torch.tensor(each)
-        for each in ([0, 1, 1, 3], [0, 1, 2, 4], [0, -1, 2, 3], [0.0, 1.0, 2.0, 3.0])
-    ],
-    ids=["doubled", "too large", "negative", "not integers"],
+    [torch.tensor(each) for each in ([0, 1, 1, 3], [0, 1, 2, 4], [0, -1, 2, 3])],
+    ids=["doubled", "too large", "negative"],
 )
 def test_a_wrong_index_is_refused(index: Tensor) -> None:
-    with pytest.raises(ValueError, match="index is not a permutation of 0 to 3"):
+    with fails("damaged", "index"):
         Permutation(index)
-    module = nn.Sequential(drawn(4, seed=3))
-    kept = module[0].index.clone()
     for strict, assign in ((True, False), (False, True)):
-        with pytest.raises(
-            RuntimeError, match=r"0\.index is not a permutation .*another copy"
-        ) as raised:
+        module = nn.Sequential(drawn(4, seed=3))
+        with fails("damaged", "index"):
             module.load_state_dict({"0.index": index}, strict=strict, assign=assign)
-        assert str(raised.value).count("\n") == 1  # torch's heading, and ours
-        assert torch.equal(module[0].index, kept)
-        assert torch.equal(module[0].inverse, inverse_of(kept))
     with pytest.raises(RuntimeError, match=r"size mismatch for 0.index: .*\[5\].*\[4\]"):
-        module.load_state_dict({"0.index": drawn(5).index})
+        nn.Sequential(drawn(4)).load_state_dict({"0.index": drawn(5).index})

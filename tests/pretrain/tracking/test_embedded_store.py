@@ -244,7 +244,8 @@ def test_a_run_that_fails_delays_no_other_run(
         for _ in range(3):
             deliveries.deliver()
         assert (attempts.count("bad"), attempts.count("good")) == (1, 3)
-        deliveries.deliver(longest_wait_s=0.0)
+        monkeypatch.setattr(delivery, "_RETRY_S", 0.0)
+        deliveries.deliver()
     assert attempts.count("bad") == 2
     assert (tmp_path / "bad" / "tracking" / "delivery.log").read_text().count("\n") == 1
 
@@ -254,7 +255,6 @@ def test_the_turn_is_given_up_for_runs_on_other_nodes_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery, "_TURN_S", 0.0)
-    monkeypatch.setattr(delivery, "_REST_S", 0.0)
     queue = Queue(f"sqlite:///{tmp_path}/mlflow.db", tmp_path)
     write_run(tmp_path / "run")
     with closing(open_deliveries(tmp_path / "run")) as deliveries:
