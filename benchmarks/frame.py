@@ -73,9 +73,9 @@ def peer_python() -> Path:
         uv = [sys.executable, "-m", "uv", "--quiet"]
         install = [*uv, "--no-config", "pip", "install", "--python", str(python)]
         subprocess.run([*uv, "venv", "--clear", str(environment)], check=True)
-        subprocess.run([*install, *PEERS], check=True)
-        subprocess.run([*install, *PEERS, FFCV], check=False)
-        record.write_text(wanted)
+        if subprocess.run([*install, *PEERS], check=False).returncode == 0:
+            subprocess.run([*install, *PEERS, FFCV], check=False)
+            record.write_text(wanted)
     return python
 
 

@@ -20,9 +20,8 @@ import os
 import shutil
 import statistics
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from frame import DATA, HERE, Rates, arguments, peer_python, rates, ratio, ratios, report, sized
 from images import CORES, folder_dataset
@@ -30,26 +29,26 @@ from serving import Answer, PeerError, Server, Task
 
 OURS, COPY, DECODER = "ours", "random copy", "libjpeg-turbo"
 LIMITS = {"raw": COPY, "recipe": "", "jpeg": DECODER}
-SCRIPTS = {OURS: "loader", COPY: COPY, DECODER: DECODER}
-"""Contestants of ours.py, and their names there."""
+OF_OURS = (OURS, COPY, DECODER)
+"""Contestants of ours.py."""
 PEERS = ("FFCV", "MosaicML streaming", "litdata", "webdataset", "ImageFolder")
 MIXED_BY_TORCH = "FFCV, mixed by torch"
 FAST = (OURS, "FFCV", COPY)
 
 
-def server(name: str, python: Path) -> Server:
-    if name in SCRIPTS:
-        return Server(sys.executable, HERE / "ours.py", SCRIPTS[name])
-    return Server(python, HERE / "peers.py", name)
+def server(name: str) -> Server:
+    if name in OF_OURS:
+        return Server(sys.executable, HERE / "ours.py", name)
+    return Server(peer_python(), HERE / "peers.py", name)
 
 
-def write_for(peer: str, task: Task, python: Path) -> None:
+def write_for(peer: str, task: Task) -> None:
     """Write the dataset in the peer's own format, if it has one and the files do not exist."""
     out = task.written_by(peer)
     if peer in ("FFCV", "MosaicML streaming", "litdata") and not out.exists():
         temporary = out.with_name(f"{out.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        with server(peer, python) as writer:
+        with server(peer) as writer:
             writer.ask("write", task, out=str(temporary))
         temporary.rename(out)
 
@@ -57,14 +56,15 @@ def write_for(peer: str, task: Task, python: Path) -> None:
 class Contestant:
     """One loader on one task. Its first call checks a pass; later ones are measured."""
 
-    def __init__(self, task: Task, server: Server, *, seconds: float):
-        self.task, self.server, self.seconds = task, server, seconds
+    def __init__(self, name: str, task: Task, server: Server, *, seconds: float):
+        self.name, self.task, self.server, self.seconds = name, task, server, seconds
         self.checked: Answer = {}
 
     def __call__(self) -> tuple[float, float]:
         if self.checked:
             answer = self.server.ask("run", self.task, seconds=self.seconds)
         else:
+            write_for(self.name, self.task)
             answer = self.checked = self.server.ask("run", self.task, check=True)
             if answer["count"] != self.task.num_samples:
                 raise PeerError(f"{answer['count']:,} of {self.task.num_samples:,} images")
@@ -88,17 +88,14 @@ def tasks(options: argparse.Namespace) -> dict[str, tuple[Task, Task]]:
 
 def measure(kind: str, task: Task, few: Task, *, rounds: int, seconds: float) -> None:
     """Run one table and print it."""
-    python, limit = peer_python(), LIMITS[kind]
+    limit = LIMITS[kind]
     peers = (*PEERS, MIXED_BY_TORCH) if kind == "recipe" else PEERS
     task_of = {
         name: task if name in FAST else few for name in (OURS, *peers, *filter(None, [limit]))
     }
     with ExitStack() as stack:
-        for peer in peers:
-            with suppress(PeerError):  # its first pass fails, too
-                write_for(peer, task_of[peer], python)
         contestants = {
-            name: Contestant(each, stack.enter_context(server(name, python)), seconds=seconds)
+            name: Contestant(name, each, stack.enter_context(server(name)), seconds=seconds)
             for name, each in task_of.items()
         }
         found = rates(contestants, rounds=rounds, peers=peers)
@@ -116,8 +113,8 @@ def measure(kind: str, task: Task, few: Task, *, rounds: int, seconds: float) ->
 
 
 def show(kind: str, task: Task, found: Rates, *, rounds: int) -> None:
-    peers = [name for name in found if name not in SCRIPTS]
-    fastest = max(peers, key=lambda name: statistics.median(found[name]))
+    peers = [name for name in found if name not in OF_OURS]
+    fastest = max(peers, default=OURS, key=lambda name: statistics.median(found[name]))
     limit = LIMITS[kind]
     headline = f"ours: {ratio(found, OURS, fastest):.2f} x the fastest peer ({fastest})"
     if limit:

@@ -1,8 +1,7 @@
 """Our code, and the limits that it is compared with, as contestants of loader.py, stores.py and
 prep.py: `python ours.py NAME` serves requests.
 
-loader          shards, local or behind a store -> batches, augmented in its threads, as in `pretrain train`
-build           `data_prep build` of a folder
+ours            shards, local or behind a store -> batches, augmented in its threads, as in `pretrain train`
 random copy     the same pixels in one tensor in memory; random rows are copied into one buffer
 libjpeg-turbo   the same JPEG bytes in memory, decoded on every core; photographs at half scale, as our drafts
 four readers    the shards by four connections into memory: the rate of the link
@@ -23,10 +22,8 @@ import fsspec.implementations.http
 import numpy as np
 import simplejpeg
 import torch
-from serving import CACHE_GB, Answer, Passes, Task, serve
+from serving import CACHE_GB, Passes, Task, serve
 
-import data_prep.build.build
-from data_prep.cli import main as data_prep_main
 from data_prep.manifest import load_manifest
 from pretrain.augment.augmentation import Augmentation, Normalisation
 from pretrain.config import AugmentSettings, ReadingSettings
@@ -36,7 +33,6 @@ from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import ShardReader, open_store
 
 assert aiohttp, fsspec.implementations.http  # imports are no part of a pass
-assert data_prep.build.build
 PREFETCH, IDLE_S = 2, 0.02
 """Batches (three buffers, which the cores' cache nearly holds), and the pause after which another
 contestant had its turn."""
@@ -206,22 +202,12 @@ class Readers:
         yield torch.empty(task.num_samples, 0)
 
 
-def build(task: Task, *, out: str, settings: list[str]) -> Answer:
-    """Build a dataset of the task's files."""
-    words = ["build", "--source", "folder", "--out", out, f"source.path={task.files}", *settings]
-    began_s = time.perf_counter()
-    assert data_prep_main(words) == 0
-    return {"seconds": time.perf_counter() - began_s}
-
-
 LOADERS = {
-    "loader": Loader,
+    "ours": Loader,
     "random copy": RandomCopy,
     "libjpeg-turbo": Decoder,
     "four readers": Readers,
 }
 
 if __name__ == "__main__":
-    serve(
-        {"build": build} if sys.argv[1] == "build" else {"run": Passes(LOADERS[sys.argv[1]]()).run}
-    )
+    serve({"run": Passes(LOADERS[sys.argv[1]]()).run})

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ from serving import PeerError, Server, Task
 from stores_link import BYTES_PER_S, LATENCY_S
 
 LOCAL, OURS, PLAIN = "ours, local", "ours, http", "four readers"
-SCRIPTS = {LOCAL: "loader", OURS: "loader", PLAIN: PLAIN}
+OF_OURS = {LOCAL: "ours", OURS: "ours", PLAIN: PLAIN}
+"""Contestants of ours.py, and their names there."""
 PEERS = ("webdataset", "MosaicML streaming", "litdata")
 BATCH_SIZE, SIZE = 1024, 64
 
@@ -43,14 +44,15 @@ BATCH_SIZE, SIZE = 1024, 64
 class Pass:
     """A contestant's passes, each in a fresh process with an empty cache."""
 
-    def __init__(self, name: str, task: Task, python: Path, *, pause_s: float = 0.0):
+    def __init__(self, name: str, task: Task, *, pause_s: float = 0.0):
         self.name, self.task, self.pause_s = name, task, pause_s
         self.address = task.url.rpartition("/bench/")[0]
-        ours = (sys.executable, HERE / "ours.py", SCRIPTS.get(name, ""))
-        self.command = ours if name in SCRIPTS else (python, HERE / "peers.py", name)
+        ours = (sys.executable, HERE / "ours.py", OF_OURS.get(name, ""))
+        self.command = ours if name in OF_OURS else (peer_python(), HERE / "peers.py", name)
         self.answers: list[dict[str, Any]] = []
 
     def __call__(self) -> tuple[float, float]:
+        write_for(self.name, self.task)
         with tempfile.TemporaryDirectory() as cache, Server(*self.command) as server:
             server.ready()
             task = replace(self.task, cache=cache, url="" if self.name == LOCAL else self.task.url)
@@ -114,7 +116,7 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0])
     count = sized(options, full=49_152, quick=8_192, dry=2_048)
     rounds = sized(options, full=3, quick=1, dry=1)
-    python, shards = peer_python(), folder_dataset(DATA / f"raw-{count}", count, size=SIZE)
+    shards = folder_dataset(DATA / f"raw-{count}", count, size=SIZE)
     with link(DATA) as address:
         os.environ |= {
             "S3_ENDPOINT_URL": address,
@@ -127,17 +129,14 @@ def main() -> None:
         url = f"{address}/bench/{shards.name}"
         task = Task("raw", f"{shards}-files", count, SIZE, BATCH_SIZE, CORES, str(shards), url)
         task = replace(task, shuffle="block")
-        for peer in PEERS:
-            with suppress(PeerError):  # its pass fails, too
-                write_for(peer, task, python)
         num_bytes = sum(path.stat().st_size for path in shards.glob("*.tar"))
         pause_s = num_bytes / count * BATCH_SIZE / (BYTES_PER_S / 2)
         words = (
             f"{count:,} images of {SIZE} px, {LATENCY_S * 1e3:.0f} ms, {BYTES_PER_S / 1e6:.0f} MB/s"
         )
-        paced = {name: Pass(name, task, python, pause_s=pause_s) for name in (LOCAL, OURS)}
+        paced = {name: Pass(name, task, pause_s=pause_s) for name in (LOCAL, OURS)}
         steady = measure(f"paced at half the link: {words}", paced, rounds=rounds)
-        unpaced = {name: Pass(name, task, python) for name in (PLAIN, OURS, *PEERS)}
+        unpaced = {name: Pass(name, task) for name in (PLAIN, OURS, *PEERS)}
         found = measure(f"unpaced: {words}", unpaced, rounds=rounds)
     print(
         f"ours over http: {ratio(steady, OURS, LOCAL):.1%} of the local pace; unpaced"
