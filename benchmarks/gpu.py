@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from frame import HERE, commit, machine
 from gpu_table import NO_FIGURE, PAGE, table, together, write_table
 
@@ -171,10 +171,8 @@ def run(part: Part, *, logs: Path, limit_s: float) -> tuple[dict[str, Any] | Non
     if run_dir:
         found |= figures_of_run(run_dir)
     if part.name == "efficiency":
-        import pyarrow.parquet as pq
-
-        rows = pq.read_table(f"{RUNS}/efficiency.parquet").to_pylist()
-        found |= {f"{row['model']}: images/s": row["images_per_s"] for row in rows}
+        rates = pd.read_parquet(f"{RUNS}/efficiency.parquet").set_index("model")["images_per_s"]
+        found |= {f"{model}: images/s": rate for model, rate in rates.items()}
     return found, f"ok ({took_s:.0f} s)"
 
 
@@ -188,11 +186,8 @@ def figures_of_run(run_dir: Path) -> dict[str, Any]:
     lines = journal.read_text().splitlines() if journal.exists() else []
     values = [json.loads(line).get("values", {}) for line in lines]
     readings = [each for each in values if "usage/images_per_s" in each]
-    later = readings[1:] or readings
-    for name in later[-1] if later else ():
-        if name.startswith("usage/"):
-            found[name] = statistics.median(each[name] for each in later if name in each)
-    return found
+    usage = pd.DataFrame(readings[1:] or readings).filter(like="usage/").median()
+    return found | usage.to_dict()
 
 
 def arguments() -> argparse.Namespace:
