@@ -3,13 +3,11 @@ it is being written.
 
     .venv/bin/python benchmarks/checkpoint.py [--quick]
 
-One rank, ZeRO 1, AdamW. Each round: steps alone; a checkpoint handed to the writer (the stall) and
-steps until it is on disk; and the same checkpoint written on the spot, as training without a writer
-would do it. Everything goes to a temporary directory.
+One rank, ZeRO 1, AdamW. Each round: steps alone; then a checkpoint handed to the writer (the stall)
+and steps until it is on disk, in a temporary directory.
 """
 
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -17,13 +15,11 @@ import time
 from pathlib import Path
 
 import torch
-from frame import arguments, commit, machine, sized
-from rich.console import Console
-from rich.table import Table
+from frame import arguments, print_table, ratio, sized
 
 from pretrain.augment.augmentation import Prepared
 from pretrain.checkpoints.card import ModelCard
-from pretrain.checkpoints.files import Retention, Snapshot, TrainerState, publish, settle
+from pretrain.checkpoints.files import Retention, Snapshot, TrainerState
 from pretrain.checkpoints.writer import CheckpointWriter
 from pretrain.config import EngineSettings, OptimizerSettings
 from pretrain.data.order import BatchPlan
@@ -87,54 +83,33 @@ def main() -> None:
 
     for _ in range(3):
         step_s()
-    run_dir = Path(tempfile.mkdtemp(prefix="wide-mlps-checkpoint-"))
-    found: dict[str, list[float]] = {
-        name: [] for name in ("step", "stall", "step while writing", "write", "on the spot")
-    }
-    for number in range(sized(options, full=9, quick=3, dry=1)):
-        alone_s = statistics.median(step_s() for _ in range(STEPS))
-        log = Costs()
-        writer = CheckpointWriter(run_dir, Retention(1), log=log)
-        began_s = time.perf_counter()
-        snapshot = Snapshot(engine.export_state(), TrainerState(number * 2 + 1, 0), card)
-        writer.make_room(timeout_s=600)
-        writer.submit(snapshot)
-        stall_s, during_s = time.perf_counter() - began_s, []
-        while not log:
-            during_s.append(step_s())
-        writer.finish()
-        began_s = time.perf_counter()
-        snapshot = Snapshot(engine.export_state(), TrainerState(number * 2 + 2, 0), card)
-        publish(run_dir, snapshot)
-        settle(run_dir, snapshot, Retention(1))
-        on_the_spot_s = time.perf_counter() - began_s
-        values = (
-            alone_s,
-            stall_s,
-            statistics.median(during_s),
-            log["usage/checkpoint_write_s"],
-            on_the_spot_s,
-        )
-        for name, value in zip(found, values, strict=True):
-            found[name].append(value)
-    shutil.rmtree(run_dir)
-    report(
-        f"{spec.label}, batch {batch:,}, a checkpoint of {log['usage/checkpoint_gb']:.2f} GB", found
+    found: dict[str, list[float]] = {"step": [], "stall": [], "step while writing": []}
+    with tempfile.TemporaryDirectory() as run_dir:
+        for number in range(sized(options, full=9, quick=3, dry=1)):
+            found["step"].append(statistics.median(step_s() for _ in range(STEPS)))
+            log = Costs()
+            writer = CheckpointWriter(Path(run_dir), Retention(1), log=log)
+            began_s = time.perf_counter()
+            snapshot = Snapshot(engine.export_state(), TrainerState(number + 1, 0), card)
+            writer.make_room(timeout_s=600)
+            writer.submit(snapshot)
+            found["stall"].append(time.perf_counter() - began_s)
+            during_s = []
+            while not log:
+                during_s.append(step_s())
+            writer.finish()
+            found["step while writing"].append(statistics.median(during_s))
+    size_gb = log["usage/checkpoint_gb"]
+    print_table(
+        f"{spec.label}, batch {batch:,}, a checkpoint of {size_gb:.2f} GB",
+        ("", "median s", "in steps"),
+        [
+            (name, f"{statistics.median(values):.3f}", f"{ratio(found, name, 'step'):.2f}")
+            for name, values in found.items()
+        ],
     )
-    os._exit(0)
-
-
-def report(title: str, found: dict[str, list[float]]) -> None:
-    table = Table(title=title, title_justify="left", box=None, header_style="bold")
-    for column in ("", "median s", "min", "max", "in steps"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, values in found.items():
-        ratios = [value / alone for value, alone in zip(values, found["step"], strict=True)]
-        numbers = (statistics.median(values), min(values), max(values), statistics.median(ratios))
-        table.add_row(name, *(f"{number:.3f}" for number in numbers))
-    Console(width=100).print(table)
-    print(f"{machine()}, commit {commit()}")
     sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ agrees where its difference is above 0; where the claim is that two arms are nea
 they are less than NEAR apart. It reports, and judges nothing.
 """
 
-import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import pandas as pd
 from frame import commit, machine
 
 from finetune.runs import Run, runs_below
@@ -44,62 +44,41 @@ CLAIMS = (
 )
 
 
-class Row(NamedTuple):
-    """Of a claim: over the seeds that both arms have, as shares."""
-
-    claim: Claim
-    mean: float
-    other: float
-    differences: tuple[float, ...]
-
-    @property
-    def deviation(self) -> float:
-        return statistics.stdev(self.differences) if len(self.differences) > 1 else float("nan")
-
-    @property
-    def num_agree(self) -> int:
-        return sum(
-            abs(each) < NEAR if self.claim.is_near else each > 0 for each in self.differences
-        )
+def accuracies(runs: Sequence[Run]) -> pd.DataFrame:
+    """Return held-out top-1 of finished runs named ARM-seed-N: a row per seed, a column per arm."""
+    scores = pd.Series(
+        {
+            (int(seed), arm): run.top1
+            for run in runs
+            for arm, _, seed in [run.name.rpartition("-seed-")]
+            if run.top1 is not None
+        },
+        dtype=float,
+    )
+    return scores.unstack() if len(scores) else pd.DataFrame()
 
 
-def accuracies(runs: Sequence[Run]) -> dict[str, dict[int, float]]:
-    """arm -> seed -> held-out top-1, of finished runs in ARM-seed-N."""
-    found: dict[str, dict[int, float]] = {}
-    for run in runs:
-        if run.top1 is not None:
-            arm, _, seed = run.name.rpartition("-seed-")
-            found.setdefault(arm, {})[int(seed)] = run.top1
-    return found
-
-
-def compare(claim: Claim, found: Mapping[str, Mapping[int, float]]) -> Row | None:
-    """None where the arms have no seed in common."""
-    one, two = found.get(claim.arm, {}), found.get(claim.other, {})
-    seeds = sorted(one.keys() & two.keys())
-    if not seeds:
-        return None
-    means = [statistics.fmean(arm[seed] for seed in seeds) for arm in (one, two)]
-    return Row(claim, means[0], means[1], tuple(one[seed] - two[seed] for seed in seeds))
-
-
-def table(found: Mapping[str, Mapping[int, float]]) -> list[str]:
-    """In per cent, and points of it."""
+def table(found: pd.DataFrame) -> list[str]:
+    """Return the lines of the table, in percent and percentage points."""
     lines = [
         "| claim | arms | top-1 | difference | SD | seeds that agree |",
         "|---|---|---|---|---|---|",
     ]
     for claim in CLAIMS:
-        row, arms = compare(claim, found), f"`{claim.arm}`, `{claim.other}`"
-        if row is None:
+        pairs, arms = (
+            100 * found.reindex(columns=[claim.arm, claim.other]).dropna(),
+            f"`{claim.arm}`, `{claim.other}`",
+        )
+        if pairs.empty:
             lines.append(f"| {claim.words} | {arms} | not yet run | | | |")
             continue
-        cells = [
-            f"{100 * row.mean:.1f}, {100 * row.other:.1f}",
-            f"{100 * statistics.fmean(row.differences):+.1f}",
-        ]
-        cells += [f"{100 * row.deviation:.1f}", f"{row.num_agree} of {len(row.differences)}"]
-        lines.append(f"| {claim.words} | {arms} | {' | '.join(cells)} |")
+        mean, other = pairs.mean()
+        differences = pairs[claim.arm] - pairs[claim.other]
+        agree = differences.abs() < 100 * NEAR if claim.is_near else differences > 0
+        lines.append(
+            f"| {claim.words} | {arms} | {mean:.1f}, {other:.1f} | {differences.mean():+.1f}"
+            f" | {differences.std():.1f} | {agree.sum()} of {len(pairs)} |"
+        )
     return lines
 
 

@@ -1,9 +1,8 @@
-"""What every benchmark shares: `--quick`, rounds taken in turn, a table of medians and ratios,
-where and on what it ran.
+"""The frame of every benchmark: `--quick`, rounds taken in turn, tables of medians and ratios, the
+peers' environment, and the machine.
 
 A benchmark measures all its contestants in one run, one round after the other, because a shared
-machine drifts; what counts is the ratio within a round, and its median over the rounds. Peers are
-installed into an environment of the benchmark's own.
+machine drifts. The result is the ratio within a round, and its median over the rounds.
 """
 
 import argparse
@@ -14,21 +13,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
+from serving import PeerError
 
 T = TypeVar("T")
+Rates = dict[str, list[float]]
 HERE = Path(__file__).parent
 DATA = HERE / ".data"
-"""Datasets that benchmarks make for themselves; ignored by git."""
-
-
+"""Datasets that benchmarks make; git ignores it."""
 PEERS = (
-    "ffcv==1.0.2",
     "litdata==0.2.76",
     "mosaicml-streaming==0.10.0",
     "numpy==2.4.6",
@@ -39,9 +37,8 @@ PEERS = (
     "torchvision==0.26.0",
     "webdataset==1.0.2",
 )
-"""All packages that a peer may need. Versions are exact, so that a figure names what it was
-measured against."""
-FFCV_NEEDS = "apt-get install libturbojpeg0-dev libopencv-dev pkg-config"
+FFCV = "ffcv==1.0.2"
+"""Is compiled, and may fail: apt-get install libturbojpeg0-dev libopencv-dev pkg-config."""
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -62,85 +59,94 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def sized(options: argparse.Namespace, *, full: T, quick: T, dry: T) -> T:
-    """The value for the requested size."""
+    """Return the value for the requested size."""
     return dry if options.dry_run else quick if options.quick else full
 
 
-def peer_python() -> tuple[Path, set[str]]:
-    """An interpreter with the peers, and the packages that could not be installed. The first call
-    makes benchmarks/.venv."""
+def peer_python() -> Path:
+    """Return an interpreter with the peers. The first call makes benchmarks/.venv. A peer whose
+    package could not be installed fails later, and loses its row."""
     environment = HERE / ".venv"
     python, record = environment / "bin" / "python", environment / "packages.txt"
-    if record.exists() and record.read_text() == "\n".join(PEERS):
-        return python, set()
-    uv = [sys.executable, "-m", "uv", "--quiet"]
-    subprocess.run([*uv, "venv", "--clear", str(environment)], check=True)
-
-    def install(*packages: str) -> bool:
-        command = [*uv, "--no-config", "pip", "install", "--python", str(python), *packages]
-        return subprocess.run(command, check=False).returncode == 0
-
-    missing = set()
-    if not install(*PEERS):  # one peer must not cost the others their rows
-        missing = {package for package in PEERS if not install(package, "numpy==2.4.6")}
-    record.write_text("\n".join(package for package in PEERS if package not in missing))
-    names = {package.partition("==")[0] for package in missing}
-    if "ffcv" in names:
-        print(f"FFCV: could not be installed. It needs: {FFCV_NEEDS}")
-    return python, names
+    wanted = "\n".join((*PEERS, FFCV))
+    if not record.exists() or record.read_text() != wanted:
+        uv = [sys.executable, "-m", "uv", "--quiet"]
+        install = [*uv, "--no-config", "pip", "install", "--python", str(python)]
+        subprocess.run([*uv, "venv", "--clear", str(environment)], check=True)
+        if subprocess.run([*install, *PEERS], check=False).returncode == 0:
+            subprocess.run([*install, *PEERS, FFCV], check=False)
+            record.write_text(wanted)
+    return python
 
 
 def rates(
     contestants: dict[str, Callable[[], float | tuple[float, float]]],
     *,
     rounds: int,
+    warm_ups: int = 1,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Units per second of every contestant, one measurement per round; each call returns how many
-    units it did, with the seconds that count if these are not all of it."""
-    for run in contestants.values():
-        run()  # warm-up, not counted
-    found: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, run in contestants.items():
+    peers: Collection[str] = (),
+) -> Rates:
+    """Return units per second of every contestant, one measurement per round after the warm-ups.
+    Each call returns its units, or (units, seconds). A peer that fails loses its row."""
+    found: Rates = {name: [] for name in contestants}
+    for number in range(rounds + warm_ups):
+        for name in list(found):
             began_s = clock()
-            done = run()
+            try:
+                done = contestants[name]()
+            except PeerError as failure:
+                if name not in peers:
+                    raise
+                print(f"{name}: no row, since it failed: {failure}", flush=True)
+                del found[name]
+                continue
             units, took_s = done if isinstance(done, tuple) else (done, clock() - began_s)
-            found[name].append(units / took_s)
+            if number >= warm_ups:
+                found[name].append(units / took_s)
     return found
 
 
-def ratio(found: dict[str, list[float]], name: str, against: str) -> float:
-    """Median over the rounds of the ratio within a round."""
+def ratio(found: Rates, name: str, against: str) -> float:
+    """Return the median over the rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(found[name], found[against], strict=True))
 
 
-def report(
-    title: str, found: dict[str, list[float]], *, unit: str, against: str, headline: str
-) -> None:
+def ratios(found: Rates, name: str, against: Iterable[str]) -> str:
+    return ", ".join(
+        f"{ratio(found, name, each):.2f} x {each}" for each in against if each in found
+    )
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows of text and the place of the measurement."""
     table = Table(title=title, title_justify="left", box=None, header_style="bold")
-    for column in ("", f"median {unit}", "min", "max", f"of {against}"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    for name, values in found.items():
-        share = f"{ratio(found, name, against):.1%}"
-        table.add_row(
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=132).print(table)
+    print(f"{machine()}, commit {commit()}, load {os.getloadavg()[0]:.1f}", flush=True)
+
+
+def report(title: str, found: Rates, *, unit: str, against: str, headline: str) -> None:
+    """Print median, range and ratio of each contestant."""
+    rows = [
+        (
             name,
-            f"{statistics.median(values):,.0f}",
-            f"{min(values):,.0f}",
-            f"{max(values):,.0f}",
-            share,
+            *(f"{each:,.0f}" for each in (statistics.median(values), min(values), max(values))),
+            f"{ratio(found, name, against):.1%}",
         )
-    Console(width=120).print(table)
-    print(f"{machine()}, commit {commit()}")
-    print(headline)
+        for name, values in found.items()
+    ]
+    print_table(title, ("", f"median {unit}", "min", "max", f"of {against}"), rows)
+    print(headline, flush=True)
 
 
 def keep(figures: dict[str, float]) -> None:
-    """For benchmarks/gpu.py, which says in what file."""
-    place = Path(os.environ.get("BENCHMARK_FIGURES", os.devnull))
-    place.write_text(
-        json.dumps((json.loads(place.read_text()) if place.is_file() else {}) | figures)
-    )
+    """Append figures to the file that benchmarks/gpu.py names."""
+    with open(os.environ.get("BENCHMARK_FIGURES", os.devnull), "a") as file:
+        print(json.dumps(figures), file=file)
 
 
 def machine() -> str:
@@ -157,8 +163,8 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """COMMIT says it where a copy runs that is no checkout. The page that figures are written into
-    makes no commit another."""
+    """Return the commit; a copy that is no checkout has it in COMMIT. Changes of the page that
+    figures are written into do not count."""
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
 

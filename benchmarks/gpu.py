@@ -1,13 +1,12 @@
 """Measure on the GPUs of this machine what is claimed of GPUs, and write the table in docs/measured.md.
 
-    .venv/bin/python benchmarks/gpu.py [--only step,data,peers] [--names 'profile-* run-*']
-    .venv/bin/python benchmarks/gpu.py --quick              a dry run at small sizes, also on a CPU; its table goes beside --out
-    .venv/bin/python benchmarks/gpu.py --table FOUND ...    the table of what was measured elsewhere
-    .venv/bin/python benchmarks/gpu.py --names 'make-64 run-b12 run-b6'     the claims of Scaling MLPs, 4.5
+    .venv/bin/python benchmarks/gpu.py [--only step data 'run-*']   groups or globs of parts
+    .venv/bin/python benchmarks/gpu.py --only make-64 run-b12 run-b6       section 4.5 of Scaling MLPs
+    .venv/bin/python benchmarks/gpu.py --quick              a dry run at small sizes, also on a CPU; its table goes next to --out
+    .venv/bin/python benchmarks/gpu.py --table FOUND ...    the table of several calls (benchmarks/gpu/call.sh)
 
 Each part is a command with a time limit. A part that fails is named in the table and does not stop
-the others; the exit status is then 1. Figures are kept in `--out` after each part, so the parts can
-be run in several calls (benchmarks/gpu/call.sh).
+the others; the exit status is then 1. Figures are written to `--out` after each part.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -24,13 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from frame import HERE, commit, machine
-from gpu_table import NO_FIGURE, PAGE, kind_of, table, together, write_table
+from gpu_table import NO_FIGURE, PAGE, table, together, write_table
 
-KIT, RUNS, DATA = "benchmarks/gpu", "runs/gpu-measured", "data/gpu"
-
-# ---- what is run
-# -----------------------------------------------------------------------------------------------------
+RUNS, DATA = "runs/gpu-measured", "data/gpu"
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ def _steps(quick: bool) -> list[Part]:
         "b12-z2-compiled": f"{b12} --compile --stage 2",
     }
     return [
-        Part("step", f"profile-{name}", 110, (f"{KIT}/profile_step.py", *words.split()))
+        Part("step", f"profile-{name}", 110, ("benchmarks/gpu_profile.py", *words.split()))
         for name, words in profiles.items()
     ]
 
@@ -75,7 +71,7 @@ def _data(quick: bool, *, num_ranks: int) -> list[Part]:
 
     def make(size: int, num_images: int, num_classes: int) -> Part:
         shape = f"--size {size} --images {num_images} --classes {num_classes}"
-        words = (f"{KIT}/make_data.py", f"{DATA}/noise-{size}", *shape.split())
+        words = ("benchmarks/images.py", f"{DATA}/noise-{size}", *shape.split())
         return Part("data", f"make-{size}", 150, words)
 
     def train(name: str, config: str, size: int, *words: str) -> Part:
@@ -143,10 +139,6 @@ def _peers(quick: bool) -> list[Part]:
     return [Part("peers", name, limit, tuple(words.split())) for name, (limit, words) in found.items()]  # fmt: skip
 
 
-# ---- running them
-# -----------------------------------------------------------------------------------------------------
-
-
 def run(part: Part, *, logs: Path, limit_s: float) -> tuple[dict[str, Any] | None, str]:
     """Return (figures, verdict); no figures if the command failed."""
     log, figures = logs / f"{part.name}.log", logs.absolute() / f"{part.name}.json"
@@ -176,14 +168,13 @@ def run(part: Part, *, logs: Path, limit_s: float) -> tuple[dict[str, Any] | Non
     took_s = time.monotonic() - began_s
     if code:
         return None, f"{'TIMEOUT' if code == -1 else 'FAILED'} ({took_s:.0f} s, exit {code})"
-    found = json.loads(figures.read_text()) if figures.exists() else {}
+    lines = figures.read_text().splitlines() if figures.exists() else []
+    found = {name: value for line in lines for name, value in json.loads(line).items()}
     if run_dir:
         found |= figures_of_run(run_dir)
     if part.name == "efficiency":
-        import pyarrow.parquet as pq
-
-        rows = pq.read_table(f"{RUNS}/efficiency.parquet").to_pylist()
-        found |= {f"{row['model']}: images/s": row["images_per_s"] for row in rows}
+        rates = pd.read_parquet(f"{RUNS}/efficiency.parquet").set_index("model")["images_per_s"]
+        found |= {f"{model}: images/s": rate for model, rate in rates.items()}
     return found, f"ok ({took_s:.0f} s)"
 
 
@@ -197,11 +188,8 @@ def figures_of_run(run_dir: Path) -> dict[str, Any]:
     lines = journal.read_text().splitlines() if journal.exists() else []
     values = [json.loads(line).get("values", {}) for line in lines]
     readings = [each for each in values if "usage/images_per_s" in each]
-    later = readings[1:] or readings
-    for name in later[-1] if later else ():
-        if name.startswith("usage/"):
-            found[name] = statistics.median(each[name] for each in later if name in each)
-    return found
+    usage = pd.DataFrame(readings[1:] or readings).filter(like="usage/").median()
+    return found | usage.to_dict()
 
 
 def arguments() -> argparse.Namespace:
@@ -209,8 +197,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a dry run, also on a CPU")
-    parser.add_argument("--only", default="step,data,peers", help="groups of parts")
-    parser.add_argument("--names", default="*", help="globs of parts")
+    parser.add_argument("--only", nargs="+", default=["*"], help="groups, or globs of parts")
     parser.add_argument("--budget-s", type=int, default=3600, help="time for all parts together")
     parser.add_argument("--out", type=Path, help="the figures (default: found.json or dry.json in runs/gpu-measured)")  # fmt: skip
     parser.add_argument("--table", type=Path, nargs="+", metavar="FOUND", help="measure nothing; write the table of these")  # fmt: skip
@@ -238,21 +225,15 @@ def main() -> int:
     out = options.out or Path(RUNS) / ("dry.json" if options.quick else "found.json")
     logs = out.parent / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    if out.exists() and kind_of(before := json.loads(out.read_text())) == kind_of(found):
-        found |= {"figures": before["figures"], "failed": before["failed"]}
     until_s = time.monotonic() + options.budget_s
-    failed = []
     for part in parts(quick=options.quick, num_gpus=num_gpus):
-        if part.group not in options.only.split(",") or not any(
-            fnmatch.fnmatch(part.name, glob) for glob in options.names.split()
-        ):
+        names = (part.group, part.name)
+        if not any(fnmatch.fnmatch(name, glob) for name in names for glob in options.only):
             continue
         limit_s = min(part.limit_s * (6 if options.quick else 1), until_s - time.monotonic())
         figures, verdict = (None, "no time left") if limit_s < 15 else run(part, logs=logs, limit_s=limit_s)  # fmt: skip
-        found["failed"] = sorted({*found["failed"]} - {part.name} | ({part.name} if figures is None else set()))  # fmt: skip
         if figures is None:
-            failed.append(part.name)
-            found["figures"].pop(part.name, None)
+            found["failed"].append(part.name)
         else:
             found["figures"][part.name] = figures
         out.write_text(json.dumps(found, indent=1))
@@ -261,9 +242,9 @@ def main() -> int:
     into = out.with_suffix(".md") if options.quick else None
     write_table(found, into=into)
     print(f"written into {into or PAGE}")
-    if failed:
-        print(f"failed: {', '.join(failed)}. Their output is in {logs}.")
-    return int(bool(failed or NO_FIGURE in table(found)))
+    if found["failed"]:
+        print(f"failed: {', '.join(found['failed'])}. Their output is in {logs}.")
+    return int(bool(found["failed"] or NO_FIGURE in table(found)))
 
 
 if __name__ == "__main__":

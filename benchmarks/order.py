@@ -3,15 +3,13 @@
     .venv/bin/python benchmarks/order.py [--quick]
 
 Cost: 14 million samples in 1,400 shards, 256 ranks, global batches of 16,384. A rank needs no table
-of an epoch: shown are the time to its first batch's sample numbers, at the beginning and in the
-middle of the run, the time for all its batches of one epoch, and the memory that all this leaves
-behind. Then a reader of 1,400 shards (all of them links to one empty tar and one index): opened,
-first batch of 64 pictures, a hundred more, private memory.
+of an epoch: the tables show the time for all sample numbers of a rank in one epoch, the memory that
+they need, and the time to open a reader of 1,400 shards (all of them links to one empty tar and one
+index).
 
 Mixing: 11 million samples of 10,450 classes. For each shuffle the number of different classes in a
-global batch, and the deviation of a batch's class counts from what independent draws would give (1:
-as random as can be; above 1: classes come in lumps). `shuffled` is how `data_prep build` stores a
-split; `by class` is the worst that an indexed dataset of somebody else's can be.
+global batch. `shuffled` is how `data_prep build` stores a split; `by class` is the worst that an
+indexed dataset can be.
 """
 
 import itertools
@@ -23,9 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from frame import arguments, commit, machine, sized
-from rich.console import Console
-from rich.table import Table
+from frame import arguments, print_table, sized
 
 from data_prep.images import ppm_header
 from data_prep.manifest import Manifest
@@ -36,47 +32,28 @@ from pretrain.data.reader import open_split
 
 NUM_SAMPLES, NUM_SHARDS, NUM_RANKS, GLOBAL_BATCH = 14_000_000, 1_400, 256, 16_384
 MIXED_SAMPLES, NUM_CLASSES = 11_060_223, 10_450
+SHUFFLES = (
+    ("full", 1024, 16),
+    ("block", 1024, 16),
+    ("block", 256, 64),
+    ("block", 64, 256),
+    ("block", 16, 1024),
+)
 
 
-def milliseconds(began_s: float) -> float:
-    return 1000 * (time.perf_counter() - began_s)
-
-
-def cost(shuffle: str, *, num_steps: int) -> list[str]:
+def cost(shuffle: str, *, num_steps: int) -> tuple[str, ...]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began_s = time.perf_counter()
-    order, plan = (
-        Order(NUM_SAMPLES, 1, shuffle),
-        BatchPlan(GLOBAL_BATCH, GLOBAL_BATCH // NUM_RANKS, NUM_RANKS),
-    )  # type: ignore[arg-type]
-    order.locate(plan.positions(consumed=0, micro_step=0, rank=17))
-    first_ms = milliseconds(began_s)
-    began_s = time.perf_counter()
-    order.locate(plan.positions(consumed=400 * NUM_SAMPLES + 6_999_999, micro_step=0, rank=17))
-    resume_ms = milliseconds(began_s)
+    order = Order(NUM_SAMPLES, 1, shuffle)
+    plan = BatchPlan(GLOBAL_BATCH, GLOBAL_BATCH // NUM_RANKS, NUM_RANKS)
+    order.locate(plan.positions(consumed=0, micro_step=0, rank=17))  # warm-up
     began_s = time.perf_counter()
     of_rank = plan.sequence(consumed=0, rank=17)
     together = LOCATED_TOGETHER // plan.local_batch_size  # as the loader does it
     for _ in range(0, num_steps, together):
         order.locate(np.concatenate(list(itertools.islice(of_rank, together))))
-    epoch_ms = milliseconds(began_s) * (NUM_SAMPLES / GLOBAL_BATCH) / num_steps
+    epoch_s = (time.perf_counter() - began_s) * (NUM_SAMPLES / GLOBAL_BATCH) / num_steps
     grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    return [
-        shuffle,
-        f"{first_ms:.2f} ms",
-        f"{resume_ms:.2f} ms",
-        f"{epoch_ms:,.0f} ms",
-        f"{grown_mb:.1f} MB",
-    ]
-
-
-def private_mb() -> float:
-    line = next(
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("RssAnon")
-    )
-    return int(line.split()[1]) / 1024
+    return shuffle, f"{epoch_s:.3f} s", f"{grown_mb:.1f} MB"
 
 
 def many_shards(directory: Path) -> Manifest:
@@ -113,102 +90,44 @@ def many_shards(directory: Path) -> Manifest:
     )
 
 
-def reading() -> str:
+def opening() -> str:
     with tempfile.TemporaryDirectory() as folder:
         manifest = many_shards(Path(folder))
-        order, before = Order(manifest.splits["train"].num_samples, 1), private_mb()
         began_s = time.perf_counter()
-        reader = open_split(folder, manifest, "train")
-        opened_ms = milliseconds(began_s)
-        began_s = time.perf_counter()
-        reader.images(order.locate(np.arange(64))[1])
-        first_ms = milliseconds(began_s)
-        began_s = time.perf_counter()
-        for step in range(1, 101):
-            reader.images(order.locate(np.arange(64 * step, 64 * step + 64))[1])
-        more_ms = milliseconds(began_s)
-        return (
-            f"reader of {NUM_SHARDS:,} shards: opened in {opened_ms:.0f} ms, first 64 pictures in"
-            f" {first_ms:.0f} ms, 100 such batches in {more_ms:.0f} ms (all shards opened on the"
-            f" way), private memory grown by {private_mb() - before:.0f} MB"
-        )
+        open_split(folder, manifest, "train")
+        return f"a reader of {NUM_SHARDS:,} shards opens in {time.perf_counter() - began_s:.3f} s"
 
 
-def classes_by_storage() -> dict[str, Ids]:
-    """The class of every stored sample."""
-    by_class = np.arange(MIXED_SAMPLES) * NUM_CLASSES // MIXED_SAMPLES
-    return {
-        "shuffled": by_class[permute(np.arange(MIXED_SAMPLES), size=MIXED_SAMPLES, key=7)],
-        "by class": by_class,
-    }
-
-
-def mixing(order: Order, classes: Ids, *, batch: int, num_batches: int) -> tuple[float, float]:
-    """(different classes, variance of class counts against the binomial one), medians over batches
-    spread over two epochs."""
-    distinct, lumps = [], []
-    for start in np.linspace(0, 2 * MIXED_SAMPLES - batch, num_batches).astype(np.int64):
-        _, samples = order.locate(np.arange(start, start + batch))
-        counts = np.bincount(classes[samples], minlength=NUM_CLASSES)
-        mean = batch / NUM_CLASSES
-        distinct.append(float((counts > 0).sum()))
-        lumps.append(float(((counts - mean) ** 2).mean() / (mean * (1 - 1 / NUM_CLASSES))))
-    return statistics.median(distinct), statistics.median(lumps)
+def mixed_classes(order: Order, classes: Ids, *, num_batches: int) -> float:
+    """Return the median number of classes in a batch, over batches of two epochs."""
+    starts = np.linspace(0, 2 * MIXED_SAMPLES - GLOBAL_BATCH, num_batches).astype(np.int64)
+    return statistics.median(
+        len(np.unique(classes[order.locate(np.arange(start, start + GLOBAL_BATCH))[1]]))
+        for start in starts
+    )
 
 
 def main() -> None:
     options = arguments(__doc__.splitlines()[0])
-    console = Console(width=120)
-    table = Table(title="cost for one of 256 ranks, 14 M samples", title_justify="left", box=None)
-    for column in (
-        "shuffle",
-        "first batch",
-        "resume in epoch 400",
-        "all of an epoch",
-        "memory grown",
-    ):
-        table.add_column(column, justify="left" if column == "shuffle" else "right")
-    for shuffle in ("full", "block"):
-        table.add_row(*cost(shuffle, num_steps=sized(options, full=854, quick=128, dry=2)))
-    console.print(table)
-
-    print(reading())
-    table = Table(
-        title="\nclasses in a batch, 11 M samples of 10,450 classes", title_justify="left", box=None
+    num_steps = sized(options, full=854, quick=128, dry=2)
+    num_batches = sized(options, full=30, quick=4, dry=1)
+    print_table(
+        "cost for one of 256 ranks, 14 M samples",
+        ("shuffle", "an epoch", "memory grown"),
+        [cost(shuffle, num_steps=num_steps) for shuffle in ("full", "block")],
     )
-    for column in (
-        "stored",
-        "shuffle",
-        "block x blocks",
-        "1,024: classes",
-        "lumps",
-        "16,384: classes",
-        "lumps",
-    ):
-        table.add_column(column, justify="left" if column in ("stored", "shuffle") else "right")
-    for stored, classes in classes_by_storage().items():
-        shuffles = [
-            ("full", 1024, 16),
-            ("block", 1024, 16),
-            ("block", 256, 64),
-            ("block", 64, 256),
-            ("block", 16, 1024),
-        ]
-        for shuffle, block_size, window_blocks in shuffles:
-            order = Order(MIXED_SAMPLES, 3, shuffle, block_size, window_blocks)  # type: ignore[arg-type]
-            row = [
-                stored,
-                shuffle,
-                "" if shuffle == "full" else f"{block_size:,} x {window_blocks:,}",
-            ]
-            for batch in (1024, GLOBAL_BATCH):
-                distinct, lumps = mixing(
-                    order, classes, batch=batch, num_batches=sized(options, full=30, quick=4, dry=1)
-                )
-                row += [f"{distinct:,.0f}", f"{lumps:,.2f}"]
-            table.add_row(*row)
-    console.print(table)
-    print(f"{machine()}, commit {commit()}")
+    print(opening())
+    by_class = np.arange(MIXED_SAMPLES) * NUM_CLASSES // MIXED_SAMPLES
+    shuffled = by_class[permute(np.arange(MIXED_SAMPLES), size=MIXED_SAMPLES, key=7)]
+    rows = []
+    for stored, classes in (("shuffled", shuffled), ("by class", by_class)):
+        for shuffle, block_size, window_blocks in SHUFFLES:
+            order = Order(MIXED_SAMPLES, 3, shuffle, block_size, window_blocks)
+            blocks = "" if shuffle == "full" else f"{block_size:,} x {window_blocks:,}"
+            distinct = mixed_classes(order, classes, num_batches=num_batches)
+            rows.append((stored, shuffle, blocks, f"{distinct:,.0f}"))
+    columns = ("stored", "shuffle", "block x blocks", "classes")
+    print_table(f"classes in a batch of {GLOBAL_BATCH:,}", columns, rows)
 
 
 if __name__ == "__main__":

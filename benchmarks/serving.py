@@ -1,218 +1,179 @@
-"""A contestant of a loader benchmark as a process of its own that answers requests, one JSON line
-each way.
+"""A contestant as a process of its own that answers requests, one JSON line each way.
 
-So every contestant runs in its own interpreter, stays warm between the rounds, and all of them can
-be measured in turn in one run. Both sides are here; only the standard library is used, because the
-peers' interpreter has nothing of ours.
+Every contestant runs in its own interpreter and stays warm between the rounds, so one run measures
+all of them in turn. Both sides are in this file. It needs only the standard library, because the
+peers' interpreter has no package of this repository.
 """
 
-import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Any
+
+Answer = dict[str, Any]
+PATIENCE_S = 240.0
+"""Time for one request. A peer that needs longer hangs."""
+CACHE_GB = 0.62
+"""Size of a loader's cache behind a store. The loader asks for 32,768 samples ahead."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be delivered: shuffled batches of `kind`, from the first `num_samples` of the
-    shards in `shards`."""
+    """A dataset, and the batches that a contestant has to deliver of it."""
 
     kind: str
-    """raw: stored pixels; recipe: the same, augmented and normalised as float32; jpeg: decoded
-    pixels."""
-    shards: str
-    """Our dataset: a directory of tars."""
-    peers: str
-    """Where the peers' formats of it lie."""
+    """raw: stored pixels; recipe: the same images augmented and normalized as float32; jpeg:
+    decoded pixels; photographs: JPEG files of about 400 pixels that become squares."""
     files: str
-    """The picture files that the dataset was built from, in class folders."""
+    """The image files in class folders."""
     num_samples: int
     image_size: int
     batch_size: int
     cores: int
+    shards: str = ""
+    """A dataset that `data_prep build` made of the files."""
+    url: str = ""
+    """Address of the same dataset behind stores_link.py; empty if the local one is read."""
+    cache: str = ""
+    """Empty directory for copies of remote shards."""
+    shuffle: str = "full"
+
+    def written_by(self, peer: str) -> Path:
+        """Directory of the samples in a peer's own format."""
+        return Path(f"{self.shards}-{peer}-{self.num_samples}")
+
+    def items(self) -> list[tuple[str, int]]:
+        """Return (path, label) of each file, in the order of the shards."""
+        names = [
+            json.loads(line)
+            for path in sorted(Path(self.shards).glob("train-*.paths"))
+            for line in path.read_text().splitlines()
+        ] or sorted(str(path.relative_to(self.files)) for path in Path(self.files).rglob("*.jpg"))
+        folders = sorted(path.name for path in Path(self.files).iterdir())
+        return [
+            (f"{self.files}/{name}", folders.index(name.split("/")[0]))
+            for name in names[: self.num_samples]
+        ]
 
 
-class PeerFailed(SystemExit):
-    """A contestant's process ended, or its files could not be written. Uncaught, it ends the
-    benchmark with its message."""
+class Passes:
+    """Passes of one loader, which stays open between requests. `loader.open(task)` opens it, and
+    `loader.batches(opened)` is one pass."""
 
-    @property
-    def reason(self) -> str:
-        return str(self).strip().splitlines()[-1][-200:]
+    def __init__(self, loader: Any):
+        self.loader, self.opened = loader, None
 
-
-class Contestant:
-    """One loader. `open` is all that has to happen before batches can be asked for; `batches` is
-    one pass over the samples."""
-
-    def open(self, task: Task, state: Any = None) -> Any:
-        raise NotImplementedError
-
-    def batches(self, loader: Any) -> Iterator[Any]:
-        """Tensors of uint8, or float32 for the recipe."""
-        return iter(loader)
-
-    def state(self, loader: Any, num_consumed: int) -> Any:  # noqa: ARG002
-        """What `open` needs to go on from here; None where there is no such thing."""
-        return None
-
-    def memory_bytes(self) -> int:
-        """Private memory of this process: what is not the page cache's."""
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-
-class Desk:
-    """Answers what a benchmark asks of one contestant."""
-
-    def __init__(self, contestants: dict[str, Contestant]):
-        self.contestants = contestants
-        self.loaders: dict[tuple[Contestant, Task], Any] = {}
-
-    def answer(self, name: str, task: dict[str, Any], do: str, **words: Any) -> dict[str, Any]:
-        return getattr(self, do)(self.contestants[name], Task(**task), **words)  # type: ignore[no-any-return]
-
-    def run(self, contestant: Contestant, task: Task, *, seconds: float) -> dict[str, Any]:
-        """Whole passes until so many seconds are over."""
-        loader = self._loader(contestant, task)
-        count, began_s = 0, time.perf_counter()
-        while count == 0 or time.perf_counter() - began_s < seconds:
-            for batch in contestant.batches(loader):
-                count += len(batch)
-        return {"count": count, "seconds": time.perf_counter() - began_s}
-
-    def cold(self, contestant: Contestant, task: Task, *, step_s: float = 0.0) -> dict[str, Any]:
-        """One pass from nothing, with a pause after each batch, as a training would take it to
-        compute; seconds until the first."""
-        count, first_s, began_s = 0, 0.0, time.perf_counter()
-        for batch in contestant.batches(contestant.open(task)):
-            first_s = first_s or time.perf_counter() - began_s
-            count += len(batch)
-            if step_s:
-                time.sleep(step_s * len(batch) / task.batch_size)
-        return {"count": count, "seconds": time.perf_counter() - began_s, "first_s": first_s}
-
-    def check(self, contestant: Contestant, task: Task) -> dict[str, Any]:
-        """One pass, uncounted: how many pictures, of what shape and type, and the sum of their
+    def run(
+        self, task: Task, *, seconds: float = 0.0, pause_s: float = 0.0, check: bool = False
+    ) -> Answer:
+        """Run complete passes for `seconds`, at least one. The first request opens the loader
+        within the clock. `pause_s` follows each batch, as a training step would; `check` sums the
         pixels."""
-        count, total, form = 0, 0.0, ""
-        for batch in contestant.batches(self._loader(contestant, task)):
-            count += len(batch)
-            if task.kind == "raw":
-                total += int(batch.sum())
-            form = f"{tuple(sorted(batch.shape[1:]))} {batch.dtype}"
-        return {"count": count, "total": total, "form": form}
-
-    def first(
-        self, contestant: Contestant, task: Task, *, state: str | None = None
-    ) -> dict[str, Any]:
-        """From nothing, or from a state on file, to the first batch."""
-        began_s = time.perf_counter()
-        loader = contestant.open(task, json.loads(Path(state).read_text()) if state else None)
-        batch = next(contestant.batches(loader))
-        seconds = time.perf_counter() - began_s
-        return {"seconds": seconds, "batch": digest(batch)}
-
-    def save(self, contestant: Contestant, task: Task, *, path: str) -> dict[str, Any]:
-        """Half a pass, then the state to go on from; and what the next batch would have been."""
-        loader = contestant.open(task)
-        batches = contestant.batches(loader)
-        count = 0
-        while count < task.num_samples // 2:
-            count += len(next(batches))
-        Path(path).write_text(json.dumps(contestant.state(loader, count)))
-        return {"batch": digest(next(batches))}
-
-    def memory(self, contestant: Contestant, task: Task) -> dict[str, Any]:
-        """Before anything is open, and after each batch of one epoch."""
-        found = [contestant.memory_bytes()]
-        loader = contestant.open(task)
-        for _ in contestant.batches(loader):
-            found.append(contestant.memory_bytes())
-        return {"bytes": found}
-
-    def _loader(self, contestant: Contestant, task: Task) -> Any:
-        if (contestant, task) not in self.loaders:
-            self.loaders[contestant, task] = contestant.open(task)
-        return self.loaders[contestant, task]
+        memory_mb, first_s = [private_mb()], 0.0
+        count, total, began_s = 0, 0, time.perf_counter()
+        self.opened = self.opened or self.loader.open(task)
+        while count == 0 or time.perf_counter() - began_s < seconds:
+            for batch in self.loader.batches(self.opened):
+                first_s = first_s or time.perf_counter() - began_s
+                count += len(batch)
+                if check:
+                    total += int(batch.sum())
+                if pause_s:
+                    time.sleep(pause_s * len(batch) / task.batch_size)
+        took_s = time.perf_counter() - began_s
+        memory_mb.append(private_mb())
+        return {
+            "count": count,
+            "seconds": took_s,
+            "first_s": first_s,
+            "total": total,
+            "memory_mb": memory_mb,
+        }
 
 
-def digest(batch: Any) -> str:
-    return hashlib.sha256(batch.contiguous().numpy().tobytes()).hexdigest()
+def private_mb() -> float:
+    """Memory of this process without the page cache."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def serve(contestants: dict[str, Contestant]) -> None:
-    """Until the other side hangs up. What libraries print goes to standard error."""
+def serve(actions: dict[str, Callable[..., Answer]]) -> None:
+    """Answer requests until the other side hangs up. Output of libraries goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    desk = Desk(contestants)
-    answer: dict[str, Any] = {"ready": True}
+    answer: Answer = {}
     while True:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-        line = sys.stdin.readline()
-        if not line:
-            _end()
-        answer = desk.answer(**json.loads(line))
+        print(json.dumps(answer), file=answers, flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        request = json.loads(line)
+        answer = actions[request["do"]](Task(**request["task"]), **request["words"])
 
 
-def _end() -> None:
-    """At once and with all worker processes, which libraries would wait for in their own clean-up,
-    or leave behind."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(0)
+class PeerError(Exception):
+    """A contestant's process ended or hung."""
 
 
 class Server:
     """The benchmark's side of one such process."""
 
-    def __init__(self, command: list[str], *, log: Path):
-        self.log = log
-        self._began_s, self._is_ready = time.perf_counter(), False
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-            )  # a process group of its own, see `_end`
+    def __init__(self, *command: str | Path):
+        self._log, self._is_ready = tempfile.TemporaryFile("w+"), False
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,  # `close` ends its workers, too
+        )
 
-    def ready(self) -> float:
-        """Waits for its imports; seconds since it was started, at the first call."""
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ready(self) -> None:
+        """Wait for the imports."""
         if not self._is_ready:
             self._read()
             self._is_ready = True
-        return time.perf_counter() - self._began_s
 
-    def ask(self, name: str, task: Task, do: str, **words: Any) -> dict[str, Any]:
+    def ask(self, do: str, task: Task, **words: Any) -> Answer:
         self.ready()
         assert self.process.stdin is not None
-        self.process.stdin.write(
-            json.dumps({"name": name, "task": asdict(task), "do": do, **words}) + "\n"
+        print(
+            json.dumps({"do": do, "task": asdict(task), "words": words}),
+            file=self.process.stdin,
+            flush=True,
         )
-        self.process.stdin.flush()
         return self._read()
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+        self._log.close()
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> Answer:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        patience = Timer(PATIENCE_S, os.killpg, (self.process.pid, signal.SIGKILL))
+        patience.start()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            patience.cancel()
         if not line:
-            raise PeerFailed(
-                f"{' '.join(map(str, self.process.args))}\n{self.log.read_text()[-3000:]}"
-            )  # type: ignore[arg-type]
-        return json.loads(line)  # type: ignore[no-any-return]
+            self._log.seek(0)
+            reason = self._log.read().strip().splitlines() or [f"silent for {PATIENCE_S:.0f} s"]
+            raise PeerError(reason[-1][-200:])
+        answer: Answer = json.loads(line)
+        return answer

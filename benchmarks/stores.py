@@ -1,22 +1,18 @@
-"""Does a loader keep up with a store? Ours over http, beside local shards, the link itself, and the
-peers over the same link.
+"""Does a loader keep up with a store? Ours over http, compared with local shards, the link itself,
+and the peers over the same link.
 
     .venv/bin/python benchmarks/stores.py [--quick | --dry-run]
 
-It takes minutes. The first call makes the pictures and installs the peers.
+It takes minutes. The first call makes the images and installs the peers.
 
 The server (stores_link.py, a process of its own on this machine) answers each request after 20 ms
-and passes 100 MB/s in total; its CPU share stands in each row, as it has to share the cores with
-who reads. What is read is the data of loader.py's `raw`: 64 px, uint8 batches of 1,024. Each
-measurement is one pass of a fresh process, imports done, caches empty and bounded to less than the
-dataset (with --quick: not to less). MosaicML shuffles over 16,384 samples, the others over 4,096.
+and passes 100 MB/s in total. Its CPU share is in each row, since it shares the cores with the
+readers. The data are those of loader.py's `raw`: 64 px, uint8 batches of 1,024. Each measurement is
+one pass of a fresh process, imports done, caches empty and bounded to less than the dataset (with
+--quick: not to less). MosaicML shuffles over 16,384 samples, the others over about 4,096.
   paced    each batch is followed by the pause in which half the link could bring the next; rates count from the first batch on
-  unpaced  as fast as batches come; the clock runs from nothing: index, first shards, all of it. "of
-  the link": what of 100 MB/s the
-           delivered pictures make up, in the bytes of the format that they came in; "moved": bytes
-           on the link for each byte of it
-A store's object is addressed as s3://BUCKET/NAME by MosaicML streaming and litdata, by URL by
-webdataset (curl) and by us.
+  unpaced  as fast as batches come; the clock runs from nothing: index, first shards, all of it. "of the link": the fraction of
+           100 MB/s that the delivered images make up, in the bytes of their format; "moved": bytes on the link for each byte
 """
 
 import json
@@ -25,98 +21,79 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from signal import SIGKILL
-from threading import Timer
 from typing import Any
 from urllib.request import urlopen
 
-from frame import HERE, arguments, commit, machine, peer_python, ratio, sized
-from loader_data import CORES, dataset, in_format_of
-from rich.console import Console
-from rich.table import Table
-from serving import PeerFailed, Server, Task
+from frame import DATA, HERE, arguments, peer_python, print_table, rates, ratio, ratios, sized
+from images import CORES, folder_dataset
+from loader import write_for
+from serving import PeerError, Server, Task
 from stores_link import BYTES_PER_S, LATENCY_S
 
-PEERS = {
-    "webdataset, http": "webdataset",
-    "MosaicML streaming, s3": "mosaic",
-    "litdata, s3": "litdata",
-}
-OURS, LOCAL, PLAIN = "ours, http", "ours, local", "four plain readers"
-PATIENCE_S = 240.0
-"""With one pass; a peer that has not ended it by then hangs."""
-CACHE_GB, BLOCKS, BATCH_SIZE, SIZE = 0.62, (512, 8), 1024, 64
-"""Of the cache: the loader asks for 32,768 samples ahead, and these must find room."""
+LOCAL, OURS, PLAIN = "ours, local", "ours, http", "four readers"
+OF_OURS = {LOCAL: "ours", OURS: "ours", PLAIN: PLAIN}
+"""Contestants of ours.py, and their names there."""
+PEERS = ("webdataset", "MosaicML streaming", "litdata")
+BATCH_SIZE, SIZE = 1024, 64
 
 
-@dataclass(frozen=True)
 class Pass:
-    answer: dict[str, Any]
-    moved: dict[str, float]
-    """What the server counted meanwhile."""
+    """A contestant's passes, each in a fresh process with an empty cache."""
 
-    @property
-    def rate(self) -> float:
-        return float(self.answer["count"] / self.answer["seconds"])
+    def __init__(self, name: str, task: Task, *, pause_s: float = 0.0):
+        self.name, self.task, self.pause_s = name, task, pause_s
+        self.address = task.url.rpartition("/bench/")[0]
+        ours = (sys.executable, HERE / "ours.py", OF_OURS.get(name, ""))
+        self.command = ours if name in OF_OURS else (peer_python(), HERE / "peers.py", name)
+        self.answers: list[dict[str, Any]] = []
 
-    @property
-    def steady_rate(self) -> float:
-        return float(
-            (self.answer["count"] - BATCH_SIZE) / (self.answer["seconds"] - self.answer["first_s"])
-        )
-
-    @property
-    def server_cpu(self) -> float:
-        """Of one core."""
-        return self.moved["cpu_s"] / float(self.answer["seconds"])
-
-
-class Bench:
-    def __init__(self, task: Task, address: str, python: Path, logs: Path):
-        self.task, self.address, self.python, self.logs = task, address, python, logs
-
-    def once(self, name: str, *, step_s: float = 0.0) -> Pass:
-        """In a process of its own, with nothing in its cache."""
-        ours = {OURS: "store", LOCAL: "local", PLAIN: "plain"}
-        contestant = ours.get(name) or PEERS[name]
-        command = [sys.executable, str(HERE / "stores_ours.py")]
-        if name not in ours:
-            command = [str(self.python), str(HERE / "stores_peers.py"), contestant]
-        with tempfile.TemporaryDirectory() as cache:
-            os.environ["STORES_CACHE"] = cache
-            server = Server(command, log=self.logs / f"{contestant}.log")
+    def __call__(self) -> tuple[float, float]:
+        write_for(self.name, self.task)
+        with tempfile.TemporaryDirectory() as cache, Server(*self.command) as server:
             server.ready()
+            task = replace(self.task, cache=cache, url="" if self.name == LOCAL else self.task.url)
             before = self._counts()
-            patience = Timer(
-                PATIENCE_S, os.killpg, (server.process.pid, SIGKILL)
-            )  # a group of its own
-            patience.start()
-            try:
-                answer = server.ask(contestant, self.task, "cold", step_s=step_s)
-                after = self._counts()
-            finally:
-                patience.cancel()
-                server.close()
-        if (
-            answer["count"] < self.task.num_samples - BATCH_SIZE
-        ):  # some drop what does not fill a batch
-            raise PeerFailed(
-                f"it delivered {answer['count']:,} of {self.task.num_samples:,} images"
-            )
-        return Pass(answer, {key: after[key] - before[key] for key in after})
+            answer = server.ask("run", task, pause_s=self.pause_s)
+            after = self._counts()
+        if answer["count"] < task.num_samples - BATCH_SIZE:  # some drop an incomplete batch
+            raise PeerError(f"{answer['count']:,} of {task.num_samples:,} images")
+        self.answers.append(answer | {key: after[key] - before[key] for key in after})
+        if self.pause_s:
+            return answer["count"] - BATCH_SIZE, answer["seconds"] - answer["first_s"]
+        return answer["count"], answer["seconds"]
+
+    def row(self, rate: float) -> tuple[str, ...]:
+        num_bytes = self._num_bytes()
+        fraction = rate * num_bytes / self.task.num_samples / BYTES_PER_S
+        answer = sorted(self.answers, key=lambda each: each["seconds"])[len(self.answers) // 2]
+        return (
+            self.name,
+            f"{rate:,.0f}",
+            f"{fraction:.1%}",
+            f"{answer['bytes'] / num_bytes:.2f}",
+            f"{answer['requests']:,}",
+            "" if self.name == PLAIN else f"{answer['first_s']:.2f}",
+            f"{answer['cpu_s'] / answer['seconds']:.0%}",
+        )
 
     def _counts(self) -> dict[str, float]:
         with urlopen(f"{self.address}/.counts") as answer:
             return dict(json.load(answer))
 
+    def _num_bytes(self) -> int:
+        """Return the bytes of the dataset in the contestant's format."""
+        written = self.task.written_by(self.name)
+        files = written.rglob("*.*") if written.exists() else Path(self.task.shards).glob("*.tar")
+        return sum(path.stat().st_size for path in files if path.is_file())
+
 
 @contextmanager
 def link(root: Path) -> Iterator[str]:
-    """The address of a server of this directory."""
+    """Serve a directory, and yield the address."""
     command = [sys.executable, str(HERE / "stores_link.py"), str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -126,118 +103,45 @@ def link(root: Path) -> Iterator[str]:
             server.terminate()
 
 
-def size_of(name: str, task: Task) -> int:
-    """Bytes of the dataset in the format that a contestant reads."""
-    peer = PEERS.get(name, "")
-    if peer in ("mosaic", "litdata"):
-        files = (Path(task.peers) / f"{peer}-{task.num_samples}").rglob("*.*")
-    else:
-        files = Path(task.shards).glob("train-*.tar")
-    return sum(path.stat().st_size for path in files if path.is_file())
-
-
-def show(title: str, task: Task, found: dict[str, list[Pass]], *, paced: bool) -> None:
-    table = Table(title=title, title_justify="left", box=None, header_style="bold")
-    for column in (
-        "",
-        "images/s",
-        "of the link",
-        "moved",
-        "requests",
-        "first batch s",
-        "server CPU",
-    ):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    for name, passes in found.items():
-        rates = [each.steady_rate if paced else each.rate for each in passes]
-        num_bytes = size_of(name, task)
-        share = statistics.median(rates) * num_bytes / task.num_samples / BYTES_PER_S
-        middle = sorted(passes, key=lambda each: each.rate)[len(passes) // 2]
-        moved, first_s = (
-            f"{middle.moved['bytes'] / num_bytes:.2f}",
-            f"{middle.answer['first_s']:.2f}",
-        )
-        requests = f"{middle.moved['requests']:,.0f}"
-        first_s = "" if name == PLAIN else first_s
-        row = (
-            f"{statistics.median(rates):,.0f}",
-            f"{share:.1%}",
-            moved,
-            requests,
-            first_s,
-            f"{middle.server_cpu:.0%}",
-        )
-        table.add_row(name, *row)
-    Console(width=120).print(table)
-
-
-def environment(task: Task, address: str) -> dict[str, str]:
-    return {
-        "STORES_URL": f"{address}/bench/shards",
-        "STORES_LOCAL": task.shards,
-        "STORES_BUCKET": "bench",
-        "STORES_CACHE_GB": str(CACHE_GB),
-        "STORES_BLOCKS": json.dumps(BLOCKS),
-        "S3_ENDPOINT_URL": address,
-        "AWS_ACCESS_KEY_ID": "nobody",
-        "AWS_SECRET_ACCESS_KEY": "nothing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "LITDATA_DISABLE_VERSION_CHECK": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-
-
-def task_of(num_pictures: int) -> Task:
-    shards, files = dataset("raw", num_samples=num_pictures, image_size=SIZE)
-    manifest = json.loads((shards / "manifest.json").read_text())
-    num_samples = sum(shard["num_samples"] for shard in manifest["splits"]["train"]["shards"])
-    return Task(
-        "raw", str(shards), str(shards.parent), str(files), num_samples, SIZE, BATCH_SIZE, CORES
-    )
+def measure(title: str, passes: dict[str, Pass], *, rounds: int) -> dict[str, list[float]]:
+    contestants: dict[str, Callable[[], float | tuple[float, float]]] = {**passes}
+    found = rates(contestants, rounds=rounds, warm_ups=0, peers=PEERS)
+    columns = ("", "images/s", "of the link", "moved", "requests", "first batch s", "server CPU")
+    rows = [passes[name].row(statistics.median(values)) for name, values in found.items()]
+    print_table(title, columns, rows)
+    return found
 
 
 def main() -> None:
     options = arguments(__doc__.splitlines()[0])
-    task = task_of(sized(options, full=49_152, quick=8_192, dry=2_048))
-    python, _ = peer_python()
-    for peer in ("mosaic", "litdata"):
-        with suppress(PeerFailed):  # its pass fails below, too, and says so
-            in_format_of(peer, task, python)
-    step_s = size_of(OURS, task) / task.num_samples * task.batch_size / (BYTES_PER_S / 2)
-    with tempfile.TemporaryDirectory() as logs, link(Path(task.peers)) as address:
-        os.environ.update(environment(task, address))
-        bench = Bench(task, address, python, Path(logs))
-        paced: dict[str, list[Pass]] = {LOCAL: [], OURS: []}
-        unpaced: dict[str, list[Pass]] = {name: [] for name in (PLAIN, OURS, *PEERS)}
-        rounds = sized(options, full=3, quick=1, dry=1)
-        for _ in range(rounds):
-            for name, passes in paced.items():
-                passes.append(bench.once(name, step_s=step_s))
-            for name in list(unpaced):
-                try:
-                    unpaced[name].append(bench.once(name))
-                except PeerFailed as failure:
-                    if name not in PEERS:
-                        raise
-                    print(f"{name}: no row, since it failed: {failure.reason}", flush=True)
-                    del unpaced[name]
-    words = (
-        f"{task.num_samples:,} pictures of {SIZE} px, {LATENCY_S * 1e3:.0f} ms,"
-        f" {BYTES_PER_S / 1e6:.0f} MB/s, rounds: {rounds}"
-    )
-    show(f"paced at half the link: {words}", task, paced, paced=True)
-    show(f"unpaced: {words}", task, unpaced, paced=False)
-    steady = {name: [each.steady_rate for each in passes] for name, passes in paced.items()}
-    rates = {name: [each.rate for each in passes] for name, passes in unpaced.items()}
+    count = sized(options, full=49_152, quick=8_192, dry=2_048)
+    rounds = sized(options, full=3, quick=1, dry=1)
+    shards = folder_dataset(DATA / f"raw-{count}", count, size=SIZE)
+    with link(DATA) as address:
+        os.environ |= {
+            "S3_ENDPOINT_URL": address,
+            "AWS_ACCESS_KEY_ID": "nobody",
+            "AWS_SECRET_ACCESS_KEY": "nothing",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "LITDATA_DISABLE_VERSION_CHECK": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        url = f"{address}/bench/{shards.name}"
+        task = Task("raw", f"{shards}-files", count, SIZE, BATCH_SIZE, CORES, str(shards), url)
+        task = replace(task, shuffle="block")
+        num_bytes = sum(path.stat().st_size for path in shards.glob("*.tar"))
+        pause_s = num_bytes / count * BATCH_SIZE / (BYTES_PER_S / 2)
+        words = (
+            f"{count:,} images of {SIZE} px, {LATENCY_S * 1e3:.0f} ms, {BYTES_PER_S / 1e6:.0f} MB/s"
+        )
+        paced = {name: Pass(name, task, pause_s=pause_s) for name in (LOCAL, OURS)}
+        steady = measure(f"paced at half the link: {words}", paced, rounds=rounds)
+        unpaced = {name: Pass(name, task) for name in (PLAIN, OURS, *PEERS)}
+        found = measure(f"unpaced: {words}", unpaced, rounds=rounds)
     print(
         f"ours over http: {ratio(steady, OURS, LOCAL):.1%} of the local pace; unpaced"
-        f" {ratio(rates, OURS, PLAIN):.1%} of {PLAIN}"
+        f" {ratio(found, OURS, PLAIN):.1%} of {PLAIN}; {ratios(found, OURS, PEERS)}"
     )
-    print(
-        ", ".join(f"{ratio(rates, OURS, name):.2f} x {name}" for name in unpaced if name in PEERS)
-        + ", in images/s"
-    )
-    print(f"{machine()}, commit {commit()}, load average {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

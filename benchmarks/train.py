@@ -1,8 +1,7 @@
 """How fast is training, against its own limits and against others? All in one process, one round
 after the other.
 
-    .venv/bin/python benchmarks/train.py [--quick] [--only mlp,mixer] [--compile]
-    .venv/bin/python benchmarks/train_ranks.py        memory and traffic of two ranks, and what a checkpoint costs
+    .venv/bin/python benchmarks/train.py [--quick] [--only mlp]
 
 Contestants, each the same number of steps on the same kind of batch:
   from shards          loader + augmentation + step: what `pretrain train` does (DeepSpeed, ZeRO 1, one rank)
@@ -28,11 +27,11 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from frame import DATA, keep, rates, ratio, report
+from frame import add_sizes, keep, rates, ratio, report, sized
+from images import shapes_dataset
 from models_peers import bare_products, plain, products_of, step_flops
 from train_peers import ddp_step, public_step
 
-from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
 from pretrain.augment.augmentation import Augmentation, Normalisation, Prepared
@@ -110,8 +109,8 @@ class Bench:
         ready when the clock starts, after as many steps as it works ahead, it has ready when the
         clock stops."""
         with Feed(self.batches(finish_for(self.augmentation)), self.augmentation) as feed:
-            run = self.repeated(lambda: self.step(next(feed).prepared))
-            self.repeated(lambda: self.step(next(feed).prepared), times=AHEAD + NUM_AHEAD)()
+            run = repeated(self.case, lambda: self.step(next(feed).prepared))
+            repeated(self.case, lambda: self.step(next(feed).prepared), times=AHEAD + NUM_AHEAD)()
             began_s = time.perf_counter()
             return run(), time.perf_counter() - began_s
 
@@ -134,17 +133,19 @@ class Bench:
                 self.hashed_bytes += shard.num_bytes
                 assert sha256_of(part.tar(shard)) == shard.sha256
 
-    def repeated(self, step: Callable[[], object], *, times: int = 0) -> Callable[[], float]:
-        times = times or self.case.steps
 
-        def run() -> float:
-            for _ in range(times):
-                step()
-            if self.engine.device.type == "cuda":
-                torch.cuda.synchronize()
-            return float(times * self.case.batch)
+def repeated(case: Case, step: Callable[[], object], *, times: int = 0) -> Callable[[], float]:
+    """Return a call that takes `times` steps (default: the case's) and returns their images."""
+    times = times or case.steps
 
-        return run
+    def run() -> float:
+        for _ in range(times):
+            step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return float(times * case.batch)
+
+    return run
 
 
 def batches_of(
@@ -158,19 +159,9 @@ def batches_of(
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="smaller models, fewer rounds")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="smallest sizes, to see that it runs: its figures mean nothing",
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_sizes(parser)
     parser.add_argument("--only", default="mlp,mixer")
-    parser.add_argument(
-        "--compile", action="store_true", help="torch.compile for ours and DDP (always on a GPU)"
-    )
     return parser.parse_args()
 
 
@@ -179,19 +170,15 @@ def main() -> None:
     world = read_world()
     device = start_distributed(world, timeout_s=600)
     on_gpu = device.type == "cuda"
-    rounds = 1 if options.dry_run else 3 if options.quick else 5
+    rounds = sized(options, full=5, quick=3, dry=1)
     for name, case in cases(on_gpu=on_gpu, quick=options.quick, is_dry=options.dry_run).items():
         if name in options.only.split(","):
-            run(name, case, world, device, is_compiled=on_gpu or options.compile, rounds=rounds)
+            run(name, case, world, device, rounds=rounds)
 
 
-def run(
-    name: str, case: Case, world: World, device: torch.device, *, is_compiled: bool, rounds: int
-) -> None:
-    bench = prepare(case, world, device, is_compiled=is_compiled)
-    unsharded = engine_of(
-        case, world, device, num_classes=bench.num_classes, is_compiled=is_compiled, stage=0
-    )
+def run(name: str, case: Case, world: World, device: torch.device, *, rounds: int) -> None:
+    bench = prepare(case, world, device)
+    unsharded = engine_of(case, world, device, num_classes=bench.num_classes, stage=0)
     engine, prepared = bench.engine, bench.prepared
     like = torch.empty(
         0, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -203,22 +190,19 @@ def run(
         )
     products = [type(each)(each.rows * case.batch, each.inputs, each.outputs) for each in products]
     peer = shapes | {"label_smoothing": LABEL_SMOOTHING, "device": device}
-    ddp, public = (
-        ddp_step(case.spec, **peer, is_compiled=is_compiled),
-        public_step(case.spec, **peer),
-    )
+    ddp, public = ddp_step(case.spec, **peer), public_step(case.spec, **peer)
     found = rates(
         {
             "from shards": bench.from_shards,
             "from shards, hashed": bench.from_shards_hashed,
-            "resident, augmented": bench.repeated(
-                lambda: bench.step(bench.augmentation.prepare(bench.stored))
+            "resident, augmented": repeated(
+                case, lambda: bench.step(bench.augmentation.prepare(bench.stored))
             ),
-            "resident": bench.repeated(lambda: bench.step(prepared)),
-            "resident, ZeRO 0": bench.repeated(lambda: unsharded.train_step([prepared], lr=1e-5)),
-            "plain DDP": bench.repeated(partial(ddp, prepared)),
-            "public step": bench.repeated(partial(public, prepared)),
-            "matmul limit": bench.repeated(bare_products(products, like=like)),
+            "resident": repeated(case, lambda: bench.step(prepared)),
+            "resident, ZeRO 0": repeated(case, lambda: unsharded.train_step([prepared], lr=1e-5)),
+            "plain DDP": repeated(case, partial(ddp, prepared)),
+            "public step": repeated(case, partial(public, prepared)),
+            "matmul limit": repeated(case, bare_products(products, like=like)),
         },
         rounds=rounds,
     )
@@ -231,7 +215,7 @@ def run(
     )
     cost = 1 - ratio(found, "from shards, hashed", "from shards")
     tera = step_flops(products) / case.batch / 1e12
-    kind = "compiled" if is_compiled else "eager"
+    kind = "compiled" if device.type == "cuda" else "eager"
     against = ("resident", "plain DDP", "public step", "matmul limit")
     shares = ", ".join(f"{ratio(found, 'from shards', each):.1%} of {each}" for each in against)
     report(
@@ -253,19 +237,16 @@ def run(
 
 
 def engine_of(
-    case: Case,
-    world: World,
-    device: torch.device,
-    *,
-    num_classes: int,
-    is_compiled: bool,
-    stage: int,
+    case: Case, world: World, device: torch.device, *, num_classes: int, stage: int
 ) -> DeepSpeedEngine:
-    precision = "bf16" if device.type == "cuda" else "fp32"
+    """On a GPU in bf16 and compiled."""
+    on_gpu = device.type == "cuda"
     return DeepSpeedEngine(
         build_model(case.spec, num_classes=num_classes, image_size=case.image_size, seed=0),
         make_optimizer=lambda module: build_optimizer(module, OptimizerSettings()),
-        settings=EngineSettings(zero_stage=stage, precision=precision, compile=is_compiled),
+        settings=EngineSettings(
+            zero_stage=stage, precision="bf16" if on_gpu else "fp32", compile=on_gpu
+        ),
         plan=BatchPlan(case.batch, case.batch, 1),
         label_smoothing=LABEL_SMOOTHING,
         device=device,
@@ -273,19 +254,14 @@ def engine_of(
     )
 
 
-def prepare(case: Case, world: World, device: torch.device, *, is_compiled: bool) -> Bench:
-    directory = DATA / f"shapes-{case.image_size}-{case.per_class}"
-    source = [f"source.num_train_per_class={case.per_class}", "source.num_val_per_class=1"]
-    source += [f"source.image_size={case.image_size}", f"image_size={case.image_size}"]
-    assert data_prep(["build", "--source", "synthetic", "--out", str(directory), *source]) == 0
+def prepare(case: Case, world: World, device: torch.device) -> Bench:
+    directory = shapes_dataset(case.image_size, case.per_class)
     manifest = load_manifest(directory)
     plan, num_classes = (
         BatchPlan(case.batch, case.batch, 1),
         case.num_classes or len(manifest.classes),
     )
-    engine = engine_of(
-        case, world, device, num_classes=num_classes, is_compiled=is_compiled, stage=1
-    )
+    engine = engine_of(case, world, device, num_classes=num_classes, stage=1)
     augmentation = Augmentation(
         AugmentSettings(crop_scale=(0.4, 1.0), mixup_alpha=0.8),
         seed=0,

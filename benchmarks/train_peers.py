@@ -28,15 +28,14 @@ def ddp_step(
     image_size: int,
     label_smoothing: float,
     device: torch.device,
-    is_compiled: bool,
 ) -> Step:
-    """Our model and our optimizer in plain DDP: fp32 on a CPU, autocast to bf16 on a GPU. The
-    process group exists."""
+    """Return our model and optimizer in plain DDP: fp32 on a CPU, autocast to bf16 and compiled on a
+    GPU. The process group exists."""
     model = build_model(spec, num_classes=num_classes, image_size=image_size, seed=0).to(device)
     optimizer = build_optimizer(model, OptimizerSettings())
     ids = [int(os.environ["LOCAL_RANK"])] if device.type == "cuda" else None
     wrapped: nn.Module = DistributedDataParallel(model, device_ids=ids)
-    if is_compiled:
+    if device.type == "cuda":
         wrapped.compile()
 
     def step(batch: Prepared) -> Tensor:
@@ -95,7 +94,7 @@ class PlainLion(Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:
         assert closure is None
         for group in self.param_groups:
             beta1, beta2 = group["betas"]

@@ -1,6 +1,6 @@
-"""What ranks hold and send at each ZeRO stage, beside the formulas; all ranks on this machine.
+"""What two ranks hold and send at each ZeRO stage, compared with the formulas, on this machine.
 
-    .venv/bin/python benchmarks/train_ranks.py [--ranks 2]
+    .venv/bin/python benchmarks/train_ranks.py
 
 held: bytes of all tensors after the backward pass of the second step, per parameter, on the first
 rank (activations are gone by then). sent: what the loopback interface carried in three steps, per
@@ -8,16 +8,13 @@ rank, step and parameter; anything else that talks over it meanwhile is counted,
 micro-batch a step.
 """
 
-import argparse
 import gc
 import os
 import sys
 from pathlib import Path
 
 import torch
-from frame import commit, machine
-from rich.console import Console
-from rich.table import Table
+from frame import arguments, print_table
 
 from pretrain.augment.augmentation import Prepared
 from pretrain.config import EngineSettings, OptimizerSettings
@@ -83,7 +80,7 @@ def measure(world: World, stage: int, precision: str) -> tuple[str, ...]:
         engine.train_step([batch], lr=1e-3)
     barrier()
     on_wire = (int(WIRE.read_text()) - began) / 3 / world.num_ranks
-    training = Training(num_parameters, stage, precision, world.num_ranks, num_states=2)  # type: ignore[arg-type]
+    training = Training(num_parameters, stage, precision, world.num_ranks, num_states=2)
     formula = held(training)
     wanted = formula.on_device - (
         formula.bucket if stage < 3 else 0.0
@@ -92,42 +89,26 @@ def measure(world: World, stage: int, precision: str) -> tuple[str, ...]:
     return str(stage), precision, *(f"{number / num_parameters:.2f}" for number in numbers)
 
 
-def rank_main() -> None:
+def rank_main(*, is_dry: bool) -> None:
     from pretrain.engine.deepspeed import start_distributed
 
     world = read_world()
     start_distributed(world, timeout_s=120)
-    precisions, stages = (
-        (("bf16",), (2,)) if "--dry-run" in sys.argv else (("fp32", "bf16"), range(4))
-    )
+    precisions, stages = (("bf16",), (2,)) if is_dry else (("fp32", "bf16"), range(4))
     rows = [measure(world, stage, precision) for precision in precisions for stage in stages]
     if world.is_first:
-        table = Table(
-            title=f"{SPEC.label}, {world.num_ranks} ranks, bytes per parameter",
-            title_justify="left",
-            box=None,
-        )
-        for column in ("stage", "precision", "held", "formula", "sent", "formula "):
-            table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*row)
-        Console(width=100).print(table)
-        print(f"{machine()}, commit {commit()}")
+        columns = ("stage", "precision", "held", "formula", "sent", "formula")
+        print_table(f"{SPEC.label}, {world.num_ranks} ranks, bytes per parameter", columns, rows)
     barrier()
     sys.stdout.flush()
     os._exit(0)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--dry-run", action="store_true", help="one stage and precision only")
-    options = parser.parse_args()
+    options = arguments(__doc__ or "")
     if "RANK" in os.environ:
-        rank_main()
-    return launch([sys.executable, __file__, *sys.argv[1:]], num_ranks=options.ranks)
+        rank_main(is_dry=options.dry_run)
+    return launch([sys.executable, __file__, *sys.argv[1:]], num_ranks=2)
 
 
 if __name__ == "__main__":

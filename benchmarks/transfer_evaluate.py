@@ -7,8 +7,7 @@ Three cases: raw pictures and a large model (the matrix products are the limit),
 small one, and JPEGs and a small one (the loader's threads decode). Contestants, each over the whole
 split; a unit is a forward pass of one picture:
   evaluate            loader, normalisation, forward pass, softmax, the row of every picture: what `finetune evaluate` does
-  loader alone        the same batches as stored, and nothing done with them
-  loader, normalised  the same as the model is fed them
+  loader, normalized  the same batches as the model's input, and nothing done with them
   forward alone       one prepared batch again and again
   V views, one pass   test-time augmentation as `finetune evaluate views=V` does it: each picture read and decoded once
   V passes            the same views, each of them a pass over the disk of its own
@@ -20,13 +19,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from frame import DATA, arguments, keep, rates, ratio, report
+from frame import arguments, keep, rates, ratio, report, sized
+from images import shapes_dataset
 from torch import Tensor
 
-from data_prep.cli import main as data_prep
 from data_prep.manifest import load_manifest
 from finetune.evaluate.config import ViewSettings
 from finetune.evaluate.evaluate import answer
@@ -70,7 +68,7 @@ def cases(*, on_gpu: bool, quick: bool, is_dry: bool = False) -> list[Case]:
 
 class Bench:
     def __init__(self, case: Case, world: World, device: torch.device):
-        directory = dataset(case)
+        directory = shapes_dataset(IMAGE_SIZE, case.per_class, encoding=case.encoding)
         manifest = load_manifest(directory)
         self.case, self.world, self.device, self.num_classes = (
             case,
@@ -95,7 +93,7 @@ class Bench:
         self.prepared = next(iter(self._batches()))
         self.resident = self.augmentation.plain(self.prepared).images_BCHW.clone()
 
-    def _batches(self):  # type: ignore[no-untyped-def]
+    def _batches(self):
         return batches_of(
             self.reader,
             title="",
@@ -123,10 +121,9 @@ class Bench:
         assert found is not None and len(found) == self.reader.num_samples
         return float(self.reader.num_samples * len(views))
 
-    def loader(self, *, normalised: bool) -> float:
+    def loader(self) -> float:
         for batch in self._batches():
-            if normalised:
-                self.augmentation.plain(batch)
+            self.augmentation.plain(batch)
         self._wait()
         return float(self.reader.num_samples)
 
@@ -146,28 +143,12 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def dataset(case: Case) -> Path:
-    out = (
-        DATA
-        / f"shapes-{IMAGE_SIZE}-{case.per_class}{'' if case.encoding == 'raw' else '-' + case.encoding}"
-    )
-    source = [f"source.num_train_per_class={case.per_class}", "source.num_val_per_class=1"]
-    source += [
-        f"source.image_size={IMAGE_SIZE}",
-        f"image_size={IMAGE_SIZE}",
-        f"encoding={case.encoding}",
-    ]
-    assert data_prep(["build", "--source", "synthetic", "--out", str(out), *source]) == 0
-    return out
-
-
 def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
     bench = Bench(case, world, device)
     one_pass, many = f"{case.views} views, one pass", f"{case.views} passes"
     contestants: dict[str, Callable[[], float]] = {
         "evaluate": lambda: bench.evaluate([None]),
-        "loader alone": lambda: bench.loader(normalised=False),
-        "loader, normalised": lambda: bench.loader(normalised=True),
+        "loader, normalized": bench.loader,
         "forward alone": bench.forward,
         one_pass: lambda: bench.evaluate(range(case.views)),
         many: bench.passes,
@@ -176,7 +157,7 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
     both = [
         ours * (1 / loader + 1 / forward)
         for ours, loader, forward in zip(
-            found["evaluate"], found["loader, normalised"], found["forward alone"], strict=True
+            found["evaluate"], found["loader, normalized"], found["forward alone"], strict=True
         )
     ]
     where = (
@@ -197,7 +178,6 @@ def run(case: Case, world: World, device: torch.device, *, rounds: int) -> None:
         against="evaluate",
         headline=(
             f"evaluate: {ratio(found, 'evaluate', 'forward alone'):.1%} of the forward pass alone,"
-            f" {ratio(found, 'evaluate', 'loader alone'):.1%} of the loader alone,"
             f" {statistics.median(both):.1%} of the two one after the other on the same cores; a"
             f" view of {case.views}: {ratio(found, one_pass, 'evaluate'):.1%} of a plain pass's"
             f" rate, {ratio(found, one_pass, many):.2f} times that of {case.views} passes"
@@ -210,7 +190,7 @@ def main() -> None:
     world = read_world()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for case in cases(on_gpu=device.type == "cuda", quick=options.quick, is_dry=options.dry_run):
-        run(case, world, device, rounds=1 if options.dry_run else 3 if options.quick else 5)
+        run(case, world, device, rounds=sized(options, full=5, quick=3, dry=1))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@ model and optimizer.
     .venv/bin/python benchmarks/transfer_tune.py [--quick]
 
 The loop, the loader and the augmentation are the same code for both (benchmarks/train.py measures
-them); what differs is the engine, accelerate's against DeepSpeed's. The peer is torch's plain
-DistributedDataParallel.
+them). They differ in the engine: accelerate's and DeepSpeed's.
 """
 
 import torch
-from frame import arguments, keep, rates, ratio, report
-from train import LABEL_SMOOTHING, Case, cases, engine_of
-from train_peers import ddp_step
+from frame import arguments, keep, rates, ratio, report, sized
+from train import LABEL_SMOOTHING, Case, cases, engine_of, repeated
 
 from finetune.session import start_accelerator
 from finetune.tune.config import TuneEngineSettings
@@ -23,13 +21,14 @@ from pretrain.models.build import build_model
 from pretrain.ranks.world import World, read_world
 
 NUM_CLASSES = 100
+TUNING, PRETRAINING = "tuning", "pretraining, ZeRO 1"
 
 
 def main() -> None:
     options = arguments(__doc__ or "")
     world = read_world()
     device = start_distributed(world, timeout_s=600)
-    rounds = 1 if options.dry_run else 5 if options.quick else 9
+    rounds = sized(options, full=9, quick=5, dry=1)
     for name, case in cases(
         on_gpu=device.type == "cuda", quick=options.quick, is_dry=options.dry_run
     ).items():
@@ -37,59 +36,28 @@ def main() -> None:
 
 
 def run(name: str, case: Case, world: World, device: torch.device, *, rounds: int) -> None:
-    on_gpu = device.type == "cuda"
-    tuning = tuning_engine(case, world, on_gpu=on_gpu)
-    pretraining = {
-        stage: engine_of(
-            case, world, device, num_classes=NUM_CLASSES, is_compiled=on_gpu, stage=stage
-        )
-        for stage in (0, 1)
-    }
-    ddp = ddp_step(
-        case.spec,
-        num_classes=NUM_CLASSES,
-        image_size=case.image_size,
-        label_smoothing=LABEL_SMOOTHING,
-        device=device,
-        is_compiled=on_gpu,
-    )
+    tuning = tuning_engine(case, world, on_gpu=device.type == "cuda")
+    pretraining = engine_of(case, world, device, num_classes=NUM_CLASSES, stage=1)
+    shape = (case.batch, 3, case.image_size, case.image_size)
     batch = Prepared(
-        torch.randn(
-            case.batch, 3, case.image_size, case.image_size, device=device, dtype=tuning.input_dtype
-        ),
+        torch.randn(shape, device=device, dtype=tuning.input_dtype),
         torch.randint(NUM_CLASSES, (case.batch,), device=device),
     )
-
-    def repeated(step):  # type: ignore[no-untyped-def]
-        def steps() -> float:
-            for _ in range(case.steps):
-                step()
-            if on_gpu:
-                torch.cuda.synchronize()
-            return float(case.steps * case.batch)
-
-        return steps
-
     found = rates(
         {
-            "tuning": repeated(lambda: tuning.train_step([batch], lr=1e-5)),
-            "pretraining, ZeRO 0": repeated(lambda: pretraining[0].train_step([batch], lr=1e-5)),
-            "pretraining, ZeRO 1": repeated(lambda: pretraining[1].train_step([batch], lr=1e-5)),
-            "plain DDP": repeated(lambda: ddp(batch)),
+            TUNING: repeated(case, lambda: tuning.train_step([batch], lr=1e-5)),
+            PRETRAINING: repeated(case, lambda: pretraining.train_step([batch], lr=1e-5)),
         },
         rounds=rounds,
     )
-    keep({f"{name}: tuning of pretraining": ratio(found, "tuning", "pretraining, ZeRO 1")})
+    of_pretraining = ratio(found, TUNING, PRETRAINING)
+    keep({f"{name}: tuning of pretraining": of_pretraining})
     report(
         f"{case.spec.label}, batch {case.batch:,}, {case.image_size} px, {tuning.input_dtype}",
         found,
         unit="images/s",
-        against="pretraining, ZeRO 1",
-        headline=(
-            f"tuning runs at {ratio(found, 'tuning', 'pretraining, ZeRO 1'):.1%} of pretraining's"
-            f" rate (ZeRO 0: {ratio(found, 'tuning', 'pretraining, ZeRO 0'):.1%}), at"
-            f" {ratio(found, 'tuning', 'plain DDP'):.1%} of plain DDP's"
-        ),
+        against=PRETRAINING,
+        headline=f"tuning runs at {of_pretraining:.1%} of pretraining's rate",
     )
 
 

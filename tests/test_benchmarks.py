@@ -15,10 +15,9 @@ pytestmark = [pytest.mark.benchmarks, pytest.mark.processes]
 
 DRY_RUNS = {
     "checkpoint": ["--dry-run"],
-    "gpu": ["--quick", "--names", "profile-mixer-z1-eager"],
+    "gpu": ["--quick", "--only", "profile-mixer-z1-eager"],
     "listing": ["--dry-run"],
     "loader": ["--dry-run"],
-    "loader_decoders": ["--dry-run"],
     "models": ["--dry-run"],
     "order": ["--dry-run"],
     "prep": ["--dry-run"],
@@ -26,20 +25,13 @@ DRY_RUNS = {
     "stores": ["--dry-run"],
     "train": ["--dry-run"],
     "train_ranks": ["--dry-run"],
-    "transfer": ["--dry-run"],
+    "transfer_evaluate": ["--dry-run"],
+    "transfer_probe": ["--dry-run"],
+    "transfer_tune": ["--dry-run"],
 }
-ELSEWHERE = {"findings", "transfer_probe", "transfer_tune", "transfer_evaluate"}
-"""Benchmarks that a test in tests/configs, or another benchmark, runs."""
-PROCESSES = {
-    "loader_ours",
-    "loader_peers",
-    "loader_formats",
-    "prep_peers",
-    "stores_ours",
-    "stores_peers",
-    "stores_link",
-}
-"""Processes that benchmarks start."""
+ELSEWHERE = {"findings", "gpu_profile", "images", "ours", "peers", "stores_link"}
+"""A table that a test in tests/configs checks, commands of benchmarks/gpu.py, and processes that
+benchmarks start."""
 
 
 def test_no_benchmark_is_missing() -> None:
@@ -48,7 +40,7 @@ def test_no_benchmark_is_missing() -> None:
         for path in (REPOSITORY / "benchmarks").glob("*.py")
         if "__main__" in path.read_text()
     }
-    assert scripts == {*DRY_RUNS, *ELSEWHERE, *PROCESSES}
+    assert scripts == {*DRY_RUNS, *ELSEWHERE}
 
 
 @pytest.mark.parametrize("name", DRY_RUNS)
@@ -59,7 +51,6 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-4000:]
-    missing = re.findall(r"^(.*): (?:no row|could not be installed)", said, re.MULTILINE)
-    assert missing == [] or (
-        {"ffcv", "FFCV"} >= {*missing} and not os.environ.get("REQUIRE_FFCV")
-    ), said
+    missing = re.findall("^(.*): no row", said, re.MULTILINE)
+    may_miss = set() if os.environ.get("REQUIRE_FFCV") else {"FFCV", "FFCV, mixed by torch"}
+    assert {*missing} <= may_miss, said

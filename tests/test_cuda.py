@@ -233,8 +233,7 @@ def test_the_feed_hands_over_what_is_complete(shapes: Path) -> None:
 # ---- commands: every setting of the engine, each kind of model, each verb
 
 STEPS = 24
-RECIPE = """augment={crop_scale: [0.08, 1.0], crop_interpolation: random, auto_augment: rand-m9-mstd0.5-inc1,
-    erase_probability: 0.25, mixup_alpha: 0.8, cutmix_alpha: 1.0, switch_probability: 0.5}"""
+RECIPE = f"augment={json.dumps(TIMM)}"
 BF16 = "engine.precision=bf16"
 SAME_LOSS: dict[str, tuple[str, ...]] = {
     **{f"z{stage} {precision}": (f"engine.zero_stage={stage}", f"engine.precision={precision}")

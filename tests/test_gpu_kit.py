@@ -50,6 +50,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         load_settings(pkgutil.resolve_name(schema), path=config, overrides=overrides)
 
 
+@pytest.mark.slow  # imports torch, deepspeed and timm
 @pytest.mark.parametrize("quick", [True, False])
 def test_gpu_py_names_no_verb_key_or_option_that_is_not_there(
     benchmarks: None, monkeypatch: pytest.MonkeyPatch, quick: bool

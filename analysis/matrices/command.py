@@ -124,8 +124,8 @@ def _masks(options: argparse.Namespace) -> Result:
 def _filters(options: argparse.Namespace) -> Result:
     _check_checkpoints(options)
     with doing("loading torch"):
-        from analysis.matrices.filters import Drawn, filters
-    drawn = Drawn(options.which, options.count, options.color)
+        from analysis.matrices.filters import FilterImages, filters
+    drawn = FilterImages(options.which, options.count, options.color)
     return filters(options.runs, drawn, with_initial=options.init)
 
 

@@ -80,15 +80,15 @@ class Layer:
         )
 
 
-class Drawn(NamedTuple):
+class FilterImages(NamedTuple):
     """Settings of the images."""
 
     which: str = "first"
-    count: int = 25
+    num_filters: int = 25
     color: Color = "max"
 
 
-def filters(runs: Sequence[Path], drawn: Drawn, *, with_initial: bool) -> Result:
+def filters(runs: Sequence[Path], images: FilterImages, *, with_initial: bool) -> Result:
     opened = [Checkpoint.open(place) for place in runs]
     layers = list[Layer]()
     names = [name_of(each.run_dir or place) for place, each in zip(runs, opened, strict=True)]
@@ -107,7 +107,7 @@ def filters(runs: Sequence[Path], drawn: Drawn, *, with_initial: bool) -> Result
             layers.append(Layer(f"{name}, initial", weight, layer.side))
     rows = pd.concat([layer.locality for layer in layers], ignore_index=True)
     medians = rows.groupby("layer", sort=False)[[*MEASURES]].median()
-    figures = {"": sheet(layers, drawn), "locality": draw_locality(rows)}
+    figures = {"": sheet(layers, images), "locality": draw_locality(rows)}
     inputs = [each.directory for each in opened]
     table = medians.reset_index().rename(columns={"layer": "median over the neurons", **MEASURES})
     return Result(rows, medians.to_dict("index"), figures, inputs, [table])
@@ -125,18 +125,18 @@ def first_layer(opened: Checkpoint, name: str = "") -> Layer:
     return Layer(name, weights[FIRST_LAYER], side)
 
 
-def sheet(layers: Sequence[Layer], drawn: Drawn) -> Image.Image:
-    sheets, count, color = [], drawn.count, drawn.color
+def sheet(layers: Sequence[Layer], images: FilterImages) -> Image.Image:
+    sheets, count, color = [], images.num_filters, images.color
     for layer in layers:
         weight, side = layer.weight_NF, layer.side
-        if drawn.which == "largest":
+        if images.which == "largest":
             shown = strongest_filters(weight, side=side, count=count, color=color)
         else:
             shown = filters_of(
-                weight[: count if drawn.which == "first" else None], side=side, color=color
+                weight[: count if images.which == "first" else None], side=side, color=color
             )
         words = {"largest": f"the {count} strongest", "first": f"the first {count}"}
-        title = f"{layer.name}: {words.get(drawn.which, f'all {len(shown):,}')} filters"
+        title = f"{layer.name}: {words.get(images.which, f'all {len(shown):,}')} filters"
         columns = int(np.ceil(len(shown) ** 0.5))
         panel = max(side + 14, min(PANEL, 1800 // columns))
         sheets.append(draw_filters(shown, columns=columns, title=title, panel=panel, color=color))

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from analysis.cli import main
-from analysis.matrices.filters import Drawn, Layer, first_layer, sheet
+from analysis.matrices.filters import FilterImages, Layer, first_layer, sheet
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.models.spec import StructuredMlpSpec
 from pretrain.tracking.pictures import HEAD, Color, filters_of
@@ -65,7 +65,7 @@ def test_checkpoints_are_side_by_side(
     left = both[:, : columns * 144]
     np.testing.assert_array_equal(left, both[:, columns * 144 + 24 :])  # one checkpoint twice
     # by default the maximum over colors, as Scaling MLPs draws it (Appendix B)
-    expected = sheet([Layer("", stem, 4)], Drawn(which, 25, "max"))
+    expected = sheet([Layer("", stem, 4)], FilterImages(which, 25, "max"))
     np.testing.assert_array_equal(left, np.asarray(expected)[HEAD:])
     # a panel is white only if it has no neuron
     panels = left.reshape(columns, 144, columns, 144, 3).min(axis=(1, 3, 4))
@@ -82,7 +82,7 @@ def test_the_first_neurons_and_the_largest() -> None:
     weights[4] *= 10
 
     def drawn(shown: torch.Tensor, which: str) -> np.ndarray:
-        return np.asarray(sheet([Layer("x", shown, 4)], Drawn(which, 1)))[HEAD:]
+        return np.asarray(sheet([Layer("x", shown, 4)], FilterImages(which, 1)))[HEAD:]
 
     alone = [drawn(weights[n : n + 1], "first") for n in (0, 4)]
     np.testing.assert_array_equal([drawn(weights, which) for which in ("first", "largest")], alone)
