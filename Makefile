@@ -101,6 +101,7 @@ launchers: .venv/.installed
 # Writes docs/settings.md and configs/schemas/, for readers and editors; git ignores both.
 settings: .venv/.installed
 	$(BIN)/python -m tests.settings_page
+	$(BIN)/python -m tests.papers_page
 
 format: .venv/.installed
 	$(BIN)/ruff format .

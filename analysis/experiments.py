@@ -1,6 +1,6 @@
-"""Every figure and table of both papers: the plan or command that makes it, and the numbers that
-the paper prints. docs/papers.md and `analysis paper` show these rows; a test finds each plan of
-configs/plan/ in one of them.
+"""Every figure, table and proposition of both papers: its plan, its command, or the reason why it
+has none, and the numbers that the paper prints. docs/papers.md and `analysis paper` show these
+rows. A test finds each plan of configs/plan/ in one of them.
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,12 @@ class Experiment:
     plans: tuple[str, ...] = ()
     """Files of configs/plan/, without their endings."""
     verb: str = ""
-    """Command of `analysis` that draws it, if no plan does; RUN and DATA are yours. `masks` and
-    `widths` need no run, so the page draws them."""
+    """Command of `analysis` for it, in which RUN and DATA are yours. `masks` and `widths` need no
+    run, so the page draws them."""
     command: str = ""
     """Complete command of another program that makes it."""
+    reason: str = ""
+    """Reason why nothing can be run."""
     printed: str = ""
     """Numbers of the paper."""
 
@@ -41,7 +43,7 @@ EXPERIMENTS = (
     Experiment("A", "Fig. 2d", "Monarch and Kronecker MLPs on MNIST", ("a_fig2d_monarch",)),
     Experiment(
         "A",
-        "Propositions 3.2, 3.3, Corollary 3.4",
+        "Prop. 3.2, Prop. 3.3 (Lemma B.1), Cor. 3.4",
         "Both sides on random matrices",
         verb="structure",
     ),
@@ -65,13 +67,6 @@ EXPERIMENTS = (
         "Largest singular value, by width",
         verb="spectra --fig4",
         printed="sqrt(L+); Mixers 1 + sqrt(gamma).",
-    ),
-    Experiment(
-        "A",
-        "Fig. S.1 center, right",
-        "Singular values of a sparse matrix, and the largest one by a",
-        verb="spectra --figs1",
-        printed="a = 1.5, Omega = 10^3, 50 trials; a = 0 gives 2 in the limit; it rises with a.",
     ),
     Experiment(
         "A",
@@ -102,7 +97,17 @@ EXPERIMENTS = (
         ("a_table1_imagenet",),
         "table runs/plans/a_table1_imagenet",
     ),
+    Experiment(
+        "A", "Table S.1", "Parts of each model", reason="a summary, whose marks the text lost"
+    ),
     Experiment("A", "Fig. S.1 left", "SW-MLP at Omega = 2^16, by density", ("a_figS1_left",)),
+    Experiment(
+        "A",
+        "Fig. S.1 center, right",
+        "Singular values of a sparse matrix, and the largest one by a",
+        verb="spectra --figs1",
+        printed="a = 1.5, Omega = 10^3, 50 trials; a = 0 gives 2 in the limit; it rises with a.",
+    ),
     Experiment(
         "A",
         "Fig. S.2",
@@ -114,7 +119,9 @@ EXPERIMENTS = (
         "A", "Fig. S.4", "One of four blocks randomly permuted", ("a_figS4_caption", "a_figS4_text")
     ),
     Experiment("A", "Fig. S.5", "By patch size, normal and RP", ("a_figS5",)),
-    Experiment("A", "Figs S.6-S.8", "Training and test loss", ("a_figS6", "a_figS7", "a_figS8")),
+    Experiment("A", "Fig. S.6", "Test loss of S-Mixers, by C", ("a_figS6",)),
+    Experiment("A", "Fig. S.7", "Test and training loss with AutoAugment", ("a_figS7",)),
+    Experiment("A", "Fig. S.8", "Losses and test accuracy by AdamW", ("a_figS8",)),
     Experiment(
         "A",
         "Table S.3",
@@ -133,6 +140,7 @@ EXPERIMENTS = (
             " C^0.35, N* ~ C^0.65."
         ),
     ),
+    Experiment("B", "Figs 2, 3", "Sketches of architectures", reason="a drawing without data"),
     Experiment("B", "Table 1", "From scratch", ("b_scratch",), "table runs/plans/b_scratch"),
     Experiment("B", "Table 2", "Fine-tuned", ("b_transfer",), "table runs/plans/b_transfer"),
     Experiment(
@@ -146,7 +154,7 @@ EXPERIMENTS = (
     Experiment(
         "B",
         "Fig. 4",
-        "Transfer by batch size",
+        "Error upstream and downstream, by batch size",
         ("b_batch_size",),
         printed="Larger batches transfer better.",
     ),
@@ -161,7 +169,7 @@ EXPERIMENTS = (
         "B",
         "4.5",
         "Seconds an epoch and memory on one GPU",
-        command="python benchmarks/gpu.py --names 'make-64 run-b12 run-b6'",
+        command="python benchmarks/gpu.py --only make-64 run-b12 run-b6",
         printed="B-12/Wi-1024 450 s, B-6/Wi-1024 250 s, batch 16,384, 24 GB (A5000).",
     ),
     Experiment(
@@ -179,7 +187,10 @@ EXPERIMENTS = (
         "Fig. 9",
         "Ablations",
         ("b_ablation",),
-        printed="LayerNorm, GELU, pre-LN and a skip path around each block are best.",
+        printed=(
+            "Better: GELU, skips, inverted bottlenecks, pre-LN, LayerNorm, augmentation, LION; a"
+            " little: clipping, weight decay, dropout."
+        ),
     ),
     Experiment(
         "B",

@@ -50,6 +50,8 @@ class Section:
 
     @property
     def state(self) -> str:
+        if self.experiment.reason:
+            return f"not applicable: {self.experiment.reason}"
         if not self.experiment.plans:
             return "drawn" if self.images else "one command"
         if not self.num_finished:

@@ -84,9 +84,10 @@ def _plan_row(experiment: Experiment, name: str) -> list[str]:
 
 
 def _command_row(experiment: Experiment) -> list[str]:
-    command = f"`{experiment.command}`" if experiment.command else "-"
-    status = f"not applicable: {experiment.reason}" if experiment.reason else "command"
-    return [experiment.name, command, "-", "-", "-", "-", status]
+    if experiment.reason:
+        return [experiment.name, *"-----", f"not applicable: {experiment.reason}"]
+    command = experiment.command or f"analysis {experiment.verb}"
+    return [experiment.name, f"`{command}`", *"----", "command"]
 
 
 def section() -> str:

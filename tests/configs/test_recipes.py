@@ -27,14 +27,19 @@ pretrain/imagenet21k_b12_wi1024_public:
   public code, loader: {augment.crop_scale: [0.08, 1], augment.crop_ratio: [0.75,
     1.3333333333333333], augment.crop_interpolation: area, augment.mix_with: previous,
     data.last_batch: drop}
-  public code: {engine.precision: fp32, schedule.name: constant}
+  public code: {engine.precision: tf32, schedule.name: constant, data.dataset:
+    data/imagenet21k-64-public}
 pretrain/imagenet1k_b6_wi1024_scratch:
-  Scaling MLPs, Table 1: {model.depth: 6, model.width: 1024, optimizer.name: lion, optimizer.lr:
-    5.0e-05, train.duration: 1000 epochs, data.image_size: 64}
+  Scaling MLPs, Table 1: {model.depth: 6, model.width: 1024, train.duration: 1000 epochs}
+  Scaling MLPs, 4.2: {optimizer.name: lion, optimizer.lr: 5.0e-05, train.label_smoothing: 0.3}
+  Scaling MLPs, 4.1: {data.image_size: 64}
+  Scaling MLPs, A.4: {augment.mixup_alpha: 0.8}
   public code, defaults: {optimizer.weight_decay: 0, train.global_batch_size: 4096, schedule.name:
-    constant, train.label_smoothing: 0.3, augment.mixup_alpha: 0.8, augment.crop_scale: [0.08, 1]}
+    constant, augment.crop_scale: [0.08, 1]}
 pretrain/cifar10_resnet18:
   Scaling MLPs, Table 1: {model.name: resnet18_32, data.image_size: null}
+pretrain/imagenet1k_resnet18:
+  Scaling MLPs, Table 1: {model.name: resnet18_224, data.image_size: 224}
 pretrain/imagenet1k_mixer_b_w:
   Mixer paper, Table 1: {model.patch_size: 14, model.num_channels: 588, model.depth: 8,
     model.expansion: 4.0948, data.image_size: 224}
