@@ -111,7 +111,7 @@ def minimum_over_factors(
     def value(entries: Array) -> tuple[float, Array]:
         of_each = np.split(entries, squares[:1])
         v, w = (part.reshape(2 * [round(len(part) ** 0.5)]) for part in of_each)
-        loss, slope = mean_squares(np.kron(v, w), inputs, targets)
+        loss, slope = mean_squares(np.kron(v, w).astype(float), inputs, targets)
         of_pairs = slope.reshape(*sides, *sides)
         of_v, of_w = np.einsum("csdt,st->cd", of_pairs, w), np.einsum("csdt,cd->st", of_pairs, v)
         decay = strength / 2 * float(entries @ entries)
