@@ -120,12 +120,11 @@ def write(result: Result, out: Path, inputs: Sequence[Path | str] = ()) -> list[
 
 def remove_figures(out: Path) -> None:
     """Remove NAME.json and the figures that it lists."""
-    facts, names = out.with_name(f"{out.name}.json"), list[str]()
+    facts = out.with_name(f"{out.name}.json")
     with suppress(FileNotFoundError, ValueError, AttributeError):
-        names = json.loads(facts.read_bytes()).get("files", [])
-    for name in names:
-        if name == Path(name).name and name.startswith(out.name) and name.endswith(FIGURES):
-            out.with_name(name).unlink(missing_ok=True)
+        for name in json.loads(facts.read_bytes()).get("files", ()):
+            if name == Path(name).name and name.startswith(out.name) and name.endswith(FIGURES):
+                out.with_name(name).unlink(missing_ok=True)
     facts.unlink(missing_ok=True)
 
 

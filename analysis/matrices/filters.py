@@ -14,7 +14,6 @@ Locality of a neuron whose pixels have energies e, their squared weights summed 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -80,7 +79,8 @@ class Layer:
         )
 
 
-class FilterImages(NamedTuple):
+@dataclass(frozen=True)
+class FilterImages:
     """Settings of the images."""
 
     which: str = "first"

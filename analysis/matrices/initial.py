@@ -128,11 +128,8 @@ def figure_s1(*, quick: bool) -> Result:
     omegas, seeds = (SPARSER_OMEGA // 10, SPARSER_OMEGA, SPARSER_OMEGA * 10), 2 if quick else 10
     right = sparser(EXPONENTS, omegas, seeds=seeds, with_all_values=False)
     rows = pd.concat([center, right], ignore_index=True)
-    means = right.assign(omega="Ω = " + right.omega.astype(str)).pivot_table(
-        "sigma_max", "a", "omega"
-    )
-    facts = {"seeds": {"center": len(center), "right": seeds}, "largest": means.to_dict()}
-    return Result(rows, facts, {"": draw_sparser(center, right)}, printed=[means.reset_index()])
+    facts = {"seeds": {"center": len(center), "right": seeds}}
+    return Result(rows, facts, {"": draw_sparser(center, right)})
 
 
 def draw_widths(rows: pd.DataFrame, *, title: str) -> Figure:

@@ -74,10 +74,12 @@ def grid_of(side: int, *, tokens: int | None) -> Grid:
 def structure(places: list[Path], *, quick: bool, device: torch.device) -> Result:
     runs, inputs = checkpoints_of(places, newest_only=quick)
     rows = pd.DataFrame(distances(runs, randoms=1 if quick else 3, device=device.type))
-    statements, facts, figure = check_propositions(quick=quick)
-    figures, printed = {"prop33": figure}, list[str | pd.DataFrame]([statements])
+    statements, minima = check_propositions(quick=quick)
+    named = {"statements": statements, "minima": minima}
+    facts = {name: frame.to_dict("records") for name, frame in named.items()}
+    figures, printed = dict[str, Figure](), list[str | pd.DataFrame]([statements])
     if len(rows):
-        figures |= {"": draw(rows)}
+        figures[""] = draw(rows)
         left_out = rows[rows.random.isna() | (rows.random == 0)]
         if len(left_out):
             title = f"left out, with a prime side or more than {LARGEST_DENSE:,} entries:"

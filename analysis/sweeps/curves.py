@@ -21,14 +21,6 @@ def losses_of(
     return _over_epochs(results, columns, hue, facet).rename(columns={"value": "loss"})
 
 
-def accuracies_of(
-    results: pd.DataFrame, hue: Sequence[str] = (), facet: Sequence[str] = ()
-) -> pd.DataFrame:
-    """Return the test accuracy of each seed: facet, hue, curve, run, epochs, accuracy."""
-    errors = _over_epochs(results, {"accuracy": "test_errors"}, hue, facet)
-    return errors.assign(accuracy=1 - errors.pop("value"))
-
-
 def _over_epochs(
     results: pd.DataFrame, columns: Mapping[str, str], hue: Sequence[str], facet: Sequence[str]
 ) -> pd.DataFrame:
@@ -76,7 +68,8 @@ def curves(
 
     bands = bands_of(losses)
     if with_accuracy:
-        accuracies = bands_of(accuracies_of(results, hue, facet))
+        errors = _over_epochs(results, {"accuracy": "test_errors"}, hue, facet)
+        accuracies = bands_of(errors.assign(value=1 - errors.value))
         bands = pd.concat([bands, accuracies], ignore_index=True)
     tests = losses[losses.curve == "test"].groupby(["facet", "hue", "run"], sort=False).loss
     overfit = (tests.last() - tests.min()).groupby(["facet", "hue"], sort=False)

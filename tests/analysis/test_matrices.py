@@ -161,7 +161,7 @@ def test_spectra_and_structure_of_runs(tmp_path: Path, capsys: Capture) -> None:
     facts = json.loads((tmp_path / "structure.json").read_text())
     assert [each["holds"] for each in facts["statements"]] == ["yes"] * 4
     least = [each["left"] - each["right"] for each in facts["minima"]]
-    assert len(least) == 12 and min(least) > 0
+    assert len(least) == 6 and min(least) > 0
     assert "left out" not in capsys.readouterr().out
 
 
@@ -248,10 +248,9 @@ def test_the_regularizers_of_proposition_3_3() -> None:
     left, right = propositions.both_sides(v, w)
     assert left == pytest.approx((np.linalg.norm(v) ** 2 + np.linalg.norm(w) ** 2) / 2)
     assert right == pytest.approx(np.abs(np.kron(v, w)).sum() / (C * S)) and right < left
-    found = propositions.bound_on_random_matrices(draws=30).groupby("kind").ratio
-    assert found.max().max() <= 1 + 1e-12
-    assert found.min()["signs, of equal norms"] == pytest.approx(1)
-    assert found.max()[["Gaussian", "Student's t, 2 degrees"]].between(0, 0.9).all()
+    found = propositions.bounds(draws=30).groupby("kind").ratio
+    assert found.max().max() <= 1 + 1e-12 and found.min()["signs"] == pytest.approx(1)
+    assert found.max()[["Gaussian", "cubes"]].between(0, 0.9).all()
 
 
 @pytest.mark.parametrize("strength", [0.02, 0.3, 100.0])
@@ -260,30 +259,16 @@ def test_the_minima_of_proposition_3_3_in_closed_form(strength: float) -> None:
     first singular value of Y's rearrangement (Van Loan) is moved towards 0."""
     sides, width = (2, 3), 6
     targets = np.random.default_rng(0).standard_normal((width, width))
-    loss = propositions.Loss("squares", np.eye(width), targets)
-    distance = width * strength
+    data, distance = (np.eye(width), targets), width * strength
     kept = np.sign(targets) * np.maximum(abs(targets) - distance, 0)
     expected = ((kept - targets) ** 2).sum() / (2 * width) + strength * abs(kept).sum()
-    right, weights = propositions.minimum_over_weights(loss, strength)
+    right = propositions.minimum_over_weights(*data, strength)
     assert right == pytest.approx(expected, rel=1e-8)
-    np.testing.assert_allclose(weights, kept, atol=1e-4)
     pairs = targets.reshape(*sides, *sides).transpose(0, 2, 1, 3).reshape(4, 9)
     largest = np.linalg.norm(pairs, 2)
     expected = (np.linalg.norm(targets) ** 2 - max(largest - distance, 0) ** 2) / (2 * width)
-    left = propositions.minimum_over_factors(loss, strength, sides=sides, generator=GENERATOR)
+    left = propositions.minimum_over_factors(*data, strength, sides=sides)
     assert left == pytest.approx(expected, rel=1e-8)
-
-
-def test_the_logistic_loss_is_that_of_torch() -> None:
-    inputs, weights = GENERATOR.standard_normal((6, 20)), GENERATOR.standard_normal((6, 6))
-    signs = np.sign(GENERATOR.standard_normal((6, 20)))
-    value, gradient = propositions.Loss("logistic", inputs, signs).at(weights)
-    x = torch.from_numpy(weights).requires_grad_()
-    margins = torch.from_numpy(signs) * (x @ torch.from_numpy(inputs))
-    expected = torch.nn.functional.softplus(-margins).sum() / 20
-    torch.autograd.backward(expected)
-    assert x.grad is not None and value == pytest.approx(expected.item())
-    np.testing.assert_allclose(gradient, x.grad)
 
 
 def test_a_mixing_without_and_with_an_activation_is_a_wide_mlp() -> None:
@@ -292,8 +277,7 @@ def test_a_mixing_without_and_with_an_activation_is_a_wide_mlp() -> None:
     np.testing.assert_array_equal(j @ x.ravel("F"), x.T.ravel("F"))
     assert (j.sum(0) == 1).all() and (j.sum(1) == 1).all()
     found = propositions.equivalences(draws=10)
-    assert found[["wide_mlp", "monarch"]].to_numpy().max() < 1e-12
-    assert found.tokens.nunique() > 2 and (found.tokens != found.channels).any()
+    assert len(found) == 10 and found.to_numpy().max() < 1e-12
 
 
 def test_at_fixed_omega_measured_values_meet_the_law_with_gamma() -> None:
