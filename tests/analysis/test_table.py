@@ -57,7 +57,7 @@ def test_without_runs_every_cell_is_the_papers_number_and_not_run() -> None:
     assert cell(found, public, "ImageNet ReaL").paper == 57.9
     page = markdown(found)
     assert page.count("not run / ") == found[~found.is_cited].paper.notna().sum()
-    assert "| beta-LASSO | cited / 85.19 | cited / 59.56 | - |" in page
+    assert "| beta-LASSO | cited / 85.19 | cited / 59.56 |" in page
     assert "| not run / 76.74 ± 0.19 | not run |" in page
 
 
