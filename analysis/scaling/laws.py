@@ -98,7 +98,7 @@ def estimate(
         drawn_BN = _resampled_errors(held, fitted.predict(held.points)[0], spare, resamples)
         found = fit(law, held.points, np.vstack([held.errors_N, drawn_BN]))
     parameters = found.parameters
-    if law is SUM_LAW and not held.disproportion:  # how the best P and N grow with compute
+    if law is SUM_LAW and not sample.disproportion:  # how the best P and N grow with compute
         both = parameters["alpha"] + parameters["beta"]
         parameters["P* exponent"] = parameters["beta"] / both
         parameters["N* exponent"] = parameters["alpha"] / both

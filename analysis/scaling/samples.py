@@ -48,14 +48,14 @@ class Sample:
 
     @property
     def disproportion(self) -> str:
-        """The reason why compute is not proportional to P N T, if it is not."""
+        """The reason why compute is not proportional to P N T; "" if it is."""
         if self.kind in MIXERS:
             return "a Mixer uses each weight many times, so compute is not proportional to P N T"
         cost = self.points["compute"] / (self.points["parameters"] * self.points["samples"])
-        ratio = np.nanmax(cost) / np.nanmin(cost) if np.isfinite(cost).any() else np.nan
-        if ratio <= PROPORTIONAL:
-            return ""
-        return f"C / (P N T) differs by a factor of {ratio:.2g}"
+        if not np.isfinite(cost).any():
+            return "P, N or T is unknown"
+        ratio = np.nanmax(cost) / np.nanmin(cost)
+        return f"C / (P N T) varies by {ratio:.2f}" if ratio > PROPORTIONAL else ""
 
     def frontier(self, counted_N: NDArray[np.bool_] | bool = True) -> NDArray[np.bool_]:
         """Return the points that are better than all of less compute, among those that count."""

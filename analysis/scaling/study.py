@@ -100,10 +100,8 @@ def scaling(
         shown = rows[rows.drawn & ~rows.parameter.isin(["a", "A", "B", "b"])]
         printed.append(shown.drop(columns=["drawn", "aicc"]))
     for each in studies:
-        name, lacking = (
-            each.sample.name,
-            {k: v for k, v in each.drawn.items() if isinstance(v, str)},
-        )
+        name, disproportion = each.sample.name, each.sample.disproportion
+        lacking = {law: reason for law, reason in each.drawn.items() if isinstance(reason, str)}
         if abs(each.epochs / epochs - 1) > SAME_T:
             words = f"no results at T = {epochs:g}; sum and allocation are for T"
             printed.append(f"{name}: {words} = {each.epochs:.3g}")
@@ -113,7 +111,6 @@ def scaling(
             if not best.drawn:
                 printed.append(f"{name}: {law}: {best.form} has the lower AICc")
         printed += [f"{name}: {law}: {reason}" for law, reason in lacking.items()]
-        disproportion = each.sample.disproportion
         if isinstance(each.drawn["sum"], Estimate):
             words = disproportion or "they assume that compute is proportional to P N T"
             printed.append(
@@ -154,7 +151,7 @@ CHECKLIST: dict[str, Any] = {
         ),
         "sum": (
             "E = E_inf + A P^-alpha + B N^-beta at one number of epochs; P* ~ C^(beta / (alpha +"
-            " beta)) where C is proportional to P N T"
+            " beta)) if C is proportional to P N T"
         ),
         "repeats": "the same at all, with N_eff = N (1 + R* (1 - e^(-(T-1)/R*))) instead of N",
     },
