@@ -108,7 +108,10 @@ def margins() -> list[str]:
         for path in sorted(RUNS.glob("*/result.json"))
     }
     reached = {
-        name: result.get("test_top1", result.get("eval/top1", 0.0)) for name, result in top1.items()
+        name: result[key]
+        for name, result in top1.items()
+        for key in ("eval/top1", "test_top1")
+        if key in result
     }
     lines = []
     for model in SCRATCH_LR:

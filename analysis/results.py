@@ -15,7 +15,7 @@ import pandas as pd
 from analysis.run_rows import rows_of_run
 from cluster.plan_file import Plan
 from data_prep.errors import SettingsError, UserError
-from finetune.runs import read_run, runs_below
+from finetune.runs import NOT_STATED, read_run, runs_below
 
 COLUMNS = {
     "plan": "name of the plan file",
@@ -27,6 +27,7 @@ COLUMNS = {
     "task": "pretrain, scratch (by `finetune tune`), probe, knn, tune or evaluate",
     "method": "scratch, tune, probe, knn, tta (a tuned model with views) or null",
     "recipe": "hash of all settings that change what is learned, except seeds and folds",
+    "family": "hash of all these settings except the sizes of model and data and the length",
     "repetition": "seeds and folds of the run and its weights",
     "fold": "fold of the training split, if only one was used",
     "weights": "run that pretrained the weights, or the folder of imported weights",
@@ -114,7 +115,18 @@ def read_results(paths: Iterable[Path]) -> pd.DataFrame:
         if "task" not in frame:
             raise UserError(str(path), "the file has no column task", fix, code="unknown-format")
         frames.append(as_frame(frame))
-    return pd.concat(frames, ignore_index=True)
+    results = pd.concat(frames, ignore_index=True)
+    _check_top1(results)
+    return results
+
+
+def _check_top1(results: pd.DataFrame) -> None:
+    """Fail if a result has no top-1, except for trainings without an evaluation split."""
+    is_evaluated = results.split.notna() & (results.split != NOT_STATED)
+    lacking = results[results.error.isna() & is_evaluated]
+    if len(lacking):
+        problem = f"{len(lacking):,} results have no top-1, such as this one"
+        raise UserError(lacking.run.iloc[0], problem, "run it again", code="missing-value")
 
 
 def last_of_each_run(results: pd.DataFrame) -> pd.DataFrame:
@@ -135,7 +147,6 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
             undone = [member.index for member in stage.undone()]
             titles = (stage.title(stage.members[index]) for index in undone)
             unfinished += [f"{plan.name}: {title}" for title in titles]
-            num_before = len(rows)
             for member in stage.members:
                 if member.index in undone:
                     continue
@@ -147,12 +158,6 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
                         # a run that began before its axis had a name has no label of its own
                         labels = json.loads(row["labels"]) | dict(member.labels)
                         rows.append(row | about | {"labels": json.dumps(labels)})
-            if len(rows) == num_before and not undone:
-                problem, fix = (
-                    f"{stage.name} has no accuracies",
-                    "set data.eval_split in its config",
-                )
-                raise SettingsError(plan.path, problem, fix, code="empty")
     if unfinished and not partial:
         more = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
         problem = f"{', '.join(unfinished[:3])}{more} are not finished"
@@ -160,7 +165,9 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
         raise SettingsError(names, problem, fix, code="unfinished")
     if not rows:
         raise SettingsError(names, "no member is finished", "run the plan first", code="empty")
-    return as_frame(rows)
+    results = as_frame(rows)
+    _check_top1(results)
+    return results
 
 
 def results_below(root: Path) -> pd.DataFrame:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from data_prep.manifest import DatasetError
-from data_prep.settings import validate
+from data_prep.settings import flatten, validate
 from finetune.runs import Run, card_of, run_of
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import MAY_CHANGE, list_checkpoints, step_of
@@ -36,6 +36,12 @@ APART = (
 )
 """Settings that are not part of a recipe. The recipe of the weights and the content hash of the
 dataset stand for the paths."""
+SCALED = (
+    *("train.duration", "schedule.cooldown", "model.preset", "model.depth", "model.width"),
+    *("model.num_channels", "model.num_tokens", "model.patch_size", "model.density"),
+    *("model.token_hidden", "model.channel_hidden"),
+)
+"""Settings in which the runs of one scaling law differ, besides their dataset."""
 AUGMENTATIONS = (
     *("crop_scale", "crop_padding", "flip_probability", "auto_augment", "erase_probability"),
     *("mixup_alpha", "cutmix_alpha"),
@@ -92,7 +98,8 @@ def _about(run: Run, chain: Sequence[Run]) -> dict[str, Any]:
         "plan": run.record.plan, "stage": run.record.stage, "member": run.record.member,
         "labels": json.dumps(labels), "run": str(run.directory), "task": run.task,
         "began_ms": run.began_ms, "model": run.model_name,
-        "recipe": hashlib.sha256(json.dumps(recipes).encode()).hexdigest()[:16],
+        "recipe": _hash(recipes),
+        "family": _hash([_kept(flatten(each.settings), *SCALED) for each in chain]),
         "repetition": json.dumps(repetition), "fold": None if fold in OFF[:3] else fold,
         "start": _start(run, chain), "target": run.dataset_name,
         "benchmark": run.tags.get("target"),
@@ -113,13 +120,20 @@ def _about(run: Run, chain: Sequence[Run]) -> dict[str, Any]:
 
 
 def _recipe(run: Run) -> list[str]:
-    apart = (*REPEATED, *APART)
-    kept = [
+    return [run.model_name, run.dataset_name, run.tags.get("origin", ""), *_kept(run.params)]
+
+
+def _kept(params: Mapping[str, Any], *apart: str) -> list[str]:
+    apart = (*REPEATED, *APART, *apart)
+    return [
         f"{key}={value}"
-        for key, value in sorted(run.params.items())
+        for key, value in sorted(params.items())
         if not any(key == free or key.startswith(f"{free}.") for free in apart)
     ]
-    return [run.model_name, run.dataset_name, run.tags.get("origin", ""), *kept]
+
+
+def _hash(values: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def _start(run: Run, chain: Sequence[Run]) -> str:

@@ -13,8 +13,8 @@ def add_commands(verbs: Verbs) -> None:
         verbs,
         "scaling",
         _scaling,
-        help="scaling laws with intervals: the frontier, laws in C, P and N, repeated data, the"
-        " best P and N",
+        help="scaling laws of each target, recipe and family of models: in C, P and N, repeated"
+        " data, the best P and N",
         epilog="analysis scaling runs/plans/b_scaling.parquet --out runs/plans/b_scaling-laws",
     )
     add_points(scaling, help="files of `analysis points`, or CSV files with compute,error")

@@ -1,5 +1,5 @@
 """Figures of scaling: Figures 1 and 6 (compute), 7 (size and data) and 8 (allocation) of Scaling
-MLPs, and the isoFLOP parabolas. Bands are the percentile intervals of the resamples."""
+MLPs, and the isoFLOP parabolas. Bands are the intervals of laws in size and data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +38,7 @@ def _draw_compute(studies: Sequence[Study]) -> Figure:
     """Draw all points, the frontier and its law."""
     figure, axes = panels(len(studies), most=1, height=2.6)
     for axis, each in zip(axes, studies, strict=True):
-        sample, on = each.sample, each.used["compute"] > 0
+        sample, on = each.sample, each.used["compute"]
         compute, sizes_N = sample.points["compute"], np.nan_to_num(sample.points["parameters"])
         sizes = np.unique(sizes_N).tolist()
         for number, size in enumerate(sizes):
@@ -63,7 +63,7 @@ def _draw_size_and_data(studies: Sequence[Study]) -> Figure:
     for axis, law, others in zip(axes, ("size", "data"), ("N", "P"), strict=True):
         variable, _ = VARIABLES[law]
         for number, each in enumerate(studies):
-            held, found, style = each.used[law] > 0, each.drawn[law], mark(number)
+            held, found, style = each.used[law], each.drawn[law], mark(number)
             if held.any():  # a CSV knows neither
                 values = each.sample.points[variable][held]
                 words = "too few for a law"
@@ -87,11 +87,9 @@ def _draw_allocation(studies: Sequence[Study]) -> Figure:
                 found = each.drawn[law]
                 if isinstance(found, Allocation) and name in found.lines:
                     x = np.geomspace(found.compute_K.min(), found.compute_K.max(), 60)
-                    y_BN = np.exp(found.lines[name] @ [np.log(x), np.ones_like(x)])
-                    exponent = _with_interval(found, f"{name} exponent")
-                    style = {"color": color, "ls": line}
-                    words = f"{each.sample.name}, {way}: C^{exponent}"
-                    draw_band(axis, x, *band_of(y_BN), label=words, **style)
+                    y = np.exp(np.polyval(found.lines[name], np.log(x)))
+                    words = f"{each.sample.name}, {way}: C^{found.lines[name][0]:.2f}"
+                    axis.plot(x, y, label=words, color=color, ls=line)
                     dots: dict[str, Any] = {"facecolors": "none", "edgecolors": color}
                     axis.scatter(found.compute_K, found.best[name], s=16, marker=marker, **dots)
         _scale(axis, COMPUTE, f"best {label}", legend_above=True)
@@ -107,10 +105,10 @@ def _draw_isoflop(studies: Sequence[tuple[Study, IsoFlop]]) -> Figure:
             color = _shade(row, last + 1)
             label = f"C = {_power(budget)}" if row in (0, last // 2, last) else None
             axis.scatter(iso.sizes_P, errors_P, s=9, lw=0, color=color, label=label)
-            if np.isfinite(errors_P).sum() >= 3:
+            if np.isfinite(iso.parabolas_K3[row, 0]):
                 near = iso.sizes_P[around_least(errors_P)]
                 x = np.geomspace(near.min(), near.max(), 60)
-                y = np.polyval(iso.parabolas_K3[row], np.log(x))
+                y = np.exp(np.polyval(iso.parabolas_K3[row], np.log(x)))
                 axis.plot(x, y, color=color, lw=0.9)
                 if 0 < (least := y.argmin()) < len(x) - 1:
                     axis.plot(x[least], y[least], marker="x", color=BLACK, markersize=4)

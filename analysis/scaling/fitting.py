@@ -1,12 +1,12 @@
-"""Laws E = E_inf + sum of a_j u_j^-alpha_j, fitted by variable projection, thousands of resamples
-at a time.
+"""Laws E = E_inf + sum of a_j u_j^-alpha_j, fitted by variable projection to thousands of sets of
+errors at the same points.
 
 For known exponents (and parameters inside u), the factors a_j and E_inf follow by non-negative
 least squares in closed form. Only the shape, the other parameters, is searched: on a grid, then by
-Levenberg-Marquardt steps of at most three unknowns, for all resamples in one batch. A variable is
-measured in units of its geometric mean. Squares are of the error, not of its logarithm.
+Levenberg-Marquardt steps of at most three unknowns, for all sets of errors in one batch. A variable
+is measured in units of its geometric mean. Squares are of the error, not of its logarithm.
 
-B resamples, K columns (factors, then E_inf), Q shape parameters, N points.
+B sets of errors, K columns (factors, then E_inf), Q shape parameters, N points.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ GRIDS = {
 BOUNDS = {"exponent": (0.01, 5.0), "offset": (0.0, 1e3), "repeats": (0.1, 1e5)}
 ROUNDS = 100
 _CHUNK = 60_000
-"""Resamples times points of one batch, which fits into the cache."""
+"""Sets of errors times points of one batch, which fits into the cache."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Fit:
-    """One law for each resample."""
+    """One law for each set of errors."""
 
     law: Law
     units: Mapping[str, float]
@@ -153,33 +153,22 @@ class Fit:
         return np.asarray((self.linear_BK[:, None] @ columns_BKN)[:, 0])
 
 
-def fit(law: Law, points: Points, errors_N: Array, weights_BN: Array | None = None) -> Fit:
-    """Fit the law to each resample, or to the points. `weights_BN`: how often each resample has
-    each point. Each starts from its best grid point among those that are good for all together."""
-    weights_BN = np.ones((1, len(errors_N))) if weights_BN is None else weights_BN
-    used = weights_BN.any(axis=0)
-    points, errors_N, weights_BN = (
-        {name: values[used] for name, values in points.items()},
-        errors_N[used],
-        weights_BN[:, used],
-    )
+def fit(law: Law, points: Points, errors_BN: Array) -> Fit:
+    """Fit the law to each set of errors. Each starts from its best grid point among those that are
+    good for the first set."""
+    errors_BN = np.atleast_2d(errors_BN)
     units = {
         term.variable: float(np.exp(np.log(points[term.variable]).mean())) for term in law.terms
     }
     scaled = _scaled(points, units)
-    grid_BQ = _good_places(law, scaled, errors_N, weights_BN.mean(axis=0))
+    grid_BQ = _good_places(law, scaled, errors_BN[:1])
     columns_GKN, _ = law.columns(scaled, grid_BQ)
-    products = (columns_GKN[:, :, None] * columns_GKN[:, None]).reshape(-1, len(errors_N))
-    sides, pieces = [len(grid_BQ), *[len(law.linear)] * 2], list[tuple[Array, ...]]()
-    size = max(1, _CHUNK // len(errors_N))
-    for first in range(0, len(weights_BN), size):
-        weights = weights_BN[first : first + size]
-        gram, right = (
-            (products @ weights.T).T.reshape(-1, *sides),
-            np.moveaxis(columns_GKN @ (weights * errors_N).T, -1, 0),
-        )
+    gram = (columns_GKN @ columns_GKN.mT)[None]
+    pieces = list[tuple[Array, ...]]()
+    for errors in np.array_split(errors_BN, -(-errors_BN.size // _CHUNK)):
+        right = np.moveaxis(columns_GKN @ errors.T, -1, 0)
         starts = np.argmax((right * _non_negative(gram, right)).sum(-1), axis=1)
-        pieces.append(_polish(law, scaled, errors_N, weights, grid_BQ[starts]))
+        pieces.append(_polish(law, scaled, errors, grid_BQ[starts]))
     return Fit(law, units, *(np.concatenate(each) for each in zip(*pieces, strict=True)))
 
 
@@ -187,13 +176,11 @@ def _scaled(points: Points, units: Mapping[str, float]) -> Points:
     return {name: values / units.get(name, 1.0) for name, values in points.items()}
 
 
-def _good_places(law: Law, points: Points, errors_N: Array, weights_N: Array) -> Array:
+def _good_places(law: Law, points: Points, errors_BN: Array) -> Array:
     """Return the best grid point for each value of each parameter."""
     grid_BQ = np.array(list(product(*(GRIDS[kind] for kind in law.shape.values()))))
-    pieces = np.array_split(grid_BQ, -(-len(grid_BQ) * len(errors_N) // _CHUNK))
-    squares_B = np.concatenate(
-        [_project(law, points, errors_N, weights_N[None], piece)[2] for piece in pieces]
-    )
+    pieces = np.array_split(grid_BQ, -(-len(grid_BQ) * errors_BN.size // _CHUNK))
+    squares_B = np.concatenate([_project(law, points, errors_BN, piece)[2] for piece in pieces])
     alike = [np.flatnonzero(column == value) for column in grid_BQ.T for value in np.unique(column)]
     return np.asarray(grid_BQ[np.unique([places[squares_B[places].argmin()] for places in alike])])
 
@@ -216,39 +203,35 @@ def _non_negative(gram: Array, right: Array) -> Array:
     return best
 
 
-def _project(
-    law: Law, points: Points, errors_N: Array, weights_BN: Array, shape_BQ: Array
-) -> tuple[Array, ...]:
+def _project(law: Law, points: Points, errors_BN: Array, shape_BQ: Array) -> tuple[Array, ...]:
     """Return the shape, its best factors, the squares, the residuals, the columns and their
     derivatives."""
     columns_BKN, slopes_BQKN = law.columns(points, shape_BQ)
-    weighted_BKN = columns_BKN * weights_BN[:, None]
-    linear_BK = _non_negative(weighted_BKN @ columns_BKN.mT, weighted_BKN @ errors_N)
-    rest_BN = errors_N - (linear_BK[:, None] @ columns_BKN)[:, 0]
-    return shape_BQ, linear_BK, (weights_BN * rest_BN**2).sum(-1), rest_BN, columns_BKN, slopes_BQKN
+    right_BK = (columns_BKN @ errors_BN[..., None])[..., 0]
+    linear_BK = _non_negative(columns_BKN @ columns_BKN.mT, right_BK)
+    rest_BN = errors_BN - (linear_BK[:, None] @ columns_BKN)[:, 0]
+    return shape_BQ, linear_BK, (rest_BN**2).sum(-1), rest_BN, columns_BKN, slopes_BQKN
 
 
-def _polish(
-    law: Law, points: Points, errors_N: Array, weights_BN: Array, shape_BQ: Array
-) -> tuple[Array, ...]:
-    """Take Levenberg-Marquardt steps of the shape, with the factors projected out (Kaufman). A
-    resample that has converged leaves the batch."""
+def _polish(law: Law, points: Points, errors_BN: Array, shape_BQ: Array) -> tuple[Array, ...]:
+    """Take Levenberg-Marquardt steps of the shape, with the factors projected out (Kaufman). A fit
+    that has converged leaves the batch."""
     low, high = law.bounds
     live, damping, state = (
         np.arange(len(shape_BQ)),
         np.full(len(shape_BQ), 1e-3),
-        _project(law, points, errors_N, weights_BN, shape_BQ),
+        _project(law, points, errors_BN, shape_BQ),
     )
     found = tuple(each.copy() for each in state[:3])
     for _ in range(ROUNDS):
-        (shape, _, before, *_), weights = state, weights_BN[live]
-        normal, gradient = _normal_equations(state, weights)
+        shape, _, before, *_ = state
+        normal, gradient = _normal_equations(state)
         stuck = (shape <= low) & (gradient <= 0) | (shape >= high) & (gradient >= 0)
         normal = np.where(stuck[:, None] | stuck[..., None], 0.0, normal)
         diagonal = np.einsum("bqq->bq", normal)
         diagonal += np.where(stuck | (diagonal <= 0), 1.0, damping[:, None] * diagonal)
         step = np.linalg.solve(normal, np.where(stuck, 0.0, gradient)[..., None])[..., 0]
-        after = _project(law, points, errors_N, weights, np.clip(shape + step, low, high))
+        after = _project(law, points, errors_BN[live], np.clip(shape + step, low, high))
         better = after[2] < before
         for kept, new in zip(found, after, strict=False):
             kept[live[better]] = new[better]
@@ -264,15 +247,13 @@ def _polish(
     return found
 
 
-def _normal_equations(state: tuple[Array, ...], weights_BN: Array) -> tuple[Array, Array]:
+def _normal_equations(state: tuple[Array, ...]) -> tuple[Array, Array]:
     """Return the normal equations (B, Q, Q) and gradient (B, Q) of the derivatives, without the
     part that the columns in use can follow."""
     _, linear_BK, _, rest_BN, columns_BKN, slopes_BQKN = state
     tangents_BQN = np.einsum("bk,bqkn->bqn", linear_BK, slopes_BQKN)
     used = np.where((linear_BK > 0)[..., None], columns_BKN, 0.0)
-    weighted = used * weights_BN[:, None]
-    gram, unit = weighted @ used.mT, np.eye(linear_BK.shape[1])
+    gram, unit = used @ used.mT, np.eye(linear_BK.shape[1])
     gram += (linear_BK <= 0)[..., None] * unit + 1e-12 * gram * unit
-    tangents_BQN -= np.linalg.solve(gram, weighted @ tangents_BQN.mT).mT @ used
-    weighted = tangents_BQN * weights_BN[:, None]
-    return weighted @ tangents_BQN.mT, (weighted @ rest_BN[..., None])[..., 0]
+    tangents_BQN -= np.linalg.solve(gram, used @ tangents_BQN.mT).mT @ used
+    return tangents_BQN @ tangents_BQN.mT, (tangents_BQN @ rest_BN[..., None])[..., 0]

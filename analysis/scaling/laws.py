@@ -1,20 +1,20 @@
-"""Laws with intervals: fitted to all points and to resamples of the runs, and to the points without
-the largest size, whose errors they then predict. If the points are too few, the result is the
-reason."""
+"""Laws with intervals: fitted to the measured errors and to resampled ones, and to the points
+without the largest size, whose errors they then predict. If the points are too few, the result is
+the reason."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
+from scipy import stats
 
-from analysis.scaling.fitting import Array, Fit, Law, Points, Term, fit
+from analysis.scaling.fitting import Array, Fit, Law, Term, fit
 from analysis.scaling.samples import FEWEST_RUNS, Sample
 
 QUANTILES = (2.5, 97.5)
-FEWEST_USABLE = 0.1
-"""Fraction of the resamples that must fix a law for intervals."""
 FULL = "full"
 
 
@@ -41,10 +41,11 @@ class Estimate:
 
     num_points: int
     parameters: Mapping[str, Array]
-    """By name: the value for the points, then for each resample that fixes the law."""
+    """By name: the value for the measured errors, then for each set of resampled ones."""
     fit: Fit | None = None
     aicc: float = np.nan
-    """Counts the noise as a parameter."""
+    """Counts runs, because checkpoints of a run are not independent, and the noise as a
+    parameter."""
     beyond: float = np.nan
     """Root mean square of predicted / measured - 1 at the largest size, fitted without it."""
     at_bounds: Mapping[str, float] = field(default_factory=dict)
@@ -60,8 +61,8 @@ class Estimate:
 
 
 def interval_of(values_B: Array) -> tuple[float, float]:
-    """Return the interval of the resamples, which follow the value for the points; NaN without
-    resamples."""
+    """Return the interval of the resamples, which follow the value for the measured errors; NaN
+    without resamples."""
     if len(values_B) < 2:
         return np.nan, np.nan
     low, high = np.percentile(values_B[1:], QUANTILES)
@@ -69,7 +70,7 @@ def interval_of(values_B: Array) -> tuple[float, float]:
 
 
 def band_of(values_BN: Array) -> tuple[Array, Array, Array]:
-    """Return the lower end, the values for the points, and the upper end."""
+    """Return the lower end, the values for the measured errors, and the upper end."""
     low, high = np.percentile(values_BN[1:] if len(values_BN) > 1 else values_BN, QUANTILES, axis=0)
     return low, values_BN[0], high
 
@@ -77,41 +78,62 @@ def band_of(values_BN: Array) -> tuple[Array, Array, Array]:
 def estimate(
     law: Law,
     sample: Sample,
-    weights_BN: Array,
+    counted_N: NDArray[np.bool_],
     *,
     size: str = "parameters",
-    without_N: Array | None = None,
+    without_N: NDArray[np.bool_] | None = None,
+    resamples: int = 0,
 ) -> Estimate | str:
-    """Fit a law. `weights_BN`: how often each resample has each point; the first row is 1 for those
-    that count. `without_N`: those that count without the largest `size` (default: all smaller
-    ones)."""
-    counted_N = weights_BN[0] > 0
+    """Fit a law to the points that count. `without_N`: those that count without the largest `size`
+    (default: all smaller ones). `resamples`: sets of resampled errors for the intervals."""
     held = sample.of(counted_N)
     if lack := _lack(law, held):
         return lack
     if held.num_runs < FEWEST_RUNS:
         return f"{held.num_runs} runs are too few for a law; {FEWEST_RUNS} are needed"
-    usable = _fixes(law, sample.points, weights_BN)
-    has_interval = usable[1:].sum() >= FEWEST_USABLE * len(usable)
-    weights_BN = weights_BN[usable] if has_interval else weights_BN[:1]
-    found = fit(law, sample.points, sample.errors_N, weights_BN)
+    fitted = fit(law, held.points, held.errors_N)
+    spare = held.num_runs - law.num_parameters
+    found = fitted
+    if resamples and spare > 0:
+        drawn_BN = _resampled_errors(held, fitted.predict(held.points)[0], spare, resamples)
+        found = fit(law, held.points, np.vstack([held.errors_N, drawn_BN]))
     parameters = found.parameters
-    if "beta" in parameters:  # how the best P and N grow with compute
+    if law is SUM_LAW and not sample.disproportion:  # how the best P and N grow with compute
         both = parameters["alpha"] + parameters["beta"]
         parameters["P* exponent"] = parameters["beta"] / both
         parameters["N* exponent"] = parameters["alpha"] / both
-    n, k, aicc = len(held.errors_N), law.num_parameters + 1, np.nan
-    if n > k + 1:
-        aicc = n * np.log(max(found.squares_B[0], 1e-300) / n) + 2 * k
-        aicc += 2 * k * (k + 1) / (n - k - 1)
+    runs, k, aicc = held.num_runs, law.num_parameters + 1, np.nan
+    if runs > k + 1:
+        squares = max(found.squares_B[0], 1e-300) / len(held.errors_N)
+        aicc = runs * np.log(squares) + 2 * k + 2 * k * (k + 1) / (runs - k - 1)
     largest_N = sample.largest(size)
-    rest = sample.of((counted_N if without_N is None else without_N > 0) & ~largest_N)
+    rest = sample.of((counted_N if without_N is None else without_N) & ~largest_N)
     beyond = _error_beyond(law, rest, sample.of(counted_N & largest_N & (sample.errors_N > 0)))
     at_bounds = {
         name: max(float(hits[0]), float(hits[1:].mean()) if len(hits) > 1 else 0.0)
         for name, hits in found.at_bounds.items()
     }
-    return Estimate(n, parameters, found, aicc, beyond, at_bounds)
+    return Estimate(len(held.errors_N), parameters, found, aicc, beyond, at_bounds)
+
+
+def _resampled_errors(sample: Sample, fitted_N: Array, spare: int, count: int) -> Array:
+    """Return sets of errors (B, N) at the same points, because sizes are chosen, not drawn: each
+    run gets the residuals of a run drawn at random, checkpoint by checkpoint, so that the
+    checkpoints of a run stay correlated.
+
+    Residuals are too small for two reasons. The fit follows the noise: they are divided by
+    sqrt(spare / runs). Their variance is itself estimated: they are multiplied by the quantile of
+    Student's t over that of a normal distribution. Percentiles of the resampled fits are then, for
+    a linear law, the usual t intervals."""
+    rest_N = sample.errors_N - fitted_N
+    _, run_N, length_R = np.unique(sample.runs_N, return_inverse=True, return_counts=True)
+    order_N = pd.Series(run_N).groupby(run_N).cumcount().to_numpy()
+    rest_N = rest_N - rest_N.mean()
+    blocks = np.array([np.resize(rest_N[run_N == run], length_R.max()) for run in np.unique(run_N)])
+    wider = stats.t.ppf(QUANTILES[1] / 100, spare) / stats.norm.ppf(QUANTILES[1] / 100)
+    wider *= np.sqrt(len(length_R) / spare)
+    drawn_BR = np.random.default_rng(0).integers(len(length_R), size=(count, len(length_R)))
+    return np.asarray(fitted_N + wider * blocks[drawn_BR[:, run_N], order_N])
 
 
 def _needed(law: Law) -> dict[str, int]:
@@ -135,15 +157,6 @@ def _lack(law: Law, sample: Sample) -> str:
             problem = f"{number} {noun} cannot fix {law.num_parameters} parameters"
             return f"{problem}; {needed} are needed"
     return ""
-
-
-def _fixes(law: Law, points: Points, weights_BN: Array) -> NDArray[np.bool_]:
-    """Return the resamples with as many different points as the law has parameters."""
-    usable = (weights_BN > 0).sum(axis=1) >= law.num_parameters
-    for name, needed in _needed(law).items():
-        _, which = np.unique(points[name], return_inverse=True)
-        usable &= (weights_BN @ np.eye(which.max() + 1)[which] > 0).sum(axis=1) >= needed
-    return np.asarray(usable)
 
 
 def _error_beyond(law: Law, rest: Sample, largest: Sample) -> float:

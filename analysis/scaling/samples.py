@@ -1,4 +1,4 @@
-"""The points of one target, their frontier, and resamples of their runs."""
+"""The points of one target, recipe and family of models, and their frontier."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,15 @@ from data_prep.errors import UserError
 
 COLUMNS = ("compute", "parameters", "images", "epochs", "samples")
 FEWEST_RUNS = 4
-"""Fewer runs fix no law: their resamples are too similar for an interval."""
+"""Fewer runs fix no law."""
+MIXERS = ("mixer", "smixer")
+PROPORTIONAL = 1.1
+"""Greatest ratio of C / (P N T) among points whose compute is proportional to P N T."""
+HELD = (
+    *("kind", "optimizer", "lr", "weight_decay", "global_batch_size", "augmented"),
+    *("own_augmented", "views", "family"),
+)
+"""Columns that are equal in all points of a law."""
 SAME_T = 0.01
 """Relative difference of equal numbers of epochs: a run ends with a complete batch."""
 
@@ -27,7 +35,8 @@ class Sample:
     points: Points
     errors_N: Array
     runs_N: NDArray[np.int64]
-    """The pretraining of each point: its checkpoints are resampled together."""
+    """The pretraining of each point."""
+    kind: str = ""
 
     @property
     def num_runs(self) -> int:
@@ -37,23 +46,22 @@ class Sample:
         values = self.points[name]
         return len(np.unique(values[np.isfinite(values)]))
 
-    def resamples(self, count: int, *, seed: int = 0) -> Array:
-        """Return how often each resample has each point: the first one has each once. Too few runs
-        have no other resamples."""
-        count *= self.num_runs >= FEWEST_RUNS
-        drawn = np.random.default_rng(seed).multinomial(
-            self.num_runs, [1 / self.num_runs] * self.num_runs, size=count
-        )
-        return np.vstack([np.ones(len(self.runs_N)), drawn[:, self.runs_N]])
+    @property
+    def disproportion(self) -> str:
+        """The reason why compute is not proportional to P N T; "" if it is."""
+        if self.kind in MIXERS:
+            return "a Mixer uses each weight many times, so compute is not proportional to P N T"
+        cost = self.points["compute"] / (self.points["parameters"] * self.points["samples"])
+        if not np.isfinite(cost).any():
+            return "P, N or T is unknown"
+        ratio = np.nanmax(cost) / np.nanmin(cost)
+        return f"C / (P N T) varies by {ratio:.2f}" if ratio > PROPORTIONAL else ""
 
-    def frontier(self, weights_BN: Array) -> Array:
-        """Return 1 for each point of a resample that is better than all of less compute, else
-        0."""
-        errors_BN = np.where(weights_BN > 0, self.errors_N, np.inf)
-        least_BN = np.minimum.accumulate(errors_BN, axis=1)
-        before_BN = np.roll(least_BN, 1, axis=1)
-        before_BN[:, 0] = np.inf
-        return (errors_BN < before_BN).astype(float)
+    def frontier(self, counted_N: NDArray[np.bool_] | bool = True) -> NDArray[np.bool_]:
+        """Return the points that are better than all of less compute, among those that count."""
+        errors_N = np.where(counted_N, self.errors_N, np.inf)
+        least_N = np.minimum.accumulate(errors_N)
+        return np.asarray(errors_N < np.concatenate([[np.inf], least_N[:-1]]))
 
     def largest(self, *names: str) -> NDArray[np.bool_]:
         """Return the points with the largest value of the first name; of these the largest of the
@@ -76,7 +84,7 @@ class Sample:
 
     def of(self, held: NDArray[np.bool_]) -> "Sample":
         points = {name: values[held] for name, values in self.points.items()}
-        return Sample(self.name, points, self.errors_N[held], self.runs_N[held])
+        return Sample(self.name, points, self.errors_N[held], self.runs_N[held], self.kind)
 
 
 def read_points(paths: Sequence[Path]) -> pd.DataFrame:
@@ -98,11 +106,10 @@ def read_points(paths: Sequence[Path]) -> pd.DataFrame:
 
 
 def samples_of(results: pd.DataFrame, targets: Sequence[str] = ()) -> tuple[list[Sample], int]:
-    """Return a sample for each target and task, and the number of results without an error or a
-    compute."""
-    results = results.reindex(
-        columns=[*dict.fromkeys([*results, *COLUMNS, "weights", "neighbors"])]
-    )
+    """Return a sample for each target, task, recipe and family of models, and the number of results
+    without a compute, such as those of imported weights."""
+    columns = [*results, *COLUMNS, *HELD, "weights", "neighbors"]
+    results = results.reindex(columns=[*dict.fromkeys(columns)])
     fewest = results.neighbors.groupby(results.run).transform("min")
     results = results[results.neighbors.isna() | (results.neighbors == fewest)]  # k-NN: one k
     known = results[results.error.notna() & results.compute.notna()]
@@ -116,11 +123,20 @@ def samples_of(results: pd.DataFrame, targets: Sequence[str] = ()) -> tuple[list
     if unknown := [each for each in targets if each not in tasks]:
         problem, fix = f"{unknown[0]} has no results", f"give one of {', '.join(tasks.index)}"
         raise UserError("--target", problem, fix, code="unknown-name")
-    samples = [
-        _sample(target if tasks[target] == 1 else f"{target} ({task})", rows)
-        for (target, task), rows in known.groupby(["target", "task"])
-        if not targets or target in targets
-    ]
+    samples = list[Sample]()
+    for (target, task), rows in known.groupby(["target", "task"]):
+        if targets and target not in targets:
+            continue
+        families = [own for _, own in rows.groupby([*HELD], dropna=False)]
+        differing = [name for name in HELD if rows[name].nunique(dropna=False) > 1]
+        readable = [name for name in differing if name != "family"]
+        if readable and len(rows[readable].drop_duplicates()) == len(families):
+            differing = readable
+        for own in families:
+            words = [] if tasks[target] == 1 else [task]
+            words += [f"{name} {own[name].iloc[0]}" for name in differing]
+            name = f"{target} ({', '.join(words)})" if words else target
+            samples.append(_sample(name, own))
     return samples, len(results) - len(known)
 
 
@@ -131,4 +147,5 @@ def _sample(name: str, rows: pd.DataFrame) -> Sample:
     rows = rows.sort_values(["rounded", "error", "run"])
     columns = {each: rows[each].astype(float).replace(0, np.nan).to_numpy() for each in COLUMNS}
     runs_N = np.unique(rows.run, return_inverse=True)[1]
-    return Sample(name, columns, rows.error.to_numpy(float), runs_N)
+    kind = rows.kind.iloc[0]
+    return Sample(name, columns, rows.error.to_numpy(float), runs_N, "" if pd.isna(kind) else kind)

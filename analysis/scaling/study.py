@@ -6,13 +6,20 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from analysis.output import Result
 from analysis.scaling import fitting
-from analysis.scaling.allocation import Allocation, IsoFlop, by_frontier, by_parabolas
-from analysis.scaling.fitting import Array
+from analysis.scaling.allocation import (
+    FEWEST_SIZES,
+    NUM_NEAR,
+    Allocation,
+    IsoFlop,
+    by_frontier,
+    by_parabolas,
+)
 from analysis.scaling.laws import QUANTILES, REPEATS_LAW, SUM_LAW, Estimate, estimate, forms_of
-from analysis.scaling.samples import FEWEST_RUNS, SAME_T, Sample, samples_of
+from analysis.scaling.samples import HELD, SAME_T, Sample, samples_of
 from data_prep.progress import progress
 from finetune.looks import looks
 
@@ -33,39 +40,40 @@ class Study:
     frontier), size, data, sum, allocation (at one number of epochs), repeats, isoFLOP (at all)."""
     rows: pd.DataFrame
     """A row for each parameter of each form."""
-    used: Mapping[str, Array]
-    """1 for the points of each law in P, N and C."""
+    used: Mapping[str, NDArray[np.bool_]]
+    """The points of each law in P, N and C."""
     epochs: float
     """T of the allocation and of the law `sum`."""
     isoflop: IsoFlop | str
 
 
 def study(sample: Sample, *, epochs: float, resamples: int) -> Study:
-    weights_BN = sample.resamples(resamples)
     known = np.isfinite(sample.points["parameters"] * sample.points["images"])
     at, epochs = sample.at_epochs(epochs)
     used = {
-        "compute": sample.frontier(weights_BN),
-        "size": weights_BN * sample.largest("images", "epochs") * known,
-        "data": weights_BN * sample.largest("parameters", "epochs") * known,
-        "sum": weights_BN * at * known,
-        "repeats": weights_BN * np.isfinite(sample.points["epochs"]) * known,
+        "compute": sample.frontier(),
+        "size": sample.largest("images", "epochs") & known,
+        "data": sample.largest("parameters", "epochs") & known,
+        "sum": at & known,
+        "repeats": np.isfinite(sample.points["epochs"]) & known,
     }
-    smaller_N = sample.frontier(weights_BN[:1] * ~sample.largest("parameters"))[0]
     laws = dict[str, dict[str, Estimate | str]]()
     with progress(f"laws of {sample.name}", total=len(used), unit="laws") as line:
-        for law, counts_BN in used.items():
+        for law, counted_N in used.items():
             variable, size = VARIABLES.get(law, ("", "parameters"))
             forms = {"": SUM_LAW if law == "sum" else REPEATS_LAW}
-            without_N = smaller_N if law == "compute" else None
+            # the least errors of noisy points are biased: no interval
+            options: dict[str, Any] = {"size": size, "resamples": resamples}
+            if law == "compute":
+                smaller_N = sample.frontier(~sample.largest("parameters"))
+                options |= {"resamples": 0, "without_N": smaller_N}
             laws[law] = {
-                form: estimate(each, sample, counts_BN, size=size, without_N=without_N)
+                form: estimate(each, sample, counted_N, **options)
                 for form, each in (forms_of(variable) if variable else forms).items()
             }
             line.advance(1)
-    isoflop = by_parabolas(sample, weights_BN)
-    lines = by_frontier(sample.of(at), weights_BN[:, at]) if at.any() else "no epochs are known"
-    laws["allocation"] = {"": lines}
+    isoflop = by_parabolas(sample)
+    laws["allocation"] = {"": by_frontier(sample.of(at)) if at.any() else "no epochs are known"}
     laws["isoFLOP"] = {"": isoflop if isinstance(isoflop, str) else isoflop.allocation}
     drawn, rows = dict[str, Estimate | str](), list[dict[str, Any]]()
     for law, found in laws.items():
@@ -75,8 +83,7 @@ def study(sample: Sample, *, epochs: float, resamples: int) -> Study:
         for form, each in fixed.items():
             place = {"target": sample.name, "law": law, "form": form, "drawn": each is drawn[law]}
             rows += [place | row for row in each.rows()]
-    first = {law: counts_BN[0] for law, counts_BN in used.items()}
-    return Study(sample, drawn, pd.DataFrame(rows), first, epochs, isoflop)
+    return Study(sample, drawn, pd.DataFrame(rows), used, epochs, isoflop)
 
 
 def scaling(
@@ -93,10 +100,8 @@ def scaling(
         shown = rows[rows.drawn & ~rows.parameter.isin(["a", "A", "B", "b"])]
         printed.append(shown.drop(columns=["drawn", "aicc"]))
     for each in studies:
-        name, lacking = (
-            each.sample.name,
-            {k: v for k, v in each.drawn.items() if isinstance(v, str)},
-        )
+        name, disproportion = each.sample.name, each.sample.disproportion
+        lacking = {law: reason for law, reason in each.drawn.items() if isinstance(reason, str)}
         if abs(each.epochs / epochs - 1) > SAME_T:
             words = f"no results at T = {epochs:g}; sum and allocation are for T"
             printed.append(f"{name}: {words} = {each.epochs:.3g}")
@@ -106,11 +111,17 @@ def scaling(
             if not best.drawn:
                 printed.append(f"{name}: {law}: {best.form} has the lower AICc")
         printed += [f"{name}: {law}: {reason}" for law, reason in lacking.items()]
+        if isinstance(each.drawn["sum"], Estimate):
+            words = disproportion or "they assume that compute is proportional to P N T"
+            printed.append(
+                f"{name}: sum: {'no ' * bool(disproportion)}P* and N* exponents: {words}"
+            )
         facts[name] = {
             "points": len(each.sample.errors_N),
             "runs": each.sample.num_runs,
             "epochs_of_sum_and_allocation": each.epochs,
             "too_few_points": lacking,
+            "why_no_exponents_of_sum": disproportion,
             **points_of(each),
         }
     if num_left_out:
@@ -123,7 +134,7 @@ def scaling(
 
 def points_of(study: Study) -> dict[str, Any]:
     """Return the points of the frontier, and the best parameters and images at each compute."""
-    sample, is_on = study.sample, study.used["compute"] > 0
+    sample, is_on = study.sample, study.used["compute"]
     points = {name: values[is_on].tolist() for name, values in sample.points.items()}
     found: dict[str, Any] = {"frontier": points | {"error": sample.errors_N[is_on].tolist()}}
     for law in ("allocation", "isoFLOP"):
@@ -138,7 +149,10 @@ CHECKLIST: dict[str, Any] = {
         "compute, size, data": (
             "E = a (b + x)^-alpha + E_inf in x = C, P, N; also b = 0, and E_inf = 0"
         ),
-        "sum": "E = E_inf + A P^-alpha + B N^-beta at one number of epochs",
+        "sum": (
+            "E = E_inf + A P^-alpha + B N^-beta at one number of epochs; P* ~ C^(beta / (alpha +"
+            " beta)) if C is proportional to P N T"
+        ),
         "repeats": "the same at all, with N_eff = N (1 + R* (1 - e^(-(T-1)/R*))) instead of N",
     },
     "compute": "C = 3 x MACs of an image x samples (Scaling MLPs); FLOP are twice that",
@@ -164,19 +178,23 @@ CHECKLIST: dict[str, Any] = {
     },
     "bounds": fitting.BOUNDS,
     "starts": "the best grid point for each value of each shape parameter; the best for a resample",
+    "groups": f"one law for each target, task and {', '.join(HELD)}",
     "intervals": (
-        f"percentiles {QUANTILES} of resamples (seed 0) of runs, with all their checkpoints, of"
-        f" {FEWEST_RUNS} or more; those with fewer different points than parameters are left out"
+        f"size, data, sum, repeats: percentiles {QUANTILES} of fits to the same points with the"
+        " residuals of runs drawn at random (seed 0), times sqrt(runs / (runs - parameters)) t /"
+        " 1.96; they assume noise of one size. Frontier, allocation and isoFLOP: none, because a"
+        " least error of noisy points is biased"
     ),
-    "aicc": "n ln(squares / n) + 2 k + 2 k (k + 1) / (n - k - 1); k counts the noise, too",
+    "aicc": ("runs ln(mean square) + 2 k + 2 k (k + 1) / (runs - k - 1); k counts the noise, too"),
     "beyond": (
         "root mean square of predicted / measured - 1 at the largest size (data: N), fitted without"
         " it"
     ),
     "allocation": "least squares of log P and log N on log C over the frontier at one T",
     "isoFLOP": (
-        "each size's own frontier, interpolated at equal compute; a parabola in log P through the"
-        " five sizes around the best; a line through the minima"
+        "log error of each size's own frontier, interpolated at equal compute; a parabola in log P"
+        f" through the {NUM_NEAR} sizes around the best ({FEWEST_SIZES} or more); a line through"
+        " the minima"
     ),
 }
 """How the fits were made."""

@@ -19,7 +19,8 @@ def add_commands(verbs: Verbs) -> None:
         description=(
             "Draws mean and SD over seeds, and the binomial error of the test images. RP and normal"
             " Mixers are compared by pairs of one seed. A sweep by width also gets Kendall's tau"
-            " with its exact null; a sweep by log_cs the optimum of a parabola with its interval."
+            " with the exact one-sided p of falling errors, and Holm's correction for all lines; a"
+            " sweep by log_cs the optimum of a parabola with its interval."
         ),
         epilog="analysis sweep runs/plans/a_fig6_textC5.parquet --x log_cs --hue mixing",
     )
@@ -37,7 +38,7 @@ def add_commands(verbs: Verbs) -> None:
         help="training and test loss, ranges over seeds, and overfit (Mixer paper, Fig. S.6-S.8)",
         description=(
             "Bands are the range over seeds; the table has the SD. Overfit is the last test loss"
-            " minus the smallest one."
+            " minus the smallest one, after a running mean over a tenth of the curve."
         ),
         epilog="analysis curves runs/plans/a_figS6.parquet --hue mixing --facet shape",
     )

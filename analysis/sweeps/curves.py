@@ -1,5 +1,6 @@
 """Losses and test accuracy during training, over seeds: their range, and by how much the last test
-loss exceeds the smallest one (overfit)."""
+loss exceeds the smallest one (overfit). Overfit uses smoothed curves: the smallest of noisy losses
+is biased downward."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +12,8 @@ from analysis.sweeps.sweep import grouped
 from data_prep.errors import UserError
 
 LINE = ["facet", "hue", "curve"]
+SMOOTHED = 0.1
+"""Fraction of a test curve whose mean replaces each of its losses, for overfit."""
 
 
 def losses_of(
@@ -56,6 +59,13 @@ def bands_of(values: pd.DataFrame) -> pd.DataFrame:
     return seeds.agg(mean="mean", sd="std", min="min", max="max", num_seeds="size").reset_index()
 
 
+def overfit_of(losses: "pd.Series[float]") -> float:
+    """Return the last value minus the least one of the running mean."""
+    window = max(1, round(SMOOTHED * len(losses)))
+    smooth = losses.rolling(window, center=True, min_periods=1).mean()
+    return float(smooth.iloc[-1] - smooth.min())
+
+
 def curves(
     results: pd.DataFrame,
     hue: Sequence[str] = (),
@@ -72,7 +82,7 @@ def curves(
         accuracies = bands_of(errors.assign(value=1 - errors.value))
         bands = pd.concat([bands, accuracies], ignore_index=True)
     tests = losses[losses.curve == "test"].groupby(["facet", "hue", "run"], sort=False).loss
-    overfit = (tests.last() - tests.min()).groupby(["facet", "hue"], sort=False)
+    overfit = tests.agg(overfit_of).groupby(["facet", "hue"], sort=False)
     lines = overfit.agg(overfit_mean="mean", overfit_sd="std", num_seeds="size").reset_index()
     facts = {"lines": lines.assign(overfit=overfit.agg(list).tolist()).to_dict("records")}
     return Result(bands, facts, {"": draw_curves(bands)}, printed=[lines] if len(lines) else [])

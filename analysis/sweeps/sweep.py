@@ -14,7 +14,7 @@ import pandas as pd
 
 from analysis.output import Result
 from analysis.results import VARIABLES, last_of_each_run
-from analysis.sweeps.statistics import kendall, optimum
+from analysis.sweeps.statistics import holm, kendall, optimum
 from data_prep.errors import UserError
 from data_prep.settings import nearest
 
@@ -134,7 +134,7 @@ def places_of(
     results: pd.DataFrame, x: str, hue: Names = (), facet: Names = (), task: str | None = None
 ) -> pd.DataFrame:
     """Return one row for each place. Each seed counts once in means and deviations; `errors` are
-    those of the seeds, `minus_normal` the differences between RP and normal Mixers of one seed."""
+    those of `seeds`, `minus_normal` the differences between RP and normal Mixers of one seed."""
     data = results[results.error.notna()]
     if task is not None:
         data = data[data.task == task]
@@ -155,6 +155,7 @@ def places_of(
     normal = data[data.mixing == NORMAL].drop_duplicates(alike)[[*alike, "error"]]
     data = data.merge(normal, on=alike, how="left", suffixes=("", "_normal"))
     is_permuted = data.mixing.notna() & (data.mixing != NORMAL)
+    data["seeds"] = data[SEED].astype(object).fillna("").astype(str).agg(" ".join, axis=1)
     data["minus_normal"] = (data.error - data.error_normal).where(is_permuted)
     places = (
         data.groupby(PLACE, sort=False)
@@ -165,6 +166,7 @@ def places_of(
             num_results=("num_results", "sum"),
             num_test=("num_test", "first"),
             errors=("error", list),
+            seeds=("seeds", list),
             minus_normal_mean=("minus_normal", "mean"),
             minus_normal_sd=("minus_normal", "std"),
             minus_normal=("minus_normal", lambda values: values.dropna().tolist()),
@@ -177,17 +179,20 @@ def places_of(
 
 
 def lines_of(places: pd.DataFrame, x: str) -> pd.DataFrame:
-    """Return Kendall's tau of each line against a width, or its optimum against ln(C / S)."""
+    """Return Kendall's tau of each line against a width, with the p of all lines corrected for
+    their number, or the optimum against ln(C / S)."""
     lines = []
     for (facet, hue), own in places.groupby(["facet", "hue"], sort=False):
         statistics = {}
         if x in WIDTHS:
             statistics = kendall(own.x.tolist(), own.error_mean.tolist())
         elif x == "log_cs":
-            each = own[["x", "errors"]].explode("errors").astype(float)
-            statistics = optimum(each.x, each.errors)
+            each = own[["x", "errors", "seeds"]].explode(["errors", "seeds"])
+            values = each[["x", "errors"]].astype(float)
+            statistics = optimum(values.x, values.errors, each.seeds)
         lines.append({"facet": facet, "hue": hue, **statistics})
-    return pd.DataFrame(lines)
+    found = pd.DataFrame(lines)
+    return found.assign(p_holm=holm(found.p_falling)) if "p_falling" in found else found
 
 
 def sweep(

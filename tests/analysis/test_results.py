@@ -13,12 +13,14 @@ import torch
 
 from analysis import run_rows
 from analysis.cli import main
-from analysis.results import COLUMNS, read_results, results_of_plans
+from analysis.results import COLUMNS, as_frame, read_results, results_of_plans
+from analysis.run_rows import rows_of_run
 from cluster.plan_file import Plan, load_plan
 from cluster.work import Work
 from data_prep.manifest import load_manifest
 from data_prep.publish import write_json
 from data_prep.settings import dump
+from finetune.runs import read_run, runs_below
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.files import Snapshot, TrainerState, publish
 from pretrain.checkpoints.run import run_and_length
@@ -174,6 +176,40 @@ def test_results_of_a_plan(plan: Plan, shapes: Path, other_shapes: Path) -> None
     assert set(frame.target_hash[4:]) == {target.content_hash}
     assert set(tuned.num_test) == {target.splits["val"].num_samples}
     assert set(frame) == set(COLUMNS) and tuned.recipe.nunique() == 1
+
+
+def test_a_family_is_all_settings_but_sizes_and_lengths(plan: Plan, shapes: Path) -> None:
+    finish_all(plan, shapes)
+
+    path = Path("runs/seed-4")
+    text = (path / "config.yaml").read_text()
+
+    def family(old: str, new: str) -> str:
+        assert old in text
+        (path / "config.yaml").write_text(text.replace(old, new))
+        return str(rows_of_run(read_run(path))[-1]["family"])
+
+    same = {("seed: 4", "seed: 5"), ("width: 32", "width: 64"), ("depth: 2", "depth: 9")}
+    same |= {("6 epochs", "9 epochs"), (str(shapes), "data/other")}
+    assert len({family(*each) for each in same}) == 1
+    others = [("lr: 0.0003", "lr: 0.003"), ("expansion: 4", "expansion: 2"), ("seed: 4", "seed: 5")]
+    assert len({family(*each) for each in others}) == 3
+
+
+def test_a_result_without_top1_is_an_error(plan: Plan, shapes: Path) -> None:
+    """A training without an evaluation split has none."""
+    finish_all(plan, shapes)
+    result = Path("runs/seed-4/result.json")
+    result.write_text(result.read_text().replace("eval/top1", "eval/top5"))
+    with fails("missing-value", "runs/seed-4"):
+        results_of_plans([plan])
+    frame = as_frame([row for run in runs_below(Path("runs")) for row in rows_of_run(run)])
+    frame.to_parquet("results.parquet")
+    with fails("missing-value", "runs/seed-4"):
+        read_results([Path("results.parquet")])
+    frame.loc[frame.error.isna(), "split"] = "not stated"
+    frame.to_parquet("results.parquet")
+    assert read_results([Path("results.parquet")]).error.isna().sum() == 1
 
 
 def test_unfinished_members_are_named(plan: Plan, shapes: Path, capsys: Capture) -> None:
