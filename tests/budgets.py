@@ -19,13 +19,13 @@ TARGETS = {
     "tests": 1_050_000,
 }
 CEILINGS = {
-    "data_prep": 421_000,
-    "pretrain": 609_000,
+    "data_prep": 420_000,
+    "pretrain": 603_000,
     "finetune": 225_000,
-    "analysis": 206_000,
-    "cluster": 117_000,
-    "benchmarks": 180_000,
-    "tests": 1_398_000,
+    "analysis": 225_000,
+    "cluster": 118_000,
+    "benchmarks": 136_000,
+    "tests": 1_360_000,
 }
 
 

@@ -283,7 +283,8 @@ def made_points(plan: Plan) -> pd.DataFrame:
             epochs = float(length.removesuffix("epochs")) if length else base["epochs"]
             row = base | row | {"own_seed": 0, "epochs": epochs, "test_losses": None}
         elif stage.kind != "pretrain":  # weights that no stage makes
-            card = make_card(spec_of("mlp_b12_wi1024"), image_size=64)
+            spec = spec_of(f"mlp_{Path(source).name.replace('-', '_')}")
+            card = make_card(spec, image_size=64)
             row |= about_model(card) | {"weights": source, "epochs": 1.0}
         else:
             card = make_card(settings.model, image_size=sizes_of(settings)["image_size"])
