@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -48,7 +47,7 @@ from pretrain.data.order import (
     hex_key,
     mixture_weights,
 )
-from pretrain.data.store import Holder
+from pretrain.data.store import ShardStore
 from pretrain.models.spec import ModelSpec
 
 FOLDS = "folds"
@@ -73,12 +72,6 @@ _OPENED = (
 Statistic = tuple[float, float, float]
 
 
-class StagedCopies(NamedTuple):
-    path: Path
-    holder: Holder | None
-    """As long as it lives, no process removes the copies."""
-
-
 @dataclass(frozen=True)
 class Part:
     """A split of a dataset, and the number of each of its classes in the complete data."""
@@ -90,7 +83,7 @@ class Part:
     """None: the classes keep their numbers."""
     fold: int | None = None
     """The only fold to train on, of a split with the annotation `folds`."""
-    staged: StagedCopies | None = None
+    staged: ShardStore | None = None
     """Copies of the shards and indices on this node's disk."""
 
     @property

@@ -26,7 +26,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +42,7 @@ from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_p
 from pretrain.config import ReadingSettings
 from pretrain.data.datasets import Part
 from pretrain.data.order import Ids, hash64
-from pretrain.data.store import File, Holder, ShardStore, tar_of
+from pretrain.data.store import File, ShardStore, tar_of
 
 BLOCK = 512
 """Every member of a tar begins at a multiple of it."""
@@ -279,7 +278,11 @@ def open_store(settings: ReadingSettings, parts: Sequence[Part]) -> ShardStore |
     directory = Path(settings.cache_dir) if settings.cache_dir else default
     hosts = {own_host(part.directory) for part in parts} if settings.storage else set()
     return ShardStore(
-        directory, max_bytes=int(settings.cache_gb * 1e9), storage=settings.storage, hosts=hosts
+        directory,
+        setting="data.cache_dir",
+        max_bytes=int(settings.cache_gb * 1e9),
+        storage=settings.storage,
+        hosts=hosts,
     )
 
 
@@ -332,13 +335,12 @@ class MappedShards:
         assert store is not None or not self.any_remote
         self._mapped = np.zeros(len(shards), np.bool_)
         self._users = np.zeros(len(shards), np.int64)
+        self._held: dict[int, File] = {}
         self._lock = threading.Lock()
         self._mapping = [threading.Lock() for _ in shards]
         for number in np.flatnonzero(~self.is_remote).tolist():
             self._check_local(number)
-        self._holder: Holder | None = None
         if store is not None and self.any_remote:
-            self._holder = Holder(store.path)
             store.readers.add(self)
 
     @contextmanager
@@ -381,18 +383,23 @@ class MappedShards:
 
     def close(self) -> None:
         """Release all shards. Nothing may be read afterwards."""
-        self.release_idle()
+        with self._lock:
+            self._release(list(self._held))
 
     def release_idle(self, *, kept: frozenset[int] = frozenset()) -> None:
-        """Unmap the remote shards that no thread reads from at this moment. The store may then
-        remove them."""
+        """Unmap and release the remote shards that no thread reads from at this moment."""
         with self._lock:
-            idle = np.flatnonzero(self._mapped & self.is_remote & (self._users == 0))
-            for number in set(idle.tolist()) - kept:
+            idle = [
+                number for number in self._held if number not in kept and not self._users[number]
+            ]
+            for number in idle:
                 self.files.unmap(number)
                 self._mapped[number] = False
-                assert self._holder is not None
-                self._holder.release(self._file(number))
+            self._release(idle)
+
+    def _release(self, numbers: Sequence[int]) -> None:
+        if self._store is not None and numbers:
+            self._store.release([self._held.pop(number) for number in numbers])
 
     def _file(self, number: int) -> File:
         part, shard = self._shards[number]
@@ -403,13 +410,20 @@ class MappedShards:
         with self._mapping[number]:
             if self._mapped[number]:
                 return
-            if shard.is_remote:
-                assert self._store is not None and self._holder is not None
-                path = self._store.hold(self._file(number), self._holder)
-            else:
+            if not shard.is_remote:
                 self._check_local(number)
-                path = part.tar(shard)
-            self.files.map(number, path, num_bytes=shard.num_bytes)
+                self.files.map(number, part.tar(shard), num_bytes=shard.num_bytes)
+            else:
+                assert self._store is not None
+                file = self._file(number)
+                path = self._store.hold(file)
+                try:
+                    self.files.map(number, path, num_bytes=shard.num_bytes)
+                except BaseException:
+                    self._store.release([file])
+                    raise
+                with self._lock:
+                    self._held[number] = file
             self._mapped[number] = True
 
     def _check_local(self, number: int) -> None:
@@ -446,9 +460,17 @@ class FileRange:
     def map(self, number: int, path: Path, *, num_bytes: int) -> None:
         """Map the file into its slot. The caller must not read beyond the end of the file."""
         assert num_bytes <= self._slots[number], (path, num_bytes)
-        kind = mmap.MAP_SHARED | _MAP_FIXED
-        with FileIO(path) as file:
-            _map(self._at(number), num_bytes, mmap.PROT_READ, kind, file.fileno())
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _map(
+                self._at(number),
+                num_bytes,
+                mmap.PROT_READ,
+                mmap.MAP_SHARED | _MAP_FIXED,
+                descriptor,
+            )
+        finally:
+            os.close(descriptor)
 
     def unmap(self, number: int) -> None:
         """Unmap the slot, from which no thread may read."""

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import torch
 
-from data_prep.errors import UserError
 from data_prep.progress import in_words, progress
 from data_prep.remote import StoppedError
-from pretrain.data.datasets import StagedCopies, TrainingData
-from pretrain.data.store import NUM_THREADS, File, Holder, ShardStore, tar_of
+from pretrain.data.datasets import TrainingData
+from pretrain.data.store import NUM_THREADS, File, ShardStore, StoreError, tar_of
 from pretrain.ranks.collectives import on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.preemption import StopFlag
@@ -38,32 +37,27 @@ def stage_data(
         return data
     files, directory = files_to_stage(data), Path(data.settings.stage_dir)
 
-    def copy_files() -> tuple[ShardStore, Holder] | None:
+    def open_store() -> ShardStore | None:
         try:
             path = directory / f"shards-{os.getuid()}"
-            store = ShardStore(path)
-            holder = Holder(store.path)
+            store = ShardStore(path, setting="data.stage_dir", max_bytes=None, storage={})
             if world.local_rank == 0:
-                _copy(store, files, holder, stop)
-            return store, holder
+                _copy(store, files, stop)
+            return store
         except StoppedError:  # training sees the stop flag
             pass
-        except (UserError, OSError) as error:
+        except (StoreError, OSError) as error:
             if world.local_rank == 0:
                 warning = f"WARNING: data.stage_dir on {platform.node()}: {error}"
                 print(f"{warning} Training reads the data in place.", file=sys.stderr, flush=True)
         return None
 
     PROGRESS.mark("staging the data")
-    found = on_all_ranks(copy_files, device=device, field="data.stage_dir")
+    store = on_all_ranks(open_store, device=device, field="data.stage_dir")
     PROGRESS.mark("starting")
-    if found is None:
+    if store is None or not store.hold_present(files):
         return data
-    store, holder = found
-    if not all(store.hold_present(file, holder) for file in files):
-        return data
-    copies = StagedCopies(store.path, holder)
-    return replace(data, parts=tuple(replace(part, staged=copies) for part in data.parts))
+    return replace(data, parts=tuple(replace(part, staged=store) for part in data.parts))
 
 
 def files_to_stage(data: TrainingData) -> list[File]:
@@ -81,17 +75,17 @@ def files_to_stage(data: TrainingData) -> list[File]:
     return list(files.values())
 
 
-def _copy(store: ShardStore, files: Sequence[File], holder: Holder, stop: StopFlag) -> None:
-    absent = [file for file in files if not store.hold_present(file, holder)]
+def _copy(store: ShardStore, files: Sequence[File], stop: StopFlag) -> None:
+    absent = [file for file in files if not store.hold_present([file])]
     if not absent:
         return
+    store.make_room(absent)
     num_bytes = sum(file.num_bytes for file in absent)
-    store.make_room(num_bytes)
     size = f"{num_bytes / 1e9:,.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.3g} MB"
     place, began_s = f"{store.path.parent} ({platform.node()})", time.monotonic()
     threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="staging")
     seen = store.num_written
-    pending = {threads.submit(store.hold, file, holder) for file in absent}
+    pending = {threads.submit(store.hold, file, waits_for_room=False) for file in absent}
     try:
         with progress(f"staging {size} to {place}", total=len(absent), unit="files") as line:
             while pending:

@@ -8,22 +8,23 @@ stage are all fetched before training begins (`data.stage_dir`, staging.py).
       SHA256.tar         a complete, verified copy of a shard; SHA256.npy: of an index
       SHA256.tar.part    a download, which has its full size from the start
 
-All locks are open-file-description locks on bytes of `.locks`, so they end with their process, and
-a holder needs one open file however many copies it holds. (A `flock` of each copy would need a file
-for each: on overlayfs a mapping does not keep the lock.) `hold` takes these steps:
+All locks are open-file-description locks on bytes of `.locks`. A lock ends with its process, and it
+also excludes other threads of the same process. `hold` reads a file in these steps:
 
-1. Lock the file's byte shared. If the copy is complete, it is held.
+1. Lock the file's byte shared. If the copy is complete, keep the lock until `release`.
 2. Otherwise lock the byte exclusively. If another thread or process has it, wait and repeat 1.
 3. Lock the room's byte. Remove the least recently used files whose bytes can be locked, until the
-   new file fits. If it does not fit, let this process's readers release idle files, wait, and
-   repeat 1. Create the .part in its full size.
-4. Fetch into the .part, check the hash, fsync, rename it, and lock the byte shared.
+   new file fits. If it cannot fit, remove nothing, release one file of read-ahead and all idle
+   files of this process, wait, and repeat 1. Create the .part in its full size. Unlock the room.
+4. Fetch into the .part, check the hash, fsync, rename it with the room's lock, and turn the
+   exclusive lock into a shared one.
 
-Read-ahead takes the same steps for the announced files, in their order, and holds none of them. It
-removes no announced file. `hold` removes them last, and first the one that is needed last.
+Read-ahead takes the same steps for the announced files, in their order, and holds them until a
+reader holds them or the next list is announced. It pauses while `hold` waits for room.
 
 Invariants: a file has its final name only if its hash was correct; the sizes of all files stay
-within the bound; a held file is not removed. The mtime of a copy is its last use.
+within the bound; a held file is not removed; a mapped file stays readable after its removal. The
+mtime of a copy is its last use.
 """
 
 import errno
@@ -38,9 +39,9 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -50,7 +51,7 @@ from data_prep.errors import UserError
 from data_prep.limits import cause_of
 from data_prep.manifest import DatasetError, Shard
 from data_prep.publish import sync
-from data_prep.remote import ContentError, StoppedError, fetch, shown, tried
+from data_prep.remote import ContentError, RemoteError, StoppedError, fetch, shown, tried
 
 NUM_ATTEMPTS, SILENCE_S = 8, 30.0
 """Attempts to fetch a shard; a server that sends nothing for that long has failed."""
@@ -58,16 +59,18 @@ WAIT_S = 300.0
 """Longest wait for room. It is shorter than engine.timeout_s, whose message is vaguer."""
 LOOK_S, WARN_AGAIN_S = 0.05, 30.0
 NUM_THREADS, PIECE_BYTES = 4, 4 << 20
-SPARED_BYTES, SPARED_FRACTION = 5e9, 0.1
-"""Space of a disk that staging never uses: the smaller of the two."""
+SPARED_FRACTION, SPARED_BYTES, MOST_SPARED_FRACTION = 0.01, 5e9, 0.1
+"""Space of a disk that staging never uses: the larger of the first two, but at most the third."""
 _NAME = re.compile(r"[0-9a-f]{64}\.(tar|npy)(\.part)?")
-
-
 _LOCK_REQUEST = "hhqqi4x"
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid."""
 
 
-class NoRoomError(UserError):
+class StoreError(UserError):
+    """A directory that cannot be used, or a file that cannot be fetched."""
+
+
+class NoRoomError(StoreError):
     """The file does not fit at this moment."""
 
 
@@ -85,34 +88,11 @@ def tar_of(shard: Shard, directory: Path) -> File:
     return File(source, f"{shard.sha256}.tar", shard.num_bytes, shard.sha256)
 
 
-class Holder:
-    """Holds copies of one directory until `release`, or as long as it lives."""
-
-    def __init__(self, path: Path):
-        self._locks = FileIO(os.open(path / ".locks", os.O_RDWR | os.O_CREAT, 0o600), "r+")
-        self.close = weakref.finalize(self, self._locks.close)
-
-    def release(self, file: File) -> None:
-        self.lock(file.name, fcntl.F_UNLCK)
-
-    def lock(self, name: str | None, kind: int) -> bool:
-        """Set the lock on the name's byte. Return False if another holder's lock excludes it.
-        Without a name, wait for the room's byte."""
-        place = 1 << 61 if name is None else int(name[:15], 16)
-        request = struct.pack(_LOCK_REQUEST, kind, os.SEEK_SET, place, 1, 0)
-        command = fcntl.F_OFD_SETLKW if name is None else fcntl.F_OFD_SETLK
-        try:
-            fcntl.fcntl(self._locks, command, request)
-        except BlockingIOError:
-            return False
-        return True
-
-
 class Reader(Protocol):
     """A user of held files."""
 
     def release_idle(self) -> None:
-        """Release the files that are not in use at this moment."""
+        """Release the files that are held but not in use at this moment."""
 
 
 class ShardStore:
@@ -122,62 +102,72 @@ class ShardStore:
         self,
         path: Path,
         *,
-        max_bytes: int | None = None,
-        storage: Mapping[str, Any] | None = None,
+        setting: str,
+        max_bytes: int | None,
+        storage: dict[str, Any],
         hosts: Collection[str] = (),
     ):
-        """Without `max_bytes` (`data.stage_dir`) the copies may fill the disk up to the spared
-        space. Only `hosts` receive `storage`."""
-        self.path, self.max_bytes = path, max_bytes
-        self.setting = "data.stage_dir" if max_bytes is None else "data.cache_dir"
+        """`setting` names the directory in messages. Without `max_bytes` the copies may fill the
+        disk up to the spared space. Only `hosts` receive `storage`."""
+        self.path, self.setting, self.max_bytes = path, setting, max_bytes
         self.readers = weakref.WeakSet[Reader]()
         """Training and evaluation share the store. Each keeps files until the other needs room."""
-        self._storage, self._hosts = storage or {}, hosts
-        self._stop, self._lock = threading.Event(), threading.Lock()
-        self._announced, self._pending = dict[str, int](), deque[File]()
-        """Place of each announced file in the list, and the files that read-ahead has yet to
-        fetch."""
+        self._storage, self._hosts = storage, hosts
+        self._stop, self._lock = threading.Event(), threading.RLock()
+        self._held, self._paused_until_s = Counter[str](), 0.0
+        self._ahead, self._pending = list[File](), deque[File]()
+        """Files that read-ahead holds, and files that it has yet to fetch."""
         self._threads = list[threading.Thread]()
         self._warned_s = -WARN_AGAIN_S
         self.num_written = 0
         """Bytes that this process has written, to see progress."""
         with self._disk_errors():
-            _make_private(path, self.setting)
-            Holder(path).close()  # a read-only disk is noticed now
+            _make_private(path, setting)
+            self._locks = self._open_locks()
+        weakref.finalize(self, self._locks.close)
 
-    def hold(self, file: File, holder: Holder) -> Path:
-        """Return the path of the verified copy, which no process removes until it is released."""
+    def hold(self, file: File, *, waits_for_room: bool = True) -> Path:
+        """Return the path of the verified copy, which no process removes until `release`."""
+        self._check(file)
         until_s = time.monotonic() + WAIT_S
-        while not self.hold_present(file, holder):
+        while not self._share(file):
             try:
-                if self._download(file, holder):
+                if self._download(file):
                     break
             except NoRoomError:
-                if time.monotonic() > until_s:
+                if not waits_for_room or time.monotonic() > until_s:
                     raise
+                self._release_one_ahead()
                 for reader in list(self.readers):
                     reader.release_idle()
             self._stop.wait(LOOK_S)
+        with self._lock:
+            with suppress(ValueError):
+                self._pending.remove(file)
+            if file in self._ahead:
+                self._ahead.remove(file)
+                self.release([file])
         return self.path / file.name
 
-    def hold_present(self, file: File, holder: Holder) -> bool:
-        """Hold the copy if it is complete."""
-        if not _NAME.fullmatch(file.name):  # it may be the manifest of others
-            raise DatasetError(
-                shown(file.source),
-                f"the manifest's sha256 {file.sha256!r} is not a hash",
-                "run data_prep index again",
-                code="unsafe",
-            )
-        with self._disk_errors():
-            if not holder.lock(file.name, fcntl.F_RDLCK):
+    def hold_present(self, files: Sequence[File]) -> bool:
+        """Hold the files if all copies are complete."""
+        for count, file in enumerate(files):
+            self._check(file)
+            if not self._share(file):
+                self.release(files[:count])
                 return False
-            if self._is_complete(file):
-                now_ns = time.time_ns()  # the kernel's own clock for files is too coarse
-                os.utime(self.path / file.name, ns=(now_ns, now_ns))
-                return True
-            holder.release(file)
-        return False
+        return True
+
+    def release(self, files: Sequence[File]) -> None:
+        """Release each file once for each `hold`. This also works after `close`."""
+        with self._lock:
+            for file in files:
+                with suppress(FileNotFoundError):
+                    os.utime(self.path / file.name, ns=(time.time_ns(),) * 2)
+                self._held[file.name] -= 1
+                if not self._held[file.name]:
+                    del self._held[file.name]
+                    _lock(self._locks, file.name, fcntl.F_UNLCK)
 
     def fetch_ahead(self, files: Sequence[File]) -> None:
         """Fetch the files in this order in the background, as far as there is room. An earlier list
@@ -185,96 +175,110 @@ class ShardStore:
         with self._lock:
             if self._stop.is_set():
                 raise StoppedError
-            wanted = dict.fromkeys(files)
-            self._announced = {file.name: place for place, file in enumerate(wanted)}
-            self._pending = deque(wanted)
+            ahead, wanted = self._ahead, dict.fromkeys(files)
+            self._ahead = [file for file in ahead if file in wanted]
+            self.release([file for file in ahead if file not in wanted])
+            self._pending = deque(file for file in wanted if file not in self._ahead)
             while len(self._threads) < min(NUM_THREADS, len(self._pending)):
                 thread = threading.Thread(target=self._read_ahead, name="shard-store", daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
     def close(self) -> None:
-        """End the threads, downloads and waits. Complete files stay."""
+        """End the threads, downloads and waits. Complete and held files stay."""
         self._stop.set()
         for thread in list(self._threads):
             thread.join()
 
-    def make_room(self, num_bytes: int) -> None:
-        """Remove unused files until so many bytes fit, or raise `NoRoomError`."""
-        with self._disk_errors(), self._room():
-            self._make_room(num_bytes)
+    def make_room(self, files: Sequence[File]) -> None:
+        """Remove unused files until all these files fit. If they cannot fit, remove nothing and
+        raise `NoRoomError`."""
+        with self._disk_errors(), self._room() as locks:
+            self._make_room(files, locks)
+
+    def _share(self, file: File) -> bool:
+        """Hold the file if its copy is complete."""
+        with self._lock:
+            is_held = self._held[file.name] or (
+                self._is_complete(file) and _lock(self._locks, file.name, fcntl.F_RDLCK)
+            )
+            if not is_held:
+                return False
+            self._held[file.name] += 1
+            if not (is_complete := self._is_complete(file)):  # removed before it was locked
+                self.release([file])
+            return is_complete
 
     def _is_complete(self, file: File) -> bool:
+        path = self.path / file.name
         with suppress(FileNotFoundError):
-            return (self.path / file.name).stat().st_size == file.num_bytes
+            if path.lstat().st_size == file.num_bytes and not path.is_symlink():
+                os.utime(path, ns=(time.time_ns(),) * 2)
+                return True
         return False
 
-    def _download(self, file: File, holder: Holder, *, is_ahead: bool = False) -> bool:
-        """Fetch and hold the file. Return False if another thread or process fetches it, or has
-        fetched it meanwhile."""
+    def _download(self, file: File) -> bool:
+        """Fetch and hold the file. Return False if another thread or process fetches it."""
         if self._stop.is_set():
             raise StoppedError
-        part = self.path / f"{file.name}.part"
-        with self._disk_errors(), closing(Holder(self.path)) as own:
-            if not own.lock(file.name, fcntl.F_WRLCK) or self._is_complete(file):
+        complete, part = self.path / file.name, self.path / f"{file.name}.part"
+        with self._disk_errors(), self._open_locks() as locks:
+            if not _lock(locks, file.name, fcntl.F_WRLCK):
                 return False
-            try:
-                with self._room(), open(part, "wb") as reserved:
-                    self._make_room(file.num_bytes, is_ahead=is_ahead)
-                    os.posix_fallocate(reserved.fileno(), 0, file.num_bytes)
-                with FileIO(part, "r+") as content:
-                    self._fetch(file, content)
-                    os.fsync(content.fileno())
-                with self._room():
-                    os.rename(part, self.path / file.name)
-                    own.release(file)
-                    is_held = self.hold_present(file, holder)
-                sync(self.path)
-                return is_held
-            except BaseException:
-                with self._room():
-                    part.unlink(missing_ok=True)
-                raise
+            if not self._is_complete(file):
+                try:
+                    with self._room() as room:
+                        for path in complete, part:
+                            path.unlink(missing_ok=True)
+                        self._make_room([file], room)
+                        with open(part, "xb") as content:
+                            os.posix_fallocate(content.fileno(), 0, file.num_bytes)
+                    with FileIO(part, "r+") as content:
+                        self._fetch(file, content)
+                        os.fsync(content.fileno())
+                    with self._room():
+                        os.rename(part, complete)
+                    sync(self.path)
+                finally:
+                    with self._room():
+                        part.unlink(missing_ok=True)
+            _lock(locks, file.name, fcntl.F_RDLCK)
+            return self._share(file)
 
-    def _make_room(self, num_bytes: int, *, is_ahead: bool = False) -> None:
-        """Called with the room's lock."""
-        if self.max_bytes is not None and num_bytes > self.max_bytes:
-            problem = (
-                f"a shard has {num_bytes / 1e9:,.3g} GB, the cache {self.max_bytes / 1e9:,.3g}"
-            )
-            raise UserError("data.cache_gb", problem, "raise data.cache_gb", code="no-space")
-        files = {
-            Path(item): item.stat(follow_symlinks=False)
+    def _make_room(self, files: Sequence[File], locks: FileIO) -> None:
+        """Called with the room's lock. `locks` also gets the locks of the files to remove."""
+        entries = {
+            item.name: item.stat(follow_symlinks=False)
             for item in os.scandir(self.path)
             if _NAME.fullmatch(item.name)
         }
+        names = {file.name for file in files}
+        num_bytes = sum(file.num_bytes for file in files if file.name not in entries)
         if self.max_bytes is None:
             missing = num_bytes - _free_bytes(self.path)
         else:
-            missing = num_bytes + sum(each.st_size for each in files.values()) - self.max_bytes
-        announced = self._announced
-
-        def turn(path: Path) -> tuple[bool, int, int]:
-            """Abandoned downloads first, then unannounced copies, then what is needed last."""
-            place = announced.get(path.name, len(announced))
-            return path.suffix != ".part", -place, files[path].st_mtime_ns
-
-        for path in sorted(files, key=turn):
-            if missing <= 0 or (is_ahead and path.name in announced):
-                break
-            with closing(Holder(self.path)) as own:
-                if own.lock(path.name.removesuffix(".part"), fcntl.F_WRLCK):
-                    path.unlink()
-                    missing -= files[path].st_size
+            missing = num_bytes + sum(each.st_size for each in entries.values()) - self.max_bytes
+        chosen = []
+        # abandoned downloads first, then the least recently used copies
+        for name in sorted(
+            entries, key=lambda name: (not name.endswith(".part"), entries[name].st_mtime_ns)
+        ):
+            complete = name.removesuffix(".part")
+            if missing > 0 and complete not in names and _lock(locks, complete, fcntl.F_WRLCK):
+                chosen.append(name)
+                missing -= entries[name].st_size
         if missing > 0:
+            source = shown(files[0].source) if len(files) == 1 else f"{len(files):,} files"
             fix = f"free disk space, or choose another {self.setting}"
             raise NoRoomError(
                 str(self.path),
-                f"{num_bytes / 1e9:,.3g} GB need {missing / 1e9:,.3g} GB more than all files that"
-                " are not in use can free",
+                f"{source} of {num_bytes / 1e9:,.3g} GB need {missing / 1e9:,.3g} GB more than all"
+                " files that are not in use can free",
                 fix if self.max_bytes is None else "raise data.cache_gb",
                 code="no-space",
             )
+        for name in chosen:
+            (self.path / name).unlink(missing_ok=True)
 
     def _fetch(self, file: File, content: FileIO) -> None:
         try:
@@ -288,8 +292,10 @@ class ShardStore:
                 stop=self._stop,
                 report=self._warn,
             )
+        except RemoteError as error:
+            raise StoreError(error.field, error.problem, error.fix, code=error.code) from None
         except ContentError as error:
-            raise UserError(
+            raise StoreError(
                 shown(file.source),
                 str(error).removeprefix(f"{shown(file.source)}: "),
                 "restore the file, or run data_prep index again",
@@ -321,6 +327,9 @@ class ShardStore:
         else:
             for piece in self._pieces(Path(file.source)):
                 write(piece)
+        if content.tell() != file.num_bytes:
+            num_bytes = f"{content.tell():,} of the manifest's {file.num_bytes:,} bytes"
+            raise ContentError(f"it has {num_bytes}")
         content.seek(0)
         if (sha256 := hashlib.file_digest(content, "sha256").hexdigest()) != file.sha256:
             raise ContentError(f"it has sha256 {sha256} instead of the manifest's {file.sha256}")
@@ -336,10 +345,10 @@ class ShardStore:
         except OSError as error:
             problem = f"the file cannot be copied ({cause_of(error)})"
             fix = "restore the file, or make it readable"
-            raise UserError(str(source), problem, fix, code="unreadable") from None
+            raise StoreError(str(source), problem, fix, code="unreadable") from None
 
     def _read_ahead(self) -> None:
-        """Fetch the files of the newest list."""
+        """Hold the files of the newest list."""
         while not self._stop.is_set():
             with self._lock:
                 if not (pending := self._pending):
@@ -347,14 +356,52 @@ class ShardStore:
                     return
                 file = pending.popleft()
             try:
-                with closing(Holder(self.path)) as own:
-                    if not self.hold_present(file, own):
-                        self._download(file, own, is_ahead=True)
+                self._check(file)
+                if time.monotonic() < self._paused_until_s:
+                    raise NoRoomError(file.source, "the store is full", code="no-space")
+                is_held = self._share(file) or self._download(file)
             except NoRoomError:
                 pending.appendleft(file)
                 self._stop.wait(LOOK_S)
+                continue
             except Exception:  # noqa: BLE001 (`hold` tries again and reports the error)
-                pass
+                continue
+            with self._lock:
+                if not is_held:
+                    pending.append(file)  # another thread or process fetches it
+                elif pending is self._pending and file not in self._ahead:
+                    self._ahead.append(file)
+                else:
+                    self.release([file])
+            if not is_held:
+                self._stop.wait(LOOK_S)
+
+    def _release_one_ahead(self) -> None:
+        """Let `hold` have the room of the file that is needed last."""
+        with self._lock:
+            self._paused_until_s = time.monotonic() + 5 * LOOK_S
+            if self._ahead:
+                file = self._ahead.pop()
+                self.release([file])
+                self._pending.appendleft(file)
+
+    def _check(self, file: File) -> None:
+        """A manifest of others must not lead out of the directory."""
+        if not _NAME.fullmatch(file.name):
+            raise DatasetError(
+                shown(file.source),
+                f"the manifest's sha256 {file.sha256!r} is not a hash",
+                "run data_prep index again",
+                code="unsafe",
+            )
+        if self.max_bytes is not None and file.num_bytes > self.max_bytes:
+            raise StoreError(
+                "data.cache_gb",
+                f"{shown(file.source)} has {file.num_bytes / 1e9:,.3f} GB, and the cache only"
+                f" {self.max_bytes / 1e9:,.3f} GB",
+                "raise data.cache_gb",
+                code="no-space",
+            )
 
     def _warn(self, problem: str) -> None:
         """Print the problem of a server, once for all threads that meet it."""
@@ -363,22 +410,26 @@ class ShardStore:
             print(f"waiting for {problem}", file=sys.stderr, flush=True)
 
     @contextmanager
-    def _room(self) -> Iterator[None]:
-        """Exclude all who count, reserve, rename or remove files."""
-        with closing(Holder(self.path)) as room:
-            room.lock(None, fcntl.F_WRLCK)
-            yield
+    def _room(self) -> Iterator[FileIO]:
+        """Hold the room's lock. It excludes all who count, reserve, rename or remove files."""
+        with self._open_locks() as locks:
+            _lock(locks, None, fcntl.F_WRLCK)
+            yield locks
+
+    def _open_locks(self) -> FileIO:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        return FileIO(os.open(self.path / ".locks", flags, 0o600), "r+")
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if isinstance(error, ContentError):
+            if isinstance(error, RemoteError | ContentError):
                 raise
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             bound = "" if self.max_bytes is None else ", lower data.cache_gb"
-            raise UserError(
+            raise StoreError(
                 str(self.path),
                 f"files cannot be written ({cause_of(error)})",
                 f"free disk space{bound}, or choose another {self.setting}",
@@ -386,11 +437,24 @@ class ShardStore:
             ) from None
 
 
+def _lock(locks: FileIO, name: str | None, kind: int) -> bool:
+    """Set the lock of this open file on the name's byte. Return False if another open file's lock
+    excludes it. Without a name, wait for the room's byte."""
+    place = 1 << 61 if name is None else int(name[:15], 16)
+    request = struct.pack(_LOCK_REQUEST, kind, os.SEEK_SET, place, 1, 0)
+    try:
+        fcntl.fcntl(locks, fcntl.F_OFD_SETLKW if name is None else fcntl.F_OFD_SETLK, request)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _free_bytes(path: Path) -> int:
     """Return the free space of the disk without the spared space. Other programs write to the disk,
     too, and a node with a full disk counts as bad."""
     disk = shutil.disk_usage(path)
-    return int(disk.free - min(SPARED_BYTES, SPARED_FRACTION * disk.total))
+    spared = max(SPARED_FRACTION * disk.total, min(SPARED_BYTES, MOST_SPARED_FRACTION * disk.total))
+    return int(disk.free - spared)
 
 
 def _make_private(path: Path, setting: str) -> None:
@@ -400,7 +464,7 @@ def _make_private(path: Path, setting: str) -> None:
     status = path.lstat()
     writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable:
-        raise UserError(
+        raise StoreError(
             str(path),
             "this is not a directory that belongs to you and that only you can write to",
             f"choose a directory of your own as {setting}",

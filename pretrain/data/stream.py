@@ -6,9 +6,8 @@ reads at the same time. A rank begins its next pass when its shards end, so all 
 number of steps. The samples are a function of (list, seed, ranks, first position). A resumed run
 begins a new pass.
 
-Threads read, not the worker processes of a DataLoader. At its end a DataLoader terminates a worker
-that waits for a silent `pipe:` command, and the command stays alive. Workers would also hide
-one-line errors, and fork a process that uses CUDA.
+Threads read, not the worker processes of a DataLoader: workers would keep `pipe:` commands alive
+after the end, hide one-line errors, and fork a process that uses CUDA.
 
 A batch is made in these steps:
 
@@ -36,7 +35,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import IO, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -215,9 +214,8 @@ class Stream:
 
         label, shard = self._settings.label.partition(":")[0], remote.shown(url)
         with self._stream(url) as stream:
-            content = io.BufferedReader(stream, _BUFFER_BYTES)
             try:
-                for group in group_by_keys(_members(shard, content)):
+                for group in group_by_keys(_members(shard, stream)):
                     members = {
                         name: data for name, data in group.items() if isinstance(data, bytes)
                     }
@@ -230,7 +228,7 @@ class Stream:
                 raise OSError(str(error.args[0])) from None  # args[1:] hold the URL
 
     @contextmanager
-    def _stream(self, url: str) -> Iterator[Any]:
+    def _stream(self, url: str) -> Iterator[IO[bytes]]:
         scheme, storage = urlsplit(url).scheme, self._settings.storage
         if scheme in STORES or (scheme in ("http", "https") and storage):
             whole = {"block_size": 0} if scheme not in STORES else {}  # web servers without ranges
@@ -252,7 +250,7 @@ class Stream:
             yield opened
 
     @contextmanager
-    def _command(self, pipe: Any) -> Iterator[Any]:
+    def _command(self, pipe: Any) -> Iterator[IO[bytes]]:
         """Yield the output of a `pipe:` command, and check its exit status.
 
         webdataset's own checks would show the command with its secrets.
@@ -347,9 +345,10 @@ def _in_order(jobs: Iterator[Future[list[T]]], *, num_ahead: int) -> Generator[T
         submitted.extend(itertools.islice(jobs, 1))
 
 
-def _members(shard: str, content: Any) -> Iterator[dict[str, Any]]:
+def _members(shard: str, stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the regular files of a tar or tar.gz, up to its end mark, as webdataset groups them."""
     position = 0
+    content: Any = io.BufferedReader(_Raw(stream), _BUFFER_BYTES)
     if content.peek(len(_GZIP)).startswith(_GZIP):
         content = gzip.GzipFile(fileobj=content)
 
@@ -366,6 +365,21 @@ def _members(shard: str, content: Any) -> Iterator[dict[str, Any]]:
         is_meta = member.name.startswith("__") and member.name.split("/")[0].endswith("__")
         if not is_meta:
             yield {"fname": member.name, "data": data, "__url__": shard}
+
+
+class _Raw(io.RawIOBase):
+    """A stream for `io.BufferedReader`, which needs `readinto`."""
+
+    def __init__(self, stream: IO[bytes]):
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def _end(command: "subprocess.Popen[bytes]") -> None:

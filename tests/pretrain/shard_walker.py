@@ -42,13 +42,15 @@ def walk(
     place: Path, room_bytes: int, files: list[File], ahead: int, ready: Barrier, found: Path
 ) -> None:
     store.NUM_ATTEMPTS, remote.FIRST_PAUSE_S = 3, 0.01
-    ours, hashes = (store.ShardStore(place, max_bytes=room_bytes), [])
-    holder = store.Holder(place)
+    ours, hashes = (
+        store.ShardStore(place, setting="data.cache_dir", max_bytes=room_bytes, storage={}),
+        [],
+    )
     ready.wait()
     for number, file in enumerate(files):
         if ahead:
             ours.fetch_ahead(files[number : number + 1 + ahead])
-        hashes.append(hashlib.sha256(ours.hold(file, holder).read_bytes()).hexdigest())
-        holder.release(file)
+        hashes.append(hashlib.sha256(ours.hold(file).read_bytes()).hexdigest())
+        ours.release([file])
     ours.close()
     found.write_text(json.dumps(hashes))

@@ -13,8 +13,9 @@ from data_prep.manifest import load_manifest
 from data_prep.publish import sha256_of
 from pretrain.config import DataSettings
 from pretrain.data import first_read
-from pretrain.data.datasets import Part, StagedCopies, load_training_data
+from pretrain.data.datasets import Part, load_training_data
 from pretrain.data.first_read import FirstRead
+from pretrain.data.store import ShardStore
 from pretrain.ranks.world import World
 from tests.data_prep.samples import files_of
 from tests.errors import fails, printed_errors
@@ -115,7 +116,7 @@ def test_what_a_killed_rank_left_half_written_is_hashed_again(
 def test_what_was_hashed_where_it_arrived_is_not_hashed_again(
     dataset: Path, tmp_path: Path, hashed: list[str]
 ) -> None:
-    copy = StagedCopies(tmp_path / "store", None)
+    copy = ShardStore(tmp_path / "store", setting="data.stage_dir", max_bytes=None, storage={})
     manifest = load_manifest(dataset)
     split = manifest.splits["train"]
     far = [
@@ -141,7 +142,9 @@ def hash_with_only_one_staged(world: World, dataset: str, folder: str) -> list[s
         Path(folder, str(world.rank)),
     )
     if world.is_first:
-        copy = StagedCopies(Path(folder, "store"), None)
+        copy = ShardStore(
+            Path(folder, "store"), setting="data.stage_dir", max_bytes=None, storage={}
+        )
         parts = tuple(replace(part, staged=copy) for part in parts)
     thread = FirstRead(parts, run_dir=run_dir, world=world, device=device)
     thread.run()

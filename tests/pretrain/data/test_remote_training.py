@@ -74,9 +74,10 @@ def far(remote: Path, tmp_path: Path) -> Iterator[Callable[..., ShardReader]]:
 
         def open_reader(num_shards: int, *, store: ShardStore | None = None) -> ShardReader:
             if store is None:
-                room_bytes = num_shards * shard_bytes(remote)
-                new = ShardStore(tmp_path / "cache", max_bytes=room_bytes)
-                store = stack.enter_context(closing(new))
+                how = {"setting": "data.cache_dir", "max_bytes": num_shards * shard_bytes(remote)}
+                store = stack.enter_context(
+                    closing(ShardStore(tmp_path / "cache", storage={}, **how))
+                )  # type: ignore[arg-type]
             return stack.enter_context(closing(opened(remote, image_size=16, store=store)))
 
         yield open_reader

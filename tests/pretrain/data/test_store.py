@@ -1,9 +1,11 @@
 """The store of shards: complete and verified or absent, one download on a node, never above its
 bound, whatever fails or dies."""
 
+import gc
 import hashlib
 import os
 import random
+import signal
 import subprocess
 import threading
 import time
@@ -20,7 +22,7 @@ from data_prep import remote
 from data_prep.errors import Code, UserError
 from data_prep.remote import StoppedError
 from pretrain.data import store as module
-from pretrain.data.store import File, Holder, ShardStore
+from pretrain.data.store import File, ShardStore
 from tests.data_prep.stock import Web, forget_credentials, web
 from tests.errors import fails
 from tests.moments import wait_until
@@ -77,13 +79,14 @@ def far(path: Path, address: str) -> File:
 
 
 def opened(place: Path, *, room: float = NUM_SHARDS, **more: Any) -> ShardStore:
-    return ShardStore(place, max_bytes=int(room * SIZE), **more)
+    options = {"storage": {}, **more}
+    return ShardStore(place, setting="data.cache_dir", max_bytes=int(room * SIZE), **options)
 
 
 @contextmanager
 def holding(store: ShardStore, *files: File) -> Iterator[list[Path]]:
-    with closing(Holder(store.path)) as holder:
-        yield [store.hold(file, holder) for file in files]
+    yield [store.hold(file) for file in files]
+    store.release(files)
 
 
 def use(store: ShardStore, *files: File) -> None:
@@ -154,13 +157,10 @@ def test_a_passing_fault_is_tried_again_and_reported_if_it_lasts(
         (500, 4, "unreachable"),
         (404, 1, None),
         (403, 2, None),  # the second attempt reads credentials again
-        ("long", 4, "damaged"),
-        ("short", 4, "damaged"),
     ],
 )
 def test_a_lasting_fault_is_an_error_without_secrets_and_leaves_nothing(
     place: Path,
-    folder: Path,
     shards: list[File],
     server: Server,
     fault: Any,
@@ -172,19 +172,33 @@ def test_a_lasting_fault_is_an_error_without_secrets_and_leaves_nothing(
         monkeypatch.setattr(module, "SILENCE_S", 0.3)
     address, state = server
     state.key, state.faults = SECRET, {SHARD_0: [fault] * 9}
-    if fault in ("long", "short"):
-        data = (folder / SHARD_0).read_bytes()
-        (folder / SHARD_0).write_bytes(data * 20 if fault == "long" else data[:-9])
-        state.faults = {}
     with closing(opened(place, storage=OPTIONS, hosts=[address])) as ours:
         with pytest.raises(UserError) as caught:
-            use(ours, shards[0])
+            ours.hold(shards[0])
         assert code is None or (caught.value.field, caught.value.code) == (shards[0].source, code)
         assert shards[0].source in str(caught.value) and "secret-word" not in str(caught.value)
         assert state.gets == {SHARD_0: num_gets}
         assert cached(place) == set() and not [*place.glob("*.part")]
         use(ours, shards[1])
         assert cached(place) == hashes(shards, 1)
+
+
+def test_a_file_of_another_length_and_a_missing_server_are_errors(
+    place: Path, folder: Path, shards: list[File]
+) -> None:
+    data = (folder / SHARD_0).read_bytes()
+    source = f"http://me:secret-word@127.0.0.1:9/0.tar?{SECRET}"
+    with closing(opened(place, room=1)) as ours:
+        (folder / SHARD_0).write_bytes(data * 20)
+        with fails("damaged", shards[0].source):
+            ours.hold(shards[0])
+        (folder / SHARD_0).write_bytes(data[:-9])
+        with fails("damaged", shards[0].source):
+            ours.hold(shards[0])
+        with fails("unreachable", "http://127.0.0.1:9/0.tar") as caught:
+            ours.hold(shards[0]._replace(source=source))
+    assert "secret-word" not in str(caught.value)
+    assert cached(place) == set() and not [*place.glob("*.part")]
 
 
 @pytest.mark.processes
@@ -246,23 +260,25 @@ def occupied(place: Path) -> int:
 def test_removals_follow_the_least_recently_used_order(
     place: Path, shards: list[File], seed: int
 ) -> None:
-    """Files are held and released at random, and compared with a list in the order of use."""
+    """Random holds and releases against a list in the order of use."""
     generator, room = random.Random(seed), 4
-    held, order = list[File](), list[File]()
-    with closing(opened(place, room=room)) as ours, closing(Holder(place)) as holder:
+    held, unused = list[File](), list[File]()
+    with closing(opened(place, room=room)) as ours:
         for _ in range(60):
             if held and (len(held) == room or generator.random() < 0.5):
-                holder.release(held.pop(generator.randrange(len(held))))
+                file = held.pop(generator.randrange(len(held)))
+                ours.release([file])
+                unused.append(file)
             else:
                 file = generator.choice([each for each in shards if each not in held])
-                ours.hold(file, holder)
+                ours.hold(file)
                 held.append(file)
-                if file in order:
-                    order.remove(file)
-                elif len(order) == room:
-                    order.remove(next(each for each in order if each not in held))
-                order.append(file)
-            assert cached(place) == {each.sha256 for each in order}
+                if file in unused:
+                    unused.remove(file)
+                elif len(held) + len(unused) > room:
+                    unused.pop(0)
+            assert cached(place) == {each.sha256 for each in held + unused}
+        ours.release(held)
 
 
 def test_held_files_stay_and_hold_waits_for_room(
@@ -271,38 +287,41 @@ def test_held_files_stay_and_hold_waits_for_room(
     monkeypatch.setattr(module, "WAIT_S", 0.2)
     with closing(opened(place, room=2)) as ours, closing(opened(place, room=2)) as others:
         use(ours, shards[0])
-        with closing(Holder(place)) as holder, holding(others, shards[1]):  # a new copy
-            ours.hold(shards[0], holder)  # a copy that is present
-            with closing(opened(place, room=2)) as third, fails("no-space", str(place)):
-                use(third, shards[2])
-            assert cached(place) == hashes(shards, 0, 1)
-            monkeypatch.setattr(module, "WAIT_S", 20)
-            with ThreadPoolExecutor() as pool:
-                waiting = pool.submit(use, others, shards[2])
-                holder.release(shards[0])
-                waiting.result()
-            assert cached(place) == hashes(shards, 1, 2)
+        ours.hold(shards[0])  # a copy that is present
+        others.hold(shards[1])  # a copy that is fetched
+        with closing(opened(place, room=2)) as third, fails("no-space", str(place)):
+            third.hold(shards[2])
+        assert cached(place) == hashes(shards, 0, 1)
+        monkeypatch.setattr(module, "WAIT_S", 20)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(others.hold, shards[2])
+            ours.release(shards[:1])
+            waiting.result()
+        assert cached(place) == hashes(shards, 1, 2)
 
 
-@pytest.mark.processes
-def test_held_files_need_no_open_files_and_a_fork_that_ends_releases_none(
+def test_readers_of_the_same_store_release_idle_files_for_each_other(
     place: Path, shards: list[File]
 ) -> None:
+    class Idle:
+        def release_idle(self) -> None:
+            ours.release(held)
+            held.clear()
+
+    with closing(opened(place, room=2)) as ours:
+        held, idle = [file for file in shards[:2] if ours.hold(file)], Idle()
+        ours.readers.add(idle)
+        with holding(ours, shards[2]):
+            assert not held
+
+
+def test_a_held_shard_needs_no_open_file(place: Path, shards: list[File]) -> None:
     """The usual limit is 1,024 open files."""
-    with closing(opened(place)) as ours, closing(Holder(place)) as holder:
+    with closing(opened(place)) as ours:
         use(ours, shards[0])
         with few_files():
             for file in shards:
-                ours.hold(file, holder)
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
-        with fails("no-space"):
-            ours.make_room(SIZE)
-        holder.release(shards[3])
-        ours.make_room(SIZE)
-        assert cached(place) == hashes(shards, *{*range(NUM_SHARDS)} - {3})
+                ours.hold(file)
 
 
 def test_too_large_shards_and_malformed_hashes_are_rejected(
@@ -311,15 +330,15 @@ def test_too_large_shards_and_malformed_hashes_are_rejected(
     outside = shards[0]._replace(name="../../outside.tar", sha256="../../outside", num_bytes=1)
     with closing(opened(place, room=0.9)) as ours:
         with fails("no-space", "data.cache_gb"):
-            use(ours, shards[0])
+            ours.hold(shards[0])
         with fails("unsafe", shards[0].source):
-            use(ours, outside)
+            ours.hold(outside)
         ours.fetch_ahead([*shards, outside])
         wait_until(lambda: not ours._pending)
     assert server[1].gets == {}
 
 
-def test_read_ahead_follows_its_order_and_what_is_needed_last_goes_first(
+def test_read_ahead_follows_its_order_and_removes_nothing_that_is_needed_sooner(
     place: Path, shards: list[File], server: Server, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(module, "NUM_THREADS", 1)
@@ -329,11 +348,24 @@ def test_read_ahead_follows_its_order_and_what_is_needed_last_goes_first(
         wait_until(lambda: cached(place) == hashes(shards, 0, 1, 2))
         time.sleep(10 * module.LOOK_S)
         assert server[1].gets == {f"{number}.tar": 1 for number in (7, 0, 1, 2)}
-        with holding(ours, shards[7]):
-            assert cached(place) == hashes(shards, 0, 1, 7)
         with closing(opened(place, room=3)) as others, holding(others, shards[0]):
             ours.fetch_ahead([shards[6], shards[1]])
             wait_until(lambda: cached(place) == hashes(shards, 0, 1, 6))
+
+
+def test_hold_removes_the_file_that_read_ahead_needs_last(
+    place: Path, shards: list[File], monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(module, "NUM_THREADS", 1)
+    with closing(opened(place, room=3)) as ours, closing(opened(place, room=3)) as others:
+        ours.fetch_ahead(shards[:6])
+        wait_until(lambda: others.hold_present(shards[:3]))
+        others.release(shards[:3])
+        with holding(ours, shards[7]):
+            assert cached(place) == hashes(shards, 0, 1, 7)
+        with holding(ours, *shards[:3]):
+            assert cached(place) == hashes(shards, 0, 1, 2)
+        wait_until(lambda: cached(place) == hashes(shards, 3, 4, 5))
 
 
 def test_a_fault_of_read_ahead_is_reported_by_hold(
@@ -345,7 +377,7 @@ def test_a_fault_of_read_ahead_is_reported_by_hold(
         ours.fetch_ahead(shards[:2])
         wait_until(lambda: cached(place) == hashes(shards, 1))
         with pytest.raises(UserError, match=r"/0\.tar"):
-            use(ours, shards[0])
+            ours.hold(shards[0])
         (folder / SHARD_0).write_bytes(data)
         use(ours, shards[0])
 
@@ -374,7 +406,7 @@ def test_closing_ends_a_download_and_every_wait(
     ours.fetch_ahead(shards[:1])
     wait_until(lambda: server[1].gets == {SHARD_0: 1})
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(use, ours, shards[0])
+        waiting = pool.submit(ours.hold, shards[0])
         ours.close()
         assert isinstance(waiting.exception(), StoppedError)
     assert not [thread for thread in threading.enumerate() if thread.name == "shard-store"]
@@ -394,6 +426,37 @@ def test_a_file_of_another_size_is_fetched_again_and_a_touched_one_is_not(
         os.utime(path)
         use(ours, shards[0])
         assert server[1].gets == {SHARD_0: 3}
+        path.unlink()
+        path.symlink_to("/dev/null")
+        with holding(ours, shards[0]):
+            assert path.read_bytes() == good and not path.is_symlink()
+
+
+@pytest.mark.processes
+def test_a_fork_neither_releases_its_parents_files_nor_keeps_them(
+    place: Path, shards: list[File]
+) -> None:
+    with closing(opened(place, room=2)) as ours:
+        for file in shards[:2]:
+            ours.hold(file)
+        child = os.fork()
+        if child == 0:
+            del ours
+            os._exit(0)
+        os.waitpid(child, 0)
+        with closing(opened(place, room=2)) as others, fails("no-space"):
+            others.make_room([shards[2]])
+        sleeper = os.fork()
+        if sleeper == 0:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            ours.release(shards[:2])
+            with holding(ours, *shards[2:4]):
+                assert cached(place) == hashes(shards, 2, 3)
+        finally:
+            os.kill(sleeper, signal.SIGKILL)
+            os.waitpid(sleeper, 0)
 
 
 def test_a_directory_that_others_could_have_filled_is_rejected(
@@ -422,8 +485,10 @@ def test_a_full_disk_and_a_read_only_one_are_one_error(tmp_path: Path, shards: l
     try:
         with closing(opened(disk)) as ours:
             with holding(ours, *shards[:2]), fails("no-space", str(disk)):
-                use(ours, shards[2])
+                ours.hold(shards[2])
             assert cached(disk) == hashes(shards, 0, 1) and not [*disk.glob("*.part")]
+        del ours
+        gc.collect()  # the file of locks is closed
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         with fails("unreadable", str(disk)):
             opened(disk)
