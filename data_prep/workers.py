@@ -10,13 +10,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from multiprocessing import active_children, get_context, parent_process, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ensure_running
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from data_prep.errors import UserError
 from data_prep.progress import progress
@@ -40,10 +40,19 @@ class Pool:
         start_server()
         return ProcessPoolExecutor(self._num_workers, _CONTEXT, _begin)
 
+    def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        if self._executor is not None:
+            return self._executor.submit(function, *arguments)
+        future = Future[T]()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:  # noqa: BLE001 (as a worker does)
+            future.set_exception(error)
+        return future
+
     def map(self, function: Callable[[J], T], jobs: Sequence[J]) -> Iterator[tuple[int, T]]:
         """Yield number and result of each job as it ends. After the first error no job begins. If
-        a worker dies, new workers do the jobs that are not finished; the second time, raise
-        UserError."""
+        a worker dies, new workers do the jobs that are not finished."""
         if self._executor is None:
             for number, job in enumerate(jobs):
                 yield number, function(job)
@@ -60,13 +69,16 @@ class Pool:
                     del unfinished[number]
                     yield number, result
             except BrokenProcessPool:
-                fix = "give more memory, or set fewer workers; what is finished is kept"
-                problem = "a worker process died, most likely because memory ran out"
-                if self._is_second:
-                    problem = f"{problem}, again"
-                    raise UserError("num_workers", problem, fix, code="no-space") from None
-                print(f"data_prep: {problem}; its work is done again", file=sys.stderr, flush=True)
-                self._is_second, self._executor = True, self._start()
+                self.replace()
+
+    def replace(self) -> None:
+        """Start new workers after a worker has died; the second time, raise UserError."""
+        fix = "give more memory, or set fewer workers; what is finished is kept"
+        problem = "a worker process died, most likely because memory ran out"
+        if self._is_second:
+            raise UserError("num_workers", f"{problem}, again", fix, code="no-space") from None
+        print(f"data_prep: {problem}; its work is done again", file=sys.stderr, flush=True)
+        self._is_second, self._executor = True, self._start()
 
     def __enter__(self) -> "Pool":
         return self

@@ -16,10 +16,11 @@ The plan depends only on the config and the source's listing, never on workers o
 
 import os
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from pydantic import Field
 
 from data_prep.archives.inventory import (
     HEAD_NAME,
-    Container,
     Entries,
     Inventory,
     Outline,
@@ -42,6 +42,7 @@ from data_prep.build.parts import BEGUN, of_another, read_record, record_path, w
 from data_prep.errors import UserError
 from data_prep.images.decoding import decoder_version
 from data_prep.manifest import MANIFEST_NAME, PARTS, Manifest, load_manifest
+from data_prep.progress import progress
 from data_prep.publish import (
     TEMPORARY_PREFIX,
     atomic_file,
@@ -52,7 +53,7 @@ from data_prep.publish import (
 )
 from data_prep.settings import Settings, printable
 from data_prep.sources import Arrangement, Source, SourceError, open_source
-from data_prep.workers import Pool, sweep
+from data_prep.workers import Pool
 
 INVENTORY_NAME = "inventory"
 NUM_NAMED = 20
@@ -301,7 +302,9 @@ def _listed(
             return inventory
     directory.parent.mkdir(parents=True, exist_ok=True)
     return write_inventory(
-        directory.with_name(CANDIDATE_NAME), outline, _entries(source, outline, pool)
+        directory.with_name(CANDIDATE_NAME),
+        outline,
+        _entries(source, outline, pool, ahead=8 * settings.num_workers),
     )
 
 
@@ -328,31 +331,31 @@ def outline_of(settings: BuildSettings, source: Source) -> Outline:
     return replace(outline, containers=tuple(sorted(containers)))
 
 
-def _entries(source: Source, outline: Outline, pool: Pool) -> Iterator[Entries]:
-    """Yield the entries of each container, in order."""
-    listed = sweep(
-        partial(_listed_entries, source),
-        outline.containers,
-        title="listing",
-        unit="folders or archives",
-        workers=pool,
-    )
+def _entries(source: Source, outline: Outline, pool: Pool, *, ahead: int) -> Iterator[Entries]:
+    """Yield the entries of each container, in order; at most `ahead` wait in memory."""
+    waiting: deque[Future[Entries]] = deque()
     damaged: list[UserError] = []
-    for entries in listed:
-        if isinstance(entries, Entries):
-            yield entries
-        else:
-            damaged.append(entries)
+
+    def next_entries(number: int) -> Entries:
+        while True:
+            try:
+                while number + len(waiting) < len(outline.containers) and len(waiting) < ahead:
+                    container = outline.containers[number + len(waiting)]
+                    waiting.append(pool.submit(source.entries, container))
+                return waiting.popleft().result()
+            except BrokenProcessPool:
+                waiting.clear()
+                pool.replace()
+
+    with progress("listing", total=len(outline.containers), unit="folders or archives") as line:
+        for number, container in enumerate(outline.containers):
+            try:
+                yield next_entries(number)
+            except SourceError as error:  # one run names all of them
+                damaged.append(error)
+            line.advance(note=container.path)
     if damaged:
         raise all_in_one(damaged)
-
-
-def _listed_entries(source: Source, container: Container) -> Entries | SourceError:
-    """Return the entries, or the error of a damaged archive: one run names all of them."""
-    try:
-        return source.entries(container)
-    except SourceError as error:
-        return error
 
 
 def all_in_one(errors: list[UserError]) -> UserError:

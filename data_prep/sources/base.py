@@ -25,6 +25,8 @@ from data_prep.settings import Settings
 
 UNLABELLED = -1
 NUM_END_BYTES = 4096
+Inode = tuple[int, int]
+"""Device and number of a file, which its links share."""
 _MD5 = "published: files must have the published MD5; off: only their structure is checked."
 Md5Policy = Annotated[Literal["published", "off"], Field(description=_MD5)]
 
@@ -167,24 +169,31 @@ def first_equals(inventory: Inventory, rows: NDArray[np.int32], root: Path) -> N
     """For each of `rows`, files below `root`, return the position of the first row of equal bytes.
 
     1. Read the ends of all files that share their size.
-    2. Read all bytes of files that share their ends, too.
+    2. Read all bytes of files that share their ends, too: of several links only one.
     """
     sizes, firsts = inventory.sizes[rows], np.arange(len(rows))
     _, groups, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-    alike = np.flatnonzero((counts[groups] > 1) & (sizes > 0)).tolist()
-    for last in (NUM_END_BYTES, None):
-        paths = [f"{root}/{inventory.entry(rows[position]).locator}" for position in alike]
-        equal = dict[bytes, list[int]]()
-        for position, digest in zip(alike, _fingerprints(paths, last=last), strict=True):
-            equal.setdefault(digest, []).append(position)
-        alike = sorted(each for found in equal.values() if len(found) > 1 for each in found)
-    for found in equal.values():
-        firsts[found] = found[0]
+    shared = np.flatnonzero((counts[groups] > 1) & (sizes > 0)).tolist()
+    paths = [f"{root}/{inventory.entry(row).locator}" for row in rows[shared].tolist()]
+    ends = list(_fingerprints(paths, last=NUM_END_BYTES))
+    owners = dict[bytes, dict[Inode, str]]()
+    for path, (inode, end) in zip(paths, ends, strict=True):
+        owners.setdefault(end, {}).setdefault(inode, path)
+    alike = {
+        inode: path for found in owners.values() if len(found) > 1 for inode, path in found.items()
+    }
+    digests = (digest for _, digest in _fingerprints(list(alike.values())))
+    complete = dict(zip(alike, digests, strict=True))
+    first_of = dict[bytes | Inode, int]()
+    for position, (inode, _) in zip(shared, ends, strict=True):
+        firsts[position] = first_of.setdefault(complete.get(inode, inode), position)
     return firsts
 
 
-def _fingerprints(paths: Sequence[str], *, last: int | None) -> Iterator[bytes]:
-    """Yield a digest of the size and the last bytes, or all bytes, of each file.
+def _fingerprints(
+    paths: Sequence[str], *, last: int | None = None
+) -> Iterator[tuple[Inode, bytes]]:
+    """Yield the inode of each path, and a digest of its size and its last bytes, or all bytes.
 
     A file that cannot be read equals no other: the build reports it later. Threads would be slower:
     on a local disk they take five times as long.
@@ -193,11 +202,12 @@ def _fingerprints(paths: Sequence[str], *, last: int | None) -> Iterator[bytes]:
         for path in paths:
             try:
                 with open(path, "rb", buffering=0) as file:
-                    num_bytes = os.fstat(file.fileno()).st_size
-                    if last is not None and num_bytes > last:
+                    status = os.fstat(file.fileno())
+                    if last is not None and status.st_size > last:
                         file.seek(-last, os.SEEK_END)
-                    content = b"%d " % num_bytes + file.read()
-                    yield hashlib.blake2b(content, digest_size=16).digest()
+                    content = b"%d " % status.st_size + file.read()
+                    digest = hashlib.blake2b(content, digest_size=16).digest()
+                    yield (status.st_dev, status.st_ino), digest
             except OSError:
-                yield os.fsencode(path)
+                yield (-1, hash(path)), os.fsencode(path)
             line.advance()

@@ -38,6 +38,7 @@ _IMAGE: Final = re.compile(r"(train/[^/]+/images|val/images|test/images)/(.*)", 
 _TEXT: Final = re.compile(
     rf"{_WNIDS}|words\.txt|{_ANNOTATIONS}|train/(.+)/\1_boxes\.txt", re.DOTALL
 )
+_ENCRYPTED: Final = 1
 
 
 class TinyImageNetSettings(Settings):
@@ -122,6 +123,8 @@ class TinyImageNetSource(Source, of=TinyImageNetSettings):
             member = opened.members.get(name)
             if member is None:
                 raise FileNotFoundError
+            if member.flag_bits & _ENCRYPTED:
+                raise damaged(place, "is encrypted", "repack it without a password")
             return opened.file.read(member)
 
     def _lines(self, name: str) -> list[str]:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from data_prep.archives.inventory import Container, Entries, Outline
 from data_prep.build.build import write_planned
 from data_prep.build.shards import ShardRecord
+from data_prep.build.workplan import _entries
 from data_prep.workers import Pool, sweep
 from tests.data_prep.samples import build, files_of, write_classes
 from tests.errors import fails, printed_errors
@@ -66,7 +69,7 @@ def test_the_work_of_a_killed_worker_is_done_again_once(
 # ------------------------------------------------------------------------------------------------
 
 
-def start_another(_: int) -> int | None:
+def start_another() -> int | None:
     process = get_context("fork").Process(target=sys.exit, args=(3,))
     process.start()
     process.join()
@@ -76,36 +79,51 @@ def start_another(_: int) -> int | None:
 def test_what_runs_in_a_worker_may_start_processes() -> None:
     """As datasets of others do that load ahead."""
     with Pool(2) as pool:
-        assert dict(pool.map(start_another, [0])) == {0: 3}
+        assert pool.submit(start_another).result() == 3
 
 
-def dies_at(marks: Path, times: int, job: int) -> int:
-    if job == 1 and len([*marks.iterdir()]) < times:
-        (marks / str(os.getpid())).touch()
-        os._exit(1)
-    return -job
-
-
-def test_workers_that_have_died_are_replaced_once(tmp_path: Path) -> None:
-    """Also if they died before the next jobs are submitted."""
-    jobs = [0, 1, 2]
+def test_workers_that_die_before_a_job_is_submitted_are_replaced() -> None:
     with Pool(2) as pool:
-        assert dict(pool.map(partial(dies_at, tmp_path, 1), jobs)) == {0: 0, 1: -1, 2: -2}
-        with fails("no-space", "num_workers"):
-            dict(pool.map(partial(dies_at, tmp_path, 9), jobs))
+        with pytest.raises(BrokenProcessPool):
+            pool.submit(os._exit, 1).result()
+        assert dict(pool.map(abs, [-1, -2])) == {0: 1, 1: 2}
+
+
+class DyingSource:
+    def __init__(self, deaths: Path, times: int) -> None:
+        self.deaths, self.times = deaths, times
+
+    def entries(self, container: Container) -> Entries:
+        if container.path == "b" and len([*self.deaths.iterdir()]) < self.times:
+            (self.deaths / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Entries.of([(container.path, 0, 1)], label=0)
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_worker_that_dies_during_the_listing_is_replaced_once(tmp_path: Path, times: int) -> None:
+    containers = tuple(Container(path=name, split="train") for name in "abcde")
+    outline, dying = Outline(classes=(), containers=containers), DyingSource(tmp_path, times)
+    with Pool(2) as pool:
+        found = _entries(dying, outline, pool, ahead=3)  # type: ignore[arg-type]
+        if times == 1:
+            assert [entries.names for entries in found] == [[name] for name in "abcde"]
+        else:
+            with fails("no-space", "num_workers"):
+                list(found)
 
 
 def fail(path: Path) -> None:
     path.read_bytes()
 
 
-def test_an_error_in_a_worker_keeps_its_traceback_and_the_workers_continue(tmp_path: Path) -> None:
+def test_an_error_in_a_worker_keeps_its_traceback_and_the_worker_continues(tmp_path: Path) -> None:
     with Pool(2) as pool:
         for _ in range(3):
             with pytest.raises(FileNotFoundError, match="nowhere") as found:
-                dict(pool.map(fail, [tmp_path / "nowhere"]))
+                pool.submit(fail, tmp_path / "nowhere").result()
             assert "in fail" in str(found.value.__cause__)
-        assert dict(pool.map(abs, [-1, -2])) == {0: 1, 1: 2}
+        assert pool.submit(os.getpid).result() != os.getpid()
 
 
 # ---- sweeps
