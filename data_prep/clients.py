@@ -33,6 +33,9 @@ _ASSIGNMENT, _PROGRAM = re.compile(r"\w+=[\w./:@%+,=-]*"), re.compile(r"[\w./+-]
 _EXPIRED = re.compile(
     r"expired|TokenRefreshRequired|RefreshError|TokenRetrievalError|SSOToken", re.IGNORECASE
 )
+_SKEWED = re.compile(
+    r"RequestTimeTooSkewed|reasonable timeframe|date header too old", re.IGNORECASE
+)
 _NO_CREDENTIALS = {
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -363,20 +366,31 @@ def refuse_hopeless(url: str, error: Exception) -> None:
         problem, fix = "the bucket does not exist", "correct the address, or create the bucket"
     elif is_missing:
         problem, fix = "the file does not exist", "correct the address, or restore the file"
-    elif (
-        is_refused(error)
-        or names & _NO_CREDENTIALS
-        or "Forbidden: " in facts
-        or re.search("requester.?pays", facts, re.IGNORECASE)
-    ):
-        problem = f"access is refused ({words_of(error)})"
-        fix = f"give credentials, or renew expired ones ({kind.credentials}, or storage)"
-        public = f"use the storage option {kind.public} for public data"
-        fix = f"{fix}; {public}{f', {kind.payer} if the reader pays' if kind.payer else ''}"
-        raise UserError(place, problem, fix, code="no-access") from None
     else:
+        if found := _no_access(kind, error, facts, names):
+            raise UserError(place, *found, code="no-access") from None
         return
     raise MissingError(place, problem, fix, code="missing-path") from None
+
+
+def _no_access(
+    kind: Bucket, error: Exception, facts: str, names: set[str]
+) -> tuple[str, str] | None:
+    """Return problem and fix if credentials, a fee or the clock is the cause."""
+    if kind.payer and re.search("requester.?pays", facts, re.IGNORECASE):
+        return "the reader pays for access", f"agree with the storage option {kind.payer}"
+    if _SKEWED.search(facts):
+        return "the server finds that this machine's clock is wrong", "set it (timedatectl)"
+    if not (is_refused(error) or names & _NO_CREDENTIALS or "Forbidden: " in facts):
+        return None
+    if is_refused(error) and _EXPIRED.search(facts):
+        return "the credentials have expired", f"renew them ({kind.credentials}, or storage)"
+    payer = f", {kind.payer} if the reader pays" if kind.payer else ""
+    give = f"give credentials ({kind.credentials}, or storage)"
+    return (
+        "access is refused",
+        f"{give}, or the storage option {kind.public} for public data{payer}",
+    )
 
 
 def is_refused(error: Exception) -> bool:
