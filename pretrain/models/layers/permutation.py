@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_prep.errors import UserError
-
 
 class Permutation(nn.Module):
     """y_i = x_index(i) on the last axis of (B, m)."""
@@ -32,22 +30,30 @@ class Permutation(nn.Module):
 
     def __init__(self, index: Tensor):
         super().__init__()
-        self.register_buffer("index", index)
-        self.register_buffer("inverse", index, persistent=False)
-        self.invert()
+        if not is_permutation(index):
+            raise ValueError(f"index is not a permutation of 0 to {index.numel() - 1}")
+        self.register_buffer("index", index.to(torch.int32))
+        self.register_buffer("inverse", inverse_of(self.index), persistent=False)
+        self.register_load_state_dict_pre_hook(_reject_wrong_index)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(lambda permutation, _: permutation.invert())  # type: ignore[no-untyped-call]
 
     def forward(self, x_BM: Tensor) -> Tensor:
         return _Gather.apply(x_BM, self.index, self.inverse)  # type: ignore[no-untyped-call]
 
     def invert(self) -> None:
-        """Derive the inverse, or reject an index that is not a permutation."""
+        """Derive the inverse."""
         self.index = self.index.to(torch.int32)  # `assign=True` may change the integers' type
-        places = torch.arange(len(self.index), dtype=torch.int32, device=self.index.device)
-        if not self.index.is_meta and not torch.equal(self.index.sort().values, places):
-            problem, fix = "it is not a permutation of its places", "Take another copy of the file"
-            raise UserError("index", problem, fix, code="damaged")
         self.inverse = inverse_of(self.index)
+
+
+def _reject_wrong_index(
+    permutation: Permutation, state_dict: dict[str, Tensor], prefix: str, *more: Any
+) -> None:
+    index = state_dict.get(f"{prefix}index")
+    if index is not None and index.shape == permutation.index.shape and not is_permutation(index):
+        problem = f"{prefix}index is not a permutation of its places; take another copy of the file"
+        more[-1].append(problem)
+        state_dict[f"{prefix}index"] = permutation.index
 
 
 class _Gather(torch.autograd.Function):
@@ -87,6 +93,15 @@ def inverse_of(index: Tensor) -> Tensor:
     inverse = torch.empty_like(index)
     inverse[index.long()] = torch.arange(len(index), dtype=index.dtype, device=index.device)
     return inverse
+
+
+def is_permutation(index: Tensor) -> bool:
+    """Return True for a permutation, and for any index on the meta device."""
+    if index.is_meta:
+        return True
+    places = torch.arange(index.numel(), device=index.device)
+    is_of_integers = index.ndim == 1 and not index.is_floating_point() and index.dtype != torch.bool
+    return is_of_integers and torch.equal(index.detach().long().sort().values, places)
 
 
 def random_permutation(size: int, *, generator: torch.Generator | None = None) -> Permutation:
