@@ -98,7 +98,7 @@ launchers: .venv/.installed
 	$(BIN)/uv pip install --quiet --python .venv/skypilot skypilot==0.14.1
 	SKYPILOT_DISABLE_USAGE_COLLECTION=1 .venv/skypilot/bin/python -c "import sky; print(sky.Task.from_yaml('cluster/skypilot.yaml'))"
 
-# Writes docs/settings.md and configs/schemas/, for readers and editors; git ignores both.
+# Writes docs/settings.md and configs/schemas/, for readers and editors (git ignores both), and the table of docs/papers.md.
 settings: .venv/.installed
 	$(BIN)/python -m tests.settings_page
 	$(BIN)/python -m tests.papers_page

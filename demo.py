@@ -16,7 +16,6 @@ from pathlib import Path
 RUNS = Path("runs/demo")
 SCRATCH_LR = {"mlp": "8e-4", "mixer": "5e-3"}
 """The two models, each with a learning rate for random weights: the best of two or three tried."""
-STORE = f"sqlite:///{RUNS}/mlflow.db"
 
 
 def local_ranks() -> str:

@@ -31,6 +31,7 @@ class Experiment:
     """Numbers of the paper."""
 
 
+WIDTHS = "widths --omega 10^8 --gamma 1"
 EXPERIMENTS = (
     Experiment("A", "Figs 1, S.9", "Masks of the effective matrices", verb="masks"),
     Experiment(
@@ -51,7 +52,7 @@ EXPERIMENTS = (
         "A",
         "Fig. 3",
         "Width and density at fixed Omega, by channels",
-        verb="widths --omega 10^8 --gamma 1",
+        verb=WIDTHS,
         printed="Widest at C = S = (Omega / gamma)^(1/3).",
     ),
     Experiment(
@@ -169,7 +170,7 @@ EXPERIMENTS = (
         "B",
         "4.5",
         "Seconds an epoch and memory on one GPU",
-        command="python benchmarks/gpu.py --only make-64 run-b12 run-b6",
+        command=".venv/bin/python benchmarks/gpu.py --only make-64 run-b12 run-b6",
         printed="B-12/Wi-1024 450 s, B-6/Wi-1024 250 s, batch 16,384, 24 GB (A5000).",
     ),
     Experiment(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
-from analysis.experiments import EXPERIMENTS, TITLES, Experiment, Paper
+from analysis.experiments import EXPERIMENTS, TITLES, WIDTHS, Experiment, Paper
 from analysis.figure import figure
 from analysis.matrices.masks import masks
 from analysis.output import Result, remove_figures, write
@@ -80,7 +80,7 @@ def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, is_demo: bool
                 _add_plan(section, plan, out, results, is_demo=is_demo)
             if section.experiment.verb == "masks":
                 section.add(masks(8, 8, seed=1), out / "masks")
-            elif section.experiment.verb.startswith("widths "):
+            elif section.experiment.verb == WIDTHS:
                 section.add(widths({"10^8": 1e8}, 1.0), out / "widths")
             line.advance(1)
     tables = [table for table in TABLES if table.source.startswith(A if name == "A" else B)]

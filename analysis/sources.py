@@ -17,7 +17,7 @@ conditions wins over one with fewer. Two names are no settings: `trials` is the 
 `command` is pretrain, tune, probe or evaluate.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -58,8 +58,6 @@ class Row(Settings):
     """Settings that a member must have: a value, or a list of possible values."""
     note: str = ""
     """Other readings of the paper."""
-    is_shared: bool = False
-    """True for rows of papers.yaml; not for a file."""
 
     @property
     def origin(self) -> str:
@@ -113,14 +111,12 @@ def paper_of(plan: Plan) -> str | None:
     return next(found, None)
 
 
-def rows_of_plan(plan: Plan) -> list[Row]:
-    """Return the plan's own rows, then those of its paper."""
+def rows_of_plan(plan: Plan) -> tuple[list[Row], list[Row]]:
+    """Return the plan's own rows and the rows of its paper."""
     shared = read_yaml(SHARED)
     parts = [shared[key] for key in (paper_of(plan), "both") if key]
-    rows = _rows({"source": plan.source, "chosen": plan.chosen}, plan.path)
-    for part in parts:
-        rows += [row.model_copy(update={"is_shared": True}) for row in _rows(part, str(SHARED))]
-    return rows
+    own = _rows({"source": plan.source, "chosen": plan.chosen}, plan.path)
+    return own, [row for part in parts for row in _rows(part, str(SHARED))]
 
 
 def _rows(lists: Mapping[str, Any], path: str) -> list[Row]:
@@ -151,10 +147,14 @@ def members_of(plan: Plan) -> list[Member]:
 
 def origins_of(plan: Plan) -> list[Origin]:
     """Return the origin of each setting, in the order of the rows."""
-    rows, members = rows_of_plan(plan), members_of(plan)
-    decisions = [_decisions(member, rows) for member in members]
+    own, shared = rows_of_plan(plan)
+    return _origins(members_of(plan), own, shared)
+
+
+def _origins(members: list[Member], own: list[Row], shared: list[Row]) -> list[Origin]:
+    decisions = [_decisions(member, own, shared) for member in members]
     found = []
-    for row in rows:
+    for row in (*own, *shared):
         for key in row.settings:
             decided = [
                 member
@@ -166,17 +166,15 @@ def origins_of(plan: Plan) -> list[Origin]:
     return found
 
 
-def _decisions(member: Member, rows: Iterable[Row]) -> dict[str, Row]:
+def _decisions(member: Member, own: list[Row], shared: list[Row]) -> dict[str, Row]:
     """Return the row that decides each setting of a member."""
-    applying = [row for row in rows if all(_has(member, *each) for each in row.where.items())]
-    applying.sort(key=lambda row: (not row.is_shared, len(row.where)))
-    return {
-        name: row
-        for row in applying
-        for key in row.settings
-        for name in key.split(", ")
-        if name in member
-    }
+    found = dict[str, Row]()
+    for rows in (shared, own):
+        applying = [row for row in rows if all(_has(member, *each) for each in row.where.items())]
+        for row in sorted(applying, key=lambda row: len(row.where)):
+            names = (name for key in row.settings for name in key.split(", "))
+            found |= {name: row for name in names if name in member}
+    return found
 
 
 def _has(member: Member, name: str, wanted: Any) -> bool:
@@ -186,25 +184,26 @@ def _has(member: Member, name: str, wanted: Any) -> bool:
 
 def differences(plan: Plan) -> list[str]:
     """Return each setting that no row names, and each row whose values are not the plan's."""
-    origins = origins_of(plan)
+    (own, shared), members = rows_of_plan(plan), members_of(plan)
+    origins = _origins(members, own, shared)
     found = [
         f"{each.key} is {in_yaml(each.values)} in the plan, but"
         f" {in_yaml(each.row.settings[each.key])} in {each.row.origin}"
         for each in origins
         if not each.is_true
     ]
-    rows, unnamed = rows_of_plan(plan), dict[str, list[Any]]()
-    for member in members_of(plan):
-        for name in member.keys() - _decisions(member, rows):
+    unnamed = dict[str, list[Any]]()
+    for member in members:
+        for name in member.keys() - _decisions(member, own, shared):
             is_execution = any(fnmatch(name, pattern) for pattern in EXECUTION)
             if not is_execution and member[name] not in unnamed.setdefault(name, []):
                 unnamed[name].append(member[name])
     found += [f"no row names {name}, which is {in_yaml(each)}" for name, each in unnamed.items()]
-    decided = {(each.row.origin, each.key) for each in origins}
+    used = {(id(each.row), each.key) for each in origins}
     found += [
         f"{key} in {row.origin} decides nothing"
-        for row in rows
+        for row in own
         for key in row.settings
-        if not row.is_shared and (row.origin, key) not in decided
+        if (id(row), key) not in used
     ]
     return found

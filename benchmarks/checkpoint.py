@@ -94,7 +94,7 @@ def main() -> None:
             writer.make_room(timeout_s=600)
             writer.submit(snapshot)
             found["stall"].append(time.perf_counter() - began_s)
-            during_s = []
+            during_s = [step_s()]
             while not log:
                 during_s.append(step_s())
             writer.finish()

@@ -73,9 +73,11 @@ def peer_python() -> Path:
         uv = [sys.executable, "-m", "uv", "--quiet"]
         install = [*uv, "--no-config", "pip", "install", "--python", str(python)]
         subprocess.run([*uv, "venv", "--clear", str(environment)], check=True)
-        if subprocess.run([*install, *PEERS], check=False).returncode == 0:
-            subprocess.run([*install, *PEERS, FFCV], check=False)
-            record.write_text(wanted)
+        if subprocess.run([*install, *PEERS], check=False).returncode:
+            for peer in PEERS:  # one of them is not available
+                subprocess.run([*install, peer], check=False)
+        subprocess.run([*install, FFCV], check=False)
+        record.write_text(wanted)
     return python
 
 

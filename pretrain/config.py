@@ -662,6 +662,11 @@ class TrainingSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _batches_can_be_cut(self) -> Self:
+        check_against_ranks(self.train, self.augment, num_ranks=1)
+        return self
+
+    @model_validator(mode="after")
     def _rate_falls(self) -> Self:
         check_schedule(self.schedule, self.optimizer.lr)
         return self

@@ -80,7 +80,9 @@ def _plan_row(experiment: Experiment, name: str) -> list[str]:
         into |= dict.fromkeys(each.names, each.row.section)
     sections = ", ".join(dict.fromkeys(printed.values()))
     numbers = [f"{len(printed)} ({sections})" if printed else "-", str(len(chosen))]
-    return [experiment.name, f"`{name}`", members, hours, *numbers, "not yet run"]
+    header = (REPOSITORY / plan.path).read_text().partition("\ndemo:")[0]
+    status = "not yet run" if "\n# result    not yet run" in header else "run"
+    return [experiment.name, f"`{name}`", members, hours, *numbers, status]
 
 
 def _command_row(experiment: Experiment) -> list[str]:

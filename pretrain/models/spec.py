@@ -30,8 +30,8 @@ def check_needs(section: Settings, prefix: str, needs: Mapping[str, tuple[bool, 
         default = type(section).model_fields[name].get_default(call_default_factory=True)
         if not is_met and getattr(section, name) != default:
             field = f"{prefix}.{name}"
-            fix = f"Set {need}, or remove {field}"
-            raise SettingsError(field, "the other settings do not allow it", fix, code="conflict")
+            fix = f"set {need}, or remove {field}"
+            raise SettingsError(field, f"it needs {need}", fix, code="conflict")
 
 
 def _block_numbers(given: object) -> object:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pretrain.tracking.store import Store
 
 POLL_S = 1.0
-_RETRY_S = 10.0
+_RETRY_S = 4.0
 """Pause before a failed run is tried again."""
 _TURN_S = 10.0
 """Length of a turn if the queue has runs that this process cannot see."""

@@ -118,7 +118,11 @@ def open_gpus() -> list[Any]:
 
 
 def gpu_names() -> list[str]:
-    return [pynvml.nvmlDeviceGetName(gpu) for gpu in open_gpus()]
+    """Return the names of the GPUs; none if the driver has lost one."""
+    try:
+        return [pynvml.nvmlDeviceGetName(gpu) for gpu in open_gpus()]
+    except pynvml.NVMLError:
+        return []
 
 
 def gpu_values(gpus: list[Any]) -> dict[str, float]:

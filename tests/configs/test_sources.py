@@ -51,6 +51,9 @@ def test_a_wrong_row_is_found(plan: Plan) -> None:
     ):
         (difference,) = found(name, value)
         assert name in difference
+    dead = {"section": "4.3", "where": {"model.kind": "mixer"}, "settings": {"model.depth": 99}}
+    (difference,) = differences(replace(plan, source=(*plan.source, dead)))
+    assert "model.depth" in difference
     source, chosen = (without(rows, "model.depth") for rows in (plan.source, plan.chosen))
     (difference,) = differences(replace(plan, source=source, chosen=chosen))
     assert "model.depth" in difference
