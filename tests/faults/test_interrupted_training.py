@@ -10,6 +10,7 @@ import signal
 import socket
 import sqlite3
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import list_checkpoints
+from pretrain.cli import main
 from tests.errors import printed_errors
 from tests.moments import Strike, wait_until
 from tests.soak import soaked
@@ -30,6 +32,7 @@ from tests.training import (
     start_command,
     step_of,
     stop_while_it_waits,
+    wait_for_checkpoint,
     write_config,
 )
 
@@ -234,6 +237,29 @@ def test_a_stop_of_any_rank_makes_a_checkpoint_and_a_clean_exit_with_staged_data
     assert_same_bits(run_dir, undisturbed)
 
 
+def test_one_killed_rank_ends_the_others_and_is_named(config: Path, tmp_path: Path) -> None:
+    """By the real command: the launcher names it, and so does the first survivor, and no traceback
+    hides it."""
+    run_dir = tmp_path / "run"
+    process = start_command(
+        config, run_dir, "train.duration=100000 steps", "checkpoint.every=7 steps"
+    )
+    wait_for_checkpoint(run_dir, process)
+    victim = ranks_of(process)[1]
+    victim.kill()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "launch: rank 1 ended with SIGKILL" in output and "Traceback" not in output
+    assert (
+        output.count(
+            f"rank 1 (node {socket.gethostname()}, pid {victim.pid}) is gone; the run stops"
+        )
+        == 1
+    )
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert victim.status() == psutil.STATUS_ZOMBIE
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_while_the_journal_closes_is_named(
     config: Path, tmp_path: Path, victim: int
@@ -299,6 +325,65 @@ def test_other_numbers_of_ranks_continue_the_same_training(
     mine, theirs = final_state(run_dir), final_state(undisturbed)
     for name, tensor in theirs.items():
         torch.testing.assert_close(mine[name], tensor, rtol=1e-3, atol=2e-5)
+
+
+def test_a_finished_run_changes_nothing_and_another_config_may_not_go_on_there(
+    config: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in sorted(undisturbed.rglob("*"))}
+    words = ["train", str(config), f"run_dir={undisturbed}", "--ranks", "2"]
+    assert main(words) == 0 and f"finished before, at step {NUM_STEPS}" in capsys.readouterr().out
+    assert main([*words, "optimizer.lr=0.5"]) == 2
+    said = capsys.readouterr().err
+    assert "belongs to a run with other settings" in said and "optimizer.lr" in said
+    assert {path: path.stat().st_mtime_ns for path in sorted(undisturbed.rglob("*"))} == before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small disk needs root, and is forbidden here")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_training_outlives_a_full_and_a_read_only_disk(config: Path, small_disk: Path) -> None:
+    """Two things go wrong with the place of the checkpoints while it trains; each is said, and
+    mended it is as if nothing was."""
+    run_dir = small_disk / "run"
+    process = start(config, run_dir, "train.duration=100000 steps", ranks=1)
+    step = wait_for_checkpoint(run_dir, process)
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    wait_for_word(process, "could not be written (No space left on device)")
+    filler.unlink()
+    step = wait_for_checkpoint(
+        run_dir, process, beyond_step=max(step, *map(step_of, list_checkpoints(run_dir)))
+    )
+    where = str(run_dir)
+    subprocess.run(["mount", "--bind", where, where], check=True)
+    read_only = ["mount", "-o", "remount,ro,bind", where]  # busy while the trainer writes there
+    wait_until(lambda: subprocess.run(read_only, capture_output=True, check=False).returncode == 0)
+    wait_for_word(process, "could not be written (Read-only file system)")
+    subprocess.run(["umount", "--lazy", where], check=True)
+    wait_for_checkpoint(run_dir, process, beyond_step=step)
+    process.send_signal(signal.SIGTERM)
+    assert "stopped with a checkpoint" in finish(process)
+    newest = Checkpoint.newest(run_dir)
+    assert newest is not None and newest.directory == list_checkpoints(run_dir)[-1]
+
+
+def wait_for_word(process: Run, word: str) -> None:
+    wait_until(lambda: word in process.said(), lives=lambda: process.poll() is None)
 
 
 def test_the_best_checkpoint_is_known_after_an_evaluation_that_was_given_up(

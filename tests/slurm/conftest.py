@@ -149,7 +149,7 @@ class Cluster:
             time.sleep(0.1)
 
     def tell(self, command: str) -> None:
-        """`crash NODE`, `revive NODE` or `on NODE COMMAND`."""
+        """`crash NODE`, `hang NODE`, `thaw NODE`, `revive NODE` or `on NODE COMMAND`."""
         assert self._lab.stdin is not None
         self._lab.stdin.write(command.encode() + b"\n")
         self._expect(b"done\n", timeout_s=30)

@@ -3,7 +3,9 @@
 #
 #   lab.sh DIR PORT     starts it in DIR (a short path: a socket's has at most 107 characters), says "ready", then reads commands:
 #                         crash NODE    daemon and tasks die at once
-#                         revive NODE   after a crash, with nothing of before
+#                         hang NODE     nothing there runs any more, and no connection is closed (as in a power cut)
+#                         thaw NODE     all there but srun goes on after a hang
+#                         revive NODE   after one of these, with nothing of before
 #                         on NODE COMMAND   runs it there, in the node's own namespaces (a mount is seen by that node alone)
 #                       The end of its input ends everything. SLURM_CONF=DIR/slurm.conf is all that clients need.
 #
@@ -99,10 +101,20 @@ start_node() {
     echo $! >"$lab/node.$1.pid"
 }
 
-stop_node() { # its first process takes the pid namespace with it
+stop_node() { # once stopped, it must be killed by its first process: the pid namespace goes with it
     local outer
     outer=$(<"$lab/node.$1.pid")
     kill -KILL "$(first_of "$outer")" "$outer" 2>/dev/null || :
+}
+
+signal_node() { # NODE SIGNAL [NAME]: to all that is there, or to those of that name
+    local namespace process name
+    namespace=$(readlink "/proc/$(first_of "$(<"$lab/node.$1.pid")")/ns/pid")
+    for process in /proc/[0-9]*; do
+        [ "$(readlink "$process/ns/pid")" = "$namespace" ] || continue
+        name=$(<"$process/comm") || continue # it has ended meanwhile
+        [ "${3:-$name}" != "$name" ] || kill -"$2" "${process#/proc/}" || :
+    done 2>/dev/null
 }
 
 first_of() { tr -d ' ' <"/proc/$1/task/$1/children"; }
@@ -125,6 +137,11 @@ echo ready
 while read -r verb node command; do
     case $verb in
         crash) stop_node "$node" ;;
+        hang) signal_node "$node" STOP ;;
+        thaw) # all but srun: once awake, it may abort "step 0 of the job", which is the next start's by then
+            signal_node "$node" KILL srun
+            signal_node "$node" CONT
+            ;;
         revive) stop_node "$node" && start_node "$node" ;;
         on) nsenter --target "$(first_of "$(<"$lab/node.$node.pid")")" --mount --uts --pid bash -c "$command" >&2 || continue ;;
         *) echo "unknown: $verb" && continue ;;
