@@ -152,7 +152,7 @@ def _figure(options: argparse.Namespace) -> Result:
 
 
 def _paper(options: argparse.Namespace) -> Result:
-    from analysis.paper import paper
+    from analysis.papers.page import paper
     from analysis.results import read_results
 
     folder, options.out = options.out, options.out / "index"

@@ -7,8 +7,8 @@ test compares the page with it.
 import math
 from typing import Any, get_args
 
-from analysis.experiments import EXPERIMENTS, TITLES, Experiment, Paper
-from analysis.sources import origins_of
+from analysis.papers.experiments import EXPERIMENTS, TITLES, Experiment, Paper
+from analysis.papers.sources import origins_of
 from cluster.plan_file import Plan, load_plan
 from pretrain.config import PretrainSettings
 from pretrain.engine.zero_cost import in_hours

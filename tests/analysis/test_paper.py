@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from analysis.cli import _add_verbs, main
-from analysis.experiments import EXPERIMENTS, Paper
 from analysis.output import Result, remove_figures, write
+from analysis.papers.experiments import EXPERIMENTS, Paper
 from analysis.results import as_frame, read_results
 from cluster.plan_file import load_plan
 from data_prep.explain import program

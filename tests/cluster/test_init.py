@@ -98,7 +98,11 @@ def test_the_wheel_requires_one_pil_and_holds_every_config_and_job_script(wheel:
     }
     files |= {
         str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("pretrain/start/*.yaml")
-    } | {"analysis/paper.html", "analysis/papers.yaml", "finetune/export/README.md.jinja"}
+    } | {
+        "analysis/papers/page.html",
+        "analysis/papers/shared.yaml",
+        "finetune/export/README.md.jinja",
+    }
     of_a_checkout = {
         f"cluster/{name}" for name in ("apptainer.def", "Containerfile", "skypilot.yaml")
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from analysis.sources import differences, origins_of, paper_of
+from analysis.papers.sources import differences, origins_of, paper_of
 from cluster.plan_file import Plan, load_plan
 from tests.conftest import Patch
 from tests.ranks import REPOSITORY

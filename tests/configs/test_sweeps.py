@@ -313,4 +313,4 @@ def test_the_figure_of_each_plan_draws_what_its_members_reach(plans: dict[str, P
             losses = losses_of(points, figure.hue, figure.facet)
             assert losses.run.nunique() == len(points), name
         kinds[figure.kind] += 1
-    assert kinds == {"sweep": 46, "curves": 6, "scaling": 2, "cka": 2}
+    assert kinds == {"sweep": 48, "curves": 6, "scaling": 2, "cka": 2}

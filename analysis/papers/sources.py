@@ -1,7 +1,7 @@
 """Origin of every setting of a plan: printed in a paper, or chosen by us.
 
 The rows of a plan are its lists `source` (a section of the paper) and `chosen` (a reason).
-`papers.yaml` has the rows for all plans of a paper. A row names settings and all values that they
+`shared.yaml` has the rows for all plans of a paper. A row names settings and all values that they
 have in the members to which the row applies:
 
     source:
@@ -12,7 +12,7 @@ have in the members to which the row applies:
           model.patch_size: [4, 8]              # each member has one of them, and both occur
           model.num_channels, model.num_tokens: [[4, 360], [8, 252]]      # pairs
 
-For each member and setting, a row of the plan wins over a row of papers.yaml, and a row with more
+For each member and setting, a row of the plan wins over a row of shared.yaml, and a row with more
 conditions wins over one with fewer. Two names are no settings: `trials` is the number of seeds,
 `command` is pretrain, tune, probe or evaluate.
 """
@@ -25,12 +25,12 @@ from typing import Any
 
 from pydantic import Field
 
-from analysis.experiments import EXPERIMENTS
+from analysis.papers.experiments import EXPERIMENTS
 from cluster.plan_file import Plan
 from data_prep.errors import SettingsError
 from data_prep.settings import Settings, flatten, in_yaml, read_yaml, validate
 
-SHARED = Path(__file__).with_name("papers.yaml")
+SHARED = Path(__file__).with_name("shared.yaml")
 EXECUTION = (
     *("run_dir", "resume", "pretrained", "record.*", "checkpoint.*", "tracking.*", "ranks.*"),
     *("data.cache_*", "data.stage_dir", "data.check", "data.max_bad_share", "data.stream"),
@@ -105,7 +105,7 @@ class Origin:
 
 
 def paper_of(plan: Plan) -> str | None:
-    """Return the key of the plan's paper in papers.yaml."""
+    """Return the key of the plan's paper in shared.yaml."""
     papers = {"A": "mixer", "B": "scaling-mlps"}
     found = (papers[each.paper] for each in EXPERIMENTS if Path(plan.path).stem in each.plans)
     return next(found, None)

@@ -15,12 +15,12 @@ from pathlib import Path
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
-from analysis.experiments import EXPERIMENTS, TITLES, WIDTHS, Experiment, Paper
 from analysis.figure import figure
 from analysis.matrices.masks import masks
 from analysis.output import Result, remove_figures, write
+from analysis.papers.experiments import EXPERIMENTS, TITLES, WIDTHS, Experiment, Paper
+from analysis.papers.sources import Row, origins_of
 from analysis.results import STAGES, as_frame, results_below
-from analysis.sources import Row, origins_of
 from analysis.sweeps.widths import widths
 from analysis.tables.pages import pages_of
 from analysis.tables.published import TABLES, A, B
@@ -91,7 +91,7 @@ def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, is_demo: bool
         about += "; demo variants on synthetic images, whose numbers are not the paper's"
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
-    page = environment.get_template("paper.html").render(
+    page = environment.get_template("page.html").render(
         title=f"{name}: {TITLES[name]}",
         about=f"{about}; commit {git_commit()}",
         sections=sections,
