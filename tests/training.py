@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,18 @@ def stop_while_it_waits(waiting: Run) -> str:
     output = finish(waiting, code=INTERRUPTED if "SLURM_JOB_ID" in os.environ else 0)
     assert ": stopped" in output, output
     return output
+
+
+def wait_for_checkpoint(run_dir: Path, process: AnyRun, *, beyond_step: int = 0) -> int:
+    """The step of the first published checkpoint after `beyond_step`."""
+    deadline_s = time.monotonic() + 150
+    while time.monotonic() < deadline_s and process.poll() is None:
+        steps = [step_of(path) for path in list_checkpoints(run_dir)]
+        if steps and steps[-1] > beyond_step:
+            return steps[-1]
+        time.sleep(0.005)
+    said = process.communicate()[0] if process.poll() is not None else "too slow"
+    raise AssertionError(f"no checkpoint beyond step {beyond_step}: {said}")
 
 
 def step_of(checkpoint: Path) -> int:
