@@ -147,14 +147,16 @@ def members_of(plan: Plan) -> list[Member]:
 
 def origins_of(plan: Plan) -> list[Origin]:
     """Return the origin of each setting, in the order of the rows."""
-    own, shared = rows_of_plan(plan)
-    return _origins(members_of(plan), own, shared)
-
-
-def _origins(members: list[Member], own: list[Row], shared: list[Row]) -> list[Origin]:
+    (own, shared), members = rows_of_plan(plan), members_of(plan)
     decisions = [_decisions(member, own, shared) for member in members]
+    return _origins([*own, *shared], members, decisions)
+
+
+def _origins(
+    rows: list[Row], members: list[Member], decisions: list[dict[str, Row]]
+) -> list[Origin]:
     found = []
-    for row in (*own, *shared):
+    for row in rows:
         for key in row.settings:
             decided = [
                 member
@@ -185,7 +187,8 @@ def _has(member: Member, name: str, wanted: Any) -> bool:
 def differences(plan: Plan) -> list[str]:
     """Return each setting that no row names, and each row whose values are not the plan's."""
     (own, shared), members = rows_of_plan(plan), members_of(plan)
-    origins = _origins(members, own, shared)
+    decisions = [_decisions(member, own, shared) for member in members]
+    origins = _origins([*own, *shared], members, decisions)
     found = [
         f"{each.key} is {in_yaml(each.values)} in the plan, but"
         f" {in_yaml(each.row.settings[each.key])} in {each.row.origin}"
@@ -193,8 +196,8 @@ def differences(plan: Plan) -> list[str]:
         if not each.is_true
     ]
     unnamed = dict[str, list[Any]]()
-    for member in members:
-        for name in member.keys() - _decisions(member, own, shared):
+    for member, by_name in zip(members, decisions, strict=True):
+        for name in member.keys() - by_name:
             is_execution = any(fnmatch(name, pattern) for pattern in EXECUTION)
             if not is_execution and member[name] not in unnamed.setdefault(name, []):
                 unnamed[name].append(member[name])
