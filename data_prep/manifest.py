@@ -55,7 +55,7 @@ NUM_LOOKED_AT = 2000
 CHANGED = "it is not what the manifest says"
 
 Encoding = Literal["raw", "jpeg", "keep"]
-CropPolicy = Literal["center", "squash", "longer_side"]
+CropPolicy = Literal["center", "squash", "longer_side", "full"]
 Filter = Literal["bicubic", "bilinear", "box", "area"]
 
 

@@ -36,6 +36,8 @@ class Fed:
     """Mean and standard deviation of each channel on the scale 0..1."""
     interpolation: Filter = "bilinear"
     """Default filter that resizes images."""
+    eval_crop: float = 1.0
+    """Central fraction of the side that the model sees."""
     checkpoint: Checkpoint | None = None
     """None if features are pixels."""
     pixels: PixelOrder = field(default_factory=PixelOrder)
@@ -56,4 +58,6 @@ class Fed:
         card = checkpoint.card
         if channel_stats == "checkpoint":
             statistics = (card.channel_mean, card.channel_std)
-        return cls(card.image_size, statistics, card.fed_interpolation, checkpoint, card)
+        return cls(
+            card.image_size, statistics, card.fed_interpolation, card.eval_crop, checkpoint, card
+        )

@@ -147,7 +147,7 @@ class Backbone(Fed):
         self, settings: AugmentSettings | None = None, *, seed: int = 0, device: torch.device
     ) -> Augmentation:
         return Augmentation(
-            (settings or AugmentSettings()).fed_as(self.interpolation),
+            (settings or AugmentSettings()).fed_as(self.interpolation, self.eval_crop),
             seed=seed,
             image_size=self.image_size,
             normalisation=Normalisation(*self.normalisation),

@@ -303,13 +303,16 @@ class AugmentSettings(Settings):
 
     crop_scale: tuple[float, float] | None = Field(None, examples=[[0.4, 1.0]])
     """Area of random resized crops as fractions of the image, such as [0.4, 1.0]; null takes the
-    complete image."""
+    complete image, or its central square if it was built with crop=full."""
     crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
     """Smallest and largest aspect ratio (width / height) of random resized crops."""
     crop_interpolation: Interpolation | None = Field(None, examples=["bicubic"])
     """Filter for crops and plain images. bilinear and bicubic are antialiased; area is OpenCV's
-    INTER_AREA, as in FFCV; random draws bilinear or bicubic per image, as timm does. By default the
-    filter of the checkpoint, else bilinear."""
+    INTER_AREA, as in FFCV; random draws bilinear or bicubic per image, as timm does, and takes
+    bicubic for plain images. By default the filter of the checkpoint, else bilinear."""
+    eval_crop: float | None = Field(None, gt=0, le=1, examples=[0.875])
+    """Central fraction of the image's side that evaluation sees (timm's crop_pct): 0.875 is 224 of
+    256 px. By default that of the checkpoint, else 1."""
     crop_padding: int = Field(0, ge=0, le=1024)
     """Pixels of padding on each side before a crop of the stored size (recipes for 32 px use 4); 0
     is off."""
@@ -380,19 +383,23 @@ class AugmentSettings(Settings):
     def plain_filter(self) -> Filter:
         """Filter for images that are not augmented."""
         chosen = self.crop_interpolation
-        return "bilinear" if chosen is None or chosen == "random" else chosen
+        return "bicubic" if chosen == "random" else chosen or "bilinear"
 
-    def fed_as(self, filter_: Filter) -> Self:
-        """Return these settings with the filter of a checkpoint, unless they have one."""
-        return self.model_copy(update={"crop_interpolation": self.crop_interpolation or filter_})
+    @property
+    def plain_crop(self) -> float:
+        """Central fraction of the side of images that are not augmented."""
+        return self.eval_crop or 1.0
+
+    def fed_as(self, filter_: Filter, eval_crop: float) -> Self:
+        """Return these settings with the filter and crop of a checkpoint, unless they have them."""
+        own = {"crop_interpolation": self.crop_interpolation or filter_}
+        return self.model_copy(update=own | {"eval_crop": self.eval_crop or eval_crop})
 
     @property
     def recipe(self) -> str:
         """The settings that differ from no augmentation, as in a config."""
-        plain = AugmentSettings(flip_probability=0, crop_interpolation="bilinear").model_dump(
-            mode="json"
-        )
-        fed = self.fed_as("bilinear").model_dump(mode="json")
+        plain = AugmentSettings(flip_probability=0).fed_as("bilinear", 1.0).model_dump(mode="json")
+        fed = self.fed_as("bilinear", 1.0).model_dump(mode="json")
         return (
             ", ".join(f"{name} {value}" for name, value in fed.items() if value != plain[name])
             or "no augmentation"

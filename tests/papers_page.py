@@ -28,6 +28,7 @@ DATASETS = {
     "tinyimagenet": (100_000, 200, 64),
     "twins": (960, 16, 32),
     "imagenet1k-64": (IN1K, 1_000, 64),
+    "imagenet1k-full": (IN1K, 1_000, 224),
     "imagenet1k-256": (IN1K, 1_000, 224),
     "imagenet21k-64": (IN21K, 11_230, 64),
     "imagenet21k-64-n50": (IN21K // 2, 11_230, 64),

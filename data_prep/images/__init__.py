@@ -9,18 +9,19 @@ White noise: 3 in the mean. Stripes and checkerboards of full contrast, a few pi
 mean. Set draft=false to train on such textures.
 """
 
-import io
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from data_prep.errors import UserError
 from data_prep.images.decoding import MAX_PIXELS, PIXEL_BUDGET, Picture, read_picture, size_of
-from data_prep.images.jpeg import decode_plain_into
+from data_prep.images.jpeg import decode_plain_into, encode_jpeg
 from data_prep.images.rejection import Rejection, naming
 from data_prep.manifest import CropPolicy, Encoding, Filter
 from data_prep.settings import Settings
@@ -52,7 +53,9 @@ class ImageSpec(Settings):
     crop: CropPolicy = "center"
     """center: the central square, resized; both ends of the longer side are lost. squash: the
     complete image, resized to a square. longer_side: shrunk until the longer side is `image_size`
-    (never enlarged), then as center, as FFCV did for the public checkpoints."""
+    (never enlarged), then as center, as FFCV did for the public checkpoints. full: as squash, and
+    the JPEG states its original shape (encoding=jpeg). Random crops are then drawn in the complete
+    image, as timm does; without them the model sees the central square."""
     interpolation: Filter = "bicubic"
     """area: OpenCV's INTER_AREA, as in FFCV; without drafts."""
     encoding: Encoding = "raw"
@@ -65,6 +68,13 @@ class ImageSpec(Settings):
     max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
     """Reject larger images. Of a draft only its own pixels count, unless encoding=keep. Each pixel
     takes up to 16 bytes of memory."""
+
+    @model_validator(mode="after")
+    def _shape_is_stored(self) -> Self:
+        if self.crop == "full" and self.encoding != "jpeg":
+            problem = f"full needs encoding=jpeg, not {self.encoding}"
+            raise UserError("crop", problem, "set encoding=jpeg, or crop=center", code="conflict")
+        return self
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,8 @@ def convert(data: bytes, spec: ImageSpec) -> EncodedImage:
         return EncodedImage(data, picture.extension, small)
     if spec.encoding == "raw":
         return EncodedImage(ppm_header(*small.size) + small.tobytes(), "ppm", small)
-    return EncodedImage(encode_jpeg(small, quality=spec.jpeg_quality), "jpg", small)
+    aspect = picture.aspect if spec.crop == "full" else 1.0
+    return EncodedImage(encode_jpeg(small, quality=spec.jpeg_quality, aspect=aspect), "jpg", small)
 
 
 def square(picture: Picture | Image.Image, spec: ImageSpec) -> Image.Image:
@@ -140,7 +151,8 @@ def resize(
         width, height = shrunk
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
-    box = (0.0, 0.0, width, height) if crop == "squash" else (left, top, left + side, top + side)
+    is_complete = crop in ("squash", "full")
+    box = (0.0, 0.0, width, height) if is_complete else (left, top, left + side, top + side)
     return _resampled(image, (size, size), box, interpolation)
 
 
@@ -179,9 +191,3 @@ def ppm(pixels_HW3: NDArray[np.uint8]) -> bytes:
 def pgm(pixels_HW: NDArray[np.uint8]) -> bytes:
     height, width = pixels_HW.shape
     return b"P5\n%d %d\n255\n" % (width, height) + pixels_HW.tobytes()
-
-
-def encode_jpeg(image: Image.Image, *, quality: int) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=quality, subsampling=0)
-    return buffer.getvalue()

@@ -63,6 +63,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_FIRST_ON_ITS_SIDE = 5
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_TEXTS = (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
 warnings.filterwarnings("ignore", module=r"PIL\.")  # the cause is a rejection, or dropped metadata
@@ -96,6 +97,12 @@ class Picture:
         rawmode = rawmode_of(image)
         image.load()
         return cls(to_rgb(image, rawmode=rawmode), image.size, _orientation(image), extension)
+
+    @property
+    def aspect(self) -> float:
+        """Width / height of the upright image."""
+        width, height = self.extent
+        return height / width if self.orientation >= _FIRST_ON_ITS_SIDE else width / height
 
     def upright(self, image: Image.Image) -> Image.Image:
         """Return `image` as RGB, turned."""

@@ -13,10 +13,14 @@ segments, all metadata. A decoder reports only its first warning, so a JPEG with
 decoded again without its cause. imagecodecs decodes JPEGs of rare subsampling; it reports no
 warnings, so their markers are checked. Pillow decodes no JPEG.
 
+A JPEG of `crop=full` states its original shape by the density in its first segment, as pixels that
+are not square do.
+
 Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 if either side stays at least `DRAFT_MARGINS` times
 the later size. `images/__init__.py` states the effect.
 """
 
+import io
 import re
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
@@ -42,6 +46,8 @@ _SKIPPED: Final = frozenset((0xC4, 0xDB, 0xDD, _APP0, *range(0xE2, 0xF0), _COMME
 """Tables, restart interval, application data and comments: libjpeg reads those that matter."""
 _METADATA: Final = frozenset((*range(_APP0, 0xF0), _COMMENT)) - {_APP0, _APP14}
 _CHANNELS: Final = (1, 3)
+_DENSITY_AT: Final = 14
+_MAX_DENSITY: Final = 32_767
 _MARKER: Final = re.compile(rb"\xff+([^\x00\xff])")
 _EXTRANEOUS: Final = re.compile(r"([0-9]+) extraneous bytes before marker 0x([0-9a-f]{2})")
 _OF_THE_HEADER: Final = (
@@ -142,6 +148,24 @@ def plain_frame(data: bytes) -> Frame | None:
             return None
         at += 2 + (data[at + 2] << 8 | data[at + 3])
     return None
+
+
+def encode_jpeg(image: Image.Image, *, quality: int, aspect: float = 1.0) -> bytes:
+    """Encode an image; `aspect` is the width / height that it had before it was squashed."""
+    buffer, options = io.BytesIO(), dict[str, Any]()
+    if aspect != 1.0:
+        # dots an inch: a wide image that was squashed has fewer of them across
+        across, down = min(1.0, 1 / aspect), min(1.0, aspect)
+        options["dpi"] = max(1, _MAX_DENSITY * across), max(1, _MAX_DENSITY * down)
+    image.save(buffer, "JPEG", quality=quality, subsampling=0, **options)
+    return buffer.getvalue()
+
+
+def aspects_of(content: NDArray[np.uint8], starts_B: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the aspects that `encode_jpeg` has written, of JPEGs that start there in `content`."""
+    bytes_B4 = content[starts_B[:, None] + np.arange(_DENSITY_AT, _DENSITY_AT + 4)]
+    across_B, down_B = bytes_B4.view(">u2").astype(np.float64).T
+    return np.asarray(down_B / np.maximum(across_B, 1))
 
 
 def check_markers(data: bytes) -> None:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from data_prep.build.parts import LocalDirectory
 from data_prep.errors import SettingsError, UserError
 from data_prep.images.decoding import MAX_PIXELS, PIXEL_BUDGET
-from data_prep.manifest import CropPolicy, Filter
+from data_prep.manifest import Filter
 from data_prep.remote import NUM_ATTEMPTS
 from data_prep.settings import NumWorkers, Settings, read_lines
 
@@ -44,7 +44,7 @@ class IndexSettings(Settings):
     """Attempts to read from a server, with growing pauses."""
     image_size: int = Field(64, ge=8, le=1024)
     """Width and height, in pixels, to which readers resize the images by default."""
-    crop: CropPolicy = "center"
+    crop: Literal["center", "squash", "longer_side"] = "center"
     """center: the central square, resized; both ends of the longer side are lost. squash: the
     complete image, resized to a square.
     longer_side: as in `build`. Transparent pixels become white."""

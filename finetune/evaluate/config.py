@@ -128,10 +128,10 @@ class Evaluation:
         manifest = load_manifest(settings.data.directory)
         check_split(manifest, settings.data.split, directory=settings.data.dataset)
         checkpoint = checkpoint or Checkpoint.open(settings.pretrained, verify=verify)
-        source = None
+        card, source = checkpoint.card, None
         if settings.views:
             augment, source = choose_views(settings.augment, checkpoint.run_dir)
-            augment = augment.fed_as(checkpoint.card.fed_interpolation)
+            augment = augment.fed_as(card.fed_interpolation, card.eval_crop)
             settings = settings.model_copy(update={"augment": augment})
         evaluation = cls(settings, manifest, checkpoint, source)
         places = {"run_dir": str(evaluation._run_dir()), "tracking": evaluation._tracking()}
@@ -159,6 +159,8 @@ class Evaluation:
             "weights": self.checkpoint.sha256,
             "pixels": self.manifest.pixels_hash,
         }
+        if card.eval_crop != 1:
+            facts["eval_crop"] = card.eval_crop
         if card.pixel_permutation is not None:
             facts |= {"pixel_permutation": card.pixel_permutation, "permute": card.permute}
         if settings.views:

@@ -61,7 +61,7 @@ class Predictor:
         checkpoint = place if isinstance(place, Checkpoint) else Checkpoint.open(place)
         card, device = checkpoint.card, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         augmentation = Augmentation(
-            AugmentSettings().fed_as(card.fed_interpolation),
+            AugmentSettings().fed_as(card.fed_interpolation, card.eval_crop),
             seed=0,
             image_size=card.image_size,
             normalisation=Normalisation(card.channel_mean, card.channel_std),
@@ -77,11 +77,12 @@ class Predictor:
 
     @property
     def squares(self) -> ImageSpec:
-        """The square that an image becomes; the central one if the training's is unknown."""
+        """The square that an image becomes: the central one if the training's is unknown, and of
+        `crop=full`, of which evaluation sees nothing else."""
         card = self.card
         return ImageSpec(
             image_size=card.stored_size or card.image_size,
-            crop=card.stored_crop or "center",
+            crop="center" if card.stored_crop in (None, "full") else card.stored_crop,
             interpolation=card.stored_interpolation or card.fed_interpolation,
             max_pixels=MAX_PIXELS,
         )
@@ -126,6 +127,9 @@ class PictureReader:
                 reason = str(error) or "memory ran out while it was decoded"
                 bad.append(Unreadable(place, number, "", picture.name, reason))
         return bad
+
+    def aspects(self, places: Places) -> None:
+        """All images are squares."""
 
     def names(self, ids: Ids) -> list[tuple[str, str]]:
         return [("", self._pictures[number].name) for number in ids.tolist()]

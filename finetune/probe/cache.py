@@ -52,7 +52,8 @@ class Cache:
     @property
     def augment(self) -> AugmentSettings:
         """The augmentation of views, with the filter that resizes plain images."""
-        return (self.settings.augment or AugmentSettings()).fed_as(self.source.interpolation)
+        augment, source = self.settings.augment or AugmentSettings(), self.source
+        return augment.fed_as(source.interpolation, source.eval_crop)
 
     def place_of(self, split: str, view: int | None) -> Path:
         """Return the directory of a split in one view."""
@@ -69,6 +70,7 @@ class Cache:
         source, is_augmented = self.source, view is not None
         mean, std = source.normalisation
         key = source.pixels.model_dump(include={*PixelOrder.model_fields}, exclude_defaults=True)
+        key |= {} if self.augment.plain_crop == 1 else {"eval_crop": self.augment.plain_crop}
         key |= {} if source.precision == "fp32" else {"precision": source.precision}
         return key | {
             "version": VERSION,

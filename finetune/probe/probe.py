@@ -209,6 +209,7 @@ def save_classifier(settings: ProbeSettings, outcome: Outcome, maker: FeatureMak
                 )
             ),
             "fed_interpolation": maker.cache.augment.plain_filter,
+            "eval_crop": maker.cache.augment.plain_crop,
             "channel_mean": mean,
             "channel_std": std,
             "content_hash": manifest.content_hash,

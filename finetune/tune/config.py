@@ -104,7 +104,7 @@ class TuneSettings(TrainingSettings):
                 raise UserError(f"data.{name}", problem, f"remove data.{name}", code="mismatch")
         same = {name: getattr(self, name) for name in TrainingSettings.model_fields}
         same["data"] = self.data.model_copy(update=trained)
-        same["augment"] = self.augment.fed_as(card.fed_interpolation)
+        same["augment"] = self.augment.fed_as(card.fed_interpolation, card.eval_crop)
         engine = EngineSettings(zero_stage=0, **self.engine.model_dump())
         return PretrainSettings(**same, model=card.model, engine=engine)
 

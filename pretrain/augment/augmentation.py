@@ -21,6 +21,7 @@ from pretrain.augment import on_cpu
 from pretrain.augment.crops import (
     Boxes,
     Flags,
+    central_boxes,
     draw_boxes,
     draw_flips,
     draw_kernels,
@@ -126,7 +127,7 @@ class Augmentation:
     def prepare(self, batch: Batch) -> Prepared:
         if self._order_P is not None and self._is_permuted_first:
             return self._augmented(
-                replace(batch, images_BHWC=self._permuted_levels(batch.images_BHWC, self._order_P))
+                replace(batch, images_BHWC=self._permuted_levels(batch, self._order_P))
             )
         return self._in_order(self._augmented(batch))
 
@@ -141,12 +142,11 @@ class Augmentation:
             prepared, images_BCHW=images.flatten(2).index_select(2, self._order_P).view_as(images)
         )
 
-    def _permuted_levels(self, images_BHWC: Tensor, order_P: Tensor) -> Tensor:
+    def _permuted_levels(self, batch: Batch, order_P: Tensor) -> Tensor:
         """Permute the pixels of images in the model's size."""
-        images, (count, stored) = self._move(images_BHWC), images_BHWC.shape[:2]
-        if stored != self.image_size:
-            cubic = np.ones(count, bool) if self.settings.plain_filter == "bicubic" else None
-            images = self._resampled(images, whole_boxes(count, stored), cubic=cubic, levels=True)
+        images, (boxes, cubic) = self._move(batch.images_BHWC), self._plain_boxes(batch)
+        if not self._are_complete(boxes, stored=images.shape[1]):
+            images = self._resampled(images, boxes, cubic=cubic, levels=True)
         return images.flatten(1, 2).index_select(1, order_P).view_as(images)
 
     def _augmented(self, batch: Batch) -> Prepared:
@@ -159,12 +159,14 @@ class Augmentation:
         weight = None
         if self._in_one_pass:
             images = batch.images_BHWC
-            boxes = draw_boxes(self.settings, draws, count=len(images), stored_size=images.shape[1])
+            boxes = draw_boxes(
+                self.settings, draws, stored_size=images.shape[1], aspects_B=_aspects(batch)
+            )
             pictures, weight = self._finished(
                 images, boxes, weights=drawn.weight if drawn else None
             )
         else:
-            pictures = self._normalise(self._cropped(self._move(batch.images_BHWC), draws))
+            pictures = self._normalise(self._cropped(batch, draws))
             if self.settings.erase_probability > 0:
                 blocks = draw_blocks(self.settings, draws, size=self.image_size)
                 pictures = erase(pictures, blocks, mode=self.settings.erase_mode)
@@ -223,25 +225,37 @@ class Augmentation:
         return make(images_BHWC, boxes, size=self.image_size, cubic=cubic, area=self._area)
 
     def _plain(self, batch: Batch) -> Prepared:
-        count, stored = len(batch.images_BHWC), batch.images_BHWC.shape[1]
-        boxes, is_cubic = whole_boxes(count, stored), self.settings.plain_filter == "bicubic"
-        if (self._on_cpu or self._kernels) and not is_cubic:
+        boxes, cubic = self._plain_boxes(batch)
+        if (self._on_cpu or self._kernels) and cubic is None:
             return Prepared(
                 self._finished(batch.images_BHWC, boxes, weights=None)[0],
                 self._move(batch.labels_B),
             )
         images = self._move(batch.images_BHWC)
         pictures = images.permute(0, 3, 1, 2).float()
-        if stored != self.image_size:
-            cubic = np.ones(count, bool) if is_cubic else None
+        if not self._are_complete(boxes, stored=images.shape[1]):
             pictures = self._resampled(images, boxes, cubic=cubic)
         return Prepared(self._normalise(pictures).to(self.dtype), self._move(batch.labels_B))
 
-    def _cropped(self, images_BHWC: Tensor, draws: Draws) -> Tensor:
+    def _plain_boxes(self, batch: Batch) -> tuple[Boxes, Flags | None]:
+        """Return what evaluation sees of the images, and which are resized with the cubic
+        filter."""
+        settings, count = self.settings, len(batch.images_BHWC)
+        boxes = central_boxes(
+            batch.images_BHWC.shape[1], _aspects(batch), fraction=settings.plain_crop
+        )
+        return boxes, np.ones(count, bool) if settings.plain_filter == "bicubic" else None
+
+    def _are_complete(self, boxes: Boxes, *, stored: int) -> bool:
+        """Return True if the boxes are the stored images, which have the model's size."""
+        extents = np.concatenate([boxes.height, boxes.width])
+        return stored == self.image_size and bool((extents == stored).all())
+
+    def _cropped(self, batch: Batch, draws: Draws) -> Tensor:
         """Crop, flip and auto-augment: float (B, C, O, O) on the scale 0..255."""
-        settings, count, stored = self.settings, len(images_BHWC), images_BHWC.shape[1]
-        boxes = draw_boxes(settings, draws, count=count, stored_size=stored)
-        done = settings.crop_scale is None and settings.flip_probability == 0
+        settings, images_BHWC = self.settings, self._move(batch.images_BHWC)
+        count, stored = images_BHWC.shape[:2]
+        boxes = draw_boxes(settings, draws, stored_size=stored, aspects_B=_aspects(batch))
         if settings.crop_padding:
             top, left = draw_offsets(settings, draws)
             images_BHWC = padded_crop(
@@ -252,13 +266,13 @@ class Augmentation:
                 padding=settings.crop_padding,
                 mode=settings.padding_mode,
             )
-            boxes, done = whole_boxes(count, stored), True
+            boxes = whole_boxes(count, stored)
         kernels = draw_kernels(settings, draws, count=count)
         if self._policy is not None:
             levels = self._resampled(images_BHWC, boxes, cubic=kernels, levels=True)
             levels = apply_plan(levels, draw_plan(self._policy, draws), fill_C=self._fill_C)
             return levels.permute(0, 3, 1, 2).float()
-        if done and stored == self.image_size:
+        if not boxes.flip.any() and self._are_complete(boxes, stored=stored):
             return images_BHWC.permute(0, 3, 1, 2).float()
         return self._resampled(images_BHWC, boxes, cubic=kernels)
 
@@ -267,3 +281,7 @@ class Augmentation:
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
+
+
+def _aspects(batch: Batch) -> Floats:
+    return np.ones(len(batch.images_BHWC)) if batch.aspects_B is None else batch.aspects_B

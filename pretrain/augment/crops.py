@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pretrain.augment.draws import Draws, Purpose, first_that, send
+from pretrain.augment.draws import Draws, Floats, Purpose, first_that, send
 from pretrain.config import AugmentSettings, PaddingMode
 from pretrain.models.layers.products import products
 
@@ -40,19 +40,37 @@ class Boxes:
 
 
 def whole_boxes(count: int, size: int) -> Boxes:
-    zero, full = np.zeros(count), np.full(count, float(size))
-    return Boxes(zero, zero, full, full, np.zeros(count, bool))
+    return central_boxes(size, np.ones(count), fraction=1.0)
+
+
+def central_boxes(size: int, aspects_B: Floats, *, fraction: float) -> Boxes:
+    """Return the central square of each image, or that fraction of its side."""
+    width, height = _largest(size, 1 / aspects_B, fraction=fraction)
+    top, left = np.round((size - height) / 2), np.round((size - width) / 2)
+    return Boxes(top, left, height, width, np.zeros(len(aspects_B), bool))
+
+
+def _largest(size: int, ratio_B: Floats, *, fraction: float = 1.0) -> tuple[Floats, Floats]:
+    """Return width and height of the largest box of that aspect ratio, in whole pixels."""
+    sides = np.minimum(1.0, ratio_B), np.minimum(1.0, 1 / ratio_B)
+    width, height = (np.maximum(1.0, np.round(size * fraction * side)) for side in sides)
+    return width, height
 
 
 def draw_flips(settings: AugmentSettings, draws: Draws) -> Flags:
     return draws.uniform(Purpose.FLIP) < settings.flip_probability
 
 
-def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_size: int) -> Boxes:
-    """Draw random resized crops as torchvision: ten tries at area and ratio, else the center."""
-    flip = draw_flips(settings, draws)
+def draw_boxes(
+    settings: AugmentSettings, draws: Draws, *, stored_size: int, aspects_B: Floats
+) -> Boxes:
+    """Draw random resized crops as torchvision: ten tries at area and ratio, else the center.
+
+    An image of aspect a is stored as a square, in which a box of aspect r has r / a.
+    """
+    flip, count = draw_flips(settings, draws), len(aspects_B)
     if settings.crop_scale is None:
-        return replace(whole_boxes(count, stored_size), flip=flip)
+        return replace(central_boxes(stored_size, aspects_B, fraction=1.0), flip=flip)
     (low, high), (narrow, wide) = settings.crop_scale, settings.crop_ratio
     spread = math.log(wide) - math.log(narrow)
     found, height, width, rows = (
@@ -65,6 +83,7 @@ def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_si
         left_over = draws.of(rows) if tries[0] else draws
         area = stored_size**2 * (low + (high - low) * left_over.uniform(Purpose.CROP_AREA, tries))
         ratio = np.exp(math.log(narrow) + spread * left_over.uniform(Purpose.CROP_RATIO, tries))
+        ratio = ratio / aspects_B[rows, None]
         widths, heights = np.round(np.sqrt(area * ratio)), np.round(np.sqrt(area / ratio))
         fits = (widths >= 1) & (heights >= 1) & (widths <= stored_size) & (heights <= stored_size)
         found[rows], (height[rows], width[rows]) = first_that(fits, heights, widths)
@@ -72,8 +91,8 @@ def draw_boxes(settings: AugmentSettings, draws: Draws, *, count: int, stored_si
         if not len(rows):
             break
     # else the largest center crop of an allowed ratio
-    height = np.where(found, height, stored_size if narrow <= 1 else round(stored_size / narrow))
-    width = np.where(found, width, stored_size if wide >= 1 else round(stored_size * wide))
+    widest, tallest = _largest(stored_size, np.clip(aspects_B, narrow, wide) / aspects_B)
+    height, width = np.where(found, height, tallest), np.where(found, width, widest)
     top = np.floor(draws.uniform(Purpose.CROP_TOP) * (stored_size - height + 1))
     left = np.floor(draws.uniform(Purpose.CROP_LEFT) * (stored_size - width + 1))
     centre_top, centre_left = (

@@ -44,6 +44,8 @@ class ModelCard(PixelOrder):
     """Size of these squares; None if unknown or equal to `image_size`."""
     fed_interpolation: Filter = "bilinear"
     """Filter that resizes stored squares to `image_size`."""
+    eval_crop: float = 1.0
+    """Central fraction of the side that evaluation sees; timm's crop_pct."""
     content_hash: str = ""
     pixels_hash: str = ""
     """Hash of the training data, and hash of the pixels that readers make of it."""
@@ -126,7 +128,7 @@ def config_of(card: ModelCard, *, for_plain_timm: bool = False) -> dict[str, Any
         "input_size": [3, card.image_size, card.image_size],
         "fixed_input_size": True,
         "interpolation": "box" if card.fed_interpolation == "area" else card.fed_interpolation,
-        "crop_pct": 1.0,
+        "crop_pct": card.eval_crop,
         "mean": fields["channel_mean"],
         "std": fields["channel_std"],
         "num_classes": count,

@@ -65,6 +65,7 @@ class Reader(Protocol):
 
     def locate(self, ids: Ids) -> Places: ...
     def read(self, places: Places, batch_BHWC: Tensor) -> list[Unreadable]: ...
+    def aspects(self, places: Places) -> NDArray[np.float64] | None: ...
     def names(self, ids: Ids) -> list[tuple[str, str]]: ...
     def fetch_ahead(self, ids: Ids) -> None: ...
     def end_waits(self) -> None: ...
@@ -99,6 +100,9 @@ class Batch:
     global batch. In the second case the images begin with one more image, which has no key."""
     mask_B: Tensor | None = None
     """False for padding of an evaluation, and for samples that cannot be read."""
+    aspects_B: NDArray[np.float64] | None = None
+    """Width / height of each image before it was squashed (`crop=full`); None if all were cut to
+    squares."""
     num_bad: int = 0
     """Samples that could not be read."""
 
@@ -352,15 +356,14 @@ class _Job(Generic[T]):
             )
 
     def _batch(self, images_BHWC: Tensor, epochs: Ids, places: Places) -> Batch:
-        labels, mask = places.labels, self._request.mask
+        reader, mask, ids = self._batches.reader, self._request.mask, places.ids.copy()
         readable = np.ones(self._size, np.bool_)
         for first, shown in self._shown.items():
-            readable[first : first + len(shown)] = shown >= 0
-            labels = labels.copy()
-            labels[first : first + len(shown)] = self._batches.reader.locate(
-                np.maximum(shown, 0)
-            ).labels
-        labels_B = torch.from_numpy(np.ascontiguousarray(labels))
+            part = slice(first, first + len(shown))
+            readable[part] = shown >= 0
+            ids[part] = np.where(shown >= 0, shown, ids[part])
+        read = reader.locate(ids) if self._shown else places
+        labels_B = torch.from_numpy(np.ascontiguousarray(read.labels))
         mask_B = None if mask is None else torch.from_numpy(mask & readable)
         return Batch(
             images_BHWC=images_BHWC,
@@ -373,6 +376,7 @@ class _Job(Generic[T]):
                 else self._request.mix_keys
             ),
             mask_B=mask_B.pin_memory() if self._batches.pin and mask_B is not None else mask_B,
+            aspects_B=reader.aspects(read),
             num_bad=self._num_bad if mask is None else int((mask & ~readable).sum()),
         )
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from data_prep.errors import UserError
 from data_prep.images import Rejection, decode_square, ppm_header
+from data_prep.images.jpeg import aspects_of
 from data_prep.limits import cause_of
 from data_prep.local_copy import own_host
 from data_prep.manifest import DatasetError, Manifest, Shard, load_index, load_paths
@@ -119,6 +120,9 @@ class ShardReader:
         self._is_raw = np.array(
             [part.manifest.encoding == "raw" for part, _ in self._placed], np.bool_
         )
+        self._is_full = np.array(
+            [part.manifest.crop == "full" for part, _ in self._placed], np.bool_
+        )
         self.is_remote, self.decodes = self._shards.any_remote, not bool(self._is_raw.all())
         """True if any shard is remote; true if any image is not stored as pixels."""
         self._pictures = self._blockwise()
@@ -171,6 +175,16 @@ class ShardReader:
                 )
                 batch_BHWC[torch.from_numpy(raw)] = gathered.view(-1, *batch_BHWC.shape[1:])
             return self._decode(places, others, batch_BHWC.numpy())
+
+    def aspects(self, places: Places) -> NDArray[np.float64] | None:
+        """Return width / height of the images before `build` squashed them; None if it squashed
+        none."""
+        if not self._is_full.any():
+            return None
+        found, rows = np.ones(len(places.ids)), np.flatnonzero(self._is_full[places.shards])
+        with self._shards.reading(places.shards):
+            found[rows] = aspects_of(self._shards.files.content, places.offsets[rows])
+        return found
 
     def fetch_ahead(self, ids: Ids) -> None:
         """Fetch the remote shards of the samples that are needed next, in their order."""

@@ -480,6 +480,7 @@ def card_of(task: Task, *, run_key: str) -> ModelCard:
         stored_interpolation=interpolation,
         stored_size=data.parts[0].stored_size(data.image_size),  # all parts have the same
         fed_interpolation=settings.augment.plain_filter,
+        eval_crop=settings.augment.plain_crop,
         content_hash=data.content_hash,
         pixels_hash=data.pixels_hash,
         pixel_permutation=settings.data.pixel_permutation,

@@ -174,7 +174,8 @@ def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes
             evaluation_settings(runs[name], shapes, None, views=2, augment=asked)
         )
         assert (
-            evaluation.settings.augment.model_dump() == expected.fed_as("bilinear").model_dump()
+            evaluation.settings.augment.model_dump()
+            == expected.fed_as("bilinear", 1.0).model_dump()
         ), name
         assert evaluation.augment_from == source
     told = judge(runs["tuned"], shapes, None, views=2)

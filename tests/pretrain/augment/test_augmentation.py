@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as reference
 
 from pretrain.augment.augmentation import Normalisation, pixel_order
@@ -192,13 +193,17 @@ def test_bf16_is_the_rounded_fp32(settings: AugmentSettings) -> None:
     assert torch.equal(short, exact.to(torch.bfloat16))
 
 
-def test_evaluation_normalises_and_upscales_like_torchvision() -> None:
+@pytest.mark.parametrize(("settings", "kernel"), [(PAPER_A, "bicubic"), (FLOATS, "bilinear")])
+@pytest.mark.parametrize("eval_crop", [None, 0.5])
+def test_evaluation_cuts_upscales_and_normalises_like_torchvision(
+    settings: AugmentSettings, kernel: str, eval_crop: float | None
+) -> None:
     stored = pictures(3, 12)
-    ours = (
-        make(PAPER_A, size=24, normalisation=COLOURS)
-        .plain(batch_of(stored, np.arange(3)))
-        .images_BCHW
+    settings = settings.model_copy(update={"eval_crop": eval_crop})
+    ours = make(settings, size=24, normalisation=COLOURS).plain(batch_of(stored, np.arange(3)))
+    central = reference.center_crop(
+        stored.permute(0, 3, 1, 2).float(), [12 if not eval_crop else 6]
     )
-    scaled = reference.resize(stored.permute(0, 3, 1, 2).float() / 255, [24, 24], antialias=True)
-    expected = reference.normalize(scaled, *map(list, COLOURS))
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    scaled = reference.resize(central, [24, 24], InterpolationMode(kernel), antialias=True)
+    expected = reference.normalize(scaled.clamp(0, 255) / 255, *map(list, COLOURS))
+    torch.testing.assert_close(ours.images_BCHW, expected, rtol=0, atol=1e-4)

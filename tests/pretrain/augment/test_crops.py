@@ -6,6 +6,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as reference
 
@@ -136,7 +137,7 @@ def test_the_whole_box_at_the_stored_size_is_the_picture_itself() -> None:
 
 def test_boxes_are_inside_and_have_the_areas_and_ratios_asked_for() -> None:
     settings = AugmentSettings(crop_scale=(0.3, 0.7), crop_ratio=(0.5, 2.0))
-    boxes = draw_boxes(settings, draws_of(4000), count=4000, stored_size=64)
+    boxes = draw_boxes(settings, draws_of(4000), stored_size=64, aspects_B=np.ones(4000))
     assert (boxes.top >= 0).all() and (boxes.top + boxes.height <= 64).all()
     assert (boxes.left >= 0).all() and (boxes.left + boxes.width <= 64).all()
     area, ratio = boxes.height * boxes.width / 64**2, boxes.width / boxes.height
@@ -147,8 +148,31 @@ def test_boxes_are_inside_and_have_the_areas_and_ratios_asked_for() -> None:
 
 def test_a_box_that_fits_nowhere_is_the_largest_in_the_middle() -> None:
     settings = AugmentSettings(crop_scale=(1.0, 1.0), crop_ratio=(2.0, 2.0))
-    boxes = draw_boxes(settings, draws_of(5), count=5, stored_size=64)
+    boxes = draw_boxes(settings, draws_of(5), stored_size=64, aspects_B=np.ones(5))
     assert {crop_of(boxes, number).__str__() for number in range(5)} == {"[16, 0, 32, 64]"}
+
+
+@pytest.mark.parametrize("aspect", [0.001, 0.4, 0.75, 1.5, 2.5, 60.0])
+def test_boxes_of_a_squashed_image_are_those_of_the_image_itself(aspect: float) -> None:
+    """Area, ratio, and the center if none fits, as torchvision draws them in an image of that
+    shape."""
+    scale, ratio = [0.08, 1.0], [3 / 4, 4 / 3]
+    settings = AugmentSettings(crop_scale=(0.08, 1.0), flip_probability=0)
+    image = torch.empty(1, round(6000 / max(1, aspect)), round(6000 * min(1, aspect)))
+    _, height, width = image.shape
+    torch.manual_seed(0)
+    theirs = np.array([RandomResizedCrop.get_params(image, scale, ratio) for _ in range(2000)])
+    boxes = draw_boxes(
+        settings, draws_of(2000), stored_size=8192, aspects_B=np.full(2000, width / height)
+    )
+    ours = np.stack([boxes.top, boxes.left, boxes.height, boxes.width], axis=1)
+    sides = np.array([height, width, height, width])
+    for quantile in (0.01, 0.25, 0.5, 0.75, 0.99):
+        np.testing.assert_allclose(
+            np.quantile(ours / 8192, quantile, axis=0),
+            np.quantile(theirs / sides, quantile, axis=0),
+            atol=0.06,
+        )
 
 
 @pytest.mark.parametrize("mode", ["constant", "reflect"])

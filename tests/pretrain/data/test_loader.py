@@ -94,6 +94,9 @@ class FarAway:
     def fetch_ahead(self, ids: np.ndarray) -> None:
         self.asked.append(ids)
 
+    def aspects(self, places: Places) -> None:
+        pass
+
     def locate(self, ids: np.ndarray) -> Places:
         return Places(ids, *[np.zeros_like(ids)] * 4)
 
