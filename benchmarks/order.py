@@ -26,19 +26,23 @@ from frame import arguments, print_table, sized
 from data_prep.images import ppm_header
 from data_prep.manifest import Manifest
 from data_prep.publish import sha256_of
+from pretrain.data.datasets import stream_ends
 from pretrain.data.loader import LOCATED_TOGETHER
-from pretrain.data.order import BatchPlan, Ids, Order, permute
+from pretrain.data.order import BatchPlan, CanonicalStreams, Ids, Line, Order, permute
 from pretrain.data.reader import open_split
 
 NUM_SAMPLES, NUM_SHARDS, NUM_RANKS, GLOBAL_BATCH = 14_000_000, 1_400, 256, 16_384
 MIXED_SAMPLES, NUM_CLASSES = 11_060_223, 10_450
 SHUFFLES = (
-    ("full", 1024, 16),
-    ("block", 1024, 16),
-    ("block", 256, 64),
-    ("block", 64, 256),
-    ("block", 16, 1024),
+    ("full", 1024, 16, 1),
+    ("block", 1024, 16, 1),
+    ("block", 256, 64, 1),
+    ("block", 64, 256, 1),
+    ("block", 16, 1024, 1),
+    ("full", 8192, 16, 32),
+    ("block", 8192, 16, 32),
 )
+"""Shuffle, samples of a block, blocks of a window, canonical streams."""
 
 
 def cost(shuffle: str, *, num_steps: int) -> tuple[str, ...]:
@@ -98,7 +102,17 @@ def opening() -> str:
         return f"a reader of {NUM_SHARDS:,} shards opens in {time.perf_counter() - began_s:.3f} s"
 
 
-def mixed_classes(order: Order, classes: Ids, *, num_batches: int) -> float:
+def order_of(shuffle: str, block_size: int, window_blocks: int, streams: int) -> Line:
+    if streams == 1:
+        return Order(MIXED_SAMPLES, 3, shuffle, block_size, window_blocks)
+    orders = [
+        Order(end - first, 3 + first, shuffle, block_size, window_blocks)
+        for first, end in itertools.pairwise(stream_ends(MIXED_SAMPLES, streams))
+    ]
+    return CanonicalStreams(tuple(orders), GLOBAL_BATCH)
+
+
+def mixed_classes(order: Line, classes: Ids, *, num_batches: int) -> float:
     """Return the median number of classes in a batch, over batches of two epochs."""
     starts = np.linspace(0, 2 * MIXED_SAMPLES - GLOBAL_BATCH, num_batches).astype(np.int64)
     return statistics.median(
@@ -121,12 +135,12 @@ def main() -> None:
     shuffled = by_class[permute(np.arange(MIXED_SAMPLES), size=MIXED_SAMPLES, key=7)]
     rows = []
     for stored, classes in (("shuffled", shuffled), ("by class", by_class)):
-        for shuffle, block_size, window_blocks in SHUFFLES:
-            order = Order(MIXED_SAMPLES, 3, shuffle, block_size, window_blocks)
+        for shuffle, block_size, window_blocks, streams in SHUFFLES:
+            order = order_of(shuffle, block_size, window_blocks, streams)
             blocks = "" if shuffle == "full" else f"{block_size:,} x {window_blocks:,}"
             distinct = mixed_classes(order, classes, num_batches=num_batches)
-            rows.append((stored, shuffle, blocks, f"{distinct:,.0f}"))
-    columns = ("stored", "shuffle", "block x blocks", "classes")
+            rows.append((stored, shuffle, blocks, f"{streams}", f"{distinct:,.0f}"))
+    columns = ("stored", "shuffle", "block x blocks", "streams", "classes")
     print_table(f"classes in a batch of {GLOBAL_BATCH:,}", columns, rows)
 
 

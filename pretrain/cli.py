@@ -205,7 +205,8 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
 
 def world_of(options: argparse.Namespace) -> World:
     """Return the world of the first rank that --ranks starts, else of this process."""
-    return World(rank=0, local_rank=0, num_ranks=options.ranks) if options.ranks else read_world()
+    count = options.ranks
+    return World(0, 0, num_ranks=count, num_local_ranks=count) if count else read_world()
 
 
 def ranks_of(world: World) -> str:
@@ -246,6 +247,9 @@ def _train(options: argparse.Namespace) -> int:
         if isinstance(data, StreamData):
             print(f"{settings.run_dir}: {data.in_words}", flush=True)
         warn_if_enlarged(data, settings.run_dir)
+        if not world.is_one_node and (data.is_remote or settings.data.stage_dir):
+            num_nodes = world.num_ranks // world.num_local_ranks
+            print(f"{settings.run_dir}: {data.reading_in_words(num_nodes)}", flush=True)
     if options.ranks:
         command = [sys.executable, "-m", "pretrain", "train", options.config, *options.overrides]
         return launch(command, num_ranks=options.ranks, heed_signals=True)
@@ -390,7 +394,7 @@ def _plan(options: argparse.Namespace) -> int:
     num_nodes = [int(count) for count in parse_numbers(options.nodes, field="--nodes")]
     cluster = Cluster(options.gpus, options.gbit, options.gbit_inside, options.teraflops)
     classes, size, samples = options.classes, options.image_size, options.samples
-    settings = None
+    settings = data = None
     if options.model.endswith((".yaml", ".yml")):
         settings = load_settings(PretrainSettings, path=options.model, overrides=options.overrides)
         size = size or settings.data.image_size
@@ -429,6 +433,9 @@ def _plan(options: argparse.Namespace) -> int:
             code="bad-value",
         )
     print_plan(plan, num_nodes, console())
+    if data is not None and not data.settings.stream:
+        for count in num_nodes:
+            console().print(data.reading_in_words(count))
     if settings is not None:
         samples = epoch_length(
             samples, global_batch_size=plan.global_batch_size, last_batch=settings.data.last_batch

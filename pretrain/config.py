@@ -226,6 +226,12 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     """Number of neighboring samples that block shuffle reads together."""
     window_blocks: int = Field(16, ge=1)
     """Number of blocks that block shuffle mixes with each other."""
+    canonical_streams: int = Field(1, ge=1)
+    """Number of ranges of shards, each with an order of its own, from which every batch takes equal
+    parts. Set it to the largest number of nodes, or a multiple: each node then reads only its own
+    ranges in every epoch. The batches do not depend on the number of nodes. If a node's cache is
+    smaller than its ranges, add data.shuffle=block with the samples of a shard as block_size. 1:
+    one order of all samples."""
     last_batch: LastBatch = "carry"
     """Last batch of an epoch that is not a multiple of the batch size. carry: the batch continues
     in the next epoch, so nothing is lost. drop: skip the rest. pad: repeat samples of the epoch."""
@@ -254,12 +260,14 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
             )
         is_single = not self.also, "data.also=[]"
         needs = {"weight": (bool(self.also), "data.also"), "fold": is_single}
-        check_needs(self, "data", needs | {"last_batch": is_single})
+        needs |= {"last_batch": is_single}
+        is_divisible = is_single if self.also else (self.fold is None, "data.fold=null")
+        check_needs(self, "data", needs | {"canonical_streams": is_divisible})
         return self
 
     @model_validator(mode="after")
     def _stream_is_described(self) -> "DataSettings":
-        others = ("also", "fold", "stage_dir", "last_batch")
+        others = ("also", "fold", "stage_dir", "last_batch", "canonical_streams")
         needs = dict.fromkeys(StreamSettings.model_fields, (self.stream, "data.stream=true"))
         needs |= dict.fromkeys(others, (not self.stream, "data.stream=false"))
         check_needs(self, "data", needs)
@@ -671,6 +679,23 @@ class TrainingSettings(Settings):
     @model_validator(mode="after")
     def _batches_can_be_cut(self) -> Self:
         check_against_ranks(self.train, self.augment, num_ranks=1)
+        return self
+
+    @model_validator(mode="after")
+    def _streams_have_equal_parts(self) -> Self:
+        streams, batch = self.data.canonical_streams, self.train.global_batch_size
+        is_ordered = not (streams > 1 and self.augment.mixes_previous)
+        check_needs(self.augment, "augment", {"mix_with": (is_ordered, "data.canonical_streams=1")})
+        unit = 2 if self.augment.mixes_pairs else 1
+        if batch % (streams * unit):
+            nearest = nearest_divisor(batch // unit, streams)
+            raise SettingsError(
+                "data.canonical_streams",
+                f"{streams} streams do not give equal parts of {batch} images"
+                + ", each of complete MixUp pairs" * (unit - 1),
+                f"set data.canonical_streams={nearest}, or another train.global_batch_size",
+                code="mismatch",
+            )
         return self
 
     @model_validator(mode="after")

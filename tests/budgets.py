@@ -20,12 +20,12 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 424_000,
-    "pretrain": 608_000,
-    "finetune": 226_000,
+    "pretrain": 632_000,
+    "finetune": 230_000,
     "analysis": 225_000,
-    "cluster": 118_000,
-    "benchmarks": 136_000,
-    "tests": 1_382_000,
+    "cluster": 124_000,
+    "benchmarks": 141_000,
+    "tests": 1_415_000,
 }
 
 

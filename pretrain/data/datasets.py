@@ -9,9 +9,10 @@ Long because datasets, mixtures, folds and streams have one interface.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -37,6 +38,7 @@ from data_prep.publish import hash_of_json
 from pretrain.config import DataSettings, ScheduleSettings, TrainSettings, parse_length
 from pretrain.data.order import (
     AsItComes,
+    CanonicalStreams,
     FoldOrder,
     Ids,
     Line,
@@ -84,7 +86,8 @@ class Part:
     fold: int | None = None
     """The only fold to train on, of a split with the annotation `folds`."""
     staged: ShardStore | None = None
-    """Copies of the shards and indices on this node's disk."""
+    """Copies on this node's disk: of all indices and of the shards in `staged_files`."""
+    staged_files: frozenset[str] = frozenset()
 
     @property
     def num_samples(self) -> int:
@@ -105,9 +108,10 @@ class Part:
 
     def tar(self, shard: Shard) -> Path:
         """Return the path of a local shard."""
-        if self.staged is None:
+        name = f"{shard.sha256}.tar"
+        if self.staged is None or name not in self.staged_files:
             return self.directory / shard.file
-        return self.staged.path / f"{shard.sha256}.tar"
+        return self.staged.path / name
 
     def index(self, shard: Shard) -> Path:
         if self.staged is None:
@@ -186,14 +190,70 @@ class TrainingData:
 
     def order(self, *, seed: int, global_batch_size: int) -> Line:
         """Return the sequence of samples, with the ids of a `ShardReader` over `parts`."""
+        streams = self.settings.canonical_streams
+        if streams > 1:
+            ends = stream_ends(self.num_samples, streams)
+            orders = [
+                self._order(0, end - first, number, seed=seed, batch=global_batch_size)
+                for number, (first, end) in enumerate(pairwise(ends))
+            ]
+            # blocks of a shard's size begin with the shards, so that each shard is in one window
+            shards = np.cumsum([0, *(shard.num_samples for shard in self.parts[0].content.shards)])
+            after = shards[np.searchsorted(shards, ends[:-1])] - ends[:-1]
+            return CanonicalStreams(
+                tuple(
+                    replace(order, first_block=first)
+                    for order, first in zip(orders, after.tolist(), strict=True)
+                ),
+                global_batch_size,
+            )
         orders = [
-            self._order(number, seed=seed, batch=global_batch_size)
-            for number in range(len(self.parts))
+            self._order(number, part.num_samples, seed=seed, batch=global_batch_size)
+            for number, part in enumerate(self.parts)
         ]
         if len(orders) > 1:
             return Mixture(tuple(orders), self.weights)
         chosen = self.parts[0].chosen
         return orders[0] if chosen is None else FoldOrder(orders[0], chosen)
+
+    def shards_of(self, ranks: range, *, num_ranks: int) -> Iterator[tuple[Part, Shard]]:
+        """Yield the shards that these neighboring ranks train on, with their parts."""
+        streams = self.settings.canonical_streams
+        ends = stream_ends(self.num_samples, streams)
+        first = ends[ranks.start * streams // num_ranks]
+        end = ends[-(-ranks.stop * streams // num_ranks)]
+        for part in self.parts:
+            position = 0
+            for shard in part.content.shards:
+                after = position + shard.num_samples
+                if shard.num_samples and (streams == 1 or (position < end and after > first)):
+                    yield part, shard
+                position = after
+
+    @property
+    def is_remote(self) -> bool:
+        """True if shards to train on are on a server."""
+        return any(shard.is_remote for part in self.parts for shard in part.content.shards)
+
+    def node_bytes(self, num_nodes: int) -> int:
+        """Return the largest number of bytes of shards that one of the nodes reads in an epoch."""
+        return max(
+            sum(
+                shard.num_bytes
+                for _, shard in self.shards_of(range(node, node + 1), num_ranks=num_nodes)
+            )
+            for node in range(num_nodes)
+        )
+
+    def reading_in_words(self, num_nodes: int) -> str:
+        """Return how much of the training data one of the nodes reads in an epoch."""
+        own, total = self.node_bytes(num_nodes), self.node_bytes(1)
+        nodes = f"{num_nodes} node{'s' * (num_nodes > 1)}"
+        words = f"with {nodes} a node reads at most {own / 1e9:,.3g} GB an epoch"
+        words += f", {own / total:.1%} of the shards"
+        if num_nodes > 1 and self.settings.canonical_streams % num_nodes:
+            words += f". With data.canonical_streams={num_nodes} it would read its own shards only"
+        return words
 
     def epoch_size(self, *, global_batch_size: int) -> int:
         """Return the number of positions in one epoch."""
@@ -213,11 +273,7 @@ class TrainingData:
     def eval_part(self) -> Part | None:
         """Return the evaluation split of the first dataset, with the classes of all data."""
         first, split = self.parts[0], self.settings.eval_split
-        return (
-            None
-            if split is None
-            else Part(first.directory, first.manifest, split, first.classes, staged=first.staged)
-        )
+        return None if split is None else replace(first, split=split, fold=None)
 
     @property
     def baselines(self) -> str:
@@ -225,12 +281,16 @@ class TrainingData:
         part = self.eval_part()
         return baselines(len(self.classes), part.content.largest_class if part else None)
 
-    def _order(self, number: int, *, seed: int, batch: int) -> Order:
+    def _order(self, number: int, num_samples: int, *stream: int, seed: int, batch: int) -> Order:
+        """Return the order of a part, or of one stream of a part."""
         data, part = self.settings, self.parts[number]
-        num_samples = part.num_samples
-        differs = (number,) if number else ()  # a dataset that is named twice needs two orders
+        differs = [number] if number else []  # a dataset that is named twice needs two orders
+        if stream:
+            differs = [data.canonical_streams, *stream]
         key = int(hash64(hex_key(part.manifest.content_hash), seed, *differs) >> 1)
-        length = epoch_length(num_samples, global_batch_size=batch, last_batch=data.last_batch)
+        length = num_samples
+        if data.last_batch != "carry":
+            length = self.epoch_size(global_batch_size=batch) // data.canonical_streams
         return Order(num_samples, key, data.shuffle, data.block_size, data.window_blocks, length)
 
 
@@ -312,6 +372,7 @@ def load_training_data(data: DataSettings) -> TrainingData:
         found.append(Part(directory, also, other.split))
     _check_sizes(data, found)
     _check_names(found)
+    _check_streams(data, found[0])
     weights = mixture_weights(
         [data.weight, *(other.weight for other in data.also)],
         [part.content.num_samples for part in found],
@@ -487,6 +548,23 @@ def num_folds(part: Part) -> int:
     """Return the number of folds of the split."""
     annotation = part.content.annotations.get(FOLDS)
     return annotation.num_columns if annotation else 0
+
+
+def stream_ends(num_samples: int, num_streams: int) -> list[int]:
+    """Return the first sample of each canonical stream, and the number of samples."""
+    return [num_samples * number // num_streams for number in range(num_streams + 1)]
+
+
+def _check_streams(data: DataSettings, part: Part) -> None:
+    num_shards = sum(shard.num_samples > 0 for shard in part.content.shards)
+    if 1 < data.canonical_streams > num_shards:
+        raise SettingsError(
+            "data.canonical_streams",
+            f"{part.directory} has {num_shards:,} shards, too few for {data.canonical_streams:,}"
+            " streams",
+            f"set at most {num_shards:,}, or build the dataset with a smaller samples_per_shard",
+            code="bad-value",
+        )
 
 
 def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:

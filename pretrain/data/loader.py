@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -126,9 +127,11 @@ def training_batches(
     bad_samples: BadSamples | None = None,
     waits: Waits[T] = Future.result,
     previous_in: int | None = None,
+    node_ranks: range | None = None,
 ) -> "Batches[T]":
     """Return the endless micro-batches of a rank after `consumed` samples.
 
+    `node_ranks`: the ranks that share copies of remote shards with this one; by default all.
     With `previous_in` (the global batch size) each micro-batch begins with one more image: the one
     before it in its global batch, or the last one for the first micro-batch.
     """
@@ -145,6 +148,7 @@ def training_batches(
         prefetch=prefetch,
         pin=pin,
         look_ahead=max(LOOK_AHEAD, 2 * plan.global_batch_size),
+        read_here=partial(plan.of_ranks, ranks=node_ranks or range(plan.num_ranks)),
         waits=waits,
     )
 
@@ -197,9 +201,11 @@ class Batches(Generic[T]):
         prefetch: int,
         pin: bool,
         look_ahead: int = LOOK_AHEAD,
+        read_here: Callable[[Ids], Ids] = np.asarray,
         waits: Waits[T] = Future.result,
     ):
-        """`waits` is how the caller of `next` waits."""
+        """`read_here` chooses the positions whose samples this node reads. `waits` is how the
+        caller of `next` waits."""
         self.reader, self.order, self.finish, self.on_bad, self.pin = (
             reader,
             order,
@@ -209,7 +215,8 @@ class Batches(Generic[T]):
         )
         self.requests, self.buffers = iter(requests), BufferPool()
         self._waits, self._num_threads, self._prefetch = waits, num_threads, prefetch
-        self._look_ahead, self._announce_from, self._announcing = look_ahead, -1, threading.Lock()
+        self._read_here, self._look_ahead = read_here, look_ahead
+        self._announce_from, self._announcing = -1, threading.Lock()
         self._pool = lone_threads(num_threads, pin=pin)
         self._ahead: deque[Future[T]] = deque()
         self._group = _Group(self)
@@ -242,13 +249,14 @@ class Batches(Generic[T]):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def announce(self, position: int) -> None:
-        """Tell the reader which samples of all ranks come next, because the ranks of a node share
+        """Tell the reader which samples of this node's ranks come next, because they share
         copies."""
         if not self.reader.is_remote:
             return
         with self._announcing:
             if position >= self._announce_from:
-                _, samples = self.order.locate(np.arange(position, position + self._look_ahead))
+                following = np.arange(position, position + self._look_ahead)
+                _, samples = self.order.locate(self._read_here(following))
                 self.reader.fetch_ahead(samples)
                 self._announce_from = position + self._look_ahead // 2
 

@@ -22,6 +22,12 @@ each source has its fraction to within the number of sources. The n-th position 
 n-th of its own order. If weights are numbers of samples, one epoch has every sample of every source
 once. Sample ids of a source follow those of the sources before it, as in `ShardReader`.
 
+With N `CanonicalStreams` the samples are cut into N ranges, each with an order of its own. Every
+global batch takes an equal part from each stream, and a rank takes a connected part of the batch,
+so a node reads only the streams of its ranks. The streams depend on nothing but N, so all world
+sizes still train on the same batches. Epochs are those of the streams: if N does not divide the
+samples, the epochs of longer streams end one sample later each.
+
 All random numbers of training are counter-based: `hash64` of their purpose, so no generator has a
 state.
 """
@@ -129,6 +135,8 @@ class Order:
     window_blocks: int = 16
     length: int | None = None
     """Positions of an epoch; None: `num_samples`."""
+    first_block: int | None = None
+    """Sample at which the blocks begin; None: another one in every epoch."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.length == 0:
@@ -175,8 +183,8 @@ class Order:
             samples[tail] = whole + permute(
                 within[tail] - whole, size=self.num_samples - whole, key=int(hash64(key, 3))
             )
-        rotation = int(hash64(key, 4)) % self.num_samples
-        return (samples + rotation) % self.num_samples
+        first = int(hash64(key, 4)) if self.first_block is None else self.first_block
+        return (samples + first % self.num_samples) % self.num_samples
 
 
 @dataclass(frozen=True)
@@ -214,6 +222,27 @@ class Mixture:
             rows = rows[~is_here]
             sources[rows] = source + 1
         return sources, places
+
+
+@dataclass(frozen=True)
+class CanonicalStreams:
+    """Orders of ranges of samples, each of which gives every global batch an equal part."""
+
+    orders: tuple[Order, ...]
+    global_batch_size: int
+
+    def locate(self, positions: Ids) -> tuple[Ids, Ids]:
+        """Return (epoch of the sample's stream, sample id) of positions on the endless line."""
+        part = self.global_batch_size // len(self.orders)
+        batches, offsets = np.divmod(positions, self.global_batch_size)
+        streams, places = np.divmod(offsets, part)
+        epochs, samples = np.empty_like(positions), np.empty_like(positions)
+        first_ids = np.cumsum([0, *(order.num_samples for order in self.orders)])
+        for number in np.unique(streams).tolist():
+            rows = np.flatnonzero(streams == number)
+            epochs[rows], within = self.orders[number].locate(batches[rows] * part + places[rows])
+            samples[rows] = first_ids[number] + within
+        return epochs, samples
 
 
 def _share(counts: Ids, weight: int, total: int) -> Ids:
@@ -271,6 +300,9 @@ class BatchPlan:
     global_batch_size: int
     local_batch_size: int
     num_ranks: int
+    is_connected: bool = False
+    """True if the micro-batches of a rank are neighbors in the global batch, as canonical streams
+    need. By default the ranks' micro-batches alternate."""
 
     def __post_init__(self) -> None:
         assert self.global_batch_size % (self.local_batch_size * self.num_ranks) == 0, self
@@ -281,8 +313,19 @@ class BatchPlan:
 
     def positions(self, *, consumed: int, micro_step: int, rank: int) -> Ids:
         """Return the positions of one rank's micro-batch in the global batch after `consumed`."""
-        start = consumed + (micro_step * self.num_ranks + rank) * self.local_batch_size
+        number = micro_step * self.num_ranks + rank
+        if self.is_connected:
+            number = rank * self.accumulation_steps + micro_step
+        start = consumed + number * self.local_batch_size
         return np.arange(start, start + self.local_batch_size, dtype=np.int64)
+
+    def of_ranks(self, positions: Ids, ranks: range) -> Ids:
+        """Return those of the positions that these neighboring ranks read; without connected parts
+        all positions, because each shard has samples for each rank."""
+        if not self.is_connected:
+            return positions
+        readers = positions % self.global_batch_size * self.num_ranks // self.global_batch_size
+        return positions[(readers >= ranks.start) & (readers < ranks.stop)]
 
     def sequence(self, *, consumed: int, rank: int) -> Iterator[Ids]:
         """Yield the positions of a rank's endless micro-batches."""

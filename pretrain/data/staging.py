@@ -35,7 +35,7 @@ def stage_data(
     the result lives."""
     if data.settings.stage_dir is None:
         return data
-    files, directory = files_to_stage(data), Path(data.settings.stage_dir)
+    files, directory = files_to_stage(data, world), Path(data.settings.stage_dir)
 
     def open_store() -> ShardStore | None:
         try:
@@ -57,21 +57,28 @@ def stage_data(
     PROGRESS.mark("starting")
     if store is None or not store.hold_present(files):
         return data
-    return replace(data, parts=tuple(replace(part, staged=store) for part in data.parts))
+    names = frozenset(file.name for file in files)
+    staged = [replace(part, staged=store, staged_files=names) for part in data.parts]
+    return replace(data, parts=tuple(staged))
 
 
-def files_to_stage(data: TrainingData) -> list[File]:
-    """Return the files that training reads: indices and local shards. Remote shards have their own
-    store."""
-    files: dict[str, File] = {}
+def files_to_stage(data: TrainingData, world: World) -> list[File]:
+    """Return the files that this node reads: all indices, the local shards that its ranks train on,
+    and the local shards of the evaluation. Remote shards have their own store."""
+    evaluated, files = data.eval_part(), dict[str, File]()
+    tars = list(data.shards_of(world.node_ranks, num_ranks=world.num_ranks))
+    if evaluated is not None:
+        tars += [(evaluated, shard) for shard in evaluated.content.shards if shard.num_samples]
     for part in data.read_parts:
         for shard in part.content.shards:
             if shard.num_samples:
                 index, sha256 = part.directory / shard.index_file, shard.index_sha256
-                found = [File(str(index), f"{sha256}.npy", index.stat().st_size, sha256)]
-                if not shard.is_remote:
-                    found.append(tar_of(shard, part.directory))
-                files |= {file.name: file for file in found}
+                name = f"{sha256}.npy"
+                files[name] = File(str(index), name, index.stat().st_size, sha256)
+    for part, shard in tars:
+        if not shard.is_remote:
+            file = tar_of(shard, part.directory)
+            files[file.name] = file
     return list(files.values())
 
 

@@ -506,6 +506,7 @@ def batches_of(
     *,
     bad_samples: BadSamples | None = None,
     previous_in: int | None = None,
+    node_ranks: range | None = None,
     waits: Waits[T] = Future.result,
     **how: Any,
 ) -> BatchSource[T]:
@@ -513,5 +514,12 @@ def batches_of(
     if isinstance(reader, Stream):
         return StreamBatches(reader, plan, waits=waits, **how)
     return training_batches(
-        reader, order, plan, bad_samples=bad_samples, previous_in=previous_in, waits=waits, **how
+        reader,
+        order,
+        plan,
+        bad_samples=bad_samples,
+        previous_in=previous_in,
+        node_ranks=node_ranks,
+        waits=waits,
+        **how,
     )

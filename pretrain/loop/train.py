@@ -273,7 +273,12 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
         world=world,
         remedy=task.remedy,
     )
-    plan = BatchPlan(train.global_batch_size, local_batch_size, world.num_ranks)
+    plan = BatchPlan(
+        train.global_batch_size,
+        local_batch_size,
+        world.num_ranks,
+        is_connected=settings.data.canonical_streams > 1,
+    )
     engine = task.engine(model, plan, device=device, world=world)
     facts = {"train.local_batch_size": local_batch_size, "num_weights": num_weights}
     run_key, tracker = open_tracker(task, facts, world)

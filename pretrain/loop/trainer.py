@@ -228,6 +228,7 @@ class Trainer:
             pin=on_gpu,
             finish=finish_for(self.augmentation),
             bad_samples=bad_samples,
+            node_ranks=self.world.node_ranks,
             previous_in=batch_size if self.settings.augment.mixes_previous else None,
             # on a GPU a thread of the feed waits for batches, and signals do not reach it
             waits=Future.result if on_gpu else self.stop.result,

@@ -38,6 +38,12 @@ class World:
         return number if number < num_visible else None
 
     @property
+    def node_ranks(self) -> range:
+        """Ranks of this node. Launchers number the ranks node by node."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.num_local_ranks)
+
+    @property
     def is_one_node(self) -> bool:
         return self.num_local_ranks == self.num_ranks
 

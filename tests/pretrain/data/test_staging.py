@@ -54,7 +54,7 @@ def everything(data: TrainingData) -> list[torch.Tensor]:
 
 
 def files(data: TrainingData) -> list[File]:
-    return files_to_stage(data)
+    return files_to_stage(data, World(0, 0, 1))
 
 
 def place_of(data: TrainingData) -> Path:
