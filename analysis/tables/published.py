@@ -1,10 +1,10 @@
 """The numbers that the papers' tables print, and the runs that each row is about.
 
 The Mixer paper is "Understanding MLP-Mixer as a Wide and Sparse MLP" (Hayase and Karakida, ICML
-2024). MLP is the standard MLP of Scaling MLPs (Bachmann et al., NeurIPS 2023), MLP-Inv the one with
-inverted bottlenecks, DA data augmentation (random flips and crops), TTA test-time augmentation. All
-numbers are top-1 in per cent; the errors of the Mixer paper are subtracted from 100. Numbers that
-we have not seen in a paper are missing.
+2024). MLP is the standard MLP of Scaling MLPs (Bachmann et al., NeurIPS 2023), MLP-Inv the MLP with
+inverted bottlenecks, DA data augmentation (random flips, crops and MixUp), TTA test-time
+augmentation. All numbers are top-1 in per cent; the errors of the Mixer paper are subtracted from
+100. Numbers that we have not seen in a paper are missing.
 """
 
 from typing import Literal, NamedTuple
