@@ -400,8 +400,10 @@ class AugmentSettings(Settings):
 
     def fed_as(self, filter_: Filter, eval_crop: float) -> Self:
         """Return these settings with the filter and crop of a checkpoint, unless they have them."""
-        own = {"crop_interpolation": self.crop_interpolation or filter_}
-        return self.model_copy(update=own | {"eval_crop": self.eval_crop or eval_crop})
+        own: dict[str, Any] = {"crop_interpolation": self.crop_interpolation or filter_}
+        if eval_crop != 1:
+            own["eval_crop"] = self.eval_crop or eval_crop
+        return self.model_copy(update=own)
 
     @property
     def recipe(self) -> str:
