@@ -10,6 +10,7 @@ from data_prep.manifest import Filter, Manifest
 from data_prep.settings import Settings
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.config import PixelOrder, ReadingSettings, TrackingSettings
+from pretrain.models.spec import IMPORT_PATH
 from pretrain.ranks.settings import RanksSettings
 from pretrain.record import RecordSettings
 
@@ -19,12 +20,22 @@ _STATS = (
 )
 ChannelStats = Annotated[Literal["checkpoint", "target"], Field(description=_STATS)]
 
+_ALLOWED = (
+    "Class of the model, as module:Class, if the checkpoint was trained with model.import. Its code"
+    " runs only if this setting or --allow-import names it."
+)
+AllowedImport = Annotated[
+    str | None,
+    Field(description=_ALLOWED, pattern=IMPORT_PATH, examples=["my_package.my_module:MyModel"]),
+]
+
 
 class ShortRunSettings(Settings):
     data: ReadingSettings
     ranks: RanksSettings = RanksSettings()
     tracking: TrackingSettings = TrackingSettings()
     record: RecordSettings = RecordSettings()
+    allow_import: AllowedImport = None
 
 
 @dataclass(frozen=True)

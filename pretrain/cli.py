@@ -43,6 +43,8 @@ from pretrain.config import (
 )
 from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
+from pretrain.models.imported import allow_import, code_of
+from pretrain.models.spec import ImportSpec
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World, free_port, rank_of, read_alone, read_world
@@ -224,6 +226,9 @@ def _train(options: argparse.Namespace) -> int:
         StopFlag().install()  # before the long imports: a stop while they last counts
     settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     run_dir, world = Path(settings.run_dir), world_of(options)
+    if isinstance(settings.model, ImportSpec):
+        allow_import(settings.model.path)
+        code_of(settings.model)  # fails if there is no such package, before the long imports
     check_settings(run_dir, settings)
     fetch_run(settings, world)
     if (result := finished_result(run_dir, settings)) is not None:
@@ -254,7 +259,8 @@ def _train(options: argparse.Namespace) -> int:
 
     outcome = train(Pretraining(settings, data, start), world)
     dataset = settings.data.eval_dataset or settings.data.dataset
-    more = summary(outcome, run_dir, dataset=dataset, data=data) if outcome.finished else []
+    lines = summary(outcome, run_dir, dataset=dataset, data=data, model=settings.model)
+    more = lines if outcome.finished else []
     return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
 
 
@@ -282,7 +288,8 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
             (settings.model, data.image_size, settings.data),
         )
     )
-    if differ := differences(there, here, is_free=lambda key, old, new: key == "model.dropout"):
+    free = ("model.dropout", "model.num_features")
+    if differ := differences(there, here, is_free=lambda key, old, new: key in free):
         problem = f"{source} holds another model ({differ} there)"
         fix = "set the same model, or choose another source"
         raise SettingsError("start_from", problem, fix, code="mismatch")

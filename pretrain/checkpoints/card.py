@@ -54,6 +54,8 @@ class ModelCard(PixelOrder):
     """Only runs of ours have these four."""
     origin: str = ""
     """File or repository of imported weights."""
+    code_sha256: str = ""
+    """Hash of the code of model.import during training; "" for other models."""
     timm_transform: dict[str, str | float] = Field(default_factory=dict)
     """Transform of weights imported from timm (interpolation, crop_pct, crop_mode), for timm."""
 

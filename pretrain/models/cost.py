@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from data_prep.errors import UserError
 from pretrain.models.spec import (
     AnySpec,
+    ImportSpec,
     MixerSpec,
     MlpSpec,
     SparseMlpSpec,
@@ -58,8 +59,8 @@ TIMM_COSTS = {
 
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
-    """Return the cost, or zeros for a model of timm that the papers do not use."""
-    if isinstance(spec, TimmModelSpec):
+    """Return the cost, or zeros for a model that the papers do not use."""
+    if isinstance(spec, TimmModelSpec | ImportSpec):
         return Cost()
     stem, blocks, num_features = _parts(spec, image_size=image_size)
     return stem + blocks + _linear(num_features, num_classes)
@@ -99,7 +100,7 @@ def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
                 cost if image_size == size else count_cost(spec, image_size=image_size),
                 num_features,
             )
-        case TimmModelSpec():
+        case TimmModelSpec() | ImportSpec():
             return Cost(), Cost(), spec.num_features
 
 
@@ -292,7 +293,7 @@ def width_and_connections(spec: AnySpec, *, image_size: int) -> tuple[int | None
             return width, spec.density * (spec.expansion or 1.0) * width**2
         case StructuredMlpSpec():
             return spec.num_rows * spec.num_columns, None
-        case TimmSpec() | TimmModelSpec():
+        case TimmSpec() | TimmModelSpec() | ImportSpec():
             return None, None
 
 

@@ -1,14 +1,16 @@
 """The papers' models by name, without torch: fields of a spec, image size, and source."""
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, create_model
 
 from data_prep.errors import SettingsError
 from data_prep.settings import Settings, nearest, validate
-from pretrain.models.spec import AnySpec, ModelSpec
+from pretrain.models.spec import IMPORT_PATH, AnySpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,25 @@ class NamedModel(Settings):
         json_schema_extra=lambda schema: schema.update(enum=list(PRESETS)),
     )
     """A name that `pretrain models` lists. It excludes `kind`."""
+
+
+class _WithArguments(Settings):
+    model_config = ConfigDict(extra="allow")
+
+
+_PATH = (
+    "Module and class of a torch module with timm's interface. All other keys of `model` are"
+    " arguments of the class. It excludes `preset` and `kind`."
+)
+_EXAMPLE = ["my_package.my_module:MyModel"]
+_IMPORT: Any = {"import": (str, Field(description=_PATH, pattern=IMPORT_PATH, examples=_EXAMPLE))}
+OwnModel = create_model(
+    "OwnModel",
+    __base__=_WithArguments,
+    __doc__="A model of your own.",
+    __module__=__name__,
+    **_IMPORT,
+)
 
 
 class _Named(Settings):
@@ -51,9 +72,11 @@ def preset(name: object) -> Preset:
 
 
 def expand_preset(model: object) -> object:
-    """Replace `preset: NAME` and changed fields by all fields. The schema checks all other values.
+    """Replace `preset: NAME` and changed fields by all fields, and `import: PATH` with arguments by
+    an ImportSpec. The schema checks all other values.
 
-    `preset` excludes `kind`: the override `model.preset=NAME` would not replace a config's model.
+    `preset`, `import` and `kind` exclude each other: the override `model.preset=NAME` would not
+    replace a config's model.
     """
     if isinstance(model, str):
         raise SettingsError(
@@ -62,19 +85,28 @@ def expand_preset(model: object) -> object:
             f"for a named model write model='{{preset: {model}}}'",
             code="bad-value",
         )
-    if not isinstance(model, dict) or "preset" not in model:
+    if not isinstance(model, dict):
         return model
-    if "kind" in model:
+    chosen = [key for key in ("preset", "import", "kind") if key in model]
+    if not chosen or chosen == ["kind"]:
+        return model
+    way, field = model[chosen[0]], f"model.{chosen[0]}"
+    if len(chosen) > 1:
+        other = f"{chosen[1]} {model[chosen[1]]!r}"
         raise SettingsError(
-            "model.preset",
-            f"{model['preset']!r} is given beside kind {model['kind']!r}, which are two models",
-            f"write model='{{preset: {model['preset']}}}', or remove kind and its fields",
+            field,
+            f"{way!r} is given beside {other}, which are two models",
+            f"write model='{{{chosen[0]}: {way}}}', or remove {chosen[1]} and its fields",
             code="conflict",
         )
-    return {
-        **preset(model["preset"]).fields,
-        **{key: value for key, value in model.items() if key != "preset"},
-    }
+    fields = {key: value for key, value in model.items() if key != chosen[0]}
+    if chosen == ["preset"]:
+        return {**preset(way).fields, **fields}
+    if not isinstance(way, str) or re.match(IMPORT_PATH, way) is None:
+        fix = "write module:Class, such as my_package.my_module:MyModel"
+        raise SettingsError(field, f"{way!r} is not valid", fix, code="bad-value")
+    arguments = json.dumps(fields, sort_keys=True, default=str)
+    return {"kind": "import", "path": way, "arguments": arguments}
 
 
 def _mlps() -> dict[str, Preset]:

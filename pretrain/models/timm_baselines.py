@@ -1,26 +1,37 @@
-"""timm's models with the methods that all our models have: the baselines of paper B, and any model
-with weights of its own (`pretrained: timm:NAME`). The module is imported only to build one.
+"""timm's models with the methods that all our models have: the baselines of paper B, any model with
+weights of its own (`pretrained: timm:NAME`), and the user's own class with timm's interface
+(`model: {import: module:Class}`). The module is imported only to build one.
 
-timm's model makes and pools the features; the head is ours. The stem of ResNet-152 at 64 px has
-stride 1 and no pooling, as paper B says, and no padding: only then does it have the 13.07 G MACs
-that paper B prints (14.98 G with the usual padding of 3).
+timm's model or the user's makes and pools the features; the head is ours. The stem of ResNet-152 at
+64 px has stride 1 and no pooling, as paper B says, and no padding: only then does it have the
+13.07 G MACs that paper B prints (14.98 G with the usual padding of 3).
 """
 
+import inspect
 import json
+from contextlib import suppress
 from typing import Any
 
 import timm
+import torch
 from timm.models import group_parameters
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from data_prep.errors import SettingsError
 from pretrain.models.image_model import ImageModel, classifier
+from pretrain.models.imported import import_class
 from pretrain.models.layers.batch_norm import BatchNorm2d
-from pretrain.models.spec import TimmModelSpec, TimmSpec
+from pretrain.models.spec import ImportSpec, TimmModelSpec, TimmSpec
 
 
 class TimmModel(ImageModel):
-    def __init__(self, spec: TimmSpec | TimmModelSpec, *, num_classes: int, image_size: int):
-        if isinstance(spec, TimmModelSpec):
+    def __init__(
+        self, spec: TimmSpec | TimmModelSpec | ImportSpec, *, num_classes: int, image_size: int
+    ):
+        if isinstance(spec, ImportSpec):
+            body = own_body(spec, num_classes=num_classes, image_size=image_size)
+        elif isinstance(spec, TimmModelSpec):
             body = timm.create_model(spec.name, num_classes=0, **json.loads(spec.arguments))
         elif spec.name == "resnet152_64":
             body = timm.create_model("resnet152", num_classes=0, norm_layer=BatchNorm2d)
@@ -90,3 +101,61 @@ def _within_body(names: Any) -> Any:
     if isinstance(names, str):
         return rf"body\.(?:{names.removeprefix('^')})"
     return [(_within_body(pattern), order) for pattern, order in names]
+
+
+class _Outputs(nn.Module):
+    """The features and the logits of the user's model, for a trial."""
+
+    def __init__(self, body: Any):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        x_BF = self.body.forward_features(x_BCHW)
+        pooled: Tensor = self.body.forward_head(x_BF, pre_logits=True)
+        return pooled.flatten(1), self.body.forward_head(x_BF)
+
+
+def own_body(spec: ImportSpec, *, num_classes: int, image_size: int) -> Any:
+    """Build the user's model without its head. Its interface is tried on torch's meta device."""
+    own_class = import_class(spec)
+    needed = ("forward_features", "forward_head", "reset_classifier")
+    missing = [f"{name}()" for name in needed if not hasattr(own_class, name)]
+    if not issubclass(own_class, nn.Module) or missing:
+        raise _misfit(spec, f"has no {', '.join(missing)}" if missing else "is no nn.Module")
+    words = {"num_classes": num_classes, "img_size": image_size} | json.loads(spec.arguments)
+    try:
+        inspect.signature(own_class).bind(**words)
+    except TypeError as error:
+        raise _misfit(spec, f"does not take {', '.join(words)} ({error})") from error
+    with torch.device("cpu"):  # many constructors fail on the meta device
+        body: Any = own_class(**words)
+        if not isinstance(getattr(body, "num_features", None), int):
+            raise _misfit(spec, "has no num_features")
+        for count in (num_classes, 0):
+            body.reset_classifier(count)
+            _check_outputs(spec, body.eval(), num_outputs=count, image_size=image_size)
+    return body.train()
+
+
+def _check_outputs(spec: ImportSpec, body: Any, *, num_outputs: int, image_size: int) -> None:
+    module, num_features = _Outputs(body), getattr(body, "head_hidden_size", body.num_features)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    on_meta = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+    images = torch.empty(2, 3, image_size, image_size, device="meta")
+    with suppress(RuntimeError), torch.no_grad():  # some operations work only on real devices
+        outputs = functional_call(module, on_meta, (images,))
+        wanted = (2, num_features), (2, num_outputs or num_features)
+        calls = "pre_logits=True", f"reset_classifier({num_outputs})"
+        for call, output, shape in zip(calls, outputs, wanted, strict=True):
+            if output.shape != shape:
+                given = f"with {call}, forward_head gives {tuple(output.shape)}"
+                raise _misfit(spec, f"does not fit: {given} for 2 images, not {shape}")
+
+
+def _misfit(spec: ImportSpec, problem: str) -> SettingsError:
+    fix = (
+        "give it timm's interface: MyModel(num_classes, img_size, ...), forward_features(x),"
+        " forward_head(x, pre_logits), num_features and reset_classifier(n)"
+    )
+    return SettingsError("model.import", f"{spec.label} {problem}", fix, code="mismatch")
