@@ -29,6 +29,5 @@ def _parser() -> argparse.ArgumentParser:
 def _add_verbs(verbs: Verbs) -> None:
     for command in (probing, tuning, judging, predicting, exporting, importing):
         command.add_verbs(verbs)
-    for name, verb in verbs.choices.items():
-        if name != "import":
-            add_allow_import(verb)
+    for name in verbs.choices.keys() - {"import"}:
+        add_allow_import(verbs.choices[name])

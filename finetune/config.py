@@ -10,7 +10,6 @@ from data_prep.manifest import Filter, Manifest
 from data_prep.settings import Settings
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.config import PixelOrder, ReadingSettings, TrackingSettings
-from pretrain.models.spec import IMPORT_PATH
 from pretrain.ranks.settings import RanksSettings
 from pretrain.record import RecordSettings
 
@@ -20,14 +19,12 @@ _STATS = (
 )
 ChannelStats = Annotated[Literal["checkpoint", "target"], Field(description=_STATS)]
 
-_ALLOWED = (
-    "Class of the model, as module:Class, if the checkpoint was trained with model.import. Its code"
-    " runs only if this setting or --allow-import names it."
+_CLASS = Field(
+    description="Class of a checkpoint that was trained with model.import. Its code runs only if"
+    " this setting or --allow-import names it.",
+    examples=["my_package.my_module:MyModel"],
 )
-AllowedImport = Annotated[
-    str | None,
-    Field(description=_ALLOWED, pattern=IMPORT_PATH, examples=["my_package.my_module:MyModel"]),
-]
+AllowedImport = Annotated[str | None, _CLASS]
 
 
 class ShortRunSettings(Settings):

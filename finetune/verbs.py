@@ -15,7 +15,6 @@ from data_prep.settings import Settings, dump
 from pretrain.checkpoints.checkpoint import check_source
 from pretrain.checkpoints.hub import is_on_hub
 from pretrain.checkpoints.run import finished_result
-from pretrain.models.imported import allow_import
 from pretrain.ranks.launch import LAUNCHED_WITH
 from pretrain.ranks.world import World
 
@@ -30,12 +29,6 @@ def add_common(
     verb.add_argument("--ranks", type=at_least(1), help="start this many local ranks")
     verb.add_argument("--show", action="store_true", help="print the resolved settings and stop")
     verb.set_defaults(run=run, schema=schema)
-
-
-def allow_configured(path: str | None) -> None:
-    """Allow the import that the config of a command names."""
-    if path is not None:
-        allow_import(path)
 
 
 def split_config(words: list[str]) -> tuple[str | None, list[str]]:

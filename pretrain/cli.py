@@ -44,7 +44,6 @@ from pretrain.config import (
 from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
 from pretrain.models.imported import allow_import, code_of
-from pretrain.models.spec import ImportSpec
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World, free_port, rank_of, read_alone, read_world
@@ -226,9 +225,8 @@ def _train(options: argparse.Namespace) -> int:
         StopFlag().install()  # before the long imports: a stop while they last counts
     settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     run_dir, world = Path(settings.run_dir), world_of(options)
-    if isinstance(settings.model, ImportSpec):
-        allow_import(settings.model.path)
-        code_of(settings.model)  # fails if there is no such package, before the long imports
+    allow_import(getattr(settings.model, "path", None))
+    code_of(settings.model)  # fails before the long imports if there is no such package
     check_settings(run_dir, settings)
     fetch_run(settings, world)
     if (result := finished_result(run_dir, settings)) is not None:
@@ -259,8 +257,7 @@ def _train(options: argparse.Namespace) -> int:
 
     outcome = train(Pretraining(settings, data, start), world)
     dataset = settings.data.eval_dataset or settings.data.dataset
-    lines = summary(outcome, run_dir, dataset=dataset, data=data, model=settings.model)
-    more = lines if outcome.finished else []
+    more = summary(outcome, run_dir, dataset=dataset, data=data) if outcome.finished else []
     return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
 
 
@@ -288,8 +285,7 @@ def _start_of(settings: PretrainSettings, data: TrainingData, world: World) -> C
             (settings.model, data.image_size, settings.data),
         )
     )
-    free = ("model.dropout", "model.num_features")
-    if differ := differences(there, here, is_free=lambda key, old, new: key in free):
+    if differ := differences(there, here, is_free=lambda key, old, new: key == "model.dropout"):
         problem = f"{source} holds another model ({differ} there)"
         fix = "set the same model, or choose another source"
         raise SettingsError("start_from", problem, fix, code="mismatch")
@@ -435,6 +431,9 @@ def _plan(options: argparse.Namespace) -> int:
             "choose another batch, or other --nodes",
             code="bad-value",
         )
+    if not plan.cost.multiply_adds:
+        problem, fix = "its cost is not known", "choose one of `pretrain models`"
+        raise UserError("model", problem, fix, code="unsupported")
     print_plan(plan, num_nodes, console())
     if settings is not None:
         samples = epoch_length(

@@ -67,7 +67,7 @@ class RunRecord:
     seed: int | None = None
     parents: tuple[Parent, ...] = ()
     code_sha256: str = ""
-    """Hash of the code of model.import when the run began; "" for other models."""
+    """Hash of the code of model.import; "" for other models."""
 
 
 def write_record(
@@ -77,7 +77,7 @@ def write_record(
     *,
     seed: int | None,
     weights: "Checkpoint | None",
-    code_sha256: str = "",
+    code: str = "",
 ) -> None:
     """Write the record of a run that begins. A run that resumes keeps its record."""
     if (run_dir / RECORD).exists():
@@ -90,8 +90,7 @@ def write_record(
         above = replace(above, parents=()) if above else None
         parents = (Parent(run, weights.card.step, weights.sha256, above),)
     place_in_plan = (settings.plan, settings.stage, settings.member, settings.labels)
-    record = RunRecord(task, *place_in_plan, seed, parents, code_sha256)
-    write_json(run_dir / RECORD, asdict(record))
+    write_json(run_dir / RECORD, asdict(RunRecord(task, *place_in_plan, seed, parents, code)))
 
 
 def read_record(run_dir: Path) -> RunRecord | None:

@@ -15,10 +15,11 @@ from data_prep.publish import make_directory
 from data_prep.settings import load_settings
 from finetune.export.config import ONNX, PT2, ExportSettings
 from finetune.export.push import check_access, push
-from finetune.verbs import allow_configured, end_on_signals, show, split_config
+from finetune.verbs import end_on_signals, show, split_config
 from pretrain.checkpoints.card import MODEL
 from pretrain.checkpoints.checkpoint import HASHES, Checkpoint, fault_of
 from pretrain.checkpoints.hub import HUB
+from pretrain.models.imported import allow_import
 from pretrain.ranks.world import rank_of
 
 LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
@@ -53,7 +54,7 @@ def _export(options: argparse.Namespace) -> int:
     settings = _settings_of(options)
     if options.show:
         return show(settings)
-    allow_configured(settings.allow_import)
+    allow_import(settings.allow_import)
     if rank_of() != 0:
         return OK  # one rank is enough
     source, out = Checkpoint.open(settings.pretrained), Path(settings.out)

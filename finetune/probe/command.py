@@ -18,7 +18,6 @@ from finetune.probe.config import KnnSettings, ProbeSettings
 from finetune.split import check_apart, check_split
 from finetune.verbs import (
     add_common,
-    allow_configured,
     check_config,
     end_on_signals,
     finished_before,
@@ -29,7 +28,7 @@ from finetune.verbs import (
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place, check_settings
 from pretrain.cli import leave, world_of
-from pretrain.models.imported import words_that_allow
+from pretrain.models.imported import allow_import
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -54,7 +53,7 @@ def _run(verb: str, options: argparse.Namespace) -> int:
     settings = load_settings(schema, path=options.config, overrides=options.overrides)
     if options.show:
         return show(settings)
-    allow_configured(settings.allow_import)
+    allow_import(settings.allow_import)
     world, run_dir, data = world_of(options), Path(settings.run_dir), settings.data
     check_settings(run_dir, settings)
     if finished_before(run_dir, settings.pretrained, world):
@@ -91,8 +90,8 @@ def _run(verb: str, options: argparse.Namespace) -> int:
         )
     more = []
     if verb == "probe" and checkpoint is not None:
-        place, words = shlex.quote(str(run_dir)), words_that_allow(checkpoint.card.model)
-        more = [f"  next     finetune predict {place} PICTURES --out predictions.csv{words}"]
+        place = shlex.quote(str(run_dir))
+        more = [f"  next     finetune predict {place} PICTURES --out predictions.csv"]
     return leave(True, run_dir=run_dir, is_first=world.is_first, more=more)
 
 

@@ -16,7 +16,7 @@ from finetune.tune.config import (
     repeats_of,
     unfinished_of,
 )
-from finetune.verbs import add_common, allow_configured, check_config, launch_ranks, show, warn_once
+from finetune.verbs import add_common, check_config, launch_ranks, show, warn_once
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.remote import fetch_run
@@ -31,6 +31,7 @@ from pretrain.checkpoints.run import (
 from pretrain.cli import leave, ranks_of, warn_if_enlarged, world_of
 from pretrain.config import check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
+from pretrain.models.imported import allow_import
 from pretrain.ranks.launch import LAUNCHED_WITH
 from pretrain.ranks.preemption import StopFlag
 
@@ -56,7 +57,7 @@ def _tune(options: argparse.Namespace) -> int:
     settings = load_run_settings(TuneSettings, path=options.config, overrides=options.overrides)
     if options.show:
         return show(settings)
-    allow_configured(settings.allow_import)
+    allow_import(settings.allow_import)
     world, run_dir = world_of(options), Path(settings.run_dir)
     is_pretrained = settings.init == "pretrained"
     check_settings(run_dir, settings)
@@ -96,8 +97,7 @@ def _tune(options: argparse.Namespace) -> int:
     if repeats == [settings]:
         outcome = train(Tuning(settings, data, checkpoint), world)
         dataset = settings.data.dataset
-        lines = end_of(outcome, run_dir, dataset=dataset, data=data, model=card.model)
-        more = lines if outcome.finished else []
+        more = end_of(outcome, run_dir, dataset=dataset, data=data) if outcome.finished else []
         return leave(outcome.finished, run_dir=run_dir, is_first=world.is_first, more=more)
     finished = tune_repeatedly(settings, checked, checkpoint, world)
     if world.is_first:

@@ -46,11 +46,9 @@ from pretrain.checkpoints.weights import (
 from pretrain.engine.step import EngineState
 from pretrain.models.build import build_model
 from pretrain.models.image_model import ImageModel
-from pretrain.models.imported import code_of
 from pretrain.models.spec import TimmModelSpec
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.starts import check_owner
-from pretrain.ranks.world import rank_of
 
 BEST = "best.json"
 PIECE_BYTES = 4 << 20
@@ -296,9 +294,6 @@ def load_model(checkpoint: Checkpoint) -> ImageModel:
     card = checkpoint.card
     if _is_of_timm(checkpoint):
         return model_of_timm(checkpoint.directory, card=card)
-    if card.code_sha256 and card.code_sha256 != code_of(card.model) and rank_of() == 0:
-        problem = f"{card.model.label} has other code now than when {checkpoint.name} was trained"
-        print(f"WARNING: model.import: {problem}. Restore it for the same outputs", file=sys.stderr)
     weights = load_weights(checkpoint)
     model = build_model(card.model, num_classes=len(card.classes), image_size=card.image_size)
     load_strictly(model, weights, source=checkpoint.directory, label=card.model.label)

@@ -59,8 +59,7 @@ from pretrain.loop.trainer import Outcome, Trainer
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters, training_flops
 from pretrain.models.image_model import ImageModel
-from pretrain.models.imported import code_of, words_that_allow
-from pretrain.models.spec import AnySpec, ImportSpec
+from pretrain.models.imported import code_of
 from pretrain.optim import build_optimizer
 from pretrain.ranks.collectives import any_rank, barrier, highest, on_all_ranks, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
@@ -177,11 +176,8 @@ class Pretraining(Task):
         )
 
 
-def summary(
-    outcome: Outcome, run_dir: Path, *, dataset: str, data: TrainingData, model: AnySpec
-) -> list[str]:
+def summary(outcome: Outcome, run_dir: Path, *, dataset: str, data: TrainingData) -> list[str]:
     """Return the last lines of a finished run: scores, weights and next commands."""
-    more = words_that_allow(model)
     scores, best, run = outcome.scores, outcome.best, shlex.quote(str(run_dir))
     weights = checkpoint_dir(run_dir, outcome.step)
     rows = [("weights", str(weights))]
@@ -192,9 +188,9 @@ def summary(
         rows += [("best", f"top-1 {100 * best.score:.1f} %: {checkpoint_dir(run_dir, best.step)}")]
     if outcome.images_per_s:
         rows += [("speed", f"{outcome.images_per_s:,.0f} images/s")]
-    rows += [("next", f"finetune predict {run} PICTURES --out predictions.csv{more}")]
+    rows += [("next", f"finetune predict {run} PICTURES --out predictions.csv")]
     if scores is not None:
-        rows += [("", f"finetune evaluate pretrained={run} dataset={shlex.quote(dataset)}{more}")]
+        rows += [("", f"finetune evaluate pretrained={run} dataset={shlex.quote(dataset)}")]
     return [f"  {name:8} {words}" for name, words in rows]
 
 
@@ -250,7 +246,7 @@ def _claimed(task: Task, stop: StopFlag) -> Iterator[None]:
     run_dir, config, start = Path(task.settings.run_dir), task.config, task.start
     with claim(run_dir, config, ranks=task.settings.engine, stop=stop):
         code, seed = code_of(task.settings.model), config.train.seed
-        write_record(run_dir, task.name, config.record, seed=seed, weights=start, code_sha256=code)
+        write_record(run_dir, task.name, config.record, seed=seed, weights=start, code=code)
         yield
 
 
@@ -271,7 +267,6 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     settings, train, run_dir = task.settings, task.settings.train, Path(task.settings.run_dir)
     model = task.model()
     num_weights = num_parameters(model)  # before ZeRO shards them
-    num_features = model.num_features
     local_batch_size = micro_batch_size(
         model,
         settings=settings,
@@ -284,7 +279,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
     engine = task.engine(model, plan, device=device, world=world)
     facts = {"train.local_batch_size": local_batch_size, "num_weights": num_weights}
     run_key, tracker = open_tracker(task, facts, world)
-    card = card_of(task, run_key=run_key, num_features=num_features)
+    card = card_of(task, run_key=run_key)
 
     data = stage_data(task.data, world=world, device=engine.device, stop=stop)
     barrier()  # all ranks measure at once
@@ -380,11 +375,10 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
         source = task.start
     else:
         return TrainerState(step=0, samples_consumed=0)
-    place, model, code = source.directory, task.settings.model, source.card.code_sha256
-    if code != code_of(model) and task.settings.resume != "changed_code":
-        problem = f"{place} was trained with other code of {model.label}"
+    place, resume = source.directory, task.settings.resume
+    if resume != "changed_code" and source.card.code_sha256 != code_of(task.settings.model):
         fix = "restore it, or set resume=changed_code"
-        raise WeightsError("model.import", problem, fix, code="changed")
+        raise WeightsError("model.import", f"its code changed after {place}", fix, code="changed")
     state, trainer_state = on_all_ranks(lambda: load_state(place), device=device, field=str(place))
     problem = ""
     if source.card.pixels_hash != trainer.data.pixels_hash:
@@ -476,15 +470,12 @@ def open_tracker(task: Task, facts: dict[str, Any], world: World) -> tuple[str, 
     return identity.run_key, tracker
 
 
-def card_of(task: Task, *, run_key: str, num_features: int) -> ModelCard:
+def card_of(task: Task, *, run_key: str) -> ModelCard:
     """Return the metadata for checkpoints; each checkpoint adds its step."""
     data, settings, (crop, interpolation) = task.data, task.settings, task.data.squares
-    model = settings.model
-    if isinstance(model, ImportSpec):
-        model = model.model_copy(update={"num_features": num_features})
     return ModelCard(
-        model=model,
-        code_sha256=code_of(model),
+        model=settings.model,
+        code_sha256=code_of(settings.model),
         image_size=data.image_size,
         classes=data.classes,
         channel_mean=task.normalisation.mean,

@@ -100,8 +100,10 @@ def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
                 cost if image_size == size else count_cost(spec, image_size=image_size),
                 num_features,
             )
-        case TimmModelSpec() | ImportSpec():
+        case TimmModelSpec():
             return Cost(), Cost(), spec.num_features
+        case ImportSpec():
+            return Cost(), Cost(), 0  # only its weights show it
 
 
 def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:

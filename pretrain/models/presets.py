@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, create_model
 
 from data_prep.errors import SettingsError
 from data_prep.settings import Settings, nearest, validate
-from pretrain.models.spec import IMPORT_PATH, AnySpec, ModelSpec
+from pretrain.models.spec import AnySpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,13 @@ class NamedModel(Settings):
     """A name that `pretrain models` lists. It excludes `kind`."""
 
 
-class _WithArguments(Settings):
-    model_config = ConfigDict(extra="allow")
-
-
-_PATH = (
-    "Module and class of a torch module with timm's interface. All other keys of `model` are"
-    " arguments of the class. It excludes `preset` and `kind`."
+_PATH = Field(
+    description="Module and class of a torch module of your own, with timm's interface. All other"
+    " keys of `model` are arguments of the class. It excludes `preset` and `kind`.",
+    examples=["my_package.my_module:MyModel"],
 )
-_EXAMPLE = ["my_package.my_module:MyModel"]
-_IMPORT: Any = {"import": (str, Field(description=_PATH, pattern=IMPORT_PATH, examples=_EXAMPLE))}
-OwnModel = create_model(
-    "OwnModel",
-    __base__=_WithArguments,
-    __doc__="A model of your own.",
-    __module__=__name__,
-    **_IMPORT,
-)
+_OPEN: Any = ConfigDict(extra="allow")
+OwnModel = create_model("OwnModel", __config__=_OPEN, **{"import": (str, _PATH)})  # type: ignore[call-overload]
 
 
 class _Named(Settings):
@@ -73,10 +63,9 @@ def preset(name: object) -> Preset:
 
 def expand_preset(model: object) -> object:
     """Replace `preset: NAME` and changed fields by all fields, and `import: PATH` with arguments by
-    an ImportSpec. The schema checks all other values.
+    those of an ImportSpec. The schema checks all other values.
 
-    `preset`, `import` and `kind` exclude each other: the override `model.preset=NAME` would not
-    replace a config's model.
+    They exclude `kind`: the override `model.preset=NAME` would not replace a config's model.
     """
     if isinstance(model, str):
         raise SettingsError(
@@ -90,23 +79,21 @@ def expand_preset(model: object) -> object:
     chosen = [key for key in ("preset", "import", "kind") if key in model]
     if not chosen or chosen == ["kind"]:
         return model
-    way, field = model[chosen[0]], f"model.{chosen[0]}"
-    if len(chosen) > 1:
-        other = f"{chosen[1]} {model[chosen[1]]!r}"
+    name, field = model[chosen[0]], f"model.{chosen[0]}"
+    if other := chosen[1:2]:
         raise SettingsError(
             field,
-            f"{way!r} is given beside {other}, which are two models",
-            f"write model='{{{chosen[0]}: {way}}}', or remove {chosen[1]} and its fields",
+            f"{name!r} is given beside {other[0]} {model[other[0]]!r}, which are two models",
+            f"write model='{{{chosen[0]}: {name}}}', or remove {other[0]} and its fields",
             code="conflict",
         )
     fields = {key: value for key, value in model.items() if key != chosen[0]}
     if chosen == ["preset"]:
-        return {**preset(way).fields, **fields}
-    if not isinstance(way, str) or re.match(IMPORT_PATH, way) is None:
+        return {**preset(name).fields, **fields}
+    if re.fullmatch(r"\w[\w.]*:\w+", str(name)) is None:
         fix = "write module:Class, such as my_package.my_module:MyModel"
-        raise SettingsError(field, f"{way!r} is not valid", fix, code="bad-value")
-    arguments = json.dumps(fields, sort_keys=True, default=str)
-    return {"kind": "import", "path": way, "arguments": arguments}
+        raise SettingsError(field, f"{name!r} is not valid", fix, code="bad-value")
+    return {"kind": "import", "path": name, "arguments": json.dumps(fields, sort_keys=True)}
 
 
 def _mlps() -> dict[str, Preset]:

@@ -21,7 +21,6 @@ _OfMatrices = Annotated[
 Init = Literal["normal", "torch"]
 EXPANSION = 4.0
 TIMM_NORM_EPS = 1e-6
-IMPORT_PATH = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$"
 
 
 def check_needs(section: Settings, prefix: str, needs: Mapping[str, tuple[bool, str]]) -> None:
@@ -373,12 +372,10 @@ class ImportSpec(Settings):
     """A torch module of your own, written by `model: {import: module:Class}`."""
 
     kind: Literal["import"]
-    path: str = Field(pattern=IMPORT_PATH, examples=["my_package.my_module:MyModel"])
+    path: str = Field(examples=["my_package.my_module:MyModel"])
     """Module and class."""
     arguments: str = Field("{}", examples=['{"width": 64}'])
     """Arguments of the class as JSON, besides num_classes and img_size."""
-    num_features: int = Field(0, ge=0, examples=[64])
-    """Inputs of the classifier. Training writes the number into its checkpoints."""
 
     @property
     def label(self) -> str:

@@ -16,7 +16,6 @@ import timm
 import torch
 from timm.models import group_parameters
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from data_prep.errors import SettingsError
 from pretrain.models.image_model import ImageModel, classifier
@@ -103,59 +102,35 @@ def _within_body(names: Any) -> Any:
     return [(_within_body(pattern), order) for pattern, order in names]
 
 
-class _Outputs(nn.Module):
-    """The features and the logits of the user's model, for a trial."""
-
-    def __init__(self, body: Any):
-        super().__init__()
-        self.body = body
-
-    def forward(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-        x_BF = self.body.forward_features(x_BCHW)
-        pooled: Tensor = self.body.forward_head(x_BF, pre_logits=True)
-        return pooled.flatten(1), self.body.forward_head(x_BF)
+INTERFACE = ("forward_features", "forward_head", "reset_classifier", "num_features")
 
 
 def own_body(spec: ImportSpec, *, num_classes: int, image_size: int) -> Any:
     """Build the user's model without its head. Its interface is tried on torch's meta device."""
-    own_class = import_class(spec)
-    needed = ("forward_features", "forward_head", "reset_classifier")
-    missing = [f"{name}()" for name in needed if not hasattr(own_class, name)]
-    if not issubclass(own_class, nn.Module) or missing:
-        raise _misfit(spec, f"has no {', '.join(missing)}" if missing else "is no nn.Module")
-    words = {"num_classes": num_classes, "img_size": image_size} | json.loads(spec.arguments)
+    own_class, arguments = import_class(spec), json.loads(spec.arguments)
+    words = {"num_classes": num_classes, "img_size": image_size} | arguments
     try:
         inspect.signature(own_class).bind(**words)
     except TypeError as error:
-        raise _misfit(spec, f"does not take {', '.join(words)} ({error})") from error
-    with torch.device("cpu"):  # many constructors fail on the meta device
+        raise _misfit(spec, str(error)) from error
+    with torch.device("cpu"):
         body: Any = own_class(**words)
-        if not isinstance(getattr(body, "num_features", None), int):
-            raise _misfit(spec, "has no num_features")
+    if missing := [name for name in INTERFACE if not hasattr(body, name)]:
+        raise _misfit(spec, f"has no {', '.join(missing)}")
+    with suppress(RuntimeError), torch.device("meta"), torch.no_grad():  # not all code runs there
+        trial: Any = own_class(**words).eval()
+        width = getattr(body, "head_hidden_size", body.num_features)
         for count in (num_classes, 0):
-            body.reset_classifier(count)
-            _check_outputs(spec, body.eval(), num_outputs=count, image_size=image_size)
-    return body.train()
-
-
-def _check_outputs(spec: ImportSpec, body: Any, *, num_outputs: int, image_size: int) -> None:
-    module, num_features = _Outputs(body), getattr(body, "head_hidden_size", body.num_features)
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    on_meta = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
-    images = torch.empty(2, 3, image_size, image_size, device="meta")
-    with suppress(RuntimeError), torch.no_grad():  # some operations work only on real devices
-        outputs = functional_call(module, on_meta, (images,))
-        wanted = (2, num_features), (2, num_outputs or num_features)
-        calls = "pre_logits=True", f"reset_classifier({num_outputs})"
-        for call, output, shape in zip(calls, outputs, wanted, strict=True):
-            if output.shape != shape:
-                given = f"with {call}, forward_head gives {tuple(output.shape)}"
-                raise _misfit(spec, f"does not fit: {given} for 2 images, not {shape}")
+            trial.reset_classifier(count)
+            x_BF = trial.forward_features(torch.empty(2, 3, image_size, image_size))
+            outputs = [trial.forward_head(x_BF, pre_logits=pools) for pools in (True, False)]
+            given = [tuple(each.shape) for each in outputs]
+            if given != [(2, width), (2, count or width)]:
+                raise _misfit(spec, f"gives outputs of {given} after reset_classifier({count})")
+    body.reset_classifier(0)
+    return body
 
 
 def _misfit(spec: ImportSpec, problem: str) -> SettingsError:
-    fix = (
-        "give it timm's interface: MyModel(num_classes, img_size, ...), forward_features(x),"
-        " forward_head(x, pre_logits), num_features and reset_classifier(n)"
-    )
+    fix = f"give it num_classes, img_size and timm's {', '.join(INTERFACE)}"
     return SettingsError("model.import", f"{spec.label} {problem}", fix, code="mismatch")
