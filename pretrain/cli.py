@@ -226,7 +226,7 @@ def _train(options: argparse.Namespace) -> int:
     settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     run_dir, world = Path(settings.run_dir), world_of(options)
     allow_import(getattr(settings.model, "path", None))
-    code_of(settings.model)  # fails before the long imports if there is no such package
+    code_of(settings.model)  # fails early if there is no such package
     check_settings(run_dir, settings)
     fetch_run(settings, world)
     if (result := finished_result(run_dir, settings)) is not None:

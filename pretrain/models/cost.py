@@ -103,7 +103,7 @@ def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
         case TimmModelSpec():
             return Cost(), Cost(), spec.num_features
         case ImportSpec():
-            return Cost(), Cost(), 0  # only its weights show it
+            return Cost(), Cost(), 0  # see its weights
 
 
 def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:

@@ -1,7 +1,7 @@
 """A model of the user's own: `model: {import: "my_package.my_module:MyModel"}`. No torch here.
 
-An import runs code. `allow_import` takes the path in the user's config or after `--allow-import`,
-never a path from a checkpoint. `check_allowed` fails for any other path, before every import.
+`allow_import` takes the path in the user's config or after `--allow-import`, never a path from a
+checkpoint. `check_allowed` fails for any other path, before every import.
 """
 
 import argparse
