@@ -82,7 +82,6 @@ def forget() -> None:
 
 
 def run(line: str, *, code: int = 0) -> str:
-    """Run a command of finetune in a process of its own."""
     return finish(Run(line.split(), ranks=1, program="finetune", journal_only=True), code=code)
 
 
@@ -178,8 +177,7 @@ def test_the_code_of_a_checkpoint_does_not_run(
         (PATH, '{"wdth": 3}', "mismatch"),
     ],
 )
-def test_a_class_that_does_not_fit_is_one_line(path: str, arguments: str, error: str) -> None:
+def test_a_class_that_does_not_fit_is_an_error(path: str, arguments: str, error: str) -> None:
     spec = ImportSpec(kind="import", path=allow_import(path) or "", arguments=arguments)
-    with fails(error, "model.import") as caught:  # type: ignore[arg-type]
+    with fails(error, "model.import"):  # type: ignore[arg-type]
         build_model(spec, num_classes=3, image_size=8)
-    assert "\n" not in str(caught.value)
