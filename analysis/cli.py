@@ -15,6 +15,7 @@ from data_prep.errors import UserError
 from data_prep.exit_codes import OK, run_command
 from data_prep.explain import Verbs, program
 from data_prep.settings import near_path
+from pretrain.models.imported import add_allow_import
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,6 +94,8 @@ def _add_verbs(verbs: Verbs) -> None:
             add_points(verb, "--points", help="files of `analysis points` to use instead of runs")
     for package in (sweeps, scaling, features, matrices, speed):
         package.add_commands(verbs)
+    for name in ("cka", "invariance", "spectra", "structure", "filters"):
+        add_allow_import(verbs.choices[name])
 
 
 def _check_runs(root: Path) -> Path:

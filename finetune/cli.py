@@ -13,6 +13,7 @@ from finetune.predict import command as predicting
 from finetune.probe import command as probing
 from finetune.tune import command as tuning
 from finetune.weights import command as importing
+from pretrain.models.imported import add_allow_import
 from pretrain.ranks.world import rank_of
 
 
@@ -28,3 +29,5 @@ def _parser() -> argparse.ArgumentParser:
 def _add_verbs(verbs: Verbs) -> None:
     for command in (probing, tuning, judging, predicting, exporting, importing):
         command.add_verbs(verbs)
+    for name in verbs.choices.keys() - {"import"}:
+        add_allow_import(verbs.choices[name])

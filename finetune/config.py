@@ -19,12 +19,20 @@ _STATS = (
 )
 ChannelStats = Annotated[Literal["checkpoint", "target"], Field(description=_STATS)]
 
+_CLASS = Field(
+    description="Class of a checkpoint that was trained with model.import. Its code runs only if"
+    " this setting or --allow-import names it.",
+    examples=["my_package.my_module:MyModel"],
+)
+AllowedImport = Annotated[str | None, _CLASS]
+
 
 class ShortRunSettings(Settings):
     data: ReadingSettings
     ranks: RanksSettings = RanksSettings()
     tracking: TrackingSettings = TrackingSettings()
     record: RecordSettings = RecordSettings()
+    allow_import: AllowedImport = None
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def launch_ranks(
 ) -> int:
     from pretrain.ranks.launch import launch
 
-    command = [sys.executable, "-m", "finetune", verb, *words, *options.overrides]
+    allowed = [f"--allow-import={path}" for path in options.allow_import]
+    command = [sys.executable, "-m", "finetune", verb, *words, *options.overrides, *allowed]
     return launch(command, num_ranks=options.ranks, heed_signals=heed_signals)
 
 

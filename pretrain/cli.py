@@ -43,6 +43,7 @@ from pretrain.config import (
 )
 from pretrain.data.datasets import StreamData, TrainingData, check_against_data, load_training_data
 from pretrain.engine.zero_cost import NUM_STATES
+from pretrain.models.imported import allow_import, code_of
 from pretrain.ranks.launch import LAUNCHED_WITH, launch
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.world import World, free_port, rank_of, read_alone, read_world
@@ -225,6 +226,8 @@ def _train(options: argparse.Namespace) -> int:
         StopFlag().install()  # before the long imports: a stop while they last counts
     settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
     run_dir, world = Path(settings.run_dir), world_of(options)
+    allow_import(getattr(settings.model, "path", None))
+    code_of(settings.model)  # fails early if there is no such package
     check_settings(run_dir, settings)
     fetch_run(settings, world)
     if (result := finished_result(run_dir, settings)) is not None:
@@ -432,6 +435,9 @@ def _plan(options: argparse.Namespace) -> int:
             "choose another batch, or other --nodes",
             code="bad-value",
         )
+    if not plan.cost.multiply_adds:
+        problem, fix = "its cost is not known", "choose one of `pretrain models`"
+        raise UserError("model", problem, fix, code="unsupported")
     print_plan(plan, num_nodes, console())
     if data is not None and not data.settings.stream:
         for count in num_nodes:

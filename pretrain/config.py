@@ -21,7 +21,7 @@ from data_prep.local_copy import local_copy
 from data_prep.manifest import Filter
 from data_prep.settings import Settings
 from pretrain.auto_augment import parse_policy
-from pretrain.models.presets import NamedModel, expand_preset
+from pretrain.models.presets import NamedModel, OwnModel, expand_preset
 from pretrain.models.spec import ModelSpec, check_needs, nearest_divisor
 from pretrain.ranks.settings import RanksSettings
 from pretrain.record import RecordSettings
@@ -651,7 +651,7 @@ def check_installed(*sinks: str) -> None:
             )
 
 
-Resume = Literal["auto", "must", "never"]
+Resume = Literal["auto", "must", "never", "changed_code"]
 
 
 class TrainingSettings(Settings):
@@ -662,7 +662,7 @@ class TrainingSettings(Settings):
     resumes it."""
     resume: Resume = "auto"
     """auto: resume if there is a checkpoint. must: fail without a checkpoint. never: fail if there
-    is one."""
+    is one. changed_code: the same as auto, even if the code of model.import has changed."""
     data: DataSettings
     augment: AugmentSettings = AugmentSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -719,9 +719,11 @@ class PretrainSettings(TrainingSettings):
     are the same. RUN@50epochs continues with the optimizer and the position in the data: a branch
     with another schedule or length. A resume does not read it again."""
     model: Annotated[
-        ModelSpec, BeforeValidator(expand_preset, json_schema_input_type=NamedModel | ModelSpec)
+        ModelSpec,
+        BeforeValidator(expand_preset, json_schema_input_type=NamedModel | OwnModel | ModelSpec),
     ]
-    """Architecture: a named one (`preset`, see `pretrain models`), or a `kind` and its sizes."""
+    """Architecture: a named one (`preset`, see `pretrain models`), a class of your own (`import`),
+    or a `kind` and its sizes."""
     engine: EngineSettings = EngineSettings()
 
 

@@ -66,6 +66,8 @@ class RunRecord:
     labels: Mapping[str, str] = field(default_factory=dict)
     seed: int | None = None
     parents: tuple[Parent, ...] = ()
+    code_sha256: str = ""
+    """Hash of the code of model.import; "" for other models."""
 
 
 def write_record(
@@ -75,6 +77,7 @@ def write_record(
     *,
     seed: int | None,
     weights: "Checkpoint | None",
+    code: str = "",
 ) -> None:
     """Write the record of a run that begins. A run that resumes keeps its record."""
     if (run_dir / RECORD).exists():
@@ -87,7 +90,7 @@ def write_record(
         above = replace(above, parents=()) if above else None
         parents = (Parent(run, weights.card.step, weights.sha256, above),)
     place_in_plan = (settings.plan, settings.stage, settings.member, settings.labels)
-    write_json(run_dir / RECORD, asdict(RunRecord(task, *place_in_plan, seed, parents)))
+    write_json(run_dir / RECORD, asdict(RunRecord(task, *place_in_plan, seed, parents, code)))
 
 
 def read_record(run_dir: Path) -> RunRecord | None:

@@ -84,6 +84,9 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     that import torch are forked (see forked.py), with the words that a shell would make."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    text = (REPOSITORY / "docs/training.md").read_text()
+    for name, code in re.findall(r"<!-- (\S+) in CI -->\n```python\n(.*?)```", text, re.DOTALL):
+        (tmp_path / name).write_text(code)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     printed, as_typed = (

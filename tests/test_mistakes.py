@@ -76,6 +76,8 @@ TABLE = [
     ("unknown preset", ["model={preset: mlp_b12_wi1042}"], "model.preset", "unknown-name"),
     ("a list for a preset", ["model={preset: [mixer_b_w]}"], "model.preset", "unknown-name"),
     ("preset on top of a model", ["model.preset=mixer_ss_w"], "model.preset", "conflict"),
+    ("an import that is no class", ["model={import: my_models}"], "model.import", "bad-value"),
+    ("an import of nothing", ["model={import: 'nowhere.models:MyModel'}"], "model.import", "unknown-name"),
     ("offload of what is not sharded", ["engine.zero_stage=0", "engine.offload=optimizer"], "engine.offload", "conflict"),
     ("best of nothing", ["checkpoint.keep_best=true", "data.eval_split=null"], "checkpoint.keep_best", "conflict"),
     ("mirror that nobody can write", ["checkpoint.remote=https://host/run"], "checkpoint.remote", "bad-value"),

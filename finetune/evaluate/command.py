@@ -21,6 +21,7 @@ from finetune.split import class_numbers
 from finetune.verbs import add_common, end_on_signals, launch_ranks, show, split_config, warn_once
 from pretrain.cli import leave, world_of
 from pretrain.config import AugmentSettings
+from pretrain.models.imported import allow_import
 
 WORSE_BY = 0.02
 """Loss of accuracy by views that is no longer due to chance."""
@@ -52,6 +53,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         fix = f"write finetune evaluate pretrained={bare[0]} data.dataset={(*bare, 'DATASET')[1]}"
         raise SettingsError(bare[0], "is not of the form key=value", fix, code="bad-syntax")
     settings = load_settings(EvaluateSettings, path=config, overrides=overrides)
+    allow_import(settings.allow_import)
     if options.show:
         return show(Evaluation.of(settings).settings if settings.views else settings)
     world = world_of(options)

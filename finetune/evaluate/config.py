@@ -27,6 +27,7 @@ from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint, check_source
 from pretrain.checkpoints.run import CONFIG_FILE, EVALUATION, check_settings, finished_result
 from pretrain.config import Address, AugmentSettings, ReadingSettings, TrackingSettings
+from pretrain.models.imported import code_of
 from pretrain.tracking.tracker import RunIdentity
 
 GEOMETRY = (
@@ -159,6 +160,8 @@ class Evaluation:
             "weights": self.checkpoint.sha256,
             "pixels": self.manifest.pixels_hash,
         }
+        if code := code_of(card.model):
+            facts["code"] = code
         if card.eval_crop != 1:
             facts["eval_crop"] = card.eval_crop
         if card.pixel_permutation is not None:

@@ -19,6 +19,7 @@ from finetune.verbs import end_on_signals, show, split_config
 from pretrain.checkpoints.card import MODEL
 from pretrain.checkpoints.checkpoint import HASHES, Checkpoint, fault_of
 from pretrain.checkpoints.hub import HUB
+from pretrain.models.imported import allow_import
 from pretrain.ranks.world import rank_of
 
 LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
@@ -53,6 +54,7 @@ def _export(options: argparse.Namespace) -> int:
     settings = _settings_of(options)
     if options.show:
         return show(settings)
+    allow_import(settings.allow_import)
     if rank_of() != 0:
         return OK  # one rank is enough
     source, out = Checkpoint.open(settings.pretrained), Path(settings.out)

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from data_prep.errors import UserError
 from data_prep.settings import Settings
+from finetune.config import AllowedImport
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import is_output
 from pretrain.record import RecordSettings
@@ -52,6 +53,7 @@ class ExportSettings(Settings):
     private: bool = True
     """Create a private repository. If true, a push to a public repository fails."""
     record: RecordSettings = RecordSettings()
+    allow_import: AllowedImport = None
 
     @model_validator(mode="after")
     def _graphs_are_asked_for(self) -> "ExportSettings":

@@ -16,9 +16,11 @@ from data_prep.manifest import Manifest
 from data_prep.publish import TEMPORARY_PREFIX, hash_of_json
 from finetune.config import Fed
 from finetune.probe.config import KnnSettings, ProbeSettings
+from pretrain.checkpoints.card import MODEL, shapes_in
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.config import AugmentSettings, PixelOrder
 from pretrain.models.cost import num_features_of
+from pretrain.models.imported import code_of
 
 VERSION = 2
 """Version of the computation. Raise it if the same key would give other features."""
@@ -72,6 +74,8 @@ class Cache:
         key = source.pixels.model_dump(include={*PixelOrder.model_fields}, exclude_defaults=True)
         key |= {} if self.augment.plain_crop == 1 else {"eval_crop": self.augment.plain_crop}
         key |= {} if source.precision == "fp32" else {"precision": source.precision}
+        if source.checkpoint and (code := code_of(source.checkpoint.card.model)):
+            key["code"] = code
         return key | {
             "version": VERSION,
             "weights_sha256": source.checkpoint.sha256 if source.checkpoint else "pixels",
@@ -93,7 +97,11 @@ class Cache:
         source, size = self.source, self.source.image_size
         num_features = 3 * size**2
         if source.checkpoint:
-            num_features = num_features_of(source.checkpoint.card.model, image_size=size)
+            checkpoint = source.checkpoint
+            num_features = (
+                num_features_of(checkpoint.card.model, image_size=size)
+                or shapes_in(checkpoint.directory / MODEL)["head.weight"][1]
+            )
         wanted = wanted_of(self.settings).values()
         num_rows = sum(
             self.manifest.split(split, directory=self.settings.data.dataset).num_samples

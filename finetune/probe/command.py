@@ -28,6 +28,7 @@ from finetune.verbs import (
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place, check_settings
 from pretrain.cli import leave, world_of
+from pretrain.models.imported import allow_import
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -52,6 +53,7 @@ def _run(verb: str, options: argparse.Namespace) -> int:
     settings = load_settings(schema, path=options.config, overrides=options.overrides)
     if options.show:
         return show(settings)
+    allow_import(settings.allow_import)
     world, run_dir, data = world_of(options), Path(settings.run_dir), settings.data
     check_settings(run_dir, settings)
     if finished_before(run_dir, settings.pretrained, world):

@@ -31,6 +31,7 @@ from pretrain.checkpoints.run import (
 from pretrain.cli import leave, ranks_of, warn_if_enlarged, world_of
 from pretrain.config import check_against_ranks
 from pretrain.data.datasets import TrainingData, check_against_data, load_training_data
+from pretrain.models.imported import allow_import
 from pretrain.ranks.launch import LAUNCHED_WITH
 from pretrain.ranks.preemption import StopFlag
 
@@ -56,6 +57,7 @@ def _tune(options: argparse.Namespace) -> int:
     settings = load_run_settings(TuneSettings, path=options.config, overrides=options.overrides)
     if options.show:
         return show(settings)
+    allow_import(settings.allow_import)
     world, run_dir = world_of(options), Path(settings.run_dir)
     is_pretrained = settings.init == "pretrained"
     check_settings(run_dir, settings)

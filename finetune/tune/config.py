@@ -17,7 +17,7 @@ from data_prep.errors import SettingsError, UserError
 from data_prep.manifest import load_manifest
 from data_prep.remote import join
 from data_prep.settings import read_yaml
-from finetune.config import ChannelStats
+from finetune.config import AllowedImport, ChannelStats
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.run import (
     CONFIG_FILE,
@@ -61,6 +61,7 @@ class TuneSettings(TrainingSettings):
     """Initial weights of the new classifier: zeros, or torch's default for linear layers, as in
     the code of Scaling MLPs."""
     channel_stats: ChannelStats = "checkpoint"
+    allow_import: AllowedImport = None
     seeds: tuple[int, ...] | None = Field(None, examples=[[0, 1, 2]])
     """Repeat with each of these values of train.seed. result.json has mean and standard deviation.
     You can add seeds later."""

@@ -54,6 +54,8 @@ class ModelCard(PixelOrder):
     """Only runs of ours have these four."""
     origin: str = ""
     """File or repository of imported weights."""
+    code_sha256: str = ""
+    """Hash of the code of model.import; "" for other models."""
     timm_transform: dict[str, str | float] = Field(default_factory=dict)
     """Transform of weights imported from timm (interpolation, crop_pct, crop_mode), for timm."""
 
@@ -152,7 +154,7 @@ def read_card(directory: Path) -> ModelCard:
     try:
         tree = json.loads(path.read_text())
         if is_of_timm(tree):
-            return _card_of_timm(tree, shapes=_shapes_in(directory / MODEL))
+            return _card_of_timm(tree, shapes=shapes_in(directory / MODEL))
         if isinstance(tree, dict):
             tree = {key: value for key, value in tree.items() if key not in _TIMM_KEYS}
         return ModelCard.model_validate_json(json.dumps(tree))
@@ -262,7 +264,7 @@ def _classes_of_timm(count: int) -> list[str]:
     return (lists / f"{_SYNSETS[count]}_synsets.txt").read_text().split()
 
 
-def _shapes_in(path: Path) -> dict[str, list[int]]:
+def shapes_in(path: Path) -> dict[str, list[int]]:
     """Read the shapes of the tensors in a safetensors file."""
     from safetensors import SafetensorError, safe_open
 

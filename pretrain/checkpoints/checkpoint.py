@@ -33,6 +33,7 @@ from pretrain.checkpoints.run import (
     checkpoints_dir,
     list_checkpoints,
 )
+from pretrain.models.imported import check_allowed
 from pretrain.ranks.hangs import PROGRESS
 from pretrain.ranks.world import rank_of
 
@@ -68,6 +69,7 @@ class Checkpoint:
             newest = cls.newest(place, to_read=True)
             if newest is None:
                 raise _no_checkpoint(place)
+            check_allowed(newest.card.model, source=newest.directory)
             return newest
         fault = None
         if verify and (place / HASHES).exists():
@@ -77,7 +79,9 @@ class Checkpoint:
             fix = "Remove it to fetch it again" if origin else "Copy it again, or use another"
             problem = f"the checkpoint is damaged ({fault})"
             raise CheckpointError(str(place), problem, fix, code="damaged")
-        return cls.read(place, origin=origin)
+        checkpoint = cls.read(place, origin=origin)
+        check_allowed(checkpoint.card.model, source=checkpoint.name)
+        return checkpoint
 
     @classmethod
     def newest(cls, run_dir: Path, *, to_read: bool = False) -> "Checkpoint | None":

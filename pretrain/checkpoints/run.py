@@ -53,6 +53,7 @@ EVALUATION = "evaluation.json"
 MAY_CHANGE = (
     "run_dir",
     "resume",
+    "allow_import",
     "record",
     "seeds",
     "ranks",

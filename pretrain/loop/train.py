@@ -31,7 +31,7 @@ from data_prep.progress import doing
 from data_prep.publish import hash_of_json
 from data_prep.settings import flatten
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.checkpoints.card import CheckpointError, ModelCard
+from pretrain.checkpoints.card import CheckpointError, ModelCard, WeightsError
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.files import TrainerState, load_state, take_weights
 from pretrain.checkpoints.remote import Remote
@@ -59,6 +59,7 @@ from pretrain.loop.trainer import Outcome, Trainer
 from pretrain.models.build import build_model
 from pretrain.models.cost import num_parameters, training_flops
 from pretrain.models.image_model import ImageModel
+from pretrain.models.imported import code_of
 from pretrain.optim import build_optimizer
 from pretrain.ranks.collectives import any_rank, barrier, highest, on_all_ranks, same_on_all_ranks
 from pretrain.ranks.hangs import PROGRESS
@@ -244,7 +245,8 @@ def _claimed(task: Task, stop: StopFlag) -> Iterator[None]:
     """Hold the run directory, with the run's record in it. An interrupted wait writes nothing."""
     run_dir, config, start = Path(task.settings.run_dir), task.config, task.start
     with claim(run_dir, config, ranks=task.settings.engine, stop=stop):
-        write_record(run_dir, task.name, config.record, seed=config.train.seed, weights=start)
+        code, seed = code_of(task.settings.model), config.train.seed
+        write_record(run_dir, task.name, config.record, seed=seed, weights=start, code=code)
         yield
 
 
@@ -378,7 +380,10 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
         source = task.start
     else:
         return TrainerState(step=0, samples_consumed=0)
-    place = source.directory
+    place, resume = source.directory, task.settings.resume
+    if resume != "changed_code" and source.card.code_sha256 != code_of(task.settings.model):
+        fix = "restore it, or set resume=changed_code"
+        raise WeightsError("model.import", f"its code changed after {place}", fix, code="changed")
     state, trainer_state = on_all_ranks(lambda: load_state(place), device=device, field=str(place))
     problem = ""
     if source.card.pixels_hash != trainer.data.pixels_hash:
@@ -475,6 +480,7 @@ def card_of(task: Task, *, run_key: str) -> ModelCard:
     data, settings, (crop, interpolation) = task.data, task.settings, task.data.squares
     return ModelCard(
         model=settings.model,
+        code_sha256=code_of(settings.model),
         image_size=data.image_size,
         classes=data.classes,
         channel_mean=task.normalisation.mean,

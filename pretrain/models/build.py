@@ -12,6 +12,7 @@ from pretrain.models.presets import preset, spec_of
 from pretrain.models.sparse_mlp import SparseMlp
 from pretrain.models.spec import (
     AnySpec,
+    ImportSpec,
     MixerSpec,
     MlpSpec,
     SparseMlpSpec,
@@ -60,7 +61,7 @@ def build_model(
                 model = SparseMlp(spec, num_classes=num_classes, image_size=image_size)
             case StructuredMlpSpec():
                 model = StructuredMlp(spec, num_classes=num_classes, image_size=image_size)
-            case TimmSpec() | TimmModelSpec():
+            case TimmSpec() | TimmModelSpec() | ImportSpec():
                 from pretrain.models.timm_baselines import TimmModel
 
                 model = TimmModel(spec, num_classes=num_classes, image_size=image_size)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from data_prep.errors import UserError
 from pretrain.models.spec import (
     AnySpec,
+    ImportSpec,
     MixerSpec,
     MlpSpec,
     SparseMlpSpec,
@@ -58,8 +59,8 @@ TIMM_COSTS = {
 
 
 def cost_of(spec: AnySpec, *, num_classes: int, image_size: int) -> Cost:
-    """Return the cost, or zeros for a model of timm that the papers do not use."""
-    if isinstance(spec, TimmModelSpec):
+    """Return the cost, or zeros for a model that the papers do not use."""
+    if isinstance(spec, TimmModelSpec | ImportSpec):
         return Cost()
     stem, blocks, num_features = _parts(spec, image_size=image_size)
     return stem + blocks + _linear(num_features, num_classes)
@@ -101,6 +102,8 @@ def _parts(spec: AnySpec, *, image_size: int) -> tuple[Cost, Cost, int]:
             )
         case TimmModelSpec():
             return Cost(), Cost(), spec.num_features
+        case ImportSpec():
+            return Cost(), Cost(), 0  # see its weights
 
 
 def forward_flops(spec: AnySpec, *, num_classes: int, image_size: int) -> int:
@@ -292,7 +295,7 @@ def width_and_connections(spec: AnySpec, *, image_size: int) -> tuple[int | None
             return width, spec.density * (spec.expansion or 1.0) * width**2
         case StructuredMlpSpec():
             return spec.num_rows * spec.num_columns, None
-        case TimmSpec() | TimmModelSpec():
+        case TimmSpec() | TimmModelSpec() | ImportSpec():
             return None, None
 
 

@@ -1,10 +1,12 @@
 """The papers' models by name, without torch: fields of a spec, image size, and source."""
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, create_model
 
 from data_prep.errors import SettingsError
 from data_prep.settings import Settings, nearest, validate
@@ -30,6 +32,15 @@ class NamedModel(Settings):
     """A name that `pretrain models` lists. It excludes `kind`."""
 
 
+_PATH = Field(
+    description="Module and class of a torch module of your own, with timm's interface. All other"
+    " keys of `model` are arguments of the class. It excludes `preset` and `kind`.",
+    examples=["my_package.my_module:MyModel"],
+)
+_OPEN: Any = ConfigDict(extra="allow")
+OwnModel = create_model("OwnModel", __config__=_OPEN, **{"import": (str, _PATH)})  # type: ignore[call-overload]
+
+
 class _Named(Settings):
     model: ModelSpec
 
@@ -51,9 +62,10 @@ def preset(name: object) -> Preset:
 
 
 def expand_preset(model: object) -> object:
-    """Replace `preset: NAME` and changed fields by all fields. The schema checks all other values.
+    """Replace `preset: NAME` and changed fields by all fields, and `import: PATH` with arguments by
+    those of an ImportSpec. The schema checks all other values.
 
-    `preset` excludes `kind`: the override `model.preset=NAME` would not replace a config's model.
+    They exclude `kind`: the override `model.preset=NAME` would not replace a config's model.
     """
     if isinstance(model, str):
         raise SettingsError(
@@ -62,19 +74,26 @@ def expand_preset(model: object) -> object:
             f"for a named model write model='{{preset: {model}}}'",
             code="bad-value",
         )
-    if not isinstance(model, dict) or "preset" not in model:
+    if not isinstance(model, dict):
         return model
-    if "kind" in model:
+    chosen = [key for key in ("preset", "import", "kind") if key in model]
+    if not chosen or chosen == ["kind"]:
+        return model
+    name, field = model[chosen[0]], f"model.{chosen[0]}"
+    if other := chosen[1:2]:
         raise SettingsError(
-            "model.preset",
-            f"{model['preset']!r} is given beside kind {model['kind']!r}, which are two models",
-            f"write model='{{preset: {model['preset']}}}', or remove kind and its fields",
+            field,
+            f"{name!r} is given beside {other[0]} {model[other[0]]!r}, which are two models",
+            f"write model='{{{chosen[0]}: {name}}}', or remove {other[0]} and its fields",
             code="conflict",
         )
-    return {
-        **preset(model["preset"]).fields,
-        **{key: value for key, value in model.items() if key != "preset"},
-    }
+    fields = {key: value for key, value in model.items() if key != chosen[0]}
+    if chosen == ["preset"]:
+        return {**preset(name).fields, **fields}
+    if re.fullmatch(r"\w[\w.]*:\w+", str(name)) is None:
+        fix = "write module:Class, such as my_package.my_module:MyModel"
+        raise SettingsError(field, f"{name!r} is not valid", fix, code="bad-value")
+    return {"kind": "import", "path": name, "arguments": json.dumps(fields, sort_keys=True)}
 
 
 def _mlps() -> dict[str, Preset]:

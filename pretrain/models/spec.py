@@ -368,6 +368,23 @@ class TimmModelSpec(Settings):
         """timm checks the size."""
 
 
+class ImportSpec(Settings):
+    """A torch module of your own, written by `model: {import: module:Class}`."""
+
+    kind: Literal["import"]
+    path: str = Field(examples=["my_package.my_module:MyModel"])
+    """Module and class."""
+    arguments: str = Field("{}", examples=['{"width": 64}'])
+    """Arguments of the class as JSON, besides num_classes and img_size."""
+
+    @property
+    def label(self) -> str:
+        return self.path.partition(":")[2]
+
+    def check(self, *, image_size: int) -> None:
+        """The class checks the size."""
+
+
 def check_patch_size(patch_size: int, *, image_size: int) -> None:
     if image_size % patch_size:
         near = nearest_divisor(image_size, patch_size)
@@ -383,5 +400,7 @@ def nearest_divisor(whole: int, wanted: int) -> int:
     return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - wanted))
 
 
-AnySpec = MlpSpec | MixerSpec | SparseMlpSpec | StructuredMlpSpec | TimmSpec | TimmModelSpec
+AnySpec = (
+    MlpSpec | MixerSpec | SparseMlpSpec | StructuredMlpSpec | TimmSpec | TimmModelSpec | ImportSpec
+)
 ModelSpec = Annotated[AnySpec, Field(discriminator="kind")]

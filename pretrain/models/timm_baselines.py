@@ -1,26 +1,36 @@
-"""timm's models with the methods that all our models have: the baselines of paper B, and any model
-with weights of its own (`pretrained: timm:NAME`). The module is imported only to build one.
+"""timm's models with the methods that all our models have: the baselines of paper B, any model with
+weights of its own (`pretrained: timm:NAME`), and the user's own class with timm's interface
+(`model: {import: module:Class}`). The module is imported only to build one.
 
-timm's model makes and pools the features; the head is ours. The stem of ResNet-152 at 64 px has
-stride 1 and no pooling, as paper B says, and no padding: only then does it have the 13.07 G MACs
-that paper B prints (14.98 G with the usual padding of 3).
+timm's model or the user's makes and pools the features; the head is ours. The stem of ResNet-152 at
+64 px has stride 1 and no pooling, as paper B says, and no padding: only then does it have the
+13.07 G MACs that paper B prints (14.98 G with the usual padding of 3).
 """
 
+import inspect
 import json
+from contextlib import suppress
 from typing import Any
 
 import timm
+import torch
 from timm.models import group_parameters
 from torch import Tensor, nn
 
+from data_prep.errors import SettingsError
 from pretrain.models.image_model import ImageModel, classifier
+from pretrain.models.imported import import_class
 from pretrain.models.layers.batch_norm import BatchNorm2d
-from pretrain.models.spec import TimmModelSpec, TimmSpec
+from pretrain.models.spec import ImportSpec, TimmModelSpec, TimmSpec
 
 
 class TimmModel(ImageModel):
-    def __init__(self, spec: TimmSpec | TimmModelSpec, *, num_classes: int, image_size: int):
-        if isinstance(spec, TimmModelSpec):
+    def __init__(
+        self, spec: TimmSpec | TimmModelSpec | ImportSpec, *, num_classes: int, image_size: int
+    ):
+        if isinstance(spec, ImportSpec):
+            body = own_body(spec, num_classes=num_classes, image_size=image_size)
+        elif isinstance(spec, TimmModelSpec):
             body = timm.create_model(spec.name, num_classes=0, **json.loads(spec.arguments))
         elif spec.name == "resnet152_64":
             body = timm.create_model("resnet152", num_classes=0, norm_layer=BatchNorm2d)
@@ -90,3 +100,37 @@ def _within_body(names: Any) -> Any:
     if isinstance(names, str):
         return rf"body\.(?:{names.removeprefix('^')})"
     return [(_within_body(pattern), order) for pattern, order in names]
+
+
+INTERFACE = ("forward_features", "forward_head", "reset_classifier", "num_features")
+
+
+def own_body(spec: ImportSpec, *, num_classes: int, image_size: int) -> Any:
+    """Build the user's model without its head. Its interface is tried on torch's meta device."""
+    own_class, arguments = import_class(spec), json.loads(spec.arguments)
+    words = {"num_classes": num_classes, "img_size": image_size} | arguments
+    try:
+        inspect.signature(own_class).bind(**words)
+    except TypeError as error:
+        raise _misfit(spec, str(error)) from error
+    with torch.device("cpu"):
+        body: Any = own_class(**words)
+    if missing := [name for name in INTERFACE if not hasattr(body, name)]:
+        raise _misfit(spec, f"has no {', '.join(missing)}")
+    with suppress(RuntimeError), torch.device("meta"), torch.no_grad():  # not all code runs there
+        trial: Any = own_class(**words).eval()
+        width = getattr(body, "head_hidden_size", body.num_features)
+        for count in (num_classes, 0):
+            trial.reset_classifier(count)
+            x_BF = trial.forward_features(torch.empty(2, 3, image_size, image_size))
+            outputs = [trial.forward_head(x_BF, pre_logits=pools) for pools in (True, False)]
+            given = [tuple(each.shape) for each in outputs]
+            if given != [(2, width), (2, count or width)]:
+                raise _misfit(spec, f"gives outputs of {given} after reset_classifier({count})")
+    body.reset_classifier(0)
+    return body
+
+
+def _misfit(spec: ImportSpec, problem: str) -> SettingsError:
+    fix = f"give it num_classes, img_size and timm's {', '.join(INTERFACE)}"
+    return SettingsError("model.import", f"{spec.label} {problem}", fix, code="mismatch")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.explain import at_least
+from pretrain.models.imported import add_allow_import
 
 
 def add_verb(verbs: Any) -> None:
@@ -24,6 +25,7 @@ def add_verb(verbs: Any) -> None:
     verb.add_argument("--probe", action="store_true", help=probe)
     verb.add_argument("--new", action="store_true", help="replace an existing config")
     verb.add_argument("--untimed", action="store_true", help="do not time any steps")
+    add_allow_import(verb)
     verb.epilog = (
         "pretrain start photos\npretrain start photos --labels photos/labels.csv --from runs/public"
     )

@@ -1,0 +1,71 @@
+"""A model of the user's own: `model: {import: "my_package.my_module:MyModel"}`. No torch here.
+
+`allow_import` takes the path in the user's config or after `--allow-import`, never a path from a
+checkpoint. `check_allowed` fails for any other path, before every import.
+"""
+
+import argparse
+import importlib
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from data_prep.errors import SettingsError
+from data_prep.publish import hash_of_json, sha256_of
+from pretrain.models.spec import AnySpec, ImportSpec
+
+_ALLOWED = set[str | None]()
+
+
+def add_allow_import(verb: argparse.ArgumentParser) -> None:
+    words = "run this code if a checkpoint names it as its model"
+    about: dict[str, Any] = {"type": allow_import, "action": "append", "default": []}
+    verb.add_argument("--allow-import", metavar="MODULE:CLASS", help=words, **about)
+
+
+def allow_import(path: str | None) -> str | None:
+    """Allow the import of module:Class in this process, and return the path."""
+    _ALLOWED.add(path)
+    return path
+
+
+def check_allowed(spec: AnySpec, *, source: object = "the checkpoint") -> None:
+    """Fail if the model is code that the user has not allowed."""
+    if isinstance(spec, ImportSpec) and spec.path not in _ALLOWED:
+        fix = f"if you trust this code, add --allow-import {spec.path}"
+        raise SettingsError("allow_import", f"{source} names code to run", fix, code="unsafe")
+
+
+def code_of(spec: AnySpec) -> str:
+    """Return the hash of all Python files of the model's top package, without running them. For
+    other models it is ""."""
+    if not isinstance(spec, ImportSpec):
+        return ""
+    package = spec.path.partition(":")[0].partition(".")[0]
+    found = find_spec(package) or PathFinder.find_spec(package, [str(Path.cwd())])
+    places = (found and found.submodule_search_locations) or ()
+    files = [file for place in places for file in sorted(Path(place).rglob("*.py"))]
+    if found and found.has_location and not files:
+        files = [Path(str(found.origin))]
+    if not files:
+        raise _not_found(f"{package} is not found")
+    return hash_of_json([[file.name, sha256_of(file)] for file in files])
+
+
+def import_class(spec: ImportSpec) -> Any:
+    """Import an allowed class, from sys.path or the current directory."""
+    check_allowed(spec)
+    module_name, _, name = spec.path.partition(":")
+    if (place := str(Path.cwd())) not in sys.path:
+        sys.path.append(place)
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise _not_found(f"{spec.path} cannot be imported ({error})") from error
+
+
+def _not_found(problem: str) -> SettingsError:
+    fix = "correct the name, run the command in the folder of the module, or install it"
+    return SettingsError("model.import", problem, fix, code="unknown-name")
