@@ -13,7 +13,10 @@ A `ShardBatches` follows the line of training in order.py. Global batch i has po
 3. Rank r of R takes the r-th of R nearly equal slices of each batch.
 4. Worker w of W takes batches w, w + W, ... from `samples` on, because a DataLoader takes batches
    from its workers in turn. In a worker, `samples` is the begin of its next round of W batches.
-5. A worker that ends a pass writes the next epoch to memory that all processes share.
+5. Workers have copies of the dataset, so the next pass must be told to them. `ShardLoader` counts
+   batches and passes itself. A worker of torchdata's StatefulDataLoader that ends a pass writes the
+   next epoch to shared memory. All its workers read it before the first of them begins. Workers of
+   a plain DataLoader fail, because they would repeat the first pass.
 """
 
 import math
@@ -124,6 +127,8 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self.epoch = self.samples = 0
         self._shared_epoch = torch.zeros(1, dtype=torch.int64)
         self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]
+        self.is_followed = False
+        """True in the workers of a loader that knows the passes."""
 
     def __len__(self) -> int:
         """Return the number of batches in a pass."""
@@ -142,6 +147,7 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         return 0, 1
 
     def state_dict(self) -> dict[str, Any]:
+        self.is_followed = get_worker_info() is not None  # torchdata asks before the first batch
         return self._identity | {"epoch": self.epoch, "samples": self.samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -169,10 +175,22 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self.go_to(self.epoch + 1, self._begin_of(self.epoch + 1))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Continue to the end of the pass."""
+        is_copy = get_worker_info() is not None and not self.is_followed
+        if is_copy and self._shared_epoch > self.epoch:
+            self.go_to(epoch := int(self._shared_epoch), self._begin_of(epoch))
+        return self._rest_of_pass()
+
+    def _rest_of_pass(self) -> Iterator[tuple[Tensor, Tensor]]:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        if self._shared_epoch > self.epoch:  # workers of a DataLoader have read this copy's pass
-            self.go_to(epoch := int(self._shared_epoch), self._begin_of(epoch))
+        if info is not None and not self.is_followed:
+            raise UserError(
+                "num_workers",
+                "the workers of a plain DataLoader do not know which pass comes next",
+                "use ShardLoader(batches, num_workers=...)",
+                code="conflict",
+            )
         shards = self.shards
         with reading([shards.part], shards.settings, image_size=shards.image_size) as reader:
             batches = Batches(
@@ -247,8 +265,10 @@ class ShardLoader(DataLoader[Any]):
         if not self.num_workers:
             yield from super().__iter__()
             return
-        batches.go_to(batches.epoch, batches.samples)  # workers of an earlier loop were ahead of it
-        for batch in super().__iter__():
+        batches.is_followed = True
+        received = super().__iter__()
+        batches.is_followed = False
+        for batch in received:
             batches.samples = batches.end_of(1)
             yield batch
         batches.begin_next_pass()
