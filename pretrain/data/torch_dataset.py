@@ -1,18 +1,34 @@
 """A split of a dataset for other training loops: `Shards` has samples by number, `ShardBatches`
-iterates batches.
+iterates batches, `ShardLoader` adds worker processes.
 
 Images are uint8 (3, H, W) squares without augmentation. The label of an unlabelled image is -1.
+
+A `ShardBatches` follows the line of training in order.py. Global batch i has positions [i B, (i +
+1) B) for any number of ranks and workers. Its state has two numbers:
+
+1. `epoch` counts passes. A shuffled pass has N // B full batches of N samples, and the next pass
+   begins with the samples that remain. A pass without shuffling has every sample once.
+2. `samples` counts the samples that all ranks have consumed. The next batch begins at this
+   position.
+3. Rank r of R takes the r-th of R nearly equal slices of each batch.
+4. Worker w of W takes batches w, w + W, ... from `samples` on, because a DataLoader takes batches
+   from its workers in turn. In a worker, `samples` is the begin of its next round of W batches.
+5. Workers have copies of the dataset, so the next pass must be told to them. `ShardLoader` counts
+   batches and passes itself. A worker of torchdata's StatefulDataLoader that ends a pass writes the
+   next epoch to shared memory. All its workers read it before the first of them begins. Workers of
+   a plain DataLoader fail, because they would repeat the first pass.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+import torch
+from torch import Tensor, distributed
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from data_prep.errors import UserError
 from data_prep.manifest import load_manifest
@@ -80,8 +96,8 @@ class Shards(Dataset[tuple[Any, int]]):
 
 
 class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
-    """Batches of (images, labels), read and decoded by threads. Each pass is the next epoch, with
-    every sample once."""
+    """This rank's slices of the global batches: (images, labels), read and decoded by threads. Each
+    pass is the next epoch. It is stateful as torchdata defines it."""
 
     def __init__(
         self,
@@ -92,40 +108,167 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         shuffle: bool = True,
         seed: int = 0,
         image_size: int | None = None,
+        ranks: tuple[int, int] | None = None,
     ):
+        """`batch_size` counts the samples of all ranks. `ranks`: (rank, number of ranks); None:
+        from torch.distributed, or from torchrun's variables."""
         self.shards = Shards(dataset, split, image_size=image_size)
-        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
-        self.epoch = 0
-        """Epoch of the next pass. Equal (dataset, seed, epoch) give the same order everywhere."""
+        self.batch_size, self.shuffle, self._ranks = batch_size, shuffle, ranks
+        manifest = self.shards.part.manifest
+        self._identity = {
+            "dataset": manifest.content_hash,
+            "split": split,
+            "seed": seed,
+            "shuffle": shuffle,
+            "batch_size": batch_size,
+        }
+        key = int(hash64(hex_key(manifest.content_hash), seed) >> 1)
+        self._order = Order(len(self.shards), key, "full" if shuffle else "none")
+        self.epoch = self.samples = 0
+        self._shared_epoch = torch.zeros(1, dtype=torch.int64)
+        self._shared_epoch.share_memory_()  # type: ignore[no-untyped-call]
+        self.is_followed = False
+        """True in the workers of a loader that knows the passes."""
 
     def __len__(self) -> int:
+        """Return the number of batches in a pass."""
+        if self.shuffle:
+            return max(1, len(self.shards) // self.batch_size)
         return math.ceil(len(self.shards) / self.batch_size)
 
+    def ranks(self) -> tuple[int, int]:
+        """Return (rank, number of ranks)."""
+        if self._ranks is not None:
+            return self._ranks
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return 0, 1
+
+    def state_dict(self) -> dict[str, Any]:
+        self.is_followed = get_worker_info() is not None  # torchdata asks before the first batch
+        return self._identity | {"epoch": self.epoch, "samples": self.samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the state's samples, on any number of ranks and workers."""
+        if not state.keys() >= self.state_dict().keys():
+            problem = "the value is not a state of ShardBatches"
+            raise UserError("state", problem, "load the result of state_dict()", code="bad-value")
+        for name, ours in self._identity.items():
+            if state[name] != ours:
+                theirs, this = (str(value)[:12] for value in (state[name], ours))
+                problem = f"the state has {name} {theirs}, but these batches have {this}"
+                fix = f"open the batches with the state's {name}, or begin without a state"
+                raise UserError("state", problem, fix, code="mismatch")
+        self.go_to(state["epoch"], state["samples"])
+
+    def go_to(self, epoch: int, samples: int) -> None:
+        self.epoch, self.samples = epoch, samples
+        self._shared_epoch[0] = epoch
+
+    def end_of(self, num_batches: int) -> int:
+        """Return the position after the next batches of this pass."""
+        return min(self.samples + num_batches * self.batch_size, self._begin_of(self.epoch + 1))
+
+    def begin_next_pass(self) -> None:
+        self.go_to(self.epoch + 1, self._begin_of(self.epoch + 1))
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if get_worker_info() is not None:
+        """Continue to the end of the pass."""
+        is_copy = get_worker_info() is not None and not self.is_followed
+        if is_copy and self._shared_epoch > self.epoch:
+            self.go_to(epoch := int(self._shared_epoch), self._begin_of(epoch))
+        return self._rest_of_pass()
+
+    def _rest_of_pass(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if info is not None and not self.is_followed:
             raise UserError(
                 "num_workers",
-                "ShardBatches has its own threads, so a DataLoader must not have workers",
-                "use DataLoader(batches, batch_size=None)",
+                "the workers of a plain DataLoader do not know which pass comes next",
+                "use ShardLoader(batches, num_workers=...)",
                 code="conflict",
             )
-        part, count = self.shards.part, len(self.shards)
-        key = int(hash64(hex_key(part.manifest.content_hash), self.seed) >> 1)
-        order = Order(count, key, "full" if self.shuffle else "none")
-        first, self.epoch = self.epoch * count, self.epoch + 1
-        cuts = [*range(first, first + count, self.batch_size), first + count]
-        requests = (Request(np.arange(*ends)) for ends in pairwise(cuts))
-        with reading([part], self.shards.settings, image_size=self.shards.image_size) as reader:
+        shards = self.shards
+        with reading([shards.part], shards.settings, image_size=shards.image_size) as reader:
             batches = Batches(
                 reader,
-                order,
-                requests,
+                self._order,
+                self._requests(worker, num_workers),
                 finish=as_stored,
                 on_bad=BadSamples(reader).replace,
-                num_threads=num_cores(),
+                num_threads=max(1, num_cores() // num_workers),
                 prefetch=2,
                 pin=False,
             )
             with batches:
                 for batch in batches:
+                    self.samples = self.end_of(num_workers)
                     yield batch.images_BHWC.permute(0, 3, 1, 2), batch.labels_B
+        self.begin_next_pass()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle with the rank, which a spawned worker cannot ask for."""
+        return self.__dict__ | {"_ranks": self.ranks()}
+
+    def _begin_of(self, epoch: int) -> int:
+        return epoch * (len(self) * self.batch_size if self.shuffle else len(self.shards))
+
+    def _requests(self, worker: int, num_workers: int) -> Iterator[Request]:
+        rank, num_ranks = self.ranks()
+        if self.batch_size < num_ranks:
+            problem = f"{self.batch_size} samples are too few for {num_ranks} ranks"
+            raise UserError("batch_size", problem, "use a larger batch_size", code="bad-value")
+        begin, end = self.samples + worker * self.batch_size, self._begin_of(self.epoch + 1)
+        for first in range(begin, end, num_workers * self.batch_size):
+            size = min(self.batch_size, end - first)
+            own = [first + size * number // num_ranks for number in (rank, rank + 1)]
+            if own[0] < own[1]:  # the last batch without shuffling may have fewer samples
+                yield Request(np.arange(*own))
+
+
+class ShardLoader(DataLoader[Any]):
+    """A DataLoader of `ShardBatches`. Its state counts the batches that the training loop has
+    received, so another number of workers continues from it."""
+
+    dataset: ShardBatches
+
+    def __init__(
+        self,
+        batches: ShardBatches,
+        *,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        multiprocessing_context: str | None = None,
+    ):
+        """`collate_fn` changes a complete batch, in the workers."""
+        super().__init__(
+            batches,
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            multiprocessing_context=multiprocessing_context,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.dataset.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        batches = self.dataset
+        if not self.num_workers:
+            yield from super().__iter__()
+            return
+        batches.is_followed = True
+        received = super().__iter__()
+        batches.is_followed = False
+        for batch in received:
+            batches.samples = batches.end_of(1)
+            yield batch
+        batches.begin_next_pass()

@@ -325,7 +325,9 @@ def test_the_blocks_of_the_python_page_run(
     blocks = re.findall(
         r"```python\n(.*?)```", (REPOSITORY / "docs" / "python.md").read_text(), re.DOTALL
     )
-    assert len(blocks) == 7 and all(len(block.splitlines()) <= 10 for block in blocks)
+    assert all(len([line for line in block.splitlines() if line]) <= 10 for block in blocks)
+    blocks = [block for block in blocks if not re.search("import light|from light", block)]
+    assert len(blocks) == 9  # tests/pretrain/data/test_other_trainers.py runs the others
     printed = []
     for block in blocks:
         exec(block, {})
@@ -335,9 +337,9 @@ def test_the_blocks_of_the_python_page_run(
         and printed[0].startswith("240 (3, 16, 16) ")
         and "(64, 3, 16, 16)" in printed[0]
     )
-    assert printed[2].startswith("(16, 16, 3) uint8 ") and printed[6].startswith("(2, 24) ")
+    assert printed[2].startswith("(16, 16, 3) uint8 ") and printed[8].startswith("(2, 24) ")
     row = predict(tmp_path / "out.csv", "runs/mine", "photo.jpg")[0]
-    assert [line.split()[0] for line in printed[5].splitlines()] == [
+    assert [line.split()[0] for line in printed[7].splitlines()] == [
         row["class"],
         row["class_2"],
         row["class_3"],

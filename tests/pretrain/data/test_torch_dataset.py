@@ -52,17 +52,12 @@ def test_each_pass_has_every_sample_once_in_an_order_of_its_own(shapes: Path) ->
         )
         return [stored.index(image.numpy().tobytes()) for image in found]
 
-    batches = ShardBatches(shapes, "val", batch_size=20, seed=1)
+    batches = ShardBatches(shapes, "val", batch_size=24, seed=1)
     passes = [numbers(batches), numbers(batches)]
+    assert sorted(passes[0]) == sorted(passes[1]) == sorted(map(stored.index, stored))
+    assert passes[0] != passes[1] and len(batches) == 3
+    again = ShardBatches(shapes, "val", batch_size=24, seed=1)
+    again.load_state_dict(batches.state_dict() | {"epoch": 1, "samples": 72})
     assert (
-        sorted(passes[0]) == sorted(passes[1]) == sorted(map(stored.index, stored))
-        and passes[0] != passes[1]
-        and len(batches) == 4
+        numbers(again) == passes[1] != numbers(ShardBatches(shapes, "val", batch_size=24, seed=2))
     )
-    again = ShardBatches(shapes, "val", batch_size=20, seed=1)
-    again.epoch = 1
-    assert (
-        numbers(again) == passes[1] != numbers(ShardBatches(shapes, "val", batch_size=20, seed=2))
-    )
-    with pytest.raises(RuntimeError, match="UserError: num_workers"):  # torch wraps it
-        list(DataLoader(again, batch_size=None, num_workers=1, multiprocessing_context="fork"))
