@@ -171,13 +171,19 @@ class ShardBatches(IterableDataset[tuple[Tensor, Tensor]]):
         """Return the position after the next batches of this pass."""
         return min(self.samples + num_batches * self.batch_size, self._begin_of(self.epoch + 1))
 
+    def enter_pass(self) -> None:
+        """Begin the next pass if no batch of this one is left, as after trainers that count."""
+        if self.samples == self.end_of(1):
+            self.begin_next_pass()
+
     def begin_next_pass(self) -> None:
         self.go_to(self.epoch + 1, self._begin_of(self.epoch + 1))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Continue to the end of the pass."""
-        is_copy = get_worker_info() is not None and not self.is_followed
-        if is_copy and self._shared_epoch > self.epoch:
+        if get_worker_info() is None:
+            self.enter_pass()
+        elif self._shared_epoch > self.epoch and not self.is_followed:
             self.go_to(epoch := int(self._shared_epoch), self._begin_of(epoch))
         return self._rest_of_pass()
 
@@ -265,6 +271,7 @@ class ShardLoader(DataLoader[Any]):
         if not self.num_workers:
             yield from super().__iter__()
             return
+        batches.enter_pass()
         batches.is_followed = True
         received = super().__iter__()
         batches.is_followed = False

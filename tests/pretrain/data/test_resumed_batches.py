@@ -108,6 +108,10 @@ def test_a_plain_loader_needs_no_workers_and_may_have_none(shapes: Path) -> None
     loader = loader_of(batches_of(shapes), 0, DataLoader)
     found = joined(digest(batch) for _ in range(3) for batch in loader)
     assert len(loader) == 7 and found == line_of(shapes, 21)
+    for workers in (0, 2):  # a trainer that stops at the last batch, such as Lightning
+        loader = loader_of(batches_of(shapes), workers)
+        found = joined(digest(batch) for _ in range(3) for batch in islice(loader, len(loader)))
+        assert found == line_of(shapes, 21)
     with pytest.raises(RuntimeError, match="UserError: num_workers"):  # torch wraps it
         next(iter(loader_of(batches_of(shapes), 1, DataLoader)))
 
