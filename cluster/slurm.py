@@ -163,7 +163,7 @@ def inherited(about: Mapping[str, str]) -> list[str]:
 
 def shape(about: Mapping[str, str]) -> list[str]:
     """Return the sbatch options that give another job the size of this one, which is running."""
-    options = [f"--nodes={about['NumNodes']}", f"--ntasks={about['NumTasks']}"]
+    options = ["--no-requeue", f"--nodes={about['NumNodes']}", f"--ntasks={about['NumTasks']}"]
     sharing = {"NO": ["--exclusive"], "YES": ["--oversubscribe"]}
     options += sharing.get(about.get("OverSubscribe", ""), [])
     names = {"gres": "TresPerNode", "gpus": "TresPerJob", "gpus-per-task": "TresPerTask"}

@@ -5,7 +5,6 @@ job is to wait (--dependency, --begin, --hold). No job in the queue may write th
 this one waits for it (--dependency); members of a grid that are in the queue are skipped.
 """
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -15,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.plan_file import compressed, load_checked
+from cluster.plan_file import Stage, compressed, load_checked
 from cluster.slurm import (
     ALL_TASKS,
     SlurmError,
@@ -66,18 +65,15 @@ class Order:
     """place -> the task that writes it, or "-" """
     reads: Sequence[str] = ()
     """Files besides the config that jobs read."""
-    gpus: int | None = None
-    """GPUs of each member, if the plan says so."""
-    tasks: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """Member of a grid -> the place that it writes."""
-    max_concurrent: int | None = None
+    grid: Stage | None = None
+    """`writes` then has the numbers of its members."""
 
 
 def submit(submission: Submission) -> tuple[str, ...]:
     """Submit it and return the numbers of its jobs. A dataset has two jobs: its parts, and their
     merge; what waits for it waits for the last one. A grid has several jobs if it does not fit."""
     order = examine(submission)
-    submission = book_part_of_node(order.submission, gpus=order.gpus)
+    submission = book_part_of_node(order.submission, gpus=order.grid and order.grid.num_gpus)
     arguments = submission.arguments
     config = next((word for word in arguments if not word.startswith("-")), "")
     snapshot = str(submission.kept or "")
@@ -88,8 +84,8 @@ def submit(submission: Submission) -> tuple[str, ...]:
             raise RefusedError
         snapshot = taken.stdout.rstrip()
     script = f"{snapshot}/cluster/{submission.name}"
-    if order.tasks:
-        return submit_grid(order, submission.options, [script, *arguments])
+    if order.grid:
+        return submit_grid(order.grid, submission, order.writes, script)
     if submission.has("test-only"):
         _sbatch([*submission.options, script, *arguments])
         return ()
@@ -107,32 +103,36 @@ def submit(submission: Submission) -> tuple[str, ...]:
         raise
 
 
-def submit_grid(order: Order, options: Sequence[str], script: Sequence[str]) -> tuple[str, ...]:
-    """Submit the members as few arrays. An array that does not fit is halved, until not one member
+def submit_grid(
+    stage: Stage, submission: Submission, members: Mapping[str, str], script: str
+) -> tuple[str, ...]:
+    """Submit members as few arrays. An array that does not fit is halved, until not one member
     fits. Members from MaxArraySize on have tasks from 0 on, and this offset as a word."""
     jobs: list[str] = []
-    todo, length, most = [*order.tasks], len(order.tasks), max_array_size()
-    limit = f"%{order.max_concurrent}" if order.max_concurrent else ""
+    places = {int(index): place for place, index in members.items()}
+    todo, length, most = [*places], len(places), max_array_size()
+    limit = f"%{stage.entry.max_concurrent}" if stage.entry.max_concurrent else ""
+    options = [each for each in submission.options if not each.startswith("--array=")]
     while todo:
         offset = todo[0] - todo[0] % most
-        tasks = {index - offset: index for index in todo[:length] if index < offset + most}
-        words = [*options, f"--array={compressed(tasks)}{limit}"]
+        chosen = [index for index in todo[:length] if index < offset + most]
+        words = [*options, f"--array={compressed(index - offset for index in chosen)}{limit}"]
         if limit and jobs:  # no more at a time than in one array
-            waits = [order.submission.option("dependency"), f"afterany:{jobs[-1]}"]
+            waits = [submission.option("dependency"), f"afterany:{jobs[-1]}"]
             words.append(f"--dependency={','.join(filter(None, waits))}")
-        words += [*script, *([str(offset)] if offset else [])]
-        if order.submission.has("test-only"):
+        words += [script, *submission.arguments, *([str(offset)] if offset else [])]
+        if submission.has("test-only"):
             _sbatch(words)
         else:
-            writes = {order.tasks[index]: str(task) for task, index in tasks.items()}
             try:
+                writes = {places[index]: str(index - offset) for index in chosen}
                 jobs.append(_sbatch(words, writes=writes))
             except QueueFullError:
-                length = len(tasks) // 2
+                length = len(chosen) // 2
                 if not length:
                     raise QueueFullError(jobs) from None
                 continue
-        todo = todo[len(tasks) :]
+        todo = todo[len(chosen) :]
     return tuple(jobs)
 
 
@@ -246,9 +246,8 @@ def examine_grid(submission: Submission) -> Order:
     if not todo:
         raise NothingLeft(f"{path}: all that is left of {name} is in the queue")
     warn_of_nodes(submission, [member.work for member in todo])
-    tasks = {member.index: member.work.writes for member in todo}
-    limit = stage.entry.max_concurrent
-    return Order(submission, {}, plan.files, stage.num_gpus, tasks, limit)
+    writes = {member.work.writes: str(member.index) for member in todo}
+    return Order(submission, writes, plan.files, stage)
 
 
 def indices(array: str) -> list[int]:
