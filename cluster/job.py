@@ -622,8 +622,9 @@ def draw(job: Job, words: list[str]) -> int:
 def continue_plan(job: Job, words: list[str]) -> int:
     """Queue the next wave of a plan (queue_jobs.py), never in a container: it asks SLURM."""
     path, since, *options = words[2:]
-    wave = [f"--since={since}", f"--kept={job.at.snapshot}", *options, path]
-    if subprocess.run([".venv/bin/python", "-m", *words[:2], *wave], check=False).returncode == 0:
+    os.environ.update(PLAN_KEPT=str(job.at.snapshot), PLAN_SINCE=since)
+    command = [".venv/bin/python", "-m", *words[:2], *options, path]
+    if subprocess.run(command, check=False).returncode == 0:
         return 0
     job.log(f"the rest of {path} is not submitted (see above); by hand: cluster/submit {path}")
     raise job.start_again("failed")

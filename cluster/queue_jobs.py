@@ -24,7 +24,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from cluster.plan_file import Plan, Stage, check_figure, compressed, load_checked
@@ -60,10 +60,12 @@ def main(words: list[str]) -> int:
         submission = read_submission([word for word in words if word != "--parsable"])
         if not submission.script and words and Path(words[-1]).suffix in (".yaml", ".yml"):
             options = [word for word in submission.options[:-1] if word != "--dry-run"]
-            since, kept, options = read_wave(options)
-            with open(words[-1], "rb") as plan, suppress(OSError):  # one command at a time
-                fcntl.flock(plan, fcntl.LOCK_EX)
-            Queue(words[-1], options, since, kept).fill(is_dry_run="--dry-run" in words)
+            plan = Path(words[-1])
+            with plan.open("rb") if plan.is_file() else nullcontext() as file:
+                if file is not None:
+                    with suppress(OSError):  # one command at a time
+                        fcntl.flock(file, fcntl.LOCK_EX)
+                Queue(words[-1], options).fill(is_dry_run="--dry-run" in words)
         elif jobs := submit(submission):
             text = f"Submitted batch job {' and '.join(jobs)}, with code and config as they are now"
             print(jobs[-1] if "--parsable" in words else text)
@@ -86,24 +88,14 @@ def _examine(submission: Submission, ranks: str) -> int:
     return OK
 
 
-def read_wave(options: list[str]) -> tuple[int, Path | None, list[str]]:
-    """Return the first job of the plan and its snapshot, for --since=JOB --kept=SNAPSHOT."""
-    if not options or not options[0].startswith("--since="):
-        return 0, None, options
-    since, kept = (option.partition("=")[2] for option in options[:2])
-    return int(since), Path(kept), options[2:]
-
-
 class Queue:
     """One wave of a plan."""
 
-    def __init__(self, path: str, options: Sequence[str], since: int, kept: Path | None) -> None:
-        self.plan, self.options, self.since, self.kept = (
-            load_checked(path, kept),
-            options,
-            since,
-            kept,
-        )
+    def __init__(self, path: str, options: Sequence[str]) -> None:
+        kept = Path(os.environ["PLAN_KEPT"]) if "PLAN_KEPT" in os.environ else None
+        self.since = int(os.environ.get("PLAN_SINCE", "0"))
+        """The first job of the plan, if this is not its first wave."""
+        self.plan, self.options, self.kept = load_checked(path, kept), options, kept
         plan = self.plan
         refuse_missing(Submission(tuple(options), kept=kept), plan.missing())
         if kept is None:
@@ -111,10 +103,10 @@ class Queue:
         places = [work.writes for stage in plan.stages for work in stage.works]
         # asked before results are looked at: a member that ends meanwhile counts as queued
         self.writers = writers_of([*places, path, plan.drawn])
-        own = os.environ.get("SLURM_JOB_ID") if kept else None
+        own = kept and os.environ.get("SLURM_JOB_ID")
         if others := [each for each in self.writers.pop(path, []) if each.job != own]:
             raise NothingLeft(f"{path}: {others[0]} queues the rest of it")
-        self.begun = places_since(since) if since else set()
+        self.begun = places_since(self.since) if self.since else set()
         self.jobs: dict[str, tuple[str, ...]] = {}
         """Stage -> the jobs that this wave submits for it."""
         self.failed: set[str] = set()
@@ -181,12 +173,12 @@ class Queue:
 
     def next(self, stage: Stage) -> Submission | None:
         """Return the submission of the members that nobody has submitted, if there are any."""
-        left = [member for member in stage.undone() if member.work.writes not in self.writers]
-        if queued := {each.index: self.writers[each.work.writes][0] for each in stage.members
-                      if each.work.writes in self.writers}:  # fmt: skip
-            first = next(iter(queued.values()))
-            text = f"members {compressed(queued)}" if stage.entry.is_grid else "it"
-            print(f"{stage.name}: {text} in the queue already, {first}", file=sys.stderr)
+        queued = [each for each in stage.members if each.work.writes in self.writers]
+        if queued:
+            numbers = f" {compressed(each.index for each in queued)}" * stage.entry.is_grid
+            writer = self.writers[queued[0].work.writes][0]
+            print(f"{stage.name}{numbers}: in the queue already, {writer}", file=sys.stderr)
+        left = [member for member in stage.undone() if member not in queued]
         begun = [each for each in left if str(Path(each.work.writes).resolve()) in self.begun]
         left = [member for member in left if member not in begun]
         lost = [
@@ -224,15 +216,14 @@ class Queue:
         try:
             self.jobs[name] = (f"<{name}>",) if is_dry_run else submit(submission)
         except QueueFullError as full:
-            if full.jobs:
-                self.jobs[name] = full.jobs
+            self.jobs |= {name: full.jobs} if full.jobs else {}
             raise
 
     def leave_rest(self) -> None:
         """Submit the job that submits the rest. If there is no place for it, take back the last
         members of this wave."""
         own = [entry for job in self.numbers() for entry in entries_of(job)]
-        others = [label for stage in self.plan.stages for label in self.waits(stage.name)]
+        others = [_label(each) for writers in self.writers.values() for each in writers]
         while waits := [label for label, _ in own] or others:
             first = self.since or min(int(label.partition("_")[0]) for label in [*others, *waits])
             words = (self.plan.path, str(first), *self.options)

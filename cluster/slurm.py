@@ -230,6 +230,8 @@ def new_job(environment: Mapping[str, str]) -> dict[str, str]:
         *environment.get("JOB_SETTINGS", "").split(),
         "JOB_SETTINGS",
         "JOB_SETTINGS_GIVEN",
+        "PLAN_KEPT",
+        "PLAN_SINCE",
         "PYTHONPATH",
         "PYTHONSAFEPATH",
     }

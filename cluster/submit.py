@@ -73,7 +73,9 @@ def submit(submission: Submission) -> tuple[str, ...]:
     """Submit it and return the numbers of its jobs. A dataset has two jobs: its parts, and their
     merge; what waits for it waits for the last one. A grid has several jobs if it does not fit."""
     order = examine(submission)
-    submission = book_part_of_node(order.submission, gpus=order.grid and order.grid.num_gpus)
+    submission = book_part_of_node(
+        order.submission, gpus=order.grid.num_gpus if order.grid else None
+    )
     arguments = submission.arguments
     config = next((word for word in arguments if not word.startswith("-")), "")
     snapshot = str(submission.kept or "")

@@ -160,7 +160,8 @@ configure
 mount --bind "$lab/hosts" /etc/hosts
 munged --force --key-file="$lab/munge.key" --socket="$lab/munge.socket" --pid-file="$lab/munged.pid" --num-threads=4 \
     --log-file="$lab/log/munged.log" --seed-file="$lab/munge.seed" 2>>"$lab/log/munged.err"
-[ -z "${LAB_SUBMIT_LIMIT:-}" ] || start_accounting </dev/null >>"$lab/log/accounting.log" 2>&1
+[ -z "${LAB_SUBMIT_LIMIT:-}" ] || start_accounting </dev/null >>"$lab/log/accounting.log" 2>&1 ||
+    { cat "$lab"/log/{accounting,slurmdbd}.log >&2; exit 1; }
 slurmctld -f "$SLURM_CONF" -i </dev/null >>"$lab/log/start.log" 2>&1
 for node in "${!address[@]}"; do start_node "$node"; done
 tries=0
