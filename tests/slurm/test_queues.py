@@ -40,6 +40,7 @@ pretrain:
   seeds: [0, 1, 2, 3, 4, 5]
   run_dir: "runs/{{name}}/{{seed}}"
 """  # fmt: skip
+RUN = ("configs/pretrain/demo_mlp.yaml", "train.global_batch_size=16", "schedule.warmup=0 steps")
 LIMIT = 5
 pytestmark = [pytest.mark.timeout(300), pytest.mark.processes, pytest.mark.nightly]
 
@@ -77,13 +78,13 @@ def logs(lab: Cluster) -> str:
 
 
 def await_end(lab: Cluster) -> None:
-    deadline_s = time.monotonic() + 150
+    waiting, deadline_s = lab.root / "waiting", time.monotonic() + 150
     while left := lab("squeue", "-h", "-r", "-o", "%i %j %T %E").splitlines():
         num_jobs = len([line for line in left if "COMPLETING" not in line])
         assert num_jobs <= LIMIT and time.monotonic() < deadline_s, (left, logs(lab))
-        if (lab.root / "waiting").exists() and not (lab.root / "waited").exists():
-            place = lab.root / "waiting"
-            lab("scancel", "--batch", "--signal=USR2", place.read_text().strip())
+        task = waiting.read_text().strip() if waiting.exists() else ""
+        if "_" in task and not (lab.root / "waited").exists():
+            lab("scancel", "--batch", "--signal=USR2", task)
         time.sleep(0.3)
 
 
@@ -123,7 +124,7 @@ def test_each_member_of_a_plan_larger_than_the_queue_runs_once(lab: Cluster) -> 
 
 
 def test_what_waits_for_a_preempted_job_waits_for_its_successor(lab: Cluster, shapes: Path) -> None:
-    words = ("configs/pretrain/demo_mlp.yaml", f"data.dataset={shapes}", "model.depth=2")
+    words = (*RUN, f"data.dataset={shapes}")
     options = ("--nodes=1", "--time=60", "--no-requeue", "--parsable", "cluster/pretrain.slurm")
     for name in ("waiting", "waited"):
         (lab.root / name).unlink(missing_ok=True)
@@ -146,7 +147,7 @@ def test_what_waits_for_a_preempted_job_waits_for_its_successor(lab: Cluster, sh
 
 
 def test_successors_of_a_job_that_gets_nowhere_end(lab: Cluster, shapes: Path) -> None:
-    words = ("configs/pretrain/demo_mlp.yaml", f"data.dataset={shapes}", "model.depth=2")
+    words = (*RUN, f"data.dataset={shapes}")
     options = ("--no-requeue", "--parsable", "cluster/pretrain.slurm")
     job = lab("cluster/submit", *options, *words, "train.seed=7", "run_dir=runs/broken")
     await_end(lab)
