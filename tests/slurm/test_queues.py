@@ -14,7 +14,7 @@ from tests.slurm.test_plan import FEW, PLAN
 
 PYTHON = r"""#!/bin/bash
 # stands in for .venv/bin/python: a member leaves a result at once; seed 1 waits for USR2 at first, seed 3 is not valid
-[ "$2 $3" = "pretrain train" ] || exec REAL "$@"
+[ "$1 $2 $3" = "-m pretrain train" ] || exec REAL "$@"
 seed=$(grep -o 'train.seed=[0-9]*' <<<"$*")
 echo "${seed#*=}" >>members
 case $seed in
