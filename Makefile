@@ -40,7 +40,7 @@ check: .venv/.installed
 	$(MAKE) --no-print-directory lint types arrows
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes and not slow and not nightly and not soak and not stores and not benchmarks"
 
-# What takes long or needs other tools: SLURM on this machine (as root; apt-get install slurm-wlm munge), every page of docs, wheels, compilers.
+# What takes long or needs other tools: SLURM on this machine (as root; apt-get install slurm-wlm munge slurmdbd mariadb-server), every page of docs, wheels, compilers.
 nightly: .venv/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m nightly $(ARGS)
 

@@ -5,14 +5,16 @@ node, outside of containers.
     job.py grid PLAN STAGE                                     one member of a grid
     job.py data_prep [--parts | --merge] CONFIG [key=value]    a part of a dataset, or the merge
     job.py analysis figure PLAN                                on this node only, without ranks
+    job.py cluster submit PLAN JOB [option ...]                the next wave of a plan, the same way
 
 1. `cluster.resolve` checks the config in a second or two.
 2. `cluster.preflight` checks each node.
 3. The ranks run, with a log each.
 4. USR2 (300 s before the limit, or at preemption) and TERM are passed on to the ranks, which save
    at a step boundary and exit.
-5. An unfinished job requeues itself without the nodes that were found bad. It ends if the config is
-   wrong, if it was cancelled, or if its starts lead nowhere (starts.py).
+5. An unfinished job requeues itself without the nodes that were found bad. If SLURM does not allow
+   that, it submits a successor. It ends if the config is wrong, if it was cancelled, or if its
+   starts and those of its predecessors lead nowhere (starts.py).
 
 Only exit code 2 of the first start that gets to its ranks means that the config is wrong. Any other
 failure may be the node's fault, until a second node has the same failure. An error in this file
@@ -53,8 +55,10 @@ from cluster.slurm import (
     facts,
     inherited,
     new_job,
+    shape,
     slurm,
     state_of,
+    wait_for_successor,
 )
 from cluster.starts import UNKNOWN, append_start, give_up_reason, has_trained, read_starts
 from data_prep import console
@@ -179,8 +183,10 @@ def read_setting(environment: Mapping[str, str], name: str, default: int, *, lea
 class Job:
     """One start of a job."""
 
-    def __init__(self, allocation: Allocation) -> None:
+    def __init__(self, allocation: Allocation, words: list[str]) -> None:
         self.at = allocation
+        self.words = words[1:] if words[0] in ("grid", "data_prep") else words[2:]
+        """The words after the job script, for a successor."""
         self.directory, self.num_nodes = allocation.directory, allocation.num_nodes
         self.directory.mkdir(parents=True, exist_ok=True)
         self.has_begun, self.stopped, self.began_s = False, False, time.monotonic()
@@ -463,19 +469,22 @@ class Job:
         label = self.at.label
         try:
             state = state_of(label, tries=PATIENCE)
-            if state != "RUNNING":
+            about = about_job(label, tries=PATIENCE)
+            is_alone = about.get("Requeue") == "0"  # SLURM does not requeue it either
+            if state != "RUNNING" and not (is_alone and "preempted" in self.why_stopped()):
                 why = "the job was cancelled or requeued, or a node failed"
                 raise End(f"SLURM is ending this start ({state}): {why}")
             self.give_up_if_idle()
-            about = about_job(label, tries=PATIENCE)
             bad = sorted({node for node, _ in self.bad_nodes()})
             if bad:
                 self.refuse_if_too_few(bad, about)
+            if is_alone:
+                return self.submit_successor(about, bad)
             self.log("requeueing")
             self.stopped = False
             slurm("scontrol", "requeue", label, tries=PATIENCE)
         except SlurmError as error:
-            raise End(f"the job cannot be requeued ({error}); submit it again to go on") from None
+            raise End(f"the job cannot be continued ({error}); submit it again to go on") from None
         if bad:
             before = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", about.get("ExcNodeList", ""))
             self.exclude(",".join(dict.fromkeys([*bad, *before])))
@@ -485,6 +494,44 @@ class Job:
                 break
             time.sleep(0.1)
         return End("")
+
+    def submit_successor(self, about: Mapping[str, str], bad: list[str]) -> End:
+        """Let another job go on, where SLURM does not requeue this one.
+
+        1. Submit the same script with the same options. It begins when this job has ended.
+        2. Give it the starts of this job, which count on, and its places (jobs/JOB/writes).
+        3. Let the jobs that wait for this one wait for it.
+        4. End with 0: what waits for a complete array waits for this task, too.
+        """
+        at, label, noted = self.at, self.at.label, self.directory / "successor"
+        if noted.exists():
+            return End(f"job {noted.read_text()} continues it", 0)
+        options = [*inherited(about), *shape(about), f"--job-name={at.script}"]
+        options += [f"--dependency=afterany:{label}"]
+        options += [f"--array={at.task}"] if at.task is not None else []
+        options += [f"--exclude={','.join(bad)}"] if bad else []
+        script = at.snapshot / "cluster" / Path(about["Command"]).name
+        words = ("sbatch", "--parsable", *options, str(script), *self.words)
+        said = slurm(*words, tries=PATIENCE, environment=new_job(os.environ))
+        number = said.split()[-1].partition(";")[0]
+        successor = number if at.task is None else f"{number}_{at.task}"
+        noted.write_text(successor)
+        directory = Path("jobs", successor)
+        directory.mkdir(parents=True, exist_ok=True)
+        Path("jobs", number).mkdir(exist_ok=True)
+        for name in ("starts.jsonl", "bad-nodes"):
+            with suppress(FileNotFoundError):
+                shutil.copy(self.directory / name, directory)
+        with suppress(FileNotFoundError):
+            lines = Path("jobs", at.array, "writes").read_text().splitlines(keepends=True)
+            mine = [line for line in lines if line.partition("\t")[0] in ("-", at.task)]
+            Path("jobs", number, "writes").write_text("".join(mine))
+        self.log(f"this queue does not requeue jobs; job {successor} continues it")
+        try:
+            wait_for_successor(at.array, at.task, successor)
+        except SlurmError as error:
+            raise End(f"jobs that wait for {label} do not wait for {successor} ({error})") from None
+        return End("", 0)
 
     def refuse_if_too_few(self, bad: list[str], about: dict[str, str]) -> None:
         """End a job whose nodes do not suffice: it would pend for ever."""
@@ -538,10 +585,12 @@ def free_port(port: int) -> int:
 def run_command(job: Job, words: list[str]) -> int:
     """Run a command, or a member of a grid, until its result is complete."""
     if words[0] == "grid":
-        words = [*words, job.at.task or ""]
+        words = (
+            [*words[:3], str(int(job.at.task) + int(*words[3:]))] if job.at.task else [*words, ""]
+        )
     answer, at = job.resolve(words), job.at
     if words[0] == "grid":
-        job.log(f"member {at.task} of {words[1]} {words[2]}: {' '.join(answer['words'])}")
+        job.log(f"member {words[3]} of {words[1]} {words[2]}: {' '.join(answer['words'])}")
     place = answer["writes"]
     if answer["state"] == "finished":
         job.log(f"{place} is finished; choose another one to do it again")
@@ -570,9 +619,21 @@ def draw(job: Job, words: list[str]) -> int:
     return subprocess.run([*job.at.local_python, "-m", *words, kept], check=False).returncode
 
 
+def continue_plan(job: Job, words: list[str]) -> int:
+    """Queue the next wave of a plan (queue_jobs.py), never in a container: it asks SLURM."""
+    path, since, *options = words[2:]
+    os.environ.update(PLAN_KEPT=str(job.at.snapshot), PLAN_SINCE=since)
+    command = [".venv/bin/python", "-m", *words[:2], *options, path]
+    if subprocess.run(command, check=False).returncode == 0:
+        return 0
+    job.log(f"the rest of {path} is not submitted (see above); by hand: cluster/submit {path}")
+    raise job.start_again("failed")
+
+
 def prepare(job: Job, words: list[str]) -> int:
     """Build this task's part of a dataset, or merge and verify the parts."""
-    part, at = words[1] if words[1:2] in (["--parts"], ["--merge"]) else "", job.at
+    part, _, task = words[1].partition("=") if words[1:] else ("", "", "")
+    part, at = part if part in ("--parts", "--merge") else "", job.at
     words = words[2:] if part else words[1:]
     answer = job.resolve(["data_prep", "build", *words])
     out = answer["writes"]
@@ -585,11 +646,13 @@ def prepare(job: Job, words: list[str]) -> int:
         command = ["bash", "-c", both, "merge-and-verify", out, *at.python]
     else:
         first, last, count = at.span
-        if at.task is None or last - first + 1 != count:
+        if not task and (at.task is None or last - first + 1 != count):
             raise End("give all tasks of an array, without gaps: --array=0-7", BAD_INPUT)
-        if not part and int(at.task) == first:
+        number = int(at.task or 0)
+        if not part and number == first:
             submit_merge(job, words)
-        task = f"{int(at.task) - first}/{count}"
+        task = task or f"{number - first}/{count}"
+        job.words = [f"--parts={task}", *words]  # a successor is an array of one task
         command = [*at.python, "-m", *answer["words"], "--task", task]
     code = job.run_ranks(command, with_preflight=False)
     return job.end(code, is_finished=code == 0 and not job.stopped)
@@ -615,7 +678,7 @@ def submit_merge(job: Job, words: list[str]) -> None:
 def main(words: list[str]) -> int:
     console.install()
     try:
-        job = Job(Allocation.from_env(os.environ))
+        job = Job(Allocation.from_env(os.environ), words)
     except End as end:
         print(end, flush=True)
         return end.code
@@ -625,7 +688,8 @@ def main(words: list[str]) -> int:
     job.stopped = job.stopped or os.path.exists(note)  # noqa: PTH110
     try:
         try:
-            return {"data_prep": prepare, "analysis": draw}.get(words[0], run_command)(job, words)
+            others = {"data_prep": prepare, "analysis": draw, "cluster": continue_plan}
+            return others.get(words[0], run_command)(job, words)
         except End:
             raise
         except Exception as error:  # noqa: BLE001 (whatever it is, the run can go on)

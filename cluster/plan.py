@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     if plan.figure and not left:  # it takes seconds, and the results may have changed
         code = here.run(drawing)
         outcome = f"failed with exit code {code}" if code else "drawn"
-        rows.append(["figure", outcome, f"runs/plans/{plan.name}"])
+        rows.append(["figure", outcome, plan.drawn])
         left = "nothing" if code else ""
     print("", *in_columns(rows), sep="\n")
     if not left:

@@ -232,11 +232,6 @@ class Stage:
     def undone(self) -> list[Member]:
         return [member for member in self.members if not member.work.is_finished()]
 
-    def array(self, indices: Iterable[int]) -> str:
-        """Return the value of sbatch's --array for some of its members."""
-        limit = f"%{self.entry.max_concurrent}" if self.entry.max_concurrent else ""
-        return compressed(indices) + limit
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -252,6 +247,11 @@ class Plan:
     def name(self) -> str:
         """The value of {name} in run_dir: the file's name, with `_demo` for the demo."""
         return Path(self.path).stem + "_demo" * self.is_demo
+
+    @property
+    def drawn(self) -> str:
+        """The folder of its figure."""
+        return f"runs/plans/{self.name}"
 
     @property
     def words(self) -> list[str]:
@@ -330,9 +330,9 @@ def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None)
         raise in_file(path, error) from None
 
 
-def load_checked(path: str, *, is_demo: bool = False) -> Plan:
+def load_checked(path: str, snapshot: Path | None = None, *, is_demo: bool = False) -> Plan:
     """Read a plan and check all of it; one error names every mistake."""
-    plan = load_plan(path, is_demo=is_demo)
+    plan = load_plan(path, is_demo=is_demo, snapshot=snapshot)
     if errors := [*_problems(plan)]:
         raise in_file(path, *errors[:20])
     return plan

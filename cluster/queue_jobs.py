@@ -1,30 +1,53 @@
 """`cluster/submit` as Python: submit one job, or a plan as one job for each unfinished stage.
 
-A plan is queued completely or not at all:
-
-1. Refuse what is wrong, what lacks an input, and what a job of the queue writes already.
+1. Refuse what is wrong and what lacks an input. Skip members that are finished or in the queue.
 2. Submit the stages in order, and the plan's figure after all of them. Each waits for the stages
    that write its inputs.
-3. If a job is refused, cancel those before it.
+3. If sbatch refuses a job because the queue is full (MaxSubmitJobs, MaxJobCount), submit a small
+   job, `cluster/queue.slurm`, in place of the last members. It begins when half of the wave has
+   ended, and queues the rest by the same steps. One wave keeps the code and configs of the first.
+4. If sbatch refuses a job for another reason, cancel those before it.
 
-A job that fails takes those that wait for it out of the queue (--kill-on-invalid-dep). Only a grid
-that reads the runs of another grid begins when that grid has ended, however its members fared.
+jobs/JOB/writes of all jobs since the first of a plan decides which members a later wave submits:
+each member once, also if the wave was cut off. A member that failed is only submitted again by the
+next `cluster/submit`. No second command submits a plan while its queue.slurm is in the queue.
+
+A job that fails takes those that wait for it out of the queue (--kill-on-invalid-dep). Later waves
+skip these. Only a grid that reads the runs of another grid begins when that grid has ended, however
+its members fared.
 
 Exit codes: 0 submitted, or nothing is left to do; 1 sbatch has refused it; 2 it cannot run.
 """
 
+import fcntl
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from cluster.plan_file import Plan, Stage, check_figure, load_checked
-from cluster.slurm import SlurmError, in_columns, jobs_of, slurm, writers_of
+from cluster.plan_file import Plan, Stage, check_figure, compressed, load_checked
+from cluster.slurm import (
+    SlurmError,
+    Writer,
+    entries_of,
+    in_columns,
+    lines_of,
+    places_since,
+    slurm,
+    writers_of,
+)
 from cluster.submission import Submission, book_part_of_node, read_submission
-from cluster.submit import NothingLeft, RefusedError, examine, refuse_missing, submit
-from cluster.work import COMMANDS, Work, in_file
-from data_prep.errors import UserError
+from cluster.submit import (
+    NothingLeft,
+    QueueFullError,
+    RefusedError,
+    examine,
+    refuse_missing,
+    submit,
+)
+from cluster.work import COMMANDS, Work
 from data_prep.exit_codes import BAD_INPUT, FAILED, OK, message_of
 from data_prep.interrupts import keep
 from pretrain.config import PretrainSettings, check_against_ranks
@@ -37,7 +60,12 @@ def main(words: list[str]) -> int:
         submission = read_submission([word for word in words if word != "--parsable"])
         if not submission.script and words and Path(words[-1]).suffix in (".yaml", ".yml"):
             options = [word for word in submission.options[:-1] if word != "--dry-run"]
-            queue(words[-1], options, is_dry_run="--dry-run" in words)
+            plan = Path(words[-1])
+            with plan.open("rb") if plan.is_file() else nullcontext() as file:
+                if file is not None:
+                    with suppress(OSError):  # one command at a time
+                        fcntl.flock(file, fcntl.LOCK_EX)
+                Queue(words[-1], options).fill(is_dry_run="--dry-run" in words)
         elif jobs := submit(submission):
             text = f"Submitted batch job {' and '.join(jobs)}, with code and config as they are now"
             print(jobs[-1] if "--parsable" in words else text)
@@ -60,84 +88,197 @@ def _examine(submission: Submission, ranks: str) -> int:
     return OK
 
 
-def queue(path: str, options: Sequence[str], *, is_dry_run: bool) -> None:
-    plan = load_checked(path)
-    refuse_missing(Submission(tuple(options)), plan.missing())
-    check_figure(plan)
-    todo = [stage for stage in plan.stages if stage.undone()]
-    if len(todo) > 1:  # of a single one the members that are in the queue are skipped
-        _refuse_queued(path, todo)
-    jobs: dict[str, tuple[str, ...]] = {}
-    keep("what was queued is cancelled")
-    try:
-        for stage in todo:
-            submission = submission_of(plan, stage, jobs, options)
-            jobs[stage.name] = _submit(submission, stage.name, is_dry_run=is_dry_run)
-        if plan.figure and (last := [numbers[-1] for numbers in jobs.values() if numbers]):
-            waits = (f"--dependency=afterok:{':'.join(last)}", "--kill-on-invalid-dep=yes")
-            submission = Submission((*options, *waits), "cluster/figure.slurm", (path,))
-            jobs["figure"] = _submit(submission, "figure", is_dry_run=is_dry_run)
-    except BaseException:  # Ctrl-C too: half a plan in the queue helps nobody
-        queued = [job for numbers in jobs.values() for job in numbers if job.isdigit()]
-        if queued:
-            with suppress(SlurmError):
-                slurm("scancel", *queued)
-            print(f"cluster/submit: cancelled: {', '.join(queued)}", file=sys.stderr)
-        raise
-    numbers = [job for each in jobs.values() for job in each]
-    if numbers and not is_dry_run:
+class Queue:
+    """One wave of a plan."""
+
+    def __init__(self, path: str, options: Sequence[str]) -> None:
+        kept = Path(os.environ["PLAN_KEPT"]) if "PLAN_KEPT" in os.environ else None
+        self.since = int(os.environ.get("PLAN_SINCE", "0"))
+        """The first job of the plan, if this is not its first wave."""
+        self.plan, self.options, self.kept = load_checked(path, kept), options, kept
+        plan = self.plan
+        refuse_missing(Submission(tuple(options), kept=kept), plan.missing())
+        if kept is None:
+            check_figure(plan)
+        places = [work.writes for stage in plan.stages for work in stage.works]
+        # asked before results are looked at: a member that ends meanwhile counts as queued
+        self.writers = writers_of([*places, path, plan.drawn])
+        own = kept and os.environ.get("SLURM_JOB_ID")
+        if others := [each for each in self.writers.pop(path, []) if each.job != own]:
+            raise NothingLeft(f"{path}: {others[0]} queues the rest of it")
+        self.begun = places_since(self.since) if self.since else set()
+        self.jobs: dict[str, tuple[str, ...]] = {}
+        """Stage -> the jobs that this wave submits for it."""
+        self.failed: set[str] = set()
+        """Stages whose members failed in an earlier wave, and those that wait for them."""
+
+    def waits(self, stage: str) -> list[str]:
+        """Return the jobs, or tasks of earlier arrays, that work on a stage."""
+        works = next((each.works for each in self.plan.stages if each.name == stage), [])
+        found = [each for work in works for each in self.writers.get(work.writes, [])]
+        jobs = self.jobs.get(stage, ())
+        is_build = bool(works) and works[0].kind == "build"
+        return [*dict.fromkeys(map(_label, found)), *(jobs[-1:] if is_build else jobs)]
+
+    def fill(self, *, is_dry_run: bool) -> None:
+        plan = self.plan
+        undone = {stage.name: stage.undone() for stage in plan.stages}
+        keep("what was queued is cancelled")
+        try:
+            try:
+                for stage in plan.stages:
+                    if submission := self.next(stage):
+                        self.submit(submission, stage.name, is_dry_run=is_dry_run)
+                if plan.figure and (submission := self.figure()):
+                    self.submit(submission, "figure", is_dry_run=is_dry_run)
+            except QueueFullError:
+                self.leave_rest()
+        except BaseException:  # Ctrl-C too: half a plan in the queue helps nobody
+            queued = [job for job in self.numbers() if job.isdigit()]
+            if queued and self.kept is None:
+                with suppress(SlurmError):
+                    slurm("scancel", *queued)
+                print(f"cluster/submit: cancelled: {', '.join(queued)}", file=sys.stderr)
+            raise
+        if self.jobs and not is_dry_run:
+            self.report()
+        for stage in plan.stages:
+            if not undone[stage.name]:
+                print(f"{stage.name}: finished, not submitted")
+        if plan.figure and not any(undone.values()) and not self.jobs:
+            path = plan.path
+            print(f"figure: analysis figure {path}, or cluster/submit cluster/figure.slurm {path}")
+
+    def report(self) -> None:
         rows = [["stage", "jobs", "waits for"]]
-        for stage in todo:
-            after = ", ".join(jobs[each.name][-1] for each in plan.after(stage) if each in todo)
-            rows.append([stage.name, ", ".join(jobs[stage.name]), after or "-"])
-        rows += [["figure", ", ".join(jobs["figure"]), "all"]] if "figure" in jobs else []
+        for stage in self.plan.stages:
+            if jobs := self.jobs.get(stage.name):
+                after = ", ".join(
+                    job for each in self.plan.after(stage) for job in self.waits(each.name)[-1:]
+                )
+                rows.append([stage.name, ", ".join(jobs), after or "-"])
+        if drawn := self.jobs.get("figure"):
+            rows.append(["figure", *drawn, "all"])
         print(*in_columns(rows), sep="\n")
+        numbers = self.numbers()
         print(f"look:   squeue -j {','.join(numbers)}\ncancel: scancel {' '.join(numbers)}")
+        if rest := self.jobs.get("rest"):
+            print(f"The queue is full. Job {rest[0]} submits the rest of the plan.")
         print(
             "Jobs that wait for a job that fails leave the queue. Then run the same command again."
         )
-    for stage in plan.stages:
-        if stage not in todo:
-            print(f"{stage.name}: finished, not submitted")
-    if plan.figure and not todo:
-        print(f"figure: analysis figure {path}, or cluster/submit cluster/figure.slurm {path}")
+
+    def numbers(self) -> list[str]:
+        return [job for jobs in self.jobs.values() for job in jobs]
+
+    def next(self, stage: Stage) -> Submission | None:
+        """Return the submission of the members that nobody has submitted, if there are any."""
+        queued = [each for each in stage.members if each.work.writes in self.writers]
+        if queued:
+            numbers = f" {compressed(each.index for each in queued)}" * stage.entry.is_grid
+            writer = self.writers[queued[0].work.writes][0]
+            print(f"{stage.name}{numbers}: in the queue already, {writer}", file=sys.stderr)
+        left = [member for member in stage.undone() if member not in queued]
+        begun = [each for each in left if str(Path(each.work.writes).resolve()) in self.begun]
+        left = [member for member in left if member not in begun]
+        lost = [
+            each.name
+            for each in self.plan.after(stage)
+            if each.name in self.failed and not (each.entry.is_grid and stage.entry.is_grid)
+        ]
+        if begun or lost:
+            self.failed.add(stage.name)
+        if left and lost:
+            print(f"{stage.name}: not submitted, {lost[0]} has failed", file=sys.stderr)
+        if not left or lost:
+            return None
+        jobs = {each.name: self.waits(each.name) for each in self.plan.stages}
+        submission = submission_of(self.plan, stage, jobs, self.options, self.kept)
+        if len(left) < len(stage.members):
+            array = f"--array={compressed(member.index for member in left)}"
+            submission = submission.with_options(last=[array])
+        return submission
+
+    def figure(self) -> Submission | None:
+        """Return the submission of the figure, unless it is queued or a stage has failed."""
+        last = [job for stage in self.plan.stages for job in self.waits(stage.name)]
+        place = self.plan.drawn
+        is_queued = place in self.writers or str(Path(place).resolve()) in self.begun
+        if is_queued or self.failed or not (self.jobs or self.kept):
+            return None
+        waits = [f"--dependency=afterok:{':'.join(last)}", "--kill-on-invalid-dep=yes"]
+        options = (*self.options, *(waits if last else []))
+        return Submission(options, "cluster/figure.slurm", (self.plan.path,), self.kept)
+
+    def submit(self, submission: Submission, name: str, *, is_dry_run: bool = False) -> None:
+        words = [*submission.options, submission.script or "", *submission.arguments]
+        print(f"$ cluster/submit {shlex.join(words)}", flush=True)
+        try:
+            self.jobs[name] = (f"<{name}>",) if is_dry_run else submit(submission)
+        except QueueFullError as full:
+            self.jobs |= {name: full.jobs} if full.jobs else {}
+            raise
+
+    def leave_rest(self) -> None:
+        """Submit the job that submits the rest. If there is no place for it, take back the last
+        members of this wave."""
+        own = [entry for job in self.numbers() for entry in entries_of(job)]
+        others = [_label(each) for writers in self.writers.values() for each in writers]
+        while waits := [label for label, _ in own] or others:
+            first = self.since or min(int(label.partition("_")[0]) for label in [*others, *waits])
+            words = (self.plan.path, str(first), *self.options)
+            options = (*self.options, f"--dependency=afterany:{waits[(len(waits) - 1) // 2]}")
+            try:
+                submission = Submission(options, "cluster/queue.slurm", words, self.kept)
+                return self.submit(submission, "rest")
+            except QueueFullError:
+                if not own:
+                    break
+                place = own[-1][1]
+                for label, _ in [entry for entry in own if entry[1] == place]:
+                    take_back(label, place)
+                own = [entry for entry in own if entry[1] != place]
+        print("cluster/submit: the queue is full, not one more job fits. Submit it again when jobs"
+              " of yours have ended", file=sys.stderr)  # fmt: skip
+        raise RefusedError
 
 
-def _submit(submission: Submission, name: str, *, is_dry_run: bool) -> tuple[str, ...]:
-    words = [*submission.options, submission.script or "", *submission.arguments]
-    print(f"$ cluster/submit {shlex.join(words)}")
-    return (f"<{name}>",) if is_dry_run else submit(submission)
+def take_back(label: str, place: str) -> None:
+    """Cancel a job or a task, and forget that it was to write the place."""
+    slurm("scancel", label)
+    job = label.partition("_")[0]
+    left = {path: each for each, path in entries_of(job) if path != place}
+    tasks = {path: each.partition("_")[2] or "-" for path, each in left.items()}
+    Path("jobs", job, "writes").write_text(lines_of(tasks))
+
+
+def _label(writer: Writer) -> str:
+    return f"{writer.job}_{writer.task}" if writer.task else writer.job
 
 
 def submission_of(
-    plan: Plan, stage: Stage, jobs: Mapping[str, Sequence[str]], options: Sequence[str]
+    plan: Plan,
+    stage: Stage,
+    jobs: Mapping[str, Sequence[str]],
+    options: Sequence[str],
+    kept: Path | None = None,
 ) -> Submission:
-    """Return the submission of a stage; `jobs`: the numbers of the stages before it."""
+    """Return the submission of a stage; `jobs`: the jobs that work on each stage."""
     words = [f"--nodes={stage.entry.nodes}"] if stage.entry.nodes else []
     words += [*stage.entry.sbatch, *options]
     after: dict[str, list[str]] = {}
     for each in plan.after(stage):
-        if numbers := jobs.get(each.name):
-            kind = "afterany" if each.entry.is_grid and stage.entry.is_grid else "afterok"
-            after.setdefault(kind, []).append(numbers[-1])
-    if after:
-        waits = ",".join(f"{kind}:{':'.join(numbers)}" for kind, numbers in after.items())
+        kind = "afterany" if each.entry.is_grid and stage.entry.is_grid else "afterok"
+        after.setdefault(kind, []).extend(jobs.get(each.name, ()))
+    if stage.entry.max_concurrent:  # no more at a time than in one array
+        after.setdefault("afterany", []).extend(jobs.get(stage.name, ()))
+    waits = ",".join(f"{kind}:{':'.join(each)}" for kind, each in after.items() if each)
+    if waits:
         words += [f"--dependency={waits}", "--kill-on-invalid-dep=yes"]
     work = stage.members[0].work
-    script, arguments = COMMANDS[stage.kind].script, (work.config, *work.overrides)
+    config = work.config.removeprefix(f"{kept}/given").removeprefix(f"{kept}/")
+    script, arguments = COMMANDS[stage.kind].script, (config, *work.overrides)
     if stage.entry.is_grid:
         script, arguments = "cluster/grid.slurm", (plan.path, stage.name)
-    return book_part_of_node(Submission(tuple(words), script, arguments), gpus=stage.num_gpus)
-
-
-def _refuse_queued(path: str, todo: Sequence[Stage]) -> None:
-    places = {member.work.writes: stage for stage in todo for member in stage.undone()}
-    writers = writers_of([*places])
-    fix = f"wait for it, or: scancel {' '.join(jobs_of(writers.values()))}"
-    errors = [
-        UserError(stage.name, f"{writers[place][0]} writes {place} already", fix, code="busy")
-        for place, stage in places.items()
-        if place in writers
-    ]
-    if errors:
-        raise in_file(path, *errors[:20])
+    submission = Submission(tuple(words), script, arguments, kept)
+    return book_part_of_node(submission, gpus=stage.num_gpus)

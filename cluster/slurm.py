@@ -161,6 +161,47 @@ def inherited(about: Mapping[str, str]) -> list[str]:
     ]
 
 
+def shape(about: Mapping[str, str]) -> list[str]:
+    """Return the sbatch options that give another job the size of this one, which is running."""
+    options = ["--no-requeue", f"--nodes={about['NumNodes']}", f"--ntasks={about['NumTasks']}"]
+    sharing = {"NO": ["--exclusive"], "YES": ["--oversubscribe"]}
+    options += sharing.get(about.get("OverSubscribe", ""), [])
+    names = {"gres": "TresPerNode", "gpus": "TresPerJob", "gpus-per-task": "TresPerTask"}
+    for option, name in names.items():
+        value = re.sub("gres[:/]", "", about.get(name, ""))
+        if option != "gres":
+            value = value.removeprefix("gpu:")
+        options += [f"--{option}={value}"] if value else []
+    return options
+
+
+def wait_for_successor(array: str, task: str | None, successor: str) -> None:
+    """Let the pending jobs that wait for a job, or for a task of an array, wait for its successor.
+    Those that wait for a complete array wait for both."""
+    label = array if task is None else f"{array}_{task}"
+    words = ("squeue", "--noheader", "--me", "--states=PENDING", "--format=%F %E")
+    for line in sorted(set(slurm(*words, tries=3).splitlines())):
+        job, _, text = line.partition(" ")
+        parts = re.split("([,?])", re.sub(r"\(\w+\)|_\*", "", text))
+        for number, part in enumerate(parts):
+            kind, *jobs = part.split(":")
+            jobs = [successor if each == label else each for each in jobs]
+            jobs += [successor] * (array in jobs)
+            parts[number] = ":".join([kind, *jobs])
+        if successor in re.split("[:,?]", "".join(parts)) and job != successor.partition("_")[0]:
+            dependency = f"Dependency={''.join(parts)}"
+            slurm("scontrol", "update", f"JobId={job}", dependency, tries=3)
+
+
+def max_array_size() -> int:
+    """Return the number above all numbers of an array's tasks."""
+    with suppress(SlurmError):
+        found = re.search(r"^MaxArraySize\s*=\s*(\d+)", slurm("scontrol", "show", "config"), re.M)
+        if found:
+            return int(found[1])
+    return 1001
+
+
 def state_of(label: str, *, tries: int = 1) -> str:
     """Return the state of one job, or of one task of an array; "gone" if SLURM has forgotten it."""
     try:
@@ -189,6 +230,8 @@ def new_job(environment: Mapping[str, str]) -> dict[str, str]:
         *environment.get("JOB_SETTINGS", "").split(),
         "JOB_SETTINGS",
         "JOB_SETTINGS_GIVEN",
+        "PLAN_KEPT",
+        "PLAN_SINCE",
         "PYTHONPATH",
         "PYTHONSAFEPATH",
     }
@@ -236,6 +279,19 @@ def writers_of(places: Sequence[str]) -> dict[str, list[Writer]]:
     for writers in found.values():
         writers.sort(key=lambda each: (each.state != "RUNNING", int(each.job)))
     return found
+
+
+def entries_of(job: str) -> list[tuple[str, str]]:
+    """Return the label of each task of a job, or of the job itself, with the place it writes."""
+    parts = (line.partition("\t") for line in Path("jobs", job, "writes").read_text().splitlines())
+    return [(job if task == ALL_TASKS else f"{job}_{task}", path) for task, _, path in parts]
+
+
+def places_since(first: int) -> set[str]:
+    """Return the complete paths of the places that this job and later ones write or wrote."""
+    jobs = [record.parent.name for record in Path("jobs").glob("*/writes")]
+    late = (job for job in jobs if job.isdigit() and int(job) >= first)
+    return {path for job in late for _, path in entries_of(job)}
 
 
 def jobs_of(writers: Iterable[list[Writer]]) -> list[str]:

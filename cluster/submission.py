@@ -48,6 +48,8 @@ class Submission:
     options: tuple[str, ...] = ()
     script: str | None = None
     arguments: tuple[str, ...] = ()
+    kept: Path | None = None
+    """The snapshot of an earlier wave of a plan; None: keep code and configs as they are now."""
 
     @property
     def name(self) -> str:

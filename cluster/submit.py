@@ -14,19 +14,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.plan_file import compressed, load_checked
+from cluster.plan_file import Stage, compressed, load_checked
 from cluster.slurm import (
     ALL_TASKS,
     SlurmError,
     Writer,
     jobs_of,
     lines_of,
+    max_array_size,
     new_job,
     slurm,
     writers_of,
 )
 from cluster.submission import WARNING, Submission, book_part_of_node
-from cluster.work import COMMANDS, Kind, Work
+from cluster.work import COMMANDS, Kind, Work, kept
 from data_prep.errors import SettingsError, UserError
 from data_prep.settings import near_path
 from pretrain.engine.zero_cost import Cluster
@@ -43,6 +44,18 @@ class RefusedError(Exception):
     """sbatch or cluster/snapshot has refused it, in words of its own on stderr."""
 
 
+class QueueFullError(RefusedError):
+    """The user, or SLURM, has as many jobs as are allowed; `jobs`: those that were submitted."""
+
+    def __init__(self, jobs: Sequence[str] = ()):
+        super().__init__()
+        self.jobs = tuple(jobs)
+
+
+FULL = re.compile("Submit\\w*Limit|temporarily unable to accept job")
+"""Words of sbatch about MaxSubmitJobs (of an association or a QOS) and MaxJobCount."""
+
+
 @dataclass(frozen=True)
 class Order:
     """A submission that has been checked."""
@@ -52,22 +65,29 @@ class Order:
     """place -> the task that writes it, or "-" """
     reads: Sequence[str] = ()
     """Files besides the config that jobs read."""
-    gpus: int | None = None
-    """GPUs of each member, if the plan says so."""
+    grid: Stage | None = None
+    """`writes` then has the numbers of its members."""
 
 
 def submit(submission: Submission) -> tuple[str, ...]:
-    """Submit it and return the numbers of its jobs; jobs that wait for it wait for the last one. A
-    dataset has two jobs: its parts, and their merge."""
+    """Submit it and return the numbers of its jobs. A dataset has two jobs: its parts, and their
+    merge; what waits for it waits for the last one. A grid has several jobs if it does not fit."""
     order = examine(submission)
-    submission = book_part_of_node(order.submission, gpus=order.gpus)
+    submission = book_part_of_node(
+        order.submission, gpus=order.grid.num_gpus if order.grid else None
+    )
     arguments = submission.arguments
     config = next((word for word in arguments if not word.startswith("-")), "")
-    words = ["cluster/snapshot", config, *order.reads]
-    kept = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    if kept.returncode:
-        raise RefusedError
-    script = f"{kept.stdout.rstrip()}/cluster/{submission.name}"
+    snapshot = str(submission.kept or "")
+    if not snapshot:
+        words = ["cluster/snapshot", config, *order.reads]
+        taken = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+        if taken.returncode:
+            raise RefusedError
+        snapshot = taken.stdout.rstrip()
+    script = f"{snapshot}/cluster/{submission.name}"
+    if order.grid:
+        return submit_grid(order.grid, submission, order.writes, script)
     if submission.has("test-only"):
         _sbatch([*submission.options, script, *arguments])
         return ()
@@ -85,14 +105,50 @@ def submit(submission: Submission) -> tuple[str, ...]:
         raise
 
 
+def submit_grid(
+    stage: Stage, submission: Submission, members: Mapping[str, str], script: str
+) -> tuple[str, ...]:
+    """Submit members as few arrays. An array that does not fit is halved, until not one member
+    fits. Members from MaxArraySize on have tasks from 0 on, and this offset as a word."""
+    jobs: list[str] = []
+    places = {int(index): place for place, index in members.items()}
+    todo, length, most = [*places], len(places), max_array_size()
+    limit = f"%{stage.entry.max_concurrent}" if stage.entry.max_concurrent else ""
+    options = [each for each in submission.options if not each.startswith("--array=")]
+    while todo:
+        offset = todo[0] - todo[0] % most
+        chosen = [index for index in todo[:length] if index < offset + most]
+        words = [*options, f"--array={compressed(index - offset for index in chosen)}{limit}"]
+        if limit and jobs:  # no more at a time than in one array
+            waits = [submission.option("dependency"), f"afterany:{jobs[-1]}"]
+            words.append(f"--dependency={','.join(filter(None, waits))}")
+        words += [script, *submission.arguments, *([str(offset)] if offset else [])]
+        if submission.has("test-only"):
+            _sbatch(words)
+        else:
+            try:
+                writes = {places[index]: str(index - offset) for index in chosen}
+                jobs.append(_sbatch(words, writes=writes))
+            except QueueFullError:
+                length = len(chosen) // 2
+                if not length:
+                    raise QueueFullError(jobs) from None
+                continue
+        todo = todo[len(chosen) :]
+    return tuple(jobs)
+
+
 def _sbatch(words: Sequence[str], *, writes: Mapping[str, str] | None = None) -> str:
     done = subprocess.run(
         ["sbatch", "--parsable", *words],
         env=new_job(os.environ),
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
     )
+    if done.returncode and FULL.search(done.stderr):
+        raise QueueFullError
+    print(done.stderr, end="", file=sys.stderr, flush=True)
     if done.returncode:
         raise RefusedError
     lines = done.stdout.split()  # sites may print more before the number
@@ -130,12 +186,14 @@ def examine(submission: Submission) -> Order:
         raise SettingsError(first, "it follows the script", fix, code="bad-syntax")
     if script.name == "grid.slurm":
         return examine_grid(submission)
+    if script.name == "queue.slurm":
+        return Order(submission, {first: ALL_TASKS}, load_checked(first, submission.kept).files)
     if script.name == "figure.slurm":  # asks if the plan's runs are finished
-        plan = load_checked(first)
+        plan = load_checked(first, submission.kept)
         if plan.figure is None:
             field = f"{plan.path}: figure"
             raise SettingsError(field, "the section is missing", "add it", code="missing-value")
-        return Order(submission, {}, plan.files)
+        return Order(submission, {plan.drawn: ALL_TASKS}, plan.files)
     for kind, command in COMMANDS.items():
         if Path(command.script).name == script.name:
             return examine_work(submission, kind)
@@ -144,7 +202,8 @@ def examine(submission: Submission) -> Order:
 
 def examine_work(submission: Submission, kind: Kind) -> Order:
     config, *words = submission.arguments
-    work, array = Work(kind, config, tuple(words)), submission.option("array")
+    work = Work(kind, kept(config, submission.kept), tuple(words))
+    array = submission.option("array")
     if array is not None and kind != "build":
         fix = "write a plan for several runs"
         raise SettingsError("--array", f"{submission.name} is one run", fix, code="conflict")
@@ -167,7 +226,7 @@ def examine_grid(submission: Submission) -> Order:
         problem = "its words are PLAN STAGE"
         raise SettingsError("cluster/grid.slurm", problem, fix, code="bad-syntax")
     path, name = submission.arguments
-    plan = load_checked(path)
+    plan = load_checked(path, submission.kept)
     stage = plan.stage(name)
     members, array = stage.members, submission.option("array")
     chosen = indices(array) if array else range(len(members))
@@ -189,9 +248,8 @@ def examine_grid(submission: Submission) -> Order:
     if not todo:
         raise NothingLeft(f"{path}: all that is left of {name} is in the queue")
     warn_of_nodes(submission, [member.work for member in todo])
-    left = f"--array={stage.array(member.index for member in todo)}"
     writes = {member.work.writes: str(member.index) for member in todo}
-    return Order(submission.with_options(last=[left]), writes, plan.files, stage.num_gpus)
+    return Order(submission, writes, plan.files, stage)
 
 
 def indices(array: str) -> list[int]:
@@ -234,7 +292,8 @@ def warn_of_nodes(submission: Submission, works: Sequence[Work]) -> None:
 
 
 def refuse_missing(submission: Submission, missing: Sequence[UserError]) -> None:
-    if missing and not submission.has("dependency", "begin", "hold", "test-only"):
+    is_late = submission.kept or submission.has("dependency", "begin", "hold", "test-only")
+    if missing and not is_late:
         first, *others = missing
         fix = f"{first.fix}, or wait for its job: --dependency=afterok:JOB"
         raise SettingsError(first.field, first.problem, fix, code=first.code, others=others)

@@ -216,7 +216,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         f'{asks}; echo "RUNNING${{SQUEUE_STATES}}"; echo "squeue: error: a strange key" >&2',
     )
     before = dict(os.environ)  # a job changes what its ranks inherit
-    made = Job(Allocation.from_env(os.environ))
+    made = Job(Allocation.from_env(os.environ), ["pretrain", "train", "mine.yaml"])
     (made.directory / "bad-nodes").write_text("n2\tslow\n")
     yield made
     os.environ.clear()
@@ -241,7 +241,7 @@ import os, signal, sys
 from cluster import job as jobs
 from cluster.job import Allocation, End, Job
 jobs.PATIENCE = 1
-job = Job(Allocation.from_env(os.environ))
+job = Job(Allocation.from_env(os.environ), ["pretrain", "train", "mine.yaml"])
 signal.signal(signal.SIGTERM, job.receive)
 try:
     job.start_again("stopped")

@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 LAB = Path(__file__).parent / "lab.sh"
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
+ACCOUNTING = ("slurmdbd", "mariadbd", "mariadb-install-db")
 USABLE = ("idle", "mixed", "allocated")
 CONFIG = """
 run_dir: runs/tiny
@@ -41,13 +42,14 @@ SCRIPT = "cluster/pretrain.slurm"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 
 
-def why_not() -> str | None:
-    """What a private SLURM lacks on this machine, or None."""
-    missing = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
+def why_not(*others: str) -> str | None:
+    """What a private SLURM lacks on this machine, or None. `others`: programs besides its own."""
+    programs = (*PROGRAMS, *others)
+    missing = [program for program in programs if shutil.which(program, path=PATH) is None]
     if missing:
         return (
             f"SLURM is not installed: no {', '.join(missing)} (Debian: apt-get install slurm-wlm"
-            " munge)"
+            " munge slurmdbd mariadb-server)"
         )
     if os.geteuid() != 0:
         return "a private SLURM needs root"
@@ -109,7 +111,7 @@ class Cluster:
     def __enter__(self) -> Self:
         self._errors = open(self.directory / "lab.log", "w+")
         self._lab = subprocess.Popen(
-            [LAB, self.directory, str(_free_ports(self._num_nodes + 2))],
+            [LAB, self.directory, str(_free_ports(self._num_nodes + 3))],
             env=self.environment | self._lab_environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -273,9 +275,9 @@ def _free_ports(count: int) -> int:
     raise AssertionError("no free ports")
 
 
-def need_slurm() -> None:
+def need_slurm(*others: str) -> None:
     """Skips where it cannot be had, or fails where it must (`make cluster-test`, CI)."""
-    reason = why_not()
+    reason = why_not(*others)
     if reason is not None and os.environ.get("REQUIRE_SLURM"):
         pytest.fail(reason)
     if reason is not None:

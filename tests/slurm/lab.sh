@@ -10,7 +10,8 @@
 #                       The end of its input ends everything. SLURM_CONF=DIR/slurm.conf is all that clients need.
 #
 # Nodes: n1 to nLAB_NODES (3; 2 CPUs; partitions low, default, which high preempts), g1 (4 CPUs, 4 pretended GPUs; partition gpu).
-# LAB_CONF (lines) is added to slurm.conf, LAB_HOSTS=none leaves the nodes' names unresolvable.
+# LAB_CONF (lines) is added to slurm.conf, LAB_HOSTS=none leaves the nodes' names unresolvable. LAB_SUBMIT_LIMIT=N starts slurmdbd, on a
+# database of its own (Debian: slurmdbd, mariadb-server), and lets root have N jobs in the queue (MaxSubmitJobs).
 #
 # Everything lives in one pid namespace whose pid 1 is this shell, so no process outlives it, however it ends. Each node has its own
 # pid and host name namespace inside; the file system and the loopback network are shared.
@@ -90,6 +91,39 @@ PartitionName=high Nodes=n[1-$nodes] MaxTime=INFINITE PriorityTier=10 PreemptMod
 PartitionName=gpu Nodes=g1 MaxTime=INFINITE
 ${LAB_CONF:-}
 END
+    [ -z "${LAB_SUBMIT_LIMIT:-}" ] || cat >>"$SLURM_CONF" <<END
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePass=$lab/munge.socket
+AccountingStoragePort=$((port + nodes + 2))
+AccountingStorageEnforce=associations,limits,qos
+END
+}
+
+start_accounting() {
+    mkdir "$lab/db"
+    mariadb-install-db --no-defaults --user=root --datadir="$lab/db" --auth-root-authentication-method=normal --skip-test-db
+    mariadbd --no-defaults --user=root --datadir="$lab/db" --socket="$lab/db.socket" --skip-networking --skip-grant-tables \
+        --innodb-flush-log-at-trx-commit=0 &
+    for _ in {1..300}; do ! mariadb-admin --no-defaults --socket="$lab/db.socket" ping || break; sleep 0.1; done
+    cat >"$lab/slurmdbd.conf" <<END
+AuthType=auth/munge
+AuthInfo=socket=$lab/munge.socket
+DbdHost=controller
+DbdAddr=127.0.0.1
+DbdPort=$((port + nodes + 2))
+SlurmUser=root
+PidFile=$lab/slurmdbd.pid
+LogFile=$lab/log/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageUser=root
+END
+    chmod 600 "$lab/slurmdbd.conf"
+    SLURM_CONF=$lab/slurmdbd.conf MYSQL_UNIX_PORT=$lab/db.socket slurmdbd
+    for _ in {1..100}; do ! sacctmgr -i add cluster lab || break; sleep 0.1; done
+    sacctmgr -i add account lab
+    sacctmgr -i add user root account=lab
+    sacctmgr -i modify user root set MaxSubmitJobs="$LAB_SUBMIT_LIMIT" DefaultAccount=lab
 }
 
 start_node() {
@@ -126,6 +160,8 @@ configure
 mount --bind "$lab/hosts" /etc/hosts
 munged --force --key-file="$lab/munge.key" --socket="$lab/munge.socket" --pid-file="$lab/munged.pid" --num-threads=4 \
     --log-file="$lab/log/munged.log" --seed-file="$lab/munge.seed" 2>>"$lab/log/munged.err"
+[ -z "${LAB_SUBMIT_LIMIT:-}" ] || start_accounting </dev/null >>"$lab/log/accounting.log" 2>&1 ||
+    { cat "$lab"/log/{accounting,slurmdbd}.log >&2; exit 1; }
 slurmctld -f "$SLURM_CONF" -i </dev/null >>"$lab/log/start.log" 2>&1
 for node in "${!address[@]}"; do start_node "$node"; done
 tries=0
