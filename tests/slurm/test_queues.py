@@ -54,8 +54,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         path = folder / name
         path.write_text(text.replace("REAL", real[name]).replace("REPOSITORY", str(REPOSITORY)))
         path.chmod(0o755)
-    limits = {"LAB_SUBMIT_LIMIT": str(LIMIT), "LAB_CONF": "MaxArraySize=4"}
-    with Cluster(python=folder / "python", **limits) as cluster:
+    with Cluster(
+        python=folder / "python", LAB_SUBMIT_LIMIT=str(LIMIT), LAB_CONF="MaxArraySize=4"
+    ) as cluster:
         with open(cluster.root / "cluster/site.env", "a") as site:
             site.write(f'export PATH={folder}:$PATH IN_JOB="$SLURM_JOB_ID"\n')
         yield cluster
