@@ -85,7 +85,7 @@ def fetched(data: TrainingData, *, num_nodes: int, folder: Path) -> list[int]:
 
 def main() -> None:
     options = arguments(__doc__.splitlines()[0])
-    num_shards = sized(options, full=640, quick=320, dry=160)
+    num_shards = sized(options, full=640, quick=320, dry=80)
     loader.LOOK_AHEAD = 2 * BATCH  # of a small dataset
     with TemporaryDirectory() as place:
         folder, rows = Path(place), []

@@ -19,6 +19,7 @@ DRY_RUNS = {
     "listing": ["--dry-run"],
     "loader": ["--dry-run"],
     "models": ["--dry-run"],
+    "nodes": ["--dry-run"],
     "order": ["--dry-run"],
     "prep": ["--dry-run"],
     "sparse": ["--dry-run"],
