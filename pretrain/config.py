@@ -86,6 +86,23 @@ Cadence = Annotated[
 ]
 
 
+_WINDOW = re.compile(r"steps (\d[\d_]*)-(\d[\d_]*)")
+
+
+def parse_window(text: object) -> range:
+    """Return the steps of a window. Its form is "steps FIRST-LAST", and steps count from 1."""
+    form = _WINDOW.fullmatch(text) if isinstance(text, str) else None
+    steps = range(int(form[1]), int(form[2]) + 1) if form else range(0)
+    if not steps or steps[0] < 1:
+        fix = "Write 'steps FIRST-LAST', such as 'steps 20-25'; the first step is 1"
+        raise SettingsError("", f"{text!r} is not a window", fix, code="bad-value")
+    return steps
+
+
+def _window(text: object) -> object:
+    return text if text is None else parse_window(text) and text
+
+
 def _kept_out(remedy: str) -> AfterValidator:
     """Reject secrets in an address, which config.yaml, MLflow and model cards record."""
     return AfterValidator(partial(without_secrets, remedy=remedy))
@@ -639,6 +656,15 @@ class TrackingSettings(Settings):
         return self
 
 
+class TrainingTracking(TrackingSettings):
+    profile: Annotated[str | None, BeforeValidator(_window)] = Field(
+        None, examples=["steps 20-25"]
+    )
+    """Steps of which each rank writes a trace to RUN/profile: operations, kernels and waits. Open
+    the traces in Perfetto. Traced steps are slower; the weights do not change. An attempt traces
+    the steps of the window that it trains itself."""
+
+
 def check_installed(*sinks: str) -> None:
     modules = {"wandb": "wandb", "tensorboard": "tensorboardX"}
     for sink in sinks:
@@ -669,7 +695,7 @@ class TrainingSettings(Settings):
     schedule: ScheduleSettings = ScheduleSettings()
     train: TrainSettings
     checkpoint: CheckpointSettings = CheckpointSettings()
-    tracking: TrackingSettings = TrackingSettings()
+    tracking: TrainingTracking = TrainingTracking()
     record: RecordSettings = RecordSettings()
 
     @model_validator(mode="after")

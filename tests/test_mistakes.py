@@ -94,6 +94,8 @@ TABLE = [
     ("duration without unit", ["train.duration=90"], "train.duration", "bad-value"),
     ("duration with a wrong unit", ["train.duration=90 hours"], "train.duration", "bad-value"),
     ("half a step", ["train.duration=1.5 steps"], "train.duration", "bad-value"),
+    ("no window of steps", ["tracking.profile=20-25"], "tracking.profile", "bad-value"),
+    ("a window after the end", ["train.duration=9 steps", "tracking.profile=steps 5-10"], "tracking.profile", "bad-value"),
     ("rising cosine", ["schedule.final_lr=1"], "schedule.final_lr", "conflict"),
     ("constant that ends elsewhere", ["schedule={name: constant, final_lr: 1e-5}"], "schedule.final_lr", "conflict"),
     ("warm-up from above", ["schedule={warmup: 1 epochs, warmup_from: 1e-3}"], "schedule.warmup_from", "conflict"),

@@ -29,6 +29,7 @@ from pretrain.engine.step import (
     compile_blocks,
     loss_of,
     norm_of,
+    span,
     working_in,
 )
 from pretrain.loop.train import Task, train
@@ -216,6 +217,7 @@ class AccelerateEngine:
             with (
                 nullcontext() if last else self.accelerator.no_sync(self._model),
                 working_in(self.settings.precision),
+                span("forward and backward"),
             ):
                 loss = loss_of(
                     self._model(batch.images_BCHW), batch, label_smoothing=self.label_smoothing
@@ -226,14 +228,15 @@ class AccelerateEngine:
                     loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
                 )
         parameters = [each for each in self.module.parameters() if each.grad is not None]
-        norm = norm_of([each.grad for each in parameters if each.grad is not None])
-        if self.settings.gradient_clip_norm:
-            nn.utils.clip_grads_with_norm_(parameters, self.settings.gradient_clip_norm, norm)
-        applied = bool(norm.isfinite())  # gradients are the same on all ranks, and so is this
-        if applied:
-            self._stepper.step()
-            self._num_updates += 1
-        self._stepper.zero_grad()
+        with span("update"):
+            norm = norm_of([each.grad for each in parameters if each.grad is not None])
+            if self.settings.gradient_clip_norm:
+                nn.utils.clip_grads_with_norm_(parameters, self.settings.gradient_clip_norm, norm)
+            applied = bool(norm.isfinite())  # gradients are the same on all ranks, and so is this
+            if applied:
+                self._stepper.step()
+                self._num_updates += 1
+            self._stepper.zero_grad()
         return StepResult(loss=total, gradient_norm=norm, applied=applied)
 
     def logits(self, images: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ RUN/logs/             warnings of DeepSpeed and Python, one file per rank
 RUN/checked/          see first_read.py
 RUN/bad_samples/      see bad_samples.py; only if there are any
 RUN/skipped_steps/    see skipped_steps.py; only if there are any
+RUN/profile/          see profile_window.py; only with tracking.profile
 RUN/stacks/           see watchdog.py; only if a run hung, or a rank fell silent
 RUN/starts/           see starts.py
 RUN/remote/           see remote.py; only with checkpoint.remote
@@ -40,7 +41,7 @@ from data_prep.settings import (
     verbs_of,
 )
 from pretrain.checkpoints.hub import is_on_hub
-from pretrain.config import DataSettings, TrainingSettings, parse_length
+from pretrain.config import DataSettings, TrainingSettings, parse_length, parse_window
 from pretrain.data.datasets import TrainingData, load_training_data
 from pretrain.ranks.preemption import StopFlag
 from pretrain.ranks.settings import RanksSettings
@@ -66,6 +67,7 @@ MAY_CHANGE = (
     "chunk_mb",
     "tracking.enabled",
     "tracking.peak_teraflops",
+    "tracking.profile",
     "tracking.sinks",
     "engine.zero_stage",
     "engine.offload",
@@ -411,7 +413,8 @@ def check_resume(run_dir: Path, resume: str) -> None:
 
 
 def check_length(data: TrainingData, settings: TrainingSettings) -> None:
-    """Check that a run, finished or not, is made longer but never shorter than it is."""
+    """Check that a run, finished or not, is made longer but never shorter than it is, and that it
+    has the steps of `tracking.profile`."""
     run_dir, num_steps = Path(settings.run_dir), steps_of(settings, data)
     kept, result = list_checkpoints(run_dir), finished_result(run_dir)
     present = step_of(kept[-1]) if kept else result["step"] if result else 0
@@ -420,6 +423,11 @@ def check_length(data: TrainingData, settings: TrainingSettings) -> None:
         problem = f"{asked}, but {run_dir} is at step {present:,} already"
         fix = "set at least that, or choose another run_dir"
         raise SettingsError("train.duration", problem, fix, code="conflict")
+    window = settings.tracking.profile
+    if window and parse_window(window)[-1] > num_steps:
+        problem = f"{window!r} ends after the run's {num_steps:,} steps"
+        fix = "choose earlier steps, or set tracking.profile=null"
+        raise SettingsError("tracking.profile", problem, fix, code="bad-value")
     if result and not kept and num_steps > present:
         problem = f"{asked}, but the checkpoints of {run_dir} are gone, so it cannot resume"
         raise SettingsError("train.duration", problem, _ANOTHER, code="conflict")

@@ -42,6 +42,7 @@ from pretrain.engine.step import (
     keep_freed_memory,
     loss_of,
     norm_of,
+    span,
     working_in,
 )
 from pretrain.engine.zero_cost import bucket_elements
@@ -176,7 +177,7 @@ class DeepSpeedEngine:
         set_lr(self._optimizer, lr)
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(micro_batches, start=1):
-            with working_in(self.settings.precision):
+            with working_in(self.settings.precision), span("forward and backward"):
                 logits = self._engine(batch.images_BCHW.to(self._weight_dtype))
                 assert logits.dtype == self._dtype, logits.dtype
                 loss = loss_of(logits, batch, label_smoothing=self.label_smoothing)
@@ -188,12 +189,12 @@ class DeepSpeedEngine:
                 self._engine.backward(loss)
             if number < len(micro_batches):
                 self._engine.step()  # DeepSpeed counts the micro-batch
-        norm, applied = (
-            self._update_plain() if self.settings.zero_stage == 0 else self._update_sharded()
-        )
-        self._num_updates = self._num_updates + applied
-        if self._average is not None:
-            self._average.update(applied)
+        is_plain = self.settings.zero_stage == 0
+        with span("update"):
+            norm, applied = self._update_plain() if is_plain else self._update_sharded()
+            self._num_updates = self._num_updates + applied
+            if self._average is not None:
+                self._average.update(applied)
         return StepResult(loss=total, gradient_norm=norm, applied=applied)
 
     def _update_sharded(self) -> tuple[Tensor | float, Tensor | bool]:

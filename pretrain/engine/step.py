@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.profiler import record_function
 
 from data_prep.errors import SettingsError
 from pretrain.augment.augmentation import Prepared
@@ -28,6 +29,12 @@ DTYPES = {
 }
 """By `engine.precision`."""
 SUMMED_ELEMENTS = 2**16
+
+
+def span(name: str) -> AbstractContextManager[object]:
+    """Name a part of a step in the traces of `tracking.profile`. Nothing happens without a
+    profiler."""
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 def working_in(precision: str) -> AbstractContextManager[None]:

@@ -34,9 +34,11 @@ from pretrain.data.loader import BatchSource, num_cpu_threads
 from pretrain.data.order import BatchPlan, hash64
 from pretrain.data.reader import ShardReader
 from pretrain.data.stream import Stream, batches_of
-from pretrain.engine.step import Engine
+from pretrain.engine.step import Engine, span
 from pretrain.loop.evaluate import Scores, evaluate
+from pretrain.loop.garbage import Collector
 from pretrain.loop.peak import Meter
+from pretrain.loop.profile_window import ProfileWindow
 from pretrain.loop.skipped_steps import SkippedSteps
 from pretrain.optim.schedule import Schedule
 from pretrain.ranks.collectives import Exchange, Moment, any_rank
@@ -118,6 +120,12 @@ class Trainer:
         self.skipped = SkippedSteps(
             self.settings, self.reader, self.order, self.plan, rank=self.world.rank
         )
+        self.window = ProfileWindow(
+            self.settings.tracking.profile,
+            self.run_dir,
+            world=self.world,
+            device=self.engine.device,
+        )
         self.line: ProgressLine
 
     def fit(self, start: TrainerState) -> Outcome:
@@ -137,6 +145,7 @@ class Trainer:
                 enabled=self.world.is_first,
             ) as self.line,
             self._feed() as feed,
+            Collector() as collector,
         ):
             self.line.note = f"first step{' and compilation' * self.settings.engine.compile}"
             self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
@@ -144,6 +153,7 @@ class Trainer:
                 self._evaluate()
             self.meter.restart()
             while self.step < self.num_steps and not self.stopping:
+                self.window.begin_step(self.step + 1)
                 try:
                     queued = self._queue_step(feed)
                 except Interrupted:  # while it waited for data
@@ -153,16 +163,22 @@ class Trainer:
                 self.queued = queued
                 self.step += 1
                 eval_due = self._is_due(self.step, self.eval_every)
-                save_due = self.saver.is_due(self.step)
-                if eval_due or save_due or self.stopping:
+                save_due, trace_due = self.saver.is_due(self.step), self.window.is_last(self.step)
+                if eval_due or save_due or trace_due or self.stopping:
                     self._finish_step()
                 if eval_due:
-                    self._evaluate()
+                    with span("evaluation"):
+                        self._evaluate()
                 if self.saver.is_due(self.step):  # the evaluation may be the best so far
-                    self.saver.save(self._state())
-                if eval_due or save_due:
+                    with span("checkpoint"):
+                        self.saver.save(self._state())
+                collector.end_step(self.step, is_pause=eval_due or save_due)
+                if trace_due:
+                    self.window.close()
+                if eval_due or save_due or trace_due:
                     self.meter.restart()
             self._finish_step()
+            self.window.close()
             self.first_read.raise_fault()
             if self.step > 0:
                 self.saver.save(self._state(), is_last=True)
@@ -241,7 +257,7 @@ class Trainer:
         step, lr = self.step, self.schedule.lr(self.step)
         PROGRESS.mark("waiting for data", step=step + 1)
         asked = Moment(self.engine.device)
-        with self.stop.waiting():
+        with self.stop.waiting(), span("wait for data"):
             fed = [next(feed) for _ in range(self.plan.accumulation_steps)]
         given = Moment(self.engine.device)
         if step == 0:
@@ -266,7 +282,8 @@ class Trainer:
         if done is None:
             return
         PROGRESS.mark("waiting for the end of the step on all ranks", step=done.step)
-        agreed, batch_size = done.exchange.read(), self.plan.global_batch_size
+        with span("wait for the end of the previous step"):
+            agreed, batch_size = done.exchange.read(), self.plan.global_batch_size
         self.stopping = self.stopping or agreed.votes > 0
         self.skipped.note(done.step, agreed)
         self.num_bad += agreed.num_bad

@@ -13,6 +13,8 @@ carries JSON objects, one per line. Messages without the token of this run are i
 5. Ranks that end because of a hang or a silent rank append their stacks to RUN/stacks/rank-N.txt.
    A thread of faulthandler, which needs no lock of Python, writes them if no beat follows in time;
    a process that dies of a signal writes them, too.
+6. After their stacks these ranks write torch's flight recorder, the last collectives of the process,
+   to RUN/stacks/flight-recorder-N. `torchfrtrace RUN/stacks -p flight-recorder-` compares them.
 
 The thread reads all messages before it decides, and checks ranks once per beat. Beats may carry a
 small dict (`report`) to the first rank (`received`); neither may block.
@@ -35,8 +37,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
 
 from data_prep.console import write_error
+from data_prep.publish import write_atomic
 from pretrain.ranks.collectives import all_sum
 from pretrain.ranks.hangs import PROGRESS, Standing, Standings, Verdict
 from pretrain.ranks.launch import report_joined
@@ -413,6 +418,8 @@ class Watchdog:
         if stacks:
             self._dump_stacks(stacks, verdict)
         self._at_end(verdict.why == "waits")
+        if stacks:
+            self._dump_collectives(stacks.with_name(f"flight-recorder-{self._me.rank:04}"))
         os._exit(0 if verdict.why == "waits" else 1)
 
     def _dump_stacks(self, path: Path, verdict: Verdict) -> None:
@@ -433,6 +440,16 @@ class Watchdog:
         threading.Thread(target=write, daemon=True).start()
         if not is_written.wait(WRITE_S):
             write_error(f"{path}: cannot be written in {WRITE_S:g} s:\n{text[:20_000]}\n")
+
+    def _dump_collectives(self, path: Path) -> None:
+        """Write the flight recorder's file. Torch may wait for a device and hold Python's lock, so
+        a thread of faulthandler ends this process after `WRITE_S`."""
+        if self._stacks_file < 0 or not (dist.is_available() and dist.is_initialized()):
+            return
+        faulthandler.dump_traceback_later(WRITE_S, exit=True, file=self._stacks_file)
+        with suppress(Exception):
+            is_nccl = "nccl" in str(dist.get_backend())
+            write_atomic(path, c10d._dump_nccl_trace() if is_nccl else c10d._dump_fr_trace())
 
     def _close_stacks(self, path: Path) -> None:
         """Leave no empty file."""

@@ -3,6 +3,7 @@ and all leave their stacks."""
 
 import ctypes
 import os
+import pickle
 import re
 import socket
 import time
@@ -88,6 +89,10 @@ def test_a_training_that_hangs_names_the_rank_that_is_behind_and_shows_where_eac
     assert (
         re.search("in (all_reduce|wait|read)", waiting) and "in never_gets_its_data" not in waiting
     )
+    files = [run_dir / "stacks" / f"flight-recorder-{rank:04}" for rank in (0, 1)]
+    newest = [pickle.loads(each.read_bytes())["entries"][-1] for each in files]
+    assert not newest[0]["retired"] and newest[1]["retired"], "rank 0 waits in a collective"
+    assert newest[0]["profiling_name"].startswith("gloo:")
 
 
 def holds_the_lock() -> None:
