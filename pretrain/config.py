@@ -657,9 +657,7 @@ class TrackingSettings(Settings):
 
 
 class TrainingTracking(TrackingSettings):
-    profile: Annotated[str | None, BeforeValidator(_window)] = Field(
-        None, examples=["steps 20-25"]
-    )
+    profile: Annotated[str | None, BeforeValidator(_window)] = Field(None, examples=["steps 20-25"])
     """Steps of which each rank writes a trace to RUN/profile: operations, kernels and waits. Open
     the traces in Perfetto. Traced steps are slower; the weights do not change. An attempt traces
     the steps of the window that it trains itself."""

@@ -47,7 +47,7 @@ Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
 FIRST = ("tests/test_house.py", "tests/slurm/", "tests/faults/", "tests/distributed/")
 """Tests of real runs, in this order."""
-MOST_CPU_S = 1.5
+MOST_CPU_S = 3.0
 """CPU time of a test without a mark. The machine's load does not change it much."""
 MARKS_OF_LONG_TESTS = {"processes", "slow", "nightly", "soak", "stores", "benchmarks", "cuda"}
 

@@ -157,7 +157,11 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "runs/mlflow.db",
     ):
         assert (tmp_path / left).exists(), left
-    kept = {"configs", *(path.name for path in tmp_path.glob("output-*"))}  # of this test
+    kept = {
+        "configs",
+        "my_models.py",
+        *(path.name for path in tmp_path.glob("output-*")),
+    }  # of this test
     assert (
         tracked_by_git(
             each.name + "/" * each.is_dir() for each in tmp_path.iterdir() if each.name not in kept

@@ -34,7 +34,8 @@ SUMMED_ELEMENTS = 2**16
 def span(name: str) -> AbstractContextManager[object]:
     """Name a part of a step in the traces of `tracking.profile`. Nothing happens without a
     profiler."""
-    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+    is_profiled = torch._C._autograd._profiler_enabled()
+    return record_function(name) if is_profiled else nullcontext()
 
 
 def working_in(precision: str) -> AbstractContextManager[None]:

@@ -41,7 +41,7 @@ class ProfileWindow:
             self._profiler.start()
         self._end_step()
         self._step = record_function(f"ProfilerStep#{step}")
-        self._step.__enter__()
+        self._step.__enter__()  # type: ignore[no-untyped-call]
 
     def is_last(self, step: int) -> bool:
         return self._profiler is not None and step == self._steps[-1]

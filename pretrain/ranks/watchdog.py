@@ -13,8 +13,9 @@ carries JSON objects, one per line. Messages without the token of this run are i
 5. Ranks that end because of a hang or a silent rank append their stacks to RUN/stacks/rank-N.txt.
    A thread of faulthandler, which needs no lock of Python, writes them if no beat follows in time;
    a process that dies of a signal writes them, too.
-6. After their stacks these ranks write torch's flight recorder, the last collectives of the process,
-   to RUN/stacks/flight-recorder-N. `torchfrtrace RUN/stacks -p flight-recorder-` compares them.
+6. After their stacks these ranks write torch's flight recorder, the last collectives of the
+   process, to RUN/stacks/flight-recorder-N. `torchfrtrace RUN/stacks -p flight-recorder-` compares
+   them.
 
 The thread reads all messages before it decides, and checks ranks once per beat. Beats may carry a
 small dict (`report`) to the first rank (`received`); neither may block.
@@ -448,8 +449,8 @@ class Watchdog:
             return
         faulthandler.dump_traceback_later(WRITE_S, exit=True, file=self._stacks_file)
         with suppress(Exception):
-            is_nccl = "nccl" in str(dist.get_backend())
-            write_atomic(path, c10d._dump_nccl_trace() if is_nccl else c10d._dump_fr_trace())
+            kind = "nccl" if "nccl" in str(dist.get_backend()) else "fr"
+            write_atomic(path, getattr(c10d, f"_dump_{kind}_trace")())
 
     def _close_stacks(self, path: Path) -> None:
         """Leave no empty file."""
