@@ -1,14 +1,16 @@
-"""`data_prep build`, `merge` and `index`: what makes a dataset."""
+"""`data_prep fetch`, `build`, `merge` and `index`: archives become a dataset."""
 
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_prep.catalog import ARCHIVES, BY_HAND, CATALOG
 from data_prep.commands import add_verb, counted, settings_of
 from data_prep.exit_codes import FAILED, OK
 from data_prep.explain import Verbs
@@ -50,6 +52,7 @@ REMEDIES = {
 
 
 def add_verbs(verbs: Verbs) -> None:
+    _add_fetch(verbs)
     words = "pack a source into shards + index + manifest; goes on after any interruption"
     examples = (
         "data_prep build --source folder --out data/mine path=photos image_size=64\ndata_prep build"
@@ -98,6 +101,45 @@ def add_verbs(verbs: Verbs) -> None:
             f" splits.{split}=[...])"
         )
         index.add_argument(f"--{split}", action="append", default=[], metavar="PATTERN", help=words)
+
+
+def _add_fetch(verbs: Verbs) -> None:
+    words = "download the archives of a published dataset, and check them"
+    examples = "data_prep fetch cifar10\ndata_prep fetch cifar10 --from cifar-10-python.tar.gz"
+    how = {"after_a_stop": "the same command resumes the download", "examples": examples}
+    fetch = add_verb(verbs, "fetch", _fetch, help=words, **how)
+    names = [*CATALOG, *BY_HAND]
+    words = "; imagenet1k and imagenet21k print instructions"
+    fetch.add_argument("name", choices=names, metavar="NAME", help=f"{', '.join(CATALOG)}{words}")
+    words = f"folder of archives (default: {ARCHIVES}, where the configs look)"
+    fetch.add_argument("--out", type=Path, default=ARCHIVES, metavar="DIR", help=words)
+    source = fetch.add_mutually_exclusive_group()
+    words = "web folder with the same files, instead of the official address, which is untried"
+    source.add_argument("--mirror", metavar="URL", help=words)
+    words = "file that you have downloaded, or the folder with it"
+    source.add_argument("--from", dest="copy_from", type=Path, metavar="FILE", help=words)
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    from data_prep.downloads import fetch_dataset, files_by_hand
+
+    name, archives = options.name, options.out
+    if name in BY_HAND:
+        place = archives / BY_HAND[name]
+        print(
+            f"{name}: register at image-net.org, download these files, and put them into {place}:"
+        )
+        print(*(f"  {file}" for file in files_by_hand(name)), sep="\n")
+        settings = {"source.kind": name, "source.path": str(place)}
+    else:
+        for line in fetch_dataset(
+            name, archives, mirror=options.mirror, copy_from=options.copy_from
+        ):
+            print(line, flush=True)
+        settings = CATALOG[name].build_settings(archives)
+    words = [f"{key}={value}" for key, value in settings.items()]
+    print(f"next: {shlex.join(['data_prep', 'build', '--out', f'data/{name}', *words])}")
+    return OK
 
 
 def settings_to_build(options: argparse.Namespace) -> "BuildSettings":

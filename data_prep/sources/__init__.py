@@ -13,6 +13,7 @@ from data_prep.archives.guard import SourceError
 from data_prep.sources.base import Arrangement, Source
 from data_prep.sources.cifar import CifarSettings
 from data_prep.sources.dataset import DatasetSettings
+from data_prep.sources.digits import DigitsSettings
 from data_prep.sources.folder import FolderSettings
 from data_prep.sources.huggingface import HuggingFaceSettings
 from data_prep.sources.imagenet1k import ImageNet1kSettings
@@ -40,6 +41,7 @@ SourceSettings = Annotated[
     | MnistSettings
     | Stl10Settings
     | TinyImageNetSettings
+    | DigitsSettings
     | HuggingFaceSettings
     | DatasetSettings,
     Field(discriminator="kind"),

@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from data_prep.archives.guard import SourceError, damaged, report_damage
+from data_prep.catalog import CATALOG
 from data_prep.settings import Settings
 from data_prep.sources.base import Md5Policy
 from data_prep.sources.records import Batch, Records, RecordSource
 
-CIFAR_ARCHIVES = {
-    "cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
-    "cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85",
-}
+CIFAR_ARCHIVES = {**CATALOG["cifar10"].files, **CATALOG["cifar100"].files}
 CIFAR_FILES = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
     "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",

@@ -84,7 +84,7 @@ class RecordSource(Source):
         if self.path.is_file() and self.archives:
             return [self.path]
         forms = (" or ".join(self.archives) + ", or its folder") if self.archives else "its folder"
-        problem, fix = f"{self.path} does not exist", f"give {forms}"
+        problem, fix = f"{self.path} does not exist", f"run data_prep fetch, or give {forms}"
         raise SourceError("source.path", problem, fix, code="missing-path")
 
     def outline(self) -> Outline:

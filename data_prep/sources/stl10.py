@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from data_prep.archives.guard import report_damage
+from data_prep.catalog import CATALOG
 from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Md5Policy
 from data_prep.sources.records import Batch, Records, RecordSource
@@ -24,7 +25,6 @@ _LABELS: Final = {"train_X.bin": "train_y.bin", "test_X.bin": "test_y.bin"}
 _CLASSES, _FOLDS = "class_names.txt", "fold_indices.txt"
 _NUM_FOLDS: Final = 10
 
-STL10_ARCHIVES = {"stl10_binary.tar.gz": "91f7769df0f17e558f3565bffb0c7dfb"}
 STL10_FILES = {
     "train_X.bin": "918c2871b30a85fa023e0c44e0bee87f",
     "train_y.bin": "5a34089d4802c674881badbb80307741",
@@ -48,7 +48,7 @@ class Stl10Settings(Settings):
 
 class Stl10Source(RecordSource, of=Stl10Settings):
     settings: Stl10Settings
-    archives: ClassVar = STL10_ARCHIVES
+    archives: ClassVar = CATALOG["stl10"].files
     sums: ClassVar = STL10_FILES
     annotated_split = "train"
     max_bytes = 1 << 32  # it unpacks to 3.1 GB

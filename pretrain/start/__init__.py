@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from data_prep.catalog import CATALOG
 from data_prep.explain import at_least
 from pretrain.models.imported import add_allow_import
 
@@ -11,8 +12,9 @@ from pretrain.models.imported import add_allow_import
 def add_verb(verbs: Any) -> None:
     words = "write a config, with a reason for each choice, for a folder of images or a dataset"
     verb = verbs.add_parser("start", help=words)
-    place = "PATH/CLASS/*, PATH/{train,val}/CLASS/*, or a dataset or its URL"
-    verb.add_argument("place", metavar="FOLDER|DATASET", type=_place, help=place)
+    place = "PATH/CLASS/*, PATH/{train,val}/CLASS/*, a dataset or its URL, or a name of"
+    place = f"{place} data_prep fetch ({', '.join(CATALOG)}), which is downloaded"
+    verb.add_argument("place", metavar="FOLDER|DATASET|NAME", type=_place, help=place)
     name = "name of data/NAME, runs/NAME.yaml and runs/NAME (default: the folder's; with --from"
     verb.add_argument("--name", help=f"{name} also -tuned or -probed)")
     labels = "CSV or Parquet with columns file and label, for a folder without classes"
@@ -27,7 +29,8 @@ def add_verb(verbs: Any) -> None:
     verb.add_argument("--untimed", action="store_true", help="do not time any steps")
     add_allow_import(verb)
     verb.epilog = (
-        "pretrain start photos\npretrain start photos --labels photos/labels.csv --from runs/public"
+        "pretrain start photos\npretrain start cifar10 --name mine\n"
+        "pretrain start photos --labels photos/labels.csv --from runs/public"
     )
     verb.set_defaults(run=_start)
 

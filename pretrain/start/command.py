@@ -1,6 +1,7 @@
 """`pretrain start` on the command line. No torch: what takes long is a process of its own.
 
-1. Images become a dataset with `data_prep build`. A dataset is taken as it is.
+1. Images become a dataset with `data_prep build`. A dataset is taken as it is. The files of a
+   published dataset come from `data_prep fetch`.
 2. recipe.py chooses the settings. An existing config is overwritten only with `--new`; otherwise
    the differences are printed.
 3. A few steps of the training are timed in a temporary directory (for a probe, steps of a tuning).
@@ -18,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from data_prep.catalog import CATALOG
 from data_prep.errors import UserError
 from data_prep.interrupts import ANSWERED, keep
 from data_prep.manifest import MANIFEST_NAME
@@ -126,24 +128,20 @@ def _write_config(
 
 def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) -> int:
     place = options.place
-    if not place.is_dir():
-        fix = near_path(place) or "Give a folder of images, or a dataset of data_prep"
-        if place.exists():
-            raise UserError(str(place), "it is a file", fix, code="unreadable")
-        raise UserError(str(place), "it does not exist", fix, code="missing-path")
-    with doing("looking at the pictures"):
-        pictures = Pictures.of(place)
-    if pictures.num_loose and not options.labels:
-        table = next(iter(sorted([*place.glob("*.csv"), *place.glob("*.parquet")])), "FILE.csv")
-        problem = f"{pictures.num_loose:,} images are in no folder of a class"
-        fix = f"Make a folder for each class, or give a table of labels: --labels {table}"
-        raise UserError(str(place), problem, fix, code="unknown-format")
-    size, reason = recipe.image_size(pictures)
-    settings = {
-        "source.path": str(place),
-        "source.labels": options.labels,
-        "max_reject_share": MAX_REJECT_SHARE,
-    }
+    if str(place) in CATALOG and not place.exists():
+        if code := _run(["data_prep", "fetch", str(place)]):
+            return code
+        settings = CATALOG[str(place)].build_settings() | {"source.labels": options.labels}
+        what, size, reason = "its images", settings["image_size"], "as published, or nearly"
+    else:
+        pictures = _pictures_in(place, options.labels)
+        what, (size, reason) = f"{pictures.num_pictures:,} images", recipe.image_size(pictures)
+        settings = {
+            "source.kind": "folder",
+            "source.path": str(place),
+            "source.labels": options.labels,
+            "max_reject_share": MAX_REJECT_SHARE,
+        }
     if card is not None:
         size, reason = card.image_size, f"{options.pretrained} was trained at this size"
         settings |= {"crop": card.stored_crop, "interpolation": card.stored_interpolation}
@@ -151,10 +149,27 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
         size, reason = options.image_size, "given"
     settings["image_size"] = size
     words = [f"{key}={in_yaml(value)}" for key, value in settings.items() if value is not None]
-    command = ["data_prep", "build", "--source", "folder", "--out", str(out), *words]
-    print(f"{place}: {pictures.num_pictures:,} images, stored at {size} px ({reason})")
+    command = ["data_prep", "build", "--out", str(out), *words]
+    print(f"{place}: {what}, stored at {size} px ({reason})")
     print(f"$ {shlex.join(command)}", flush=True)
     return _run(command)
+
+
+def _pictures_in(place: Path, labels: str | None) -> Pictures:
+    if not place.is_dir():
+        names = ", ".join(CATALOG)
+        fix = near_path(place) or f"Give a folder of images, a dataset of data_prep, or {names}"
+        if place.exists():
+            raise UserError(str(place), "it is a file", fix, code="unreadable")
+        raise UserError(str(place), "it does not exist", fix, code="missing-path")
+    with doing("looking at the pictures"):
+        pictures = Pictures.of(place)
+    if pictures.num_loose and not labels:
+        table = next(iter(sorted([*place.glob("*.csv"), *place.glob("*.parquet")])), "FILE.csv")
+        problem = f"{pictures.num_loose:,} images are in no folder of a class"
+        fix = f"Make a folder for each class, or give a table of labels: --labels {table}"
+        raise UserError(str(place), problem, fix, code="unknown-format")
+    return pictures
 
 
 def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:

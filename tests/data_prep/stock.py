@@ -112,6 +112,8 @@ class Web:
     def __init__(self, folder: Path):
         self.folder, self.faults, self.gets = folder, dict[str, list[Any]](), dict[str, int]()
         self.marks = True
+        self.ranges = False
+        """True if it serves ranges, to those who name the right ETag."""
         self.gate = threading.Event()
         """What a "stall" waits for, with half of the file sent."""
         self._counting = threading.Lock()
@@ -120,13 +122,13 @@ class Web:
         self.headers = list[str]()
         """Of all requests."""
         self.moved_to = ""
-        """Another server, to which every request for a tar is redirected."""
+        """Another server, to which every request for an archive is redirected."""
 
     def answer(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
         name, _, query = request.path.lstrip("/").partition("?")
         path = self.folder / name
         self.headers.append(str(request.headers))
-        if self.moved_to and path.suffix == ".tar":
+        if self.moved_to and path.suffix in (".tar", ".gz"):
             request.send_response(302)
             request.send_header("Location", f"{self.moved_to}/{name}")
             request.send_header("Content-Length", "0")
@@ -145,19 +147,25 @@ class Web:
             fault = self.faults[name].pop(0)
         if isinstance(fault, int):
             return self._status(request, fault)
-        request.send_response(200)
-        request.send_header("Content-Length", str(len(data)))
+        mark, begin, end = hashlib.md5(data, usedforsecurity=False).hexdigest(), 0, len(data)
+        if self.ranges and request.headers.get("If-Range") == mark:
+            begin = int(request.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        request.send_response(206 if begin else 200)
+        request.send_header("Content-Length", str(end - begin))
+        if begin:
+            request.send_header("Content-Range", f"bytes {begin}-{end - 1}/{end}")
         if self.marks:
-            request.send_header("ETag", hashlib.md5(data, usedforsecurity=False).hexdigest())
+            request.send_header("ETag", mark)
         request.end_headers()
         if fault == "wrong":
             data = data[:-1] + bytes([data[-1] ^ 1])
+        data = data[begin:]
         half = len(data) // 2
         if with_body:
-            request.wfile.write(data[:half])
-            if fault == "stall":
-                self.gate.wait(30)
-            with suppress(ConnectionError):  # whoever stalled may be alone by now
+            with suppress(ConnectionError):  # the client may be gone by now
+                request.wfile.write(data[:half])
+                if fault == "stall":
+                    self.gate.wait(30)
                 request.wfile.write(b"" if fault == "cut" else data[half:])
         return None
 
