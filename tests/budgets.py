@@ -19,13 +19,13 @@ TARGETS = {
     "tests": 1_050_000,
 }
 CEILINGS = {
-    "data_prep": 424_000,
-    "pretrain": 633_500,
+    "data_prep": 438_000,
+    "pretrain": 634_000,
     "finetune": 230_000,
     "analysis": 225_000,
     "cluster": 130_000,
     "benchmarks": 141_000,
-    "tests": 1_420_000,
+    "tests": 1_430_000,
 }
 
 

@@ -145,6 +145,7 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
     if card is not None:
         size, reason = card.image_size, f"{options.pretrained} was trained at this size"
         settings |= {"crop": card.stored_crop, "interpolation": card.stored_interpolation}
+        settings |= {"encoding": "jpeg"} if card.stored_crop == "full" else {}
     if options.image_size is not None:
         size, reason = options.image_size, "given"
     settings["image_size"] = size
