@@ -74,6 +74,11 @@ def main(words: list[str]) -> int:
     except ValueError as error:
         print(f"cluster/submit: {message_of(error)}", file=sys.stderr)
         return BAD_INPUT
+    except QueueFullError as full:
+        some = f" Submitted before: {', '.join(full.jobs)}." * bool(full.jobs)
+        fix = "Repeat the command when jobs of yours have ended"
+        print(f"cluster/submit: the queue is full.{some} {fix}", file=sys.stderr)
+        return FAILED
     except RefusedError:
         return FAILED
     return OK

@@ -9,6 +9,7 @@ more do not count, so nobody cleans up after them.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -180,7 +181,13 @@ def wait_for_successor(array: str, task: str | None, successor: str) -> None:
     Those that wait for a complete array wait for both."""
     label = array if task is None else f"{array}_{task}"
     words = ("squeue", "--noheader", "--me", "--states=PENDING", "--format=%F %E")
-    for line in sorted(set(slurm(*words, tries=3).splitlines())):
+    with open(Path("jobs", ".dependencies"), "w") as lock:  # tasks of an array end at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _move_waits(slurm(*words, tries=3), array, label, successor)
+
+
+def _move_waits(pending: str, array: str, label: str, successor: str) -> None:
+    for line in sorted(set(pending.splitlines())):
         job, _, text = line.partition(" ")
         parts = re.split("([,?])", re.sub(r"\(\w+\)|_\*", "", text))
         for number, part in enumerate(parts):

@@ -101,6 +101,7 @@ def submit(submission: Submission) -> tuple[str, ...]:
         return parts, _sbatch(words, writes=order.writes)
     except RefusedError:
         slurm("scancel", parts)
+        Path("jobs", parts, "writes").unlink(missing_ok=True)  # a later wave submits both
         print(f"cluster/submit: the merge was refused; {parts} is cancelled", file=sys.stderr)
         raise
 
@@ -134,6 +135,11 @@ def submit_grid(
                 if not length:
                     raise QueueFullError(jobs) from None
                 continue
+            except BaseException:
+                if jobs and submission.kept is None:  # half a grid in the queue helps nobody
+                    with suppress(SlurmError):
+                        slurm("scancel", *jobs)
+                raise
         todo = todo[len(chosen) :]
     return tuple(jobs)
 

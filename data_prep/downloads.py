@@ -153,7 +153,7 @@ class _File:
             mark = reply.headers["Last-Modified"]
         digest = hashlib.sha256(f"{url} {size} {mark}".encode()).hexdigest()
         part = self.path.with_name(f"{self.name}.{digest[:12]}.part")
-        held = part.stat().st_size if size and part.exists() else 0
+        held = part.stat().st_size if size and mark and part.exists() else 0
         if 0 < held < size:
             reply.close()
             condition = {"If-Range": mark} if mark else {}

@@ -340,7 +340,7 @@ class AugmentSettings(Settings):
     256 px. By default that of the checkpoint, else 1."""
     crop_padding: int = Field(0, ge=0, le=1024)
     """Pixels of padding on each side before a crop of the stored size (recipes for 32 px use 4); 0
-    is off."""
+    is off. Images of crop=full stay squashed."""
     padding_mode: PaddingMode = "constant"
     """Padding: constant is black, reflect mirrors the image."""
     flip_probability: float = Field(0.5, ge=0, le=1)

@@ -20,7 +20,7 @@ TARGETS = {
 }
 CEILINGS = {
     "data_prep": 438_000,
-    "pretrain": 634_000,
+    "pretrain": 634_500,
     "finetune": 230_000,
     "analysis": 225_000,
     "cluster": 130_000,

@@ -126,9 +126,8 @@ class Augmentation:
 
     def prepare(self, batch: Batch) -> Prepared:
         if self._order_P is not None and self._is_permuted_first:
-            return self._augmented(
-                replace(batch, images_BHWC=self._permuted_levels(batch, self._order_P))
-            )
+            images = self._permuted_levels(batch, self._order_P)
+            return self._augmented(replace(batch, images_BHWC=images, aspects_B=None))
         return self._in_order(self._augmented(batch))
 
     def plain(self, batch: Batch) -> Prepared:
@@ -144,7 +143,7 @@ class Augmentation:
 
     def _permuted_levels(self, batch: Batch, order_P: Tensor) -> Tensor:
         """Permute the pixels of images in the model's size."""
-        images, (boxes, cubic) = self._move(batch.images_BHWC), self._plain_boxes(batch)
+        images, (boxes, cubic) = self._move(batch.images_BHWC), self._plain_boxes(batch, fraction=1)
         if not self._are_complete(boxes, stored=images.shape[1]):
             images = self._resampled(images, boxes, cubic=cubic, levels=True)
         return images.flatten(1, 2).index_select(1, order_P).view_as(images)
@@ -225,7 +224,7 @@ class Augmentation:
         return make(images_BHWC, boxes, size=self.image_size, cubic=cubic, area=self._area)
 
     def _plain(self, batch: Batch) -> Prepared:
-        boxes, cubic = self._plain_boxes(batch)
+        boxes, cubic = self._plain_boxes(batch, fraction=self.settings.plain_crop)
         if (self._on_cpu or self._kernels) and cubic is None:
             return Prepared(
                 self._finished(batch.images_BHWC, boxes, weights=None)[0],
@@ -237,13 +236,11 @@ class Augmentation:
             pictures = self._resampled(images, boxes, cubic=cubic)
         return Prepared(self._normalise(pictures).to(self.dtype), self._move(batch.labels_B))
 
-    def _plain_boxes(self, batch: Batch) -> tuple[Boxes, Flags | None]:
-        """Return what evaluation sees of the images, and which are resized with the cubic
-        filter."""
+    def _plain_boxes(self, batch: Batch, *, fraction: float) -> tuple[Boxes, Flags | None]:
+        """Return the central squares, or that fraction of their sides, and a flag for each that is
+        resized with the cubic filter."""
         settings, count = self.settings, len(batch.images_BHWC)
-        boxes = central_boxes(
-            batch.images_BHWC.shape[1], _aspects(batch), fraction=settings.plain_crop
-        )
+        boxes = central_boxes(batch.images_BHWC.shape[1], _aspects(batch), fraction=fraction)
         return boxes, np.ones(count, bool) if settings.plain_filter == "bicubic" else None
 
     def _are_complete(self, boxes: Boxes, *, stored: int) -> bool:

@@ -394,6 +394,10 @@ def restore(trainer: Trainer, task: Task) -> TrainerState:
         fix = "restore them, or choose another run_dir"
         raise CheckpointError(str(place), problem, fix, code="changed")
     trainer.engine.import_state(state)
+    filters = source.card.fed_interpolation, task.settings.augment.plain_filter
+    if trainer.world.is_first and filters[0] != filters[1]:
+        change = "evaluation resized with {} before and does with {} now".format(*filters)
+        print(f"WARNING: augment.crop_interpolation: {change}", file=sys.stderr)
     before, now = trainer_state.num_cpu_threads, num_cpu_threads(device)
     if trainer.world.is_first:
         notes = ""

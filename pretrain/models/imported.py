@@ -46,12 +46,13 @@ def code_of(spec: AnySpec) -> str:
     package = spec.path.partition(":")[0].partition(".")[0]
     found = find_spec(package) or PathFinder.find_spec(package, [str(Path.cwd())])
     places = (found and found.submodule_search_locations) or ()
-    files = [file for place in places for file in sorted(Path(place).rglob("*.py"))]
+    files = [(file, place) for place in places for file in sorted(Path(place).rglob("*.py"))]
     if found and found.has_location and not files:
-        files = [Path(str(found.origin))]
+        files = [(Path(str(found.origin)), str(Path(str(found.origin)).parent))]
     if not files:
         raise _not_found(f"{package} is not found")
-    return hash_of_json([[file.name, sha256_of(file)] for file in files])
+    hashes = [[str(file.relative_to(place)), sha256_of(file)] for file, place in files]
+    return hash_of_json(hashes)
 
 
 def import_class(spec: ImportSpec) -> Any:

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, create_model
 
 from data_prep.errors import SettingsError
 from data_prep.settings import Settings, nearest, validate
-from pretrain.models.spec import AnySpec, ModelSpec
+from pretrain.models.spec import OWN_CLASS, AnySpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def expand_preset(model: object) -> object:
     fields = {key: value for key, value in model.items() if key != chosen[0]}
     if chosen == ["preset"]:
         return {**preset(name).fields, **fields}
-    if re.fullmatch(r"\w[\w.]*:\w+", str(name)) is None:
+    if re.fullmatch(OWN_CLASS, str(name)) is None:
         fix = "write module:Class, such as my_package.my_module:MyModel"
         raise SettingsError(field, f"{name!r} is not valid", fix, code="bad-value")
     return {"kind": "import", "path": name, "arguments": json.dumps(fields, sort_keys=True)}

@@ -368,11 +368,15 @@ class TimmModelSpec(Settings):
         """timm checks the size."""
 
 
+OWN_CLASS = r"^\w[\w.]*:\w+$"
+"""Form of module:Class."""
+
+
 class ImportSpec(Settings):
     """A torch module of your own, written by `model: {import: module:Class}`."""
 
     kind: Literal["import"]
-    path: str = Field(examples=["my_package.my_module:MyModel"])
+    path: str = Field(examples=["my_package.my_module:MyModel"], pattern=OWN_CLASS)
     """Module and class."""
     arguments: str = Field("{}", examples=['{"width": 64}'])
     """Arguments of the class as JSON, besides num_classes and img_size."""

@@ -98,7 +98,7 @@ def _write_config(
     ranks = recipe.num_ranks(machine, batch=values["batch"])
     program = "pretrain" if card is None else "finetune"
     command = [program, verb, str(path), *(["--ranks", str(ranks)] if ranks > 1 else [])]
-    command += [f"--allow-import={each}" for each in options.allow_import]
+    command += [f"--allow-import={each}" for each in options.allow_import if card is not None]
     next_line = f"next: {shlex.join(command)}"
     if path.exists() and not options.new:
         kept = read_yaml(path)

@@ -15,7 +15,7 @@ from data_prep.images.jpeg import aspects_of
 from data_prep.manifest import load_manifest
 from finetune.predict.predict import Predictor
 from pretrain.augment.augmentation import Augmentation, Normalisation
-from pretrain.config import AugmentSettings
+from pretrain.config import AugmentSettings, PixelOrder
 from pretrain.data.datasets import Part
 from pretrain.data.loader import evaluation_batches
 from pretrain.data.reader import ShardReader
@@ -24,6 +24,7 @@ from tests.conftest import Capture
 from tests.data_prep.samples import build, encoded, write_files
 from tests.errors import printed_errors
 from tests.finetune.tiny import write_folder
+from tests.pretrain.augment.pictures import make
 
 SHAPES = [(240, 180), (180, 240), (300, 120), (200, 200), (90, 320)]
 TURNED = 0x0112, 6
@@ -85,6 +86,21 @@ def test_evaluation_sees_what_timm_sees_of_the_files(
         type(batch)(batch.images_BHWC, batch.labels_B, *[batch.epochs] * 3)
     ).images_BCHW[order]
     assert (without - expected).abs().mean() > 0.2
+
+
+@pytest.mark.parametrize("eval_crop", [None, 0.5])
+def test_images_are_cropped_once_before_their_pixels_are_permuted(
+    dataset: Path, eval_crop: float | None
+) -> None:
+    settings = AugmentSettings(flip_probability=0, eval_crop=eval_crop)
+    reader = ShardReader([Part(dataset, load_manifest(dataset), "train")])
+    with evaluation_batches(reader, local_batch_size=5, world=read_alone()) as batches:
+        (batch,) = batches
+    order = PixelOrder(pixel_permutation=0, permute="before")
+    trained = make(settings, size=56, pixels=order).prepare(batch).images_BCHW
+    complete = settings.model_copy(update={"eval_crop": None})
+    evaluated = make(complete, size=56, pixels=order).plain(batch).images_BCHW
+    assert (trained - evaluated).abs().max() <= 1  # of 255 levels
 
 
 def test_predictions_on_files_and_on_shards_agree(
