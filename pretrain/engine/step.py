@@ -32,8 +32,7 @@ SUMMED_ELEMENTS = 2**16
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Name a part of a step in the traces of `tracking.profile`. Nothing happens without a
-    profiler."""
+    """Name a part of a step in the traces of `tracking.profile`."""
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
