@@ -33,7 +33,8 @@ SUMMED_ELEMENTS = 2**16
 
 def span(name: str) -> AbstractContextManager[object]:
     """Name a part of a step in the traces of `tracking.profile`."""
-    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+    is_on = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return record_function(name) if is_on else nullcontext()
 
 
 def working_in(precision: str) -> AbstractContextManager[None]:

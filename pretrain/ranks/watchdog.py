@@ -447,8 +447,8 @@ class Watchdog:
             return
         faulthandler.dump_traceback_later(WRITE_S, exit=True, file=self._stacks_file)
         with suppress(Exception):
-            is_nccl = "nccl" in str(dist.get_backend())
-            write_atomic(path, c10d._dump_nccl_trace() if is_nccl else c10d._dump_fr_trace())
+            kind = "nccl" if "nccl" in str(dist.get_backend()) else "fr"
+            write_atomic(path, getattr(c10d, f"_dump_{kind}_trace")())
 
     def _close_stacks(self, path: Path) -> None:
         """Leave no empty file."""
