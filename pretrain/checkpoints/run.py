@@ -413,7 +413,7 @@ def check_resume(run_dir: Path, resume: str) -> None:
 
 
 def check_length(data: TrainingData, settings: TrainingSettings) -> None:
-    """Check that a run, finished or not, is made longer but never shorter than it is, and that it
+    """Check that a run, finished or not, is made longer but never shorter than it is. Check that it
     has the steps of `tracking.profile`."""
     run_dir, num_steps = Path(settings.run_dir), steps_of(settings, data)
     kept, result = list_checkpoints(run_dir), finished_result(run_dir)
@@ -426,8 +426,7 @@ def check_length(data: TrainingData, settings: TrainingSettings) -> None:
     window = settings.tracking.profile
     if window and parse_window(window)[-1] > num_steps:
         problem = f"{window!r} ends after the run's {num_steps:,} steps"
-        fix = "choose earlier steps, or set tracking.profile=null"
-        raise SettingsError("tracking.profile", problem, fix, code="bad-value")
+        raise SettingsError("tracking.profile", problem, "choose earlier steps", code="bad-value")
     if result and not kept and num_steps > present:
         problem = f"{asked}, but the checkpoints of {run_dir} are gone, so it cannot resume"
         raise SettingsError("train.duration", problem, _ANOTHER, code="conflict")

@@ -32,10 +32,9 @@ SUMMED_ELEMENTS = 2**16
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Name a part of a step in the traces of `tracking.profile`. Nothing happens without a
-    profiler."""
-    is_profiled = torch._C._autograd._profiler_enabled()
-    return record_function(name) if is_profiled else nullcontext()
+    """Name a part of a step in the traces of `tracking.profile`."""
+    is_on = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return record_function(name) if is_on else nullcontext()
 
 
 def working_in(precision: str) -> AbstractContextManager[None]:

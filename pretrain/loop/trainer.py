@@ -36,7 +36,7 @@ from pretrain.data.reader import ShardReader
 from pretrain.data.stream import Stream, batches_of
 from pretrain.engine.step import Engine, span
 from pretrain.loop.evaluate import Scores, evaluate
-from pretrain.loop.garbage import Collector
+from pretrain.loop.garbage import collect, fixed_collection
 from pretrain.loop.peak import Meter
 from pretrain.loop.profile_window import ProfileWindow
 from pretrain.loop.skipped_steps import SkippedSteps
@@ -120,12 +120,8 @@ class Trainer:
         self.skipped = SkippedSteps(
             self.settings, self.reader, self.order, self.plan, rank=self.world.rank
         )
-        self.window = ProfileWindow(
-            self.settings.tracking.profile,
-            self.run_dir,
-            world=self.world,
-            device=self.engine.device,
-        )
+        window, device = self.settings.tracking.profile, self.engine.device
+        self.window = ProfileWindow(window, self.run_dir, world=self.world, device=device)
         self.line: ProgressLine
 
     def fit(self, start: TrainerState) -> Outcome:
@@ -145,7 +141,7 @@ class Trainer:
                 enabled=self.world.is_first,
             ) as self.line,
             self._feed() as feed,
-            Collector() as collector,
+            fixed_collection(),
         ):
             self.line.note = f"first step{' and compilation' * self.settings.engine.compile}"
             self.stopping = any_rank(self.stop.raised_by is not None, device=self.engine.device)
@@ -172,7 +168,7 @@ class Trainer:
                 if self.saver.is_due(self.step):  # the evaluation may be the best so far
                     with span("checkpoint"):
                         self.saver.save(self._state())
-                collector.end_step(self.step, is_pause=eval_due or save_due)
+                collect(self.step, is_pause=eval_due or save_due)
                 if trace_due:
                     self.window.close()
                 if eval_due or save_due or trace_due:

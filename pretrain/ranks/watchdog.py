@@ -13,9 +13,7 @@ carries JSON objects, one per line. Messages without the token of this run are i
 5. Ranks that end because of a hang or a silent rank append their stacks to RUN/stacks/rank-N.txt.
    A thread of faulthandler, which needs no lock of Python, writes them if no beat follows in time;
    a process that dies of a signal writes them, too.
-6. After their stacks these ranks write torch's flight recorder, the last collectives of the
-   process, to RUN/stacks/flight-recorder-N. `torchfrtrace RUN/stacks -p flight-recorder-` compares
-   them.
+6. Then they write their last collectives (torch's flight recorder) to RUN/stacks/flight-recorder-N.
 
 The thread reads all messages before it decides, and checks ranks once per beat. Beats may carry a
 small dict (`report`) to the first rank (`received`); neither may block.
@@ -443,9 +441,9 @@ class Watchdog:
             write_error(f"{path}: cannot be written in {WRITE_S:g} s:\n{text[:20_000]}\n")
 
     def _dump_collectives(self, path: Path) -> None:
-        """Write the flight recorder's file. Torch may wait for a device and hold Python's lock, so
-        a thread of faulthandler ends this process after `WRITE_S`."""
-        if self._stacks_file < 0 or not (dist.is_available() and dist.is_initialized()):
+        """Torch may wait for a device and hold Python's lock: a thread of faulthandler ends this
+        process after `WRITE_S`."""
+        if self._stacks_file < 0 or not dist.is_initialized():
             return
         faulthandler.dump_traceback_later(WRITE_S, exit=True, file=self._stacks_file)
         with suppress(Exception):
