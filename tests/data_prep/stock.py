@@ -113,7 +113,7 @@ class Web:
         self.folder, self.faults, self.gets = folder, dict[str, list[Any]](), dict[str, int]()
         self.marks = True
         self.ranges = False
-        """True if it serves ranges, to those who name the right ETag."""
+        """True if it obeys Range, after If-Range."""
         self.gate = threading.Event()
         """What a "stall" waits for, with half of the file sent."""
         self._counting = threading.Lock()
@@ -122,7 +122,7 @@ class Web:
         self.headers = list[str]()
         """Of all requests."""
         self.moved_to = ""
-        """Another server, to which every request for an archive is redirected."""
+        """Another server, to which every request for a tar is redirected."""
 
     def answer(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
         name, _, query = request.path.lstrip("/").partition("?")

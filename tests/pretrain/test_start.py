@@ -229,6 +229,17 @@ def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
     assert (manifest.classes, manifest.image_size) == (("a", "b"), 16)
 
 
+def test_a_name_is_fetched_and_built(tmp_path: Path, monkeypatch: Patch, capfd: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")  # no network
+    assert main(["start", "digits", "--untimed"]) == 0
+    assert load_manifest("data/digits").splits["test"].num_samples == 899
+    assert main(["start", "cifar10", "--name", "mine", "--untimed"]) == 1
+    said = capfd.readouterr()
+    assert "next: pretrain train runs/digits.yaml" in said.out
+    assert "[unreachable]" in said.err and "untried" in said.err
+
+
 @pytest.mark.parametrize(
     ("warmup", "num_steps", "fitted"),
     [(0, 9, 0), (8, 9, 8), (9, 9, 0), (40, 20, 2), (10**9, 2000, 200)],
