@@ -7,8 +7,9 @@ the GIL.
 A batch is made in these steps:
 
 1. The caller takes a batch, which makes room for one more request.
-2. The first free thread locates its samples and those of the next requests, because numpy is slow
-   for few samples.
+2. The first free thread locates the samples of a group of requests, because numpy is slow for few
+   samples. The first group is one request, and each next group is twice as large. The first batch
+   then opens few indices.
 3. The threads fill parts of one reused buffer.
 4. The thread that ends last looks up the labels and calls `finish` (the augmentation on a CPU,
    nothing for a GPU, see feed.py).
@@ -48,7 +49,7 @@ Waits = Callable[[Future[T]], T]
 SMALLEST_PART, SMALLEST_GATHER = 32, 2_000_000
 """Images to decode, and bytes to gather: smaller parts are not worth another thread."""
 LOCATED_TOGETHER = 8192
-"""Samples that are located together."""
+"""Samples that are located together after the first batches."""
 LOOK_AHEAD = 32_768
 """Samples of all ranks whose remote shards are announced (at least two global batches). The next
 announcement comes after half of them."""
@@ -219,7 +220,7 @@ class Batches(Generic[T]):
         self._announce_from, self._announcing = -1, threading.Lock()
         self._pool = lone_threads(num_threads, pin=pin)
         self._ahead: deque[Future[T]] = deque()
-        self._group = _Group(self)
+        self._group = _Group(self, most_samples=1)
         self._following: _Group | None = None
         for _ in range(prefetch):
             self._request()
@@ -262,15 +263,11 @@ class Batches(Generic[T]):
 
     def _request(self) -> None:
         if not self._group.jobs:
-            self._group, self._following = self._following or _Group(self), None
+            self._group, self._following = self._following or self._group.next(), None
         if not self._group.jobs:
             return
         group = self._group
         request, own = group.jobs.popleft()
-        if self._following is None and len(group.jobs) <= group.num_requests // 2:
-            self._following = _Group(self)
-            if self._following.jobs:
-                self._pool.submit(self._following.located)
         # all threads share the decoding of a batch, but only idle threads share gathering
         smallest, sharing = SMALLEST_PART, self._num_threads
         if not self.reader.decodes:
@@ -283,19 +280,22 @@ class Batches(Generic[T]):
         self._ahead.append(job.done)
         for part in range(num_parts):
             self._pool.submit(job.run, part)
+        if self._following is None and len(group.jobs) <= group.num_requests // 2:
+            self._following = group.next()
+            if self._following.jobs:
+                self._pool.submit(self._following.located)
 
 
 class _Group:
     """The next requests, whose samples are located together."""
 
-    def __init__(self, batches: Batches[Any]):
+    def __init__(self, batches: Batches[Any], *, most_samples: int):
+        """The last request may exceed `most_samples`."""
         self._batches, self._lock = batches, threading.Lock()
         self.jobs: deque[tuple[Request, slice]] = deque()
         """Requests, and the places of their samples in the group."""
         num_samples = 0
-        while (
-            num_samples < LOCATED_TOGETHER and (request := next(batches.requests, None)) is not None
-        ):
+        while num_samples < most_samples and (request := next(batches.requests, None)) is not None:
             end = num_samples + len(request.positions)
             self.jobs.append((request, slice(num_samples, end)))
             num_samples = end
@@ -303,7 +303,11 @@ class _Group:
             len(self.jobs),
             [request.positions for request, _ in self.jobs],
         )
+        self._num_samples = num_samples
         self._located: tuple[Ids, Places] | None = None
+
+    def next(self) -> "_Group":
+        return _Group(self._batches, most_samples=min(LOCATED_TOGETHER, 2 * self._num_samples))
 
     def located(self) -> tuple[Ids, Places]:
         """Return (epochs, places). The first thread locates them; the others wait."""

@@ -90,6 +90,7 @@ class FarAway:
 
     def __init__(self) -> None:
         self.asked: list[np.ndarray] = []
+        self.located_sizes: list[int] = []
 
     def fetch_ahead(self, ids: np.ndarray) -> None:
         self.asked.append(ids)
@@ -98,6 +99,7 @@ class FarAway:
         pass
 
     def locate(self, ids: np.ndarray) -> Places:
+        self.located_sizes.append(len(ids))
         return Places(ids, *[np.zeros_like(ids)] * 4)
 
     def read(self, places: Places, batch: torch.Tensor) -> list[object]:
@@ -119,6 +121,17 @@ def test_a_rank_of_any_world_asks_for_its_remote_shards_before_it_reads(
             next(batches)
     assert 1 <= len(far.asked) <= 1 + (steps + 1) * ranks * local / (LOOK_AHEAD / 2)
     assert len(far.asked[0]) >= 2 * plan.global_batch_size  # the next step is on its way, too
+
+
+def test_the_first_batch_locates_only_its_own_samples() -> None:
+    """Locating a sample opens the index of its shard."""
+    far, order = FarAway(), Order(10**8, 3, "none")
+    with loaded(
+        cast(ShardReader, far), order, BatchPlan(64, 64, 1), rank=0, num_threads=1, prefetch=1
+    ) as batches:
+        for _ in range(520):
+            next(batches)
+    assert far.located_sizes[:10] == [64 * 2**group for group in range(8)] + [8192, 8192]
 
 
 def test_the_threads_work_alone_and_leave_the_main_thread_its_number(reader: ShardReader) -> None:
