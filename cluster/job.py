@@ -585,9 +585,7 @@ def free_port(port: int) -> int:
 def run_command(job: Job, words: list[str]) -> int:
     """Run a command, or a member of a grid, until its result is complete."""
     if words[0] == "grid":
-        words = (
-            [*words[:3], str(int(job.at.task) + int(*words[3:]))] if job.at.task else [*words, ""]
-        )
+        words = [*words, job.at.task or ""]
     answer, at = job.resolve(words), job.at
     if words[0] == "grid":
         job.log(f"member {words[3]} of {words[1]} {words[2]}: {' '.join(answer['words'])}")

@@ -23,8 +23,8 @@ import fcntl
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from cluster.plan_file import Plan, Stage, check_figure, compressed, load_checked
@@ -54,6 +54,7 @@ from pretrain.config import PretrainSettings, check_against_ranks
 
 
 def main(words: list[str]) -> int:
+    jobs: list[str] = []
     try:
         if words and words[0].startswith("--examine="):  # cluster/submit --check
             return _examine(read_submission(words[1:]), words[0].partition("=")[2])
@@ -66,16 +67,19 @@ def main(words: list[str]) -> int:
                     with suppress(OSError):  # one command at a time
                         fcntl.flock(file, fcntl.LOCK_EX)
                 Queue(words[-1], options).fill(is_dry_run="--dry-run" in words)
-        elif jobs := submit(submission):
+        else:
+            with _all_or_none(jobs):
+                submit(submission, jobs)
             text = f"Submitted batch job {' and '.join(jobs)}, with code and config as they are now"
-            print(jobs[-1] if "--parsable" in words else text)
+            if jobs:
+                print(jobs[-1] if "--parsable" in words else text)
     except NothingLeft as left:
         print(f"{left}, nothing is submitted", file=sys.stderr)
     except ValueError as error:
         print(f"cluster/submit: {message_of(error)}", file=sys.stderr)
         return BAD_INPUT
-    except QueueFullError as full:
-        some = f" Submitted before: {', '.join(full.jobs)}." * bool(full.jobs)
+    except QueueFullError:
+        some = f" Submitted before: {', '.join(jobs)}." * bool(jobs)
         fix = "Repeat the command when jobs of yours have ended"
         print(f"cluster/submit: the queue is full.{some} {fix}", file=sys.stderr)
         return FAILED
@@ -91,6 +95,21 @@ def _examine(submission: Submission, ranks: str) -> int:
         assert isinstance(settings, PretrainSettings)
         check_against_ranks(settings.train, settings.augment, num_ranks=int(ranks))
     return OK
+
+
+@contextmanager
+def _all_or_none(jobs: Sequence[str]) -> Iterator[None]:
+    """Cancel the jobs after an error or Ctrl-C, because half a plan in the queue helps nobody."""
+    try:
+        yield
+    except QueueFullError:
+        raise
+    except BaseException:
+        if jobs:
+            with suppress(SlurmError):
+                slurm("scancel", *jobs)
+            print(f"cluster/submit: canceled: {', '.join(jobs)}", file=sys.stderr)
+        raise
 
 
 class Queue:
@@ -112,7 +131,8 @@ class Queue:
         if others := [each for each in self.writers.pop(path, []) if each.job != own]:
             raise NothingLeft(f"{path}: {others[0]} queues the rest of it")
         self.begun = places_since(self.since) if self.since else set()
-        self.jobs: dict[str, tuple[str, ...]] = {}
+        self.submitted: list[str] = []
+        self.jobs: dict[str, list[str]] = {}
         """Stage -> the jobs that this wave submits for it."""
         self.failed: set[str] = set()
         """Stages whose members failed in an earlier wave, and those that wait for them."""
@@ -128,8 +148,8 @@ class Queue:
     def fill(self, *, is_dry_run: bool) -> None:
         plan = self.plan
         undone = {stage.name: stage.undone() for stage in plan.stages}
-        keep("what was queued is cancelled")
-        try:
+        keep("what was queued is canceled")
+        with nullcontext() if self.kept else _all_or_none(self.submitted):
             try:
                 for stage in plan.stages:
                     if submission := self.next(stage):
@@ -138,13 +158,6 @@ class Queue:
                     self.submit(submission, "figure", is_dry_run=is_dry_run)
             except QueueFullError:
                 self.leave_rest()
-        except BaseException:  # Ctrl-C too: half a plan in the queue helps nobody
-            queued = [job for job in self.numbers() if job.isdigit()]
-            if queued and self.kept is None:
-                with suppress(SlurmError):
-                    slurm("scancel", *queued)
-                print(f"cluster/submit: cancelled: {', '.join(queued)}", file=sys.stderr)
-            raise
         if self.jobs and not is_dry_run:
             self.report()
         for stage in plan.stages:
@@ -165,16 +178,13 @@ class Queue:
         if drawn := self.jobs.get("figure"):
             rows.append(["figure", *drawn, "all"])
         print(*in_columns(rows), sep="\n")
-        numbers = self.numbers()
+        numbers = self.submitted
         print(f"look:   squeue -j {','.join(numbers)}\ncancel: scancel {' '.join(numbers)}")
         if rest := self.jobs.get("rest"):
             print(f"The queue is full. Job {rest[0]} submits the rest of the plan.")
         print(
             "Jobs that wait for a job that fails leave the queue. Then run the same command again."
         )
-
-    def numbers(self) -> list[str]:
-        return [job for jobs in self.jobs.values() for job in jobs]
 
     def next(self, stage: Stage) -> Submission | None:
         """Return the submission of the members that nobody has submitted, if there are any."""
@@ -218,16 +228,17 @@ class Queue:
     def submit(self, submission: Submission, name: str, *, is_dry_run: bool = False) -> None:
         words = [*submission.options, submission.script or "", *submission.arguments]
         print(f"$ cluster/submit {shlex.join(words)}", flush=True)
+        before = len(self.submitted)
         try:
-            self.jobs[name] = (f"<{name}>",) if is_dry_run else submit(submission)
-        except QueueFullError as full:
-            self.jobs |= {name: full.jobs} if full.jobs else {}
-            raise
+            if not is_dry_run:
+                submit(submission, self.submitted)
+        finally:
+            self.jobs[name] = [f"<{name}>"] if is_dry_run else self.submitted[before:]
 
     def leave_rest(self) -> None:
         """Submit the job that submits the rest. If there is no place for it, take back the last
         members of this wave."""
-        own = [entry for job in self.numbers() for entry in entries_of(job)]
+        own = [entry for job in self.submitted for entry in entries_of(job)]
         others = [_label(each) for writers in self.writers.values() for each in writers]
         while waits := [label for label, _ in own] or others:
             first = self.since or min(int(label.partition("_")[0]) for label in [*others, *waits])

@@ -200,15 +200,6 @@ def _move_waits(pending: str, array: str, label: str, successor: str) -> None:
             slurm("scontrol", "update", f"JobId={job}", dependency, tries=3)
 
 
-def max_array_size() -> int:
-    """Return the number above all numbers of an array's tasks."""
-    with suppress(SlurmError):
-        found = re.search(r"^MaxArraySize\s*=\s*(\d+)", slurm("scontrol", "show", "config"), re.M)
-        if found:
-            return int(found[1])
-    return 1001
-
-
 def state_of(label: str, *, tries: int = 1) -> str:
     """Return the state of one job, or of one task of an array; "gone" if SLURM has forgotten it."""
     try:

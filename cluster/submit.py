@@ -21,7 +21,6 @@ from cluster.slurm import (
     Writer,
     jobs_of,
     lines_of,
-    max_array_size,
     new_job,
     slurm,
     writers_of,
@@ -45,11 +44,7 @@ class RefusedError(Exception):
 
 
 class QueueFullError(RefusedError):
-    """The user, or SLURM, has as many jobs as are allowed; `jobs`: those that were submitted."""
-
-    def __init__(self, jobs: Sequence[str] = ()):
-        super().__init__()
-        self.jobs = tuple(jobs)
+    """The user, or SLURM, has as many jobs as are allowed."""
 
 
 FULL = re.compile("Submit\\w*Limit|temporarily unable to accept job")
@@ -69,9 +64,9 @@ class Order:
     """`writes` then has the numbers of its members."""
 
 
-def submit(submission: Submission) -> tuple[str, ...]:
-    """Submit it and return the numbers of its jobs. A dataset has two jobs: its parts, and their
-    merge; what waits for it waits for the last one. A grid has several jobs if it does not fit."""
+def submit(submission: Submission, jobs: list[str]) -> None:
+    """Submit it, and append the numbers of its jobs. A dataset has two jobs: its parts, and their
+    merge, which later jobs wait for. A grid has several arrays if one does not fit."""
     order = examine(submission)
     submission = book_part_of_node(
         order.submission, gpus=order.grid.num_gpus if order.grid else None
@@ -87,61 +82,54 @@ def submit(submission: Submission) -> tuple[str, ...]:
         snapshot = taken.stdout.rstrip()
     script = f"{snapshot}/cluster/{submission.name}"
     if order.grid:
-        return submit_grid(order.grid, submission, order.writes, script)
-    if submission.has("test-only"):
+        submit_grid(order.grid, submission, order.writes, script, jobs)
+    elif submission.has("test-only"):
         _sbatch([*submission.options, script, *arguments])
-        return ()
-    if submission.name != "data_prep.slurm":
-        return (_sbatch([*submission.options, script, *arguments], writes=order.writes),)
-    words = [*submission.options, script, "--parts", *arguments]
-    parts = _sbatch(words, writes=order.writes)
-    waits = (f"--dependency=afterok:{parts}", "--kill-on-invalid-dep=yes", "--array=0")
-    words = [*submission.options, *waits, script, "--merge", *arguments]
-    try:
-        return parts, _sbatch(words, writes=order.writes)
-    except RefusedError:
-        slurm("scancel", parts)
-        Path("jobs", parts, "writes").unlink(missing_ok=True)  # a later wave submits both
-        print(f"cluster/submit: the merge was refused; {parts} is cancelled", file=sys.stderr)
-        raise
+    elif submission.name != "data_prep.slurm":
+        jobs.append(_sbatch([*submission.options, script, *arguments], writes=order.writes))
+    else:
+        words = [*submission.options, script, "--parts", *arguments]
+        parts = _sbatch(words, writes=order.writes)
+        waits = (f"--dependency=afterok:{parts}", "--kill-on-invalid-dep=yes", "--array=0")
+        words = [*submission.options, *waits, script, "--merge", *arguments]
+        jobs.append(parts)
+        try:
+            jobs.append(_sbatch(words, writes=order.writes))
+        except QueueFullError:
+            slurm("scancel", jobs.pop())
+            Path("jobs", parts, "writes").unlink(missing_ok=True)  # a later wave submits both
+            print(f"cluster/submit: the merge does not fit; {parts} is canceled", file=sys.stderr)
+            raise
 
 
 def submit_grid(
-    stage: Stage, submission: Submission, members: Mapping[str, str], script: str
-) -> tuple[str, ...]:
+    stage: Stage, submission: Submission, members: Mapping[str, str], script: str, jobs: list[str]
+) -> None:
     """Submit members as few arrays. An array that does not fit is halved, until not one member
-    fits. Members from MaxArraySize on have tasks from 0 on, and this offset as a word."""
-    jobs: list[str] = []
+    fits."""
     places = {int(index): place for place, index in members.items()}
-    todo, length, most = [*places], len(places), max_array_size()
+    todo, length, before = [*places], len(places), len(jobs)
     limit = f"%{stage.entry.max_concurrent}" if stage.entry.max_concurrent else ""
     options = [each for each in submission.options if not each.startswith("--array=")]
     while todo:
-        offset = todo[0] - todo[0] % most
-        chosen = [index for index in todo[:length] if index < offset + most]
-        words = [*options, f"--array={compressed(index - offset for index in chosen)}{limit}"]
-        if limit and jobs:  # no more at a time than in one array
+        chosen = todo[:length]
+        words = [*options, f"--array={compressed(chosen)}{limit}"]
+        if limit and len(jobs) > before:  # no more at a time than in one array
             waits = [submission.option("dependency"), f"afterany:{jobs[-1]}"]
             words.append(f"--dependency={','.join(filter(None, waits))}")
-        words += [script, *submission.arguments, *([str(offset)] if offset else [])]
-        if submission.has("test-only"):
-            _sbatch(words)
-        else:
-            try:
-                writes = {places[index]: str(index - offset) for index in chosen}
+        words += [script, *submission.arguments]
+        try:
+            if submission.has("test-only"):
+                _sbatch(words)
+            else:
+                writes = {places[index]: str(index) for index in chosen}
                 jobs.append(_sbatch(words, writes=writes))
-            except QueueFullError:
-                length = len(chosen) // 2
-                if not length:
-                    raise QueueFullError(jobs) from None
-                continue
-            except BaseException:
-                if jobs and submission.kept is None:  # half a grid in the queue helps nobody
-                    with suppress(SlurmError):
-                        slurm("scancel", *jobs)
+        except QueueFullError:
+            length = len(chosen) // 2
+            if not length:
                 raise
-        todo = todo[len(chosen) :]
-    return tuple(jobs)
+        else:
+            todo = todo[len(chosen) :]
 
 
 def _sbatch(words: Sequence[str], *, writes: Mapping[str, str] | None = None) -> str:

@@ -5,6 +5,7 @@ checkpoint. `check_allowed` fails for any other path, before every import.
 """
 
 import argparse
+import functools
 import importlib
 import sys
 from importlib.machinery import PathFinder
@@ -43,7 +44,11 @@ def code_of(spec: AnySpec) -> str:
     other models it is ""."""
     if not isinstance(spec, ImportSpec):
         return ""
-    package = spec.path.partition(":")[0].partition(".")[0]
+    return hash_of_package(spec.path.partition(":")[0].partition(".")[0])
+
+
+@functools.cache
+def hash_of_package(package: str) -> str:
     found = find_spec(package) or PathFinder.find_spec(package, [str(Path.cwd())])
     places = (found and found.submodule_search_locations) or ()
     files = [(file, place) for place in places for file in sorted(Path(place).rglob("*.py"))]

@@ -197,6 +197,17 @@ class Cluster:
         with contextlib.closing(sqlite3.connect(store, uri=True)) as opened:
             return opened.execute(query).fetchall()
 
+    def submit(self, *words: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["cluster/submit", *map(str, words)],
+            cwd=self.root,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
     def wait(self, number: str, *states: str, timeout_s: float = 200) -> dict[str, str]:
         """The job once it is in one of `states`. (`sbatch --wait` looks only after 2, 10, 42 and
         106 s.)"""

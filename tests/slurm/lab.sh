@@ -10,7 +10,7 @@
 #                       The end of its input ends everything. SLURM_CONF=DIR/slurm.conf is all that clients need.
 #
 # Nodes: n1 to nLAB_NODES (3; 2 CPUs; partitions low, default, which high preempts), g1 (4 CPUs, 4 pretended GPUs; partition gpu).
-# LAB_CONF (lines) is added to slurm.conf, LAB_HOSTS=none leaves the nodes' names unresolvable. LAB_SUBMIT_LIMIT=N starts slurmdbd, on a
+# LAB_HOSTS=none leaves the nodes' names unresolvable. LAB_SUBMIT_LIMIT=N starts slurmdbd, on a
 # database of its own (Debian: slurmdbd, mariadb-server), and lets root have N jobs in the queue (MaxSubmitJobs).
 #
 # Everything lives in one pid namespace whose pid 1 is this shell, so no process outlives it, however it ends. Each node has its own
@@ -89,7 +89,6 @@ NodeName=n[1-$nodes] NodeAddr=127.0.0.[11-$((10 + nodes))] Port=[$((port + 1))-$
 PartitionName=low Nodes=n[1-$nodes] Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60
 PartitionName=high Nodes=n[1-$nodes] MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 PartitionName=gpu Nodes=g1 MaxTime=INFINITE
-${LAB_CONF:-}
 END
     [ -z "${LAB_SUBMIT_LIMIT:-}" ] || cat >>"$SLURM_CONF" <<END
 AccountingStorageType=accounting_storage/slurmdbd
