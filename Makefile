@@ -13,9 +13,16 @@ STUDY := configs/plan/demo.yaml
 study: .venv/.installed
 	$(BIN)/python -m cluster run $(STUDY) $(ARGS)
 
-# What the papers claim, on made data: trains what is not finished of configs/plan/findings.yaml, then prints the table of docs/papers.md.
+# Tests the papers' claims on real images (docs/findings.md): trains unfinished runs, collects their results and prints the decisions.
+# `make findings CLAIM=width` trains the runs of one claim.
+CLAIM ?=
 findings: .venv/.installed
-	$(BIN)/python -m cluster run configs/plan/findings.yaml
+	$(BIN)/data_prep build configs/data_prep/fashion_mnist.yaml
+	$(BIN)/data_prep index configs/data_prep/index_fashion_mnist_6k.yaml
+	for plan in $(wildcard configs/plan/findings_$(CLAIM)*.yaml); do \
+	    $(BIN)/python -m cluster run $$plan; \
+	    $(BIN)/analysis points $$plan --partial --out tests/analysis/points/$$(basename $$plan .yaml) || exit 1; \
+	done
 	$(BIN)/python benchmarks/findings.py
 
 # Runs the demo variants of all plans of the papers, in about 20 minutes, and collects their results for the tests of figures.

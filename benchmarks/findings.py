@@ -1,90 +1,120 @@
-"""The papers' findings on made data: one row a claim, from the finished runs of
-configs/plan/findings.yaml, as Markdown.
+"""The claims of docs/findings.md, decided by their rules from tests/analysis/points/findings_*.
 
-    .venv/bin/python benchmarks/findings.py [RUNS]       `make findings` trains what is not finished, then prints this
+    .venv/bin/python benchmarks/findings.py                   prints the result of each claim as Markdown
+    .venv/bin/python benchmarks/findings.py baseline DATASET  fits logistic regression on a dataset
 
-Runs of two arms that have the same seed are a pair. Differences are of held-out top-1, the arm that
-the claim favours minus the other; SD is the sample deviation of the pairs' differences. A seed
-agrees where its difference is above 0; where the claim is that two arms are near each other, where
-they are less than NEAR apart. It reports, and judges nothing.
+`make findings` trains the runs and writes these tables. Errors are in percent, differences in percentage points. Brackets are 95 % intervals.
 """
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
-from frame import commit, machine
+from scipy import stats
+from sklearn.linear_model import LogisticRegression
+from threadpoolctl import threadpool_limits
 
-from finetune.runs import Run, runs_below
+from analysis.sweeps.sweep import lines_of, places_of
+from pretrain.data.torch_dataset import Shards
 
-RUNS = Path("runs/plans/findings")
-NEAR = 0.05
-"""Two standard errors of the difference of two accuracies of 60 % on 960 pictures are 0.045."""
-
-
-class Claim(NamedTuple):
-    words: str
-    arm: str
-    other: str
-    is_near: bool = False
-
-
-CLAIMS = (
-    Claim("A: wider at fixed Omega is better", "smixer-wide", "smixer-narrow"),
-    Claim(
-        "A: normal and RP Mixer are near each other", "smixer-wide", "smixer-wide-rp", is_near=True
-    ),
-    Claim("A: S-Mixer beats SW-MLP at high sparsity", "smixer-wide", "sw-mlp"),
-    Claim("B: augmentation helps MLPs", "inverted", "inverted-plain"),
-    Claim("B: larger batches help MLPs", "inverted-batch-128", "inverted"),
-    Claim("B: inverted bottleneck beats standard MLP", "inverted", "standard"),
-    Claim("the same, at equal parameters", "inverted", "standard-wide"),
-)
+TABLES = Path(__file__).parents[1] / "tests/analysis/points"
+LOGISTIC_ERROR = 17.06
+"""The output of `baseline data/fashion-mnist-6k`."""
+PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0)
+"""Values of scikit-learn's C for logistic regression."""
+KINDS = ("normal", "RP")
+WORDS = {True: "yes", False: "no"}
 
 
-def accuracies(runs: Sequence[Run]) -> pd.DataFrame:
-    """Return held-out top-1 of finished runs named ARM-seed-N: a row per seed, a column per arm."""
-    scores = pd.Series(
-        {
-            (int(seed), arm): run.top1
-            for run in runs
-            for arm, _, seed in [run.name.rpartition("-seed-")]
-            if run.top1 is not None
-        },
-        dtype=float,
+def baseline(dataset: Path | str) -> tuple[float, float]:
+    """Return the C that is best on `val`, and its test error, of logistic regression on gray
+    pixels."""
+
+    def split(name: str) -> tuple[np.ndarray, np.ndarray]:
+        shards = Shards(dataset, name)
+        images, labels = zip(*shards.__getitems__(range(len(shards))), strict=True)
+        return np.stack([image[0].flatten().numpy() / 255 for image in images]), np.array(labels)
+
+    train, val, test = map(split, ("train", "val", "test"))
+    with threadpool_limits(1):  # more threads are slower at this size
+        models = {
+            c: LogisticRegression(C=c, max_iter=1000, tol=1e-3).fit(*train) for c in PENALTIES
+        }
+    best = max(models, key=lambda c: models[c].score(*val))
+    return best, 100 * (1 - models[best].score(*test))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean and the ends of its t-interval."""
+    ends = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    return float(np.mean(values)), float(ends.low), float(ends.high)
+
+
+def with_interval(values: Sequence[float], sign: str = "") -> str:
+    mean, low, high = interval(values)
+    return f"{mean:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+
+
+def width(results: pd.DataFrame) -> list[str]:
+    """Decide "Width at a fixed number of connections"."""
+    mixing = results.permuted_blocks.map(lambda number: "RP" if number else "normal")
+    results = results.assign(mixing=mixing, percent=100 * results.error)
+    errors, rates = (
+        results.pivot(index=["channels", "tokens"], columns=["mixing", "seed"], values=values)
+        for values in ("percent", "lr")
     )
-    return scores.unstack() if len(scores) else pd.DataFrame()
-
-
-def table(found: pd.DataFrame) -> list[str]:
-    """Return the lines of the table, in percent and percentage points."""
-    lines = [
-        "| claim | arms | top-1 | difference | SD | seeds that agree |",
-        "|---|---|---|---|---|---|",
+    if errors.isna().any(axis=None):
+        sys.exit("width: runs are missing. Run `make findings CLAIM=width`.")
+    shapes = [
+        [
+            *(f"{number:,.0f}" for number in (c, s, c * s)),
+            *(with_interval(row[kind]) for kind in KINDS),
+            " / ".join(f"{rates.loc[c, s][kind].iloc[0]:g}" for kind in KINDS),
+        ]
+        for (c, s), row in errors.iterrows()
     ]
-    for claim in CLAIMS:
-        pairs, arms = (
-            100 * found.reindex(columns=[claim.arm, claim.other]).dropna(),
-            f"`{claim.arm}`, `{claim.other}`",
-        )
-        if pairs.empty:
-            lines.append(f"| {claim.words} | {arms} | not yet run | | | |")
-            continue
-        mean, other = pairs.mean()
-        differences = pairs[claim.arm] - pairs[claim.other]
-        agree = differences.abs() < 100 * NEAR if claim.is_near else differences > 0
-        lines.append(
-            f"| {claim.words} | {arms} | {mean:.1f}, {other:.1f} | {differences.mean():+.1f}"
-            f" | {differences.std():.1f} | {agree.sum()} of {len(pairs)} |"
-        )
-    return lines
+    optima, trends = (
+        lines_of(places_of(results, x, ["mixing"]), x).set_index("hue") for x in ("log_cs", "width")
+    )
+    rules = []
+    for kind in KINDS:
+        own, optimum, trend = errors[kind].droplevel("tokens"), optima.loc[kind], trends.loc[kind]
+        narrow, wide = (own.loc[64] - own.loc[c] for c in (8, 512))
+        at, low, high = (optimum[name] / math.log(2) for name in ("at", "low", "high"))
+        holds = [
+            interval(narrow)[2] < 0 and interval(wide)[2] < 0,
+            low <= 1 and high >= -1,
+            trend.tau < 0 and trend.p_holm < 0.05,
+        ]
+        rules += [
+            [kind, "1", f"C = 64 minus C = 8: {with_interval(narrow, '+')}; "
+             f"minus C = 512: {with_interval(wide, '+')}", WORDS[holds[0]]],
+            [kind, "2", f"least at log2(C / S) = {at:.2f} [{low:.2f}, {high:.2f}]", WORDS[holds[1]]],
+            [kind, "3", f"tau = {trend.tau:.2f}, p = {trend.p_holm:.3f}", WORDS[holds[2]]],
+            [kind, "all", f"The claim {'holds' if all(holds) else 'fails'}.", WORDS[all(holds)]],
+        ]  # fmt: skip
+    worst = max(results.groupby(["channels", "mixing"]).percent.mean())
+    return [
+        f"Logistic regression: {LOGISTIC_ERROR:.2f} %. The worst shape: {worst:.2f} %.",
+        "",
+        *markdown(("C", "S", "m", *KINDS, "learning rates"), shapes),
+        "",
+        *markdown(("Mixer", "rule", "result", "holds"), rules),
+    ]
 
+
+CLAIMS = {"width": width}
 
 if __name__ == "__main__":
-    print(
-        *table(accuracies(runs_below(Path(sys.argv[1]) if sys.argv[1:] else RUNS, deepest=1))),
-        sep="\n",
-    )
-    print(f"\n{machine()}, commit {commit()}")
+    if sys.argv[1:2] == ["baseline"]:
+        print("C = {}, test error {:.2f} %".format(*baseline(sys.argv[2])))
+    else:
+        for name, decide in CLAIMS.items():
+            print(*decide(pd.read_parquet(TABLES / f"findings_{name}.parquet")), sep="\n")

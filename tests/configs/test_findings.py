@@ -1,20 +1,17 @@
-"""The table of `make findings`: its arithmetic on runs that are made up, and that the plan trains
-every arm that a claim names."""
+"""docs/findings.md has the results of the committed tables, and runs use the tuned rates."""
 
 import importlib
 import json
-from pathlib import Path
 from types import ModuleType
 
+import pandas as pd
 import pytest
 import yaml
 
-from cluster.plan_file import load_checked
-from finetune.runs import runs_below
-from pretrain.config import PretrainSettings
-from pretrain.models.cost import cost_of, width_and_connections
 from tests.ranks import REPOSITORY
-from tests.records import write_record_of
+
+POINTS = REPOSITORY / "tests/analysis/points"
+AXES = {"width": ("shape", "mixing")}
 
 
 @pytest.fixture
@@ -23,65 +20,40 @@ def findings(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("findings")
 
 
-def write_run(place: Path, name: str, top1: float | None) -> None:
-    (place / name / "tracking").mkdir(parents=True)
-    (place / name / "config.yaml").write_text(
-        yaml.safe_dump({"run_dir": name, "data": {"eval_split": "val"}})
+def test_the_page_has_the_results_of_the_tables(findings: ModuleType) -> None:
+    page = (REPOSITORY / "docs/findings.md").read_text()
+    for name, decide in findings.CLAIMS.items():
+        results = pd.read_parquet(POINTS / f"findings_{name}.parquet")
+        assert "\n".join(decide(results)) in page
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_every_arm_has_its_best_learning_rate(name: str) -> None:
+    rates, results = (
+        pd.read_parquet(POINTS / f"findings_{name}{suffix}.parquet") for suffix in ("_rates", "")
     )
-    write_record_of(place / name, {})
-    if top1 is not None:
-        (place / name / "result.json").write_text(json.dumps({"eval/top1": top1, "step": 10}))
+    assert set(rates.split) == {"val"} and set(results.split) == {"test"}
+    assert not set(rates.seed) & set(results.seed)
+    rates["arm"] = [
+        "-".join(json.loads(each)[axis] for axis in AXES[name]) for each in rates.labels
+    ]
+    best = rates.loc[rates.groupby("arm").error.idxmin()].set_index("arm").lr
+    plan = yaml.safe_load((REPOSITORY / f"configs/plan/findings_{name}_rates.yaml").read_text())
+    tried = plan["pretrain"]["grid"]["optimizer.lr"]
+    assert not best.isin([min(tried), max(tried)]).any()
+    arms = pd.Series([json.loads(each)["arm"] for each in results.labels])
+    assert (arms.map(best).to_numpy() == results.lr.to_numpy()).all()
+    assert results.groupby(arms.to_numpy()).seed.nunique().min() >= 5
 
 
-def test_arms_are_paired_by_their_seeds(findings: ModuleType, tmp_path: Path) -> None:
-    arms = {
-        "smixer-wide": (0.60, 0.62, 0.70),
-        "smixer-narrow": (
-            0.50,
-            0.66,
-            0.60,
-        ),  # differences 10, -4, 10 points: mean 5.333, deviation 8.083
-        "smixer-wide-rp": (0.58, 0.68, 0.71),  # 2, -6, -1: two are nearer than 5
-        "sw-mlp": (0.20, None, 0.30),  # an unfinished run has no pair: 40, 40
-        "inverted": (None, None, 0.5),
-    }
-    for arm, values in arms.items():
-        for seed, value in enumerate(values):
-            write_run(tmp_path, f"{arm}-seed-{seed}", value)
-    rows = [
-        line.split(" | ")[2:]
-        for line in findings.table(findings.accuracies(runs_below(tmp_path, deepest=1)))[2:]
+def test_a_claim_that_is_not_true_fails(findings: ModuleType) -> None:
+    """The sign of every rule, on errors that are made up: they rise with the width."""
+    results = pd.read_parquet(POINTS / "findings_width.parquet")
+    seeds = results.seed.astype(int)
+    rising = findings.width(results.assign(error=results.width / 10_000 + seeds / 1e5))
+    falling = findings.width(results.assign(error=0.5 - results.width / 10_000 + seeds / 1e5))
+    verdicts = [
+        [line.split(" | ")[-1] for line in lines if line.startswith("| normal | all")]
+        for lines in (rising, falling)
     ]
-    assert rows[0] == ["64.0, 58.7", "+5.3", "8.1", "2 of 3 |"]
-    assert rows[1] == ["64.0, 65.7", "-1.7", "4.0", "2 of 3 |"]
-    assert rows[2] == ["65.0, 25.0", "+40.0", "0.0", "2 of 2 |"]
-    assert len(rows) == 7 and all(row[0] == "not yet run" for row in rows[3:])
-
-
-def test_the_plan_trains_what_the_claims_compare(
-    findings: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    works = [
-        work for stage in load_checked("configs/plan/findings.yaml").stages for work in stage.works
-    ]
-    settings = {
-        Path(work.writes).name: work.settings
-        for work in works
-        if isinstance(work.settings, PretrainSettings)
-    }
-    arms = {arm for claim in findings.CLAIMS for arm in (claim.arm, claim.other)}
-    assert set(settings) == {f"{arm}-seed-{seed}" for arm in arms for seed in (0, 1, 2)}
-    assert all(each.train.seed == int(name[-1]) for name, each in settings.items())
-    models = {name.removesuffix("-seed-0"): each.model for name, each in settings.items()}
-    sparse = [
-        width_and_connections(models[name], image_size=32)
-        for name in ("smixer-wide", "smixer-wide-rp", "sw-mlp")
-    ]
-    assert sparse == [(1024, 2**15)] * 3  # of the same width and Omega
-    assert width_and_connections(models["smixer-narrow"], image_size=32) == (504, 32_760)
-    parameters = [
-        cost_of(models[name], num_classes=16, image_size=32).num_parameters
-        for name in ("inverted", "standard-wide")
-    ]
-    assert parameters == [923_280, 924_846]
+    assert verdicts == [["no |"], ["yes |"]]
