@@ -30,8 +30,8 @@ DRY_RUNS = {
     "transfer_probe": ["--dry-run"],
     "transfer_tune": ["--dry-run"],
 }
-ELSEWHERE = {"findings", "gpu_profile", "images", "ours", "peers", "stores_link"}
-"""A table that a test in tests/configs checks, commands of benchmarks/gpu.py, and processes that
+ELSEWHERE = {"fashion", "findings", "gpu_profile", "images", "ours", "peers", "stores_link"}
+"""Tables that tests in tests/configs check, commands of benchmarks/gpu.py, and processes that
 benchmarks start."""
 
 
