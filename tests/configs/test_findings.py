@@ -1,13 +1,20 @@
-"""docs/findings.md has the results of the committed tables, and runs use the tuned rates."""
+"""docs/findings.md has the results of the committed tables and the sizes of the plans, and runs use
+the tuned rates."""
 
 import importlib
 import json
+import re
+from pathlib import Path
 from types import ModuleType
 
 import pandas as pd
 import pytest
 import yaml
 
+from cluster.plan_file import load_checked
+from pretrain.config import PretrainSettings
+from pretrain.models.cost import cost_of, width_and_connections
+from pretrain.models.spec import AnySpec, MixerSpec, StructuredMlpSpec
 from tests.ranks import REPOSITORY
 
 POINTS = REPOSITORY / "tests/analysis/points"
@@ -57,3 +64,42 @@ def test_a_claim_that_is_not_true_fails(findings: ModuleType) -> None:
         for lines in (rising, falling)
     ]
     assert verdicts == [["no |"], ["yes |"]]
+
+
+def test_findings_print_the_sizes_of_the_networks_of_width_or_locality(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    models = {
+        work.settings.record.labels["network"]: work.settings.model
+        for stage in load_checked("configs/plan/findings_locality_rates.yaml").stages
+        for work in stage.works
+        if isinstance(work.settings, PretrainSettings)
+    }
+    rows = re.findall(
+        r"^\| (`.+) \| (\d) \| (.+) \| (.+) \| (.+) \| \w.* \|$",
+        Path("docs/findings.md").read_text(),
+        flags=re.MULTILINE,
+    )
+    printed = {
+        name: tuple(int(cell.replace(",", "")) for cell in cells)
+        for names, *cells in rows
+        for name in re.findall("`(.+?)`", names)
+    }
+    assert printed == {name: sizes(model) for name, model in models.items()}
+
+
+def sizes(spec: AnySpec) -> tuple[int, int, int, int]:
+    """Return the layers, m, Omega and the number of parameters."""
+    cost = cost_of(spec, num_classes=10, image_size=32)
+    width, omega = width_and_connections(spec, image_size=32)
+    assert width is not None
+    match spec:
+        case MixerSpec():
+            layers = 2 * spec.depth
+        case StructuredMlpSpec():  # the second layer's factors, as a Mixer's two mixings
+            layers, omega = 2, width * (spec.num_rows + spec.num_columns) / 2
+        case _:
+            layers = spec.depth + (spec.depth == 1)  # the first matrix of a shallow MLP counts
+    assert omega is not None
+    return layers, width, round(omega), cost.num_parameters
