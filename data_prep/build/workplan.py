@@ -51,8 +51,9 @@ from data_prep.publish import (
     sha256_of,
     withdraw,
 )
-from data_prep.settings import Settings, printable
+from data_prep.settings import Settings, nearest, printable
 from data_prep.sources import Arrangement, Source, SourceError, open_source
+from data_prep.sources.base import move_to_val
 from data_prep.workers import Pool
 
 INVENTORY_NAME = "inventory"
@@ -156,6 +157,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
         return before.under(settings)
     arrangement = source.arrange(inventory)
     _refuse_empty(source, inventory, arrangement)
+    arrangement = _drawn(settings, inventory, arrangement)
     labels, classes, left_out = _renumber(settings, inventory, arrangement)
     orders, shards = _write_orders(
         settings, inventory, arrangement, _Dropped(labels, exclusions, left_out)
@@ -285,6 +287,8 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
         "classes": classes,
         "exclude": exclusions.digest[:12] or None,
     }
+    if config["per_class"] is None:
+        del config["per_class"]  # as in manifests from before this setting
     return config | of_files
 
 
@@ -452,6 +456,25 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
             "remove them, or complete the archive",
             code="empty",
         )
+
+
+def _drawn(settings: BuildSettings, inventory: Inventory, arrangement: Arrangement) -> Arrangement:
+    """Draw the images of `per_class`."""
+    numbers, seed, splits = settings.per_class, settings.seed, dict[str, NDArray[np.int32]]()
+    if numbers is None:
+        return arrangement
+    if "val" in numbers and "val" not in arrangement.splits:
+        arrangement = move_to_val(inventory, arrangement, seed=seed, per_class=numbers["val"])
+    if unknown := sorted(numbers.keys() - arrangement.splits.keys()):
+        fix = nearest(unknown[0], arrangement.splits)
+        raise UserError("per_class", f"no split is named {unknown[0]!r}", fix, code="unknown-name")
+    for split, number in numbers.items():
+        of_split = Arrangement({"train": arrangement.splits[split]})
+        drawn = move_to_val(inventory, of_split, seed=seed, per_class=number)
+        splits[split] = drawn.splits["val"]
+    num_omitted = sum(map(len, arrangement.splits.values())) - sum(map(len, splits.values()))
+    left_out = Counter(arrangement.left_out or {}) + Counter(not_chosen=num_omitted)
+    return replace(arrangement, splits=splits, left_out=left_out)
 
 
 def _renumber(
