@@ -18,14 +18,15 @@ DEFAULT_SHARD = 8192
 
 def _first_present(given: Any) -> Any:
     """Return the first of several sources that this machine has; without one, the last."""
-    if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
-        return given
-    return next(filter(_is_present, given), given[-1])
+    return (
+        next(filter(_is_present, given), given[-1]) if isinstance(given, list) and given else given
+    )
 
 
-def _is_present(source: dict[str, Any]) -> bool:
-    has_library = source.get("kind") != "digits" or find_spec("sklearn") is not None
-    return has_library and Path(str(source.get("path", "."))).exists()
+def _is_present(source: Any) -> bool:
+    if not isinstance(source, dict) or not Path(str(source.get("path", "."))).exists():
+        return False
+    return source.get("kind") != "digits" or find_spec("sklearn") is not None
 
 
 class BuildSettings(ImageSpec):
@@ -51,8 +52,8 @@ class BuildSettings(ImageSpec):
     per_class: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
         None, examples=[{"train": 100, "val": 50}]
     )
-    """Largest number of images of each class, by split; other splits are omitted. If the source has
-    no `val`, its images are taken from `train`. null: all images."""
+    """Number of images to draw from each class, by split. Classes with fewer and other splits are
+    omitted. If the source has no `val`, its images are taken from `train`. null: all images."""
     samples_per_shard: int = Field(DEFAULT_SHARD, ge=1, le=1_000_000)
     """Images in each shard; the last one of a split may have fewer. Each shard is written by one
     worker. With the default, a split of fewer than 131,072 images has up to 16 smaller shards, of

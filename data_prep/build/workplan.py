@@ -51,7 +51,7 @@ from data_prep.publish import (
     sha256_of,
     withdraw,
 )
-from data_prep.settings import Settings, nearest, printable
+from data_prep.settings import Settings, printable
 from data_prep.sources import Arrangement, Source, SourceError, open_source
 from data_prep.sources.base import move_to_val
 from data_prep.workers import Pool
@@ -288,7 +288,7 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
         "exclude": exclusions.digest[:12] or None,
     }
     if config["per_class"] is None:
-        del config["per_class"]  # as in manifests from before this setting
+        del config["per_class"]  # as in older manifests
     return config | of_files
 
 
@@ -406,7 +406,7 @@ def _write_orders(
         if not len(kept):
             raise UserError(
                 "classes",
-                f"classes and exclude leave no image in the split {split}",
+                f"classes, per_class and exclude leave no image in the split {split}",
                 "leave out less",
                 code="empty",
             )
@@ -459,22 +459,22 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
 
 
 def _drawn(settings: BuildSettings, inventory: Inventory, arrangement: Arrangement) -> Arrangement:
-    """Draw the images of `per_class`."""
+    """Draw the images of `per_class`, and omit classes that have too few."""
     numbers, seed, splits = settings.per_class, settings.seed, dict[str, NDArray[np.int32]]()
     if numbers is None:
         return arrangement
     if "val" in numbers and "val" not in arrangement.splits:
         arrangement = move_to_val(inventory, arrangement, seed=seed, per_class=numbers["val"])
-    if unknown := sorted(numbers.keys() - arrangement.splits.keys()):
-        fix = nearest(unknown[0], arrangement.splits)
-        raise UserError("per_class", f"no split is named {unknown[0]!r}", fix, code="unknown-name")
+    labels = set(arrangement.labels or range(len(inventory.classes)))
+    left_out = Counter(arrangement.left_out or {})
     for split, number in numbers.items():
-        of_split = Arrangement({"train": arrangement.splits[split]})
-        drawn = move_to_val(inventory, of_split, seed=seed, per_class=number)
-        splits[split] = drawn.splits["val"]
-    num_omitted = sum(map(len, arrangement.splits.values())) - sum(map(len, splits.values()))
-    left_out = Counter(arrangement.left_out or {}) + Counter(not_chosen=num_omitted)
-    return replace(arrangement, splits=splits, left_out=left_out)
+        complete = Arrangement({"train": arrangement.splits.get(split, np.empty(0, np.int32))})
+        drawn = move_to_val(inventory, complete, seed=seed, per_class=number).splits
+        splits[split] = drawn["val"]
+        left_out["not_chosen"] += len(drawn["train"])
+        counts = np.bincount(inventory.labels[drawn["val"]])
+        labels &= {*np.flatnonzero(counts == number).tolist()}
+    return replace(arrangement, splits=splits, labels=tuple(labels), left_out=left_out)
 
 
 def _renumber(
