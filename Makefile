@@ -36,7 +36,7 @@ demos: .venv/.installed
 	    took="$$took$$(($$(date +%s) - began)) s  $$plan\n"; \
 	done; \
 	printf "\n$$took"; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
-	$(BIN)/python -m analysis points $(PLANS) --demo --out tests/analysis/points/twins.parquet
+	$(BIN)/python -m analysis points $(PLANS) --demo --out tests/analysis/points/demos.parquet
 
 test: .venv/.installed
 	$(MAKE) --no-print-directory lint arrows
@@ -122,7 +122,7 @@ clean-demo:
 	rm -rf runs/demo data/demo-pretrain data/demo-transfer data/demo-pretrain-images data/demo-transfer-images
 
 clean-demos:
-	rm -rf $(PLANS:configs/plan/%.yaml=runs/plans/%_demo) data/twins data/twins-transfer
+	rm -rf $(PLANS:configs/plan/%.yaml=runs/plans/%_demo) data/demos data/demos-second data/demos-third data/demos-images data/demos-second-images data/demos-third-images
 
 # make CUDA=cu126 (any word of `uv pip install --torch-backend`) installs that build of torch, once; install.sh has the details.
 ifeq ($(origin CUDA),command line)

@@ -180,7 +180,7 @@ class PlanSettings(Sections):
     )
     """Values that no paper prints, with the reason of the choice, as in `source`."""
     demo: Sections | None = Field(None, examples=[{"pretrain": "configs/pretrain/demo_mlp.yaml"}])
-    """A small variant on synthetic data for two CPU cores, run by `wide-mlps run PLAN --demo`. Its
+    """A small variant on few images for two CPU cores, run by `wide-mlps run PLAN --demo`. Its
     sections replace those above; without `figure` it has the figure above."""
 
 

@@ -88,7 +88,7 @@ def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, is_demo: bool
     num_drawn = sum(bool(section.images) for section in sections)
     about = f"{len(sections)} figures and tables, {num_drawn} of them drawn"
     if is_demo:
-        about += "; demo variants on synthetic images, whose numbers are not the paper's"
+        about += "; demo variants on small datasets, whose numbers are not the paper's"
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
     page = environment.get_template("page.html").render(

@@ -1,10 +1,11 @@
 """Settings of `data_prep build`: the source, the stored image and the shards."""
 
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from data_prep.build.parts import LocalDirectory
 from data_prep.errors import UserError
@@ -15,10 +16,29 @@ from data_prep.sources import SourceSettings, SyntheticSettings
 DEFAULT_SHARD = 8192
 
 
+def _first_present(given: Any) -> Any:
+    """Return the first of several sources that this machine has; without one, the last."""
+    return (
+        next(filter(_is_present, given), given[-1]) if isinstance(given, list) and given else given
+    )
+
+
+def _is_present(source: Any) -> bool:
+    if not isinstance(source, dict) or not Path(str(source.get("path", "."))).exists():
+        return False
+    return source.get("kind") != "digits" or find_spec("sklearn") is not None
+
+
 class BuildSettings(ImageSpec):
     of_verb = "data_prep build"
-    source: SourceSettings
-    """Which archives or folders are read, by `kind`."""
+    source: Annotated[
+        SourceSettings,
+        BeforeValidator(
+            _first_present, json_schema_input_type=SourceSettings | list[SourceSettings]
+        ),
+    ]
+    """The archives or folders to read, by `kind`. In a list, the first source whose `path` exists
+    is read, otherwise the last one."""
     out: LocalDirectory = Field(examples=["data/mine"])
     """The dataset directory, on a local disk. `data_prep push` copies it to a bucket."""
     name: str | None = Field(None, examples=["my-pictures"])
@@ -29,6 +49,11 @@ class BuildSettings(ImageSpec):
     """A text file with the class to keep on each line, instead of `classes`."""
     exclude: tuple[str, ...] = Field((), examples=[["duplicates.jsonl"]])
     """Exclusion lists, as `data_prep dedup` writes them."""
+    per_class: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
+        None, examples=[{"train": 100, "val": 50}]
+    )
+    """Number of images to draw from each class, by split. Classes with fewer and other splits are
+    omitted. If the source has no `val`, its images are taken from `train`. null: all images."""
     samples_per_shard: int = Field(DEFAULT_SHARD, ge=1, le=1_000_000)
     """Images in each shard; the last one of a split may have fewer. Each shard is written by one
     worker. With the default, a split of fewer than 131,072 images has up to 16 smaller shards, of

@@ -53,6 +53,7 @@ from data_prep.publish import (
 )
 from data_prep.settings import Settings, printable
 from data_prep.sources import Arrangement, Source, SourceError, open_source
+from data_prep.sources.base import move_to_val
 from data_prep.workers import Pool
 
 INVENTORY_NAME = "inventory"
@@ -156,6 +157,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
         return before.under(settings)
     arrangement = source.arrange(inventory)
     _refuse_empty(source, inventory, arrangement)
+    arrangement = _drawn(settings, inventory, arrangement)
     labels, classes, left_out = _renumber(settings, inventory, arrangement)
     orders, shards = _write_orders(
         settings, inventory, arrangement, _Dropped(labels, exclusions, left_out)
@@ -285,6 +287,8 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
         "classes": classes,
         "exclude": exclusions.digest[:12] or None,
     }
+    if config["per_class"] is None:
+        del config["per_class"]  # as in older manifests
     return config | of_files
 
 
@@ -402,7 +406,7 @@ def _write_orders(
         if not len(kept):
             raise UserError(
                 "classes",
-                f"classes and exclude leave no image in the split {split}",
+                f"classes, per_class and exclude leave no image in the split {split}",
                 "leave out less",
                 code="empty",
             )
@@ -452,6 +456,25 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
             "remove them, or complete the archive",
             code="empty",
         )
+
+
+def _drawn(settings: BuildSettings, inventory: Inventory, arrangement: Arrangement) -> Arrangement:
+    """Draw the images of `per_class`, and omit classes that have too few."""
+    numbers, seed, splits = settings.per_class, settings.seed, dict[str, NDArray[np.int32]]()
+    if numbers is None:
+        return arrangement
+    if "val" in numbers and "val" not in arrangement.splits:
+        arrangement = move_to_val(inventory, arrangement, seed=seed, per_class=numbers["val"])
+    labels = set(arrangement.labels or range(len(inventory.classes)))
+    left_out = Counter(arrangement.left_out or {})
+    for split, number in numbers.items():
+        complete = Arrangement({"train": arrangement.splits.get(split, np.empty(0, np.int32))})
+        drawn = move_to_val(inventory, complete, seed=seed, per_class=number).splits
+        splits[split] = drawn["val"]
+        left_out["not_chosen"] += len(drawn["train"])
+        counts = np.bincount(inventory.labels[drawn["val"]])
+        labels &= {*np.flatnonzero(counts == number).tolist()}
+    return replace(arrangement, splits=splits, labels=tuple(labels), left_out=left_out)
 
 
 def _renumber(

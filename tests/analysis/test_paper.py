@@ -102,7 +102,7 @@ def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
             "plan": "a_fig7_depth_demo",
             "stage": "pretrain",
             "task": "pretrain",
-            "target": "twins",
+            "target": "demos",
             "split": "val",
             "num_test": 100,
             "error": 0.5,
@@ -168,7 +168,7 @@ def test_every_figure_is_drawn_from_the_kept_points(
     """Of all plans with kept points, but those that compare the features of runs."""
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
-    kept = REPOSITORY / "tests" / "analysis" / "points" / "twins.parquet"
+    kept = REPOSITORY / "tests" / "analysis" / "points" / "demos.parquet"
     assert main(["paper", paper, "--demo", "--points", str(kept), "--out", "page"]) == 0
     plans = [plan for each in EXPERIMENTS if each.paper == paper for plan in each.plans]
     there = set(read_results([kept]).plan)

@@ -18,10 +18,13 @@ import psutil
 import pytest
 from PIL import Image
 
+from data_prep.build.build import build as build_dataset
+from data_prep.build.config import BuildSettings
 from data_prep.build.workplan import shard_size
 from data_prep.cli import main
 from data_prep.images import EncodedImage, ImageSpec, convert
 from data_prep.manifest import load_manifest
+from data_prep.settings import read_yaml, validate
 from tests.data_prep.conftest import Refused
 from tests.data_prep.samples import (
     build,
@@ -37,6 +40,7 @@ from tests.data_prep.samples import (
 )
 from tests.errors import printed_errors
 from tests.moments import Strike
+from tests.ranks import REPOSITORY
 
 SHAPES = [
     "source.num_classes=6",
@@ -433,6 +437,45 @@ def test_a_held_out_share_is_seeded_proportional_and_disjoint(tmp_path: Path) ->
     }
     assert held_out("again", 0) == (train, val)
     assert held_out("one", 1)[1] != val
+
+
+def test_per_class_draws_each_class_alike_and_takes_val_from_train(
+    tmp_path: Path, refused: Refused
+) -> None:
+    source, few = (
+        write_classes(tmp_path / "source", {"ant": 6, "bee": 9, "cat": 5}),
+        tmp_path / "few",
+    )
+    words = ("source.val_share=0", "encoding=keep")
+    assert build(source, few, *words, "per_class={train: 4, val: 2}") == 0
+    manifest = load_manifest(few)
+    assert manifest.classes == ("ant", "bee")
+    counts = {split: found.class_counts for split, found in manifest.splits.items()}
+    assert counts == {"train": (4, 4), "val": (2, 2)}
+    assert not _hashes(few / "train-000000.tar") & _hashes(few / "val-000000.tar")
+    refused(build(source, tmp_path / "out", *words, "per_class={tests: 1}"), "[empty]")
+
+
+@pytest.mark.parametrize("name", ["demos", "demos_second", "demos_third"])
+def test_the_images_of_demo_variants_are_shapes_without_other_packages(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = read_yaml(REPOSITORY / f"configs/data_prep/{name}.yaml")
+    real, shapes = tree["source"]
+    assert {"train", "val"} == tree["per_class"].keys()
+    assert shapes["num_train_per_class"] >= tree["per_class"]["train"]
+    assert shapes["num_val_per_class"] >= tree["per_class"]["val"]
+    shapes |= {"num_train_per_class": 3, "num_val_per_class": 2}
+    tree |= {"out": str(tmp_path / name), "per_class": {"train": 3, "val": 2}, "num_workers": 1}
+    there = tree | {"source": [{"kind": "folder", "path": str(REPOSITORY)}, shapes]}
+    assert validate(BuildSettings, there).source.kind == "folder"
+    real |= {"path": str(tmp_path / "none")} if "path" in real else {}
+    monkeypatch.setattr("data_prep.build.config.find_spec", lambda _: None)
+    manifest = build_dataset(validate(BuildSettings, tree))
+    assert manifest.config["source"]["kind"] == "synthetic"
+    counts = {split: set(found.class_counts) for split, found in manifest.splits.items()}
+    assert counts == {"train": {3}, "val": {2}}
+    assert len(manifest.classes) == shapes["num_classes"]
 
 
 def _hashes(shard: Path) -> set[str]:
