@@ -4,6 +4,7 @@ the tuned rates."""
 import importlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -14,11 +15,12 @@ import yaml
 from cluster.plan_file import load_checked
 from pretrain.config import PretrainSettings
 from pretrain.models.cost import cost_of, width_and_connections
-from pretrain.models.spec import AnySpec, MixerSpec, StructuredMlpSpec
+from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, StructuredMlpSpec
 from tests.ranks import REPOSITORY
 
 POINTS = REPOSITORY / "tests/analysis/points"
 AXES = {"width": ("shape", "mixing")}
+Sizes = Callable[[AnySpec], tuple[int, int, int, int]]
 
 
 @pytest.fixture
@@ -66,30 +68,15 @@ def test_a_claim_that_is_not_true_fails(findings: ModuleType) -> None:
     assert verdicts == [["no |"], ["yes |"]]
 
 
-def test_findings_print_the_sizes_of_the_networks_of_width_or_locality(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    models = {
-        work.settings.record.labels["network"]: work.settings.model
-        for stage in load_checked("configs/plan/findings_locality_rates.yaml").stages
-        for work in stage.works
-        if isinstance(work.settings, PretrainSettings)
-    }
-    rows = re.findall(
-        r"^\| (`.+) \| (\d) \| (.+) \| (.+) \| (.+) \| \w.* \|$",
-        Path("docs/findings.md").read_text(),
-        flags=re.MULTILINE,
-    )
-    printed = {
-        name: tuple(int(cell.replace(",", "")) for cell in cells)
-        for names, *cells in rows
-        for name in re.findall("`(.+?)`", names)
-    }
-    assert printed == {name: sizes(model) for name, model in models.items()}
+def sizes_by_macs(spec: AnySpec) -> tuple[int, int, int, int]:
+    """Return the layers, the width, the MACs and the number of parameters of an MLP."""
+    assert isinstance(spec, MlpSpec)
+    cost = cost_of(spec, num_classes=10, image_size=32)
+    layers = spec.depth * (2 if spec.bottleneck == "inverted" else 1)
+    return layers, spec.width, cost.multiply_adds, cost.num_parameters
 
 
-def sizes(spec: AnySpec) -> tuple[int, int, int, int]:
+def sizes_by_omega(spec: AnySpec) -> tuple[int, int, int, int]:
     """Return the layers, m, Omega and the number of parameters."""
     cost = cost_of(spec, num_classes=10, image_size=32)
     width, omega = width_and_connections(spec, image_size=32)
@@ -103,3 +90,38 @@ def sizes(spec: AnySpec) -> tuple[int, int, int, int]:
             layers = spec.depth + (spec.depth == 1)  # the first matrix of a shallow MLP counts
     assert omega is not None
     return layers, width, round(omega), cost.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("plan", "axis", "title", "sizes_of"),
+    [
+        ("locality", "network", "Width or locality", sizes_by_omega),
+        ("mlp", "arm", "Inverted bottleneck, augmentation and batch size", sizes_by_macs),
+    ],
+)
+def test_the_page_has_the_sizes_of_the_networks(
+    plan: str, axis: str, title: str, sizes_of: Sizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    models = {
+        work.settings.record.labels[axis]: work.settings.model
+        for stage in load_checked(f"configs/plan/findings_{plan}_rates.yaml").stages
+        for work in stage.works
+        if isinstance(work.settings, PretrainSettings)
+    }
+    (section,) = re.findall(
+        rf"^## {title}$(.+?)(?:^## |\Z)",
+        Path("docs/findings.md").read_text(),
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    rows = re.findall(
+        r"^\| (`.+) \| (\d) \| (.+) \| (.+) \| (.+) \| \w.* \|$", section, flags=re.MULTILINE
+    )
+    printed = {
+        name: tuple(int(cell.replace(",", "")) for cell in cells)
+        for names, *cells in rows
+        for name in re.findall("`(.+?)`", names)
+    }
+    assert printed == {name: sizes_of(models[name]) for name in printed}
+    printed_models = [models[name] for name in printed]
+    assert all(model in printed_models for model in models.values())
