@@ -96,6 +96,8 @@ def sizes_by_omega(spec: AnySpec) -> tuple[int, int, int, int]:
     ("plan", "axis", "title", "sizes_of"),
     [
         ("locality", "network", "Width or locality", sizes_by_omega),
+        ("depth", "network", "Depth of RP-Mixers", sizes_by_omega),
+        ("sparse", "network", "Sparse MLPs and Mixers", sizes_by_omega),
         ("mlp", "arm", "Inverted bottleneck, augmentation and batch size", sizes_by_macs),
     ],
 )
@@ -114,9 +116,7 @@ def test_the_page_has_the_sizes_of_the_networks(
         Path("docs/findings.md").read_text(),
         flags=re.MULTILINE | re.DOTALL,
     )
-    rows = re.findall(
-        r"^\| (`.+) \| (\d) \| (.+) \| (.+) \| (.+) \| \w.* \|$", section, flags=re.MULTILINE
-    )
+    rows = re.findall(r"^\| (`.+?) \|" + r" ([\d,]+) \|" * 4, section, flags=re.MULTILINE)
     printed = {
         name: tuple(int(cell.replace(",", "")) for cell in cells)
         for names, *cells in rows
