@@ -89,6 +89,19 @@ def test_findings_print_the_sizes_of_the_networks_of_width_or_locality(
     assert printed == {name: sizes(model) for name, model in models.items()}
 
 
+@pytest.mark.parametrize("name", ["scaling"])
+def test_findings_print_the_parameters_of_every_network(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    page = Path("docs/findings.md").read_text()
+    for stage in load_checked(f"configs/plan/findings_{name}_rates.yaml").stages:
+        for work in stage.works:
+            assert isinstance(work.settings, PretrainSettings)
+            _, width, _, parameters = sizes(work.settings.model)
+            assert f"| {width:,} | {parameters:,} |" in page
+
+
 def sizes(spec: AnySpec) -> tuple[int, int, int, int]:
     """Return the layers, m, Omega and the number of parameters."""
     cost = cost_of(spec, num_classes=10, image_size=32)
