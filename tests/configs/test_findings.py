@@ -89,7 +89,7 @@ def test_findings_print_the_sizes_of_the_networks_of_width_or_locality(
     assert printed == {name: sizes(model) for name, model in models.items()}
 
 
-@pytest.mark.parametrize("name", ["scaling"])
+@pytest.mark.parametrize("name", ["scaling", "gain"])
 def test_findings_print_the_parameters_of_every_network(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
