@@ -19,6 +19,11 @@ CLAIM ?=
 findings: .venv/.installed
 	$(BIN)/data_prep build configs/data_prep/fashion_mnist.yaml
 	$(BIN)/data_prep index configs/data_prep/index_fashion_mnist_6k.yaml
+	$(BIN)/data_prep index configs/data_prep/index_fashion_mnist_6k.yaml \
+	    'splits.train=data/fashion-mnist/train-{000000..000007}.tar' out=data/fashion-mnist-n48
+	$(BIN)/data_prep subset data/fashion-mnist-n48 --out data/fashion-mnist-n24 --fraction 0.5
+	$(BIN)/data_prep subset data/fashion-mnist-n48 --out data/fashion-mnist-n12 --fraction 0.25
+	$(BIN)/data_prep subset data/fashion-mnist-n48 --out data/fashion-mnist-n6 --fraction 0.125
 	for plan in $(wildcard configs/plan/findings_$(CLAIM)*.yaml); do \
 	    $(BIN)/python -m cluster run $$plan; \
 	    $(BIN)/analysis points $$plan --partial --out tests/analysis/points/$$(basename $$plan .yaml) || exit 1; \

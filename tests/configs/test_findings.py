@@ -59,8 +59,8 @@ def test_a_claim_that_is_not_true_fails(findings: ModuleType) -> None:
     """The sign of every rule, on errors that are made up: they rise with the width."""
     results = pd.read_parquet(POINTS / "findings_width.parquet")
     seeds = results.seed.astype(int)
-    rising = findings.width(results.assign(error=results.width / 10_000 + seeds / 1e5))
-    falling = findings.width(results.assign(error=0.5 - results.width / 10_000 + seeds / 1e5))
+    rising = findings.width(results.assign(error=results.width / 1e5 + seeds / 1e6))
+    falling = findings.width(results.assign(error=0.1 - results.width / 1e5 + seeds / 1e6))
     verdicts = [
         [line.split(" | ")[-1] for line in lines if line.startswith("| normal | all")]
         for lines in (rising, falling)
@@ -125,3 +125,16 @@ def test_the_page_has_the_sizes_of_the_networks(
     assert printed == {name: sizes_of(models[name]) for name in printed}
     printed_models = [models[name] for name in printed]
     assert all(model in printed_models for model in models.values())
+
+
+@pytest.mark.parametrize("name", ["scaling", "gain"])
+def test_the_page_has_the_parameters_of_every_width(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    page = Path("docs/findings.md").read_text()
+    for stage in load_checked(f"configs/plan/findings_{name}_rates.yaml").stages:
+        for work in stage.works:
+            assert isinstance(work.settings, PretrainSettings)
+            _, width, _, parameters = sizes_by_omega(work.settings.model)
+            assert f"| {width:,} | {parameters:,} |" in page
