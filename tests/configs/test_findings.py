@@ -19,6 +19,8 @@ from tests.ranks import REPOSITORY
 
 POINTS = REPOSITORY / "tests/analysis/points"
 AXES = {"width": ("shape", "mixing")}
+SIZED = ("locality", "depth")
+"""Plans whose networks have a table of sizes."""
 
 
 @pytest.fixture
@@ -66,18 +68,17 @@ def test_a_claim_that_is_not_true_fails(findings: ModuleType) -> None:
     assert verdicts == [["no |"], ["yes |"]]
 
 
-def test_findings_print_the_sizes_of_the_networks_of_width_or_locality(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_findings_print_the_sizes_of_the_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     models = {
         work.settings.record.labels["network"]: work.settings.model
-        for stage in load_checked("configs/plan/findings_locality_rates.yaml").stages
+        for name in SIZED
+        for stage in load_checked(f"configs/plan/findings_{name}_rates.yaml").stages
         for work in stage.works
         if isinstance(work.settings, PretrainSettings)
     }
     rows = re.findall(
-        r"^\| (`.+) \| (\d) \| (.+) \| (.+) \| (.+) \| \w.* \|$",
+        r"^\| (`.+?) \|" + r" ([\d,]+) \|" * 4,
         Path("docs/findings.md").read_text(),
         flags=re.MULTILINE,
     )
