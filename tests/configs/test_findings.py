@@ -19,7 +19,7 @@ from tests.ranks import REPOSITORY
 
 POINTS = REPOSITORY / "tests/analysis/points"
 AXES = {"width": ("shape", "mixing")}
-SIZED = ("locality", "depth")
+SIZED = ("locality", "depth", "sparse")
 """Plans whose networks have a table of sizes."""
 
 
