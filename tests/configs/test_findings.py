@@ -58,9 +58,9 @@ def test_every_arm_has_its_best_learning_rate(name: str) -> None:
 def test_a_claim_that_is_not_true_fails(findings: ModuleType) -> None:
     """The sign of every rule, on errors that are made up: they rise with the width."""
     results = pd.read_parquet(POINTS / "findings_width.parquet")
-    seeds = results.seed.astype(int)
-    rising = findings.width(results.assign(error=results.width / 1e5 + seeds / 1e6))
-    falling = findings.width(results.assign(error=0.1 - results.width / 1e5 + seeds / 1e6))
+    noise = results.seed.astype(int) * results.channels / 1e7
+    rising = findings.width(results.assign(error=results.width / 1e5 + noise))
+    falling = findings.width(results.assign(error=0.1 - results.width / 1e5 + noise))
     verdicts = [
         [line.split(" | ")[-1] for line in lines if line.startswith("| normal | all")]
         for lines in (rising, falling)
