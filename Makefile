@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: benchmarks cluster-test demo demos findings gpu-dry-run gpu-tests launchers study test check nightly soak stores lint types arrows tests settings format lock clean-demo clean-demos
+.PHONY: benchmarks cluster-test demo demos findings gpu-dry-run gpu-tests launchers study test check nightly soak stores lint types arrows tests transfer-data settings format lock clean-demo clean-demos
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -16,7 +16,7 @@ study: .venv/.installed
 # Tests the papers' claims on real images (docs/findings.md): trains unfinished runs, collects their results and prints the decisions.
 # `make findings CLAIM=width` trains the runs of one claim.
 CLAIM ?=
-findings: .venv/.installed
+findings: .venv/.installed $(if $(filter-out transfer,$(CLAIM)),,transfer-data)
 	$(BIN)/data_prep build configs/data_prep/fashion_mnist.yaml
 	$(BIN)/data_prep index configs/data_prep/index_fashion_mnist_6k.yaml
 	$(BIN)/data_prep index configs/data_prep/index_fashion_mnist_6k.yaml \
@@ -29,6 +29,21 @@ findings: .venv/.installed
 	    $(BIN)/analysis points $$plan --partial --out tests/analysis/points/$$(basename $$plan .yaml) || exit 1; \
 	done
 	$(BIN)/python benchmarks/findings.py
+
+# The datasets of the claim "Transfer": labeled images that each seed draws, and fixed test images.
+transfer-data: .venv/.installed
+	$(BIN)/data_prep build configs/data_prep/clip_art.yaml
+	$(BIN)/data_prep dedup data/clip-art --out data/clip-art-duplicates.jsonl
+	for name in clip_art digits; do \
+	    $(BIN)/data_prep build configs/data_prep/findings_$$name.yaml && \
+	    $(BIN)/data_prep index configs/data_prep/index_findings_$$name.yaml && \
+	    $(BIN)/data_prep index configs/data_prep/index_findings_$${name}_rates.yaml || exit 1; \
+	done
+	draw() { $(BIN)/data_prep subset data/transfer-$$1 --per-class $$3 --seed $$4 --out data/transfer-$$2-$$3-seed-$$4; }; \
+	for name in clip-art digits; do \
+	    for number in 10 30 60; do draw $$name-rates $$name $$number 107 || exit 1; done; \
+	    for number in 10 30 100; do for seed in 80 81 82 83 84; do draw $$name $$name $$number $$seed || exit 1; done; done; \
+	done
 
 # Runs the demo variants of all plans of the papers, in about 20 minutes, and collects their results for the tests of figures.
 # Finished members are kept; `make clean-demos demos` starts again.

@@ -157,7 +157,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
         return before.under(settings)
     arrangement = source.arrange(inventory)
     _refuse_empty(source, inventory, arrangement)
-    arrangement = _drawn(settings, inventory, arrangement)
+    arrangement = _drawn(settings, inventory, arrangement, exclusions)
     labels, classes, left_out = _renumber(settings, inventory, arrangement)
     orders, shards = _write_orders(
         settings, inventory, arrangement, _Dropped(labels, exclusions, left_out)
@@ -458,15 +458,20 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
         )
 
 
-def _drawn(settings: BuildSettings, inventory: Inventory, arrangement: Arrangement) -> Arrangement:
-    """Draw the images of `per_class`, and omit classes that have too few."""
+def _drawn(
+    settings: BuildSettings, inventory: Inventory, arrangement: Arrangement, exclusions: Exclusions
+) -> Arrangement:
+    """Draw the images of `per_class` among those that stay, and omit classes that have too few."""
     numbers, seed, splits = settings.per_class, settings.seed, dict[str, NDArray[np.int32]]()
     if numbers is None:
         return arrangement
+    excluded, left_out = exclusions.rows(inventory), Counter(arrangement.left_out or {})
+    left_out["excluded"] += len(excluded)
+    kept = {split: rows[~np.isin(rows, excluded)] for split, rows in arrangement.splits.items()}
+    arrangement = replace(arrangement, splits=kept)
     if "val" in numbers and "val" not in arrangement.splits:
         arrangement = move_to_val(inventory, arrangement, seed=seed, per_class=numbers["val"])
     labels = set(arrangement.labels or range(len(inventory.classes)))
-    left_out = Counter(arrangement.left_out or {})
     for split, number in numbers.items():
         complete = Arrangement({"train": arrangement.splits.get(split, np.empty(0, np.int32))})
         drawn = move_to_val(inventory, complete, seed=seed, per_class=number).splits

@@ -454,6 +454,13 @@ def test_per_class_draws_each_class_alike_and_takes_val_from_train(
     assert counts == {"train": (4, 4), "val": (2, 2)}
     assert not _hashes(few / "train-000000.tar") & _hashes(few / "val-000000.tar")
     refused(build(source, tmp_path / "out", *words, "per_class={tests: 1}"), "[empty]")
+    lost = [*(f"bee/{number:03d}.jpg" for number in range(3)), "ant/000.jpg"]
+    (tmp_path / "list").write_text("".join(json.dumps({"path": path}) + "\n" for path in lost))
+    words = (*words, f"exclude=[{tmp_path / 'list'}]", "per_class={train: 4, val: 2}")
+    assert build(source, tmp_path / "rest", *words) == 0
+    manifest = load_manifest(tmp_path / "rest")
+    assert (manifest.classes, manifest.num_written) == (("bee",), 6)
+    assert manifest.num_left_out["excluded"] == 4
 
 
 @pytest.mark.parametrize("name", ["demos", "demos_second", "demos_third"])
