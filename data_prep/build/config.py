@@ -18,9 +18,12 @@ DEFAULT_SHARD = 8192
 
 def _first_present(given: Any) -> Any:
     """Return the first of several sources that this machine has; without one, the last."""
-    return (
-        next(filter(_is_present, given), given[-1]) if isinstance(given, list) and given else given
-    )
+    if isinstance(given, list) and given:
+        given = next(filter(_is_present, given), given[-1])
+    if not isinstance(given, dict):
+        return given
+    # after a validator in Python, strict mode does not accept a list for a tuple
+    return {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
 
 
 def _is_present(source: Any) -> bool:
