@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: benchmarks cluster-test demo demos findings gpu-dry-run gpu-tests launchers study test check nightly soak stores lint types arrows tests transfer-data settings format lock clean-demo clean-demos
+.PHONY: benchmarks cluster-test demo demos findings gpu-dry-run gpu-tests launchers scaling-data study test check nightly soak stores lint types arrows tests transfer-data settings format lock clean-demo clean-demos
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -13,22 +13,32 @@ STUDY := configs/plan/demo.yaml
 study: .venv/.installed
 	$(BIN)/python -m cluster run $(STUDY) $(ARGS)
 
-# Tests the papers' claims on real images (docs/findings.md): trains unfinished runs, collects their results and prints the decisions.
-# `make findings CLAIM=width` trains the runs of one claim.
-CLAIM ?=
-findings: .venv/.installed $(if $(filter-out transfer,$(CLAIM)),,transfer-data)
+# Tests the papers' claims on real images (docs/findings.md): trains unfinished runs, writes their results table and prints the decisions.
+# `make findings CLAIM=width` runs one claim: first the learning rates, of which some diverge, then the final plan.
+FINDINGS := $(patsubst configs/plan/findings_%_rates.yaml,%,$(wildcard configs/plan/findings_*_rates.yaml))
+CLAIM ?= $(FINDINGS)
+findings: export OMP_NUM_THREADS ?= 1
+findings: .venv/.installed $(if $(filter transfer,$(CLAIM)),transfer-data) $(if $(filter scaling,$(CLAIM)),scaling-data)
+	$(if $(filter-out $(FINDINGS),$(CLAIM)),$(error CLAIM is one of $(FINDINGS)))
 	$(BIN)/data_prep build configs/data_prep/fashion_mnist.yaml
 	$(BIN)/data_prep index configs/data_prep/index_fashion_mnist_6k.yaml
+	for claim in $(CLAIM); do \
+	    plan=configs/plan/findings_$$claim; table=tests/analysis/points/findings_$$claim; \
+	    $(BIN)/python -m cluster run $${plan}_rates.yaml; [ $$? -ne 130 ] || exit 130; \
+	    $(BIN)/analysis points $${plan}_rates.yaml --partial --out $${table}_rates || exit 1; \
+	    [ -e $$plan.yaml ] || { echo "$$claim: the final plan is not yet written"; continue; }; \
+	    $(BIN)/python -m cluster run $$plan.yaml && $(BIN)/analysis points $$plan.yaml --out $$table || exit 1; \
+	done
+	$(BIN)/python benchmarks/findings.py
+
+# The datasets of the claim "Test error against compute": 48,000 images and parts of them.
+scaling-data: .venv/.installed
+	$(BIN)/data_prep build configs/data_prep/fashion_mnist.yaml
 	$(BIN)/data_prep index configs/data_prep/index_fashion_mnist_6k.yaml \
 	    'splits.train=data/fashion-mnist/train-{000000..000007}.tar' out=data/fashion-mnist-n48
 	$(BIN)/data_prep subset data/fashion-mnist-n48 --out data/fashion-mnist-n24 --fraction 0.5
 	$(BIN)/data_prep subset data/fashion-mnist-n48 --out data/fashion-mnist-n12 --fraction 0.25
 	$(BIN)/data_prep subset data/fashion-mnist-n48 --out data/fashion-mnist-n6 --fraction 0.125
-	for plan in $(wildcard configs/plan/findings_$(CLAIM)*.yaml); do \
-	    $(BIN)/python -m cluster run $$plan; \
-	    $(BIN)/analysis points $$plan --partial --out tests/analysis/points/$$(basename $$plan .yaml) || exit 1; \
-	done
-	$(BIN)/python benchmarks/findings.py
 
 # The datasets of the claim "Transfer": labeled images that each seed draws, and fixed test images.
 transfer-data: .venv/.installed

@@ -68,8 +68,10 @@ def width(results: pd.DataFrame) -> list[str]:
         results.pivot(index=["channels", "tokens"], columns=["mixing", "seed"], values=values)
         for values in ("percent", "lr")
     )
-    if errors.isna().any(axis=None):
-        sys.exit("width: runs are missing. Run `make findings CLAIM=width`.")
+    if errors.shape != (7, 10) or errors.isna().any(axis=None):
+        sys.exit(
+            "width: the table has not 7 shapes x 2 mixings x 5 seeds. Run `make findings CLAIM=width`."
+        )
     shapes = [
         [
             *(f"{number:,.0f}" for number in (c, s, c * s)),

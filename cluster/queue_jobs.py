@@ -70,8 +70,9 @@ def main(words: list[str]) -> int:
         else:
             with _all_or_none(jobs):
                 submit(submission, jobs)
-            text = f"Submitted batch job {' and '.join(jobs)}, with code and config as they are now"
             if jobs:
+                numbers = " and ".join(jobs)
+                text = f"Submitted batch job {numbers}, with code and config as they are now"
                 print(jobs[-1] if "--parsable" in words else text)
     except NothingLeft as left:
         print(f"{left}, nothing is submitted", file=sys.stderr)
@@ -158,7 +159,7 @@ class Queue:
                     self.submit(submission, "figure", is_dry_run=is_dry_run)
             except QueueFullError:
                 self.leave_rest()
-        if self.jobs and not is_dry_run:
+        if self.submitted:
             self.report()
         for stage in plan.stages:
             if not undone[stage.name]:

@@ -86,19 +86,18 @@ def submit(submission: Submission, jobs: list[str]) -> None:
     elif submission.has("test-only"):
         _sbatch([*submission.options, script, *arguments])
     elif submission.name != "data_prep.slurm":
-        jobs.append(_sbatch([*submission.options, script, *arguments], writes=order.writes))
+        _sbatch([*submission.options, script, *arguments], jobs, order.writes)
     else:
-        words = [*submission.options, script, "--parts", *arguments]
-        parts = _sbatch(words, writes=order.writes)
-        waits = (f"--dependency=afterok:{parts}", "--kill-on-invalid-dep=yes", "--array=0")
+        _sbatch([*submission.options, script, "--parts", *arguments], jobs, order.writes)
+        waits = (f"--dependency=afterok:{jobs[-1]}", "--kill-on-invalid-dep=yes", "--array=0")
         words = [*submission.options, *waits, script, "--merge", *arguments]
-        jobs.append(parts)
         try:
-            jobs.append(_sbatch(words, writes=order.writes))
-        except QueueFullError:
-            slurm("scancel", jobs.pop())
+            _sbatch(words, jobs, order.writes)
+        except RefusedError:
+            slurm("scancel", jobs[-1])
+            parts = jobs.pop()
             Path("jobs", parts, "writes").unlink(missing_ok=True)  # a later wave submits both
-            print(f"cluster/submit: the merge does not fit; {parts} is canceled", file=sys.stderr)
+            print(f"cluster/submit: no merge, so {parts} is canceled", file=sys.stderr)
             raise
 
 
@@ -122,8 +121,7 @@ def submit_grid(
             if submission.has("test-only"):
                 _sbatch(words)
             else:
-                writes = {places[index]: str(index) for index in chosen}
-                jobs.append(_sbatch(words, writes=writes))
+                _sbatch(words, jobs, {places[index]: str(index) for index in chosen})
         except QueueFullError:
             length = len(chosen) // 2
             if not length:
@@ -132,7 +130,10 @@ def submit_grid(
             todo = todo[len(chosen) :]
 
 
-def _sbatch(words: Sequence[str], *, writes: Mapping[str, str] | None = None) -> str:
+def _sbatch(
+    words: Sequence[str], jobs: list[str] | None = None, writes: Mapping[str, str] | None = None
+) -> None:
+    """Submit a job, append its number to `jobs`, and record the places that it writes."""
     done = subprocess.run(
         ["sbatch", "--parsable", *words],
         env=new_job(os.environ),
@@ -145,13 +146,12 @@ def _sbatch(words: Sequence[str], *, writes: Mapping[str, str] | None = None) ->
     print(done.stderr, end="", file=sys.stderr, flush=True)
     if done.returncode:
         raise RefusedError
-    lines = done.stdout.split()  # sites may print more before the number
-    job = lines[-1].partition(";")[0] if lines else ""
-    if writes is not None:
-        directory = Path("jobs", job)
+    if jobs is not None and writes is not None:
+        lines = done.stdout.split()  # sites may print more before the number
+        jobs.append(lines[-1].partition(";")[0] if lines else "")
+        directory = Path("jobs", jobs[-1])
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "writes").write_text(lines_of(writes))  # so that nobody submits it twice
-    return job
 
 
 # ---- checks

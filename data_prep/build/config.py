@@ -56,7 +56,8 @@ class BuildSettings(ImageSpec):
         None, examples=[{"train": 100, "val": 50}]
     )
     """Number of images to draw from each class, by split. Classes with fewer and other splits are
-    omitted. If the source has no `val`, its images are taken from `train`. null: all images."""
+    omitted. If the source has no `val`, its images are taken from `train`; exclude duplicates
+    first (`data_prep dedup`). null: all images."""
     samples_per_shard: int = Field(DEFAULT_SHARD, ge=1, le=1_000_000)
     """Images in each shard; the last one of a split may have fewer. Each shard is written by one
     worker. With the default, a split of fewer than 131,072 images has up to 16 smaller shards, of

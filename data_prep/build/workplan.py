@@ -470,6 +470,10 @@ def _drawn(
     kept = {split: rows[~np.isin(rows, excluded)] for split, rows in arrangement.splits.items()}
     arrangement = replace(arrangement, splits=kept)
     if "val" in numbers and "val" not in arrangement.splits:
+        if "train" not in arrangement.splits:
+            problem = "the source has no val, and no train to draw it from"
+            fix = f"choose from {', '.join(arrangement.splits)}"
+            raise UserError("per_class", problem, fix, code="empty")
         arrangement = move_to_val(inventory, arrangement, seed=seed, per_class=numbers["val"])
     labels = set(arrangement.labels or range(len(inventory.classes)))
     for split, number in numbers.items():

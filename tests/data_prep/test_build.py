@@ -454,6 +454,10 @@ def test_per_class_draws_each_class_alike_and_takes_val_from_train(
     assert counts == {"train": (4, 4), "val": (2, 2)}
     assert not _hashes(few / "train-000000.tar") & _hashes(few / "val-000000.tar")
     refused(build(source, tmp_path / "out", *words, "per_class={tests: 1}"), "[empty]")
+    write_classes(tmp_path / "tests/test", {"ant": 6})
+    refused(
+        build(tmp_path / "tests", tmp_path / "out", "per_class={val: 1}"), "per_class", "[empty]"
+    )
     lost = [*(f"bee/{number:03d}.jpg" for number in range(3)), "ant/000.jpg"]
     (tmp_path / "list").write_text("".join(json.dumps({"path": path}) + "\n" for path in lost))
     words = (*words, f"exclude=[{tmp_path / 'list'}]", "per_class={train: 4, val: 2}")
