@@ -12,7 +12,7 @@ from cluster.queue_jobs import main
 from cluster.resolve import main as ask
 from cluster.slurm import lines_of, new_job
 from cluster.submission import read_submission
-from cluster.submit import NothingLeft, Order, examine, indices
+from cluster.submit import NothingLeft, Order, RefusedError, examine, indices, submit
 from cluster.work import Work
 from tests.cluster.checkouts import finish, has_error
 from tests.errors import fails
@@ -187,6 +187,17 @@ def test_a_dataset_that_is_being_built_is_not_built_twice(slurm: Path) -> None:
     with fails("busy", "data/demo-pretrain") as error:
         order("cluster/data_prep.slurm", SHAPES)
     assert "job 8_1 (RUNNING)" in str(error.value) and "afterany:8:9" in str(error.value)
+
+
+@pytest.mark.processes
+def test_a_refused_merge_takes_its_parts_back(slurm: Path) -> None:
+    """Otherwise a later wave would take the dataset for queued."""
+    (slurm / "refuse").write_text("2\n")
+    jobs = ["90"]
+    with pytest.raises(RefusedError):
+        submit(read_submission(["cluster/data_prep.slurm", SHAPES]), jobs)
+    assert jobs == ["90"] and "scancel 101\n" in (slurm / "calls").read_text()
+    assert not Path("jobs/101/writes").exists()
 
 
 def test_indices_of_an_array() -> None:
