@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from analysis.cli import main as analysis
 from cluster.plan_file import load_checked
 from pretrain.config import PretrainSettings
 from pretrain.models.cost import cost_of, width_and_connections
@@ -34,6 +35,18 @@ def test_the_page_has_the_results_of_the_tables(findings: ModuleType) -> None:
     for name, decide in findings.CLAIMS.items():
         results = pd.read_parquet(POINTS / f"findings_{name}.parquet")
         assert "\n".join(decide(results)) in page
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_the_command_on_the_page_draws_the_table(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    (command,) = re.findall(
+        rf"`analysis (figure \S+findings_{name}.yaml .+?)`", Path("docs/findings.md").read_text()
+    )
+    assert analysis([*command.split(), "--out", str(tmp_path / "drawn")]) == 0
+    assert (tmp_path / "drawn.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("name", AXES)
