@@ -19,7 +19,7 @@ from scipy import stats
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-from analysis.sweeps.sweep import lines_of, places_of
+from analysis.sweeps.sweep import lines_of, places_of, with_variables
 
 TABLES = Path(__file__).parents[1] / "tests/analysis/points"
 LOGISTIC_ERROR = 17.13
@@ -62,10 +62,9 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def width(results: pd.DataFrame) -> list[str]:
     """Decide "Width at a fixed number of connections"."""
-    mixing = results.permuted_blocks.map(lambda number: "RP" if number else "normal")
-    results = results.assign(mixing=mixing, percent=100 * results.error)
+    data = with_variables(results)[0].assign(percent=100 * results.error)
     errors, rates = (
-        results.pivot(index=["channels", "tokens"], columns=["mixing", "seed"], values=values)
+        data.pivot(index=["channels", "tokens"], columns=["mixing", "seed"], values=values)
         for values in ("percent", "lr")
     )
     if errors.shape != (7, 10) or errors.isna().any(axis=None):

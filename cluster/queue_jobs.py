@@ -100,7 +100,7 @@ def _examine(submission: Submission, ranks: str) -> int:
 
 @contextmanager
 def _all_or_none(jobs: Sequence[str]) -> Iterator[None]:
-    """Cancel the jobs after an error or Ctrl-C, because half a plan in the queue helps nobody."""
+    """Cancel the jobs after an error or Ctrl-C, so that no part of a plan stays in the queue."""
     try:
         yield
     except QueueFullError:

@@ -1,5 +1,4 @@
-"""README's first result: the committed results make README's table, and the plan is that of the
-results."""
+"""README's first result: its table has the committed results."""
 
 import importlib
 from pathlib import Path
