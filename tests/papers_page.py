@@ -52,7 +52,7 @@ def sizes_of(settings: PretrainSettings) -> dict[str, int]:
 
 
 def gpu_hours(settings: PretrainSettings) -> float:
-    """Return the lower bound of `pretrain plan`: six floating-point operations for each MAC of a
+    """Return the lower bound of `pretrain estimate`: six floating-point operations for each MAC of a
     forward pass."""
     num_samples, _, _ = DATASETS[settings.data.dataset.removeprefix("data/")]
     macs = cost_of(settings.model, **sizes_of(settings)).multiply_adds

@@ -17,7 +17,7 @@ def add_commands(verbs: Verbs) -> None:
         " data, the best P and N",
         epilog="analysis scaling runs/plans/b_scaling.parquet --out runs/plans/b_scaling-laws",
     )
-    add_points(scaling, help="files of `analysis points`, or CSV files with compute,error")
+    add_points(scaling, help="files of `analysis collect`, or CSV files with compute,error")
     scaling.add_argument(
         "--target", action="append", default=[], help="only this dataset; may be repeated"
     )

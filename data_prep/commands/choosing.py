@@ -84,10 +84,10 @@ def add_verbs(verbs: Verbs) -> None:
     )
     how = dedup.add_mutually_exclusive_group()
     how.add_argument(
-        "--near",
+        "--max-hamming",
         type=int,
         metavar="N",
-        help=f"bits of 64 in which near pictures differ at most ({NEAR})",
+        help=f"maximum number of different hash bits (of 64) of near duplicates ({NEAR})",
     )
     how.add_argument("--exact", action="store_true", help="only pictures with equal pixels")
     dedup.add_argument("--out", metavar="LIST.jsonl", help="the exclusion list to write")
@@ -140,7 +140,7 @@ def _dedup(options: argparse.Namespace) -> int:
     if options.out is not None:
         options.out = Path(refuse_url(options.out))
         check_out(options.out)
-    near = NEAR if options.near is None else options.near
+    near = NEAR if options.max_hamming is None else options.max_hamming
     found = find_duplicates(
         directory_of(options),
         against=tuple(directory_of(options, each) for each in options.against),
@@ -157,7 +157,7 @@ def _dedup(options: argparse.Namespace) -> int:
             print(
                 f"data_prep: {num_lost / (part.stop - part.start):.1%} of {part.split} would be"
                 " dropped, which is much: look at some pairs before you use the list (it names"
-                " both of each); a smaller --near, or --exact, drops less",
+                " both of each); a smaller --max-hamming, or --exact, drops less",
                 file=sys.stderr,
             )
     if options.out is not None:

@@ -97,7 +97,7 @@ def test_the_wheel_requires_one_pil_and_holds_every_config_and_job_script(wheel:
         if path.is_file() and path.suffix != ".py"
     }
     files |= {
-        str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("pretrain/start/*.yaml")
+        str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("pretrain/recommend/*.yaml")
     } | {
         "analysis/papers/page.html",
         "analysis/papers/shared.yaml",

@@ -104,7 +104,7 @@ def test_the_gpu_hours_in_headers_are_those_of_all_members(plans: dict[str, Plan
         hours = in_hours(sum(map(gpu_hours, trained(plans[name]))))
         is_all = {stage.kind for stage in plans[name].stages} == {"build", "pretrain"}
         note = "" if is_all else ", pretraining alone"
-        line = f"# gpu-hours at least {hours}{note} (pretrain plan, 300 TFLOP/s)"
+        line = f"# gpu-hours at least {hours}{note} (pretrain estimate, 300 TFLOP/s)"
         assert line in (FOLDER / f"{name}.yaml").read_text().splitlines(), f"{name}: {line}"
 
 
@@ -116,7 +116,7 @@ def test_the_page_lists_every_item_with_its_plan() -> None:
 
 @pytest.mark.slow
 def test_no_config_asks_for_nodes_that_make_it_slower(plans: dict[str, Plan]) -> None:
-    """With 4 GPUs and the links of `pretrain plan`: the nodes in headers of configs, and in
+    """With 4 GPUs and the links of `pretrain estimate`: the nodes in headers of configs, and in
     plans."""
     asked = [
         (work, stage.entry.nodes or 1)
@@ -280,7 +280,7 @@ def test_a_demo_runs_by_the_real_commands(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def made_points(plan: Plan) -> pd.DataFrame:
-    """Return what `analysis points` would find, without any training."""
+    """Return what `analysis collect` would find, without any training."""
     found = dict[str, dict[str, Any]]()
     stages = [stage for stage in plan.stages if stage.kind in ("pretrain", "probe", "tune")]
     for stage, member in [(each, member) for each in stages for member in each.members]:

@@ -1,4 +1,4 @@
-"""`pretrain plan`: numbers that can be worked out by hand, and what cannot be planned."""
+"""`pretrain estimate`: numbers that can be worked out by hand, and what cannot be planned."""
 
 import math
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_the_hours_of_a_config_are_its_floating_point_operations(
     """B-12/Wi-1024 on winter21: 400 epochs of 11,060,223 images, in steps of 16,384, at 6 x
     124.74 M operations an image."""
     words = (
-        "plan configs/pretrain/imagenet21k_b12_wi1024_paper.yaml --samples 11060223"
+        "estimate configs/pretrain/imagenet21k_b12_wi1024_paper.yaml --samples 11060223"
         " --classes 10450 --image-size 64 --teraflops 100"
     )
     assert pretrain(words.split()) == 0
@@ -60,7 +60,7 @@ def test_the_hours_of_a_config_are_its_floating_point_operations(
 
 
 def test_a_batch_that_does_not_split_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain(["plan", "mixer_b_w", "--batch", "1000", "--nodes", "3"]) == 2
+    assert pretrain(["estimate", "mixer_b_w", "--batch", "1000", "--nodes", "3"]) == 2
     assert printed_errors(capsys.readouterr().err) == [("--batch", "bad-value")]
 
 
@@ -68,7 +68,7 @@ def test_a_config_without_its_dataset_says_which_options_help(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = "configs/pretrain/imagenet21k_b12_wi1024_paper.yaml"
-    assert pretrain(["plan", config, "data.dataset=nowhere"]) == 2
+    assert pretrain(["estimate", config, "data.dataset=nowhere"]) == 2
     assert "--samples" in capsys.readouterr().err
 
 
@@ -140,10 +140,10 @@ def test_a_reduction_in_buckets_ends_when_its_last_bucket_does() -> None:
 def test_the_best_row_is_marked_and_a_sentence_says_what_to_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = "plan mlp_b12_wi1024 --batch 16384 --nodes 1,4 --zero 2 --micro-batch 1024 --gbit 100"
+    words = "estimate mlp_b12_wi1024 --batch 16384 --nodes 1,4 --zero 2 --micro-batch 1024 --internode-gbps 100"
     assert pretrain(words.split()) == 0
     said = capsys.readouterr().out
     rows = [line.split()[0] for line in said.splitlines() if line.endswith("<- best")]
     assert rows == ["1"] and "\nUse 1 node: " in said
-    assert pretrain(["plan", "mixer_b_w_c3", "--optimizer", "adamw", "--nodes", "1,2"]) == 0
+    assert pretrain(["estimate", "mixer_b_w_c3", "--optimizer", "adamw", "--nodes", "1,2"]) == 0
     assert "0.50 0.22 0.22 0.12" in capsys.readouterr().out

@@ -1,9 +1,9 @@
-"""`pretrain start` on the command line. No torch: what takes long is a process of its own.
+"""`pretrain recommend` on the command line. No torch: what takes long is a process of its own.
 
 1. Images become a dataset with `data_prep build`. A dataset is taken as it is. The files of a
    published dataset come from `data_prep fetch`.
-2. recipe.py chooses the settings. An existing config is overwritten only with `--new`; otherwise
-   the differences are printed.
+2. recipe.py chooses the settings. An existing config is replaced only with `--overwrite`;
+   otherwise the differences are printed.
 3. A few steps of the training are timed in a temporary directory (for a probe, steps of a tuning).
 4. The config is written atomically. The command that trains is the last line.
 """
@@ -37,15 +37,15 @@ from data_prep.settings import (
 from pretrain.checkpoints.card import ModelCard
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.run import check_place, finished_result
-from pretrain.start import recipe
-from pretrain.start.look import Data, Machine, Pictures
+from pretrain.recommend import recipe
+from pretrain.recommend.look import Data, Machine, Pictures
 
 MAX_REJECT_SHARE = 0.1
 """Limit of rejected images. The build's own limit is for archives of known content."""
 TIMED_SAMPLES = 2048
 
 
-def start(options: argparse.Namespace) -> int:
+def recommend(options: argparse.Namespace) -> int:
     if options.probe and not options.pretrained:
         fix = "Give a run, or a folder of finetune import, as --from RUN"
         raise UserError("--probe", "a probe needs weights", fix, code="conflict")
@@ -58,7 +58,7 @@ def start(options: argparse.Namespace) -> int:
         fix = "Use letters, digits, - and _"
         raise UserError("--name", f"{name!r} is not valid", fix, code="bad-value")
     typed = str(place) if isinstance(place, str) else str(place.resolve())
-    elsewhere = f"go to another folder, and type pretrain start {shlex.quote(typed)}"
+    elsewhere = f"go to another folder, and type pretrain recommend {shlex.quote(typed)}"
     check_place(Path("runs"), field="run_dir", remedy=elsewhere)
     directory = place
     if isinstance(place, Path) and not (place / MANIFEST_NAME).exists():
@@ -73,7 +73,7 @@ def start(options: argparse.Namespace) -> int:
         if code != 0:
             fix = "fix the error above, or choose another --name"
             if code == 1 and (directory / MANIFEST_NAME).exists():
-                without = f"pretrain start {shlex.quote(str(directory))}"
+                without = f"pretrain recommend {shlex.quote(str(directory))}"
                 fix = f"fix the error above, or continue without the rejected images: {without}"
             print(f"pretrain: {place}: is not a dataset yet; {fix}", file=sys.stderr)
             return code
@@ -100,27 +100,29 @@ def _write_config(
     command = [program, verb, str(path), *(["--ranks", str(ranks)] if ranks > 1 else [])]
     command += [f"--allow-import={each}" for each in options.allow_import if card is not None]
     next_line = f"next: {shlex.join(command)}"
-    if path.exists() and not options.new:
+    if path.exists() and not options.overwrite:
         kept = read_yaml(path)
         verbs = verbs_of(kept.keys()) or (f"{program} {verb}",)
         if f"{program} {verb}" not in verbs:
-            fix = "Choose another name, or replace the config with --new"
+            fix = "Choose another name, or replace the config with --overwrite"
             raise UserError("--name", f"{path} is a config of {verbs[0]}", fix, code="bad-value")
         changes = differences(parse_yaml(config, path), kept)
-        more = f" ({changes}); --new writes another" if changes else ""
+        more = f" ({changes}); --overwrite replaces it" if changes else ""
         print(f"{path}: kept as it is{more}\n{next_line}")
         return 0
     facts = [f"command   {shlex.join(command)}", f"hardware  {machine}"]
-    if not options.untimed:
+    if not options.no_timing:
         facts.append(f"expected  {_timed(command, values, data)}")
-    head = f"{data.manifest.name}: written by pretrain start. You can change every line."
+    head = f"{data.manifest.name}: written by pretrain recommend. You can change every line."
     lines = [f"# {line}\n" for line in (head, *facts, "result    not yet run")]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, ("".join(lines) + config).encode())
     print("\n".join([f"{path}: written, with a reason for each choice", *facts[1:]]))
     if card is None and data.num_train < recipe.FEW:
         print(recipe.EXPECTED)
-        print(f"With such weights: pretrain start {shlex.quote(str(data.directory))} --from RUN")
+        print(
+            f"With such weights: pretrain recommend {shlex.quote(str(data.directory))} --from RUN"
+        )
         print(recipe.WEIGHTS)
     print(next_line)
     return 0

@@ -1,4 +1,4 @@
-"""What `pretrain start` chooses: functions of the data and the machine alone, so that the same
+"""What `pretrain recommend` chooses: functions of the data and the machine alone, so that the same
 command makes the same config. The lines of a config, with the reason behind each, are in
 train.yaml, tune.yaml and probe.yaml beside this file; here is what stands between their braces.
 What time and memory it takes is measured, not chosen: see command.py. No torch here.
@@ -13,7 +13,7 @@ from data_prep.settings import in_yaml
 from pretrain.checkpoints.card import ModelCard
 from pretrain.models.cost import cost_of
 from pretrain.models.presets import spec_of
-from pretrain.start.look import Data, Machine, Pictures
+from pretrain.recommend.look import Data, Machine, Pictures
 
 FEW = 20_000
 """Pictures to train on: below, weights that have seen others are worth more than anything that can

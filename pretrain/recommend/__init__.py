@@ -1,4 +1,4 @@
-"""`pretrain start`: writes a config, with a reason for each choice, for images or a dataset."""
+"""`pretrain recommend`: write a config, with a reason for each choice, for images or a dataset."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ from pretrain.models.imported import add_allow_import
 
 def add_verb(verbs: Any) -> None:
     words = "write a config, with a reason for each choice, for a folder of images or a dataset"
-    verb = verbs.add_parser("start", help=words)
+    verb = verbs.add_parser("recommend", help=words)
     place = "PATH/CLASS/*, PATH/{train,val}/CLASS/*, a dataset or its URL, or a name of"
     place = f"{place} data_prep fetch ({', '.join(CATALOG)}), which is downloaded"
     verb.add_argument("place", metavar="FOLDER|DATASET|NAME", type=_place, help=place)
@@ -25,21 +25,23 @@ def add_verb(verbs: Any) -> None:
     verb.add_argument("--from", dest="pretrained", metavar="RUN", help=weights)
     probe = "with --from: train only a classifier on its features"
     verb.add_argument("--probe", action="store_true", help=probe)
-    verb.add_argument("--new", action="store_true", help="replace an existing config")
-    verb.add_argument("--untimed", action="store_true", help="do not time any steps")
+    verb.add_argument("--overwrite", action="store_true", help="replace an existing config")
+    verb.add_argument("--no-timing", action="store_true", help="do not time training steps")
     add_allow_import(verb)
     verb.epilog = (
-        "pretrain start photos\npretrain start cifar10 --name mine\n"
-        "pretrain start photos --labels photos/labels.csv --from runs/public"
+        "pretrain recommend photos\npretrain recommend cifar10 --name mine\n"
+        "pretrain recommend photos --labels photos/labels.csv --from runs/public"
     )
-    verb.set_defaults(run=_start)
+    verb.set_defaults(run=_recommend)
 
 
 def _place(word: str) -> Path | str:
     return word if "://" in word else Path(word)
 
 
-def _start(options: argparse.Namespace) -> int:
-    from pretrain.start.command import start  # and Pillow, which no other verb needs so early
+def _recommend(options: argparse.Namespace) -> int:
+    from pretrain.recommend.command import (
+        recommend,
+    )  # and Pillow, which no other verb needs so early
 
-    return start(options)
+    return recommend(options)

@@ -1,4 +1,4 @@
-"""`pretrain start`: whatever the data and the machine, its configs are good; what a user has edited
+"""`pretrain recommend`: whatever the data and the machine, its configs are good; what a user has edited
 stays; a mistake is a line."""
 
 import re
@@ -16,8 +16,8 @@ from pretrain.cli import main
 from pretrain.config import PretrainSettings, check_against_ranks
 from pretrain.data.datasets import check_against_data, fit_warmup, load_training_data
 from pretrain.models.spec import MlpSpec
-from pretrain.start import recipe
-from pretrain.start.look import Data, Machine, Pictures
+from pretrain.recommend import recipe
+from pretrain.recommend.look import Data, Machine, Pictures
 from tests.conftest import Capture, Patch
 from tests.data_prep.samples import encoded, picture, webp, write_files
 from tests.data_prep.stock import web
@@ -113,7 +113,7 @@ def photos(tmp_path: Path, monkeypatch: Patch) -> Path:
 def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(
     photos: Path, capfd: Capture
 ) -> None:
-    words = ["start", "my photos", "--untimed"]
+    words = ["recommend", "my photos", "--no-timing"]
     assert main(words) == 0
     said = capfd.readouterr().out
     [build] = re.findall(r"^\$ (data_prep build .*)$", said, re.MULTILINE)
@@ -147,11 +147,11 @@ def test_pictures_become_a_dataset_and_a_config_that_stays_as_it_is_edited(
     config.write_text(config.read_text().replace("100 epochs", "7 epochs"))
     edited = config.read_bytes()
     assert (
-        main(["start", "data/my-photos", "--untimed"]) == 0
+        main(["recommend", "data/my-photos", "--no-timing"]) == 0
     )  # the dataset is as good as the pictures
     assert "(train.duration: 7 epochs, was 100 epochs)" in capfd.readouterr().out
     assert config.read_bytes() == edited != before
-    assert main(["start", "data/my-photos", "--untimed", "--new"]) == 0
+    assert main(["recommend", "data/my-photos", "--no-timing", "--overwrite"]) == 0
     assert config.read_bytes() == before
 
 
@@ -162,10 +162,10 @@ def test_a_dataset_behind_a_url_is_taken_as_train_takes_it(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with web(shapes.parent) as (address, _):
         url = f"{address}/{shapes.name}"
-        assert main(["start", url, "--untimed"]) == 0
+        assert main(["recommend", url, "--no-timing"]) == 0
         settings = load_settings(PretrainSettings, path=f"runs/{shapes.name}.yaml", overrides=[])
         assert settings.data.dataset == url and load_training_data(settings.data).num_samples == 240
-        assert main(["start", f"{url}?token=word", "--name", "x", "--untimed"]) == 2
+        assert main(["recommend", f"{url}?token=word", "--name", "x", "--no-timing"]) == 2
 
 
 def test_weights_are_tuned_or_probed_in_the_place_of_a_pretraining(
@@ -180,13 +180,13 @@ def test_weights_are_tuned_or_probed_in_the_place_of_a_pretraining(
         {f"{number % 2}/{number}.png": encoded(picture(seed=number), "PNG") for number in range(8)},
     )
     names = (
-        (str(shapes), ["--untimed"], "tune", f"{shapes.name}-tuned"),
-        ("pics", ["--untimed"], "tune", "pics-tuned"),
-        ("pics", ["--untimed", "--name", "y"], "tune", "y"),
+        (str(shapes), ["--no-timing"], "tune", f"{shapes.name}-tuned"),
+        ("pics", ["--no-timing"], "tune", "pics-tuned"),
+        ("pics", ["--no-timing", "--name", "y"], "tune", "y"),
         (str(shapes), ["--probe", "--name", "x"], "probe", "x"),
     )
     for place, flags, verb, name in names:
-        assert main(["start", place, "--from", "weights", *flags]) == 0
+        assert main(["recommend", place, "--from", "weights", *flags]) == 0
         said = capsys.readouterr().out
         assert (
             said.splitlines()[-1] == f"next: finetune {verb} runs/{name}.yaml"
@@ -203,7 +203,7 @@ def test_weights_are_tuned_or_probed_in_the_place_of_a_pretraining(
         settings = load_settings(schema, path=f"runs/{name}.yaml", overrides=[])
         assert (settings.pretrained, settings.run_dir) == ("weights", f"runs/{name}")
     assert Path("data/pics/manifest.json").exists() and Path("data/y/manifest.json").exists()
-    assert main(["start", str(shapes), "--name", "x", "--untimed"]) == 2
+    assert main(["recommend", str(shapes), "--name", "x", "--no-timing"]) == 2
     assert printed_errors(capsys.readouterr().err) == [("--name", "bad-value")]
 
 
@@ -217,14 +217,17 @@ def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
     Path("flat/t.csv").write_text(
         "id,class\n" + "".join(f"{number},{'ab'[number % 2]}\n" for number in range(8))
     )
-    assert main(["start", "flat", "--untimed"]) == 2
+    assert main(["recommend", "flat", "--no-timing"]) == 2
     said = capfd.readouterr().err
     assert printed_errors(said) == [("flat", "unknown-format")] and "--labels flat/t.csv" in said
-    assert main(["start", "flat", "--labels", "none.csv", "--untimed"]) == 2
+    assert main(["recommend", "flat", "--labels", "none.csv", "--no-timing"]) == 2
     said = capfd.readouterr().err
     assert printed_errors(said) == [("source.labels", "missing-path")]
     assert not Path("data/flat/manifest.json").exists()
-    assert main(["start", "flat", "--labels", "flat/t.csv", "--image-size", "16", "--untimed"]) == 0
+    assert (
+        main(["recommend", "flat", "--labels", "flat/t.csv", "--image-size", "16", "--no-timing"])
+        == 0
+    )
     manifest = load_manifest("data/flat")
     assert (manifest.classes, manifest.image_size) == (("a", "b"), 16)
 
@@ -232,9 +235,9 @@ def test_a_flat_folder_has_its_table_and_a_refusal_of_the_build_ends_the_start(
 def test_a_name_is_fetched_and_built(tmp_path: Path, monkeypatch: Patch, capfd: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")  # no network
-    assert main(["start", "digits", "--untimed"]) == 0
+    assert main(["recommend", "digits", "--no-timing"]) == 0
     assert load_manifest("data/digits").splits["test"].num_samples == 899
-    assert main(["start", "cifar10", "--name", "mine", "--untimed"]) == 1
+    assert main(["recommend", "cifar10", "--name", "mine", "--no-timing"]) == 1
     said = capfd.readouterr()
     assert "next: pretrain train runs/digits.yaml" in said.out
     assert "[unreachable]" in said.err and "untried" in said.err

@@ -1,4 +1,4 @@
-"""The images, the dataset and the machine, as `pretrain start` sees them. No torch."""
+"""The images, the dataset and the machine, as `pretrain recommend` sees them. No torch."""
 
 import os
 import shlex

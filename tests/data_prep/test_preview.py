@@ -64,7 +64,9 @@ def test_the_command_writes_the_picture_and_leaves_the_dataset_alone(
 ) -> None:
     before = files_of(shapes)
     out = tmp_path / "deep" / "sheet.png"
-    assert main(["show", str(shapes), "--split", "val", "--count", "500", "--out", str(out)]) == 0
+    assert (
+        main(["preview", str(shapes), "--split", "val", "--count", "500", "--out", str(out)]) == 0
+    )
     with Image.open(out) as sheet:
         assert f"{out}: {sheet.width} x {sheet.height} pixels" in capsys.readouterr().out
         assert sheet.width < 10 * (CELL + 20) + 60
@@ -84,8 +86,8 @@ def test_long_names_keep_both_ends_and_fit() -> None:
 
 def test_a_mistake_is_one_line(shapes: Path, tmp_path: Path, refused: Refused) -> None:
     out = tmp_path / "sheet.png"
-    refused(main(["show", str(shapes), "--out", str(out), "--shard", "4"]), "[bad-value]")
-    refused(main(["show", str(shapes), "--out", str(out), "--split", "vla"]), "[unknown-name]")
+    refused(main(["preview", str(shapes), "--out", str(out), "--shard", "4"]), "[bad-value]")
+    refused(main(["preview", str(shapes), "--out", str(out), "--split", "vla"]), "[unknown-name]")
     assert not out.exists()
 
 
@@ -101,13 +103,13 @@ def test_only_a_png_is_written_and_only_over_a_png(
         ("mine.png", "[exists]"),
         ("folder.png", "[unreadable]"),
     ]:
-        refused(main(["show", str(shapes), "--out", str(tmp_path / name)]), "out: ", name, words)
+        refused(main(["preview", str(shapes), "--out", str(tmp_path / name)]), "out: ", name, words)
     assert files_of(tmp_path) == before
     for seed in ("0", "1"):
         assert (
             main(
                 [
-                    "show",
+                    "preview",
                     str(shapes),
                     "--count",
                     "2",
