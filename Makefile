@@ -57,7 +57,7 @@ transfer-data: .venv/.installed
 
 # Runs the demo variants of all plans of the papers, in about 20 minutes, and collects their results for the tests of figures.
 # Finished members are kept; `make clean-demos demos` starts again.
-PLANS := $(wildcard configs/plan/[ab]_*.yaml)
+PLANS := $(wildcard configs/plan/mixer_*.yaml configs/plan/scaling_*.yaml)
 demos: .venv/.installed
 	@took= failed=; \
 	for plan in $(PLANS); do \

@@ -50,18 +50,18 @@ def _add_verbs(verbs: Verbs) -> None:
         "paper",
         _paper,
         out="papers/{paper}",
-        help="one page with every figure and table of a paper, and the commands for missing ones",
-        epilog="analysis paper A --out papers/A",
+        help="draw all figures and tables of a paper on one page, or print their commands",
+        epilog="analysis paper mixer --out papers/mixer",
     )
-    papers = "A: Understanding MLP-Mixer; B: Scaling MLPs"
-    paper.add_argument("paper", choices=["A", "B"], help=papers)
+    papers = "Understanding MLP-Mixer as a Wide and Sparse MLP, or Scaling MLPs"
+    paper.add_argument("paper", choices=["mixer", "scaling-mlps"], help=papers)
     collect = add_command(
         verbs,
         "collect",
         _collect,
         out="runs/plans/points",
         help="write the results of plans as a table: one row for each checkpoint and accuracy",
-        epilog="analysis collect configs/plan/b_scaling.yaml --out runs/plans/b_scaling.parquet",
+        epilog="analysis collect configs/plan/scaling_laws.yaml --out scaling.parquet",
     )
     collect.add_argument("plans", nargs="+", metavar="PLAN.yaml", help="plans whose runs to read")
     figure = add_command(
@@ -70,7 +70,7 @@ def _add_verbs(verbs: Verbs) -> None:
         _figure,
         out="runs/plans/{plan.stem}{demo}/figure",
         help="the `figure:` of a plan file",
-        epilog="analysis figure configs/plan/a_fig7_depth.yaml",
+        epilog="analysis figure configs/plan/mixer_fig7_depth.yaml",
     )
     figure.add_argument("plan", type=Path, metavar="PLAN.yaml", help="plan whose runs to read")
     figure.add_argument(

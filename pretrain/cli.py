@@ -1,5 +1,5 @@
-"""Command line of the second floor: `pretrain recommend | train | preview | show | models |
-estimate | sync | ui`.
+"""Command line of the second floor: `pretrain recommend | train | preview | models | estimate |
+sync | ui`.
 
 Heavy imports wait until the config is known to be good. Long because the options of all verbs of
 the floor stand here.
@@ -79,6 +79,7 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
         type=at_least(1),
         help="start this many local ranks (torchrun and srun work as well)",
     )
+    train.set_defaults(show=False)
     preview = _add_config(verbs, "preview", _preview, help="draw the images that the model sees")
     example = "configs/pretrain/demo_mlp.yaml dataset=data/mine mixup_alpha=0.8 --out preview.png"
     preview.epilog = f"pretrain preview {example}"
@@ -88,8 +89,6 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
     preview.add_argument("--count", type=at_least(1), default=64, help=count)
     epoch = "epoch whose first images are drawn (default: 0)"
     preview.add_argument("--epoch", type=at_least(0), default=0, help=epoch)
-    show = _add_config(verbs, "show", _show, help="print the resolved config")
-    show.epilog = "pretrain show configs/pretrain/demo_mlp.yaml lr=3e-4"
     models = verbs.add_parser(
         "models", help="list the named models with their parameters, multiply-adds and widths"
     )
@@ -218,6 +217,9 @@ def _train(options: argparse.Namespace) -> int:
     if not options.ranks:
         StopFlag().install()  # before the long imports: a stop while they last counts
     settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
+    if options.show:
+        print(dump(settings), end="")
+        return OK
     run_dir, world = Path(settings.run_dir), world_of(options)
     allow_import(getattr(settings.model, "path", None))
     code_of(settings.model)  # fails early if there is no such package
@@ -333,14 +335,6 @@ def _preview(options: argparse.Namespace) -> int:
     )
     save_sheet(sheet, options.out)
     print(f"{options.out}: {options.count} pictures, {sheet.width} x {sheet.height}")
-    return OK
-
-
-def _show(options: argparse.Namespace) -> int:
-    print(
-        dump(load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)),
-        end="",
-    )
     return OK
 
 

@@ -296,7 +296,7 @@ MISTAKES = [
     ("pretrain train tune.yaml", "tune.yaml", "wrong-command"),
     ("pretrain train build.yaml", "build.yaml", "wrong-command"),
     ("pretrain train plan.yaml", "plan.yaml", "wrong-command"),
-    ("pretrain show knn.yaml", "knn.yaml", "wrong-command"),
+    ("pretrain show train knn.yaml", "knn.yaml", "wrong-command"),
     ("pretrain train train.yaml data=shapes", "data", "bad-value"),
     ("pretrain train train.yaml data.dataset=noval", "data.eval_split", "unknown-name"),
     ("pretrain train train.yaml data.dataset=shaeps", "shaeps", "missing-path"),
@@ -520,11 +520,19 @@ def test_show_prints_what_reads_back_to_the_same(
     config = tmp_path / "c.yaml"
     config.write_text(PRETRAIN.replace("DATASET", str(shapes)))
     assert (
-        pretrain(["show", str(config), "model={preset: mixer_b_w, depth: 2}", "optimizer.lr=3e-4"])
+        pretrain(
+            [
+                "show",
+                "train",
+                str(config),
+                "model={preset: mixer_b_w, depth: 2}",
+                "optimizer.lr=3e-4",
+            ]
+        )
         == 0
     )
     shown = capsys.readouterr().out
     assert "num_channels: 588" in shown and "lr: 0.0003" in shown
     config.write_text(shown)
-    assert pretrain(["show", str(config)]) == 0
+    assert pretrain(["show", "train", str(config)]) == 0
     assert capsys.readouterr().out == shown
