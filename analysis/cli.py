@@ -69,7 +69,7 @@ def _add_verbs(verbs: Verbs) -> None:
         "figure",
         _figure,
         out="runs/plans/{plan.stem}{demo}/figure",
-        help="the `figure:` of a plan file",
+        help="draw the `figure:` of a plan file",
         epilog="analysis figure configs/plan/mixer_fig7_depth.yaml",
     )
     figure.add_argument("plan", type=Path, metavar="PLAN.yaml", help="plan whose runs to read")

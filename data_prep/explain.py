@@ -150,8 +150,10 @@ class Verbs:
         self._subparsers = parser.add_subparsers(required=True, metavar="VERB")
         self.choices = parser.commands
 
-    def add_parser(self, name: str, **facts: Any) -> Parser:
-        self.choices[name] = verb = self._subparsers.add_parser(name, **facts)
+    def add_parser(self, name: str, *, help: str, **facts: Any) -> Parser:
+        """Add a command. Its description is `help` by default."""
+        facts["description"] = facts.get("description") or f"{help[0].upper()}{help[1:]}."
+        self.choices[name] = verb = self._subparsers.add_parser(name, help=help, **facts)
         return verb
 
 

@@ -134,9 +134,9 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
     ui = verbs.add_parser("ui", help="show the runs of a folder in MLflow's web page")
     ui.epilog = "pretrain ui runs"
     ui.add_argument("folder", type=Path, help="folder of the runs, with mlflow.db")
-    host = "name of this machine for other machines (default: 127.0.0.1, this machine only)"
+    host = "address or name of this machine on the network (default: 127.0.0.1, local only)"
     ui.add_argument("--host", default="127.0.0.1", help=host)
-    ui.add_argument("--port", type=at_least(1), help="port (default: a free one)")
+    ui.add_argument("--port", type=at_least(1), help="port of the page (default: a free port)")
     ui.set_defaults(run=_ui)
 
 
@@ -159,20 +159,20 @@ def _add_config(
 
 
 def _add_estimate(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("model", help="a name of `pretrain models`, or a config of `pretrain train`")
-    verb.add_argument("overrides", nargs="*", default=[], help="key=value, for a config")
+    verb.add_argument("model", help="name from `pretrain models`, or a config of `pretrain train`")
+    verb.add_argument("overrides", nargs="*", default=[], help="key=value, to change a config")
     nodes = "numbers of nodes to compare (default: 1,2,4,8,16,32)"
     verb.add_argument("--nodes", default="1,2,4,8,16,32", help=nodes)
     counts: dict[str, tuple[int | None, str]] = {
         "batch": (None, "global batch size (default: the config's, or 4096)"),
-        "samples": (None, "samples of an epoch (default: of the config's dataset)"),
-        "gpus": (4, "GPUs of a node (default: 4)"),
-        "classes": (None, "classes of the head (default: of the dataset or model)"),
-        "image-size": (None, "image size in pixels (default: of the config or model)"),
+        "samples": (None, "samples per epoch (default: the config's dataset)"),
+        "gpus": (4, "GPUs per node (default: 4)"),
+        "classes": (None, "classes of the head (default: the dataset's or model's)"),
+        "image-size": (None, "image size in pixels (default: the config's or model's)"),
         "micro-batch": (None, "samples per GPU and pass (default: the config's, or all at once)"),
-        "internode-gbps": (200, "network of a node, in Gbit/s (default: 200)"),
-        "intranode-gbps": (3600, "link between GPUs of a node, in Gbit/s (default: 3600)"),
-        "teraflops": (300, "TFLOP/s that a GPU reaches (default: 300)"),
+        "internode-gbps": (200, "network bandwidth per node in Gbit/s (default: 200)"),
+        "intranode-gbps": (3600, "bandwidth between GPUs of a node in Gbit/s (default: 3600)"),
+        "teraflops": (300, "TFLOP/s that each GPU achieves (default: 300)"),
     }
     for name, (default, meaning) in counts.items():
         verb.add_argument(f"--{name}", type=at_least(1), default=default, help=meaning)

@@ -30,8 +30,8 @@ def add_commands(verbs: Verbs) -> None:
         ),
         epilog="analysis cka runs/mixer runs/sw-mlp data/cifar10 --split test",
     )
-    cka.add_argument("run_a", help="run, checkpoint, or folder of weights: the rows")
-    cka.add_argument("run_b", help="another one: the columns")
+    cka.add_argument("run_a", help="run, checkpoint, or weights folder, for the rows")
+    cka.add_argument("run_b", help="the same for the columns")
     cka.add_argument(
         "--pair",
         nargs=2,
@@ -71,7 +71,10 @@ def add_commands(verbs: Verbs) -> None:
         command.add_argument("dataset", help="finished dataset, or its URL")
         command.add_argument("--split", default="val", help="split of the images (default: val)")
         command.add_argument(
-            "--batch", type=at_least(8), default=256, help="images compared with each other"
+            "--batch",
+            type=at_least(8),
+            default=256,
+            help="images per batch, compared with each other",
         )
         command.add_argument(
             "--count", type=at_least(8), help="random images of the split (default: all)"

@@ -76,10 +76,10 @@ def add_verbs(verbs: Verbs) -> None:
         action="store_true",
         help="only make the plan that array tasks share (task 0 makes it otherwise)",
     )
-    words = "verify what array tasks have written, then publish the dataset"
+    words = "verify the shards of array tasks, then publish the dataset"
     how = {"after_a_stop": GOES_ON, "examples": "data_prep merge data/mine"}
     merge = add_verb(verbs, "merge", _merge, "workers", "json", help=words, **how)
-    merge.add_argument("dataset", type=Path, help="the directory that the tasks wrote to")
+    merge.add_argument("dataset", type=Path, help="dataset directory that the tasks wrote")
     merge.add_argument(
         "--skip-verify",
         action="store_true",

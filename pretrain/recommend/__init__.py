@@ -10,20 +10,22 @@ from pretrain.models.imported import add_allow_import
 
 
 def add_verb(verbs: Any) -> None:
-    words = "write a config, with a reason for each choice, for a folder of images or a dataset"
+    words = "write a training config, with a reason for each choice, for images or a dataset"
     verb = verbs.add_parser("recommend", help=words)
-    place = "PATH/CLASS/*, PATH/{train,val}/CLASS/*, a dataset or its URL, or a name of"
-    place = f"{place} data_prep fetch ({', '.join(CATALOG)}), which is downloaded"
+    place = "folder of images (PATH/CLASS/* or PATH/{train,val}/CLASS/*), dataset or its URL, or"
+    place = f"{place} published dataset to download ({', '.join(CATALOG)})"
     verb.add_argument("place", metavar="FOLDER|DATASET|NAME", type=_place, help=place)
-    name = "name of data/NAME, runs/NAME.yaml and runs/NAME (default: the folder's; with --from"
-    verb.add_argument("--name", help=f"{name} also -tuned or -probed)")
-    labels = "CSV or Parquet with columns file and label, for a folder without classes"
+    name = "name for data/NAME, runs/NAME.yaml and runs/NAME (default: the folder's name; --from"
+    verb.add_argument("--name", help=f"{name} appends -tuned or -probed)")
+    labels = "CSV or Parquet file with columns file and label, for images without class folders"
     verb.add_argument("--labels", metavar="FILE", help=labels)
     size = "size of stored images (default: 64, or 32 for small images)"
     verb.add_argument("--image-size", type=at_least(8), metavar="PX", help=size)
-    weights = "weights to tune: a run, hf-hub:USER/NAME, timm:NAME, or a folder of finetune import"
+    weights = (
+        "fine-tune these weights: a run, hf-hub:USER/NAME, timm:NAME, or finetune import's folder"
+    )
     verb.add_argument("--from", dest="pretrained", metavar="RUN", help=weights)
-    probe = "with --from: train only a classifier on its features"
+    probe = "train only a classifier on the features (needs --from)"
     verb.add_argument("--probe", action="store_true", help=probe)
     verb.add_argument("--overwrite", action="store_true", help="replace an existing config")
     verb.add_argument("--no-timing", action="store_true", help="do not time training steps")
