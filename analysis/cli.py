@@ -59,7 +59,7 @@ def _add_verbs(verbs: Verbs) -> None:
         verbs,
         "collect",
         _collect,
-        out="runs/plans/points",
+        out="runs/plans/results",
         help="write the results of plans as a table: one row for each checkpoint and accuracy",
         epilog="analysis collect configs/plan/scaling_laws.yaml --out scaling.parquet",
     )
