@@ -100,10 +100,10 @@ def as_frame(rows: Sequence[dict[str, Any]] | pd.DataFrame) -> pd.DataFrame:
 
 
 def read_results(paths: Iterable[Path]) -> pd.DataFrame:
-    """Read files that `analysis points` has written. Missing columns are null."""
+    """Read files that `analysis collect` has written. Missing columns are null."""
     frames = []
     for path in paths:
-        fix = "write it with `analysis points PLAN --out FILE.parquet`"
+        fix = "write it with `analysis collect PLAN --out FILE.parquet`"
         try:
             frame = pd.read_parquet(path)
         except FileNotFoundError:
@@ -161,7 +161,7 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
     if unfinished and not partial:
         more = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
         problem = f"{', '.join(unfinished[:3])}{more} are not finished"
-        fix = "run the plan to its end, or give --partial"
+        fix = "finish the plan, or give --allow-incomplete"
         raise SettingsError(names, problem, fix, code="unfinished")
     if not rows:
         raise SettingsError(names, "no member is finished", "run the plan first", code="empty")

@@ -10,7 +10,7 @@ Contestants, each the same number of steps on the same kind of batch:
   resident             one prepared batch again and again: the step alone
   resident, ZeRO 0     the same without sharding, which is what plain DDP does
   plain DDP            the same model and optimizer in torch's DistributedDataParallel, on the prepared batch
-  public step          paper B's training step as its paper tells it: fp32 (TF32 on a GPU), eager, plain LION, `.item()` each step
+  public step          the training step that Scaling MLPs describes: fp32 (TF32 on a GPU), eager, plain LION, `.item()` each step
   matmul limit         the step's matrix products alone, at the same shapes, in the engine's precision
 Loaders start before the clock does, and have come to a steady pace by then.
 On a GPU: B-12/Wi-1024 at batch 16,384 with the classes of ImageNet-21k, and Mixer-B-W at 224 px, in

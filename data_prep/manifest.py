@@ -294,7 +294,7 @@ def _no_dataset(place: Path) -> DatasetError:
             fix = f"run data_prep index --train '{place}/*.tar' --out DATASET"
         elif endings.intersection(PICTURES):
             problem, code = "it is a folder of images, and no dataset yet", "unknown-format"
-            fix = f"run pretrain start {place}"
+            fix = f"run pretrain recommend {place}"
             fix += f", or data_prep build --source folder --out DATASET source.path={place}"
     return DatasetError(str(place), problem, fix, code=code)
 

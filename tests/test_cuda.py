@@ -59,8 +59,8 @@ TIMM = {
 }  # fmt: skip
 ERASE = {"crop_scale": (0.4, 1.0), "erase_probability": 0.5, "erase_mode": "rand", "erase_count": 3}
 RECIPES: dict[str, tuple[dict[str, Any], int, int]] = {  # settings, stored and fed pixels
-    "paper B 64": (PAPER_B, 64, 64),
-    "paper B 72 to 64": (PAPER_B, 72, 64),
+    "Scaling MLPs 64": (PAPER_B, 64, 64),
+    "Scaling MLPs 72 to 64": (PAPER_B, 72, 64),
     "crop 256 to 224": ({"crop_scale": (0.08, 1.0)}, 256, 224),
     "timm 72 to 64": (TIMM, 72, 64),
     "erase": (ERASE, 64, 64),

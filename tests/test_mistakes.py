@@ -296,7 +296,7 @@ MISTAKES = [
     ("pretrain train tune.yaml", "tune.yaml", "wrong-command"),
     ("pretrain train build.yaml", "build.yaml", "wrong-command"),
     ("pretrain train plan.yaml", "plan.yaml", "wrong-command"),
-    ("pretrain show knn.yaml", "knn.yaml", "wrong-command"),
+    ("pretrain show train knn.yaml", "knn.yaml", "wrong-command"),
     ("pretrain train train.yaml data=shapes", "data", "bad-value"),
     ("pretrain train train.yaml data.dataset=noval", "data.eval_split", "unknown-name"),
     ("pretrain train train.yaml data.dataset=shaeps", "shaeps", "missing-path"),
@@ -316,8 +316,8 @@ MISTAKES = [
     ("pretrain preview train.yaml --count 0", "--count", "bad-value"),
     ("pretrain preview train.yaml --epoch x", "--epoch", "bad-value"),
     ("pretrain preview train.yaml data.train_split=nothing", "data.train_split", "unknown-name"),
-    ("pretrain plan mlp_b12_wi1024 --optimizer adam", "--optimizer", "bad-value"),
-    ("pretrain plan mlp_b12_wi1024 --nodes 3 --batch 4096", "--batch", "bad-value"),
+    ("pretrain estimate mlp_b12_wi1024 --optimizer adam", "--optimizer", "bad-value"),
+    ("pretrain estimate mlp_b12_wi1024 --nodes 3 --batch 4096", "--batch", "bad-value"),
     ("pretrain models --match mixr_b_16", "--match", "unknown-name"),
     ("pretrain models --match mixer_p7 --image-size 32", "--image-size", "bad-value"),
     ("pretrain models --omega 2^x", "--omega", "bad-value"),
@@ -337,13 +337,13 @@ MISTAKES = [
     ("finetune import points.csv --out o --activation swish", "--activation", "bad-value"),
     ("finetune import points.csv --out pics", "out", "exists"),
     ("pretrain sync shapes", "shapes", "wrong-command"),
-    ("pretrain serve nowhere", "nowhere", "missing-path"),
-    ("pretrain serve shapes --host 192.0.2.1", "--host", "bad-value"),
-    ("pretrain start nowhere", "nowhere", "missing-path"),
-    ("pretrain start points.csv", "points.csv", "unreadable"),
-    ("pretrain start empty --probe", "--probe", "conflict"),
-    ("pretrain start empty --name a/b", "--name", "bad-value"),
-    ("pretrain start .", ".", "bad-value"),
+    ("pretrain ui nowhere", "nowhere", "missing-path"),
+    ("pretrain ui shapes --host 192.0.2.1", "--host", "bad-value"),
+    ("pretrain recommend nowhere", "nowhere", "missing-path"),
+    ("pretrain recommend points.csv", "points.csv", "unreadable"),
+    ("pretrain recommend empty --probe", "--probe", "conflict"),
+    ("pretrain recommend empty --name a/b", "--name", "bad-value"),
+    ("pretrain recommend .", ".", "bad-value"),
     ("finetune probe train.yaml", "train.yaml", "wrong-command"),
     ("finetune tune probe.yaml", "probe.yaml", "wrong-command"),
     ("finetune probe runs/m", "config", "wrong-command"),
@@ -425,7 +425,7 @@ MISTAKES = [
     ("data_prep verify shapes extra", "extra", "bad-syntax"),
     ("data_prep stats pics", "pics", "unknown-format"),
     ("data_prep stats shapes --workers 0", "--workers", "bad-value"),
-    ("data_prep show noval --split val", "noval", "unknown-name"),
+    ("data_prep preview noval --split val", "noval", "unknown-name"),
     ("data_prep subset shapes", "arguments", "missing-value"),
     ("data_prep subset shapes --out shapes --count 3", "out", "conflict"),
     ("data_prep dedup shapes --against nowhere", "nowhere", "missing-path"),
@@ -456,7 +456,7 @@ READING = [
     ("data_prep build --source folder --out noval source.path=pics image_size=32 num_workers=1 source.val_share=0", "out", "changed"),
     ("data_prep index --train shapes/train-000000.tar --out shapes num_workers=1", "out", "changed"),
     ("data_prep subset shapes --out z --count 900", "count", "bad-value"),
-    ("data_prep show shapes --shard 99", "shard", "bad-value"),
+    ("data_prep preview shapes --shard 99", "shard", "bad-value"),
     ("finetune import points.csv --out o", "points.csv", "damaged"),
 ]  # fmt: skip
 
@@ -520,11 +520,19 @@ def test_show_prints_what_reads_back_to_the_same(
     config = tmp_path / "c.yaml"
     config.write_text(PRETRAIN.replace("DATASET", str(shapes)))
     assert (
-        pretrain(["show", str(config), "model={preset: mixer_b_w, depth: 2}", "optimizer.lr=3e-4"])
+        pretrain(
+            [
+                "show",
+                "train",
+                str(config),
+                "model={preset: mixer_b_w, depth: 2}",
+                "optimizer.lr=3e-4",
+            ]
+        )
         == 0
     )
     shown = capsys.readouterr().out
     assert "num_channels: 588" in shown and "lr: 0.0003" in shown
     config.write_text(shown)
-    assert pretrain(["show", str(config)]) == 0
+    assert pretrain(["show", "train", str(config)]) == 0
     assert capsys.readouterr().out == shown

@@ -106,8 +106,8 @@ class Origin:
 
 def paper_of(plan: Plan) -> str | None:
     """Return the key of the plan's paper in shared.yaml."""
-    papers = {"A": "mixer", "B": "scaling-mlps"}
-    found = (papers[each.paper] for each in EXPERIMENTS if Path(plan.path).stem in each.plans)
+    name = Path(plan.path).stem
+    found = (key for key, all_ in EXPERIMENTS.items() if any(name in each.plans for each in all_))
     return next(found, None)
 
 

@@ -220,9 +220,9 @@ def test_unfinished_members_are_named(plan: Plan, shapes: Path, capsys: Capture)
     assert "study: probe 3" in str(caught.value)
     with fails("conflict"):  # each of its runs would count twice
         results_of_plans([plan, plan], partial=True)
-    words = ["points", "study.yaml", "--out", "all.parquet"]
+    words = ["collect", "study.yaml", "--out", "all.parquet"]
     assert main(words) == 2
-    assert main([*words, "--partial"]) == 0
+    assert main([*words, "--allow-incomplete"]) == 0
     assert capsys.readouterr().out.startswith("11 results of 9 runs\n")
     frame = read_results([Path("all.parquet")])
     assert frame.run.tolist() == results_of_plans([plan], partial=True).run.tolist()

@@ -110,7 +110,7 @@ def test_lists_of_classes_and_of_exclusions_find_them(tmp_path: Path, source: Pa
                 str(tmp_path / "doubled"),
                 "--workers",
                 "1",
-                "--near",
+                "--max-hamming",
                 "0",
                 "--out",
                 str(list_file),

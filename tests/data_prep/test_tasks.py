@@ -283,7 +283,7 @@ def test_a_merge_that_trusts_reads_no_shard_but_goes_by_records_and_sizes(
 ) -> None:
     out = tmp_path / "animals"
     assert task(source, out, "0/1") == 0
-    trusting = ["merge", str(out), "--workers", "1", "--trust"]
+    trusting = ["merge", str(out), "--workers", "1", "--skip-verify"]
     kept = {
         name: (out / name).read_bytes()
         for name in (f"{PARTS}/train-000004.json", "train-000004.tar")

@@ -174,7 +174,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(
 @pytest.mark.parametrize(
     "settings",
     [PAPER_A, CIFAR, FLOATS, AREA, PREVIOUS, RESIZED],
-    ids=["paper A", "padding", "floats", "area", "previous", "resized"],
+    ids=["Mixer paper", "padding", "floats", "area", "previous", "resized"],
 )
 @pytest.mark.parametrize("way", ["prepare", "plain"])
 def test_on_a_gpu_that_is_fake_nothing_is_waited_for(settings: AugmentSettings, way: str) -> None:
