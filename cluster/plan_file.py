@@ -14,7 +14,7 @@
       max_concurrent: 4
     probe:
       config: configs/probe/demo.yaml
-      each_pretrained: true                               # an axis of all runs of `pretrain`
+      for_each: pretrain                                  # an axis of all runs of `pretrain`
       run_dir: "runs/plans/{name}/probe-{pretrained}"
 
 A section is an entry or a list of entries. An entry is the path of a config, or a mapping. An entry
@@ -36,7 +36,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -67,15 +67,13 @@ class Entry(Settings):
     of the files as labels."""
     overrides: tuple[str, ...] = Field((), examples=[["train.duration=2 epochs"]])
     """key.path=value for all members, as on the command line."""
-    each_pretrained: bool = False
-    """Add an axis `pretrained` of all runs of the section `pretrain`. `evaluate` also takes the
-    dataset and the split of each run's evaluation, unless the entry sets them."""
-    each_finetuned: bool = False
-    """Add an axis `finetuned` of all runs of the section `finetune`, for knn, evaluate and export.
-    A fine-tuning with seeds has a run for each seed."""
+    for_each: Literal["pretrain", "finetune"] | None = None
+    """Add an axis of all runs of this section, each seed included. The axis is `pretrained` or, for
+    knn, evaluate and export, `finetuned`. `evaluate` also takes the dataset and split of each run's
+    evaluation, unless the entry sets them."""
     checkpoints: tuple[str, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
-    """Lengths of checkpoint.keep_at: use these checkpoints of each run instead of the last one, and
-    add the length to {pretrained} or {finetuned} in run_dir."""
+    """Use these checkpoints of each run instead of the last one. They are lengths of
+    checkpoint.milestones, and {pretrained} or {finetuned} in run_dir ends with the length."""
     grid: dict[str, Any] = Field(default_factory=dict, examples=[{"optimizer.lr": [0.0001, 0.001]}])
     """Axes: a setting with a list of values, or any name with cases, {case: {setting: value, ...},
     ...}."""
@@ -98,23 +96,16 @@ class Entry(Settings):
 
     @property
     def is_grid(self) -> bool:
-        return len(self.config) > 1 or self.is_of_each or bool(self.grid) or self.seeds is not None
-
-    @property
-    def is_of_each(self) -> bool:
-        return self.each_pretrained or self.each_finetuned
+        return len(self.config) > 1 or bool(self.for_each or self.grid) or self.seeds is not None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Entry":
         for name in {"config", "seed", "name", *_EACH} & self.grid.keys():
             problem, fix = "the name is reserved", "choose another name"
             raise UserError(f"grid.{name}", problem, fix, code="bad-value")
-        if self.each_pretrained and self.each_finetuned:
-            problem, fix = "it excludes each_pretrained", "write two entries"
-            raise UserError("each_finetuned", problem, fix, code="conflict")
-        if self.checkpoints and not self.is_of_each:
-            problem = "it needs each_pretrained or each_finetuned"
-            fix = "set one of them, or put pretrained=RUN@50epochs into the grid"
+        if self.checkpoints and not self.for_each:
+            problem = "it needs for_each"
+            fix = "set for_each: pretrain, or put pretrained=RUN@50epochs into the grid"
             raise UserError("checkpoints", problem, fix, code="missing-value")
         if self.nodes is not None and self.gpus is not None:
             problem = "it excludes nodes, which books complete nodes"
@@ -393,15 +384,15 @@ def _unavailable(work: Work, plan: Plan) -> UserError | None:
             if place_of(run) not in map(place_of, maker.runs):
                 if place_of(run) == place_of(maker.writes):
                     problem = f"{run} will have a run for each of its repetitions"
-                    fix = "name one of them, or set each_finetuned"
+                    fix = "name one of them, or set for_each: finetune"
                     return UserError("pretrained", problem, fix, code="conflict")
                 continue
             if not words or parse_length(words).unit == "steps":
                 continue
-            kept = (*maker.settings.checkpoint.keep_at, maker.settings.train.duration)  # type: ignore[attr-defined]
+            kept = (*maker.settings.checkpoint.milestones, maker.settings.train.duration)  # type: ignore[attr-defined]
             if parse_length(words) not in map(parse_length, kept):
                 problem = f"{run} will keep {', '.join(kept)}, not {words}"
-                fix = "add it to checkpoint.keep_at of that run"
+                fix = "add it to checkpoint.milestones of that run"
                 return UserError("pretrained", problem, fix, code="mismatch")
     return None
 
@@ -437,9 +428,9 @@ def _members(
 
 def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list[Choice]]:
     axes = {"config": [Choice(Path(config).stem) for config in entry.config]}
-    for axis in _EACH:
-        if getattr(entry, f"each_{axis}"):
-            axes[axis] = _axis_of_runs(axis, entry, kind, before)
+    if entry.for_each:
+        axis = f"{entry.for_each}ed"
+        axes[axis] = _axis_of_runs(axis, entry, kind, before)
     axes |= {name: _axis(name, given) for name, given in entry.grid.items()}
     if entry.seeds is not None:
         setting = COMMANDS[kind].seed
@@ -456,19 +447,19 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
 
 
 def _axis_of_runs(axis: str, entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> list[Choice]:
-    """Return the runs of a section, for each_pretrained or each_finetuned."""
+    """Return the runs of a section, for `for_each`."""
     works = [work for stage in before if stage.kind == _EACH[axis] for work in stage.works]
     if not COMMANDS[kind].reads_checkpoint or not works:
         later = list(COMMANDS.values())[list(COMMANDS).index(_EACH[axis]) + 1 :]
         readers = ", ".join(each.section for each in later if each.reads_checkpoint)
         problem = f"it needs a section {COMMANDS[_EACH[axis]].section!r} and one of {readers}"
         fix = "add the section, or omit it"
-        raise SettingsError(f"each_{axis}", problem, fix, code="conflict")
+        raise SettingsError("for_each", problem, fix, code="conflict")
     for work in works:
         if not work.runs:
             problem = f"{work.writes} has a run for each fold of its dataset"
             fix = "list these runs in a grid"
-            raise SettingsError(f"each_{axis}", problem, fix, code="unsupported")
+            raise SettingsError("for_each", problem, fix, code="unsupported")
     above = os.path.commonpath([Path(run).parent for work in works for run in work.runs])
     lengths = [f"@{length.replace(' ', '')}" for length in entry.checkpoints] or [""]
     found = []

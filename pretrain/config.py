@@ -31,7 +31,7 @@ PaddingMode = Literal["constant", "reflect"]
 EraseMode = Literal["const", "rand", "pixel"]
 Shuffle = Literal["full", "block", "none"]
 LastBatch = Literal["carry", "drop", "pad"]
-MixWith = Literal["neighbour", "previous"]
+MixupPairing = Literal["adjacent", "ffcv"]
 SinkName = Literal["tensorboard", "wandb"]
 
 REMOTES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "file")
@@ -220,18 +220,18 @@ class StreamSettings(Settings):
 
 
 class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
-    example_with: ClassVar = {"weight": "{}also='[{dataset: data/more, weight: 1}]'"}
+    example_with: ClassVar = {"weight": "{}extra_datasets='[{dataset: data/more, weight: 1}]'"}
     train_split: str = "train"
     """Training split."""
     eval_split: str | None = "val"
     """Split for evaluations during training; null for none."""
     fold: int | None = Field(None, ge=0, examples=[0])
     """Train on one fold of a split that has folds (STL-10's `train` has ten of 1,000 images)."""
-    also: tuple[MixedDataset, ...] = Field((), examples=[[{"dataset": "data/more"}]])
+    extra_datasets: tuple[MixedDataset, ...] = Field((), examples=[[{"dataset": "data/more"}]])
     """More datasets to train on. Only the first dataset is evaluated on."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[2.0])
-    """Fraction of the samples from `dataset`, relative to the weights in `also`. By default every
-    sample is drawn equally often."""
+    """Fraction of the samples from `dataset`, relative to the weights in `extra_datasets`. By
+    default every sample is drawn equally often."""
     shuffle: Shuffle = "full"
     """full: shuffle the complete epoch. block: shuffle blocks of neighboring samples, for slow
     disks. none: keep the stored order."""
@@ -250,37 +250,37 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     in the next epoch, so nothing is lost. drop: skip the rest. pad: repeat samples of the epoch."""
     image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
     """Input size of the model in pixels (default: the dataset's)."""
-    max_bad_share: float = Field(0.001, ge=0, le=1)
+    max_bad_fraction: float = Field(0.001, ge=0, le=1)
     """Largest fraction of an epoch's samples that may fail to decode before the run stops. Other
     samples take their places."""
-    check: Literal["first-read", "none"] = "first-read"
-    """first-read: hash each shard once per run, in the background, and stop at the first shard that
-    differs from its manifest. Checkpoints do not wait for the hashes. none: do not hash shards that
-    are read in place."""
+    verify_hashes: Literal["on_first_read", "never"] = "on_first_read"
+    """on_first_read: hash each shard once per run, in the background, and stop at the first shard
+    that differs from its manifest. Checkpoints do not wait for the hashes. never: do not hash
+    shards that are read in place."""
     stage_dir: str | None = Field(None, examples=["/scratch"])
     """Directory on each node's own disk, to which shards are copied before training reads them.
     Without space, training warns and reads the original shards. Remote shards use `cache_dir`."""
 
     @model_validator(mode="after")
     def _mixture_fits(self) -> "DataSettings":
-        weights = [self.weight, *(other.weight for other in self.also)]
+        weights = [self.weight, *(other.weight for other in self.extra_datasets)]
         if None in weights and any(weight is not None for weight in weights):
             raise SettingsError(
                 "data.weight",
                 "some datasets have a weight and others have none",
-                "give one to `dataset` and to each of data.also, or to none",
+                "give one to `dataset` and to each of data.extra_datasets, or to none",
                 code="conflict",
             )
-        is_single = not self.also, "data.also=[]"
-        needs = {"weight": (bool(self.also), "data.also"), "fold": is_single}
+        is_single = not self.extra_datasets, "data.extra_datasets=[]"
+        needs = {"weight": (bool(self.extra_datasets), "data.extra_datasets"), "fold": is_single}
         needs |= {"last_batch": is_single}
-        is_divisible = is_single if self.also else (self.fold is None, "data.fold=null")
+        is_divisible = is_single if self.extra_datasets else (self.fold is None, "data.fold=null")
         check_needs(self, "data", needs | {"canonical_streams": is_divisible})
         return self
 
     @model_validator(mode="after")
     def _stream_is_described(self) -> "DataSettings":
-        others = ("also", "fold", "stage_dir", "last_batch", "canonical_streams")
+        others = ("extra_datasets", "fold", "stage_dir", "last_batch", "canonical_streams")
         needs = dict.fromkeys(StreamSettings.model_fields, (self.stream, "data.stream=true"))
         needs |= dict.fromkeys(others, (not self.stream, "data.stream=false"))
         check_needs(self, "data", needs)
@@ -314,7 +314,7 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
         return (
             of_evaluation
             if self.stream
-            else (self.dataset, *(other.dataset for other in self.also))
+            else (self.dataset, *(other.dataset for other in self.extra_datasets))
         )
 
 
@@ -354,10 +354,10 @@ class AugmentSettings(Settings):
     """MixUp with lambda ~ Beta(alpha, alpha) between images of a batch; 0 is off."""
     cutmix_alpha: float = Field(0.0, ge=0)
     """CutMix with lambda ~ Beta(alpha, alpha) between images of a batch; 0 is off."""
-    mix_with: MixWith = "neighbour"
-    """neighbour: mix the two images of a pair with one lambda per pair. previous: mix each image
-    with the previous one of the global batch with one lambda per batch, as FFCV and the code of
-    Scaling MLPs do."""
+    mixup_pairing: MixupPairing = "adjacent"
+    """adjacent: mix images 1 and 2, 3 and 4, and so on, with one lambda per pair. ffcv: mix each
+    image with the previous image of the global batch, with one lambda per batch, as FFCV and the
+    code of Scaling MLPs do."""
     mix_probability: float = Field(1.0, ge=0, le=1)
     """Probability that a pair (or batch) is mixed."""
     switch_probability: float = Field(0.5, ge=0, le=1)
@@ -394,11 +394,11 @@ class AugmentSettings(Settings):
 
     @property
     def mixes_pairs(self) -> bool:
-        return bool(self.mixing) and self.mix_with == "neighbour"
+        return bool(self.mixing) and self.mixup_pairing == "adjacent"
 
     @property
     def mixes_previous(self) -> bool:
-        return bool(self.mixing) and self.mix_with == "previous"
+        return bool(self.mixing) and self.mixup_pairing == "ffcv"
 
     @property
     def plain_filter(self) -> Filter:
@@ -592,7 +592,7 @@ class CheckpointSettings(Settings):
     previous one."""
     keep_every: Cadence | None = Field(None, examples=["50 epochs"])
     """Interval of checkpoints that are kept forever, such as 50 epochs."""
-    keep_at: tuple[Duration, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
+    milestones: tuple[Duration, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
     """Lengths at which a checkpoint is made and kept forever, where a run of that length would end.
     With a constant learning rate it is that run's last checkpoint, bit for bit. RUN@50epochs names
     it."""
@@ -696,7 +696,7 @@ class TrainingSettings(Settings):
     @model_validator(mode="after")
     def _stream_can_be_mixed(self) -> Self:
         is_ordered = not (self.data.stream and self.augment.mixes_previous)
-        check_needs(self.augment, "augment", {"mix_with": (is_ordered, "data.stream=false")})
+        check_needs(self.augment, "augment", {"mixup_pairing": (is_ordered, "data.stream=false")})
         return self
 
     @model_validator(mode="after")
@@ -708,7 +708,9 @@ class TrainingSettings(Settings):
     def _streams_have_equal_parts(self) -> Self:
         streams, batch = self.data.canonical_streams, self.train.global_batch_size
         is_ordered = not (streams > 1 and self.augment.mixes_previous)
-        check_needs(self.augment, "augment", {"mix_with": (is_ordered, "data.canonical_streams=1")})
+        check_needs(
+            self.augment, "augment", {"mixup_pairing": (is_ordered, "data.canonical_streams=1")}
+        )
         unit = 2 if self.augment.mixes_pairs else 1
         if batch % (streams * unit):
             nearest = nearest_divisor(batch // unit, streams)

@@ -66,7 +66,7 @@ class BuildSettings(ImageSpec):
     """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""
     seed: int = Field(0, ge=0)
     """Seed of the shuffled order."""
-    max_reject_share: float = Field(0.01, ge=0, le=1)
+    max_reject_fraction: float = Field(0.01, ge=0, le=1)
     """A build that rejects a larger share of its inputs keeps them listed in rejected.jsonl, and
     fails."""
     num_workers: NumWorkers = 0

@@ -65,7 +65,7 @@ class IndexSettings(Settings):
     """Images with more pixels are rejected. A pixel needs up to 16 bytes of memory."""
     seed: int = Field(0, ge=0)
     """Seed of the sample that check=header decodes."""
-    max_reject_share: float = Field(0.01, ge=0, le=1)
+    max_reject_fraction: float = Field(0.01, ge=0, le=1)
     """The command fails if it rejects a larger fraction of the samples; rejected.jsonl lists
     them."""
     num_workers: NumWorkers = 0

@@ -39,7 +39,7 @@ class FolderSettings(Settings):
     kind: Literal["folder"]
     path: str = Field(examples=["photos"])
     """The folder."""
-    val_share: float = Field(0.1, ge=0, lt=1)
+    val_fraction: float = Field(0.1, ge=0, lt=1)
     """Fraction of each class of `train` that becomes the split `val` if the folder has no `val`: at
     least one image if a class has two, none if it has one. Byte-equal files stay in one split and
     count once. 0: no split."""
@@ -129,7 +129,7 @@ class FolderSource(Source, of=FolderSettings):
         return hold_out(
             inventory,
             Arrangement(splits, left_out=left_out),
-            share=self.settings.val_share,
+            share=self.settings.val_fraction,
             seed=self.settings.seed,
             root=self.path,
         )

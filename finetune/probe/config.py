@@ -107,7 +107,7 @@ _NOT_FOR_LBFGS = ("lrs", "schedule", "label_smoothing", "gradient_clip_norm")
 
 class ProbeSettings(FeatureSettings):
     of_verb = "finetune probe"
-    example_with: ClassVar = {"augment": "views=10 optimizer=lion"} | dict.fromkeys(
+    example_with: ClassVar = {"augment": "num_views=10 optimizer=lion"} | dict.fromkeys(
         _NOT_FOR_LBFGS, "optimizer=lion"
     )
     features: Literal["auto", "cache", "stream"] = "auto"
@@ -146,13 +146,13 @@ class ProbeSettings(FeatureSettings):
     standardize: bool = True
     """Scale features to mean 0 and deviation 1 over the training split. The saved head undoes
     it."""
-    views: int = Field(0, ge=0, le=10_000)
-    """Augmented views of each training image: epoch e learns from view e mod views; 0 learns from
-    plain images."""
+    num_views: int = Field(0, ge=0, le=10_000)
+    """Number of augmented views of each training image; 0 learns from plain images. Epoch e learns
+    from view e mod num_views."""
     augment: AugmentSettings | None = Field(None, examples=[{"crop_scale": [0.4, 1.0]}])
     """Augmentation of the views: view v is what training would see in epoch v. Images are never
     mixed."""
-    holdout_share: float = Field(0.2, gt=0, lt=1)
+    holdout_fraction: float = Field(0.2, gt=0, lt=1)
     """Fraction of the training split that chooses the candidate. The test split never chooses."""
     holdout_split: str | None = Field(None, examples=["holdout"])
     """Split that chooses the candidate, instead of a fraction of the training split."""
@@ -199,10 +199,10 @@ class ProbeSettings(FeatureSettings):
             type(self).model_fields,
         )
         conflicts = [
-            ("views", self.views and self.augment is None, "needs augment",
+            ("num_views", self.num_views and self.augment is None, "needs augment",
              "set augment, for example augment.crop_scale=[0.4,1.0]"),
-            ("augment", self.augment and not self.views, "has no effect without views",
-             "set views, for example views=10"),
+            ("augment", self.augment and not self.num_views, "has no effect without num_views",
+             "set it, for example num_views=10"),
             *((f"augment.{field}", True, f"{way} is not valid: features have one label each",
                f"set augment.{field}=0")
               for way, field in (self.augment.mixing if self.augment else {}).items()),
@@ -213,7 +213,8 @@ class ProbeSettings(FeatureSettings):
               for name in _NOT_FOR_LBFGS),
             ("features", is_lbfgs and self.features == "stream",
              "stream is not valid with lbfgs, which needs many passes", "set optimizer=lion"),
-            ("views", is_lbfgs and self.views, "lbfgs needs fixed features", "set optimizer=lion"),
+            ("num_views", is_lbfgs and self.num_views, "lbfgs needs fixed features",
+             "set optimizer=lion"),
             ("holdout_split", holdout in (self.data.train_split, self.data.test_split),
              f"{holdout!r} is also a training or test split", "choose another split"),
         ]  # fmt: skip
@@ -231,7 +232,7 @@ def _with_tuples(tree: Any) -> Any:
 
 class KnnSettings(FeatureSettings):
     of_verb = "finetune knn"
-    views: ClassVar[int] = 0
+    num_views: ClassVar[int] = 0
     augment: ClassVar[AugmentSettings | None] = None
     holdout_split: ClassVar[str | None] = None
     seed: ClassVar[int] = 0

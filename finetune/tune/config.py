@@ -57,7 +57,7 @@ class TuneSettings(TrainingSettings):
     """A run directory of `pretrain train`, or one of its checkpoints."""
     init: Literal["pretrained", "scratch"] = "pretrained"
     """scratch: train the same architecture from random weights, as a baseline."""
-    new_head: Literal["zeros", "torch"] = "zeros"
+    head_init: Literal["zeros", "torch"] = "zeros"
     """Initial weights of the new classifier: zeros, or torch's default for linear layers, as in
     the code of Scaling MLPs."""
     channel_stats: ChannelStats = "checkpoint"
