@@ -63,10 +63,10 @@ class Entry(Settings):
     config: Annotated[tuple[str, ...], _SEVERAL] = Field(
         min_length=1, examples=["configs/probe/demo.yaml"]
     )
-    """The config that members change. Several configs are the first axis, `config`, with the names
-    of the files as labels."""
+    """The config that members change. Several configs are the first axis, `config`, labeled by
+    their file names."""
     overrides: tuple[str, ...] = Field((), examples=[["train.duration=2 epochs"]])
-    """key.path=value for all members, as on the command line."""
+    """Settings of all members as key.path=value, as on the command line."""
     for_each: Literal["pretrain", "finetune"] | None = None
     """Add an axis of all runs of this section, each seed included. The axis is `pretrained` or, for
     knn, evaluate and export, `finetuned`. `evaluate` also takes the dataset and split of each run's
@@ -75,21 +75,21 @@ class Entry(Settings):
     """Use these checkpoints of each run instead of the last one. They are lengths of
     checkpoint.milestones, and {pretrained} or {finetuned} in run_dir ends with the length."""
     grid: dict[str, Any] = Field(default_factory=dict, examples=[{"optimizer.lr": [0.0001, 0.001]}])
-    """Axes: a setting with a list of values, or any name with cases, {case: {setting: value, ...},
-    ...}."""
+    """Axes: a setting with a list of values, or any name with cases ({case: {setting: value, ...},
+    ...})."""
     seeds: tuple[int, ...] | None = Field(None, min_length=1, examples=[[0, 1, 2]])
     """Seeds of the training (pretrain, finetune), the heads (probe) or the views (evaluate)."""
     run_dir: str | None = Field(None, examples=["runs/plans/{name}/seed-{seed}"])
     """The run directory (or export) of each member. {name} is the name of the plan file, {AXIS} the
     member's label on an axis, {seed} its seed."""
     max_concurrent: int | None = Field(None, ge=1, examples=[4])
-    """Largest number of members at a time, as % of a SLURM array; null: no limit."""
+    """Largest number of members that run at a time, as % in sbatch's --array; null: no limit."""
     nodes: int | None = Field(None, ge=1, examples=[4])
-    """Complete nodes of each member on SLURM; null: one node to pretrain a single run, otherwise a
-    part of a node."""
+    """Complete nodes of each member on SLURM. null: one node for a single pretraining, else a part
+    of a node."""
     gpus: int | None = Field(None, ge=0, examples=[4])
-    """GPUs of each member on SLURM, on one node and with their fraction of its CPUs and memory;
-    null: one, or none to export."""
+    """GPUs of each member on SLURM, all on one node, with the same fraction of its CPUs and memory.
+    null: one, or none for an export."""
     sbatch: tuple[str, ...] = Field((), examples=[["--time=24:00:00"]])
     """Further options of sbatch for this job, such as --time=24:00:00 or, to prepare,
     --array=0-31."""
@@ -428,9 +428,9 @@ def _members(
 
 def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list[Choice]]:
     axes = {"config": [Choice(Path(config).stem) for config in entry.config]}
-    if entry.for_each:
-        axis = f"{entry.for_each}ed"
-        axes[axis] = _axis_of_runs(axis, entry, kind, before)
+    for axis, source in _EACH.items():
+        if COMMANDS[source].section == entry.for_each:
+            axes[axis] = _axis_of_runs(axis, entry, kind, before)
     axes |= {name: _axis(name, given) for name, given in entry.grid.items()}
     if entry.seeds is not None:
         setting = COMMANDS[kind].seed

@@ -19,7 +19,7 @@ pretrain/imagenet21k_b12_wi1024_paper:
     augment.flip_probability: 0.5}
   Scaling MLPs, scaling-law runs: {optimizer.lr: 1.0e-05, optimizer.weight_decay: 0.001}
   public code: {schedule.name: constant, augment.crop_scale: [0.08, 1], augment.mixup_pairing:
-    previous, optimizer.decay: all}
+    ffcv, optimizer.decay: all}
 pretrain/imagenet21k_b12_wi1024_public:
   public code, README: {train.global_batch_size: 16384, train.duration: 800 epochs}
   public code, defaults: {optimizer.name: lion, optimizer.lr: 5.0e-05, optimizer.weight_decay: 0,
@@ -83,7 +83,7 @@ probe/cifar10_b12_wi1024_paper:
   public code: {schedule.name: constant, label_smoothing: 0.3, gradient_clip_norm: 1, batch_size:
     4096, weight_decays: [0], channel_stats: target}
 evaluate/cifar10_b12_wi1024_public:
-  public code, README: {views: 100, include_plain: false, data.split: test}
+  public code, README: {num_views: 100, include_plain: false, data.split: test}
 """)
 
 
