@@ -47,7 +47,7 @@ PUBLIC: dict[str, Any] = {
 
 
 class ViewSettings(AugmentSettings):
-    """Augmentation of a view. Settings that are not given are as in the training."""
+    """Augmentation of a view. Omitted settings are as in the training."""
 
     @model_validator(mode="after")
     def _of_one_image(self) -> "ViewSettings":
@@ -72,19 +72,19 @@ class EvaluateSettings(ShortRunSettings):
     """A run directory, one of its checkpoints, or an imported folder."""
     data: JudgedDataSettings
     run_dir: str | None = Field(None, examples=["runs/mine-views"])
-    """Directory of the results. Default: a directory in RUN/evaluations of the run of the weights,
-    or in FOLDER-evaluations next to a folder of weights."""
+    """Directory of the results. Default: a directory in RUN/evaluations, where RUN trained the
+    weights. For a folder of weights: in FOLDER-evaluations next to it."""
     num_views: int = Field(0, ge=0, le=100_000)
     """Test-time augmentation: predict the mean softmax over this many augmented views of each
     image; 0 uses the plain image. Each image is decoded once."""
     include_plain: bool = False
-    """Count the plain image as one more view, the first."""
+    """Average over the plain image, too, as the first view."""
     augment: ViewSettings = ViewSettings()
     """Augmentation of the views (needs num_views). Default: the crops and flips of the training.
     If it had none: those of the public code, a square crop of 0.4 to 1 of the area and flips.
     Settings that you omit keep their defaults."""
     seed: int = Field(0, ge=0)
-    """Seed of the views. A view is a function of (seed, number of the view, image)."""
+    """Seed of the views. A view depends only on the seed, its number and the image."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the forward pass. Softmax and scores are in fp32 or above."""
     local_batch_size: int = Field(512, ge=1)

@@ -54,9 +54,9 @@ class FeatureDataSettings(ReadingSettings):
     train_split: str = "train"
     """The split to learn from."""
     test_split: str = "val"
-    """The split to evaluate on. Nothing is chosen on it."""
+    """The split to evaluate on. It never affects a choice."""
     image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
-    """Pixels. Default: the checkpoint's, or without one the dataset's."""
+    """Image size in pixels. Default: the checkpoint's, else the dataset's."""
 
     @model_validator(mode="after")
     def _test_is_kept_apart(self) -> "FeatureDataSettings":
@@ -122,9 +122,9 @@ class ProbeSettings(FeatureSettings):
     converges. lion and adamw decouple weight decay from the gradient; sgd adds it to the gradient.
     Biases never decay. Views need lion, adamw or sgd."""
     lrs: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["lrs"]
-    """Each combination of learning rate, decay and length is a candidate. One pass over the
-    features trains all candidates, and the best on held-out samples is kept. The defaults of the
-    three lists depend on the optimizer."""
+    """Learning rates to try. Each combination of learning rate, decay and length is a candidate.
+    One pass over the features trains all candidates; the best on held-out samples is kept. The
+    defaults of the three lists depend on the optimizer."""
     weight_decays: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["weight_decays"]
     """See `lrs`."""
     epochs: Annotated[tuple[int, ...], _ONE_OR_MORE] = (1000,)
@@ -153,7 +153,8 @@ class ProbeSettings(FeatureSettings):
     """Augmentation of the views: view v is what training would see in epoch v. Images are never
     mixed."""
     holdout_fraction: float = Field(0.2, gt=0, lt=1)
-    """Fraction of the training split that chooses the candidate. The test split never chooses."""
+    """Fraction of the training split that is held out to choose the candidate. The test split never
+    chooses."""
     holdout_split: str | None = Field(None, examples=["holdout"])
     """Split that chooses the candidate, instead of a fraction of the training split."""
     refit: bool = True
@@ -238,8 +239,9 @@ class KnnSettings(FeatureSettings):
     seed: ClassVar[int] = 0
     cache_gb: ClassVar[float] = math.inf
     neighbours: Annotated[tuple[int, ...], _ONE_OR_MORE] = Field((20, 10, 100, 200), min_length=1)
-    """Numbers k of nearest training images that vote. All are evaluated at the cost of one. The
-    accuracy with the first k is `test_top1`: the best would be a choice on the test split."""
+    """Numbers k of nearest training images that vote. All are evaluated at the cost of one.
+    `test_top1` is the accuracy with the first k, not with the best, which would be a choice on the
+    test split."""
     weights: Literal["softmax", "uniform", "distance"] = "softmax"
     """Weight of a vote: exp(cosine similarity / temperature); 1; or 1 / cosine distance."""
     temperature: float = Field(0.07, gt=0)
