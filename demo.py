@@ -150,7 +150,7 @@ def main() -> int:
             "evaluate",
             f"pretrained={RUNS}/tune-mlp",
             "data.dataset=data/demo-transfer",
-            "views=20",
+            "num_views=20",
         ],
         ["analysis", "report", str(RUNS)],
     ):

@@ -1,6 +1,6 @@
 """The results table: one row for each accuracy of a finished run, for every figure, table and fit.
 
-A pretraining has a row for its end and for each checkpoint that `checkpoint.keep_at` kept. Probes,
+A pretraining has a row for its end and for each checkpoint of `checkpoint.milestones`. Probes,
 k-NN, tunings and evaluations have a row each, next to the weights that they used. Unknown values
 are null. No torch is imported.
 """
@@ -63,7 +63,7 @@ COLUMNS = {
     "global_batch_size": "images per step",
     "augmented": "true if the pretraining used crop, flip, auto-augment, erasing or mixing",
     "own_augmented": "the same for the training on top of it, or the views of a probe",
-    "views": "augmented views of an evaluation or probe",
+    "num_views": "augmented views of an evaluation or probe",
     "neighbors": "k of k-NN",
     "target": "dataset of the accuracy",
     "benchmark": "its public name, such as cifar10",
@@ -84,7 +84,16 @@ COLUMNS = {
 VARIABLES = (
     *("width", "hidden_width", "density", "channels", "tokens", "log_cs", "log2_omega", "gamma"),
     *("depth", "patch_size", "mixing", "kind", "model", "parameters", "multiply_adds", "epochs"),
-    *("images", "samples", "compute", "lr", "optimizer", "global_batch_size", "augmented", "views"),
+    *(
+        "images",
+        "samples",
+        "compute",
+        "lr",
+        "optimizer",
+        "global_batch_size",
+        "augmented",
+        "num_views",
+    ),
     *("task", "target", "neighbors"),
 )
 """Variables that figures distinguish results by, besides the axes of their plan: columns, and

@@ -5,7 +5,7 @@ after the other.
 
 Contestants, each the same number of steps on the same kind of batch:
   from shards          loader + augmentation + step: what `pretrain train` does (DeepSpeed, ZeRO 1, one rank)
-  from shards, hashed  the same while data.check hashes the shards, which it does once in a run
+  from shards, hashed  the same while data.verify_hashes hashes the shards, which it does once in a run
   resident, augmented  one stored batch again and again, augmented anew + step: no loader
   resident             one prepared batch again and again: the step alone
   resident, ZeRO 0     the same without sharding, which is what plain DDP does
@@ -230,7 +230,7 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
             f" {ratio(found, 'resident, ZeRO 0', 'plain DDP'):.1%}),"
             f" {ratio(found, 'resident', 'matmul limit'):.1%} of the matmul limit, which is"
             f" {tera * sorted(found['matmul limit'])[rounds // 2]:.2f} TFLOP/s here; while"
-            f" data.check hashes, steps cost {cost:.1%} more ({bench.hashed_bytes / 1e9:.2f} GB"
+            f" data.verify_hashes hashes, steps cost {cost:.1%} more ({bench.hashed_bytes / 1e9:.2f} GB"
             " were hashed)"
         ),
     )

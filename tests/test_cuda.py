@@ -262,14 +262,14 @@ TUNE = ("-m", "finetune", "tune", "configs/finetune/demo.yaml", f"train.duration
 PROBE = ("-m", "finetune", "probe", "configs/probe/demo.yaml")
 VERBS: dict[str, tuple[str, ...]] = {
     **{f"probe {name}": (*PROBE, f"optimizer={name}", "lrs=null") for name in ("sgd", "adamw", "lbfgs")},
-    "probe views": (*PROBE, "optimizer=lion", "views=4", "augment={crop_scale: [0.4, 1.0]}", "feature_dtype=float16"),
+    "probe views": (*PROBE, "optimizer=lion", "num_views=4", "augment={crop_scale: [0.4, 1.0]}", "feature_dtype=float16"),
     "knn": ("-m", "finetune", "knn", "configs/knn/demo.yaml"),
     "tune": TUNE,
     "tune compiled": (*TUNE, BF16, "engine.compile=true"),
     "tune auto": (*TUNE, BF16, "train.local_batch_size=auto"),
     "accelerate": ("-m", "accelerate.commands.launch", "--num_processes", "1", *TUNE),
     "evaluate": ("-m", "finetune", "evaluate"),
-    "evaluate views": ("-m", "finetune", "evaluate", "views=10", "precision=bf16"),
+    "evaluate views": ("-m", "finetune", "evaluate", "num_views=10", "precision=bf16"),
 }  # fmt: skip
 
 

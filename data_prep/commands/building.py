@@ -265,11 +265,11 @@ def _published(publish: Callable[[], Manifest], out: Path, *, as_json: bool) -> 
             f"most often ({count:,}): {reason}, such as {example['path']}"
             f" ({example['detail']}){remedy}"
         )
-    if manifest.num_held_out and "val_share" in manifest.source:
-        share = f"{manifest.source['val_share']:g} of each class, at least one of two"
+    if manifest.num_held_out and "val_fraction" in manifest.source:
+        share = f"{manifest.source['val_fraction']:g} of each class, at least one of two"
         print(
-            f"held out as val: {splits['val']:,} (source.val_share: {share}); source.val_share=0"
-            " trains on all of them"
+            f"held out as val: {splits['val']:,} (source.val_fraction: {share});"
+            " source.val_fraction=0 trains on all of them"
         )
     if manifest.num_left_out:
         print(f"left out, not read: {counted(manifest.num_left_out)}")

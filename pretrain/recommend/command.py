@@ -40,7 +40,7 @@ from pretrain.checkpoints.run import check_place, finished_result
 from pretrain.recommend import recipe
 from pretrain.recommend.look import Data, Machine, Pictures
 
-MAX_REJECT_SHARE = 0.1
+MAX_REJECT_FRACTION = 0.1
 """Limit of rejected images. The build's own limit is for archives of known content."""
 TIMED_SAMPLES = 2048
 
@@ -91,7 +91,7 @@ def _write_config(
         name = options.name or f"{name}-{ending}"
         values = recipe.tuning(data, name=name, pretrained=options.pretrained, card=card)
     if verb == "probe" and data.judged is None:
-        fix = "Build it with source.val_share=0.1, or tune (without --probe)"
+        fix = "Build it with source.val_fraction=0.1, or tune (without --probe)"
         problem = "the dataset has no split to test on"
         raise UserError(str(data.directory), problem, fix, code="bad-value")
     config, path = recipe.render(verb, values), Path(f"{values['run_dir']}.yaml")
@@ -142,7 +142,7 @@ def _build(options: argparse.Namespace, out: Path, *, card: ModelCard | None) ->
             "source.kind": "folder",
             "source.path": str(place),
             "source.labels": options.labels,
-            "max_reject_share": MAX_REJECT_SHARE,
+            "max_reject_fraction": MAX_REJECT_FRACTION,
         }
     if card is not None:
         size, reason = card.image_size, f"{options.pretrained} was trained at this size"
@@ -189,7 +189,7 @@ def _timed(command: list[str], values: dict[str, Any], data: Data) -> str:
             f"train.log_every_steps={steps // 2}",
             "schedule.warmup=1 steps",
             "data.eval_split=null",
-            "data.check=none",
+            "data.verify_hashes=never",
             "tracking.enabled=false",
         ]
         with open(log, "w") as output:

@@ -36,19 +36,19 @@ pretrain:
   config: {configs}/pretrain/demo_mlp.yaml
   overrides: [data.dataset={data}, data.eval_split=val, train.duration=6 epochs,
     "model={{kind: mlp, depth: 2, width: 32}}", train.global_batch_size=50, optimizer.lr=3e-4,
-    "checkpoint.keep_at=[2 epochs]"]
+    "checkpoint.milestones=[2 epochs]"]
   seeds: [3, 4]
   run_dir: runs/seed-{{seed}}
 probe:
   config: {configs}/probe/demo.yaml
   overrides: [data.dataset={other}]
-  each_pretrained: true
+  for_each: pretrain
   checkpoints: [2 epochs, 6 epochs]
   run_dir: runs/probe-{{pretrained}}
 finetune:
   config: {configs}/finetune/demo.yaml
   overrides: [data.dataset={other}, data.eval_split=val, "seeds=[7, 8]"]
-  each_pretrained: true
+  for_each: pretrain
   run_dir: runs/tune-{{pretrained}}
 """
 

@@ -210,7 +210,7 @@ def _two_steps(work: Work, shapes: Path, runs: Path) -> list[str]:
     settings = work.settings
     assert isinstance(settings, PretrainSettings)
     short = [f"{key}=2 steps" for key in ("train.duration", "train.eval_every", "checkpoint.every")]
-    short += ["train.global_batch_size=8", "checkpoint.keep_at=[]", f"data.dataset={shapes}"]
+    short += ["train.global_batch_size=8", "checkpoint.milestones=[]", f"data.dataset={shapes}"]
     short += [f"data.image_size={settings.data.image_size or 32}"]
     short += ["schedule.warmup=1 steps"] * (settings.schedule.warmup != "0 steps")
     short += [f"run_dir={runs}/{settings.run_dir.removeprefix('runs/')}"]

@@ -24,7 +24,7 @@ from tests.pretrain.augment.test_augmentation import CIFAR, COLOURS, FLOATS, PAP
 from tests.pretrain.augment.test_on_cpu import MEAN, SCALE, plain_mix, random_boxes
 
 AREA = AugmentSettings(crop_scale=(0.4, 1.0), crop_interpolation="area", mixup_alpha=0.8)
-PREVIOUS = AREA.model_copy(update={"mix_with": "previous"})
+PREVIOUS = AREA.model_copy(update={"mixup_pairing": "ffcv"})
 """The recipe of both ImageNet-21k configs."""
 
 
