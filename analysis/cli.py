@@ -61,7 +61,7 @@ def _add_verbs(verbs: Verbs) -> None:
         _collect,
         out="runs/plans/results",
         help="write the results of plans as a table: one row for each checkpoint and accuracy",
-        epilog="analysis collect configs/plan/scaling_laws.yaml --out scaling.parquet",
+        epilog="analysis collect configs/plan/scaling_laws.yaml --out runs/plans/all",
     )
     collect.add_argument("plans", nargs="+", metavar="PLAN.yaml", help="plans whose runs to read")
     figure = add_command(
