@@ -53,17 +53,17 @@ def _add_verbs(verbs: Verbs) -> None:
         help="draw all figures and tables of a paper on one page, or print their commands",
         epilog="analysis paper mixer --out papers/mixer",
     )
-    papers = "MLP-Mixer as a Wide and Sparse MLP, or Scaling MLPs"
+    papers = "Understanding MLP-Mixer as a Wide and Sparse MLP, or Scaling MLPs"
     paper.add_argument("paper", choices=["mixer", "scaling-mlps"], help=papers)
     collect = add_command(
         verbs,
         "collect",
         _collect,
         out="runs/plans/results",
-        help="write the results of plans as a table: a row per checkpoint and accuracy",
-        epilog="analysis collect configs/plan/scaling_laws.yaml --out scaling.parquet",
+        help="write the results of plans as a table: one row for each checkpoint and accuracy",
+        epilog="analysis collect configs/plan/scaling_laws.yaml --out runs/plans/all",
     )
-    collect.add_argument("plans", nargs="+", metavar="PLAN.yaml", help="plans to read")
+    collect.add_argument("plans", nargs="+", metavar="PLAN.yaml", help="plans whose runs to read")
     figure = add_command(
         verbs,
         "figure",

@@ -15,7 +15,7 @@ def add_commands(verbs: Verbs) -> None:
         _scaling,
         help="scaling laws of each target, recipe and family of models: in C, P and N, repeated"
         " data, the best P and N",
-        epilog="analysis scaling scaling.parquet --out runs/plans/scaling_laws-fits",
+        epilog="analysis scaling runs/plans/all.parquet --out runs/plans/scaling_laws-fits",
     )
     add_points(scaling, help="files of `analysis collect`, or CSV files with compute,error")
     scaling.add_argument(
