@@ -54,8 +54,8 @@ class IndexSettings(Settings):
     """cls: the integer in KEY.cls; txt: an integer or a class name in KEY.txt; json:FIELD.SUBFIELD:
     in KEY.json; none: no label."""
     classes_file: str | None = Field(None, examples=["classes.txt"])
-    """A text file with one class name per line, class 0 first. By default the classes are the
-    numbers, or the sorted names of the labels."""
+    """A text file with one class name per line, class 0 first. Default: the numbers, or the
+    sorted names of the labels."""
     image_member: str | None = Field(None, examples=["rgb.png"])
     """The ending of the image's member, if a sample has several images."""
     check: Literal["decode", "header"] = "decode"
