@@ -53,7 +53,7 @@ def _add_verbs(verbs: Verbs) -> None:
         help="draw all figures and tables of a paper on one page, or print their commands",
         epilog="analysis paper mixer --out papers/mixer",
     )
-    papers = "Understanding MLP-Mixer as a Wide and Sparse MLP, or Scaling MLPs"
+    papers = "MLP-Mixer as a Wide and Sparse MLP, or Scaling MLPs"
     paper.add_argument("paper", choices=["mixer", "scaling-mlps"], help=papers)
     collect = add_command(
         verbs,
