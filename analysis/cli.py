@@ -93,7 +93,7 @@ def _add_verbs(verbs: Verbs) -> None:
                 "--allow-incomplete", action="store_true", help="skip unfinished runs"
             )
         if verb is not collect:
-            add_points(verb, "--points", help="files of `analysis collect` to use instead of runs")
+            add_points(verb, "--points", help="results of `analysis collect` instead of runs")
     for package in (sweeps, scaling, features, matrices, speed):
         package.add_commands(verbs)
     for name in ("cka", "invariance", "spectra", "structure", "filters"):
