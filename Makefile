@@ -95,6 +95,7 @@ lint:
 	$(BIN)/shellcheck --external-sources --shell=bash cluster/site.env
 	$(BIN)/python -m deptry data_prep pretrain finetune analysis cluster
 	$(BIN)/python -m tests.budgets
+	$(BIN)/python -m tests.language
 
 types:
 	$(BIN)/mypy
