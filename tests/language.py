@@ -17,45 +17,26 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 CEILINGS = {
-    "data_prep": 130,
-    "pretrain": 174,
+    "data_prep": 141,
+    "pretrain": 179,
     "finetune": 29,
     "analysis": 48,
     "cluster": 31,
-    "benchmarks": 66,
-    "tests": 489,
-    "docs": 318,
-    "README.md": 20,
-    "CONTRIBUTING.md": 13,
+    "benchmarks": 71,
+    "tests": 539,
+    "docs": 343,
+    "README.md": 24,
+    "CONTRIBUTING.md": 14,
 }
 MOST_WORDS = 25
-BANNED = {
-    word: re.compile(rf"\b(?:{word})\b", re.IGNORECASE)
-    for word in (
-        *(
-            "anew",
-            "once more",
-            "beside",
-            "mend(?:ed|s)?",
-            "goes on",
-            "going on",
-            "go on",
-            "held to",
-        ),
-        *("name another", "will not do", "is refused", "are refused", "left out", "such as stand"),
-        *(
-            "so many",
-            "so long",
-            "at the latest",
-            "in the end",
-            "behind training",
-            "whole(?! number)",
-            "judged",
-        ),
-        *("multiply-adds", "verbs?", "twins?", "stands", "alone", "pictures?"),
-        *("analys(?:e|ed|es|ing)", "normalis\\w+", "colours?", "neighbours?", "behaviour"),
-    )
-}
+BANNED = re.compile(
+    r"\b(?:anew|once more|beside|mend(?:s|ed)?|goes on|going on|go on|held to|name another"
+    r"|will not do|(?:is|are) refused|left out|stands|so many|so long|at the latest|in the end"
+    r"|behind training|whole(?! number)|judged|multiply-adds|verbs?|twins?|alone|pictures?"
+    r"|analys(?:e|ed|es|ing)|normalis\w+|colours?|neighbours?|behaviour)\b",
+    re.IGNORECASE,
+)
+"""Words of the table in our style guide, and British spellings."""
 OPENINGS = re.compile(r"(?:Of|That|By|With|What|Who|Where|Whether|Which)\b")
 Text = tuple[int, str, bool]
 """Line, text, and whether it is a docstring."""
@@ -77,9 +58,9 @@ def texts_of_python(source: str) -> Iterator[Text]:
                 docstrings.add(id(statement.value))
                 yield statement.lineno, statement.value.value, True
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in docstrings and len(node.value.split()) > 3:
-                yield node.lineno, node.value, False
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and id(node) not in docstrings and len(node.value.split()) > 3:
+            yield node.lineno, node.value, False
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not token.string.startswith(
             ("# type:", "# fmt:", "#!")
@@ -118,9 +99,8 @@ def violations_of(path: Path) -> Iterator[tuple[int, str, str]]:
     texts = texts_of_markdown if path.suffix == ".md" else texts_of_python
     for line, text, is_docstring in texts(source):
         plain = re.sub(r"`[^`]*`", "", text)
-        for word, pattern in BANNED.items():
-            if found := pattern.search(plain):
-                yield line, "banned word", found[0]
+        for found in BANNED.finditer(plain):
+            yield line, "banned word", found[0]
         for sentence in sentences_of(text):
             words = sentence.split()
             if len(words) > MOST_WORDS:
