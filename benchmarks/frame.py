@@ -131,6 +131,11 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     print(f"{machine()}, commit {commit()}, load {os.getloadavg()[0]:.1f}", flush=True)
 
 
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+
+
 def report(title: str, found: Rates, *, unit: str, against: str, headline: str) -> None:
     """Print median, range and ratio of each contestant."""
     rows = [

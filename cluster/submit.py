@@ -83,9 +83,7 @@ def submit(submission: Submission, jobs: list[str]) -> None:
     script = f"{snapshot}/cluster/{submission.name}"
     if order.grid:
         submit_grid(order.grid, submission, order.writes, script, jobs)
-    elif submission.has("test-only"):
-        _sbatch([*submission.options, script, *arguments])
-    elif submission.name != "data_prep.slurm":
+    elif submission.has("test-only") or submission.name != "data_prep.slurm":
         _sbatch([*submission.options, script, *arguments], jobs, order.writes)
     else:
         _sbatch([*submission.options, script, "--parts", *arguments], jobs, order.writes)
@@ -118,10 +116,7 @@ def submit_grid(
             words.append(f"--dependency={','.join(filter(None, waits))}")
         words += [script, *submission.arguments]
         try:
-            if submission.has("test-only"):
-                _sbatch(words)
-            else:
-                _sbatch(words, jobs, {places[index]: str(index) for index in chosen})
+            _sbatch(words, jobs, {places[index]: str(index) for index in chosen})
         except QueueFullError:
             length = len(chosen) // 2
             if not length:
@@ -130,9 +125,7 @@ def submit_grid(
             todo = todo[len(chosen) :]
 
 
-def _sbatch(
-    words: Sequence[str], jobs: list[str] | None = None, writes: Mapping[str, str] | None = None
-) -> None:
+def _sbatch(words: Sequence[str], jobs: list[str], writes: Mapping[str, str]) -> None:
     """Submit a job, append its number to `jobs`, and record the places that it writes."""
     done = subprocess.run(
         ["sbatch", "--parsable", *words],
@@ -146,7 +139,7 @@ def _sbatch(
     print(done.stderr, end="", file=sys.stderr, flush=True)
     if done.returncode:
         raise RefusedError
-    if jobs is not None and writes is not None:
+    if "--test-only" not in words:
         lines = done.stdout.split()  # sites may print more before the number
         jobs.append(lines[-1].partition(";")[0] if lines else "")
         directory = Path("jobs", jobs[-1])
