@@ -8,7 +8,6 @@ machine drifts. The result is the ratio within a round, and its median over the 
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -159,14 +158,11 @@ def keep(figures: dict[str, float]) -> None:
 def machine() -> str:
     import torch
 
+    from pretrain.tracking.node import cpu_name
+
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if "model name" in line
-    ]
-    return f"{names[0] if names else platform.processor()}, {len(names)} cores, no GPU"
+    return f"{cpu_name()}, {os.cpu_count()} cores, no GPU"
 
 
 def commit() -> str:

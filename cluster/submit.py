@@ -84,13 +84,15 @@ def submit(submission: Submission, jobs: list[str]) -> None:
     if order.grid:
         submit_grid(order.grid, submission, order.writes, script, jobs)
     elif submission.has("test-only") or submission.name != "data_prep.slurm":
-        _sbatch([*submission.options, script, *arguments], jobs, order.writes)
+        _sbatch(submission, [*submission.options, script, *arguments], jobs, order.writes)
     else:
-        _sbatch([*submission.options, script, "--parts", *arguments], jobs, order.writes)
+        _sbatch(
+            submission, [*submission.options, script, "--parts", *arguments], jobs, order.writes
+        )
         waits = (f"--dependency=afterok:{jobs[-1]}", "--kill-on-invalid-dep=yes", "--array=0")
         words = [*submission.options, *waits, script, "--merge", *arguments]
         try:
-            _sbatch(words, jobs, order.writes)
+            _sbatch(submission, words, jobs, order.writes)
         except RefusedError:
             slurm("scancel", jobs[-1])
             parts = jobs.pop()
@@ -116,7 +118,7 @@ def submit_grid(
             words.append(f"--dependency={','.join(filter(None, waits))}")
         words += [script, *submission.arguments]
         try:
-            _sbatch(words, jobs, {places[index]: str(index) for index in chosen})
+            _sbatch(submission, words, jobs, {places[index]: str(index) for index in chosen})
         except QueueFullError:
             length = len(chosen) // 2
             if not length:
@@ -125,7 +127,9 @@ def submit_grid(
             todo = todo[len(chosen) :]
 
 
-def _sbatch(words: Sequence[str], jobs: list[str], writes: Mapping[str, str]) -> None:
+def _sbatch(
+    submission: Submission, words: Sequence[str], jobs: list[str], writes: Mapping[str, str]
+) -> None:
     """Submit a job, append its number to `jobs`, and record the places that it writes."""
     done = subprocess.run(
         ["sbatch", "--parsable", *words],
@@ -139,7 +143,7 @@ def _sbatch(words: Sequence[str], jobs: list[str], writes: Mapping[str, str]) ->
     print(done.stderr, end="", file=sys.stderr, flush=True)
     if done.returncode:
         raise RefusedError
-    if "--test-only" not in words:
+    if not submission.has("test-only"):
         lines = done.stdout.split()  # sites may print more before the number
         jobs.append(lines[-1].partition(";")[0] if lines else "")
         directory = Path("jobs", jobs[-1])

@@ -157,7 +157,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
         return before.under(settings)
     arrangement = source.arrange(inventory)
     _refuse_empty(source, inventory, arrangement)
-    arrangement = _drawn(settings, inventory, arrangement, exclusions)
+    arrangement = _draw_images(settings, inventory, arrangement, exclusions)
     labels, classes, left_out = _renumber(settings, inventory, arrangement)
     orders, shards = _write_orders(
         settings, inventory, arrangement, _Dropped(labels, exclusions, left_out)
@@ -458,7 +458,7 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
         )
 
 
-def _drawn(
+def _draw_images(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement, exclusions: Exclusions
 ) -> Arrangement:
     """Draw the images of `per_class` among those that stay, and omit classes that have too few."""
