@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from frame import HERE, commit, machine
+from frame import HERE, commit, machine, markdown
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy, pad
 
@@ -187,15 +187,14 @@ def tune() -> None:
 
 def lines_of(results: pd.DataFrame) -> list[str]:
     """Return the table of README, best model first: means and standard deviations over seeds."""
-    lines = ["| model | test accuracy, % | seeds | parameters | minutes |", "|---|---|---|---|---|"]
+    lines = []
     for name in results.groupby("model")["top1"].mean().sort_values(ascending=False).index:
         rows = results[results["model"] == name]
         top1, size = 100 * rows["top1"], rows["parameters"].iloc[0]
         spread = f" ± {top1.std():.2f}" if len(rows) > 1 else ""
         facts = (f"{len(rows)}", "-" if np.isnan(size) else f"{size:,.0f}")
-        words = (name, f"{top1.mean():.2f}{spread}", *facts, f"{rows['minutes'].mean():.1f}")
-        lines.append(f"| {' | '.join(words)} |")
-    return lines
+        lines.append((name, f"{top1.mean():.2f}{spread}", *facts, f"{rows['minutes'].mean():.1f}"))
+    return markdown(("model", "test accuracy, %", "seeds", "parameters", "minutes"), lines)
 
 
 def draw(results: pd.DataFrame, path: Path) -> None:
