@@ -115,6 +115,7 @@ def fit(name: str, setting: float, seed: int, dataset: str, split: str) -> Mappi
 def run_all(commands: Mapping[str, Sequence[str]], kept: Path) -> dict[str, dict[str, Any]]:
     """Run the commands that have no line in `kept`, two at a time. Return the minutes of CPU time
     of each, and what a peer prints."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     done = {row["name"]: row for row in rows}
     left = [name for name in commands if name not in done]
