@@ -38,8 +38,8 @@ PLAN, RUNS = "configs/plan/fashion_mnist.yaml", Path("runs/plans/fashion_mnist")
 DATASET, HELD_OUT = "data/fashion-mnist", "data/fashion-mnist-val"
 RESULTS = HERE.parent / "tests/analysis/points/fashion_mnist.csv"
 SETTINGS = {
-    "logistic regression": (0.01, 0.03, 0.1, 0.3),
-    "gradient boosting": (0.1, 0.2),
+    "logistic regression": (0.03, 0.1, 0.3, 1.0, 3.0),
+    "gradient boosting": (0.05, 0.1, 0.2),
     "CNN": (0.003, 0.01, 0.03),
 }
 """Tried values of scikit-learn's C, and of the learning rates."""
