@@ -84,13 +84,12 @@ def texts_of_markdown(source: str) -> Iterator[Text]:
 
 
 def sentences_of(text: str) -> list[str]:
-    plain = re.sub(r"``.*?``|`[^`]*`", "CODE", text)
+    """Return the sentences, without lines of tables and of aligned columns."""
+    lines = [line for line in text.splitlines() if not re.search(r"\S {3,}|^\s*\|", line)]
+    plain = re.sub(r"``.*?``|`[^`]*`", "CODE", "\n".join(lines))
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain)
-    return [
-        part
-        for part in re.split(r"(?<=[.!?])\s+|\n\s*\n|\n\s*[-*]\s|\n\s{4,}", plain)
-        if part.strip()
-    ]
+    ends = r"(?<=[.!?])[\s)]+|\n\s*\n|\n\s*(?:[-*]|\d+\.)\s|\n\s{4,}(?=\S+: )"
+    return [part for part in re.split(ends, plain) if part.strip()]
 
 
 def violations_of(path: Path) -> Iterator[tuple[int, str, str]]:
