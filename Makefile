@@ -25,9 +25,9 @@ findings: .venv/.installed $(if $(filter transfer,$(CLAIM)),transfer-data) $(if 
 	for claim in $(CLAIM); do \
 	    plan=configs/plan/findings_$$claim; table=tests/analysis/points/findings_$$claim; \
 	    $(BIN)/python -m cluster run $${plan}_rates.yaml; [ $$? -ne 130 ] || exit 130; \
-	    $(BIN)/analysis points $${plan}_rates.yaml --partial --out $${table}_rates || exit 1; \
+	    $(BIN)/analysis collect $${plan}_rates.yaml --allow-incomplete --out $${table}_rates || exit 1; \
 	    [ -e $$plan.yaml ] || { echo "$$claim: the final plan is not yet written"; continue; }; \
-	    $(BIN)/python -m cluster run $$plan.yaml && $(BIN)/analysis points $$plan.yaml --out $$table || exit 1; \
+	    $(BIN)/python -m cluster run $$plan.yaml && $(BIN)/analysis collect $$plan.yaml --out $$table || exit 1; \
 	done
 	$(BIN)/python benchmarks/findings.py
 
@@ -57,7 +57,7 @@ transfer-data: .venv/.installed
 
 # Runs the demo variants of all plans of the papers, in about 20 minutes, and collects their results for the tests of figures.
 # Finished members are kept; `make clean-demos demos` starts again.
-PLANS := $(wildcard configs/plan/[ab]_*.yaml)
+PLANS := $(wildcard configs/plan/mixer_*.yaml configs/plan/scaling_*.yaml)
 demos: .venv/.installed
 	@took= failed=; \
 	for plan in $(PLANS); do \
@@ -66,7 +66,7 @@ demos: .venv/.installed
 	    took="$$took$$(($$(date +%s) - began)) s  $$plan\n"; \
 	done; \
 	printf "\n$$took"; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
-	$(BIN)/python -m analysis points $(PLANS) --demo --out tests/analysis/points/demos.parquet
+	$(BIN)/python -m analysis collect $(PLANS) --demo --out tests/analysis/points/demos.parquet
 
 test: .venv/.installed
 	$(MAKE) --no-print-directory lint arrows

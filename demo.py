@@ -150,7 +150,7 @@ def main() -> int:
             "evaluate",
             f"pretrained={RUNS}/tune-mlp",
             "data.dataset=data/demo-transfer",
-            "views=20",
+            "num_views=20",
         ],
         ["analysis", "report", str(RUNS)],
     ):
@@ -161,7 +161,7 @@ def main() -> int:
         *(f"  {path}" for path in sorted(RUNS.glob("*/checkpoints/step-*"))),
         sep="\n",
     )
-    print("MLflow page: .venv/bin/python -m pretrain serve runs/demo   prints its address")
+    print("MLflow page: .venv/bin/python -m pretrain ui runs/demo   prints its address")
     return code
 
 

@@ -50,27 +50,27 @@ def _add_verbs(verbs: Verbs) -> None:
         "paper",
         _paper,
         out="papers/{paper}",
-        help="one page with every figure and table of a paper, and the commands for missing ones",
-        epilog="analysis paper A --out papers/A",
+        help="draw all figures and tables of a paper on one page, or print their commands",
+        epilog="analysis paper mixer --out papers/mixer",
     )
-    papers = "A: Understanding MLP-Mixer; B: Scaling MLPs"
-    paper.add_argument("paper", choices=["A", "B"], help=papers)
-    points = add_command(
+    papers = "MLP-Mixer as a Wide and Sparse MLP, or Scaling MLPs"
+    paper.add_argument("paper", choices=["mixer", "scaling-mlps"], help=papers)
+    collect = add_command(
         verbs,
-        "points",
-        _points,
-        out="runs/plans/points",
-        help="the results table of plans: one row for each checkpoint and accuracy",
-        epilog="analysis points configs/plan/b_scaling.yaml --out runs/plans/b_scaling.parquet",
+        "collect",
+        _collect,
+        out="runs/plans/results",
+        help="write the results of plans as a table: one row for each checkpoint and accuracy",
+        epilog="analysis collect configs/plan/scaling_laws.yaml --out runs/plans/all",
     )
-    points.add_argument("plans", nargs="+", metavar="PLAN.yaml", help="plans whose runs to read")
+    collect.add_argument("plans", nargs="+", metavar="PLAN.yaml", help="plans whose runs to read")
     figure = add_command(
         verbs,
         "figure",
         _figure,
         out="runs/plans/{plan.stem}{demo}/figure",
-        help="the `figure:` of a plan file",
-        epilog="analysis figure configs/plan/a_fig7_depth.yaml",
+        help="draw the `figure:` of a plan file",
+        epilog="analysis figure configs/plan/mixer_fig7_depth.yaml",
     )
     figure.add_argument("plan", type=Path, metavar="PLAN.yaml", help="plan whose runs to read")
     figure.add_argument(
@@ -80,7 +80,7 @@ def _add_verbs(verbs: Verbs) -> None:
         "--check", action="store_true", help="only check the `figure:`, before the plan is run"
     )
     figure.set_defaults(run=_run_figure)
-    for verb in (points, figure, paper):
+    for verb in (collect, figure, paper):
         verb.add_argument(
             "--demo",
             action="store_const",
@@ -89,9 +89,11 @@ def _add_verbs(verbs: Verbs) -> None:
             help="use the `demo:` section of each plan",
         )
         if verb is not paper:
-            verb.add_argument("--partial", action="store_true", help="use the finished runs only")
-        if verb is not points:
-            add_points(verb, "--points", help="files of `analysis points` to use instead of runs")
+            verb.add_argument(
+                "--allow-incomplete", action="store_true", help="skip unfinished runs"
+            )
+        if verb is not collect:
+            add_points(verb, "--points", help="results of `analysis collect` instead of runs")
     for package in (sweeps, scaling, features, matrices, speed):
         package.add_commands(verbs)
     for name in ("cka", "invariance", "spectra", "structure", "filters"):
@@ -126,12 +128,12 @@ def _table(options: argparse.Namespace) -> Result:
     return table(results_below(root))
 
 
-def _points(options: argparse.Namespace) -> Result:
+def _collect(options: argparse.Namespace) -> Result:
     from analysis.results import results_of_plans
     from cluster.plan_file import load_plan
 
     plans = [load_plan(path, is_demo=bool(options.demo)) for path in options.plans]
-    results = results_of_plans(plans, partial=options.partial)
+    results = results_of_plans(plans, partial=options.allow_incomplete)
     line = f"{len(results):,} results of {results.run.nunique():,} runs"
     return Result(results, inputs=options.plans, printed=[line])
 
@@ -151,7 +153,7 @@ def _figure(options: argparse.Namespace) -> Result:
     from analysis.results import read_results
 
     results = read_results(options.points) if options.points else None
-    return figure(options.loaded, results, partial=options.partial)
+    return figure(options.loaded, results, partial=options.allow_incomplete)
 
 
 def _paper(options: argparse.Namespace) -> Result:

@@ -59,5 +59,5 @@ def device_of(name: str | None) -> "torch.device":
 
 def add_points(command: argparse.ArgumentParser, *names: str, **about: Any) -> None:
     """Add the option or argument `points`: files whose hashes are recorded."""
-    about = {"help": "files of `analysis points`", **about}
+    about = {"help": "files of `analysis collect`", **about}
     command.add_argument(*(names or ("points",)), type=Path, nargs="+", **about)

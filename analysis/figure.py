@@ -96,7 +96,7 @@ def _cka(plan: Plan, *, partial: bool) -> Result:
     stages = [stage for stage in plan.stages if stage.kind == "pretrain"]
     unfinished = [member.work.writes for stage in stages for member in stage.undone()]
     if unfinished and not partial:
-        fix = "run the plan to its end, or give --partial"
+        fix = "finish the plan, or give --allow-incomplete"
         raise SettingsError(unfinished[0], "the run is not finished", fix, code="unfinished")
     pairs = [pair for pair in _pairs(plan) if not {*pair} & {*unfinished}]
     if not pairs:

@@ -1,6 +1,6 @@
 """The results table: one row for each accuracy of a finished run, for every figure, table and fit.
 
-A pretraining has a row for its end and for each checkpoint that `checkpoint.keep_at` kept. Probes,
+A pretraining has a row for its end and for each checkpoint of `checkpoint.milestones`. Probes,
 k-NN, tunings and evaluations have a row each, next to the weights that they used. Unknown values
 are null. No torch is imported.
 """
@@ -63,7 +63,7 @@ COLUMNS = {
     "global_batch_size": "images per step",
     "augmented": "true if the pretraining used crop, flip, auto-augment, erasing or mixing",
     "own_augmented": "the same for the training on top of it, or the views of a probe",
-    "views": "augmented views of an evaluation or probe",
+    "num_views": "augmented views of an evaluation or probe",
     "neighbors": "k of k-NN",
     "target": "dataset of the accuracy",
     "benchmark": "its public name, such as cifar10",
@@ -84,7 +84,16 @@ COLUMNS = {
 VARIABLES = (
     *("width", "hidden_width", "density", "channels", "tokens", "log_cs", "log2_omega", "gamma"),
     *("depth", "patch_size", "mixing", "kind", "model", "parameters", "multiply_adds", "epochs"),
-    *("images", "samples", "compute", "lr", "optimizer", "global_batch_size", "augmented", "views"),
+    *(
+        "images",
+        "samples",
+        "compute",
+        "lr",
+        "optimizer",
+        "global_batch_size",
+        "augmented",
+        "num_views",
+    ),
     *("task", "target", "neighbors"),
 )
 """Variables that figures distinguish results by, besides the axes of their plan: columns, and
@@ -100,10 +109,10 @@ def as_frame(rows: Sequence[dict[str, Any]] | pd.DataFrame) -> pd.DataFrame:
 
 
 def read_results(paths: Iterable[Path]) -> pd.DataFrame:
-    """Read files that `analysis points` has written. Missing columns are null."""
+    """Read files that `analysis collect` has written. Missing columns are null."""
     frames = []
     for path in paths:
-        fix = "write it with `analysis points PLAN --out FILE.parquet`"
+        fix = "write it with `analysis collect PLAN --out FILE.parquet`"
         try:
             frame = pd.read_parquet(path)
         except FileNotFoundError:
@@ -161,7 +170,7 @@ def results_of_plans(plans: Sequence[Plan], *, partial: bool = False) -> pd.Data
     if unfinished and not partial:
         more = f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else ""
         problem = f"{', '.join(unfinished[:3])}{more} are not finished"
-        fix = "run the plan to its end, or give --partial"
+        fix = "finish the plan, or give --allow-incomplete"
         raise SettingsError(names, problem, fix, code="unfinished")
     if not rows:
         raise SettingsError(names, "no member is finished", "run the plan first", code="empty")

@@ -104,15 +104,16 @@ def _about(run: Run, chain: Sequence[Run]) -> dict[str, Any]:
         "start": _start(run, chain), "target": run.dataset_name,
         "benchmark": run.tags.get("target"),
         "target_hash": manifest.content_hash if manifest else None, "split": run.split,
-        "num_test": split.num_samples if split else None, "views": run.settings.get("views"),
-        "images_per_s": run.result.get("images_per_s"), "loss": run.result.get("eval/loss"),
+        "num_test": split.num_samples if split else None,
+        "num_views": run.settings.get("num_views"), "images_per_s": run.result.get("images_per_s"),
+        "loss": run.result.get("eval/loss"),
     }  # fmt: skip
     row["method"] = run.task
     if run.task == "pretrain":
         row["method"] = None if run.record.parents else "scratch"
     elif run.task == "evaluate":
         is_tuned = trained.task == "tune"
-        row["method"] = "tta" if is_tuned and run.settings.get("views") else None
+        row["method"] = "tta" if is_tuned and run.settings.get("num_views") else None
     if run.task not in TRAININGS:
         row["own_seed"] = trained.record.seed
         row["own_augmented"] = is_augmented(trained)
@@ -170,7 +171,7 @@ def plain_length(length: str) -> str:
 
 def is_augmented(run: Run) -> bool:
     if run.task in ("probe", "knn"):
-        return run.params.get("views", "") not in OFF
+        return run.params.get("num_views", "") not in OFF
     return any(run.params.get(f"augment.{name}", "") not in OFF for name in AUGMENTATIONS)
 
 
@@ -180,7 +181,7 @@ def _rows_of_training(run: Run, row: dict[str, Any]) -> list[dict[str, Any]]:
     row["weights"] = str(run.directory)
     last, rows = int(run.result.get("step", 0)), []
     _, losses, accuracies = (dict(zip(*curve, strict=True)) for curve in run.curves(*CURVES))
-    if (run.settings.get("checkpoint") or {}).get("keep_at"):
+    if (run.settings.get("checkpoint") or {}).get("milestones"):
         for step in map(step_of, list_checkpoints(run.directory)):
             if step in accuracies and step < last:
                 scores = {"error": 1 - accuracies[step], "loss": losses.get(step)}
@@ -289,10 +290,11 @@ def _curves(run: Run) -> dict[str, Any]:
 
 def _data_of(run: Run) -> TrainingData | None:
     data = run.settings.get("data") or {}
-    also = [
-        {**each, "dataset": str(run.path_of(each["dataset"]))} for each in data.get("also") or ()
+    extra = [
+        {**each, "dataset": str(run.path_of(each["dataset"]))}
+        for each in data.get("extra_datasets") or ()
     ]
-    return _load_data(json.dumps({**data, "dataset": str(run.dataset), "also": also}))
+    return _load_data(json.dumps({**data, "dataset": str(run.dataset), "extra_datasets": extra}))
 
 
 @lru_cache(maxsize=64)

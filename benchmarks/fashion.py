@@ -1,19 +1,21 @@
 """Test accuracy on Fashion-MNIST: an MLP and a Mixer of ours, and three peers on the same images.
 
-    .venv/bin/python benchmarks/fashion.py [--draw]
-
-Build the dataset, train the unfinished models, write RESULTS, print the table of README and draw
-its figure. You can interrupt the command and rerun it. --draw only prints and draws RESULTS.
+    .venv/bin/python benchmarks/fashion.py         trains, writes RESULTS, prints README's table, draws its figure
+    .venv/bin/python benchmarks/fashion.py --draw  only prints and draws RESULTS
+    .venv/bin/python benchmarks/fashion.py --tune  prints accuracies of the peers' settings on a tenth of train
 
 The peers are scikit-learn's logistic regression and gradient boosting (on means of 2 x 2 pixels),
-and a small convolutional network with the epochs, batches and augmentation of ours. Minutes are
-CPU time of a peer, and for ours the images divided by the fastest rate of ten steps on one core.
+and a small convolutional network with the epochs, batches and augmentation of ours. Each training
+is a process with one thread, and two run at a time. Minutes are CPU time of the complete process.
+You can interrupt the command and rerun it; unfinished trainings begin again.
 """
 
+import json
 import os
+import shutil
 import subprocess
 import sys
-import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from frame import HERE, commit, machine
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy, pad
 
+from cluster.plan_file import load_checked
 from data_prep.manifest import load_manifest
 from data_prep.publish import write_atomic
 from finetune.looks import BLUE, GREY, PAGE, looks, save
@@ -32,24 +35,22 @@ from pretrain.data.reader import open_split
 from pretrain.models.cost import cost_of
 
 PLAN, RUNS = "configs/plan/fashion_mnist.yaml", Path("runs/plans/fashion_mnist")
+DATASET, HELD_OUT = "data/fashion-mnist", "data/fashion-mnist-val"
 RESULTS = HERE.parent / "tests/analysis/points/fashion_mnist.csv"
-PEERS = {"logistic regression": 1, "gradient boosting": 1, "CNN": 5}
-"""Number of seeds."""
-EPOCHS, BATCH, LR = 10, 128, 1e-2
+SETTINGS = {
+    "logistic regression": (0.01, 0.03, 0.1, 0.3),
+    "gradient boosting": (0.1, 0.2),
+    "CNN": (0.003, 0.01, 0.03),
+}
+"""Tried values of scikit-learn's C, and of the learning rates."""
+BEST = {"logistic regression": 0.1, "gradient boosting": 0.1, "CNN": 0.01}
+NUM_SEEDS = {"CNN": 5}
+EPOCHS, BATCH = 10, 128
 COLUMNS = ("model", "seed", "top1", "parameters", "minutes")
 Split = tuple[Tensor, Tensor]
 
 
-def facts_of(run: Run) -> tuple[Any, ...]:
-    card, ((_, rates),) = card_of(run.directory), run.curves("usage/images_per_s")
-    assert card is not None
-    name = f"{run.name.partition('-')[0]} ({card.model.label})"
-    size = cost_of(card.model, num_classes=10, image_size=32).num_parameters
-    minutes = run.result["step"] * BATCH / max(rates) / 60
-    return name, run.settings["train"]["seed"], run.top1, size, minutes
-
-
-def read_split(split: str, dataset: str = "data/fashion-mnist") -> Split:
+def read_split(split: str, dataset: str) -> Split:
     """Return images (one of their three equal channels) and labels."""
     reader = open_split(dataset, load_manifest(Path(dataset)), split)
     images = reader.images(np.arange(reader.num_samples))[:, None, :, :, 0]
@@ -65,7 +66,7 @@ def augment(images: Tensor) -> Tensor:
     return pad(images, (2, 2, 2, 2))[rows, 0, down[:, :, None], right[:, None]][:, None]
 
 
-def fit_cnn(train: Split, test: Split, seed: int) -> tuple[float, int]:
+def fit_cnn(train: Split, test: Split, lr: float, seed: int) -> tuple[float, int]:
     """Return the accuracy and the number of parameters."""
     torch.manual_seed(seed)
     parts: list[nn.Module] = []
@@ -74,9 +75,9 @@ def fit_cnn(train: Split, test: Split, seed: int) -> tuple[float, int]:
         parts += [convolution, nn.MaxPool2d(2), nn.BatchNorm2d(channels), nn.ReLU()]
     model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(64 * 4 * 4, 10))
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
     batches = [b for _ in range(EPOCHS) for b in torch.split(torch.randperm(len(train[0])), BATCH)]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, len(batches), pct_start=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, len(batches), pct_start=0.05)
     for chosen in batches:
         optimizer.zero_grad()
         scores = model(augment(train[0][chosen]))
@@ -89,39 +90,99 @@ def fit_cnn(train: Split, test: Split, seed: int) -> tuple[float, int]:
     return (scores.argmax(1) == test[1]).float().mean().item(), num_parameters
 
 
-def fit(name: str, train: Split, test: Split, seed: int) -> tuple[float, int | None]:
+def fit(name: str, setting: float, seed: int, dataset: str, split: str) -> Mapping[str, Any]:
+    """Fit a peer in this process, and return its accuracy and size."""
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.linear_model import LogisticRegression
 
+    torch.set_num_threads(1)
+    train, test = read_split("train", dataset), read_split(split, dataset)
     if name == "CNN":
-        return fit_cnn(train, test, seed)
+        top1, size = fit_cnn(train, test, setting, seed)
+        return {"top1": top1, "parameters": size}
     is_linear = name == "logistic regression"
     x, x_test = (avg_pool2d(each[0], 2 - is_linear).flatten(1).numpy() for each in (train, test))
-    model = LogisticRegression(max_iter=200) if is_linear else HistGradientBoostingClassifier()
+    model = (
+        LogisticRegression(C=setting, max_iter=1000, tol=1e-3)
+        if is_linear
+        else HistGradientBoostingClassifier(learning_rate=setting, random_state=seed)
+    )
     model.fit(x, train[1].numpy())
-    return model.score(x_test, test[1].numpy()), model.coef_.size + 10 if is_linear else None
+    size = model.coef_.size + 10 if is_linear else None
+    return {"top1": model.score(x_test, test[1].numpy()), "parameters": size}
+
+
+def run_all(commands: Mapping[str, Sequence[str]], kept: Path) -> dict[str, dict[str, Any]]:
+    """Run the commands that have no line in `kept`, two at a time. Return the minutes of CPU time
+    of each, and what a peer prints."""
+    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    done = {row["name"]: row for row in rows}
+    left = [name for name in commands if name not in done]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    running: dict[int, tuple[str, subprocess.Popen[str]]] = {}
+    while left or running:
+        if left and len(running) < 2:
+            name = left.pop(0)
+            shutil.rmtree(
+                RUNS / name, ignore_errors=True
+            )  # a part of it would have too few minutes
+            output = subprocess.PIPE if commands[name][0] == __file__ else None
+            words = [sys.executable, *commands[name]]
+            child = subprocess.Popen(words, env=environment, stdout=output, text=True)
+            running[child.pid] = (name, child)
+            continue
+        pid, status, usage = os.wait4(-1, 0)
+        name, child = running.pop(pid)
+        if status != 0:
+            sys.exit(f"{name} failed; its error is above")
+        row = {"name": name, "minutes": (usage.ru_utime + usage.ru_stime) / 60}
+        row |= json.load(child.stdout) if child.stdout else {}
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        write_atomic(kept, "".join(f"{json.dumps(each)}\n" for each in rows).encode())
+    return {row["name"]: row for row in rows}
+
+
+def command_of(name: str, setting: float, seed: int, dataset: str, split: str) -> list[str]:
+    return [__file__, "--fit", name, f"{setting}", f"{seed}", dataset, split]
 
 
 def train() -> None:
     """Train what has no result, and write RESULTS."""
-    torch.set_num_threads(1)
-    words = [sys.executable, "-m", "cluster", "run", PLAN]
-    subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
-    kept, splits = RUNS / "peers.csv", (read_split("train"), read_split("test"))
-    found = [*pd.read_csv(kept).itertuples(index=False)] if kept.exists() else []
-    for name, seed in [(name, seed) for name, count in PEERS.items() for seed in range(count)]:
-        if all(row[:2] != (name, seed) for row in found):
-            began_s = time.process_time()
-            top1, size = fit(name, *splits, seed)
-            found.append((name, seed, top1, size, (time.process_time() - began_s) / 60))
-            write(found, kept)
-    ours = [facts_of(run) for run in runs_below(RUNS, deepest=1)]
-    write(ours + found, RESULTS, machine=machine(), commit=commit())
+    works = [member.work for stage in load_checked(PLAN).stages for member in stage.members]
+    ours = {Path(work.writes).name: ["-m", *work.words, "--ranks", "1"] for work in works}
+    peers = {
+        f"{name}, seed {seed}": (name, seed)
+        for name in SETTINGS
+        for seed in range(NUM_SEEDS.get(name, 1))
+    }
+    commands = {
+        title: command_of(name, BEST[name], seed, DATASET, "test")
+        for title, (name, seed) in peers.items()
+    }
+    done = run_all(ours | commands, RUNS / "done.jsonl")
+    rows = [(*facts_of(run), done[run.name]["minutes"]) for run in runs_below(RUNS, deepest=1)]
+    for title, (name, seed) in peers.items():
+        rows.append((name, seed, *(done[title][column] for column in COLUMNS[2:])))
+    table = pd.DataFrame(rows, columns=COLUMNS).assign(machine=machine(), commit=commit())
+    write_atomic(RESULTS, table.to_csv(index=False).encode())
 
 
-def write(rows: list[tuple[Any, ...]], path: Path, **facts: str) -> None:
-    table = pd.DataFrame(rows, columns=COLUMNS).assign(**facts)
-    write_atomic(path, table.to_csv(index=False).encode())
+def facts_of(run: Run) -> tuple[Any, ...]:
+    card = card_of(run.directory)
+    assert card is not None
+    name = f"{run.name.partition('-')[0]} ({card.model.label})"
+    size = cost_of(card.model, num_classes=10, image_size=32).num_parameters
+    return name, run.settings["train"]["seed"], run.top1, size
+
+
+def tune() -> None:
+    commands = {
+        f"{name} {setting:g}": command_of(name, setting, 100, HELD_OUT, "val")
+        for name, settings in SETTINGS.items()
+        for setting in settings
+    }
+    run_all(commands, RUNS / "tuned.jsonl")
 
 
 def lines_of(results: pd.DataFrame) -> list[str]:
@@ -156,6 +217,12 @@ def draw(results: pd.DataFrame, path: Path) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--fit"]:
+        name, setting, seed, dataset, split = sys.argv[2:]
+        print(json.dumps(fit(name, float(setting), int(seed), dataset, split)))
+        sys.exit()
+    if "--tune" in sys.argv:
+        sys.exit(tune())
     if "--draw" not in sys.argv:
         train()
     results = pd.read_csv(RESULTS)

@@ -9,8 +9,11 @@ percentage points. Brackets are 95 % intervals.
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -19,6 +22,7 @@ from scipy import stats
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
+from analysis.sweeps.statistics import holm
 from analysis.sweeps.sweep import lines_of, places_of, with_variables
 
 TABLES = Path(__file__).parents[1] / "tests/analysis/points"
@@ -58,6 +62,119 @@ def with_interval(values: Sequence[float], sign: str = "") -> str:
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A one-sided t-test over seeds: the mean of `values` is above `bound`, or below it."""
+
+    rule: str
+    words: str
+    values: "pd.Series[float]"
+    side: Literal["above", "below"]
+    arms: tuple[str, ...]
+    """Arms that must beat the baseline."""
+    bound: float = 0.0
+    equal: float = 1.0
+    """Means are equal if the interval of `values` is between -equal and equal."""
+
+    @property
+    def p(self) -> float:
+        alternative = {"above": "greater", "below": "less"}[self.side]
+        return float(stats.ttest_1samp(self.values, self.bound, alternative=alternative).pvalue)
+
+    def outcome(self, corrected_p: float) -> str:
+        _, low, high = interval(self.values)
+        if math.isnan(corrected_p):
+            return "not tested"
+        if corrected_p < 0.05:
+            return "yes"
+        if low > -self.equal and high < self.equal:
+            return "equal"
+        is_reversed = high < self.bound if self.side == "above" else low > self.bound
+        return "reversed" if is_reversed else "undecided"
+
+
+def difference(
+    rule: str, words: str, values: pd.DataFrame, a: str, b: str, side: Literal["above", "below"]
+) -> Comparison:
+    return Comparison(rule, f"{words}`{a}` minus `{b}`", values[a] - values[b], side, (a, b))
+
+
+def decide(
+    comparisons: Sequence[Comparison], weak: Iterable[str]
+) -> tuple[dict[str, set[str]], list[str]]:
+    """Return the outcomes of each rule, and the table of the comparisons. Comparisons of a weak arm
+    are not tested, and Holm's correction does not count them."""
+    is_tested = [not {*each.arms} & {*weak} for each in comparisons]
+    p = holm(pd.Series([each.p for each in comparisons]).where(is_tested))
+    rows, outcomes = [], defaultdict[str, set[str]](set)
+    for each, corrected in zip(comparisons, p, strict=True):
+        outcomes[each.rule].add(outcome := each.outcome(corrected))
+        words = f"{each.words} is {each.side} {each.bound:g}"
+        printed = "-" if math.isnan(corrected) else f"{corrected:.2g}"
+        rows.append([each.rule, words, with_interval(each.values, "+"), printed, outcome])
+    return outcomes, markdown(("rule", "prediction", "mean", "p", "holds"), rows)
+
+
+def errors_of(results: pd.DataFrame, axes: Sequence[str], num_runs: int) -> pd.DataFrame:
+    """Return the test errors in percent: a row for each seed, a column for each arm."""
+    data = with_variables(results)[0].assign(percent=100 * results.error)
+    errors = data.pivot(index="seed", columns=[*axes], values="percent")
+    if errors.size != num_runs or errors.isna().any(axis=None):
+        plan = results.plan.iloc[0]
+        sys.exit(f"{plan}: the table needs {num_runs} runs. Run `make findings`.")
+    return errors
+
+
+def conclude(conclusions: Mapping[str, bool]) -> str:
+    found = [words for words, is_true in conclusions.items() if is_true]
+    return " ".join(found) or "Undecided."
+
+
+def locality(results: pd.DataFrame) -> list[str]:
+    """Decide "Width or locality"."""
+    errors = errors_of(results, ("pixels", "network"), 120)
+    in_order, permuted = errors["in-order"], errors["permuted"]
+    cost = permuted - in_order
+    rates = with_variables(results)[0].groupby(["network", "pixels"], sort=False).lr.first()
+    networks = [*dict.fromkeys(network for network, _ in rates.index)]
+    weak = [name for name in networks if in_order[name].mean() >= LOGISTIC_ERROR]
+    outcomes, decisions = decide(
+        [
+            Comparison("2", "cost: `mixer`", cost["mixer"], "above", ("mixer",)),
+            difference("3", "cost: ", cost, "mixer", "rp", "above"),
+            difference("3", "cost: ", cost, "mixer", "sparse", "above"),
+            Comparison("4", "cost: `kronecker-2`", cost["kronecker-2"], "above", ("kronecker-2",)),
+            difference("4", "cost: ", cost, "kronecker-2", "monarch-2", "above"),
+            difference("5", "permuted: ", permuted, "sparse", "dense-patch", "below"),
+            difference("6", "permuted: ", permuted, "mixer", "dense-patch-small", "below"),
+        ],
+        weak,
+    )
+    conclusion = conclude(
+        {
+            "Width alone does not explain the Mixer's error.": outcomes["2"] == {"yes"},
+            "Locality does not explain the Mixer's error.": outcomes["2"] == {"equal"},
+            "Permuted pixels help the Mixer.": outcomes["2"] == {"reversed"},
+            "Width helps without locality.": outcomes["5"] == {"yes"},
+            "Width does not help without locality.": outcomes["5"] == {"equal"},
+        }
+    )
+    controls = {name: interval(cost[name]) for name in ("dense", "dense-2")}
+    if any(low > 1 or high < -1 for _, low, high in controls.values()):
+        conclusion = "The control fails, so the rules are not tested."
+    table = [
+        [
+            f"`{name}`{' (weak)' * (name in weak)}",
+            *(with_interval(each[name]) for each in (in_order, permuted)),
+            with_interval(cost[name], "+"),
+            f"{rates[name, 'in-order']:g} / {rates[name, 'permuted']:g}",
+        ]
+        for name in networks
+    ]
+    header = ("network", "in order", "permuted", "cost", "learning rates")
+    return [*markdown(header, table), "", *decisions, "", conclusion]
 
 
 def width(results: pd.DataFrame) -> list[str]:
@@ -112,11 +229,85 @@ def width(results: pd.DataFrame) -> list[str]:
     ]
 
 
-CLAIMS = {"width": width}
+BATCHES = [f"{schedule}-{epochs}" for schedule in ("cosine", "constant") for epochs in (10, 40)]
+"""The cases of rule 6 in `mlp`."""
+
+
+def mlp(results: pd.DataFrame) -> list[str]:
+    """Decide "Inverted bottleneck, augmentation and batch size"."""
+    errors = errors_of(results, ("arm",), 100)
+    rates = with_variables(results)[0].groupby("arm", sort=False).lr.first()
+    weak = [arm for arm in rates.index if errors[arm].mean() >= LOGISTIC_ERROR]
+    gain = errors["inverted-mixup"] - errors["inverted"]
+    other_gain = errors["standard-wide-mixup"] - errors["standard-wide"]
+    arms = ("inverted-mixup", "inverted", "standard-wide-mixup", "standard-wide")
+    comparisons = [
+        *(
+            difference(rule, "", errors, a, b, "below")
+            for rule, a, b in (
+                ("1", "inverted", "standard-wide"),
+                ("1", "inverted", "standard-deep"),
+                ("2 GELU", "deep-gelu", "standard-deep"),
+                ("2 skip paths", "deep-skip", "deep-gelu"),
+                ("2 bottleneck", "inverted", "deep-skip"),
+                ("3", "inverted", "standard"),
+                ("4", "cosine-40-batch-128", "inverted"),
+                ("4", "inverted-mixup", "inverted"),
+            )
+        ),
+        Comparison(
+            "5",
+            "MixUp's effect: `inverted` minus `standard-wide`",
+            gain - other_gain,
+            "below",
+            arms,
+        ),
+        *(
+            difference(f"6 {case}", "", errors, f"{case}-batch-512", f"{case}-batch-32", "below")
+            for case in BATCHES
+        ),
+    ]
+    outcomes, decisions = decide(comparisons, weak)
+    sixth = {case: outcomes[f"6 {case}"] == {"yes"} for case in BATCHES}
+    is_constant_only = [*sixth.values()] == [False, False, True, True]
+    conclusion = conclude(
+        {
+            "The inverted bottleneck is better at equal compute.": outcomes["1"] == {"yes"},
+            "Table 1's difference can be a difference of compute.": outcomes["3"] == {"yes"}
+            and outcomes["1"] != {"yes"},
+            "Augmentation helps at this size.": outcomes["4"] == {"yes"},
+            "The inverted bottleneck gains more from augmentation.": outcomes["5"] == {"yes"},
+            "Larger batches are better at equal epochs.": all(sixth.values()),
+            "Learning-rate decay removes the benefit of large batches.": is_constant_only,
+        }
+    )
+    table = [
+        [f"`{arm}`{' (weak)' * (arm in weak)}", with_interval(errors[arm]), f"{rate:g}"]
+        for arm, rate in rates.items()
+    ]
+    steps = [
+        [f"`{a}` minus `{b}`", with_interval(errors[a] - errors[b], "+")]
+        for schedule in ("cosine", "constant")
+        for few, many in ((32, 128), (128, 512))
+        for a, b in [(f"{schedule}-40-batch-{many}", f"{schedule}-10-batch-{few}")]
+    ]
+    return [
+        *markdown(("arm", "test error", "learning rate"), table),
+        "",
+        *decisions,
+        "",
+        conclusion,
+        "",
+        *markdown(("equal steps, four times as many images", "difference"), steps),
+    ]
+
+
+CLAIMS = {"width": width, "locality": locality}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["baseline"]:
         print("C = {}, test error {:.2f} %".format(*baseline(sys.argv[2])))
     else:
-        for name, decide in CLAIMS.items():
-            print(*decide(pd.read_parquet(TABLES / f"findings_{name}.parquet")), sep="\n")
+        for name, lines_of_claim in CLAIMS.items():
+            table = pd.read_parquet(TABLES / f"findings_{name}.parquet")
+            print(*lines_of_claim(table), sep="\n")

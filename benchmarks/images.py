@@ -81,7 +81,7 @@ def folder_dataset(
     )
     encoding = "raw" if suffix == ".ppm" else "keep"
     per_shard = min(SAMPLES_PER_SHARD, count // 8)  # each worker of a peer needs a shard
-    words = [f"source.path={files}", "source.val_share=0", f"image_size={size}"]
+    words = [f"source.path={files}", "source.val_fraction=0", f"image_size={size}"]
     words += [f"encoding={encoding}", f"samples_per_shard={per_shard}"]
     assert data_prep(["build", "--source", "folder", "--out", str(out), *words]) == 0
     return out

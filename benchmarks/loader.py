@@ -4,7 +4,7 @@ libjpeg-turbo's decode.
     .venv/bin/python benchmarks/loader.py [--quick | --dry-run]
 
 Everything is shuffled, delivered as torch tensors, warm in the page cache, on all cores. Nobody
-hashes data: data.check is off, and its cost is a row of benchmarks/train.py. Every contestant is a
+hashes data: data.verify_hashes=never, and its cost is a row of benchmarks/train.py. Every contestant is a
 process of its own (ours.py, peers.py) that runs complete passes in turn. The clock includes what its
 design starts anew for a pass.
   raw     64 px, uint8 batches of 1,024; the limit copies random rows of the same bytes in memory into one buffer
@@ -121,7 +121,7 @@ def show(kind: str, task: Task, found: Rates, *, rounds: int) -> None:
         headline += f", {ratio(found, OURS, limit):.1%} of {limit}"
     title = (
         f"{kind}: {task.image_size} px, batches of {task.batch_size:,}, {CORES} cores, {rounds}"
-        " rounds, no data.check"
+        " rounds, data.verify_hashes=never"
     )
     headline += f"; {ratios(found, OURS, peers)}"
     report(title, found, unit="images/s", against=limit or OURS, headline=headline)

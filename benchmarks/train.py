@@ -5,12 +5,12 @@ after the other.
 
 Contestants, each the same number of steps on the same kind of batch:
   from shards          loader + augmentation + step: what `pretrain train` does (DeepSpeed, ZeRO 1, one rank)
-  from shards, hashed  the same while data.check hashes the shards, which it does once in a run
+  from shards, hashed  the same while data.verify_hashes hashes the shards, which it does once in a run
   resident, augmented  one stored batch again and again, augmented anew + step: no loader
   resident             one prepared batch again and again: the step alone
   resident, ZeRO 0     the same without sharding, which is what plain DDP does
   plain DDP            the same model and optimizer in torch's DistributedDataParallel, on the prepared batch
-  public step          paper B's training step as its paper tells it: fp32 (TF32 on a GPU), eager, plain LION, `.item()` each step
+  public step          the training step that Scaling MLPs describes: fp32 (TF32 on a GPU), eager, plain LION, `.item()` each step
   matmul limit         the step's matrix products alone, at the same shapes, in the engine's precision
 Loaders start before the clock does, and have come to a steady pace by then.
 On a GPU: B-12/Wi-1024 at batch 16,384 with the classes of ImageNet-21k, and Mixer-B-W at 224 px, in
@@ -230,7 +230,7 @@ def run(name: str, case: Case, world: World, device: torch.device, *, rounds: in
             f" {ratio(found, 'resident, ZeRO 0', 'plain DDP'):.1%}),"
             f" {ratio(found, 'resident', 'matmul limit'):.1%} of the matmul limit, which is"
             f" {tera * sorted(found['matmul limit'])[rounds // 2]:.2f} TFLOP/s here; while"
-            f" data.check hashes, steps cost {cost:.1%} more ({bench.hashed_bytes / 1e9:.2f} GB"
+            f" data.verify_hashes hashes, steps cost {cost:.1%} more ({bench.hashed_bytes / 1e9:.2f} GB"
             " were hashed)"
         ),
     )

@@ -9,7 +9,7 @@ split; a unit is a forward pass of one picture:
   evaluate            loader, normalisation, forward pass, softmax, the row of every picture: what `finetune evaluate` does
   loader, normalized  the same batches as the model's input, and nothing done with them
   forward alone       one prepared batch again and again
-  V views, one pass   test-time augmentation as `finetune evaluate views=V` does it: each picture read and decoded once
+  V views, one pass   test-time augmentation as `finetune evaluate num_views=V` does it: each picture read and decoded once
   V passes            the same views, each of them a pass over the disk of its own
 On a GPU the numbers are of that GPU, in bf16; on a CPU loader and model share the cores, so the
 limit of both together is the harmonic sum of the two, printed as such.

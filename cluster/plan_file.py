@@ -14,7 +14,7 @@
       max_concurrent: 4
     probe:
       config: configs/probe/demo.yaml
-      each_pretrained: true                               # an axis of all runs of `pretrain`
+      for_each: pretrain                                  # an axis of all runs of `pretrain`
       run_dir: "runs/plans/{name}/probe-{pretrained}"
 
 A section is an entry or a list of entries. An entry is the path of a config, or a mapping. An entry
@@ -36,7 +36,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -63,58 +63,49 @@ class Entry(Settings):
     config: Annotated[tuple[str, ...], _SEVERAL] = Field(
         min_length=1, examples=["configs/probe/demo.yaml"]
     )
-    """The config that members change. Several configs are the first axis, `config`, with the names
-    of the files as labels."""
+    """The config that members change. Several configs are the first axis, `config`, labeled by
+    their file names."""
     overrides: tuple[str, ...] = Field((), examples=[["train.duration=2 epochs"]])
-    """key.path=value for all members, as on the command line."""
-    each_pretrained: bool = False
-    """Add an axis `pretrained` of all runs of the section `pretrain`. `evaluate` also takes the
-    dataset and the split of each run's evaluation, unless the entry sets them."""
-    each_finetuned: bool = False
-    """Add an axis `finetuned` of all runs of the section `finetune`, for knn, evaluate and export.
-    A fine-tuning with seeds has a run for each seed."""
+    """Settings of all members as key.path=value, as on the command line."""
+    for_each: Literal["pretrain", "finetune"] | None = None
+    """Add an axis of all runs of this section, each seed included. The axis is `pretrained` or, for
+    knn, evaluate and export, `finetuned`. `evaluate` also takes the dataset and split of each run's
+    evaluation, unless the entry sets them."""
     checkpoints: tuple[str, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
-    """Lengths of checkpoint.keep_at: use these checkpoints of each run instead of the last one, and
-    add the length to {pretrained} or {finetuned} in run_dir."""
+    """Use these checkpoints of each run instead of the last one. They are lengths of
+    checkpoint.milestones, and {pretrained} or {finetuned} in run_dir ends with the length."""
     grid: dict[str, Any] = Field(default_factory=dict, examples=[{"optimizer.lr": [0.0001, 0.001]}])
-    """Axes: a setting with a list of values, or any name with cases, {case: {setting: value, ...},
-    ...}."""
+    """Axes: a setting with a list of values, or any name with cases ({case: {setting: value, ...},
+    ...})."""
     seeds: tuple[int, ...] | None = Field(None, min_length=1, examples=[[0, 1, 2]])
     """Seeds of the training (pretrain, finetune), the heads (probe) or the views (evaluate)."""
     run_dir: str | None = Field(None, examples=["runs/plans/{name}/seed-{seed}"])
     """The run directory (or export) of each member. {name} is the name of the plan file, {AXIS} the
     member's label on an axis, {seed} its seed."""
     max_concurrent: int | None = Field(None, ge=1, examples=[4])
-    """Largest number of members at a time, as % of a SLURM array; null: no limit."""
+    """Largest number of members that run at a time, as % in sbatch's --array; null: no limit."""
     nodes: int | None = Field(None, ge=1, examples=[4])
-    """Complete nodes of each member on SLURM; null: one node to pretrain a single run, otherwise a
-    part of a node."""
+    """Complete nodes of each member on SLURM. null: one node for a single pretraining, else a part
+    of a node."""
     gpus: int | None = Field(None, ge=0, examples=[4])
-    """GPUs of each member on SLURM, on one node and with their fraction of its CPUs and memory;
-    null: one, or none to export."""
+    """GPUs of each member on SLURM, all on one node, with the same fraction of its CPUs and memory.
+    null: one, or none for an export."""
     sbatch: tuple[str, ...] = Field((), examples=[["--time=24:00:00"]])
     """Further options of sbatch for this job, such as --time=24:00:00 or, to prepare,
     --array=0-31."""
 
     @property
     def is_grid(self) -> bool:
-        return len(self.config) > 1 or self.is_of_each or bool(self.grid) or self.seeds is not None
-
-    @property
-    def is_of_each(self) -> bool:
-        return self.each_pretrained or self.each_finetuned
+        return len(self.config) > 1 or bool(self.for_each or self.grid) or self.seeds is not None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Entry":
         for name in {"config", "seed", "name", *_EACH} & self.grid.keys():
             problem, fix = "the name is reserved", "choose another name"
             raise UserError(f"grid.{name}", problem, fix, code="bad-value")
-        if self.each_pretrained and self.each_finetuned:
-            problem, fix = "it excludes each_pretrained", "write two entries"
-            raise UserError("each_finetuned", problem, fix, code="conflict")
-        if self.checkpoints and not self.is_of_each:
-            problem = "it needs each_pretrained or each_finetuned"
-            fix = "set one of them, or put pretrained=RUN@50epochs into the grid"
+        if self.checkpoints and not self.for_each:
+            problem = "it needs for_each"
+            fix = "set for_each: pretrain, or put pretrained=RUN@50epochs into the grid"
             raise UserError("checkpoints", problem, fix, code="missing-value")
         if self.nodes is not None and self.gpus is not None:
             problem = "it excludes nodes, which books complete nodes"
@@ -393,15 +384,15 @@ def _unavailable(work: Work, plan: Plan) -> UserError | None:
             if place_of(run) not in map(place_of, maker.runs):
                 if place_of(run) == place_of(maker.writes):
                     problem = f"{run} will have a run for each of its repetitions"
-                    fix = "name one of them, or set each_finetuned"
+                    fix = "name one of them, or set for_each: finetune"
                     return UserError("pretrained", problem, fix, code="conflict")
                 continue
             if not words or parse_length(words).unit == "steps":
                 continue
-            kept = (*maker.settings.checkpoint.keep_at, maker.settings.train.duration)  # type: ignore[attr-defined]
+            kept = (*maker.settings.checkpoint.milestones, maker.settings.train.duration)  # type: ignore[attr-defined]
             if parse_length(words) not in map(parse_length, kept):
                 problem = f"{run} will keep {', '.join(kept)}, not {words}"
-                fix = "add it to checkpoint.keep_at of that run"
+                fix = "add it to checkpoint.milestones of that run"
                 return UserError("pretrained", problem, fix, code="mismatch")
     return None
 
@@ -437,8 +428,8 @@ def _members(
 
 def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list[Choice]]:
     axes = {"config": [Choice(Path(config).stem) for config in entry.config]}
-    for axis in _EACH:
-        if getattr(entry, f"each_{axis}"):
+    for axis, source in _EACH.items():
+        if COMMANDS[source].section == entry.for_each:
             axes[axis] = _axis_of_runs(axis, entry, kind, before)
     axes |= {name: _axis(name, given) for name, given in entry.grid.items()}
     if entry.seeds is not None:
@@ -456,19 +447,19 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
 
 
 def _axis_of_runs(axis: str, entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> list[Choice]:
-    """Return the runs of a section, for each_pretrained or each_finetuned."""
+    """Return the runs of a section, for `for_each`."""
     works = [work for stage in before if stage.kind == _EACH[axis] for work in stage.works]
     if not COMMANDS[kind].reads_checkpoint or not works:
         later = list(COMMANDS.values())[list(COMMANDS).index(_EACH[axis]) + 1 :]
         readers = ", ".join(each.section for each in later if each.reads_checkpoint)
         problem = f"it needs a section {COMMANDS[_EACH[axis]].section!r} and one of {readers}"
         fix = "add the section, or omit it"
-        raise SettingsError(f"each_{axis}", problem, fix, code="conflict")
+        raise SettingsError("for_each", problem, fix, code="conflict")
     for work in works:
         if not work.runs:
             problem = f"{work.writes} has a run for each fold of its dataset"
             fix = "list these runs in a grid"
-            raise SettingsError(f"each_{axis}", problem, fix, code="unsupported")
+            raise SettingsError("for_each", problem, fix, code="unsupported")
     above = os.path.commonpath([Path(run).parent for work in works for run in work.runs])
     lengths = [f"@{length.replace(' ', '')}" for length in entry.checkpoints] or [""]
     found = []

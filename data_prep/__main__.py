@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     if (
         words[:1] == ["build"]
         and len(os.sched_getaffinity(0)) > 1
-        and not {"--show", "-h", "--help", "num_workers=1"}.intersection(words)
+        and not {"-h", "--help", "num_workers=1"}.intersection(words)
     ):
         from data_prep.workers import start_server
 

@@ -150,14 +150,15 @@ class Verbs:
         self._subparsers = parser.add_subparsers(required=True, metavar="VERB")
         self.choices = parser.commands
 
-    def add_parser(self, name: str, **facts: Any) -> Parser:
-        self.choices[name] = verb = self._subparsers.add_parser(name, **facts)
+    def add_parser(self, name: str, *, help: str, **facts: Any) -> Parser:
+        """Add a command. Its description is `help` by default."""
+        facts["description"] = facts.get("description") or f"{help[0].upper()}{help[1:]}."
+        self.choices[name] = verb = self._subparsers.add_parser(name, help=help, **facts)
         return verb
 
 
 def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) -> Parser:
-    """Return a parser with --version, `explain`, completion, and examples and defaults in every
-    help."""
+    """Return a parser with --version, `explain`, `show`, completion, and complete help texts."""
     parser = Parser(prog=name, description=description)
     version = f"{name} of wide-mlps {__version__}"
     parser.add_argument(
@@ -185,6 +186,18 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
         help="print the settings as a JSON schema, for editors",
     )
     explain.set_defaults(run=partial(_explain, known), after_a_stop="nothing was changed")
+    if shown := {word: verb for word, verb in known.items() if verb.get_default("show") is False}:
+        example = (next(iter(shown.values())).epilog or "").partition("\n")[0]
+        show = verbs.add_parser(
+            "show",
+            help="print the resolved settings of a command without running it",
+            epilog=example.replace(name, f"{name} show", 1),
+        )
+        listed = f"one of {', '.join(shown)}"
+        show.add_argument("verb", type=one_of(shown), metavar="VERB", help=listed)
+        about = "arguments of the command: a config, key=value, options"
+        show.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGUMENT", help=about)
+        show.set_defaults(run=partial(_show, shown), after_a_stop="nothing was changed")
     for word, verb in verbs.choices.items():
         verb.epilog = "\n  ".join(["examples:", *(verb.epilog or "").splitlines()])
         if schema_of(verb, resolve=False):
@@ -435,7 +448,13 @@ def json_schema(schema: type[BaseModel]) -> str:
     return json.dumps(made, indent=1) + "\n"
 
 
-# ---- the command
+# ---- the commands `show` and `explain`
+
+
+def _show(verbs: dict[str, Parser], options: argparse.Namespace) -> int:
+    chosen = verbs[options.verb].parse_args(options.words)
+    chosen.show = True
+    return int(chosen.run(chosen))
 
 
 def _explain(verbs: dict[str, Parser], options: argparse.Namespace) -> int:

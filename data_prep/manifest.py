@@ -170,7 +170,7 @@ class Manifest(Settings):
     """Inputs that the config skips before anything is read, by reason (classes, excluded)."""
     num_held_out: int = 0
     """Inputs of the archive's `train` that became `val`."""
-    max_reject_share: float = 1.0
+    max_reject_fraction: float = 1.0
     """Fraction of inputs that may be rejected; above it `build`, `index` and `merge` fail."""
     rejected_sha256: str
     plan_hash: str
@@ -229,8 +229,8 @@ class Manifest(Settings):
     def split(self, name: str, *, directory: Path | str = "dataset") -> Split:
         if name not in self.splits:
             fix = nearest(name, list(self.splits))
-            if name == "val" and "val_share" in self.source:
-                fix = f"{fix}, or build it elsewhere with source.val_share=0.1"
+            if name == "val" and "val_fraction" in self.source:
+                fix = f"{fix}, or build it elsewhere with source.val_fraction=0.1"
             problem = f"it has no split {name!r}"
             raise DatasetError(str(directory), problem, fix, code="unknown-name")
         return self.splits[name]
@@ -294,7 +294,7 @@ def _no_dataset(place: Path) -> DatasetError:
             fix = f"run data_prep index --train '{place}/*.tar' --out DATASET"
         elif endings.intersection(PICTURES):
             problem, code = "it is a folder of images, and no dataset yet", "unknown-format"
-            fix = f"run pretrain start {place}"
+            fix = f"run pretrain recommend {place}"
             fix += f", or data_prep build --source folder --out DATASET source.path={place}"
     return DatasetError(str(place), problem, fix, code=code)
 

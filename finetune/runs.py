@@ -154,7 +154,7 @@ class Run:
     def num_images(self) -> int | None:
         """Number of training images in one split or fold; None for mixtures and streams."""
         split, manifest = str(self.data.get("train_split", "")), self.manifest
-        if manifest is None or self.data.get("also") or self.data.get("stream"):
+        if manifest is None or self.data.get("extra_datasets") or self.data.get("stream"):
             return None
         with suppress(DatasetError, KeyError, IndexError):  # no such split or fold any more
             return Part(self.dataset, manifest, split, fold=self.data.get("fold")).num_samples
@@ -301,8 +301,8 @@ def results_of(
 
 
 def _results(run: Run, *, is_of_these_weights: bool) -> list[Result]:
-    has_views = run.task == "evaluate" and run.settings.get("views")
-    views = f", {run.settings['views']} views" if has_views else ""
+    has_views = run.task == "evaluate" and run.settings.get("num_views")
+    views = f", {run.settings['num_views']} views" if has_views else ""
     facts = (run.task, run.dataset_name, run.split)
     return [
         Result(*facts, metric + views, value, run.name, is_of_these_weights)

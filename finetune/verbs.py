@@ -22,13 +22,12 @@ from pretrain.ranks.world import World
 def add_common(
     verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, schema: str
 ) -> None:
-    """Add overrides, --ranks and --show. `schema`: the settings, as module:Class."""
+    """Add overrides and --ranks. `schema`: the settings, as module:Class."""
     verb.add_argument(
         "overrides", nargs="*", default=[], help="key=value, of a setting or of its last word"
     )
     verb.add_argument("--ranks", type=at_least(1), help="start this many local ranks")
-    verb.add_argument("--show", action="store_true", help="print the resolved settings and stop")
-    verb.set_defaults(run=run, schema=schema)
+    verb.set_defaults(run=run, schema=schema, show=False)
 
 
 def split_config(words: list[str]) -> tuple[str | None, list[str]]:

@@ -1,5 +1,5 @@
-"""Command line of the second floor: `pretrain start | train | preview | show | models |
-plan | sync | serve`.
+"""Command line of the second floor: `pretrain recommend | train | preview | models | estimate |
+sync | ui`.
 
 Heavy imports wait until the config is known to be good. Long because the options of all verbs of
 the floor stand here.
@@ -20,7 +20,7 @@ from data_prep.explain import Verbs, at_least, program
 from data_prep.interrupts import INTERRUPTED
 from data_prep.progress import doing
 from data_prep.settings import differences, dump, load_settings, near_path
-from pretrain import start
+from pretrain import recommend
 from pretrain.checkpoints.checkpoint import Checkpoint
 from pretrain.checkpoints.remote import fetch_run
 from pretrain.checkpoints.run import (
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_verbs(verbs: Verbs) -> None:
-    start.add_verb(verbs)
+    recommend.add_verb(verbs)
     train = _add_config(verbs, "train", _train, help="train a config, or resume a run directory")
     train.epilog = """pretrain train configs/pretrain/demo_mlp.yaml dataset=data/mine run_dir=runs/mine epochs=20
 pretrain train configs/pretrain/demo_mlp.yaml --ranks 2 dataset=data/mine run_dir=runs/mine lr=3e-4 precision=fp32
@@ -79,6 +79,7 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
         type=at_least(1),
         help="start this many local ranks (torchrun and srun work as well)",
     )
+    train.set_defaults(show=False)
     preview = _add_config(verbs, "preview", _preview, help="draw the images that the model sees")
     example = "configs/pretrain/demo_mlp.yaml dataset=data/mine mixup_alpha=0.8 --out preview.png"
     preview.epilog = f"pretrain preview {example}"
@@ -88,8 +89,6 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
     preview.add_argument("--count", type=at_least(1), default=64, help=count)
     epoch = "epoch whose first images are drawn (default: 0)"
     preview.add_argument("--epoch", type=at_least(0), default=0, help=epoch)
-    show = _add_config(verbs, "show", _show, help="print the resolved config")
-    show.epilog = "pretrain show configs/pretrain/demo_mlp.yaml lr=3e-4"
     models = verbs.add_parser(
         "models", help="list the named models with their parameters, multiply-adds and widths"
     )
@@ -122,15 +121,8 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
     )
     models.epilog = "pretrain models --match 'mixer_*'"
     models.set_defaults(run=_models)
-    _add_plan(
-        verbs.add_parser(
-            "plan",
-            help=(
-                "on how many nodes a model trains fastest, and what each ZeRO stage would cost"
-                " there"
-            ),
-        )
-    )
+    words = "estimate a model's memory and time per step, and the fastest number of nodes"
+    _add_estimate(verbs.add_parser("estimate", help=words))
     sync = verbs.add_parser(
         "sync", help="deliver the rest of a run's event log to MLflow, or write it for another tool"
     )
@@ -139,13 +131,13 @@ pretrain train runs/mine epochs=40"""  # noqa: E501 (a table)
     tools = ("mlflow", *get_args(SinkName))
     sync.add_argument("--to", choices=tools, default="mlflow", help="tool (default: mlflow)")
     sync.set_defaults(run=_sync)
-    serve = verbs.add_parser("serve", help="show the runs of a folder in MLflow")
-    serve.epilog = "pretrain serve runs"
-    serve.add_argument("folder", type=Path, help="folder of the runs, with mlflow.db")
-    host = "name of this machine for other machines (default: 127.0.0.1, this machine only)"
-    serve.add_argument("--host", default="127.0.0.1", help=host)
-    serve.add_argument("--port", type=at_least(1), help="port (default: a free one)")
-    serve.set_defaults(run=_serve)
+    ui = verbs.add_parser("ui", help="show the runs of a folder in MLflow's web page")
+    ui.epilog = "pretrain ui runs"
+    ui.add_argument("folder", type=Path, help="folder of the runs, with mlflow.db")
+    host = "address or name of this machine on the network (default: 127.0.0.1, local only)"
+    ui.add_argument("--host", default="127.0.0.1", help=host)
+    ui.add_argument("--port", type=at_least(1), help="port of the page (default: a free port)")
+    ui.set_defaults(run=_ui)
 
 
 def _add_config(
@@ -166,21 +158,21 @@ def _add_config(
     return verb
 
 
-def _add_plan(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("model", help="a name of `pretrain models`, or a config of `pretrain train`")
-    verb.add_argument("overrides", nargs="*", default=[], help="key=value, for a config")
+def _add_estimate(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("model", help="name from `pretrain models`, or a config of `pretrain train`")
+    verb.add_argument("overrides", nargs="*", default=[], help="key=value, to change a config")
     nodes = "numbers of nodes to compare (default: 1,2,4,8,16,32)"
     verb.add_argument("--nodes", default="1,2,4,8,16,32", help=nodes)
     counts: dict[str, tuple[int | None, str]] = {
         "batch": (None, "global batch size (default: the config's, or 4096)"),
-        "samples": (None, "samples of an epoch (default: of the config's dataset)"),
-        "gpus": (4, "GPUs of a node (default: 4)"),
-        "classes": (None, "classes of the head (default: of the dataset or model)"),
-        "image-size": (None, "image size in pixels (default: of the config or model)"),
+        "samples": (None, "samples per epoch (default: the config's dataset)"),
+        "gpus": (4, "GPUs per node (default: 4)"),
+        "classes": (None, "classes of the head (default: the dataset's or model's)"),
+        "image-size": (None, "image size in pixels (default: the config's or model's)"),
         "micro-batch": (None, "samples per GPU and pass (default: the config's, or all at once)"),
-        "gbit": (200, "network of a node in Gbit/s (default: 200)"),
-        "gbit-inside": (3600, "link between GPUs in Gbit/s, 500 for PCIe 5 (default: 3600)"),
-        "teraflops": (300, "TFLOP/s that a GPU reaches (default: 300)"),
+        "internode-gbps": (200, "network bandwidth per node in Gbit/s (default: 200)"),
+        "intranode-gbps": (3600, "bandwidth between GPUs of a node in Gbit/s (default: 3600)"),
+        "teraflops": (300, "TFLOP/s that each GPU achieves (default: 300)"),
     }
     for name, (default, meaning) in counts.items():
         verb.add_argument(f"--{name}", type=at_least(1), default=default, help=meaning)
@@ -196,12 +188,12 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     )
     stage = "ZeRO stage whose step is timed (default: the config's, or 1)"
     verb.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help=stage)
-    verb.epilog = "pretrain plan mlp_b12_wi1024 --batch 16384 --nodes 1,4,32"
+    verb.epilog = "pretrain estimate mlp_b12_wi1024 --batch 16384 --nodes 1,4,32"
     verb.description = (
-        "Memory and time of a step for each ZeRO stage, and the best number of nodes. For a config"
-        " also the GPU-hours, as a lower bound."
+        "Memory and time of a step for each ZeRO stage, and the best number of nodes. For a config,"
+        " also a lower bound of the GPU-hours."
     )
-    verb.set_defaults(run=_plan)
+    verb.set_defaults(run=_estimate)
 
 
 def world_of(options: argparse.Namespace) -> World:
@@ -225,6 +217,9 @@ def _train(options: argparse.Namespace) -> int:
     if not options.ranks:
         StopFlag().install()  # before the long imports: a stop while they last counts
     settings = load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)
+    if options.show:
+        print(dump(settings), end="")
+        return OK
     run_dir, world = Path(settings.run_dir), world_of(options)
     allow_import(getattr(settings.model, "path", None))
     code_of(settings.model)  # fails early if there is no such package
@@ -343,14 +338,6 @@ def _preview(options: argparse.Namespace) -> int:
     return OK
 
 
-def _show(options: argparse.Namespace) -> int:
-    print(
-        dump(load_run_settings(PretrainSettings, path=options.config, overrides=options.overrides)),
-        end="",
-    )
-    return OK
-
-
 def console() -> "Console":
     """As wide as the terminal, but never so narrow that a table would lose columns: there its lines
     wrap."""
@@ -387,7 +374,7 @@ def _models(options: argparse.Namespace) -> int:
     return OK
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _estimate(options: argparse.Namespace) -> int:
     from pretrain.data.order import epoch_length
     from pretrain.engine.zero_cost import Cluster, Plan, in_hours, plan_of, print_plan
     from pretrain.models.cost import cost_of
@@ -395,7 +382,8 @@ def _plan(options: argparse.Namespace) -> int:
     from pretrain.models.presets import preset, spec_of
 
     num_nodes = [int(count) for count in parse_numbers(options.nodes, field="--nodes")]
-    cluster = Cluster(options.gpus, options.gbit, options.gbit_inside, options.teraflops)
+    gbps = (options.internode_gbps, options.intranode_gbps)
+    cluster = Cluster(options.gpus, *gbps, options.teraflops)
     classes, size, samples = options.classes, options.image_size, options.samples
     settings = data = None
     if options.model.endswith((".yaml", ".yml")):
@@ -474,7 +462,7 @@ def _sync(options: argparse.Namespace) -> int:
     return OK
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _ui(options: argparse.Namespace) -> int:
     if not options.folder.is_dir():
         fix = near_path(options.folder) or "Give the folder of the runs"
         raise UserError(str(options.folder), "it is not a folder", fix, code="missing-path")

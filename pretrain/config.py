@@ -31,7 +31,7 @@ PaddingMode = Literal["constant", "reflect"]
 EraseMode = Literal["const", "rand", "pixel"]
 Shuffle = Literal["full", "block", "none"]
 LastBatch = Literal["carry", "drop", "pad"]
-MixWith = Literal["neighbour", "previous"]
+MixupPairing = Literal["adjacent", "ffcv"]
 SinkName = Literal["tensorboard", "wandb"]
 
 REMOTES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "file")
@@ -192,14 +192,14 @@ class StreamSettings(Settings):
         name: _stream_without(name) for name in (*_OF_A_STREAM, *_ALSO_OF_A_STREAM)
     }
     stream: bool = False
-    """Train on stock WebDataset shards as they come. `dataset` is then a list as webdataset takes
-    it: paths, URLs and `pipe:` commands (run by a shell), with {000..146} and `::`. A stream has no
-    index, so no exact resume and no global shuffle. Records keep only a command's program and hash,
-    so a resume needs the command again."""
+    """Train on WebDataset shards without an index. `dataset` is then a list as webdataset takes it:
+    paths, URLs and `pipe:` commands (run by a shell), with {000..146} and `::`. A stream has no
+    exact resume and no global shuffle. Stored configs have only a command's program and hash, so
+    give the command again to resume."""
     num_classes: int | None = Field(None, ge=2, le=1 << 20, examples=[1000])
-    """Number of classes of a stream. Its labels are numbers below it."""
+    """Number of classes of a stream. Its labels are smaller numbers, from 0."""
     samples_per_epoch: int | None = Field(None, ge=1, examples=[1281167])
-    """Number of samples that count as an epoch of a stream. Its shards begin again when they
+    """Number of samples that count as an epoch of a stream. A stream starts over when its shards
     end."""
     channel_mean: tuple[float, float, float] | None = Field(None, examples=[[0.485, 0.456, 0.406]])
     """Channel means of a stream on the scale 0..1 (default: ImageNet's)."""
@@ -209,29 +209,29 @@ class StreamSettings(Settings):
         "cls", pattern=r"^(cls|txt|json:[^.]+(\.[^.]+)*)$", examples=["json:meta.label"]
     )
     """Place of the label in a stream. cls: the number in KEY.cls. txt: KEY.txt.
-    json:FIELD.SUBFIELD: KEY.json. With `eval_dataset` a class name is valid, too."""
+    json:FIELD.SUBFIELD: KEY.json. If `eval_dataset` is set, a class name is valid, too."""
     image_member: str | None = Field(None, examples=["rgb.png"])
     """Extension of the image in a stream, if a sample has several images."""
     shuffle_buffer: int = Field(1000, ge=0)
-    """Number of undecoded samples of a stream in the memory of each rank, from which samples are
-    drawn at random. With data.shuffle=none, samples keep their order."""
+    """Size of a stream's shuffle buffer on each rank, in undecoded samples. data.shuffle=none keeps
+    their order."""
     eval_dataset: Address | None = Field(None, examples=["data/theirs"])
-    """Indexed dataset that has `eval_split`. A stream cannot be evaluated on."""
+    """Indexed dataset with `eval_split`, because evaluations cannot use a stream."""
 
 
 class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
-    example_with: ClassVar = {"weight": "{}also='[{dataset: data/more, weight: 1}]'"}
+    example_with: ClassVar = {"weight": "{}extra_datasets='[{dataset: data/more, weight: 1}]'"}
     train_split: str = "train"
     """Training split."""
     eval_split: str | None = "val"
     """Split for evaluations during training; null for none."""
     fold: int | None = Field(None, ge=0, examples=[0])
     """Train on one fold of a split that has folds (STL-10's `train` has ten of 1,000 images)."""
-    also: tuple[MixedDataset, ...] = Field((), examples=[[{"dataset": "data/more"}]])
-    """More datasets to train on. Only the first dataset is evaluated on."""
+    extra_datasets: tuple[MixedDataset, ...] = Field((), examples=[[{"dataset": "data/more"}]])
+    """More datasets to train on. Evaluations use only `dataset`."""
     weight: float | None = Field(None, ge=1e-6, le=1000, examples=[2.0])
-    """Fraction of the samples from `dataset`, relative to the weights in `also`. By default every
-    sample is drawn equally often."""
+    """Number of samples drawn from `dataset`, relative to the weights in `extra_datasets`. Default:
+    all samples are equally frequent."""
     shuffle: Shuffle = "full"
     """full: shuffle the complete epoch. block: shuffle blocks of neighboring samples, for slow
     disks. none: keep the stored order."""
@@ -246,41 +246,41 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
     smaller than its ranges, add data.shuffle=block with the samples of a shard as block_size. 1:
     one order of all samples."""
     last_batch: LastBatch = "carry"
-    """Last batch of an epoch that is not a multiple of the batch size. carry: the batch continues
-    in the next epoch, so nothing is lost. drop: skip the rest. pad: repeat samples of the epoch."""
+    """Last batch of an epoch that is not a multiple of the batch size. carry: fill it from the next
+    epoch, so nothing is lost. drop: skip it. pad: repeat samples of the epoch."""
     image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
     """Input size of the model in pixels (default: the dataset's)."""
-    max_bad_share: float = Field(0.001, ge=0, le=1)
+    max_bad_fraction: float = Field(0.001, ge=0, le=1)
     """Largest fraction of an epoch's samples that may fail to decode before the run stops. Other
-    samples take their places."""
-    check: Literal["first-read", "none"] = "first-read"
-    """first-read: hash each shard once per run, in the background, and stop at the first shard that
-    differs from its manifest. Checkpoints do not wait for the hashes. none: do not hash shards that
-    are read in place."""
+    samples replace them."""
+    verify_hashes: Literal["on_first_read", "never"] = "on_first_read"
+    """on_first_read: hash each shard once per run, in the background, and stop at the first shard
+    that differs from its manifest. Checkpoints do not wait for the hashes. never: do not hash
+    shards that are read in place."""
     stage_dir: str | None = Field(None, examples=["/scratch"])
-    """Directory on each node's own disk, to which shards are copied before training reads them.
-    Without space, training warns and reads the original shards. Remote shards use `cache_dir`."""
+    """Directory on each node's own disk, to which shards are copied before training reads them. If
+    space is short, training warns and reads the original shards. Remote shards use `cache_dir`."""
 
     @model_validator(mode="after")
     def _mixture_fits(self) -> "DataSettings":
-        weights = [self.weight, *(other.weight for other in self.also)]
+        weights = [self.weight, *(other.weight for other in self.extra_datasets)]
         if None in weights and any(weight is not None for weight in weights):
             raise SettingsError(
                 "data.weight",
                 "some datasets have a weight and others have none",
-                "give one to `dataset` and to each of data.also, or to none",
+                "give one to `dataset` and to each of data.extra_datasets, or to none",
                 code="conflict",
             )
-        is_single = not self.also, "data.also=[]"
-        needs = {"weight": (bool(self.also), "data.also"), "fold": is_single}
+        is_single = not self.extra_datasets, "data.extra_datasets=[]"
+        needs = {"weight": (bool(self.extra_datasets), "data.extra_datasets"), "fold": is_single}
         needs |= {"last_batch": is_single}
-        is_divisible = is_single if self.also else (self.fold is None, "data.fold=null")
+        is_divisible = is_single if self.extra_datasets else (self.fold is None, "data.fold=null")
         check_needs(self, "data", needs | {"canonical_streams": is_divisible})
         return self
 
     @model_validator(mode="after")
     def _stream_is_described(self) -> "DataSettings":
-        others = ("also", "fold", "stage_dir", "last_batch", "canonical_streams")
+        others = ("extra_datasets", "fold", "stage_dir", "last_batch", "canonical_streams")
         needs = dict.fromkeys(StreamSettings.model_fields, (self.stream, "data.stream=true"))
         needs |= dict.fromkeys(others, (not self.stream, "data.stream=false"))
         check_needs(self, "data", needs)
@@ -314,13 +314,13 @@ class DataSettings(PixelOrder, StreamSettings, ReadingSettings):
         return (
             of_evaluation
             if self.stream
-            else (self.dataset, *(other.dataset for other in self.also))
+            else (self.dataset, *(other.dataset for other in self.extra_datasets))
         )
 
 
 class AugmentSettings(Settings):
-    """Pictures go through it in timm's order: crop, flip, auto-augment, normalise, random erasing,
-    then MixUp or CutMix."""
+    """Augmentation in timm's order: crop, flip, auto-augment, normalize, random erasing, then MixUp
+    or CutMix."""
 
     crop_scale: tuple[float, float] | None = Field(None, examples=[[0.4, 1.0]])
     """Area of random resized crops as fractions of the image, such as [0.4, 1.0]; null takes the
@@ -328,12 +328,12 @@ class AugmentSettings(Settings):
     crop_ratio: tuple[float, float] = (0.75, 1.3333333333333333)
     """Smallest and largest aspect ratio (width / height) of random resized crops."""
     crop_interpolation: Interpolation | None = Field(None, examples=["bicubic"])
-    """Filter for crops and plain images. bilinear and bicubic are antialiased; area is OpenCV's
-    INTER_AREA, as in FFCV; random draws bilinear or bicubic per image, as timm does, and takes
-    bicubic for plain images. By default the filter of the checkpoint, else bilinear."""
+    """Filter for crops and plain images. bilinear and bicubic are antialiased. area is OpenCV's
+    INTER_AREA, as in FFCV. random draws bilinear or bicubic per image, as timm does, and takes
+    bicubic for plain images. Default: the checkpoint's filter, else bilinear."""
     eval_crop: float | None = Field(None, gt=0, le=1, examples=[0.875])
     """Central fraction of the image's side that evaluation sees (timm's crop_pct): 0.875 is 224 of
-    256 px. By default that of the checkpoint, else 1."""
+    256 px. Default: the checkpoint's, else 1."""
     crop_padding: int = Field(0, ge=0, le=1024)
     """Pixels of padding on each side before a crop of the stored size (recipes for 32 px use 4); 0
     is off. Images of crop=full stay squashed."""
@@ -354,10 +354,10 @@ class AugmentSettings(Settings):
     """MixUp with lambda ~ Beta(alpha, alpha) between images of a batch; 0 is off."""
     cutmix_alpha: float = Field(0.0, ge=0)
     """CutMix with lambda ~ Beta(alpha, alpha) between images of a batch; 0 is off."""
-    mix_with: MixWith = "neighbour"
-    """neighbour: mix the two images of a pair with one lambda per pair. previous: mix each image
-    with the previous one of the global batch with one lambda per batch, as FFCV and the code of
-    Scaling MLPs do."""
+    mixup_pairing: MixupPairing = "adjacent"
+    """adjacent: mix images 1 and 2, 3 and 4, and so on, with one lambda per pair. ffcv: mix each
+    image with the previous image of the global batch, with one lambda per batch, as FFCV and the
+    code of Scaling MLPs do."""
     mix_probability: float = Field(1.0, ge=0, le=1)
     """Probability that a pair (or batch) is mixed."""
     switch_probability: float = Field(0.5, ge=0, le=1)
@@ -394,11 +394,11 @@ class AugmentSettings(Settings):
 
     @property
     def mixes_pairs(self) -> bool:
-        return bool(self.mixing) and self.mix_with == "neighbour"
+        return bool(self.mixing) and self.mixup_pairing == "adjacent"
 
     @property
     def mixes_previous(self) -> bool:
-        return bool(self.mixing) and self.mix_with == "previous"
+        return bool(self.mixing) and self.mixup_pairing == "ffcv"
 
     @property
     def plain_filter(self) -> Filter:
@@ -592,27 +592,27 @@ class CheckpointSettings(Settings):
     previous one."""
     keep_every: Cadence | None = Field(None, examples=["50 epochs"])
     """Interval of checkpoints that are kept forever, such as 50 epochs."""
-    keep_at: tuple[Duration, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
-    """Lengths at which a checkpoint is made and kept forever, where a run of that length would end.
-    With a constant learning rate it is that run's last checkpoint, bit for bit. RUN@50epochs names
-    it."""
+    milestones: tuple[Duration, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
+    """Training lengths at which a checkpoint is made and kept forever. RUN@50epochs selects it. If
+    the learning rate is constant, it equals the last checkpoint of a run of that length, bit for
+    bit."""
     keep_best: bool | None = None
     """Make a checkpoint at each evaluation with the highest top-1 so far, and keep it until a
-    better one (RUN/checkpoints/best.json). By default on if data.eval_split is set."""
+    better one (RUN/checkpoints/best.json). Default: on if data.eval_split is set."""
     remote: Annotated[str, _kept_out(_OF_REMOTE)] | None = Field(
         None, examples=["s3://bucket/runs/mine"]
     )
     """A folder in a bucket (s3, gs, az, file) for this run only. Checkpoints, event log and config
-    are uploaded in the background, and a start fetches the newest complete checkpoint. run_dir may
-    then be on each node's own disk."""
+    are uploaded in the background. Each attempt fetches the newest complete checkpoint, so run_dir
+    may be on each node's own disk."""
     remote_storage: dict[str, Any] = Field(
         default_factory=dict, exclude=True, examples=[{"endpoint_url": "https://minio:9000"}]
     )
     """Options for fsspec, as in data.storage. They may be secrets and are never stored."""
     grace_s: float = Field(30.0, ge=1)
-    """Seconds from SIGTERM until this process is killed (Kubernetes: 30, most spot offers: 120).
-    A stopped run waits that long for the upload of its last checkpoint. Without a complete upload
-    the next start on another disk resumes from an earlier checkpoint."""
+    """Seconds from SIGTERM until this process is killed (Kubernetes: 30, most spot offers: 120). A
+    stopped run waits that long for the upload of its last checkpoint. If the upload is incomplete,
+    the next attempt on another disk resumes from an earlier checkpoint."""
 
     @model_validator(mode="after")
     def _remote_is_a_bucket(self) -> Self:
@@ -696,7 +696,7 @@ class TrainingSettings(Settings):
     @model_validator(mode="after")
     def _stream_can_be_mixed(self) -> Self:
         is_ordered = not (self.data.stream and self.augment.mixes_previous)
-        check_needs(self.augment, "augment", {"mix_with": (is_ordered, "data.stream=false")})
+        check_needs(self.augment, "augment", {"mixup_pairing": (is_ordered, "data.stream=false")})
         return self
 
     @model_validator(mode="after")
@@ -708,7 +708,9 @@ class TrainingSettings(Settings):
     def _streams_have_equal_parts(self) -> Self:
         streams, batch = self.data.canonical_streams, self.train.global_batch_size
         is_ordered = not (streams > 1 and self.augment.mixes_previous)
-        check_needs(self.augment, "augment", {"mix_with": (is_ordered, "data.canonical_streams=1")})
+        check_needs(
+            self.augment, "augment", {"mixup_pairing": (is_ordered, "data.canonical_streams=1")}
+        )
         unit = 2 if self.augment.mixes_pairs else 1
         if batch % (streams * unit):
             nearest = nearest_divisor(batch // unit, streams)

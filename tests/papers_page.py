@@ -16,6 +16,11 @@ from pretrain.models.cost import cost_of
 from tests.ranks import REPOSITORY
 
 PAGE = REPOSITORY / "docs/papers.md"
+PLANS = sorted(
+    path.stem
+    for paper in ("mixer", "scaling")
+    for path in (REPOSITORY / "configs/plan").glob(f"{paper}_*.yaml")
+)
 BEGIN, END = "<!-- experiments: written by `make settings` -->", "<!-- end of experiments -->"
 IN21K, IN1K = 11_801_680, 1_281_167
 DATASETS = {
@@ -52,7 +57,7 @@ def sizes_of(settings: PretrainSettings) -> dict[str, int]:
 
 
 def gpu_hours(settings: PretrainSettings) -> float:
-    """Return the lower bound of `pretrain plan`: six floating-point operations for each MAC of a
+    """Return the lower bound of `pretrain estimate`: six floating-point operations for each MAC of a
     forward pass."""
     num_samples, _, _ = DATASETS[settings.data.dataset.removeprefix("data/")]
     macs = cost_of(settings.model, **sizes_of(settings)).multiply_adds
@@ -65,9 +70,8 @@ def gpu_hours(settings: PretrainSettings) -> float:
 def table(paper: Paper) -> list[str]:
     """Return the lines of a Markdown table."""
     rows = [["item", "plan or command", "members", "GPU-hours", "printed", "chosen", "status"]]
-    for each in EXPERIMENTS:
-        if each.paper == paper:
-            rows += [_plan_row(each, name) for name in each.plans] or [_command_row(each)]
+    for each in EXPERIMENTS[paper]:
+        rows += [_plan_row(each, name) for name in each.plans] or [_command_row(each)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 

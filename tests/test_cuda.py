@@ -59,8 +59,8 @@ TIMM = {
 }  # fmt: skip
 ERASE = {"crop_scale": (0.4, 1.0), "erase_probability": 0.5, "erase_mode": "rand", "erase_count": 3}
 RECIPES: dict[str, tuple[dict[str, Any], int, int]] = {  # settings, stored and fed pixels
-    "paper B 64": (PAPER_B, 64, 64),
-    "paper B 72 to 64": (PAPER_B, 72, 64),
+    "Scaling MLPs 64": (PAPER_B, 64, 64),
+    "Scaling MLPs 72 to 64": (PAPER_B, 72, 64),
     "crop 256 to 224": ({"crop_scale": (0.08, 1.0)}, 256, 224),
     "timm 72 to 64": (TIMM, 72, 64),
     "erase": (ERASE, 64, 64),
@@ -262,14 +262,14 @@ TUNE = ("-m", "finetune", "tune", "configs/finetune/demo.yaml", f"train.duration
 PROBE = ("-m", "finetune", "probe", "configs/probe/demo.yaml")
 VERBS: dict[str, tuple[str, ...]] = {
     **{f"probe {name}": (*PROBE, f"optimizer={name}", "lrs=null") for name in ("sgd", "adamw", "lbfgs")},
-    "probe views": (*PROBE, "optimizer=lion", "views=4", "augment={crop_scale: [0.4, 1.0]}", "feature_dtype=float16"),
+    "probe views": (*PROBE, "optimizer=lion", "num_views=4", "augment={crop_scale: [0.4, 1.0]}", "feature_dtype=float16"),
     "knn": ("-m", "finetune", "knn", "configs/knn/demo.yaml"),
     "tune": TUNE,
     "tune compiled": (*TUNE, BF16, "engine.compile=true"),
     "tune auto": (*TUNE, BF16, "train.local_batch_size=auto"),
     "accelerate": ("-m", "accelerate.commands.launch", "--num_processes", "1", *TUNE),
     "evaluate": ("-m", "finetune", "evaluate"),
-    "evaluate views": ("-m", "finetune", "evaluate", "views=10", "precision=bf16"),
+    "evaluate views": ("-m", "finetune", "evaluate", "num_views=10", "precision=bf16"),
 }  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         {"pretrain train", "finetune evaluate", "analysis report"},
     )
     for number, line in enumerate(printed):
-        if line.startswith("pretrain start"):
+        if line.startswith("pretrain recommend"):
             add_pictures(tmp_path / "data/shapes-images/train")
         words, verb = shlex.split(line), " ".join(line.split()[:2])
         if words[0] in ("pretrain", "finetune", "analysis") and verb not in as_typed:
@@ -125,7 +125,7 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             as_typed.discard(verb)
         assert code == 0, f"$ {line}\n{said}"
         if line.startswith(
-            ("pretrain start", "pretrain train runs/mine")
+            ("pretrain recommend", "pretrain train runs/mine")
         ):  # what was printed is what README has next
             (is_next,) = re.findall(r"^ *next:? +(\w.*)$", said, re.MULTILINE)
             assert re.match(re.escape(is_next).replace("PICTURES", r"\S+"), printed[number + 1]), (

@@ -29,7 +29,7 @@ FILES, SIZE = resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE
             4096,
         ),
         ("pretrain train {config} run_dir={out}", FILES, 24),
-        ("analysis paper A --out {out}", SIZE, 2048),
+        ("analysis paper mixer --out {out}", SIZE, 2048),
         ("cluster init {out}", SIZE, 2048),
     ],
 )

@@ -84,7 +84,7 @@ TABLE = [
     ("secrets in an address", ["checkpoint.remote=s3://key:secret@bucket/run"], "checkpoint.remote", "bad-value"),
     ("a query of a mirror", ["checkpoint.remote=gs://bucket/run?version"], "checkpoint.remote", "bad-value"),
     ("a token in a stream", ["data.dataset=a.tar::https://host/a-{0..3}.tar?token=hush"], "data.dataset", "bad-value"),
-    ("a password of another dataset", ["data.also=[{dataset: 'https://me:hush@host/more'}]"], "data.also.0.dataset", "bad-value"),
+    ("a password of another dataset", ["data.extra_datasets=[{dataset: 'https://me:hush@host/more'}]"], "data.extra_datasets.0.dataset", "bad-value"),
     ("a tracking server's password", ["tracking.uri=https://me:hush@host"], "tracking.uri", "bad-value"),
     ("a secret for options", ["checkpoint.remote_storage=secret"], "checkpoint.remote_storage", "bad-value"),
     ("a secret in what is no YAML", ["data.storage={key: secret]"], "data.storage", "bad-syntax"),
@@ -130,13 +130,13 @@ TABLE = [
     ("fewer connections than neurons", ["model={kind: sw_mlp, width: 50, density: 0.01}"], "model.density", "bad-value"),
     ("no such split", ["data.eval_split=vall"], "data.eval_split", "unknown-name"),
     ("no such dataset", ["data.dataset=nowhere"], "nowhere", "missing-path"),
-    ("dataset of a mixture without its section", ["data.also=[somewhere]"], "data.also.0", "bad-value"),
-    ("mixture without a dataset", ["data.also=[{split: train}]"], "data.also.0.dataset", "missing-value"),
-    ("no such split to mix", ["data.also=[{dataset: DATASET, split: trian}]"], "data.also.0.split", "unknown-name"),
+    ("dataset of a mixture without its section", ["data.extra_datasets=[somewhere]"], "data.extra_datasets.0", "bad-value"),
+    ("mixture without a dataset", ["data.extra_datasets=[{split: train}]"], "data.extra_datasets.0.dataset", "missing-value"),
+    ("no such split to mix", ["data.extra_datasets=[{dataset: DATASET, split: trian}]"], "data.extra_datasets.0.split", "unknown-name"),
     ("weight alone", ["data.weight=2.0"], "data.weight", "conflict"),
-    ("one weight of two", ["data={dataset: DATASET, weight: 1, also: [{dataset: DATASET}]}"], "data.weight", "conflict"),
-    ("weights that differ by nothing", ["data={dataset: DATASET, weight: 999.999999, also: [{dataset: DATASET, weight: 999.999998}, {dataset: DATASET, weight: 999.999997}]}"], "data.weight", "bad-value"),
-    ("mixture that drops", ["data={dataset: DATASET, last_batch: drop, also: [{dataset: DATASET}]}"], "data.last_batch", "conflict"),
+    ("one weight of two", ["data={dataset: DATASET, weight: 1, extra_datasets: [{dataset: DATASET}]}"], "data.weight", "conflict"),
+    ("weights that differ by nothing", ["data={dataset: DATASET, weight: 999.999999, extra_datasets: [{dataset: DATASET, weight: 999.999998}, {dataset: DATASET, weight: 999.999997}]}"], "data.weight", "bad-value"),
+    ("mixture that drops", ["data={dataset: DATASET, last_batch: drop, extra_datasets: [{dataset: DATASET}]}"], "data.last_batch", "conflict"),
     ("stream without its classes", ["data={dataset: DATASET/train-000000.tar, stream: true, samples_per_epoch: 9}"], "data.num_classes", "missing-value"),
     ("classes of no stream", ["data.num_classes=4"], "data.num_classes", "conflict"),
     ("stream that is to be evaluated", ["data={STREAM, dataset: DATASET/train-000000.tar}"], "data.eval_split", "conflict"),
@@ -147,7 +147,7 @@ TABLE = [
     ("stream of a variable that is not set", ["data={STREAM, dataset: '${ROOT}/a.tar', eval_split: null}"], "data.dataset", "missing-value"),
     ("stream with other classes than its evaluation", ["data={STREAM, dataset: DATASET/train-000000.tar, eval_dataset: DATASET}"], "data.num_classes", "mismatch"),
     ("fewer shards than ranks", ["data={STREAM, dataset: DATASET/train-000000.tar, eval_split: null}", "--ranks", "3"], "data.dataset", "mismatch"),
-    ("mixing across the ranks of a stream", ["data={STREAM, dataset: DATASET/train-000000.tar, eval_split: null}", "augment={mixup_alpha: 0.8, mix_with: previous}"], "augment.mix_with", "conflict"),
+    ("mixing across the ranks of a stream", ["data={STREAM, dataset: DATASET/train-000000.tar, eval_split: null}", "augment={mixup_alpha: 0.8, mixup_pairing: ffcv}"], "augment.mixup_pairing", "conflict"),
     ("a batch that drop never fills", ["data.last_batch=drop", "train.global_batch_size=512"], "train.global_batch_size", "bad-value"),
     ("a batch of more than there is", ["train.global_batch_size=248"], "train.global_batch_size", "bad-value"),
     ("value instead of section", ["optimizer=3"], "optimizer", "bad-value"),
@@ -202,7 +202,7 @@ LATER = [
     ("probe", ["lrs=[]"], "lrs", "bad-value"),
     ("probe", ["lrs=[0.1, -1]"], "lrs", "bad-value"),
     ("probe", ["pretrained=nowhere"], "nowhere", "missing-path"),
-    ("probe", ["holdout_share=1.5"], "holdout_share", "bad-value"),
+    ("probe", ["holdout_fraction=1.5"], "holdout_fraction", "bad-value"),
     ("probe", ["test_split=vall"], "DATASET", "unknown-name"),
     ("probe", ["optimizer={name: sgd}"], "optimizer", "bad-value"),
     ("probe", ["optimizer=lbfgs", "lrs=[0.1, 0.2]"], "lrs", "conflict"),
@@ -245,7 +245,7 @@ def lab(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFacto
         f"source.path={lab}/pics",
         "image_size=16",
         "num_workers=1",
-        "source.val_share=0",
+        "source.val_fraction=0",
     ]
     assert data_prep(["build", "--source", "folder", f"--out={lab}/noval", *of_pictures]) == 0
     (lab / "empty").mkdir()
@@ -296,7 +296,7 @@ MISTAKES = [
     ("pretrain train tune.yaml", "tune.yaml", "wrong-command"),
     ("pretrain train build.yaml", "build.yaml", "wrong-command"),
     ("pretrain train plan.yaml", "plan.yaml", "wrong-command"),
-    ("pretrain show knn.yaml", "knn.yaml", "wrong-command"),
+    ("pretrain show train knn.yaml", "knn.yaml", "wrong-command"),
     ("pretrain train train.yaml data=shapes", "data", "bad-value"),
     ("pretrain train train.yaml data.dataset=noval", "data.eval_split", "unknown-name"),
     ("pretrain train train.yaml data.dataset=shaeps", "shaeps", "missing-path"),
@@ -316,8 +316,8 @@ MISTAKES = [
     ("pretrain preview train.yaml --count 0", "--count", "bad-value"),
     ("pretrain preview train.yaml --epoch x", "--epoch", "bad-value"),
     ("pretrain preview train.yaml data.train_split=nothing", "data.train_split", "unknown-name"),
-    ("pretrain plan mlp_b12_wi1024 --optimizer adam", "--optimizer", "bad-value"),
-    ("pretrain plan mlp_b12_wi1024 --nodes 3 --batch 4096", "--batch", "bad-value"),
+    ("pretrain estimate mlp_b12_wi1024 --optimizer adam", "--optimizer", "bad-value"),
+    ("pretrain estimate mlp_b12_wi1024 --nodes 3 --batch 4096", "--batch", "bad-value"),
     ("pretrain models --match mixr_b_16", "--match", "unknown-name"),
     ("pretrain models --match mixer_p7 --image-size 32", "--image-size", "bad-value"),
     ("pretrain models --omega 2^x", "--omega", "bad-value"),
@@ -337,13 +337,13 @@ MISTAKES = [
     ("finetune import points.csv --out o --activation swish", "--activation", "bad-value"),
     ("finetune import points.csv --out pics", "out", "exists"),
     ("pretrain sync shapes", "shapes", "wrong-command"),
-    ("pretrain serve nowhere", "nowhere", "missing-path"),
-    ("pretrain serve shapes --host 192.0.2.1", "--host", "bad-value"),
-    ("pretrain start nowhere", "nowhere", "missing-path"),
-    ("pretrain start points.csv", "points.csv", "unreadable"),
-    ("pretrain start empty --probe", "--probe", "conflict"),
-    ("pretrain start empty --name a/b", "--name", "bad-value"),
-    ("pretrain start .", ".", "bad-value"),
+    ("pretrain ui nowhere", "nowhere", "missing-path"),
+    ("pretrain ui shapes --host 192.0.2.1", "--host", "bad-value"),
+    ("pretrain recommend nowhere", "nowhere", "missing-path"),
+    ("pretrain recommend points.csv", "points.csv", "unreadable"),
+    ("pretrain recommend empty --probe", "--probe", "conflict"),
+    ("pretrain recommend empty --name a/b", "--name", "bad-value"),
+    ("pretrain recommend .", ".", "bad-value"),
     ("finetune probe train.yaml", "train.yaml", "wrong-command"),
     ("finetune tune probe.yaml", "probe.yaml", "wrong-command"),
     ("finetune probe runs/m", "config", "wrong-command"),
@@ -365,7 +365,7 @@ MISTAKES = [
     ("finetune evaluate pretrained=runs/m data.dataset=other", "dataset", "mismatch"),
     ("finetune evaluate pretrained=runs/m data.dataset=shapes split=vall", "shapes", "unknown-name"),
     ("finetune evaluate pretrained=runs/m data.dataset=noval", "noval", "unknown-name"),
-    ("finetune evaluate pretrained=runs/m data.dataset=shapes views=2 augment.mixup_alpha=0.8", "augment.mixup_alpha", "conflict"),
+    ("finetune evaluate pretrained=runs/m data.dataset=shapes num_views=2 augment.mixup_alpha=0.8", "augment.mixup_alpha", "conflict"),
     ("finetune evaluate pretrained=runs/m data.dataset=shapes include_plain=true", "include_plain", "conflict"),
     ("finetune evaluate pretrained=runs/m data.dataset=shapes augment.flip_probability=0", "augment", "conflict"),
     ("finetune evaluate pretrained=runs/m data.dataset=shapes viewss=3", "viewss", "unknown-key"),
@@ -425,7 +425,7 @@ MISTAKES = [
     ("data_prep verify shapes extra", "extra", "bad-syntax"),
     ("data_prep stats pics", "pics", "unknown-format"),
     ("data_prep stats shapes --workers 0", "--workers", "bad-value"),
-    ("data_prep show noval --split val", "noval", "unknown-name"),
+    ("data_prep preview noval --split val", "noval", "unknown-name"),
     ("data_prep subset shapes", "arguments", "missing-value"),
     ("data_prep subset shapes --out shapes --count 3", "out", "conflict"),
     ("data_prep dedup shapes --against nowhere", "nowhere", "missing-path"),
@@ -453,10 +453,10 @@ READING = [
     ("data_prep build --source folder --out y source.path=pics classes=[nope]", "classes", "unknown-name"),
     ("data_prep build --source folder --out y source.path=pics source.labels=nope.csv", "source.labels", "missing-path"),
     ("data_prep build --source folder --out runs/m source.path=pics image_size=16", "out", "exists"),
-    ("data_prep build --source folder --out noval source.path=pics image_size=32 num_workers=1 source.val_share=0", "out", "changed"),
+    ("data_prep build --source folder --out noval source.path=pics image_size=32 num_workers=1 source.val_fraction=0", "out", "changed"),
     ("data_prep index --train shapes/train-000000.tar --out shapes num_workers=1", "out", "changed"),
     ("data_prep subset shapes --out z --count 900", "count", "bad-value"),
-    ("data_prep show shapes --shard 99", "shard", "bad-value"),
+    ("data_prep preview shapes --shard 99", "shard", "bad-value"),
     ("finetune import points.csv --out o", "points.csv", "damaged"),
 ]  # fmt: skip
 
@@ -520,11 +520,19 @@ def test_show_prints_what_reads_back_to_the_same(
     config = tmp_path / "c.yaml"
     config.write_text(PRETRAIN.replace("DATASET", str(shapes)))
     assert (
-        pretrain(["show", str(config), "model={preset: mixer_b_w, depth: 2}", "optimizer.lr=3e-4"])
+        pretrain(
+            [
+                "show",
+                "train",
+                str(config),
+                "model={preset: mixer_b_w, depth: 2}",
+                "optimizer.lr=3e-4",
+            ]
+        )
         == 0
     )
     shown = capsys.readouterr().out
     assert "num_channels: 588" in shown and "lr: 0.0003" in shown
     config.write_text(shown)
-    assert pretrain(["show", str(config)]) == 0
+    assert pretrain(["show", "train", str(config)]) == 0
     assert capsys.readouterr().out == shown

@@ -26,23 +26,23 @@ def add_commands(verbs: Verbs) -> None:
         help="similarity of the features of two networks, mixing by mixing (Mixer paper, Fig. 2)",
         description=(
             "Unbiased minibatch CKA. Memory: 1 GB, the weights, mixings of all runs x BATCH^2 x 16"
-            " bytes; with --whole, for mixings of d and e entries, (d^2 + e^2 + d e) x 8 bytes."
+            " bytes; with --full-sample, for d and e entries, (d^2 + e^2 + d e) x 8 bytes."
         ),
         epilog="analysis cka runs/mixer runs/sw-mlp data/cifar10 --split test",
     )
-    cka.add_argument("run_a", help="run, checkpoint, or folder of weights: the rows")
-    cka.add_argument("run_b", help="another one: the columns")
+    cka.add_argument("run_a", help="run, checkpoint, or weights folder, for the rows")
+    cka.add_argument("run_b", help="the same for the columns")
     cka.add_argument(
-        "--and",
+        "--pair",
         nargs=2,
         action="append",
         default=[],
         metavar=("RUN_A", "RUN_B"),
         dest="more",
-        help="another pair; pairs of the same two architectures are seeds",
+        help="compare another pair, too; pairs of the same two architectures count as seeds",
     )
     cka.add_argument(
-        "--whole",
+        "--full-sample",
         action="store_true",
         help="also compute the diagonals over the complete sample, without batches (slower)",
     )
@@ -71,7 +71,10 @@ def add_commands(verbs: Verbs) -> None:
         command.add_argument("dataset", help="finished dataset, or its URL")
         command.add_argument("--split", default="val", help="split of the images (default: val)")
         command.add_argument(
-            "--batch", type=at_least(8), default=256, help="images compared with each other"
+            "--batch",
+            type=at_least(8),
+            default=256,
+            help="images per batch, compared with each other",
         )
         command.add_argument(
             "--count", type=at_least(8), help="random images of the split (default: all)"
@@ -98,7 +101,9 @@ def _cka(options: argparse.Namespace) -> Result:
     with doing("loading torch"):
         from analysis.features.cka import compare_features
     images = _images(options, manifest)
-    return compare_features(images, pairs, whole=options.whole, device=device_of(options.device))
+    return compare_features(
+        images, pairs, whole=options.full_sample, device=device_of(options.device)
+    )
 
 
 def _invariance(options: argparse.Namespace) -> Result:

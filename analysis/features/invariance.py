@@ -148,7 +148,7 @@ def _measure_views(
     subject: Subject, images: Images, views: int, *, seed: int, device: torch.device
 ) -> pd.DataFrame:
     """Return the accuracy of the mean softmax over the first 1, 2, 5, ... views, which are those of
-    `finetune evaluate views=... seed=...`."""
+    `finetune evaluate num_views=... seed=...`."""
     checkpoint, model = subject.backbone.checkpoint, subject.backbone.model
     assert checkpoint is not None and model is not None
     moments, classes = moments_up_to(views), _classes(subject, images, device=device)

@@ -1,7 +1,7 @@
-"""`analysis paper A | B`: one page with every figure and table of a paper.
+"""`analysis paper`: one page with every figure and table of a paper.
 
     OUT/index.html       contains its images
-    OUT/NAME.*           the files of each figure, such as a_fig7_depth.png, .svg, .parquet, .json
+    OUT/NAME.*           the files of each figure, such as mixer_fig7_depth.png and .json
 
 Figures are drawn from the runs that exist, after those of an earlier page have been removed. The
 page shows the command of each missing one, and the error of each one that cannot be drawn.
@@ -23,7 +23,7 @@ from analysis.papers.sources import Row, origins_of
 from analysis.results import STAGES, as_frame, results_below
 from analysis.sweeps.widths import widths
 from analysis.tables.pages import pages_of
-from analysis.tables.published import TABLES, A, B
+from analysis.tables.published import MIXER, SCALING, TABLES
 from analysis.tables.table import OURS, cells_of
 from cluster.plan_file import Plan, load_plan
 from data_prep.exit_codes import message_of
@@ -70,11 +70,11 @@ class Section:
 def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, is_demo: bool) -> Result:
     """Write the page. `results`: a results table to use instead of runs."""
     make_directory(out)
-    sections = [_section(each, is_demo=is_demo) for each in EXPERIMENTS if each.paper == name]
+    sections = [_section(each, is_demo=is_demo) for each in EXPERIMENTS[name]]
     (out / "index.html").unlink(missing_ok=True)
     for plan in (plan for section in sections for plan in section.experiment.plans):
         remove_figures(out / (plan + "_demo" * is_demo))
-    with progress(f"paper {name}", total=len(sections), unit="experiments") as line:
+    with progress(name, total=len(sections), unit="experiments") as line:
         for section in sections:
             for plan in section.experiment.plans:
                 _add_plan(section, plan, out, results, is_demo=is_demo)
@@ -83,7 +83,9 @@ def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, is_demo: bool
             elif section.experiment.verb == WIDTHS:
                 section.add(widths({"10^8": 1e8}, 1.0), out / "widths")
             line.advance(1)
-    tables = [table for table in TABLES if table.source.startswith(A if name == "A" else B)]
+    tables = [
+        table for table in TABLES if table.source.startswith(MIXER if name == "mixer" else SCALING)
+    ]
     cells = cells_of(tables, results_below(RUNS) if RUNS.is_dir() else as_frame([]))
     num_drawn = sum(bool(section.images) for section in sections)
     about = f"{len(sections)} figures and tables, {num_drawn} of them drawn"
@@ -92,7 +94,7 @@ def paper(name: Paper, out: Path, results: pd.DataFrame | None, *, is_demo: bool
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
     page = environment.get_template("page.html").render(
-        title=f"{name}: {TITLES[name]}",
+        title=TITLES[name],
         about=f"{about}; commit {git_commit()}",
         sections=sections,
         tables=list(pages_of(cells[cells.table != OURS])),

@@ -33,7 +33,13 @@ from data_prep.settings import Settings, flatten, in_yaml, read_yaml, validate
 SHARED = Path(__file__).with_name("shared.yaml")
 EXECUTION = (
     *("run_dir", "resume", "pretrained", "record.*", "checkpoint.*", "tracking.*", "ranks.*"),
-    *("data.cache_*", "data.stage_dir", "data.check", "data.max_bad_share", "data.stream"),
+    *(
+        "data.cache_*",
+        "data.stage_dir",
+        "data.verify_hashes",
+        "data.max_bad_fraction",
+        "data.stream",
+    ),
     *("data.label", "data.image_member", "data.shuffle_buffer", "data.block_size"),
     *("data.window_blocks", "data.num_classes", "data.train_split", "data.test_split"),
     *("data.split", "data.eval_split", "data.eval_dataset", "data.samples_per_epoch"),
@@ -106,8 +112,8 @@ class Origin:
 
 def paper_of(plan: Plan) -> str | None:
     """Return the key of the plan's paper in shared.yaml."""
-    papers = {"A": "mixer", "B": "scaling-mlps"}
-    found = (papers[each.paper] for each in EXPERIMENTS if Path(plan.path).stem in each.plans)
+    name = Path(plan.path).stem
+    found = (key for key, all_ in EXPERIMENTS.items() if any(name in each.plans for each in all_))
     return next(found, None)
 
 

@@ -15,9 +15,9 @@ def add_commands(verbs: Verbs) -> None:
         _scaling,
         help="scaling laws of each target, recipe and family of models: in C, P and N, repeated"
         " data, the best P and N",
-        epilog="analysis scaling runs/plans/b_scaling.parquet --out runs/plans/b_scaling-laws",
+        epilog="analysis scaling runs/plans/all.parquet --out runs/plans/scaling_laws-fits",
     )
-    add_points(scaling, help="files of `analysis points`, or CSV files with compute,error")
+    add_points(scaling, help="files of `analysis collect`, or CSV files with compute,error")
     scaling.add_argument(
         "--target", action="append", default=[], help="only this dataset; may be repeated"
     )

@@ -20,7 +20,7 @@ PROPORTIONAL = 1.1
 """Greatest ratio of C / (P N T) among points whose compute is proportional to P N T."""
 HELD = (
     *("kind", "optimizer", "lr", "weight_decay", "global_batch_size", "augmented"),
-    *("own_augmented", "views", "family"),
+    *("own_augmented", "num_views", "family"),
 )
 """Columns that are equal in all points of a law."""
 SAME_T = 0.01

@@ -22,7 +22,7 @@ def add_commands(verbs: Verbs) -> None:
             " with the exact one-sided p of falling errors, and Holm's correction for all lines; a"
             " sweep by log_cs the optimum of a parabola with its interval."
         ),
-        epilog="analysis sweep runs/plans/a_fig6_textC5.parquet --x log_cs --hue mixing",
+        epilog="analysis sweep runs/plans/mixer_fig6_textC5.parquet --x log_cs --hue mixing",
     )
     sweep.add_argument(
         "--x",
@@ -40,7 +40,7 @@ def add_commands(verbs: Verbs) -> None:
             "Bands are the range over seeds; the table has the SD. Overfit is the last test loss"
             " minus the smallest one, after a running mean over a tenth of the curve."
         ),
-        epilog="analysis curves runs/plans/a_figS6.parquet --hue mixing --facet shape",
+        epilog="analysis curves runs/plans/mixer_figS6.parquet --hue mixing --facet shape",
     )
     curves.add_argument(
         "--accuracy", action="store_true", help="also draw the test accuracy (Fig. S.8)"

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from pretrain.models.presets import spec_of
 from pretrain.models.spec import AnySpec
 
-A, B = "Understanding MLP-Mixer, ICML 2024", "Scaling MLPs, NeurIPS 2023"
+MIXER, SCALING = "Understanding MLP-Mixer, ICML 2024", "Scaling MLPs, NeurIPS 2023"
 REAL = "-real"
 """Suffix of a benchmark with reassessed labels."""
 COLUMNS = {
@@ -84,15 +84,15 @@ def _fig6(
         for prefix in ("", "rp_")
     )
     title = f"S-Mixers of Omega = {omega} on {COLUMNS[target]}"
-    return Table(title, f"{A}, Table S.2 for Fig. 6", "a_fig6_tableS2", (target,), rows)
+    return Table(title, f"{MIXER}, Table S.2 for Fig. 6", "mixer_fig6_tableS2", (target,), rows)
 
 
 SHAPES = {16: 504, 32: 346, 64: 226, 128: 128, 226: 64, 346: 32, 504: 16}
 TABLES = (
     Table(
         "From scratch",
-        f"{B}, Table 1",
-        "b_scratch",
+        f"{SCALING}, Table 1",
+        "scaling_scratch",
         MANY,
         (
             Row(
@@ -121,8 +121,8 @@ TABLES = (
     ),
     Table(
         "Pretrained on ImageNet-21k, fine-tuned",
-        f"{B}, Table 2",
-        "b_transfer",
+        f"{SCALING}, Table 2",
+        "scaling_transfer",
         ALL,
         (
             Row(
@@ -151,8 +151,8 @@ TABLES = (
     ),
     Table(
         f"{PUBLIC}, fine-tuned".capitalize(),
-        f"{B}, README of the code",
-        "b_public",
+        f"{SCALING}, README of the code",
+        "scaling_public",
         ALL,
         tuple(
             Row(
@@ -173,8 +173,8 @@ TABLES = (
     ),
     Table(
         "Pretrained on ImageNet-21k, linear probe",
-        f"{B}, Table 3",
-        "b_probe",
+        f"{SCALING}, Table 3",
+        "scaling_probe",
         ALL,
         (
             Row(f"linear probe {B6}, no DA", (65.1, 41.3, 53.4, 45.6, 13.0), "probe", SMALL, False),
@@ -184,8 +184,8 @@ TABLES = (
     ),
     Table(
         "Wide Mixers on CIFAR",
-        f"{A}, Table 1, upper half",
-        "a_table1_cifar",
+        f"{MIXER}, Table 1, upper half",
+        "mixer_table1_cifar",
         ("cifar10", "cifar100"),
         (
             Row(
@@ -212,8 +212,8 @@ TABLES = (
     ),
     Table(
         "Wide Mixers on ImageNet",
-        f"{A}, Table 1, lower half",
-        "a_table1_imagenet",
+        f"{MIXER}, Table 1, lower half",
+        "mixer_table1_imagenet",
         IMAGENET,
         (
             Row("Mixer-B/16", (76.44,), "scratch", spec_of("mixer_b_16"), True, "300 epochs"),

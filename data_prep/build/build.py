@@ -18,7 +18,7 @@ import numpy as np
 
 from data_prep.archives.inventory import open_inventory
 from data_prep.build.config import BuildSettings
-from data_prep.build.merge import check_reject_share, publish, refuse_changed, with_limit
+from data_prep.build.merge import check_reject_fraction, publish, refuse_changed, with_limit
 from data_prep.build.parts import forget_parts, own_place
 from data_prep.build.shards import Rejected, Sample, ShardRecord, finished_record, write_shard
 from data_prep.build.workplan import ShardPlan, Workplan, open_source_of, prepare
@@ -38,13 +38,13 @@ def build(settings: BuildSettings) -> Manifest:
     with own_place(directory), Pool(settings.num_workers) as pool:
         work = prepare(settings, source, pool)
         if (directory / MANIFEST_NAME).exists():
-            manifest = with_limit(directory, load_manifest(directory), settings.max_reject_share)
+            manifest = with_limit(directory, load_manifest(directory), settings.max_reject_fraction)
         else:
             records = write_shards(work, work.shards, source, pool)
             refuse_changed(work, source, pool)
             manifest = publish(work, source, records)
         forget_parts(directory)
-    check_reject_share(directory, manifest)
+    check_reject_fraction(directory, manifest)
     return manifest
 
 

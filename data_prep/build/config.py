@@ -45,32 +45,31 @@ class BuildSettings(ImageSpec):
     out: LocalDirectory = Field(examples=["data/mine"])
     """The dataset directory, on a local disk. `data_prep push` copies it to a bucket."""
     name: str | None = Field(None, examples=["my-pictures"])
-    """The dataset's name in manifests and reports; the last part of `out` by default."""
+    """Dataset name in manifests and reports (default: the last part of `out`)."""
     classes: tuple[str, ...] | None = Field(None, min_length=1, examples=[["cat", "dog"]])
-    """The classes to keep, by name; all by default."""
+    """Names of the classes to keep (default: all)."""
     classes_file: str | None = Field(None, examples=["classes.txt"])
-    """A text file with the class to keep on each line, instead of `classes`."""
+    """Text file with one class to keep per line, instead of `classes`."""
     exclude: tuple[str, ...] = Field((), examples=[["duplicates.jsonl"]])
-    """Exclusion lists, as `data_prep dedup` writes them."""
+    """Exclusion lists written by `data_prep dedup`."""
     per_class: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
         None, examples=[{"train": 100, "val": 50}]
     )
-    """Number of images to draw from each class, by split. Classes with fewer and other splits are
-    omitted. If the source has no `val`, its images are taken from `train`; exclude duplicates
-    first (`data_prep dedup`). null: all images."""
+    """Number of images to draw from each class, by split. Smaller classes and other splits are
+    omitted. If the source has no `val`, its images are taken from `train`; exclude duplicates first
+    (`data_prep dedup`). null: all images."""
     samples_per_shard: int = Field(DEFAULT_SHARD, ge=1, le=1_000_000)
-    """Images in each shard; the last one of a split may have fewer. Each shard is written by one
-    worker. With the default, a split of fewer than 131,072 images has up to 16 smaller shards, of
-    512 images or more."""
+    """Images in each shard; the last shard of a split may have fewer. One worker writes a shard. If
+    you keep the default, a split of fewer than 131,072 images has up to 16 smaller shards, of 512
+    images or more."""
     order: Literal["shuffled", "listed"] = "shuffled"
-    """shuffled: every shard mixes the classes (seeded); listed: the source's sorted order."""
+    """shuffled: mix the classes in every shard (seeded). listed: keep the source's sorted order."""
     seed: int = Field(0, ge=0)
     """Seed of the shuffled order."""
-    max_reject_share: float = Field(0.01, ge=0, le=1)
-    """A build that rejects a larger share of its inputs keeps them listed in rejected.jsonl, and
-    fails."""
+    max_reject_fraction: float = Field(0.01, ge=0, le=1)
+    """Largest fraction of rejected inputs. Above it the build fails; rejected.jsonl lists them."""
     num_workers: NumWorkers = 0
-    """Worker processes; 0 means one per core. The bytes written do not depend on it."""
+    """Worker processes; 0 means one per core. They do not change the output."""
 
     @model_validator(mode="after")
     def _default_images_dir(self) -> "BuildSettings":

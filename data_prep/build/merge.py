@@ -85,7 +85,7 @@ def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest
                     refuse_changed(work, source, pool)
             manifest = publish(work, source, records)
         forget_parts(directory)
-    check_reject_share(directory, manifest)
+    check_reject_fraction(directory, manifest)
     return manifest
 
 
@@ -268,7 +268,7 @@ def manifest_of(
     num_written = sum(split.num_samples for split in splits.values())
     assert num_read == num_written + num_rejected, (num_read, num_written, num_rejected)
     same = settings.model_dump(
-        include={"seed", "image_size", "crop", "interpolation", "max_reject_share"}
+        include={"seed", "image_size", "crop", "interpolation", "max_reject_fraction"}
     )
     return Manifest(
         tool_version=__version__,
@@ -297,23 +297,23 @@ def write_annotation(directory: Path, stem: str, bits: NDArray[np.bool_]) -> Ann
     )
 
 
-def with_limit(directory: Path, manifest: Manifest, max_reject_share: float) -> Manifest:
+def with_limit(directory: Path, manifest: Manifest, max_reject_fraction: float) -> Manifest:
     """Return the manifest with this limit, and save it if the limit is new."""
-    if manifest.max_reject_share != max_reject_share:
-        manifest = manifest.model_copy(update={"max_reject_share": max_reject_share})
+    if manifest.max_reject_fraction != max_reject_fraction:
+        manifest = manifest.model_copy(update={"max_reject_fraction": max_reject_fraction})
         save_manifest(directory, manifest)
     return manifest
 
 
-def check_reject_share(out: Path, manifest: Manifest) -> None:
+def check_reject_fraction(out: Path, manifest: Manifest) -> None:
     """Raise TooManyRejected, every time that a command finds or makes the dataset."""
-    share, allowed = manifest.num_rejected / max(1, manifest.num_read), manifest.max_reject_share
+    share, allowed = manifest.num_rejected / max(1, manifest.num_read), manifest.max_reject_fraction
     if share > allowed:
         error = TooManyRejected(
-            "max_reject_share",
+            "max_reject_fraction",
             f"{manifest.num_rejected:,} of {manifest.num_read:,} inputs of {out} were rejected "
             f"({share:.1%}, allowed {allowed:.1%})",
-            f"read {out}/{REJECTED_NAME}, then fix the source or raise max_reject_share",
+            f"read {out}/{REJECTED_NAME}, then fix the source or raise max_reject_fraction",
             code="too-many-faults",
         )
         error.manifest = manifest

@@ -278,7 +278,7 @@ def refuse_other_config(settings: BuildSettings, manifest: Manifest) -> None:
 
 def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -> dict[str, Any]:
     """Return the settings that decide the bytes of the dataset: no paths, no worker count."""
-    others = {"out", "num_workers", "max_reject_share", "classes_file"}
+    others = {"out", "num_workers", "max_reject_fraction", "classes_file"}
     kept, config = settings.kept_classes, settings.model_dump(mode="json", exclude=others)
     classes = None if kept is None else sorted(kept)
     of_files = {

@@ -1,4 +1,4 @@
-"""`data_prep show`: a contact sheet of images as the model sees them, with labels.
+"""`data_prep preview`: a contact sheet of images as the model sees them, with labels.
 
 The samples are a function of manifest, seed and count, and are sorted by class.
 """

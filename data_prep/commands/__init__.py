@@ -40,6 +40,8 @@ def add_verb(
     module:Class."""
     parser = verbs.add_parser(name, help=help, description=description, epilog=examples)
     parser.set_defaults(run=run, after_a_stop=after_a_stop, schema=schema)
+    if schema:
+        parser.set_defaults(show=False)
     for option, facts in (each for group in shared for each in SHARED[group].items()):
         parser.add_argument(option, **facts)
     return parser
@@ -84,7 +86,6 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
         "config": {"nargs": "?", "help": "a YAML file with the settings"},
         "overrides": {"nargs": "*", "default": [], "help": "key.path=value, such as image_size=64"},
         "--out": {"metavar": "DIR", "help": "the dataset directory (short for out=DIR)"},
-        "--show": {"action": "store_true", "help": "print the resolved settings and stop"},
     },
     "workers": {
         "--workers": {"type": at_least(1), "default": num_cores(), "metavar": "N", "help": _WORKERS}

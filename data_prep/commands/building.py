@@ -76,14 +76,14 @@ def add_verbs(verbs: Verbs) -> None:
         action="store_true",
         help="only make the plan that array tasks share (task 0 makes it otherwise)",
     )
-    words = "verify what array tasks have written, then publish the dataset"
+    words = "verify the shards of array tasks, then publish the dataset"
     how = {"after_a_stop": GOES_ON, "examples": "data_prep merge data/mine"}
     merge = add_verb(verbs, "merge", _merge, "workers", "json", help=words, **how)
-    merge.add_argument("dataset", type=Path, help="the directory that the tasks wrote to")
+    merge.add_argument("dataset", type=Path, help="dataset directory that the tasks wrote")
     merge.add_argument(
-        "--trust",
+        "--skip-verify",
         action="store_true",
-        help="do not read the shards again: only their sizes are checked",
+        help="check only the sizes of shards, without reading them again",
     )
     words = (
         "make a dataset of WebDataset shards of others (local, http, s3), which stay as they are"
@@ -197,7 +197,7 @@ def _merge(options: argparse.Namespace) -> int:
     from data_prep.build.merge import merge
 
     def publish() -> Manifest:
-        return merge(options.dataset, num_workers=options.workers, trust=options.trust)
+        return merge(options.dataset, num_workers=options.workers, trust=options.skip_verify)
 
     return _published(publish, options.dataset, as_json=options.json)
 
@@ -265,11 +265,11 @@ def _published(publish: Callable[[], Manifest], out: Path, *, as_json: bool) -> 
             f"most often ({count:,}): {reason}, such as {example['path']}"
             f" ({example['detail']}){remedy}"
         )
-    if manifest.num_held_out and "val_share" in manifest.source:
-        share = f"{manifest.source['val_share']:g} of each class, at least one of two"
+    if manifest.num_held_out and "val_fraction" in manifest.source:
+        share = f"{manifest.source['val_fraction']:g} of each class, at least one of two"
         print(
-            f"held out as val: {splits['val']:,} (source.val_share: {share}); source.val_share=0"
-            " trains on all of them"
+            f"held out as val: {splits['val']:,} (source.val_fraction: {share});"
+            " source.val_fraction=0 trains on all of them"
         )
     if manifest.num_left_out:
         print(f"left out, not read: {counted(manifest.num_left_out)}")

@@ -1,4 +1,4 @@
-"""`data_prep verify`, `stats` and `show`: what a finished dataset holds; none of them changes
+"""`data_prep verify`, `stats` and `preview`: what a finished dataset holds; none of them changes
 it."""
 
 import argparse
@@ -36,23 +36,16 @@ def add_verbs(verbs: Verbs) -> None:
     stats.add_argument(
         "--recompute", action="store_true", help="channel mean and std from the pictures, too"
     )
-    words = "a contact sheet: what the model would see, with labels"
-    show = add_verb(verbs, "show", _show, "dataset", "storage", help=words, **how("show"))
-    show.add_argument("--split", default="train", help="that the pictures are of")
-    show.add_argument("--shard", type=at_least(0), metavar="N", help="of this shard alone (from 0)")
-    show.add_argument(
-        "--count", type=at_least(1), default=64, metavar="N", help="how many pictures"
-    )
-    show.add_argument(
-        "--seed", type=at_least(0), default=0, help="another seed shows other pictures"
-    )
-    show.add_argument(
-        "--out",
-        type=Path,
-        default=Path("show.png"),
-        metavar="FILE.png",
-        help="where the sheet goes",
-    )
+    words = "draw images as the model sees them, with their labels, on a contact sheet"
+    shared = {"help": words, **how("preview")}
+    preview = add_verb(verbs, "preview", _preview, "dataset", "storage", **shared)
+    preview.add_argument("--split", default="train", help="split to draw")
+    preview.add_argument("--shard", type=at_least(0), metavar="N", help="draw only shard N, from 0")
+    words = "number of images"
+    preview.add_argument("--count", type=at_least(1), default=64, metavar="N", help=words)
+    preview.add_argument("--seed", type=at_least(0), default=0, help="seed of the random choice")
+    out = Path("preview.png")
+    preview.add_argument("--out", type=Path, default=out, metavar="FILE.png", help="PNG file")
 
     words = "copy a finished dataset to a bucket and verify it; the manifest is uploaded last"
     push = add_verb(
@@ -188,7 +181,7 @@ def _channel_row(name: str, mean: list[float], std: list[float]) -> tuple[str, s
     )
 
 
-def _show(options: argparse.Namespace) -> int:
+def _preview(options: argparse.Namespace) -> int:
     from data_prep.check.contact_sheet import contact_sheet
     from data_prep.images.sheet import check_out, save_sheet
 

@@ -65,34 +65,33 @@ def add_verbs(verbs: Verbs) -> None:
         "workers",
         "storage",
         "json",
-        help="list samples whose picture is there already, here or in other datasets",
+        help="list images that occur more than once, also across datasets",
         examples="data_prep dedup data/mine --against data/others --out duplicates.jsonl",
         after_a_stop="no list was written; with --hashes the next run goes on from here",
         description=(
-            "Lists samples whose picture is there already: equal pixels, or the same picture"
-            " encoded, resized or cropped a little otherwise. Mirrored and turned copies are not"
-            " found. Line art and text in one ink and pictures of nearly one colour are compared by"
-            " pixels alone."
+            "Lists images that occur more than once: with equal pixels, or encoded again, resized"
+            " or cropped a little. Mirrored and rotated copies are not found. Line art, text in one"
+            " color and images of nearly one color are compared only by pixels."
         ),
     )
-    words = "a dataset that stays whole; repeatable"
+    words = "dataset that keeps all samples; repeatable"
     dedup.add_argument(
         "--against", type=place, action="append", default=[], metavar="DIR", help=words
     )
     dedup.add_argument(
-        "--split", action="append", help="a split that may lose samples (train); repeatable"
+        "--split", action="append", help="split that may lose samples (default: train); repeatable"
     )
     how = dedup.add_mutually_exclusive_group()
     how.add_argument(
-        "--near",
+        "--max-hamming",
         type=int,
         metavar="N",
-        help=f"bits of 64 in which near pictures differ at most ({NEAR})",
+        help=f"maximum Hamming distance of near duplicates, in bits of 64 (default: {NEAR})",
     )
-    how.add_argument("--exact", action="store_true", help="only pictures with equal pixels")
-    dedup.add_argument("--out", metavar="LIST.jsonl", help="the exclusion list to write")
+    how.add_argument("--exact", action="store_true", help="list only images with equal pixels")
+    dedup.add_argument("--out", metavar="LIST.jsonl", help="exclusion list to write")
     dedup.add_argument(
-        "--hashes", type=Path, metavar="DIR", help="keeps the hashes of shards for the next time"
+        "--hashes", type=Path, metavar="DIR", help="folder that keeps the hashes for later runs"
     )
 
 
@@ -140,7 +139,7 @@ def _dedup(options: argparse.Namespace) -> int:
     if options.out is not None:
         options.out = Path(refuse_url(options.out))
         check_out(options.out)
-    near = NEAR if options.near is None else options.near
+    near = NEAR if options.max_hamming is None else options.max_hamming
     found = find_duplicates(
         directory_of(options),
         against=tuple(directory_of(options, each) for each in options.against),
@@ -157,7 +156,7 @@ def _dedup(options: argparse.Namespace) -> int:
             print(
                 f"data_prep: {num_lost / (part.stop - part.start):.1%} of {part.split} would be"
                 " dropped, which is much: look at some pairs before you use the list (it names"
-                " both of each); a smaller --near, or --exact, drops less",
+                " both of each); a smaller --max-hamming, or --exact, drops less",
                 file=sys.stderr,
             )
     if options.out is not None:

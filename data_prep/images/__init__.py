@@ -51,23 +51,23 @@ class ImageSpec(Settings):
     image_size: int = Field(64, ge=8, le=1024)
     """Width and height of the stored images, in pixels."""
     crop: CropPolicy = "center"
-    """center: the central square, resized; both ends of the longer side are lost. squash: the
-    complete image, resized to a square. longer_side: shrunk until the longer side is `image_size`
-    (never enlarged), then as center, as FFCV did for the public checkpoints. full: as squash, and
-    the JPEG states its original shape (encoding=jpeg). Random crops are then drawn in the complete
-    image, as timm does; without them the model sees the central square."""
+    """center: resize the central square; both ends of the longer side are lost. squash: resize the
+    complete image to a square. longer_side: shrink until the longer side is `image_size` (never
+    enlarge), then crop as center, as FFCV did for the public checkpoints. full: squash, and store
+    the original shape in the JPEG (encoding=jpeg). Random crops then use the complete image, as in
+    timm; without them the model sees the central square."""
     interpolation: Filter = "bicubic"
-    """area: OpenCV's INTER_AREA, as in FFCV; without drafts."""
+    """Filter. area: OpenCV's INTER_AREA, as in FFCV; without drafts."""
     encoding: Encoding = "raw"
-    """raw: binary PPM, gathered at memory speed; jpeg: re-encoded; keep: the input's own bytes,
-    checked. Transparent pixels become white; with keep, when the image is read."""
+    """raw: binary PPM, the fastest to read. jpeg: encode again. keep: check and store the input's
+    bytes. Transparent pixels become white; with keep, when the image is read."""
     jpeg_quality: int = Field(95, ge=1, le=100)
-    """Quality of encoding=jpeg, as libjpeg counts it."""
+    """JPEG quality on libjpeg's scale."""
     draft: bool = True
     """Decode large JPEGs at 1/2, 1/4 or 1/8 before they are resized."""
     max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
-    """Reject larger images. Of a draft only its own pixels count, unless encoding=keep. Each pixel
-    takes up to 16 bytes of memory."""
+    """Reject larger images. If a draft is decoded, its pixels count, unless encoding=keep. Each
+    pixel takes up to 16 bytes of memory."""
 
     @model_validator(mode="after")
     def _shape_is_stored(self) -> Self:

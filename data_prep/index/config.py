@@ -36,12 +36,12 @@ class IndexSettings(Settings):
     out: LocalDirectory = Field(examples=["data/theirs"])
     """The dataset directory, on a local disk. The shards stay in their places."""
     name: str | None = Field(None, examples=["their-pictures"])
-    """The dataset's name in manifests and reports; the last part of `out` by default."""
+    """Dataset name in manifests and reports (default: the last part of `out`)."""
     storage: dict[str, Any] = Field(default_factory=dict, examples=[{"anon": True}])
     """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3, {params: {key: ...}}
     for http; written nowhere."""
     num_attempts: int = Field(NUM_ATTEMPTS, ge=1)
-    """Attempts to read from a server, with growing pauses."""
+    """Number of attempts to read from a server, with growing pauses."""
     image_size: int = Field(64, ge=8, le=1024)
     """Width and height, in pixels, to which readers resize the images by default."""
     crop: Literal["center", "squash", "longer_side"] = "center"
@@ -54,19 +54,19 @@ class IndexSettings(Settings):
     """cls: the integer in KEY.cls; txt: an integer or a class name in KEY.txt; json:FIELD.SUBFIELD:
     in KEY.json; none: no label."""
     classes_file: str | None = Field(None, examples=["classes.txt"])
-    """A text file with one class name per line, class 0 first. By default the classes are the
-    numbers, or the sorted names of the labels."""
+    """A text file with one class name per line, class 0 first. Default: the numbers, or the
+    sorted names of the labels."""
     image_member: str | None = Field(None, examples=["rgb.png"])
     """The ending of the image's member, if a sample has several images."""
     check: Literal["decode", "header"] = "decode"
     """decode: decode every image. header: read only its header, and take the channel statistics
     from a seeded sample."""
     max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
-    """Images with more pixels are rejected. A pixel needs up to 16 bytes of memory."""
+    """Reject images with more pixels. Each pixel takes up to 16 bytes of memory."""
     seed: int = Field(0, ge=0)
     """Seed of the sample that check=header decodes."""
-    max_reject_share: float = Field(0.01, ge=0, le=1)
-    """The command fails if it rejects a larger fraction of the samples; rejected.jsonl lists
+    max_reject_fraction: float = Field(0.01, ge=0, le=1)
+    """Largest fraction of rejected samples. Above it the command fails; rejected.jsonl lists
     them."""
     num_workers: NumWorkers = 0
     """Worker processes; 0 means one per core."""

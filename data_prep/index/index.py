@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.build.merge import check_reject_share, manifest_of, with_limit
+from data_prep.build.merge import check_reject_fraction, manifest_of, with_limit
 from data_prep.build.parts import (
     begin,
     forget_parts,
@@ -79,7 +79,7 @@ def index(settings: IndexSettings) -> Manifest:
             manifest = load_manifest(directory)
             _refuse_another(plan, shards, manifest)
             _refuse_changed(plan, shards, manifest)
-            manifest = with_limit(directory, manifest, settings.max_reject_share)
+            manifest = with_limit(directory, manifest, settings.max_reject_fraction)
         else:
             versions_of(shards, settings)
             begin(directory, plan.hash, plan.config)
@@ -98,7 +98,7 @@ def index(settings: IndexSettings) -> Manifest:
                 plan, shards, [each for each in found if isinstance(each, StockRecord)]
             )
         forget_parts(directory)
-    check_reject_share(directory, manifest)
+    check_reject_fraction(directory, manifest)
     return manifest
 
 

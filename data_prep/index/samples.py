@@ -144,7 +144,7 @@ def read_shard(path: Path, plan: IndexPlan, *, name: str) -> Contents:
     finally:
         os.close(descriptor)
     reasons = {each.reason for each in found.rejected}
-    if not found.rows and plan.settings.max_reject_share < 1 and reasons == {"no_label"}:
+    if not found.rows and plan.settings.max_reject_fraction < 1 and reasons == {"no_label"}:
         first = found.rejected[0]
         raise UserError(
             "label", f"{first.path}: {first.detail}", "set label to it", code="missing-value"

@@ -63,13 +63,13 @@ _VERSIONS: Final = {
 
 
 class CifarSettings(Settings):
-    """CIFAR-10 or CIFAR-100, python version; the content shows which."""
+    """CIFAR-10 or CIFAR-100, python version, detected from the content."""
 
     kind: Literal["cifar"]
     path: str = Field(examples=["downloads/cifar-10-python.tar.gz"])
     """The .tar.gz as downloaded, or the folder that it unpacks to."""
     labels: Kind = "fine"
-    """CIFAR-100 has 100 fine and 20 coarse classes."""
+    """Classes of CIFAR-100: 100 fine or 20 coarse ones."""
     md5: Md5Policy = "published"
 
 

@@ -43,13 +43,13 @@ class DatasetSettings(Settings):
     factory: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", examples=["torchvision.datasets:SVHN"]
     )
-    """module:callable, such as torchvision.datasets:SVHN"""
+    """Callable, as module:callable."""
     splits: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], dict[str, Any]] = Field(
         min_length=1, examples=[{"train": {"root": "downloads", "split": "train"}}]
     )
-    """Keyword arguments of the factory for each split."""
+    """Keyword arguments of the factory, by split."""
     class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])
-    """By default the object's own `classes`, or numbers."""
+    """Class names (default: the object's `classes`, or numbers)."""
 
 
 class DatasetSource(Source, of=DatasetSettings):

@@ -38,21 +38,22 @@ class FolderSettings(Settings):
 
     kind: Literal["folder"]
     path: str = Field(examples=["photos"])
-    """The folder."""
-    val_share: float = Field(0.1, ge=0, lt=1)
-    """Fraction of each class of `train` that becomes the split `val` if the folder has no `val`: at
-    least one image if a class has two, none if it has one. Byte-equal files stay in one split and
-    count once. 0: no split."""
+    """Folder of the images."""
+    val_fraction: float = Field(0.1, ge=0, lt=1)
+    """Fraction of each class of `train` that becomes `val` if the folder has no `val`. A class of
+    one image stays in `train`; larger classes give one or more. Byte-equal files stay in one split
+    and count once. 0: no `val`."""
     seed: int = Field(0, ge=0)
-    """Seed of the choice of the images of `val`."""
+    """Seed that selects the images of `val`."""
     labels: str | None = Field(None, examples=["photos/labels.csv"])
-    """A CSV or Parquet file with a row for each image below `path`: its file, its label and,
-    optionally, its split."""
+    """CSV or Parquet file with a row per image below `path`: its file, label and, optionally,
+    split."""
     columns: dict[Literal["file", "label", "split"], str] = Field(
         default={}, examples=[{"label": "species"}]
     )
-    """Names of the table's columns, if they are unusual (`file`, `path`, `image_id`, ...; `label`,
-    `class`, ...; `split`) or several could be meant. Splits are train, val and test."""
+    """Columns of the table. They are found by usual names (`file`, `path`, `image_id`, ...;
+    `label`, `class`, ...; `split`); set others or ambiguous ones. Splits are train, val and
+    test."""
 
 
 class FolderSource(Source, of=FolderSettings):
@@ -129,7 +130,7 @@ class FolderSource(Source, of=FolderSettings):
         return hold_out(
             inventory,
             Arrangement(splits, left_out=left_out),
-            share=self.settings.val_share,
+            share=self.settings.val_fraction,
             seed=self.settings.seed,
             root=self.path,
         )

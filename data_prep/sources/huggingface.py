@@ -45,12 +45,12 @@ class HuggingFaceSettings(Settings):
     """The folder of save_to_disk, a Parquet file, or a folder of Parquet files with splits in their
     names (train-00000.parquet)."""
     columns: dict[Role, str] = Field(default={}, examples=[{"image": "img", "label": "fine_label"}])
-    """Names of the columns. By default the only column of images, and the only column of classes or
-    with a usual name."""
-    val_share: float = Field(0.1, ge=0, lt=1)
-    """Fraction of each class of `train` that becomes the split `val` if there is no `val`."""
+    """Names of the columns (default: the only image column, and the only class column or one with a
+    usual name)."""
+    val_fraction: float = Field(0.1, ge=0, lt=1)
+    """Fraction of each class of `train` that becomes `val` if there is no `val`."""
     seed: int = Field(0, ge=0)
-    """Seed of the choice of the images of `val`."""
+    """Seed that selects the images of `val`."""
 
 
 class HuggingFaceSource(Source, of=HuggingFaceSettings):
@@ -86,7 +86,7 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
         return Entries.of([(f"{row:08d}", row, 0) for row in range(len(labels))], label=labels)
 
     def arrange(self, inventory: Inventory) -> Arrangement:
-        share, seed = self.settings.val_share, self.settings.seed
+        share, seed = self.settings.val_fraction, self.settings.seed
         return hold_out(inventory, by_container(inventory), share=share, seed=seed)
 
     def read(self, entry: Entry) -> bytes:

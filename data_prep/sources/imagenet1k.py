@@ -49,14 +49,14 @@ class ImageNet1kSettings(Settings):
 
     kind: Literal["imagenet1k"]
     path: str = Field(examples=["downloads/imagenet"])
-    """The folder with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and the development kit, or
-    with the folders that they unpack to."""
+    """Folder with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and the development kit, or with
+    the folders that they unpack to."""
     splits: tuple[Literal["train", "val"], ...] = Field(("train", "val"), min_length=1)
     """Splits to build."""
     real: str | None = Field(None, examples=["downloads/real.json"])
-    """The file real.json with the reassessed labels of val."""
+    """File real.json with the reassessed labels of `val`."""
     md5: Literal["devkit", "all", "off"] = "devkit"
-    """Archives that are checked against their published MD5; `all` reads 144 GB once more."""
+    """Archives to check against their published MD5; `all` reads 144 GB again."""
 
 
 class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):

@@ -26,14 +26,13 @@ class ImageNet21kSettings(Settings):
     path: str = Field(examples=["downloads/winter21_whole.tar.gz"])
     """The tar as downloaded, or the folder that it unpacks to."""
     processing: Literal["ridnik", "raw"] = "ridnik"
-    """ridnik: only large classes, with a validation split; raw: every class and image, in the
-    split train."""
+    """ridnik: keep large classes and split off `val`. raw: put all images into `train`."""
     min_images: int = Field(500, ge=0)
-    """Classes with more images than this stay."""
+    """Keep classes with more images than this (ridnik only)."""
     val_per_class: int = Field(50, ge=1)
     """Images of each class in the split `val`."""
     seed: int = Field(0, ge=0)
-    """Seed of the choice of the validation images."""
+    """Seed that selects the images of `val`."""
 
     @model_validator(mode="after")
     def _some_are_left_to_train_on(self) -> "ImageNet21kSettings":

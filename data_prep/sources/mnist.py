@@ -69,15 +69,15 @@ class MnistSettings(Settings):
 
     kind: Literal["mnist"]
     path: str = Field(examples=["downloads/mnist"])
-    """The folder of the four files."""
+    """Folder of the four files."""
     variant: Literal["mnist", "fashion", "kmnist", "other"] = "mnist"
-    """Dataset with published sums and class names; other, such as EMNIST, has none."""
+    """Dataset whose MD5 sums and class names apply. other: none, as for EMNIST."""
     prefix: str = Field("", pattern="^[a-z-]*$")
     """Beginning of all file names, such as emnist-letters-"""
     transposed: bool = False
-    """True if rows and columns are exchanged, as in EMNIST."""
+    """Exchange rows and columns, for EMNIST."""
     class_names: tuple[str, ...] | None = Field(None, examples=[["zero", "one"]])
-    """By default the names of the variant, otherwise numbers."""
+    """Class names (default: the variant's, or numbers)."""
     md5: Md5Policy = "published"
 
 

@@ -42,7 +42,7 @@ class Stl10Settings(Settings):
     path: str = Field(examples=["downloads/stl10_binary.tar.gz"])
     """stl10_binary.tar.gz as downloaded, or the folder that it unpacks to."""
     unlabelled: bool = True
-    """True if the 100,000 images without labels become the split `unlabelled`."""
+    """Add the 100,000 images without labels as the split `unlabelled`."""
     md5: Md5Policy = "published"
 
 

@@ -79,7 +79,7 @@ class SyntheticSettings(Settings):
 
     kind: Literal["synthetic"]
     class_set: Literal["a", "b"] = "a"
-    """Two disjoint sets of classes, for pretraining and transfer."""
+    """Set of classes. The two sets are disjoint, for pretraining and transfer."""
     num_classes: int = Field(48, ge=2, le=48)
     """Number of classes of the set."""
     num_train_per_class: int = Field(100, ge=1)
@@ -91,7 +91,7 @@ class SyntheticSettings(Settings):
     seed: int = Field(0, ge=0)
     """Seed of all images."""
     images_dir: str | None = Field(None, examples=["data/drawn"])
-    """Folder of the JPEG files; by default `OUT-images` next to the dataset."""
+    """Folder of the JPEG files (default: `OUT-images` next to the dataset)."""
 
 
 class SyntheticSource(FolderSource, of=SyntheticSettings):

@@ -48,8 +48,7 @@ class TinyImageNetSettings(Settings):
     path: str = Field(examples=["downloads/tiny-imagenet-200.zip"])
     """tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to."""
     unlabelled_test: bool = False
-    """True if the 10,000 test images, which were published without labels, become the split
-    `test`."""
+    """Add the 10,000 test images, published without labels, as the split `test`."""
 
 
 class TinyImageNetSource(Source, of=TinyImageNetSettings):

@@ -32,7 +32,7 @@ def add_verbs(verbs: Verbs) -> None:
         "evaluate",
         help=(
             "scores, pictures and predictions of a checkpoint on a dataset with its classes;"
-            " views=100 augments at test time"
+            " num_views=100 augments at test time"
         ),
     )
     evaluate.add_argument("--json", action="store_true", help="print the result as one JSON object")
@@ -41,7 +41,7 @@ def add_verbs(verbs: Verbs) -> None:
         nargs="?",
         help="a YAML file, such as configs/evaluate/demo.yaml; or settings alone",
     )
-    evaluate.epilog = """finetune evaluate pretrained=runs/mine dataset=data/mine views=10
+    evaluate.epilog = """finetune evaluate pretrained=runs/mine dataset=data/mine num_views=10
 finetune evaluate configs/evaluate/demo.yaml pretrained=runs/mine run_dir=runs/mine-views"""
     add_common(evaluate, _evaluate, schema="finetune.evaluate.config:EvaluateSettings")
 
@@ -55,7 +55,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     settings = load_settings(EvaluateSettings, path=config, overrides=overrides)
     allow_import(settings.allow_import)
     if options.show:
-        return show(Evaluation.of(settings).settings if settings.views else settings)
+        return show(Evaluation.of(settings).settings if settings.num_views else settings)
     world = world_of(options)
     evaluation = Evaluation.of(settings, verify=world.local_rank == 0)
     class_numbers(evaluation.card, evaluation.manifest, dataset=settings.data.dataset)
@@ -85,7 +85,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 def print_result(result: dict[str, Any], console: Console, *, stored: bool = False) -> None:
     num_bad = result["num_unreadable"]
     bad = f", {num_bad:,} more do not decode: {', '.join(result['unreadable'])}" if num_bad else ""
-    views = f", {result['num_views']} views each" if result["views"] else ""
+    views = f", {result['num_averaged']} views each" if result["num_views"] else ""
     heading = (
         f"{result['model']} on {result['dataset']}, {result['split']}: {result['num_samples']:,}"
         f" images{views}{bad}"
@@ -108,7 +108,7 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
     if result["most_confused"]:
         pairs = result["most_confused"][:3]
         rows["most confused"] = ", ".join(f"{a} as {b} ({count:,})" for a, b, count in pairs)
-    if result["views"]:
+    if result["num_views"]:
         augment = AugmentSettings.model_validate(result["augment"], strict=False)
         rows["views"] = f"{augment.recipe}: {result['augment_from']}"
         rows["top-1 by views"] = "  ".join(
@@ -121,7 +121,7 @@ def print_result(result: dict[str, Any], console: Console, *, stored: bool = Fal
         table.add_row(name, escape(words))
     lines: list[str | Table] = [heading, table]
     plain = result.get("plain_top1")
-    if result["views"] and plain is not None and plain - result["eval/top1"] > WORSE_BY:
+    if result["num_views"] and plain is not None and plain - result["eval/top1"] > WORSE_BY:
         lines.append(
             f"the plain images reach {plain:.2%}: these views may not suit the classes. Check"
             " augment, above all its flips."

@@ -47,7 +47,7 @@ PUBLIC: dict[str, Any] = {
 
 
 class ViewSettings(AugmentSettings):
-    """Augmentation of a view. Settings that are not given are as in the training."""
+    """Augmentation of a view. Omitted settings are as in the training."""
 
     @model_validator(mode="after")
     def _of_one_image(self) -> "ViewSettings":
@@ -67,24 +67,24 @@ class JudgedDataSettings(ReadingSettings):
 
 class EvaluateSettings(ShortRunSettings):
     of_verb = "finetune evaluate"
-    example_with: ClassVar = {"augment": "views=10", "include_plain": "views=10"}
+    example_with: ClassVar = {"augment": "num_views=10", "include_plain": "num_views=10"}
     pretrained: str = Field(examples=["runs/mine"])
     """A run directory, one of its checkpoints, or an imported folder."""
     data: JudgedDataSettings
     run_dir: str | None = Field(None, examples=["runs/mine-views"])
-    """Directory of the results. Default: a directory in RUN/evaluations of the run of the weights,
-    or in FOLDER-evaluations next to a folder of weights."""
-    views: int = Field(0, ge=0, le=100_000)
+    """Directory of the results. Default: a directory in RUN/evaluations, where RUN trained the
+    weights. For a folder of weights: in FOLDER-evaluations next to it."""
+    num_views: int = Field(0, ge=0, le=100_000)
     """Test-time augmentation: predict the mean softmax over this many augmented views of each
     image; 0 uses the plain image. Each image is decoded once."""
     include_plain: bool = False
-    """Count the plain image as one more view, the first."""
+    """Average over the plain image, too, as the first view."""
     augment: ViewSettings = ViewSettings()
-    """Augmentation of the views; only with `views`. Default: the crops and flips of the training,
-    or without them those of the paper's public command, a square crop of 0.4 to 1 of the area and
-    flips. You can set some and keep the others."""
+    """Augmentation of the views (needs num_views). Default: the crops and flips of the training.
+    If it had none: those of the public code, a square crop of 0.4 to 1 of the area and flips.
+    Settings that you omit keep their defaults."""
     seed: int = Field(0, ge=0)
-    """Seed of the views. A view is a function of (seed, number of the view, image)."""
+    """Seed of the views. A view depends only on the seed, its number and the image."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the forward pass. Softmax and scores are in fp32 or above."""
     local_batch_size: int = Field(512, ge=1)
@@ -95,16 +95,22 @@ class EvaluateSettings(ShortRunSettings):
     @model_validator(mode="after")
     def _views_are_asked_for(self) -> "EvaluateSettings":
         for field in ("include_plain", "augment"):
-            if not self.views and getattr(self, field) != type(self).model_fields[field].default:
-                problem, fix = "has no effect without views", "set views, for example views=100"
+            if (
+                not self.num_views
+                and getattr(self, field) != type(self).model_fields[field].default
+            ):
+                problem, fix = (
+                    "has no effect without num_views",
+                    "set it, for example num_views=100",
+                )
                 raise UserError(field, problem, fix, code="conflict")
         return self
 
     @property
     def view_numbers(self) -> tuple[int | None, ...]:
         """Numbers of the views; None is the plain image."""
-        plain = (None,) if self.include_plain or self.views == 0 else ()
-        return (*plain, *range(self.views))
+        plain = (None,) if self.include_plain or self.num_views == 0 else ()
+        return (*plain, *range(self.num_views))
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class Evaluation:
         check_split(manifest, settings.data.split, directory=settings.data.dataset)
         checkpoint = checkpoint or Checkpoint.open(settings.pretrained, verify=verify)
         card, source = checkpoint.card, None
-        if settings.views:
+        if settings.num_views:
             augment, source = choose_views(settings.augment, checkpoint.run_dir)
             augment = augment.fed_as(card.fed_interpolation, card.eval_crop)
             settings = settings.model_copy(update={"augment": augment})
@@ -155,7 +161,7 @@ class Evaluation:
         facts: dict[str, Any] = {
             "split": settings.data.split,
             "precision": settings.precision,
-            "views": settings.views,
+            "num_views": settings.num_views,
             "interpolation": card.fed_interpolation,
             "weights": self.checkpoint.sha256,
             "pixels": self.manifest.pixels_hash,
@@ -166,7 +172,7 @@ class Evaluation:
             facts["eval_crop"] = card.eval_crop
         if card.pixel_permutation is not None:
             facts |= {"pixel_permutation": card.pixel_permutation, "permute": card.permute}
-        if settings.views:
+        if settings.num_views:
             facts |= {"include_plain": settings.include_plain, "seed": settings.seed}
             facts["augment"] = settings.augment.model_dump(mode="json")
         return facts
@@ -186,7 +192,7 @@ class Evaluation:
         place, run = folder.with_name(f"{folder.name}-evaluations"), self.checkpoint.run_dir
         if run is not None or folder.parent.name == "checkpoints":
             place = (run or folder.parent.parent) / "evaluations"
-        views = [f"{settings.views}views"] if settings.views else []
+        views = [f"{settings.num_views}views"] if settings.num_views else []
         words = [self.manifest.name, settings.data.split, *views, self.identity[:8]]
         return place / "-".join(words)
 
@@ -221,7 +227,7 @@ class Evaluation:
     def warning(self) -> str | None:
         """Return a warning if the model was trained on the images of this evaluation."""
         data, content = self._training_data, self.manifest.content_hash
-        parts = [data, *(data.get("also") or ())]
+        parts = [data, *(data.get("extra_datasets") or ())]
         splits = {each.get("train_split", each.get("split", "train")) for each in parts
                   if len(parts) > 1 and _content_of(each.get("dataset")) == content}  # fmt: skip
         if self.card.content_hash == content:

@@ -54,7 +54,7 @@ def evaluate_checkpoint(evaluation: Evaluation, world: World) -> dict[str, Any] 
     ):
         began_s = time.perf_counter()
         backbone = open_backbone(checkpoint, manifest, device=device)
-        model, augment = backbone.model, settings.augment if settings.views else None
+        model, augment = backbone.model, settings.augment if settings.num_views else None
         assert model is not None
 
         def logits_of(images_BCHW: Tensor) -> Tensor:

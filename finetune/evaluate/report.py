@@ -96,7 +96,7 @@ def report(
         tracker.metrics(metrics, step=moment["num_views"])
     for path in paths:  # a user may keep other files in the directory
         tracker.artifact(path, folder="evaluation")
-    name = f"evaluate/top1_{settings.views}views" if settings.views else "evaluate/top1"
+    name = f"evaluate/top1_{settings.num_views}views" if settings.num_views else "evaluate/top1"
     target = f"{target_of(manifest)}-{part.split}"
     register(tracker, evaluation.checkpoint, {name: result["eval/top1"]}, target=target)
     return save_result(run_dir, result)
@@ -132,9 +132,9 @@ def _result(
         "num_samples": len(answers),
         "num_unreadable": len(unread),
         "unreadable": ["/".join(name) for name in reader.names(unread[:NUM_NAMED])],
-        "views": settings.views,
-        "num_views": len(settings.view_numbers),
-        "augment": settings.augment.model_dump(mode="json") if settings.views else None,
+        "num_views": settings.num_views,
+        "num_averaged": len(settings.view_numbers),
+        "augment": settings.augment.model_dump(mode="json") if settings.num_views else None,
         "augment_from": evaluation.augment_from,
         "plain_top1": curve[0]["top1"] if settings.include_plain else evaluation.plain_top1(),
         "curve": curve,

@@ -43,11 +43,10 @@ def add_verbs(verbs: Verbs) -> None:
     export.add_argument(
         "overrides", nargs="*", default=[], help="key=value, such as license=apache-2.0"
     )
-    export.add_argument("--show", action="store_true", help="print the resolved settings and stop")
     export.epilog = """finetune export runs/mine exports/mine license=apache-2.0
 finetune export configs/export/demo.yaml pretrained=runs/mine out=exports/mine
 finetune export runs/mine exports/mine --push-to USER/NAME license=apache-2.0"""
-    export.set_defaults(run=_export, schema="finetune.export.config:ExportSettings")
+    export.set_defaults(run=_export, schema="finetune.export.config:ExportSettings", show=False)
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -32,7 +32,8 @@ class ExportSettings(Settings):
     pretrained: str = Field(examples=["runs/mine"])
     """A run, one of its checkpoints, an imported folder, or an export."""
     out: str = Field(examples=["exports/mine"])
-    """Directory to write. It appears complete. A directory with other content is not touched."""
+    """Directory to write. It appears only when it is complete. A directory with other content is
+    not changed."""
     formats: tuple[Format, ...] = Field(("timm", "onnx", "torch"), min_length=1)
     """timm: model.safetensors, config.json and a model card, which are always written; onnx:
     model.onnx; torch: model.pt2."""

@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
 
 def wanted_of(settings: ProbeSettings | KnnSettings) -> Mapping[Which, Wanted]:
     data = settings.data
-    views: list[int | None] = [*range(settings.views)] if settings.views else [None]
+    views: list[int | None] = [*range(settings.num_views)] if settings.num_views else [None]
     return {
         "test": Wanted(data.test_split, [None]),
         "plain": Wanted(settings.holdout_split or data.train_split, [None]),

@@ -54,9 +54,9 @@ class FeatureDataSettings(ReadingSettings):
     train_split: str = "train"
     """The split to learn from."""
     test_split: str = "val"
-    """The split to evaluate on. Nothing is chosen on it."""
+    """The split to evaluate on. It never affects a choice."""
     image_size: int | None = Field(None, ge=8, le=1024, examples=[64])
-    """Pixels. Default: the checkpoint's, or without one the dataset's."""
+    """Image size in pixels. Default: the checkpoint's, else the dataset's."""
 
     @model_validator(mode="after")
     def _test_is_kept_apart(self) -> "FeatureDataSettings":
@@ -107,7 +107,7 @@ _NOT_FOR_LBFGS = ("lrs", "schedule", "label_smoothing", "gradient_clip_norm")
 
 class ProbeSettings(FeatureSettings):
     of_verb = "finetune probe"
-    example_with: ClassVar = {"augment": "views=10 optimizer=lion"} | dict.fromkeys(
+    example_with: ClassVar = {"augment": "num_views=10 optimizer=lion"} | dict.fromkeys(
         _NOT_FOR_LBFGS, "optimizer=lion"
     )
     features: Literal["auto", "cache", "stream"] = "auto"
@@ -122,9 +122,9 @@ class ProbeSettings(FeatureSettings):
     converges. lion and adamw decouple weight decay from the gradient; sgd adds it to the gradient.
     Biases never decay. Views need lion, adamw or sgd."""
     lrs: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["lrs"]
-    """Each combination of learning rate, decay and length is a candidate. One pass over the
-    features trains all candidates, and the best on held-out samples is kept. The defaults of the
-    three lists depend on the optimizer."""
+    """Learning rates to try. Each combination of learning rate, decay and length is a candidate.
+    One pass over the features trains all candidates; the best on held-out samples is kept. The
+    defaults of the three lists depend on the optimizer."""
     weight_decays: Annotated[tuple[float, ...], _ONE_OR_MORE] = _GRIDS[_DEFAULT]["weight_decays"]
     """See `lrs`."""
     epochs: Annotated[tuple[int, ...], _ONE_OR_MORE] = (1000,)
@@ -146,14 +146,15 @@ class ProbeSettings(FeatureSettings):
     standardize: bool = True
     """Scale features to mean 0 and deviation 1 over the training split. The saved head undoes
     it."""
-    views: int = Field(0, ge=0, le=10_000)
-    """Augmented views of each training image: epoch e learns from view e mod views; 0 learns from
-    plain images."""
+    num_views: int = Field(0, ge=0, le=10_000)
+    """Number of augmented views of each training image; 0 learns from plain images. Epoch e learns
+    from view e mod num_views."""
     augment: AugmentSettings | None = Field(None, examples=[{"crop_scale": [0.4, 1.0]}])
     """Augmentation of the views: view v is what training would see in epoch v. Images are never
     mixed."""
-    holdout_share: float = Field(0.2, gt=0, lt=1)
-    """Fraction of the training split that chooses the candidate. The test split never chooses."""
+    holdout_fraction: float = Field(0.2, gt=0, lt=1)
+    """Fraction of the training split that is held out to choose the candidate. The test split never
+    chooses."""
     holdout_split: str | None = Field(None, examples=["holdout"])
     """Split that chooses the candidate, instead of a fraction of the training split."""
     refit: bool = True
@@ -199,10 +200,10 @@ class ProbeSettings(FeatureSettings):
             type(self).model_fields,
         )
         conflicts = [
-            ("views", self.views and self.augment is None, "needs augment",
+            ("num_views", self.num_views and self.augment is None, "needs augment",
              "set augment, for example augment.crop_scale=[0.4,1.0]"),
-            ("augment", self.augment and not self.views, "has no effect without views",
-             "set views, for example views=10"),
+            ("augment", self.augment and not self.num_views, "has no effect without num_views",
+             "set it, for example num_views=10"),
             *((f"augment.{field}", True, f"{way} is not valid: features have one label each",
                f"set augment.{field}=0")
               for way, field in (self.augment.mixing if self.augment else {}).items()),
@@ -213,7 +214,8 @@ class ProbeSettings(FeatureSettings):
               for name in _NOT_FOR_LBFGS),
             ("features", is_lbfgs and self.features == "stream",
              "stream is not valid with lbfgs, which needs many passes", "set optimizer=lion"),
-            ("views", is_lbfgs and self.views, "lbfgs needs fixed features", "set optimizer=lion"),
+            ("num_views", is_lbfgs and self.num_views, "lbfgs needs fixed features",
+             "set optimizer=lion"),
             ("holdout_split", holdout in (self.data.train_split, self.data.test_split),
              f"{holdout!r} is also a training or test split", "choose another split"),
         ]  # fmt: skip
@@ -231,14 +233,15 @@ def _with_tuples(tree: Any) -> Any:
 
 class KnnSettings(FeatureSettings):
     of_verb = "finetune knn"
-    views: ClassVar[int] = 0
+    num_views: ClassVar[int] = 0
     augment: ClassVar[AugmentSettings | None] = None
     holdout_split: ClassVar[str | None] = None
     seed: ClassVar[int] = 0
     cache_gb: ClassVar[float] = math.inf
     neighbours: Annotated[tuple[int, ...], _ONE_OR_MORE] = Field((20, 10, 100, 200), min_length=1)
-    """Numbers k of nearest training images that vote. All are evaluated at the cost of one. The
-    accuracy with the first k is `test_top1`: the best would be a choice on the test split."""
+    """Numbers k of nearest training images that vote. All are evaluated at the cost of one.
+    `test_top1` is the accuracy with the first k, not with the best, which would be a choice on the
+    test split."""
     weights: Literal["softmax", "uniform", "distance"] = "softmax"
     """Weight of a vote: exp(cosine similarity / temperature); 1; or 1 / cosine distance."""
     temperature: float = Field(0.07, gt=0)

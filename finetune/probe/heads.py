@@ -134,7 +134,7 @@ def train_heads(
             decay_C = torch.tensor(decays, device=device).repeat(num_classes)
             order = order_of(rows.num_rows, seed=settings.seed, epoch=epoch)
             batches = rows.epoch(
-                epoch % max(1, settings.views), order, batch_size=settings.batch_size
+                epoch % max(1, settings.num_views), order, batch_size=settings.batch_size
             )
             gradient_EC = torch.empty_like(update.weights_EC)
             for (x_BE, labels_B), lr_G in zip(batches, lr_TG.unbind(), strict=True):

@@ -147,7 +147,7 @@ def held_out(num_samples: int, settings: ProbeSettings) -> tuple[Tensor | None, 
         return None, None
     key = int(hash64(_HOLDOUT, settings.seed))
     shuffled = torch.from_numpy(permute(np.arange(num_samples), size=num_samples, key=key))
-    cut = min(num_samples - 1, max(1, round(num_samples * settings.holdout_share)))
+    cut = min(num_samples - 1, max(1, round(num_samples * settings.holdout_fraction)))
     return shuffled[cut:].sort().values, shuffled[:cut].sort().values
 
 

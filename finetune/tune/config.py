@@ -56,21 +56,22 @@ class TuneSettings(TrainingSettings):
     pretrained: str = Field(examples=["runs/mine"])
     """A run directory of `pretrain train`, or one of its checkpoints."""
     init: Literal["pretrained", "scratch"] = "pretrained"
-    """scratch: train the same architecture from random weights, as a baseline."""
-    new_head: Literal["zeros", "torch"] = "zeros"
+    """pretrained: start from the checkpoint. scratch: train the same architecture from random
+    weights, as a baseline."""
+    head_init: Literal["zeros", "torch"] = "zeros"
     """Initial weights of the new classifier: zeros, or torch's default for linear layers, as in
     the code of Scaling MLPs."""
     channel_stats: ChannelStats = "checkpoint"
     allow_import: AllowedImport = None
     seeds: tuple[int, ...] | None = Field(None, examples=[[0, 1, 2]])
-    """Repeat with each of these values of train.seed. result.json has mean and standard deviation.
-    You can add seeds later."""
+    """Repeat the run with each of these values of train.seed. result.json has mean and standard
+    deviation. You can add seeds later."""
     folds: bool = False
-    """Repeat on each fold of the training split, the protocol of STL-10."""
+    """Repeat the run on each fold of the training split, the protocol of STL-10."""
     optimizer: OptimizerSettings = OptimizerSettings(
         name="sgd", lr=1e-3, head_lr_scale=10.0, weight_decay=1e-4
     )
-    """Default: the paper's SGD with momentum, 0.01 for the head and 0.001 for the body."""
+    """Default: SGD with momentum as in Scaling MLPs: 0.01 for the head, 0.001 for the body."""
     engine: TuneEngineSettings = TuneEngineSettings()
 
     @model_validator(mode="after")

@@ -93,7 +93,7 @@ class Tuning(Task):
             problem = f"timm does not split the weights of {settings.pretrained} into layers"
             raise UserError("pretrained", problem, "use probe, knn or evaluate", code="unsupported")
         model.reset_classifier(num_classes)
-        if settings.new_head == "torch":
+        if settings.head_init == "torch":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(settings.train.seed)
                 cast(nn.Linear, model.head).reset_parameters()

@@ -96,6 +96,6 @@ class PairMixer:
 
     def with_partners(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return images (or labels), and the partners with which they are mixed."""
-        if self.settings.mix_with == "previous":
+        if self.settings.mixup_pairing == "ffcv":
             return rows[1:], rows[:-1]
         return rows, rows[torch.arange(len(rows), device=rows.device) ^ 1]

@@ -2,7 +2,7 @@
 
 The Triton kernel `_gather` must equal `resample`, `resample_levels` and MixUp (and on_cpu.py). A
 program makes a block of output pixels from stored uint8 pixels and writes the model's type. With
-`mix_with: neighbour` one program makes both images of a pair. With `previous` each program makes
+`mixup_pairing: adjacent` one program makes both images of a pair. With `ffcv` each program makes
 its own image and the image before it. Levels equal the plain form bit for bit: divisions are IEEE's
 and no product is fused with a sum. Floats agree within rounding.
 
@@ -51,7 +51,7 @@ def crop_mix_normalise(
     `resample_levels`.
 
     With a weight for each image the images of a pair are mixed. With one weight less each image
-    except the first is mixed with the one before it (`mix_with: previous`).
+    except the first is mixed with the one before it (`mixup_pairing: ffcv`).
     """
     count, side = len(images_BHWC), (size, size)
     mixing = NO_MIXING if weights is None else PAIRS if len(weights) == count else PREVIOUS

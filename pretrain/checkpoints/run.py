@@ -80,8 +80,8 @@ MAY_CHANGE = (
     "engine.lock_wait_s",
     "data.cache_dir",
     "data.cache_gb",
-    "data.check",
-    "data.max_bad_share",
+    "data.verify_hashes",
+    "data.max_bad_fraction",
     "data.stage_dir",
     "train.duration",
     "train.local_batch_size",
@@ -93,7 +93,7 @@ MAY_CHANGE = (
 )
 """Settings that may differ when a run resumes. They change numbers by rounding at most.
 `check_length` checks `train.duration`."""
-PLACES = ("data.dataset", "data.also")
+PLACES = ("data.dataset", "data.extra_datasets")
 """Settings that may differ if the same images are at the new place."""
 
 
@@ -169,7 +169,7 @@ def checkpoint_at(place: str) -> Path | None:
     raise SettingsError(
         place,
         f"{name} has no checkpoint of step {step:,} (it has: {kept})",
-        f"choose one of them{copy}, or add {words!r} to checkpoint.keep_at before that step",
+        f"choose one of them{copy}, or add {words!r} to checkpoint.milestones before that step",
         code="missing-path",
     )
 
@@ -333,7 +333,7 @@ def may_change(key: str, old: Any, new: Any) -> bool:
 
 
 def _is_moved(old: Any, new: Any) -> bool:
-    """Return True if both places hold the same images; `data.also` is compared pair by pair."""
+    """Return True if both places hold the same images. Extra datasets are compared pair by pair."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return all(
             a | {"dataset": ""} == b | {"dataset": ""} and _is_moved(a["dataset"], b["dataset"])

@@ -83,8 +83,8 @@ class Saver:
 
         self._every, self._num_steps = steps(wanted.every), steps(settings.train.duration)
         keep_every = steps(wanted.keep_every) if wanted.keep_every else None
-        keep_at = frozenset(map(steps, wanted.keep_at))
-        self._retention = Retention(wanted.keep_last, keep_every, keep_at)
+        milestones = frozenset(map(steps, wanted.milestones))
+        self._retention = Retention(wanted.keep_last, keep_every, milestones)
         self._keep_best = wanted.keep_best
         if wanted.keep_best is None:
             self._keep_best = data.settings.eval_split is not None

@@ -109,12 +109,12 @@ def masked(bad: Sequence[Unreadable], ids: Ids, images_BHWC: Tensor) -> Ids:
     return kept
 
 
-def check_share(num_bad: int, *, num_seen: int, num_samples: int, max_share: float) -> None:
+def check_fraction(num_bad: int, *, num_seen: int, num_samples: int, max_fraction: float) -> None:
     """Check the fraction of bad samples since the start, or of an epoch if it is larger."""
-    if num_bad > max_share * max(num_seen, num_samples):
+    if num_bad > max_fraction * max(num_seen, num_samples):
         raise TooManyBadSamples(
-            "data.max_bad_share",
-            f"{num_bad:,} of {num_seen:,} samples do not decode, more than {max_share:g} of them",
+            "data.max_bad_fraction",
+            f"{num_bad:,} of {num_seen:,} samples do not decode, more than {max_fraction:g}",
             "read RUN/bad_samples/, run data_prep verify, and exclude the samples with data_prep"
             " subset, or raise the fraction",
             code="too-many-faults",

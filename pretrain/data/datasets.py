@@ -365,16 +365,18 @@ def load_training_data(data: DataSettings) -> TrainingData:
             f"choose a fold from 0 to {count - 1}" if count else "remove data.fold",
             code="unknown-name",
         )
-    for number, other in enumerate(data.also):
+    for number, other in enumerate(data.extra_datasets):
         directory = data.directory_of(other.dataset)
         also = load_manifest(directory)
-        _labelled(also, other.split, field=f"data.also.{number}.split", directory=other.dataset)
+        _labelled(
+            also, other.split, field=f"data.extra_datasets.{number}.split", directory=other.dataset
+        )
         found.append(Part(directory, also, other.split))
     _check_sizes(data, found)
     _check_names(found)
     _check_streams(data, found[0])
     weights = mixture_weights(
-        [data.weight, *(other.weight for other in data.also)],
+        [data.weight, *(other.weight for other in data.extra_datasets)],
         [part.content.num_samples for part in found],
     )
     if len(found) == 1:
@@ -582,8 +584,8 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
     if keeping and stored - {data.image_size}:
         raise SettingsError(
             "data.image_size",
-            f"data.also has images of {min(stored)} px, so {keeping[0].directory} must be read at"
-            f" {min(stored)} px, not at {data.image_size}",
+            f"data.extra_datasets has images of {min(stored)} px, so {keeping[0].directory} must be"
+            f" read at {min(stored)} px, not at {data.image_size}",
             f"set data.image_size={min(stored)}",
             code="mismatch",
         )
@@ -591,7 +593,7 @@ def _check_sizes(data: DataSettings, parts: Sequence[Part]) -> None:
     for part in parts:
         if (size := part.stored_size(data.image_size)) != first:
             raise SettingsError(
-                "data.also",
+                "data.extra_datasets",
                 f"{part.directory} has images of {size} px, but {parts[0].directory} of {first} px",
                 "build one dataset again with the size of the other",
                 code="mismatch",
@@ -608,7 +610,7 @@ def _check_names(parts: Sequence[Part]) -> None:
     if len(sizes) > 1:
         words = " and ".join(f"{path} ({size:,} classes)" for size, path in sizes.items())
         raise SettingsError(
-            "data.also",
+            "data.extra_datasets",
             f"the classes of {words} have no names, so equal numbers may mean different classes",
             "index the datasets again with a classes_file",
             code="mismatch",

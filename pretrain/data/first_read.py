@@ -1,5 +1,6 @@
-"""`data.check: first-read`: hash each local shard once in a run, in the background, and stop the
-run at the first wrong shard.
+"""Hash each local shard once in a run (`data.verify_hashes: on_first_read`).
+
+Hashing runs in the background and stops the run at the first wrong shard.
 
 1. The local shards that at least one node reads in place are divided among all ranks. Staged and
    downloaded shards are hashed as they arrive.

@@ -221,7 +221,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-# ---- `pretrain plan`
+# ---- `pretrain estimate`
 
 
 def in_hours(hours: float) -> str:

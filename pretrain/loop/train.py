@@ -302,7 +302,7 @@ def assemble(task: Task, world: World, *, device: torch.device, stop: StopFlag) 
         peak_teraflops=peak.teraflops * world.num_ranks,
         device=engine.device,
     )
-    unchecked = data.read_parts if data.settings.check == "first-read" else ()
+    unchecked = data.read_parts if data.settings.verify_hashes == "on_first_read" else ()
     first_read = FirstRead(unchecked, run_dir=run_dir, world=world, device=engine.device)
     store, eval_part = open_store(data.settings, data.read_parts), data.eval_part()
     bad_log = run_dir / "bad_samples" / f"rank-{world.rank}.jsonl"

@@ -27,7 +27,7 @@ from pretrain.augment.feed import Fed, Feed, finish_for
 from pretrain.checkpoints.files import Best, TrainerState
 from pretrain.checkpoints.writer import Saver
 from pretrain.config import PretrainSettings
-from pretrain.data.bad_samples import BadSamples, check_share
+from pretrain.data.bad_samples import BadSamples, check_fraction
 from pretrain.data.datasets import TrainingData, fit_warmup
 from pretrain.data.first_read import FirstRead
 from pretrain.data.loader import BatchSource, num_cpu_threads
@@ -283,11 +283,11 @@ class Trainer:
         self.stopping = self.stopping or agreed.votes > 0
         self.skipped.note(done.step, agreed)
         self.num_bad += agreed.num_bad
-        check_share(
+        check_fraction(
             self.num_bad,
             num_seen=(done.step - self.start_step) * batch_size,
             num_samples=self.reader.num_samples,
-            max_share=self.settings.data.max_bad_share,
+            max_fraction=self.settings.data.max_bad_fraction,
         )
         self.meter.count(done.exchange.ended, wait_s=done.given.seconds_since(done.asked))
         if self._is_due(done.step, self.settings.train.log_every_steps):

@@ -1,6 +1,6 @@
 """What a model costs: parameters, MACs, effective width and connections per layer.
 
-Formulas on the spec need no torch, so `pretrain models` and `pretrain plan` print at once. The
+Formulas on the spec need no torch, so `pretrain models` and `pretrain estimate` print at once. The
 costs of timm's models are known at the paper's sizes, and counted by torch at others.
 
 Letters as in the Mixer paper: S tokens, C channels, m = S C; gamma is the hidden width of a mixing

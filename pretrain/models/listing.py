@@ -24,11 +24,11 @@ from pretrain.models.presets import PRESETS, spec_of
 from pretrain.models.spec import AnySpec, MixerSpec, SparseMlpSpec
 
 FAMILIES = {
-    "mlp": "MLPs of paper B",
-    "mixer": "Mixers of paper A (rp: with random permutations)",
-    "sw_mlp": "SW-MLPs of paper A (masked: one MAC for every entry of the matrix)",
-    "structured": "Shallow structured MLPs of paper A",
-    "timm": "Baselines of paper B, through timm",
+    "mlp": "MLPs of Scaling MLPs",
+    "mixer": "Mixers of the Mixer paper (rp: with random permutations)",
+    "sw_mlp": "SW-MLPs of the Mixer paper (masked: one MAC for every entry of the matrix)",
+    "structured": "Shallow structured MLPs of the Mixer paper",
+    "timm": "Baselines of Scaling MLPs, through timm",
 }
 COLUMNS = ("name", "params", "MACs", "S", "C", "width m", "Omega", "px", "source")
 
@@ -105,7 +105,7 @@ def print_models(rows: Sequence[ModelRow], unfit: Sequence[str], console: Consol
     console.print(
         "MACs of one image's forward pass; papers call them FLOPs, which are usually twice as many."
         " Omega: average connections per layer of the blocks. params: with a head of 1,000 classes,"
-        " 10 for images of 32 px and less, or --classes (11230 for paper B's table of sizes).",
+        " 10 for images of 32 px and less, or --classes (11230 for the sizes in Scaling MLPs).",
         style="dim",
     )
     if unfit:

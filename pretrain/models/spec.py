@@ -55,8 +55,8 @@ BlockNumbers = Annotated[
 
 
 class MlpSpec(Settings):
-    """Paper B: Linear(3 H W, width), `depth` layers (with an inverted bottleneck of two matrices),
-    Linear(width, classes)."""
+    """The MLP of *Scaling MLPs*: Linear(3 H W, width), `depth` layers (with an inverted bottleneck
+    of two matrices), Linear(width, classes)."""
 
     example_with: ClassVar = {"activation_first": "{}bottleneck=none"}
     kind: Literal["mlp"]
@@ -123,8 +123,8 @@ class MlpSpec(Settings):
 
 
 class MixerSpec(Settings):
-    """Paper A: per-patch linear, `depth` mixing blocks on (S tokens, C channels), norm, mean over
-    tokens, linear."""
+    """The Mixer paper's models: per-patch linear, `depth` mixing blocks on (S tokens, C channels),
+    norm, mean over tokens, linear."""
 
     kind: Literal["mixer"]
     patch_size: int = Field(16, ge=1)
@@ -142,7 +142,7 @@ class MixerSpec(Settings):
     layers_per_mixing: Literal[1, 2] = 2
     """2: W2 act(W1 x), the MLP-Mixer; 1: act(W x), the S-Mixer, which has no gamma."""
     num_tokens: int | None = Field(None, ge=1, examples=[64])
-    """S; by default one token per patch. A given S makes the skip path of the first block LN(W~ X)
+    """S (default: one token per patch). If S is set, the skip path of the first block is LN(W~ X)
     with W~ of S x S0, even if S = S0."""
     permuted_blocks: BlockNumbers = Field((), examples=["all", [0, 3]])
     """RP variants: blocks (from 0) whose mixings read and write randomly permuted entries, fixed at
@@ -210,8 +210,8 @@ class MixerSpec(Settings):
 
 
 class SparseMlpSpec(Settings):
-    """Paper A's SW-MLP: per-patch linear, one vector, `depth` blocks x + act((M * W) LN(x)) with a
-    fixed random mask M."""
+    """The Mixer paper's SW-MLP: per-patch linear, one vector, `depth` blocks x + act((M * W) LN(x))
+    with a fixed random mask M."""
 
     example_with: ClassVar = {"outer_activation": "{}expansion=2"}
     kind: Literal["sw_mlp"]
@@ -220,7 +220,7 @@ class SparseMlpSpec(Settings):
     num_channels: int = Field(48, ge=1)
     """C: outputs of the first layer for each patch."""
     width: int | None = Field(None, ge=1, examples=[1024])
-    """m; by default S0 C."""
+    """m, entries of the vector (default: S0 C)."""
     depth: int = Field(8, ge=1)
     """Sparse blocks."""
     density: float = Field(0.5, gt=0, le=1)
@@ -237,8 +237,8 @@ class SparseMlpSpec(Settings):
     """LayerNorm between the last block and the classifier. Section A.2.5 of the paper does not
     print one."""
     init_gain: Literal["spectral"] | None = None
-    """spectral: scale each initial matrix of the blocks, so that its largest singular value is that
-    of a dense matrix, 1 + sqrt(gamma). Without it, it grows with the width at a fixed Omega."""
+    """spectral: scale the blocks' initial matrices to the largest singular value of a dense matrix,
+    1 + sqrt(gamma). Unscaled, it grows with the width at a fixed Omega."""
     storage: Literal["auto", "masked", "sparse"] = "auto"
     """masked: a dense matrix times a mask; sparse: only the connections; auto: sparse if density is
     at most 0.05."""
@@ -287,8 +287,8 @@ class SparseMlpSpec(Settings):
 
 
 class StructuredMlpSpec(Settings):
-    """Paper A's shallow Monarch and Kronecker MLPs: x -> Bc B2 relu(B1 x), where x is H rows of
-    pixels."""
+    """The Mixer paper's shallow Monarch and Kronecker MLPs: x -> Bc B2 relu(B1 x), where x is H
+    rows of pixels."""
 
     kind: Literal["structured"]
     form: Literal["monarch", "kronecker"]

@@ -1,10 +1,10 @@
-"""timm's models with the methods that all our models have: the baselines of paper B, any model with
-weights of its own (`pretrained: timm:NAME`), and the user's own class with timm's interface
+"""timm's models with the methods that all our models have: the baselines of Scaling MLPs, any model
+with weights of its own (`pretrained: timm:NAME`), and the user's own class with timm's interface
 (`model: {import: module:Class}`). The module is imported only to build one.
 
 timm's model or the user's makes and pools the features; the head is ours. The stem of ResNet-152 at
-64 px has stride 1 and no pooling, as paper B says, and no padding: only then does it have the
-13.07 G MACs that paper B prints (14.98 G with the usual padding of 3).
+64 px has stride 1 and no pooling, as Scaling MLPs says, and no padding: only then does it have the
+13.07 G MACs that it prints (14.98 G with the usual padding of 3).
 """
 
 import inspect

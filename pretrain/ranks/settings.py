@@ -8,17 +8,16 @@ from data_prep.settings import Settings
 
 class RanksSettings(Settings):
     timeout_s: float = Field(600.0, gt=0)
-    """Seconds that a collective may wait before the run ends: a rank is stuck or gone. Long work of
-    one rank does not count."""
+    """Seconds that a collective may wait before the run ends, because a rank is stuck or gone. Long
+    work of one rank does not count."""
     heartbeat_timeout_s: float = Field(60.0, ge=1)
-    """Seconds of silence after which a rank counts as frozen or its node as lost. The others end
-    and name it. It must be longer than any call that blocks Python's threads. A dead rank is
+    """Seconds of silence after which a rank counts as frozen or its node as lost. The other ranks
+    name it and end. It must be longer than any call that blocks Python's threads. A dead rank is
     noticed within a second."""
     lock_wait_s: float = Field(180.0, ge=0)
-    """Seconds that a start waits for another start that holds the run, at most half of timeout_s.
-    The lock of a lost node ends with its lease: up to 180 s for NFSv4 on Linux, 150 s for
-    Lustre."""
+    """Seconds to wait for another attempt that holds the run, at most half of timeout_s. The lock
+    of a lost node ends with its lease: up to 180 s for NFSv4 on Linux, 150 s for Lustre."""
     hang_timeout_s: float | None = Field(540.0, ge=0)
-    """Seconds without any progress (a step, a batch, a piece of a file) after which the run counts
-    as hung: all ranks write their stacks to RUN/stacks and end. It must be longer than the first
-    step with its compilation, and shorter than timeout_s. 0 or null: never."""
+    """Seconds without progress (a step, a batch, a piece of a file) after which all ranks write
+    their stacks to RUN/stacks and end. It must be longer than the first step with its compilation,
+    and shorter than timeout_s. 0 or null: never."""

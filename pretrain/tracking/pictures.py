@@ -1,8 +1,8 @@
 """The pictures of a run: what the model is fed, and what its first layer looks at. Drawn from few
 numbers, in milliseconds.
 
-A neuron of the first layer is a filter over the whole image in an MLP (paper B shows that they
-become local), and over one patch in a Mixer or a SW-MLP. Other models have no such layer.
+A neuron of the first layer is a filter over the whole image in an MLP (Scaling MLPs shows that
+they become local), and over one patch in a Mixer or a SW-MLP. Other models have no such layer.
 """
 
 from collections.abc import Sequence

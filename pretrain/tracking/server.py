@@ -1,4 +1,4 @@
-"""`pretrain serve FOLDER`: MLflow's page of the runs in a folder.
+"""`pretrain ui FOLDER`: MLflow's page of the runs in a folder.
 
 1. Start `mlflow server` on the database and wait until it answers. It prints into `mlflow.db.log`.
 2. Deliver the event logs of all runs in the queue, unless a run's own deliverer does that.

@@ -193,8 +193,8 @@ def test_the_command_averages_over_batches_before_the_ratio(
             reseed(tmp_path / name)
     pairs = [("m0", "s0"), ("m1", "s1"), ("m0", "t0")]
     first = [places["m0"], places["s0"], str(shapes), "--device", "cpu"]
-    more = [w for pair in pairs[1:] for w in ("--and", *(places[name] for name in pair))]
-    out = ["--batch", "18", "--whole", "--out", str(tmp_path / "out" / "cka")]
+    more = [w for pair in pairs[1:] for w in ("--pair", *(places[name] for name in pair))]
+    out = ["--batch", "18", "--full-sample", "--out", str(tmp_path / "out" / "cka")]
     assert main(["cka", *first, *more, *out]) == 0
     facts = json.loads((tmp_path / "out" / "cka.json").read_text())
     assert (facts["num_images"], facts["num_batches"]) == (72, 4)

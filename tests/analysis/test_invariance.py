@@ -89,7 +89,7 @@ def test_measures_are_those_of_a_plain_computation(
     views = views.set_index(["amount", "seed"]).top1
     assert sorted(views.index) == [(amount, seed) for amount in (1, 2, 3) for seed in (0, 1)]
     for seed in (0, 1):
-        result = judge(place, shapes, tmp_path / f"judged-{seed}", views=3, seed=seed)
+        result = judge(place, shapes, tmp_path / f"judged-{seed}", num_views=3, seed=seed)
         assert views[3, seed] == pytest.approx(result["eval/top1"], abs=1e-9)
     facts = json.loads((tmp_path / "out" / "found.json").read_text())
     assert set(facts["inputs"]) == {str(place), str(permuted), str(shapes)}

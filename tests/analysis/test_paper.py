@@ -20,25 +20,27 @@ from data_prep.explain import program
 from pretrain.models.cost import cost_of
 from pretrain.models.presets import PRESETS, spec_of
 from tests.conftest import Capture, Patch
+from tests.papers_page import PLANS
 from tests.ranks import REPOSITORY
 from tests.settings_page import ADD_VERBS
 
+ALL = [each for paper in EXPERIMENTS.values() for each in paper]
+
 
 def test_each_plan_is_of_one_experiment_and_stands_in_the_docs() -> None:
-    plans = sorted(path.stem for path in (REPOSITORY / "configs/plan").glob("[ab]_*.yaml"))
-    assert sorted(plan for each in EXPERIMENTS for plan in each.plans) == plans and len(plans) > 27
+    assert sorted(plan for each in ALL for plan in each.plans) == PLANS and len(PLANS) > 27
     table = (
         (REPOSITORY / "docs" / "papers.md")
         .read_text()
         .partition("## Every experiment")[2]
         .partition("\n## ")[0]
     )
-    assert set(re.findall(r"`([ab]_\w+)`", table)) == set(plans)
+    assert set(re.findall(r"`((?:mixer|scaling)_\w+)`", table)) == set(PLANS)
 
 
 def test_the_model_listing_has_the_printed_parameters() -> None:
     """Scaling MLPs, Fig. 5: in millions, cut off. B-12/Wi-768 is not in it."""
-    (figure_5,) = (each for each in EXPERIMENTS if (each.paper, each.name) == ("B", "Fig. 5"))
+    (figure_5,) = (each for each in EXPERIMENTS["scaling-mlps"] if each.name == "Fig. 5")
     program_name, verb, *words = shlex.split(figure_5.command)
     assert (program_name, verb) == ("pretrain", "models")
     parser = program("pretrain", description="", add_verbs=ADD_VERBS["pretrain"])
@@ -54,7 +56,7 @@ def test_the_model_listing_has_the_printed_parameters() -> None:
 
 def test_each_verb_is_there() -> None:
     parser = program("analysis", description="", add_verbs=_add_verbs)
-    for each in EXPERIMENTS:
+    for each in ALL:
         if each.verb:
             assert callable(parser.parse_args(each.verb.split()).run)
 
@@ -77,7 +79,7 @@ def test_the_first_command_is_one_that_runs_here(
         Path("sbatch").write_text("#!/bin/sh\n")
         Path("sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["paper", "A", "--out", "page", *["--demo"] * demo]) == 0
+    assert main(["paper", "mixer", "--out", "page", *["--demo"] * demo]) == 0
     section = (
         Path("page/index.html")
         .read_text()
@@ -86,7 +88,7 @@ def test_the_first_command_is_one_that_runs_here(
     )
     commands = re.findall(r"<code>(.*?)</code>", section)
     assert commands[: len(ways)] == [
-        f"{way} configs/plan/a_fig7_depth.yaml{' --demo' * demo}" for way in ways
+        f"{way} configs/plan/mixer_fig7_depth.yaml{' --demo' * demo}" for way in ways
     ]
     assert not any(".yaml" in command for command in commands[len(ways) :])
 
@@ -99,7 +101,7 @@ def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
     Path("configs").symlink_to(REPOSITORY / "configs")
     rows = [
         {
-            "plan": "a_fig7_depth_demo",
+            "plan": "mixer_fig7_depth_demo",
             "stage": "pretrain",
             "task": "pretrain",
             "target": "demos",
@@ -120,10 +122,12 @@ def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
     rows.append(rows[0] | {"run": "r0-again", "own_seed": 1})  # a member of several runs is one
     as_frame(rows).to_parquet("kept.parquet")
     Path("page").mkdir()
-    Path("page/a_fig2d_monarch_demo.json").write_text('{"files": ["a_fig2d_monarch_demo.png"]}')
-    for old in ("a_fig2d_monarch_demo.png", "mine.png"):
+    Path("page/mixer_fig2d_monarch_demo.json").write_text(
+        '{"files": ["mixer_fig2d_monarch_demo.png"]}'
+    )
+    for old in ("mixer_fig2d_monarch_demo.png", "mine.png"):
         Path("page", old).write_bytes(b"old")
-    assert main(["paper", "A", "--demo", "--points", "kept.parquet", "--out", "page"]) == 0
+    assert main(["paper", "mixer", "--demo", "--points", "kept.parquet", "--out", "page"]) == 0
     assert capsys.readouterr().out.startswith("page: page/index.html\n")
     text = Path("page/index.html").read_text()
     fig7, fig2d = (
@@ -131,12 +135,14 @@ def test_a_page_has_the_figures_and_the_commands_of_missing_ones(
         for name in ("Fig. 7", "Fig. 2d")
     )
     assert "data:image/png;base64," in fig7 and "2 of 4 runs</span><h2>Fig. 7<" in text
-    assert "wide-mlps run configs/plan/a_fig7_depth.yaml --demo" in fig7
+    assert "wide-mlps run configs/plan/mixer_fig7_depth.yaml --demo" in fig7
     assert "data:image" not in fig2d
-    assert not list(Path("page").glob("a_fig2d_monarch_demo.*")) and Path("page/mine.png").exists()
-    assert "wide-mlps run configs/plan/a_fig2d_monarch.yaml --demo" in fig2d
+    assert (
+        not list(Path("page").glob("mixer_fig2d_monarch_demo.*")) and Path("page/mine.png").exists()
+    )
+    assert "wide-mlps run configs/plan/mixer_fig2d_monarch.yaml --demo" in fig2d
     assert "84.09" in text.partition("Mixer-SS/8")[2]  # 100 - 15.91, as printed
-    assert Path("page/a_fig7_depth_demo.svg").is_file()
+    assert Path("page/mixer_fig7_depth_demo.svg").is_file()
     assert json.loads(Path("page/index.json").read_text())["Fig. 7"] == "2 of 4 runs"
 
 
@@ -170,7 +176,7 @@ def test_every_figure_is_drawn_from_the_kept_points(
     Path("configs").symlink_to(REPOSITORY / "configs")
     kept = REPOSITORY / "tests" / "analysis" / "points" / "demos.parquet"
     assert main(["paper", paper, "--demo", "--points", str(kept), "--out", "page"]) == 0
-    plans = [plan for each in EXPERIMENTS if each.paper == paper for plan in each.plans]
+    plans = [plan for each in EXPERIMENTS[paper] for plan in each.plans]
     there = set(read_results([kept]).plan)
     kinds = {
         f"{plan}_demo": load_plan(f"configs/plan/{plan}.yaml", is_demo=True).figure

@@ -36,19 +36,19 @@ pretrain:
   config: {configs}/pretrain/demo_mlp.yaml
   overrides: [data.dataset={data}, data.eval_split=val, train.duration=6 epochs,
     "model={{kind: mlp, depth: 2, width: 32}}", train.global_batch_size=50, optimizer.lr=3e-4,
-    "checkpoint.keep_at=[2 epochs]"]
+    "checkpoint.milestones=[2 epochs]"]
   seeds: [3, 4]
   run_dir: runs/seed-{{seed}}
 probe:
   config: {configs}/probe/demo.yaml
   overrides: [data.dataset={other}]
-  each_pretrained: true
+  for_each: pretrain
   checkpoints: [2 epochs, 6 epochs]
   run_dir: runs/probe-{{pretrained}}
 finetune:
   config: {configs}/finetune/demo.yaml
   overrides: [data.dataset={other}, data.eval_split=val, "seeds=[7, 8]"]
-  each_pretrained: true
+  for_each: pretrain
   run_dir: runs/tune-{{pretrained}}
 """
 
@@ -220,9 +220,9 @@ def test_unfinished_members_are_named(plan: Plan, shapes: Path, capsys: Capture)
     assert "study: probe 3" in str(caught.value)
     with fails("conflict"):  # each of its runs would count twice
         results_of_plans([plan, plan], partial=True)
-    words = ["points", "study.yaml", "--out", "all.parquet"]
+    words = ["collect", "study.yaml", "--out", "all.parquet"]
     assert main(words) == 2
-    assert main([*words, "--partial"]) == 0
+    assert main([*words, "--allow-incomplete"]) == 0
     assert capsys.readouterr().out.startswith("11 results of 9 runs\n")
     frame = read_results([Path("all.parquet")])
     assert frame.run.tolist() == results_of_plans([plan], partial=True).run.tolist()

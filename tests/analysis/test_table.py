@@ -92,7 +92,7 @@ FOLDS = [
         # runs of the table's own plan count, not later and better ones with other batches
         (
             [
-                tuned("own", 0.9, plan="b_transfer"),
+                tuned("own", 0.9, plan="scaling_transfer"),
                 *(tuned(f"o{n}", 0.99, seed=n, recipe="o", began_ms=9) for n in (0, 1)),
             ],
             *(ROW, "CIFAR-10", 90.0, None, (1, 2)),
@@ -197,12 +197,12 @@ def test_the_command_writes_all_files(tmp_path: Path, write_run: WriteRun, capsy
 # ---- the papers' plans
 
 PLANS = {
-    "b_scratch": {"pretrain": 24},
-    "b_transfer": {"tune": 45},
-    "b_probe": {"probe": 15},
-    "a_table1_cifar": {"pretrain": 12},
-    "a_table1_imagenet": {"pretrain": 9},
-    "a_fig6_tableS2": {"pretrain": 182},
+    "scaling_scratch": {"pretrain": 24},
+    "scaling_transfer": {"tune": 45},
+    "scaling_probe": {"probe": 15},
+    "mixer_table1_cifar": {"pretrain": 12},
+    "mixer_table1_imagenet": {"pretrain": 9},
+    "mixer_fig6_tableS2": {"pretrain": 182},
 }
 
 

@@ -84,7 +84,7 @@ def test_members_are_the_product_in_the_order_of_the_file(checkout: Path) -> Non
 
 def test_each_pretrained_member_is_probed_on_each_dataset(checkout: Path) -> None:
     axis = (
-        "probe: {config: configs/probe/demo.yaml, each_pretrained: true, grid: {dataset: [data/a,"
+        "probe: {config: configs/probe/demo.yaml, for_each: pretrain, grid: {dataset: [data/a,"
         " data/b]}, "
     )
     pretrained, probed = load_plan(
@@ -98,10 +98,10 @@ def test_each_pretrained_member_is_probed_on_each_dataset(checkout: Path) -> Non
 
 def test_a_probe_may_be_of_the_checkpoints_that_each_run_keeps(checkout: Path) -> None:
     probe = (
-        "probe: {config: configs/probe/demo.yaml, each_pretrained: true, checkpoints: [%s],"
+        "probe: {config: configs/probe/demo.yaml, for_each: pretrain, checkpoints: [%s],"
         " run_dir: 'runs/p-{pretrained}'}"
     )
-    kept = SMALL.replace("epochs]", "epochs, 'checkpoint.keep_at=[1 epochs, 1.5 epochs]']")
+    kept = SMALL.replace("epochs]", "epochs, 'checkpoint.milestones=[1 epochs, 1.5 epochs]']")
     Path("kept.yaml").write_text(kept + probe % "1 epochs, 1.50 epochs, 2 epochs, 7 steps")
     pretrained, probed = load_plan("kept.yaml").stages
     assert load_plan("kept.yaml").after(probed) == [pretrained] and len(probed.works) == 8 * 4
@@ -120,11 +120,11 @@ finetune:
   overrides: ['seeds=[3, 4]']
   grid: {on: {a: {data.dataset: data/a, data.eval_split: test}, b: {data.dataset: data/b}}}
   run_dir: 'runs/t-{on}'
-knn: {config: configs/knn/demo.yaml, each_finetuned: true, run_dir: 'runs/knn-{finetuned}'}
+knn: {config: configs/knn/demo.yaml, for_each: finetune, run_dir: 'runs/knn-{finetuned}'}
 evaluate:
-- {config: configs/evaluate/demo.yaml, each_finetuned: true, seeds: [5], run_dir: 'runs/{finetuned}-views'}
-- {config: configs/evaluate/demo.yaml, overrides: [split=train], each_finetuned: true, run_dir: 'runs/{finetuned}'}
-export: {config: configs/export/demo.yaml, each_finetuned: true, run_dir: 'exports/{finetuned}'}
+- {config: configs/evaluate/demo.yaml, for_each: finetune, seeds: [5], run_dir: 'runs/{finetuned}-views'}
+- {config: configs/evaluate/demo.yaml, overrides: [split=train], for_each: finetune, run_dir: 'runs/{finetuned}'}
+export: {config: configs/export/demo.yaml, for_each: finetune, run_dir: 'exports/{finetuned}'}
 """
 
 
@@ -169,16 +169,15 @@ MISTAKES: list[tuple[str | tuple[str, str], str, str]] = [
     (("0.001]", "1e-4]"), "pretrain: optimizer.lr", "conflict"),
     (("[1e-4, 0.001]", "3"), "pretrain: grid.optimizer.lr", "bad-value"),
     (("    shape:\n", "    seed:\n"), "pretrain.grid.seed", "bad-value"),
-    (("seeds: [7, 8]", "each_pretrained: true"), "pretrain: each_pretrained", "conflict"),
-    ("evaluate: {config: configs/evaluate/demo.yaml, each_finetuned: true, run_dir: x}", "evaluate: each_finetuned", "conflict"),
-    ("finetune: {config: configs/finetune/demo.yaml, each_finetuned: true, run_dir: x}", "finetune: each_finetuned", "conflict"),
-    ("knn: {config: a, each_finetuned: true, each_pretrained: true, run_dir: x}", "knn.each_finetuned", "conflict"),
+    (("seeds: [7, 8]", "for_each: pretrain"), "pretrain: for_each", "conflict"),
+    ("evaluate: {config: configs/evaluate/demo.yaml, for_each: finetune, run_dir: x}", "evaluate: for_each", "conflict"),
+    ("finetune: {config: configs/finetune/demo.yaml, for_each: finetune, run_dir: x}", "finetune: for_each", "conflict"),
     ("knn: {config: configs/knn/demo.yaml, seeds: [0, 1], run_dir: 'x-{seed}'}", "knn: seeds", "unsupported"),
     ("evaluate: {config: configs/evaluate/demo.yaml, overrides: [run_dir=null]}", "evaluate: configs/evaluate/demo.yaml: run_dir", "missing-value"),
     ("export: configs/export/demo.yaml", "export: pretrained", "missing-path"),
-    (TUNED % "folds=true" + "each_finetuned: true, run_dir: x}", "export: each_finetuned", "unsupported"),
+    (TUNED % "folds=true" + "for_each: finetune, run_dir: x}", "export: for_each", "unsupported"),
     (TUNED % "'seeds=[3, 4]'" + "overrides: [pretrained=runs/t]}", "export: pretrained", "conflict"),
-    (TUNED % "'seeds=[3, 4]'" + "each_finetuned: true, checkpoints: [9 epochs], run_dir: x}", "export: member 0: pretrained", "mismatch"),
+    (TUNED % "'seeds=[3, 4]'" + "for_each: finetune, checkpoints: [9 epochs], run_dir: x}", "export: member 0: pretrained", "mismatch"),
     (("  run_dir: runs/{name}/{shape}-lr-{optimizer.lr}-{seed}\n", ""), "pretrain.run_dir", "missing-value"),
     ("probe: configs/probe/demo.yaml", "probe: data/demo-transfer", "unfinished"),
     ("probe: configs/probe/demo.yaml", "probe: pretrained", "missing-path"),
@@ -284,7 +283,7 @@ def test_nodes_and_options_are_of_their_own_stage_and_a_grid_is_one_array(slurm:
         "prepare: {config: configs/data_prep/imagenet21k_64.yaml, overrides:"
         " [source.path=archives/winter21_whole]}\npretrain: {config:"
         " configs/pretrain/imagenet21k_b12_wi1024_paper.yaml, nodes: 4, seeds: [0, 1], run_dir:"
-        " 'runs/{seed}'}\nprobe: {config: configs/probe/demo.yaml, each_pretrained: true, run_dir:"
+        " 'runs/{seed}'}\nprobe: {config: configs/probe/demo.yaml, for_each: pretrain, run_dir:"
         " 'runs/p-{pretrained}', max_concurrent: 1,\n        overrides:"
         " [dataset=data/imagenet21k-64]}\n"
     )

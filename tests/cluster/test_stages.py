@@ -20,11 +20,11 @@ PLAN = """
 finetune:
   config: configs/finetune/demo.yaml
   overrides: [run_dir=runs/tuned, pretrained=runs/base, 'seeds=[0, 1]', data.dataset={dataset}, train.duration=2 steps, {few}]
-knn: {{config: configs/knn/demo.yaml, each_finetuned: true, overrides: [data.dataset={dataset}, neighbours=3, {silent}],
+knn: {{config: configs/knn/demo.yaml, for_each: finetune, overrides: [data.dataset={dataset}, neighbours=3, {silent}],
        run_dir: 'runs/knn-{{finetuned}}'}}
-evaluate: {{config: configs/evaluate/demo.yaml, each_finetuned: true, overrides: [views=2, {silent}],
+evaluate: {{config: configs/evaluate/demo.yaml, for_each: finetune, overrides: [num_views=2, {silent}],
             run_dir: 'runs/views-{{finetuned}}'}}
-export: {{config: configs/export/demo.yaml, each_finetuned: true, overrides: ['formats=[timm]'], run_dir: 'exports/{{finetuned}}'}}
+export: {{config: configs/export/demo.yaml, for_each: finetune, overrides: ['formats=[timm]'], run_dir: 'exports/{{finetuned}}'}}
 """
 SILENT = "tracking.enabled=false"
 FEW = (

@@ -230,7 +230,7 @@ def test_a_job_reads_what_was_kept_and_names_the_users_own_file(
     )
     plan = """
         pretrain: [mine.yaml, {config: mine.yaml, seeds: [3], run_dir: 'runs/{seed}'}]
-        probe: {config: configs/probe/demo.yaml, each_pretrained: true, run_dir: 'runs/of-{pretrained}'}
+        probe: {config: configs/probe/demo.yaml, for_each: pretrain, run_dir: 'runs/of-{pretrained}'}
     """
     for place, text in (
         (snapshot / "plan.yaml", plan), (checkout / "plan.yaml", "{}"),

@@ -56,7 +56,7 @@ def _build() -> None:
     ("overrides", "change", "differs"),
     [
         ([], None, ""),
-        (["num_workers=2", "max_reject_share=0.5"], None, ""),  # no byte depends on these
+        (["num_workers=2", "max_reject_fraction=0.5"], None, ""),  # no byte depends on these
         ([], lambda: Path("photos").rename("archived"), ""),
         ([], lambda: Path("photos.csv").unlink(), ""),
         (["image_size=24"], None, "image_size: 24, was 16"),
@@ -68,7 +68,7 @@ def _build() -> None:
         (["exclude=[]"], None, "exclude: None, was"),
         ([], write("duplicates.jsonl", '{"path": "1.jpg"}\n'), "exclude: "),
         ([], write("photos.csv", "file,label\n0.jpg,a\n1.jpg,b\n"), "source.labels: table "),
-        (["source.val_share=0.5"], None, "source.val_share: 0.5, was 0.1"),
+        (["source.val_fraction=0.5"], None, "source.val_fraction: 0.5, was 0.1"),
     ],
 )
 def test_a_dataset_of_another_config_is_not_finished(

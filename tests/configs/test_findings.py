@@ -20,7 +20,8 @@ from pretrain.models.spec import AnySpec, MixerSpec, MlpSpec, StructuredMlpSpec
 from tests.ranks import REPOSITORY
 
 POINTS = REPOSITORY / "tests/analysis/points"
-AXES = {"width": ("shape", "mixing")}
+AXES = {"width": ("shape", "mixing"), "locality": ("network", "pixels")}
+FINAL_AXES = {"width": ("arm",)}
 Sizes = Callable[[AnySpec], tuple[int, int, int, int]]
 
 
@@ -56,16 +57,16 @@ def test_every_arm_has_its_best_learning_rate(name: str) -> None:
     )
     assert set(rates.split) == {"val"} and set(results.split) == {"test"}
     assert not set(rates.seed) & set(results.seed)
-    rates["arm"] = [
-        "-".join(json.loads(each)[axis] for axis in AXES[name]) for each in rates.labels
-    ]
+    rates["arm"], arms = (
+        ["-".join(json.loads(each)[axis] for axis in axes) for each in table.labels]
+        for table, axes in ((rates, AXES[name]), (results, FINAL_AXES.get(name, AXES[name])))
+    )
     best = rates.loc[rates.groupby("arm").error.idxmin()].set_index("arm").lr
     plan = yaml.safe_load((REPOSITORY / f"configs/plan/findings_{name}_rates.yaml").read_text())
     tried = plan["pretrain"]["grid"]["optimizer.lr"]
     assert not best.isin([min(tried), max(tried)]).any()
-    arms = pd.Series([json.loads(each)["arm"] for each in results.labels])
-    assert (arms.map(best).to_numpy() == results.lr.to_numpy()).all()
-    assert results.groupby(arms.to_numpy()).seed.nunique().min() >= 5
+    assert (pd.Series(arms).map(best).to_numpy() == results.lr.to_numpy()).all()
+    assert results.groupby(arms).seed.nunique().min() >= 5
 
 
 def test_a_claim_that_is_not_true_fails(findings: ModuleType) -> None:
@@ -79,6 +80,36 @@ def test_a_claim_that_is_not_true_fails(findings: ModuleType) -> None:
         for lines in (rising, falling)
     ]
     assert verdicts == [["no |"], ["yes |"]]
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "side", "outcome"),
+    [
+        (5, 1, "above", "yes"),
+        (5, 1, "below", "reversed"),
+        (-5, 1, "below", "yes"),
+        (0, 0.1, "above", "equal"),
+        (0, 5, "above", "undecided"),
+    ],
+)
+def test_the_outcome_of_a_comparison(
+    findings: ModuleType, mean: float, deviation: float, side: str, outcome: str
+) -> None:
+    values = pd.DataFrame({"a": [-1.0, 0, 0, 0, 1]}) * deviation + mean
+    values["b"] = 0.0
+    one = findings.difference("1", "", values, "a", "b", side)
+    assert findings.decide([one], [])[0] == {"1": {outcome}}
+    assert findings.decide([one], ["b"])[0] == {"1": {"not tested"}}
+
+
+def test_the_correction_counts_tested_comparisons_only(findings: ModuleType) -> None:
+    values = pd.DataFrame({"a": [1.0, 2, 3, 4, 5], "b": 0.0, "weak": 0.0})  # one-sided p = 0.0066
+    one, *others = (
+        findings.difference(str(rule), "", values, "a", arm, "above")
+        for rule, arm in enumerate(["b", *["weak"] * 9])
+    )
+    assert findings.decide([one, *others], ["weak"])[0]["0"] == {"yes"}
+    assert findings.decide([one, *others], [])[0]["0"] == {"undecided"}
 
 
 def sizes_by_macs(spec: AnySpec) -> tuple[int, int, int, int]:

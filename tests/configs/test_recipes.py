@@ -18,14 +18,14 @@ pretrain/imagenet21k_b12_wi1024_paper:
     train.global_batch_size: 16384, train.label_smoothing: 0.3, augment.mixup_alpha: 0.8,
     augment.flip_probability: 0.5}
   Scaling MLPs, scaling-law runs: {optimizer.lr: 1.0e-05, optimizer.weight_decay: 0.001}
-  public code: {schedule.name: constant, augment.crop_scale: [0.08, 1], augment.mix_with:
-    previous, optimizer.decay: all}
+  public code: {schedule.name: constant, augment.crop_scale: [0.08, 1], augment.mixup_pairing:
+    ffcv, optimizer.decay: all}
 pretrain/imagenet21k_b12_wi1024_public:
   public code, README: {train.global_batch_size: 16384, train.duration: 800 epochs}
   public code, defaults: {optimizer.name: lion, optimizer.lr: 5.0e-05, optimizer.weight_decay: 0,
     train.label_smoothing: 0.3, augment.mixup_alpha: 0.8, engine.gradient_clip_norm: 0}
   public code, loader: {augment.crop_scale: [0.08, 1], augment.crop_ratio: [0.75,
-    1.3333333333333333], augment.crop_interpolation: area, augment.mix_with: previous,
+    1.3333333333333333], augment.crop_interpolation: area, augment.mixup_pairing: ffcv,
     data.last_batch: drop}
   public code: {engine.precision: tf32, schedule.name: constant, data.dataset:
     data/imagenet21k-64-public}
@@ -70,20 +70,20 @@ finetune/cifar10_b12_wi1024_paper:
   Scaling MLPs 4.3: {optimizer.name: sgd, optimizer.lr: 0.001, optimizer.head_lr_scale: 10,
     train.duration: 50 epochs, seeds: [0, 1, 2]}
   public code: {schedule.name: constant, engine.gradient_clip_norm: 1, optimizer.weight_decay: 0,
-    optimizer.nesterov: false, optimizer.momentum: 0.9, new_head: torch, channel_stats: target}
+    optimizer.nesterov: false, optimizer.momentum: 0.9, head_init: torch, channel_stats: target}
 finetune/cifar10_b12_wi1024_public:
   public code, README: {train.duration: 100 epochs, train.global_batch_size: 2048,
     augment.crop_scale: [0.4, 1], augment.crop_ratio: [1, 1], train.label_smoothing: 0.3,
     augment.mixup_alpha: 0}
   public code: {optimizer.lr: 0.001, optimizer.head_lr_scale: 10, optimizer.weight_decay: 0,
-    optimizer.nesterov: false, schedule.name: constant, new_head: torch,
+    optimizer.nesterov: false, schedule.name: constant, head_init: torch,
     engine.gradient_clip_norm: 1, channel_stats: target, data.last_batch: drop}
 probe/cifar10_b12_wi1024_paper:
-  Scaling MLPs A.3: {optimizer: lion, lrs: [1.0e-05], epochs: [50], standardize: false, views: 50}
+  Scaling MLPs A.3: {optimizer: lion, lrs: [1.0e-05], epochs: [50], standardize: false, num_views: 50}
   public code: {schedule.name: constant, label_smoothing: 0.3, gradient_clip_norm: 1, batch_size:
     4096, weight_decays: [0], channel_stats: target}
 evaluate/cifar10_b12_wi1024_public:
-  public code, README: {views: 100, include_plain: false, data.split: test}
+  public code, README: {num_views: 100, include_plain: false, data.split: test}
 """)
 
 

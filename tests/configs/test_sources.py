@@ -9,9 +9,8 @@ import pytest
 from analysis.papers.sources import differences, origins_of, paper_of
 from cluster.plan_file import Plan, load_plan
 from tests.conftest import Patch
+from tests.papers_page import PLANS
 from tests.ranks import REPOSITORY
-
-NAMES = sorted(path.stem for path in (REPOSITORY / "configs/plan").glob("[ab]_*.yaml"))
 
 
 @pytest.fixture
@@ -19,10 +18,10 @@ def plan(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Patch) -> 
     """Return the plan of the name, read in a directory without runs."""
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
-    return load_plan(f"configs/plan/{getattr(request, 'param', 'b_batch_size')}.yaml")
+    return load_plan(f"configs/plan/{getattr(request, 'param', 'scaling_batch_size')}.yaml")
 
 
-@pytest.mark.parametrize("plan", NAMES, indirect=True)
+@pytest.mark.parametrize("plan", PLANS, indirect=True)
 def test_each_setting_is_printed_or_chosen(plan: Plan) -> None:
     assert differences(plan) == []
     assert paper_of(plan) is not None

@@ -34,50 +34,50 @@ from pretrain.models.spec import MixerSpec, SparseMlpSpec
 from pretrain.ranks.world import read_world
 from tests.analysis.conftest import make_card
 from tests.forked import begin, environments, new_output, wait
-from tests.papers_page import DATASETS, PAGE, gpu_hours, replaced, sizes_of, trained
+from tests.papers_page import DATASETS, PAGE, PLANS, gpu_hours, replaced, sizes_of, trained
 from tests.ranks import REPOSITORY
 
 FOLDER = REPOSITORY / "configs/plan"
 POINTS = REPOSITORY / "tests/analysis/points/demos.parquet"
 """Written by `make demos`; the commit is in its metadata."""
 MEMBERS = {
-    "a_fig2_cka": [6, 66],
-    "a_fig2d_monarch": [10],
-    "a_fig4_width": [52, 52],
-    "a_fig5_cifar10": [114, 30],
-    "a_fig5_cifar100": [114, 30],
-    "a_fig5_stl10": [114, 30],
-    "a_fig6_tableS2": [70, 70, 42],
-    "a_fig6_textC5": [70, 70],
-    "a_fig6_imagenet": [36],
-    "a_fig7_depth": [90],
-    "a_figS1_left": [25],
-    "a_figS2": [168, 60],
-    "a_figS3_left": [54],
-    "a_figS3": [30],
-    "a_figS4_caption": [54],
-    "a_figS4_text": [54],
-    "a_figS5": [72, 60],
-    "a_figS6": [50],
-    "a_figS7": [50],
-    "a_figS8": [10],
-    "a_table1_cifar": [12],
-    "a_table1_imagenet": [9],
-    "b_scratch": [20, 3, 1],
-    "b_scaling": [24, 360],
-    "b_transfer": [3, 15, 45],
-    "b_public": [20, 20, 20],
-    "b_probe": [3, 15],
-    "b_batch_size": [4, 16],
-    "b_ablation": [11, 11],
+    "mixer_fig2_cka": [6, 66],
+    "mixer_fig2d_monarch": [10],
+    "mixer_fig4_width": [52, 52],
+    "mixer_fig5_cifar10": [114, 30],
+    "mixer_fig5_cifar100": [114, 30],
+    "mixer_fig5_stl10": [114, 30],
+    "mixer_fig6_tableS2": [70, 70, 42],
+    "mixer_fig6_textC5": [70, 70],
+    "mixer_fig6_imagenet": [36],
+    "mixer_fig7_depth": [90],
+    "mixer_figS1_left": [25],
+    "mixer_figS2": [168, 60],
+    "mixer_figS3_left": [54],
+    "mixer_figS3": [30],
+    "mixer_figS4_caption": [54],
+    "mixer_figS4_text": [54],
+    "mixer_figS5": [72, 60],
+    "mixer_figS6": [50],
+    "mixer_figS7": [50],
+    "mixer_figS8": [10],
+    "mixer_table1_cifar": [12],
+    "mixer_table1_imagenet": [9],
+    "scaling_scratch": [20, 3, 1],
+    "scaling_laws": [24, 360],
+    "scaling_transfer": [3, 15, 45],
+    "scaling_public": [20, 20, 20],
+    "scaling_probe": [3, 15],
+    "scaling_batch_size": [4, 16],
+    "scaling_ablation": [11, 11],
 }
 """The number of members of each stage but `prepare`. Values: tests/configs/test_sources.py."""
 OMEGA = {
-    "a_fig4_width": 2**19,
-    "a_figS1_left": 2**16,
-    "a_figS3": 2**20,
-    "a_figS6": 2**18,
-    "a_figS7": 2**20,
+    "mixer_fig4_width": 2**19,
+    "mixer_figS1_left": 2**16,
+    "mixer_figS3": 2**20,
+    "mixer_figS6": 2**18,
+    "mixer_figS7": 2**20,
 }
 
 
@@ -87,7 +87,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place := tmp_path_factory.mktemp("plans"))
         (place / "configs").symlink_to(REPOSITORY / "configs")
-        paths = [f"configs/plan/{path.name}" for path in sorted(FOLDER.glob("[ab]_*.yaml"))]
+        paths = [f"configs/plan/{name}.yaml" for name in PLANS]
         loaded = [load_checked(path, is_demo=demo) for path in paths for demo in (False, True)]
         return {plan.name: plan for plan in loaded}
 
@@ -104,7 +104,7 @@ def test_the_gpu_hours_in_headers_are_those_of_all_members(plans: dict[str, Plan
         hours = in_hours(sum(map(gpu_hours, trained(plans[name]))))
         is_all = {stage.kind for stage in plans[name].stages} == {"build", "pretrain"}
         note = "" if is_all else ", pretraining alone"
-        line = f"# gpu-hours at least {hours}{note} (pretrain plan, 300 TFLOP/s)"
+        line = f"# gpu-hours at least {hours}{note} (pretrain estimate, 300 TFLOP/s)"
         assert line in (FOLDER / f"{name}.yaml").read_text().splitlines(), f"{name}: {line}"
 
 
@@ -116,7 +116,7 @@ def test_the_page_lists_every_item_with_its_plan() -> None:
 
 @pytest.mark.slow
 def test_no_config_asks_for_nodes_that_make_it_slower(plans: dict[str, Plan]) -> None:
-    """With 4 GPUs and the links of `pretrain plan`: the nodes in headers of configs, and in
+    """With 4 GPUs and the links of `pretrain estimate`: the nodes in headers of configs, and in
     plans."""
     asked = [
         (work, stage.entry.nodes or 1)
@@ -180,7 +180,7 @@ def test_models_fit_their_images_and_have_the_omega_of_their_names(plans: dict[s
             assert abs(omega / wanted - 1) < 0.13, (run_dir, omega)
             checked += 1
     assert checked > 700
-    models: list[Any] = [settings.model for settings in trained(plans["a_fig5_cifar10"])]
+    models: list[Any] = [settings.model for settings in trained(plans["mixer_fig5_cifar10"])]
     pairs = {(each.num_channels, each.num_tokens) for each in models if each.kind == "mixer"}
     printed = {(16, 173), (32, 113), (48, 83), (16, 504), (32, 346), (64, 226)}
     printed |= {(128, 1386), (256, 904), (64, 64), (128, 128), (512, 512)}
@@ -210,7 +210,7 @@ def _two_steps(work: Work, shapes: Path, runs: Path) -> list[str]:
     settings = work.settings
     assert isinstance(settings, PretrainSettings)
     short = [f"{key}=2 steps" for key in ("train.duration", "train.eval_every", "checkpoint.every")]
-    short += ["train.global_batch_size=8", "checkpoint.keep_at=[]", f"data.dataset={shapes}"]
+    short += ["train.global_batch_size=8", "checkpoint.milestones=[]", f"data.dataset={shapes}"]
     short += [f"data.image_size={settings.data.image_size or 32}"]
     short += ["schedule.warmup=1 steps"] * (settings.schedule.warmup != "0 steps")
     short += [f"run_dir={runs}/{settings.run_dir.removeprefix('runs/')}"]
@@ -262,11 +262,11 @@ def test_a_demo_runs_by_the_real_commands(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(REPOSITORY / "configs")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    plan = "configs/plan/b_scaling.yaml"
+    plan = "configs/plan/scaling_laws.yaml"
     command = [sys.executable, "-m", "cluster", "run", plan, "--demo"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert Path("runs/plans/b_scaling_demo/figure.json").is_file()
+    assert Path("runs/plans/scaling_laws_demo/figure.json").is_file()
     results = results_of_plans([load_checked(plan, is_demo=True)])
     results = results.assign(epochs=results.epochs.round())  # 1,000 images are not full batches
     reached = results.set_index(["task", "width", "epochs"]).error
@@ -280,7 +280,7 @@ def test_a_demo_runs_by_the_real_commands(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def made_points(plan: Plan) -> pd.DataFrame:
-    """Return what `analysis points` would find, without any training."""
+    """Return what `analysis collect` would find, without any training."""
     found = dict[str, dict[str, Any]]()
     stages = [stage for stage in plan.stages if stage.kind in ("pretrain", "probe", "tune")]
     for stage, member in [(each, member) for each in stages for member in each.members]:

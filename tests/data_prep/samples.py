@@ -127,7 +127,7 @@ def build(source: Path | str, out: Path, *overrides: str) -> int:
         f"source.path={source}",
         "image_size=16",
         "num_workers=1",
-        "source.val_share=0",
+        "source.val_fraction=0",
         *overrides,
     ]
     return main(["build", "--source", "folder", "--out", str(out), *words])

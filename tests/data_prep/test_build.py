@@ -133,7 +133,11 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
         out = tmp_path / str(workers) / "animals"
         assert (
             build(
-                source, out, f"num_workers={workers}", "samples_per_shard=5", "max_reject_share=0.2"
+                source,
+                out,
+                f"num_workers={workers}",
+                "samples_per_shard=5",
+                "max_reject_fraction=0.2",
             )
             == 0
         )
@@ -264,7 +268,11 @@ def test_every_input_is_written_or_has_one_line_of_reason_and_hash(tmp_path: Pat
     write_files(source, {"bee/fine.jpg": encoded(good)})
     assert (
         build(
-            source, tmp_path / "out", "encoding=jpeg", "samples_per_shard=5", "max_reject_share=1"
+            source,
+            tmp_path / "out",
+            "encoding=jpeg",
+            "samples_per_shard=5",
+            "max_reject_fraction=1",
         )
         == 0
     )
@@ -294,7 +302,7 @@ def test_every_input_is_written_or_has_one_line_of_reason_and_hash(tmp_path: Pat
 def test_a_picture_beyond_the_budget_is_rejected_and_the_remedy_works(tmp_path: Path) -> None:
     source = write_files(tmp_path / "in", {"ant/small.png": encoded(picture(seed=1), "PNG")})
     write_files(source, {"ant/large.png": encoded(picture(seed=2, width=41), "PNG")})
-    words = ["max_pixels=1200", "max_reject_share=1"]
+    words = ["max_pixels=1200", "max_reject_fraction=1"]
     assert build(source, tmp_path / "out", *words) == 0
     (line,) = [
         json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()
@@ -330,7 +338,7 @@ def test_too_many_rejects_fail_every_time_and_still_leave_the_dataset(
     write_files(source, {f"ant/text{number}.jpg": b"no" for number in range(3)})
     for _ in range(2):
         refused(
-            build(source, out, "max_reject_share=0.29"),
+            build(source, out, "max_reject_fraction=0.29"),
             "3 of 10 inputs",
             "were rejected (30.0%, allowed 29.0%)",
             str(out / "rejected.jsonl"),
@@ -338,7 +346,7 @@ def test_too_many_rejects_fail_every_time_and_still_leave_the_dataset(
             code=1,
         )
     assert load_manifest(out).num_written == 7
-    assert build(source, out, "max_reject_share=0.3") == 0
+    assert build(source, out, "max_reject_fraction=0.3") == 0
     assert (
         f"read 10 = written 7 + rejected 3; {out}/rejected.jsonl says which"
         in capsys.readouterr().out
@@ -352,7 +360,7 @@ def test_splits_share_one_class_list_and_a_class_whose_pictures_are_all_rejected
         tmp_path / "source", {"train/ant": 4, "train/cat": 3, "val/cat": 2, "test/cat": 1}
     )
     write_files(source, {"train/bee/text.jpg": b"no"})
-    assert build(source, tmp_path / "out", "max_reject_share=1") == 0
+    assert build(source, tmp_path / "out", "max_reject_fraction=1") == 0
     manifest = load_manifest(tmp_path / "out")
     assert manifest.classes == ("ant", "bee", "cat")
     counts = {name: split.class_counts for name, split in manifest.splits.items()}
@@ -423,7 +431,7 @@ def test_a_held_out_share_is_seeded_proportional_and_disjoint(tmp_path: Path) ->
     source = write_classes(tmp_path / "source", {"ant": 10, "bee": 20, "cat": 40})
 
     def held_out(name: str, seed: int) -> tuple[set[str], set[str]]:
-        words = ("encoding=keep", "source.val_share=0.2", f"source.seed={seed}")
+        words = ("encoding=keep", "source.val_fraction=0.2", f"source.seed={seed}")
         assert build(source, tmp_path / name, *words) == 0
         splits = load_manifest(tmp_path / name).splits
         assert splits["train"].class_counts == (8, 16, 32)
@@ -446,7 +454,7 @@ def test_per_class_draws_each_class_alike_and_takes_val_from_train(
         write_classes(tmp_path / "source", {"ant": 6, "bee": 9, "cat": 5}),
         tmp_path / "few",
     )
-    words = ("source.val_share=0", "encoding=keep")
+    words = ("source.val_fraction=0", "encoding=keep")
     assert build(source, few, *words, "per_class={train: 4, val: 2}") == 0
     manifest = load_manifest(few)
     assert manifest.classes == ("ant", "bee")
@@ -572,7 +580,7 @@ def test_folders_of_a_class_are_walked_in_order_and_a_link_to_where_it_lies_ends
     (source / "ant" / "again").symlink_to(source / "ant" / "more", target_is_directory=True)
     (source / "ant" / "up").symlink_to("..")
     (source / "ant" / "self").symlink_to("self")
-    assert build(source, tmp_path / "out", "order=listed", "max_reject_share=0.5") == 0
+    assert build(source, tmp_path / "out", "order=listed", "max_reject_fraction=0.5") == 0
     manifest = load_manifest(tmp_path / "out")
     assert (manifest.splits["train"].class_counts, manifest.num_read, manifest.num_rejected) == (
         (8, 3),
@@ -603,7 +611,7 @@ def test_what_is_no_plain_file_or_too_large_has_its_line(
     monkeypatch.setattr("data_prep.build.build.MAX_INPUT_BYTES", 100_000)
     with open(source / "ant" / "large.jpg", "wb") as file:
         file.truncate(200_000)
-    assert build(source, out, "max_reject_share=1") == 0
+    assert build(source, out, "max_reject_fraction=1") == 0
     rejected = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
     assert {line["path"]: line["reason"] for line in rejected} == {
         "ant/nowhere.jpg": "not_a_file",

@@ -66,7 +66,7 @@ class Case(NamedTuple):
     """Steps of the command, at the least."""
 
 
-CUT = ("samples_per_shard=3", "max_reject_share=1")
+CUT = ("samples_per_shard=3", "max_reject_fraction=1")
 
 
 def nothing(_: Path, out: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_limit_that_was_raised_for_a_finished_dataset_counts_for_a_merge_too(
     out = tmp_path / "out"
     assert build(source, out) == 1
     assert main(["merge", str(out)]) == 1
-    assert build(source, out, "max_reject_share=0.5") == 0
+    assert build(source, out, "max_reject_fraction=0.5") == 0
     assert main(["merge", str(out)]) == 0
 
 
@@ -162,7 +162,7 @@ def test_a_damaged_list_of_rejects_is_one_line(
     assert build(source, out) == 1
     (out / "rejected.jsonl").write_bytes(damage)
     capsys.readouterr()
-    assert build(source, out, "max_reject_share=1") == 2
+    assert build(source, out, "max_reject_fraction=1") == 2
     assert printed_errors(capsys.readouterr().err) == [(str(out / "rejected.jsonl"), "damaged")]
 
 

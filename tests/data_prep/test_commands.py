@@ -20,13 +20,13 @@ from tests.errors import printed_errors
         ("verify nowhere --workers 0", "--workers"),
         ("stats nowhere --workers -2", "--workers"),
         ("dedup nowhere --workers two", "--workers"),
-        ("show nowhere --count 0", "--count"),
-        ("show nowhere --seed -1", "--seed"),
-        ("show nowhere --shard -1", "--shard"),
+        ("preview nowhere --count 0", "--count"),
+        ("preview nowhere --seed -1", "--seed"),
+        ("preview nowhere --shard -1", "--shard"),
         ("subset nowhere --out out --count 0", "--count"),
         ("subset nowhere --out out --per-class 0", "--per-class"),
         ("subset nowhere --out out --count 3 --seed -1", "--seed"),
-        ("dedup nowhere --near 6 --exact", "--exact"),
+        ("dedup nowhere --max-hamming 6 --exact", "--exact"),
     ],
 )
 def test_a_value_that_an_option_cannot_have_is_an_error_before_anything_is_read(

@@ -397,7 +397,7 @@ def test_the_summary_counts_what_the_list_holds(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--near", "11"], "[bad-value]"),
+        (["--max-hamming", "11"], "[bad-value]"),
         (["--split", "trian"], "[unknown-name]"),
         (["--against", "nowhere"], "nowhere: no such dataset directory"),
         (["--hashes", __file__], "[exists]"),

@@ -122,7 +122,7 @@ def test_one_split_has_some_held_out_and_the_number_of_workers_changes_no_byte(
                 file,
                 tmp_path / str(workers) / "out",
                 f"num_workers={workers}",
-                "source.val_share=0.5",
+                "source.val_fraction=0.5",
             )
             == 0
         )
@@ -144,7 +144,7 @@ def test_unlabeled_rows_stay_in_train(
         "label": pyarrow.array(labels, pyarrow.int64()),
     }
     parquet.write_table(pyarrow.table(rows), tmp_path / "data.parquet")
-    assert pack(tmp_path / "data.parquet", tmp_path / "out", "source.val_share=0.2") == 0
+    assert pack(tmp_path / "data.parquet", tmp_path / "out", "source.val_fraction=0.2") == 0
     manifest = load_manifest(tmp_path / "out")
     found = {
         split: [
@@ -165,7 +165,7 @@ def test_labels_without_names_are_words_in_their_order_or_numbers(
     tmp_path: Path, label: str
 ) -> None:
     saved("train", label=label).save_to_disk(tmp_path / "saved")
-    words = ["source.columns={label: fine}", "source.val_share=0"]
+    words = ["source.columns={label: fine}", "source.val_fraction=0"]
     assert pack(tmp_path / "saved", tmp_path / "out", *words) == 0
     manifest = load_manifest(tmp_path / "out")
     assert manifest.classes == (tuple(CLASSES) if label == "string" else ("0", "1", "2"))
@@ -215,7 +215,7 @@ def test_a_missing_picture_is_a_reject_and_mistakes_are_one_line(
     ):
         field = "source.columns: " if place == file else "source.path: "
         refused(pack(place, out, *words), field, f"[{code}]")
-    assert pack(file, out, choice, "max_reject_share=1", "source.val_share=0") == 0
+    assert pack(file, out, choice, "max_reject_fraction=1", "source.val_fraction=0") == 0
     assert load_manifest(out).num_written == 1 and load_manifest(out).num_rejected == 2
     reasons = {
         json.loads(line)["reason"] for line in (out / "rejected.jsonl").read_text().splitlines()

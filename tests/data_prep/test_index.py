@@ -143,7 +143,7 @@ def test_names_of_classes_come_from_a_file(tmp_path: Path) -> None:
         tmp_path / "in.tar", [sample(n, json={"label": word}) for n, word in enumerate(words)]
     )
     out, file = tmp_path / "out", f"classes_file={tmp_path / 'names.txt'}"
-    assert index(out, shard, "label=json:label", file, "max_reject_share=1") == 0
+    assert index(out, shard, "label=json:label", file, "max_reject_fraction=1") == 0
     assert load_manifest(out).classes == ("zebra", "ant", "bee", "owl")
     assert read(out)[1] == [3, 1, 0]
     assert rejects(out) == {"in.tar/00003": "unknown_class", "in.tar/00004": "label_out_of_range"}

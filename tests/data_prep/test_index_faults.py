@@ -74,7 +74,7 @@ def test_every_bad_sample_has_its_line_and_no_pickle_is_opened(
     shard = write_tar(tmp_path / "in" / "s.tar", members)
     before = hashes(tmp_path / "in")
     assert index(tmp_path / "out", shard) == 1
-    assert index(tmp_path / "out", shard, "max_reject_share=1") == 0
+    assert index(tmp_path / "out", shard, "max_reject_fraction=1") == 0
     assert rejects(tmp_path / "out") == {
         f"s.tar/{key}": reason
         for key, reason in {
@@ -119,7 +119,7 @@ def test_json_that_holds_no_label_is_a_line(tmp_path: Path) -> None:
             tmp_path / "out",
             write_tar(tmp_path / "s.tar", members),
             "label=json:label",
-            "max_reject_share=1",
+            "max_reject_fraction=1",
         )
         == 0
     )
@@ -189,7 +189,7 @@ def test_a_hint_at_what_most_rejects_need_helps(
          "doubled_member", None),
     ):  # fmt: skip
         shard = write_tar(tmp_path / reason / "s.tar", members)
-        assert index(tmp_path / reason / "out", shard, "max_reject_share=1") == 0
+        assert index(tmp_path / reason / "out", shard, "max_reject_fraction=1") == 0
         assert rejects(tmp_path / reason / "out")["s.tar/a"] == reason
         said = capsys.readouterr().out
         assert (

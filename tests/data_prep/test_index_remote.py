@@ -224,7 +224,7 @@ def every_verb(
     words = {
         "verify": ["--workers", str(num_workers)],
         "stats": ["--recompute", "--workers", str(num_workers)],
-        "show": ["--out", str(out / "sheet.png")],
+        "preview": ["--out", str(out / "sheet.png")],
         "dedup": ["--out", str(out / "list.jsonl"), "--workers", "1"],
     }
     return {

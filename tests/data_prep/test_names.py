@@ -28,7 +28,7 @@ from tests.data_prep.sources.layouts import SYNSETS
 from tests.data_prep.stock import index, paths, read, rejects
 
 CAFE, NAIVE, BAD = (os.fsdecode(name) for name in (b"caf\xe9", b"na\xefve.jpg", b"b\xe4d.jpg"))
-CUT = ("max_reject_share=0.5", "samples_per_shard=3", "encoding=keep")
+CUT = ("max_reject_fraction=0.5", "samples_per_shard=3", "encoding=keep")
 
 
 def had_back(spelled: str) -> str:
@@ -110,7 +110,7 @@ def test_lists_of_classes_and_of_exclusions_find_them(tmp_path: Path, source: Pa
                 str(tmp_path / "doubled"),
                 "--workers",
                 "1",
-                "--near",
+                "--max-hamming",
                 "0",
                 "--out",
                 str(list_file),
@@ -150,7 +150,7 @@ def test_members_of_tars(tmp_path: Path, kind: int) -> None:
     }
     stock = {name: b"0" if name.endswith("cls") else data for name, data in stock.items()}
     (tmp_path / "stock.tar").write_bytes(tar_of(stock, kind=kind))
-    assert index(tmp_path / "indexed", tmp_path / "stock.tar", "max_reject_share=0.5") == 0
+    assert index(tmp_path / "indexed", tmp_path / "stock.tar", "max_reject_fraction=0.5") == 0
     found = [*paths(tmp_path / "indexed"), *rejects(tmp_path / "indexed")]
     assert {had_back(path) for path in found} == {
         f"stock.tar/{name.removesuffix('.jpg')}" for name in files

@@ -303,12 +303,12 @@ def test_show_prints_settings_that_build_the_same_again(
     assert (
         main(
             [
+                "show",
                 "build",
                 "--source",
                 "synthetic",
                 "--out",
                 out,
-                "--show",
                 "image_size=32",
                 "num_workers=3",
             ]
@@ -328,9 +328,9 @@ def test_overrides_may_stand_without_a_config_and_after_options(
 ) -> None:
     (tmp_path / "config.yaml").write_text("source: {kind: synthetic}\nout: x\nseed: 5\n")
     for words in (
-        ["source.kind=synthetic", "seed=5", "--show", "out=x"],
-        [str(tmp_path / "config.yaml"), "--show"],
-        ["--out", "x", "--show", str(tmp_path / "config.yaml"), "seed=5"],
+        ["source.kind=synthetic", "seed=5", "out=x"],
+        [str(tmp_path / "config.yaml")],
+        ["--out", "x", str(tmp_path / "config.yaml"), "seed=5"],
     ):
-        assert main(["build", *words]) == 0
+        assert main(["show", "build", *words]) == 0
         assert "seed: 5\n" in capsys.readouterr().out

@@ -37,7 +37,7 @@ def pack(source: Path, out: Path, encoding: str) -> Path:
             source,
             out,
             f"encoding={encoding}",
-            "max_reject_share=1",
+            "max_reject_fraction=1",
             "samples_per_shard=4",
             "draft=false",
         )

@@ -310,7 +310,7 @@ def test_what_is_no_picture_of_the_parent_makes_no_other_subset(
     again = (parent, half, "--fraction", "0.5")
     assert subset(*again) == 0
     before = files_of(half)
-    change_manifest(parent, lambda tree: tree.update(max_reject_share=0.5, tool_version="99"))
+    change_manifest(parent, lambda tree: tree.update(max_reject_fraction=0.5, tool_version="99"))
     assert subset(*again) == 0
     assert files_of(half) == before
     for place in (

@@ -34,7 +34,7 @@ from tests.data_prep.samples import (
     write_files,
 )
 
-CUT = ("samples_per_shard=4", "max_reject_share=0.2")
+CUT = ("samples_per_shard=4", "max_reject_fraction=0.2")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def words_of(source: Path, out: Path, which: str) -> list[str]:
         which,
         f"source.path={source}",
     ]
-    return [*words, "image_size=16", "source.val_share=0", *CUT]
+    return [*words, "image_size=16", "source.val_fraction=0", *CUT]
 
 
 def running(source: Path, out: Path, which: str) -> AbstractContextManager[Child]:
@@ -283,7 +283,7 @@ def test_a_merge_that_trusts_reads_no_shard_but_goes_by_records_and_sizes(
 ) -> None:
     out = tmp_path / "animals"
     assert task(source, out, "0/1") == 0
-    trusting = ["merge", str(out), "--workers", "1", "--trust"]
+    trusting = ["merge", str(out), "--workers", "1", "--skip-verify"]
     kept = {
         name: (out / name).read_bytes()
         for name in (f"{PARTS}/train-000004.json", "train-000004.tar")

@@ -66,7 +66,7 @@ def test_a_good_dataset_of_files_with_rejects_has_no_faults(tmp_path: Path, enco
     write_files(
         source, {"ant/text.jpg": b"no", "ant/wide.png": encoded(picture(seed=9, width=90), "PNG")}
     )
-    assert build(source, tmp_path / "out", f"encoding={encoding}", "max_reject_share=1") == 0
+    assert build(source, tmp_path / "out", f"encoding={encoding}", "max_reject_fraction=1") == 0
     found = verify(tmp_path / "out")
     assert found.manifest.num_written == 5
     assert (found.faults, found.notes) == ([], [])
@@ -167,7 +167,7 @@ def test_every_flipped_byte_is_found_by_verify_and_by_readers(tmp_path: Path, sa
     source = write_classes(tmp_path / "source", {"ant": 3, "bee": 2})
     write_files(source, {"ant/text.jpg": b"no", "bee/empty.png": b""})
     out = tmp_path / "out"
-    assert build(source, out, "encoding=jpeg", "max_reject_share=1", "image_size=8") == 0
+    assert build(source, out, "encoding=jpeg", "max_reject_fraction=1", "image_size=8") == 0
     assert verify(out).faults == []
 
     def read() -> None:

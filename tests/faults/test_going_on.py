@@ -226,7 +226,7 @@ def test_a_kept_checkpoint_is_the_end_of_a_shorter_run_and_a_branch_goes_on_from
             run,
             *words,
             "train.duration=3 epochs",
-            "checkpoint.keep_at=[1 epochs, 2 epochs]",
+            "checkpoint.milestones=[1 epochs, 2 epochs]",
             ranks=1,
         )
     )

@@ -51,7 +51,10 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 def mixed(shapes: Path, other_shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run trained on both datasets."""
     place = tmp_path_factory.mktemp("mixed")
-    config, also = write_config(place, dataset=other_shapes), f"data.also=[{{dataset: {shapes}}}]"
+    config, also = (
+        write_config(place, dataset=other_shapes),
+        f"data.extra_datasets=[{{dataset: {shapes}}}]",
+    )
     finish(
         start(
             config,
@@ -184,7 +187,7 @@ def test_views_are_averaged_as_by_hand_and_pictures_read_once(
             folder,
             shapes,
             tmp_path / str(size),
-            views=5,
+            num_views=5,
             include_plain=True,
             seed=3,
             local_batch_size=size,
@@ -208,7 +211,7 @@ def test_views_are_averaged_as_by_hand_and_pictures_read_once(
 
 def on_ranks(world: World, pretrained: str, dataset: str, run_dir: str) -> float | None:
     settings = evaluation_settings(
-        Path(pretrained), Path(dataset), Path(run_dir), views=2, local_batch_size=5
+        Path(pretrained), Path(dataset), Path(run_dir), num_views=2, local_batch_size=5
     )
     result = evaluate_checkpoint(Evaluation.of(settings), world)
     return None if result is None else result["eval/top1"]
@@ -218,7 +221,7 @@ def on_ranks(world: World, pretrained: str, dataset: str, run_dir: str) -> float
 def test_three_ranks_give_the_table_of_one(folder: Path, shapes: Path, tmp_path: Path) -> None:
     """72 pictures in batches of 5 on 3 ranks: the last round has one picture for the second rank,
     and none for the third."""
-    one = judge(folder, shapes, tmp_path / "one", views=2)
+    one = judge(folder, shapes, tmp_path / "one", num_views=2)
     found = run_ranks(on_ranks, str(folder), str(shapes), str(tmp_path / "three"), num_ranks=3)
     assert found == [one["eval/top1"], None, None]
     figures = {path.stem for path in (tmp_path / "three").glob("*.png")}
@@ -360,7 +363,7 @@ def test_pixels_are_fed_as_the_card_says_and_other_squares_reported(
     result, other = (judge(each, small, None) for each in (area, plain))
     assert result["eval/loss"] == pytest.approx(loss, rel=1e-4) != other["eval/loss"]
     assert result["identity"] != other["identity"]  # of the same weights
-    viewed = judge(area, small, None, views=1)
+    viewed = judge(area, small, None, num_views=1)
     assert viewed["augment"]["crop_interpolation"] == "area"
     for folder_, told in ((area, True), (plain, False)):
         assert (

@@ -82,7 +82,7 @@ def test_a_key_changes_with_what_the_numbers_depend_on_alone(
     folder: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
     settings = feature_settings(
-        other_shapes, tmp_path, folder, optimizer="lion", views=2, augment=CROPS
+        other_shapes, tmp_path, folder, optimizer="lion", num_views=2, augment=CROPS
     )
 
     def path(split: str = "val", view: int | None = None, **changes: Any) -> Path:
@@ -195,7 +195,7 @@ def test_what_a_cache_would_take_is_what_it_takes_and_what_does_not_fit_is_refus
         tmp_path,
         folder,
         optimizer="lion",
-        views=2,
+        num_views=2,
         augment=CROPS,
         features="cache",
         feature_dtype="float16",
@@ -252,7 +252,7 @@ def test_a_view_is_what_training_shows_in_that_epoch(
     folder: Path, other_shapes: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     settings = feature_settings(
-        other_shapes, tmp_path, folder, optimizer="lion", views=2, augment=CROPS, seed=3
+        other_shapes, tmp_path, folder, optimizer="lion", num_views=2, augment=CROPS, seed=3
     )
     maker = maker_of(settings)
     tables = maker.tables("train", [0, 1])

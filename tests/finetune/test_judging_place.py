@@ -29,11 +29,11 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 def test_other_settings_have_another_directory(folder: Path, shapes: Path, tmp_path: Path) -> None:
     variants: list[dict[str, Any]] = [
         {},
-        {"views": 2},
-        {"views": 3},
-        {"views": 2, "seed": 1},
-        {"views": 2, "include_plain": True},
-        {"views": 2, "augment": {"crop_scale": [0.5, 1.0]}},
+        {"num_views": 2},
+        {"num_views": 3},
+        {"num_views": 2, "seed": 1},
+        {"num_views": 2, "include_plain": True},
+        {"num_views": 2, "augment": {"crop_scale": [0.5, 1.0]}},
         {"split": "train"},
         {"precision": "bf16"},
     ]
@@ -94,9 +94,9 @@ def test_other_words_that_mean_the_same_begin_it_anew(
     run, place = run_of(folder, tmp_path / "x", {"augment": {"crop_scale": None}}), None
     monkeypatch.chdir(tmp_path)
     words: list[tuple[Path, Path, dict[str, Any]]] = [
-        (Path("x"), shapes, {"views": 2}),
-        (run / "checkpoints" / "step-00000006", shapes, {"views": 2, "local_batch_size": 7}),
-        (run, Path(os.path.relpath(shapes)), {"views": 2, "ranks": {"timeout_s": 5}}),
+        (Path("x"), shapes, {"num_views": 2}),
+        (run / "checkpoints" / "step-00000006", shapes, {"num_views": 2, "local_batch_size": 7}),
+        (run, Path(os.path.relpath(shapes)), {"num_views": 2, "ranks": {"timeout_s": 5}}),
     ]
     for pretrained, dataset, changes in words:
         with monkeypatch.context() as patches:
@@ -112,14 +112,14 @@ def test_other_words_that_mean_the_same_begin_it_anew(
             yaml.safe_load((place / "config.yaml").read_text())["pretrained"] == "x"
         )  # the first words, as in MLflow
     assert place is not None and place.parent == run / "evaluations"
-    refusal = r"belongs to an evaluation with other settings \(views: 3, was 2\)"
-    result = judge(run, shapes, None, views=2)
+    refusal = r"belongs to an evaluation with other settings \(num_views: 3, was 2\)"
+    result = judge(run, shapes, None, num_views=2)
     with pytest.raises(
         SettingsError, match=refusal
     ):  # also where it was begun after this one had looked
-        judge(run, shapes, place, views=3)
+        judge(run, shapes, place, num_views=3)
     assert Evaluation.of(
-        evaluation_settings(Path("x"), shapes, None, views=2)
+        evaluation_settings(Path("x"), shapes, None, num_views=2)
     ).stored_result() == json.loads(json.dumps(result))
 
 
@@ -171,20 +171,20 @@ def test_views_are_as_the_model_was_trained(folder: Path, tmp_path: Path, shapes
     ]
     for name, asked, expected, source in cases:
         evaluation = Evaluation.of(
-            evaluation_settings(runs[name], shapes, None, views=2, augment=asked)
+            evaluation_settings(runs[name], shapes, None, num_views=2, augment=asked)
         )
         assert (
             evaluation.settings.augment.model_dump()
             == expected.fed_as("bilinear", 1.0).model_dump()
         ), name
         assert evaluation.augment_from == source
-    told = judge(runs["tuned"], shapes, None, views=2)
+    told = judge(runs["tuned"], shapes, None, num_views=2)
     assert (
         told["augment"]["flip_probability"] == 0.0
         and told["augment_from"] == "as tuned was trained"
     )
     whole = Evaluation.of(
-        evaluation_settings(runs["tuned"], shapes, None, views=2, augment=own.model_dump())
+        evaluation_settings(runs["tuned"], shapes, None, num_views=2, augment=own.model_dump())
     )
     assert str(whole.run_dir) == told["run_dir"]  # the same by name
 
@@ -197,10 +197,12 @@ def test_views_that_cost_more_than_they_bring_are_told_of(shapes: Path, tmp_path
     run = run_of(known, tmp_path / "run", {"data": data}, {"eval/top1": 0.9, "step": 6})
     for changes, expected in (({}, 0.9), ({"split": "train"}, None)):
         assert (
-            Evaluation.of(evaluation_settings(run, shapes, None, views=2, **changes)).plain_top1()
+            Evaluation.of(
+                evaluation_settings(run, shapes, None, num_views=2, **changes)
+            ).plain_top1()
             == expected
         )
-    result = judge(run, shapes, None, views=2)
+    result = judge(run, shapes, None, num_views=2)
     for plain, top1, hinted in ((0.9, 0.87, True), (0.9, 0.89, False), (None, 0.1, False)):
         console = Console(width=120, file=io.StringIO())
         print_result(result | {"plain_top1": plain, "eval/top1": top1}, console)

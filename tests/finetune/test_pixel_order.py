@@ -43,7 +43,7 @@ def ordered(folder: Path, shapes: Path, tmp_path: Path) -> Path:
 def test_an_evaluation_a_prediction_and_features_are_those_of_the_weights_in_the_usual_order(
     folder: Path, ordered: Path, shapes: Path, tmp_path: Path
 ) -> None:
-    for views in ({}, {"views": 3, "augment": {"crop_scale": (0.5, 1.0)}}):
+    for views in ({}, {"num_views": 3, "augment": {"crop_scale": (0.5, 1.0)}}):
         for name, place in (("usual", folder), ("ordered", ordered)):
             judge(place, shapes, tmp_path / f"{name}-{len(views)}", **views)
         usual, own = (

@@ -160,7 +160,7 @@ def test_a_pil_picture_a_file_and_a_shard_are_one_tensor(
         f"source.path={source}",
         "image_size=16",
         f"interpolation={interpolation}",
-        "source.val_share=0",
+        "source.val_fraction=0",
         "order=listed",
     ]
     assert (

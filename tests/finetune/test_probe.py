@@ -152,7 +152,7 @@ def test_the_choice_is_the_best_with_the_smallest_rate_and_never_a_diverged_cell
 
 
 def test_held_out_samples_are_apart_and_the_test_split_is_never_chosen_on() -> None:
-    kept, held = held_out(101, probe_settings(holdout_share=0.25))
+    kept, held = held_out(101, probe_settings(holdout_fraction=0.25))
     assert kept is not None and held is not None and len(held) == 25
     assert sorted([*kept.tolist(), *held.tolist()]) == list(range(101))
     train, test = blobs(200, seed=1, spread=0.3), blobs(100, seed=2, spread=0.3)
@@ -178,14 +178,14 @@ def test_splits_that_share_samples_are_refused(shapes: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"views": 3}, "views"),
+        ({"num_views": 3}, "num_views"),
         ({"augment": {}}, "augment"),
-        ({"views": 2, "augment": {"mixup_alpha": 0.8}}, "augment.mixup_alpha"),
-        ({"views": 2, "augment": {"cutmix_alpha": 1.0}}, "augment.cutmix_alpha"),
+        ({"num_views": 2, "augment": {"mixup_alpha": 0.8}}, "augment.mixup_alpha"),
+        ({"num_views": 2, "augment": {"cutmix_alpha": 1.0}}, "augment.cutmix_alpha"),
         ({"lrs": [0.1]}, "lrs"),
         ({"label_smoothing": 0.1}, "label_smoothing"),
         ({"epochs": [5, 6]}, "epochs"),
-        ({"views": 2, "augment": {}}, "views"),
+        ({"num_views": 2, "augment": {}}, "num_views"),
         ({"features": "stream"}, "features"),
         ({"optimizer": "lamb"}, "optimizer"),
         ({"weight_decays": [-1.0]}, "weight_decays"),

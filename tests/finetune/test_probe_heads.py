@@ -94,7 +94,7 @@ def test_candidates_of_a_grid_are_plain_sgd_with_views_and_lengths_of_their_own(
         lrs=(0.01, 0.3),
         weight_decays=(0.0, 0.1),
         epochs=(3, 2),
-        views=2,
+        num_views=2,
         augment=CROPS,
         nesterov=nesterov,
         **recipe,

@@ -177,7 +177,7 @@ GRID = {
     "lrs": (1e-2, 1e-1),
     "weight_decays": (0.0,),
     "epochs": (3, 1),
-    "views": 2,
+    "num_views": 2,
     "augment": CROPS,
     "batch_size": 16,
     "cache_gb": 0,

@@ -49,7 +49,7 @@ def elsewhere(dataset: Path, out: Path, address: str) -> Path:
 
 def findings(dataset: Path, place: Path, weights: Path, **more: Any) -> dict[str, Any]:
     """Of every verb, without what names a place or takes time."""
-    judged = judge(weights, dataset, place / "judged", views=2, include_plain=True, **more)
+    judged = judge(weights, dataset, place / "judged", num_views=2, include_plain=True, **more)
     settings = feature_settings(dataset, place, weights, **PROBE, **more)
     found = {
         "evaluate": judged,

@@ -129,7 +129,7 @@ def test_tuning_starts_from_the_checkpoint_and_scratch_does_not(
 def test_a_dataset_of_another_size_is_fed_at_the_checkpoints_and_as_asked_with_its_own_colours(
     pretrained: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
-    public = ["channel_stats=target", "new_head=torch", "optimizer.lr=1e-12"]
+    public = ["channel_stats=target", "head_init=torch", "optimizer.lr=1e-12"]
     for name, encoding, recipe in (
         ("raw", ["encoding=raw", "image_size=24"], []),
         ("keep", ["encoding=keep"], public),

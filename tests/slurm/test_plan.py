@@ -48,7 +48,7 @@ knn:
   overrides: [run_dir=runs/whole/knn, pretrained=runs/whole/pretrain, data.dataset=data/whole-b, "neighbours=[5]"]
 evaluate:
   config: configs/evaluate/demo.yaml
-  overrides: [run_dir=runs/whole/views, pretrained=runs/whole/tune, data.dataset=data/whole-b, views=2]
+  overrides: [run_dir=runs/whole/views, pretrained=runs/whole/tune, data.dataset=data/whole-b, num_views=2]
 export:
   config: configs/export/demo.yaml
   overrides: [out=exports/whole, pretrained=runs/whole/tune, "formats=[timm]"]

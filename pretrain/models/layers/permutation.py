@@ -1,4 +1,4 @@
-"""Fixed permutations as index vectors, and the PK layer of paper A.
+"""Fixed permutations as index vectors, and the PK layer of the Mixer paper.
 
 The index is a buffer, so it is saved with the weights and is the same on every rank. Its inverse
 makes the backward pass a gather. A state dict with an index that is not a permutation is rejected.

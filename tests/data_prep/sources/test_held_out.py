@@ -38,7 +38,7 @@ def test_equal_files_are_in_one_split(
     )
     for number in range(20):
         copy(source / f"ant/{number}.png", source / f"{other}/copy-of-{number}.png")
-    assert build(source, tmp_path / "out", "source.val_share=0.3") == 0
+    assert build(source, tmp_path / "out", "source.val_fraction=0.3") == 0
     train, val = (paths_of(tmp_path / "out")[split] for split in ("train", "val"))
     copies = [(f"ant/{number}.png", f"{other}/copy-of-{number}.png") for number in range(20)]
     assert [pair for pair in copies if len(train.intersection(pair)) == 1] == []
@@ -66,14 +66,16 @@ def test_resaved_images_in_two_splits_are_counted_and_the_named_commands_drop_th
         Path("source"),
         {f"{name}.png": encoded(image, "PNG", compress_level=9) for name, image in copies.items()},
     )
-    assert build(Path("source"), Path("out"), "source.val_share=0.5") == 0
+    assert build(Path("source"), Path("out"), "source.val_fraction=0.5") == 0
     warning = capsys.readouterr().err
     number = int(warning.split(" of ")[0].removeprefix("data_prep: "))
     assert "of val are also in train" in warning and (number == 20 if layout else number > 0)
     dedup = warning.partition("data_prep dedup ")[2].partition(", then")[0]
     assert main(["dedup", *dedup.split()]) == 0
     assert (
-        build(Path("source"), Path("clean"), "source.val_share=0.5", "exclude=[duplicates.jsonl]")
+        build(
+            Path("source"), Path("clean"), "source.val_fraction=0.5", "exclude=[duplicates.jsonl]"
+        )
         == 0
     )
     assert "are also in train" not in capsys.readouterr().err
@@ -92,7 +94,7 @@ def test_a_validation_split_is_held_out_of_train_if_there_is_only_a_test_split(
         tmp_path / "source",
         {name: encoded(picture(seed=seed), "PNG") for seed, name in enumerate(names)},
     )
-    assert build(source, tmp_path / "out", "source.val_share=0.2") == 0
+    assert build(source, tmp_path / "out", "source.val_fraction=0.2") == 0
     counts = {
         name: split.class_counts for name, split in load_manifest(tmp_path / "out").splits.items()
     }

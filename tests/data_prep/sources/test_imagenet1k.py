@@ -101,7 +101,9 @@ def test_real_labels_follow_their_pictures(tmp_path: Path) -> None:
     data["ILSVRC2012_val_00000004.JPEG"] = b"no picture"
     (source / "ILSVRC2012_img_val.tar").write_bytes(tar_of(data))
     out = tmp_path / "out"
-    assert build(source, out, f"source.real={tmp_path / 'real.json'}", "max_reject_share=0.5") == 0
+    assert (
+        build(source, out, f"source.real={tmp_path / 'real.json'}", "max_reject_fraction=0.5") == 0
+    )
     assert real_labels_of(out) == {1: [5, 7], 2: [], 3: [999], 5: [1, 2, 3]}
     assert not load_manifest(out).split("train").annotations
 

@@ -36,7 +36,7 @@ def test_a_table_and_folders_of_classes_hold_the_same_pictures(tmp_path: Path, f
         build(
             write_files(tmp_path / "folders", folders),
             tmp_path / "one",
-            "source.val_share=0.4",
+            "source.val_fraction=0.4",
             "order=listed",
         )
         == 0
@@ -49,7 +49,7 @@ def test_a_table_and_folders_of_classes_hold_the_same_pictures(tmp_path: Path, f
         pyarrow.table(table), flat / "labels.parquet"
     )  # no endings, other names, in the folder itself
     given = f"source.labels={flat / 'labels.parquet'}"
-    assert build(flat, tmp_path / "two", given, "source.val_share=0.4", "order=listed") == 0
+    assert build(flat, tmp_path / "two", given, "source.val_fraction=0.4", "order=listed") == 0
     one, two = (load_manifest(tmp_path / name) for name in ("one", "two"))
     assert one.classes == two.classes == ("ant", "cat")
     for split, count in {"train": (3, 3), "val": (2, 2)}.items():
@@ -67,17 +67,17 @@ def test_the_tables_own_splits_count_and_another_table_is_another_dataset(
         )
     ]
     table = csv(tmp_path / "table.csv", head="\ufefffile;label;split", rows=rows)
-    assert build(flat, tmp_path / "out", f"source.labels={table}", "source.val_share=0.5") == 0
+    assert build(flat, tmp_path / "out", f"source.labels={table}", "source.val_fraction=0.5") == 0
     splits = load_manifest(tmp_path / "out").splits
     assert {name: split.class_counts for name, split in splits.items()} == {
         "train": (3, 3),
         "val": (2, 2),
     }
     csv(table, head="file;label;split", rows=rows[::-1])  # says the same
-    assert build(flat, tmp_path / "out", f"source.labels={table}", "source.val_share=0.5") == 0
+    assert build(flat, tmp_path / "out", f"source.labels={table}", "source.val_fraction=0.5") == 0
     csv(table, head="file;label;split", rows=[row.replace("valid", "test") for row in rows])
     refused(
-        build(flat, tmp_path / "out", f"source.labels={table}", "source.val_share=0.5"),
+        build(flat, tmp_path / "out", f"source.labels={table}", "source.val_fraction=0.5"),
         "holds a dataset of another config",
     )
 
@@ -173,7 +173,7 @@ def test_a_tenth_is_held_out_by_default_and_the_build_says_so(
         },
     )
     write_files(source, {"bee/damaged.jpg": b"x", "cat/LICENSE": b"x"})
-    more = "image_size=16 num_workers=1 max_reject_share=0.05 --out"
+    more = "image_size=16 num_workers=1 max_reject_fraction=0.05 --out"
     words = ["build", "--source", "folder", f"source.path={source}", *more.split()]
     assert main([*words, str(tmp_path / "out")]) == 0
     splits = load_manifest(tmp_path / "out").splits
@@ -186,7 +186,7 @@ def test_a_tenth_is_held_out_by_default_and_the_build_says_so(
         and np.add(splits["train"].class_counts, val).tolist() == [20, 2, 1]
     )
     assert (
-        f"held out as val: {sum(val)} (source.val_share: 0.1 of each class, at least one of two)"
+        f"held out as val: {sum(val)} (source.val_fraction: 0.1 of each class, at least one of two)"
         in said
     )
     write_classes(tmp_path / "split", {"train/ant": 2, "val/ant": 2})

@@ -347,7 +347,7 @@ def test_images_that_cannot_be_read_are_rejected_and_other_files_are_counted(
     for name in ("train/n01629819/images/n01629819_1.JPEG", "val/images/val_3.JPEG"):
         (path / name).unlink()
         (path / name).symlink_to("elsewhere")
-    assert build(TINY, path, out, "max_reject_share=0.5", "image_size=16") == 0
+    assert build(TINY, path, out, "max_reject_fraction=0.5", "image_size=16") == 0
     manifest = load_manifest(out)
     assert (manifest.num_read, manifest.num_written, manifest.num_rejected) == (19, 17, 2)
     assert manifest.num_left_out == {"other files": 2}

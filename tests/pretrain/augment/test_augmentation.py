@@ -50,7 +50,7 @@ RESIZED = AugmentSettings(
         (FLOATS, 1e-3),
         (RESIZED, 1e-3),
     ],
-    ids=["paper A", "paper A without MixUp", "padding", "floats", "padding and resize"],
+    ids=["Mixer paper", "Mixer paper without MixUp", "padding", "floats", "padding and resize"],
 )
 def test_pictures_do_not_depend_on_how_a_global_batch_is_cut(
     settings: AugmentSettings, tolerance: float
@@ -71,7 +71,9 @@ def test_pictures_do_not_depend_on_how_a_global_batch_is_cut(
             ), name
 
 
-@pytest.mark.parametrize("settings", [PAPER_A, CIFAR, FLOATS], ids=["paper A", "padding", "floats"])
+@pytest.mark.parametrize(
+    "settings", [PAPER_A, CIFAR, FLOATS], ids=["Mixer paper", "padding", "floats"]
+)
 def test_epochs_samples_and_seeds_change_the_pictures(settings: AugmentSettings) -> None:
     stored = pictures(1, 16).expand(64, -1, -1, -1)
     first = make(settings).prepare(batch_of(stored, np.arange(64))).images_BCHW
@@ -144,7 +146,7 @@ def test_auto_augment_fills_with_the_mean_colour() -> None:
 @pytest.mark.parametrize(
     "settings",
     [PAPER_A, CIFAR, FLOATS, AugmentSettings()],
-    ids=["paper A", "padding", "floats", "flips"],
+    ids=["Mixer paper", "padding", "floats", "flips"],
 )
 def test_pixels_in_an_order_of_their_own_after_augmentation_or_before(
     settings: AugmentSettings,

@@ -51,7 +51,7 @@ def test_it_is_the_augmented_batches_in_their_order(reader: ShardReader, threads
 def test_each_picture_is_mixed_with_the_one_before_it_in_the_global_batch_on_any_number_of_ranks(
     reader: ShardReader, plan: BatchPlan, way: str
 ) -> None:
-    settings = AugmentSettings(crop_scale=(0.4, 1.0), mix_with="previous", **{way: 0.8})
+    settings = AugmentSettings(crop_scale=(0.4, 1.0), mixup_pairing="ffcv", **{way: 0.8})
     alone, augment = augmentation(AugmentSettings(crop_scale=(0.4, 1.0))), augmentation(settings)
     order, weights = Order(reader.num_samples, 4), []
     ranks = [

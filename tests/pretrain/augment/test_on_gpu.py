@@ -24,7 +24,7 @@ from tests.pretrain.augment.test_augmentation import CIFAR, COLOURS, FLOATS, PAP
 from tests.pretrain.augment.test_on_cpu import MEAN, SCALE, plain_mix, random_boxes
 
 AREA = AugmentSettings(crop_scale=(0.4, 1.0), crop_interpolation="area", mixup_alpha=0.8)
-PREVIOUS = AREA.model_copy(update={"mix_with": "previous"})
+PREVIOUS = AREA.model_copy(update={"mixup_pairing": "ffcv"})
 """The recipe of both ImageNet-21k configs."""
 
 
@@ -174,7 +174,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(
 @pytest.mark.parametrize(
     "settings",
     [PAPER_A, CIFAR, FLOATS, AREA, PREVIOUS, RESIZED],
-    ids=["paper A", "padding", "floats", "area", "previous", "resized"],
+    ids=["Mixer paper", "padding", "floats", "area", "previous", "resized"],
 )
 @pytest.mark.parametrize("way", ["prepare", "plain"])
 def test_on_a_gpu_that_is_fake_nothing_is_waited_for(settings: AugmentSettings, way: str) -> None:

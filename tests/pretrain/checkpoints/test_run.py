@@ -80,7 +80,10 @@ def test_a_run_goes_on_where_the_same_pictures_lie_now(
     refused."""
 
     def on(dataset: Path, *also: Path) -> PretrainSettings:
-        data = {"dataset": str(dataset), "also": [{"dataset": str(each)} for each in also]}
+        data = {
+            "dataset": str(dataset),
+            "extra_datasets": [{"dataset": str(each)} for each in also],
+        }
         tree = {
             "run_dir": str(tmp_path),
             "data": data,
@@ -238,15 +241,15 @@ def test_an_evaluation_is_known_by_its_facts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_checkpoint: Path
 ) -> None:
     asked: Any = None  # its settings do not count
-    record, facts = tmp_path / "evaluation.json", {"views": 2}
+    record, facts = tmp_path / "evaluation.json", {"num_views": 2}
     assert not check_settings(tmp_path, asked, facts)
     record.write_text("{")
     with fails("damaged", str(record)):
         check_settings(tmp_path, asked, facts)
     record.write_text(json.dumps(facts))
     with fails("exists", "run_dir") as caught:
-        check_settings(tmp_path, asked, {"views": 3})
-    assert "views: 3, was 2" in caught.value.problem
+        check_settings(tmp_path, asked, {"num_views": 3})
+    assert "num_views: 3, was 2" in caught.value.problem
     with monkeypatch.context() as patch:
         patch.setattr("os.access", lambda *_: False)
         with fails("no-access", "run_dir"):

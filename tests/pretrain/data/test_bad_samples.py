@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data_prep.manifest import load_index, load_manifest, load_paths
-from pretrain.data.bad_samples import BadSamples, TooManyBadSamples, check_share
+from pretrain.data.bad_samples import BadSamples, TooManyBadSamples, check_fraction
 from pretrain.data.loader import Batch, evaluation_batches
 from pretrain.data.order import BatchPlan, Order
 from pretrain.data.reader import ShardReader
@@ -157,11 +157,11 @@ def test_a_shard_without_one_good_picture_is_an_error(shapes: Path, tmp_path: Pa
 
 
 def test_the_threshold_is_a_share_of_what_was_seen_but_of_an_epoch_at_least() -> None:
-    check_share(10, num_seen=50, num_samples=10_000, max_share=0.001)
-    check_share(30, num_seen=30_000, num_samples=10_000, max_share=0.001)
+    check_fraction(10, num_seen=50, num_samples=10_000, max_fraction=0.001)
+    check_fraction(30, num_seen=30_000, num_samples=10_000, max_fraction=0.001)
     for num_bad, num_seen in [(11, 50), (31, 30_000)]:
-        with fails("too-many-faults", "data.max_bad_share", kind=TooManyBadSamples):
-            check_share(num_bad, num_seen=num_seen, num_samples=10_000, max_share=0.001)
+        with fails("too-many-faults", "data.max_bad_fraction", kind=TooManyBadSamples):
+            check_fraction(num_bad, num_seen=num_seen, num_samples=10_000, max_fraction=0.001)
 
 
 @pytest.mark.processes
@@ -169,16 +169,16 @@ def test_a_run_goes_on_with_few_and_stops_with_many_on_all_ranks(
     dataset: Path, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path, dataset=dataset)
-    words = ["train.duration=1 epochs", "train.eval_every=1000 steps", "data.check=none"]
-    output = finish(start(config, tmp_path / "few", "data.max_bad_share=0.02", *words))
+    words = ["train.duration=1 epochs", "train.eval_every=1000 steps", "data.verify_hashes=never"]
+    output = finish(start(config, tmp_path / "few", "data.max_bad_fraction=0.02", *words))
     assert output.count("bad sample: ") in range(3, 7) and "finished" in output
     logs = sorted((tmp_path / "few" / "bad_samples").iterdir())
     found = {json.loads(line)["sample"] for log in logs for line in log.read_text().splitlines()}
     assert found == set(BAD) and not (tmp_path / "few" / "checked").exists(), (
-        "data.check=none: nothing is hashed"
+        "data.verify_hashes=never: nothing is hashed"
     )
-    process = start(config, tmp_path / "many", "data.max_bad_share=0.005", *words)
+    process = start(config, tmp_path / "many", "data.max_bad_fraction=0.005", *words)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert printed_errors(output) == [("data.max_bad_share", "too-many-faults")]
+    assert printed_errors(output) == [("data.max_bad_fraction", "too-many-faults")]
     assert "Traceback" not in output

@@ -222,7 +222,11 @@ def test_a_node_stages_its_shards_and_reads_the_others_in_place(
     [
         (["data.canonical_streams=5"], "data.canonical_streams", "mismatch"),
         (["data.canonical_streams=16"], "data.canonical_streams", "mismatch"),  # half a MixUp pair
-        (["data.canonical_streams=2", "augment.mix_with=previous"], "augment.mix_with", "conflict"),
+        (
+            ["data.canonical_streams=2", "augment.mixup_pairing=ffcv"],
+            "augment.mixup_pairing",
+            "conflict",
+        ),
         (["data.canonical_streams=2", "data.fold=0"], "data.canonical_streams", "conflict"),
     ],
 )

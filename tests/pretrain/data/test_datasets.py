@@ -41,7 +41,7 @@ def mixed(
     one, two = weights or (None, None)
     also = (MixedDataset(dataset=str(animals[1]), weight=two),)
     return load_training_data(
-        DataSettings(dataset=str(animals[0]), eval_split=None, also=also, weight=one)
+        DataSettings(dataset=str(animals[0]), eval_split=None, extra_datasets=also, weight=one)
     )
 
 
@@ -121,7 +121,7 @@ def test_the_hash_names_datasets_splits_and_weights(animals: tuple[Path, Path]) 
 
 def test_pictures_of_other_sizes_do_not_mix(animals: tuple[Path, Path], tmp_path: Path) -> None:
     small = folder_dataset(tmp_path, {"ant": 3}, size=8)
-    with fails("mismatch", "data.also"):
+    with fails("mismatch", "data.extra_datasets"):
         mixed((animals[0], small))
 
 
@@ -130,7 +130,7 @@ def test_a_run_trains_on_a_mixture_and_judges_the_first(
     shapes: Path, other_shapes: Path, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path, dataset=shapes)
-    also = f"data.also=[{{dataset: {other_shapes}, weight: 1}}]"
+    also = f"data.extra_datasets=[{{dataset: {other_shapes}, weight: 1}}]"
     words = [also, "data.weight=2", "train.duration=12 steps", "train.eval_every=12 steps"]
     assert "finished" in finish(start(config, tmp_path / "run", *words))
     newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
@@ -141,7 +141,7 @@ def test_a_run_trains_on_a_mixture_and_judges_the_first(
 def test_a_dataset_that_is_named_twice_comes_in_two_orders(shapes: Path) -> None:
     """Else each picture would stand beside itself, and MixUp mix it with itself."""
     again = MixedDataset(dataset=str(shapes))
-    data = load_training_data(DataSettings(dataset=str(shapes), also=(again,)))
+    data = load_training_data(DataSettings(dataset=str(shapes), extra_datasets=(again,)))
     assert data.classes == data.parts[0].manifest.classes
     _, samples = data.order(seed=3, global_batch_size=24).locate(np.arange(480))
     assert sorted(samples.tolist()) == list(range(480))
@@ -161,14 +161,18 @@ def test_classes_that_are_but_numbers_are_not_taken_for_each_other(
     def together(*names: str) -> TrainingData:
         first, *others = (str(tmp_path / name) for name in names)
         return load_training_data(
-            DataSettings(dataset=first, also=tuple(MixedDataset(dataset=other) for other in others))
+            DataSettings(
+                dataset=first, extra_datasets=tuple(MixedDataset(dataset=other) for other in others)
+            )
         )
 
     assert len(together("eight", "eight_too").classes) == 8
-    with fails("mismatch", "data.also"):
+    with fails("mismatch", "data.extra_datasets"):
         together("eight", "nine")
     named = load_training_data(
-        DataSettings(dataset=str(shapes), also=(MixedDataset(dataset=str(tmp_path / "nine")),))
+        DataSettings(
+            dataset=str(shapes), extra_datasets=(MixedDataset(dataset=str(tmp_path / "nine")),)
+        )
     )
     assert len(named.classes) == 17
 
@@ -186,7 +190,9 @@ def kept(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(dataset: Path, *also: Path, **more: Any) -> DataSettings:
     return DataSettings(
-        dataset=str(dataset), also=tuple(MixedDataset(dataset=str(each)) for each in also), **more
+        dataset=str(dataset),
+        extra_datasets=tuple(MixedDataset(dataset=str(each)) for each in also),
+        **more,
     )
 
 

@@ -407,7 +407,7 @@ def test_records_hold_a_commands_program_and_hash_only(
         f"data.dataset=pipe:{command}: x: y",
         f"data.dataset={{pipe:{command}",
         f"pipe:{command}",
-        f"data.also=[{{dataset: 'pipe:{command}'}}]",
+        f"data.extra_datasets=[{{dataset: 'pipe:{command}'}}]",
     )
     for words in [[str(config)], *(["configs/pretrain/demo_mlp.yaml", each] for each in wrong)]:
         assert main(["train", *words]) == 2

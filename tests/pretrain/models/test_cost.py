@@ -116,8 +116,8 @@ def test_the_formulas_hold_for_any_setting(spec: AnySpec, image_size: int) -> No
 
 
 def test_paper_b_pretrained_mlps() -> None:
-    """With the 11,230 classes of the public checkpoints; paper B prints 9, 24, 74, 12, 37 and 124
-    million: it cuts."""
+    """With the 11,230 classes of the public checkpoints; Scaling MLPs prints 9, 24, 74, 12, 37 and
+    124 million: it cuts."""
     sizes = {"b6_wi256": 9_188_574, "b6_wi512": 24_657_374, "b6_wi1024": 74_469_342}
     sizes |= {"b12_wi256": 12_345_054, "b12_wi512": 37_261_790, "b12_wi1024": 124_843_998}
     for name, count in sizes.items():

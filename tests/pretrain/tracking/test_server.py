@@ -1,4 +1,4 @@
-"""`pretrain serve`: one line, with the address of a page of MLflow that shows the runs with columns
+"""`pretrain ui`: one line, with the address of a page of MLflow that shows the runs with columns
 of accuracies."""
 
 import json
@@ -39,7 +39,7 @@ def test_the_page_is_of_the_newest_run_with_columns_of_accuracies(tmp_path: Path
 
 @pytest.mark.processes
 def test_the_console_has_the_address_and_the_log_has_the_rest(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "pretrain", "serve", str(tmp_path)]
+    words = [sys.executable, "-m", "pretrain", "ui", str(tmp_path)]
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:

@@ -1,0 +1,161 @@
+"""What `pretrain recommend` chooses: functions of the data and the machine alone, so that the same
+command makes the same config. The lines of a config, with the reason behind each, are in
+train.yaml, tune.yaml and probe.yaml beside this file; here is what stands between their braces.
+What time and memory it takes is measured, not chosen: see command.py. No torch here.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data_prep.settings import in_yaml
+from pretrain.checkpoints.card import ModelCard
+from pretrain.models.cost import cost_of
+from pretrain.models.presets import spec_of
+from pretrain.recommend.look import Data, Machine, Pictures
+
+FEW = 20_000
+"""Pictures to train on: below, weights that have seen others are worth more than anything that can
+be chosen here."""
+PAPER = "Scaling MLPs"
+EXPECTED = (
+    f"Few pictures are hard for an MLP from scratch. In {PAPER} 50,000 (CIFAR-10) gave 58.1 % in"
+    " 100 epochs, 70.1 % in 1,000\nwith augmentation, and 93.6 % from weights pretrained on"
+    " ImageNet-21k; from those 5,000 (STL-10) gave 88.9 %."
+)
+WEIGHTS = (
+    "RUN is one of your runs, hf-hub:USER/NAME, timm:NAME (for example timm:mixer_b16_224), or a"
+    " folder of finetune import:\ngithub.com/gregorbachmann/scaling_mlps links the public ones:"
+    " finetune import FILE --out runs/public, then --from runs/public"
+)
+"""Sources of pretrained weights."""
+_MODELS = (
+    (0, "mlp_b6_wi256"),
+    (20_000, "mlp_b6_wi512"),
+    (200_000, "mlp_b6_wi1024"),
+    (2_000_000, "mlp_b12_wi1024"),
+)
+"""Smallest number of images of each model; the two larger models only on GPUs."""
+_ON_GPUS = {
+    "local_batch": "auto",
+    "width_reason": (
+        "grows with the pictures: Wi-256, Wi-512 from 20,000 on, Wi-1024 from 200,000, B-12 from 2"
+        " million"
+    ),
+    "precision": "bf16",
+    "precision_reason": "GPUs are made for it",
+}
+_ON_CPUS = {
+    "width_reason": "Wi-256, and Wi-512 from 20,000 pictures on: larger ones take CPUs too long",
+    "precision": "fp32",
+    "precision_reason": "CPUs gain nothing from less",
+}
+
+
+def image_size(pictures: Pictures) -> tuple[int, str]:
+    """Return the size of stored images, and the reason."""
+    seen = f"yours are {pictures.width} x {pictures.height} in the median"
+    if min(pictures.width, pictures.height) < 48:
+        return 32, f"{seen}, so 64 px would only blow them up"
+    return 64, f"what the models of {PAPER} are made for; {seen}"
+
+
+def pretraining(data: Data, machine: Machine, *, name: str) -> dict[str, Any]:
+    count, manifest = data.num_train, data.manifest
+    wide = [
+        preset for least, preset in _MODELS if count >= least and (machine.gpus or least < 200_000)
+    ][-1]
+    epochs = 100 if machine.gpus else max(10, min(100, 4_000_000 // count))
+    gained = f"1,000 with augmentation gave {PAPER} 12 points more on CIFAR-10"
+    found = _common(
+        data, name=name, epochs=epochs, warmup=epochs / 50, most=4096 if machine.gpus else 1024
+    )
+    found |= {"fed_size": manifest.image_size} if manifest.encoding == "keep" else {}
+    cost = cost_of(spec_of(wide), num_classes=len(manifest.classes), image_size=manifest.image_size)
+    return {
+        **found,
+        **(_ON_GPUS if machine.gpus else _ON_CPUS),
+        "preset": wide,
+        "weights_m": cost.num_parameters / 1e6,
+        "lr": float(f"{1e-4 * (found['batch'] / 64) ** 0.5:.1g}"),
+        "longer": gained if epochs == 100 else "CPUs are slow, and more is better",
+    }
+
+
+def tuning(data: Data, *, name: str, pretrained: str, card: ModelCard) -> dict[str, Any]:
+    """Return the values of a tuning or a probe."""
+    epochs, about = 30 if data.num_train < FEW else 15, f"{card.model.label}"
+    found = _common(data, name=name, epochs=epochs, warmup=epochs / 15, most=1024)
+    return found | {
+        "pretrained": pretrained,
+        "model": about,
+        "trained_size": card.image_size,
+        "trained_on": card.dataset,
+    }
+
+
+def _common(data: Data, *, name: str, epochs: int, warmup: float, most: int) -> dict[str, Any]:
+    manifest, count, judged = data.manifest, data.num_train, data.judged
+    counts = [count for count in manifest.splits[data.train].class_counts if count]
+    least = min(16, 1 << max(0, count.bit_length() - 1))  # never more than the pictures
+    batch, every = (
+        max(least, min(most, 1 << max(0, (count // 8).bit_length() - 1))),
+        _epochs(epochs / 20),
+    )
+    found = {
+        "paper": PAPER,
+        "run_dir": f"runs/{name}",
+        "dataset": str(data.directory),
+        "count": count,
+        "num_classes": len(manifest.classes),
+        "each": (
+            f"{min(counts):,} to {max(counts):,} of each"
+            if min(counts) < max(counts)
+            else f"{max(counts):,} of each"
+        ),
+        "size": manifest.image_size,
+        "warmup": _epochs(warmup),
+        "duration": _epochs(epochs),
+        "batch": batch,  # a power of two, about eight of which make an epoch of few pictures
+        "steps": -(-count // batch),
+        "every": every,
+        "and_best": ", and the best" * (judged == "val"),
+    }
+    found |= {"keep_best": False} if judged not in (None, "val") else {}
+    found |= {"train_split": data.train} if data.train != "train" else {}
+    found |= (
+        {"eval_every": every, "judged": judged, "num_judged": data.num_judged} if judged else {}
+    )
+    none = "it has no other split: nothing tells how good the model is on new pictures"
+    found |= (
+        {"eval_split": judged, "eval_reason": "the split that it has" if judged else none}
+        if judged != "val"
+        else {}
+    )
+    return found | ({"test_split": judged} if judged not in (None, "val") else {})
+
+
+def num_ranks(machine: Machine, *, batch: int) -> int:
+    """A process for each GPU: a power of two, which every batch splits over into at least two
+    images. One for all cores."""
+    return min(max(1, batch // 2), 1 << max(0, len(machine.gpus).bit_length() - 1))
+
+
+def render(template: str, values: Mapping[str, Any]) -> str:
+    """The config: a line whose value is not among `values` is left out, the reasons stand one below
+    the other."""
+    rows = []
+    in_words = {name: in_yaml(value) for name, value in values.items()}
+    for line in (Path(__file__).parent / f"{template}.yaml").read_text().splitlines():
+        words, _, reason = line.partition("  # ")
+        if values.keys() >= set(re.findall(r"{(\w+)", words)):
+            rows.append((words.format_map(in_words), reason.format_map(values) if reason else ""))
+    width = max(len(words) for words, reason in rows if reason)
+    return "".join(
+        f"{words:{width}}  # {reason}\n" if reason else f"{words}\n" for words, reason in rows
+    )
+
+
+def _epochs(count: float) -> str:
+    return f"{max(1, round(count))} epochs"
