@@ -84,7 +84,7 @@ def _program_page(name: str, seen: dict[object, str]) -> str:
 
 
 def _link(title: str) -> str:
-    return f"[`{title}`]({title.split()[0]}.md#{title.replace(' ', '-')})"
+    return f"[`{title}`]({title.split(maxsplit=1)[0]}.md#{title.replace(' ', '-')})"
 
 
 def _examples(verb: argparse.ArgumentParser) -> list[str]:
