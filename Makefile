@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: benchmarks cluster-test demo demos findings gpu-dry-run gpu-tests launchers scaling-data study test check nightly soak stores lint types arrows tests transfer-data settings format lock clean-demo clean-demos
+.PHONY: benchmarks cluster-test demo demos docs docs-lock findings gpu-dry-run gpu-tests launchers scaling-data study test check nightly soak stores lint types arrows tests transfer-data settings format lock clean-demo clean-demos
 
 demo: .venv/.installed
 	$(BIN)/python demo.py
@@ -136,10 +136,27 @@ launchers: .venv/.installed
 	$(BIN)/uv pip install --quiet --python .venv/skypilot skypilot==0.14.1
 	SKYPILOT_DISABLE_USAGE_COLLECTION=1 .venv/skypilot/bin/python -c "import sky; print(sky.Task.from_yaml('cluster/skypilot.yaml'))"
 
-# Writes docs/settings.md and configs/schemas/, for readers and editors (git ignores both), and the table of docs/papers.md.
+# Writes docs/reference/ and configs/schemas/ (git ignores both), and the table of docs/papers.md.
 settings: .venv/.installed
-	$(BIN)/python -m tests.settings_page
+	$(BIN)/python -m tests.reference_pages
 	$(BIN)/python -m tests.papers_page
+
+# Builds the documentation site into build/site, and checks its links and that pages load nothing from the network.
+docs: .venv/.installed .venv/docs/.installed
+	$(BIN)/python -m tests.reference_pages
+	.venv/docs/bin/zensical build --strict --clean
+	$(BIN)/python -m tests.site_check build/site
+	@echo "The site is build/site/index.html. Search needs a server: python3 -m http.server -d build/site"
+
+# Zensical, which builds the site, has an environment of its own: users do not need it.
+.venv/docs/.installed: requirements-docs.lock | .venv/.installed
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv/docs
+	$(BIN)/uv pip install --quiet --python .venv/docs --require-hashes -r requirements-docs.lock
+	touch $@
+
+docs-lock: .venv/.installed
+	echo zensical==0.0.73 | $(BIN)/uv pip compile --quiet - --universal --generate-hashes --python-version 3.11 --no-annotate \
+	    --custom-compile-command "make docs-lock" --output-file requirements-docs.lock
 
 format: .venv/.installed
 	$(BIN)/ruff format .
@@ -166,4 +183,4 @@ endif
 
 .venv/.installed: requirements.lock pyproject.toml install.sh
 	sh install.sh
-	$(BIN)/python -m tests.settings_page
+	$(BIN)/python -m tests.reference_pages

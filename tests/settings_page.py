@@ -1,4 +1,4 @@
-"""Write docs/settings.md and configs/schemas/ from the parsers and docstrings: `make settings`."""
+"""Pages of the programs in docs/reference/: commands, options and settings, from parsers and docstrings."""
 
 import argparse
 from dataclasses import replace
@@ -9,7 +9,6 @@ import cluster.cli
 import data_prep.commands
 import finetune.cli
 import pretrain.cli
-from cluster.schemas import write_schemas
 from data_prep.explain import Explained, options_of, program, schema_of, settings_of
 
 REPOSITORY = Path(__file__).parent.parent
@@ -20,25 +19,41 @@ ADD_VERBS = {
     "analysis": analysis.cli._add_verbs,
     "wide-mlps": cluster.cli.add_verbs,
 }
-HEAD = """# Options and settings
+PURPOSES = {
+    "data_prep": "Turn image archives into verified shards with an index and a manifest.",
+    "pretrain": "Train all-MLP models on datasets of `data_prep`.",
+    "finetune": "Probe, fine-tune, evaluate, export and use checkpoints.",
+    "analysis": "Make tables and figures from finished runs.",
+    "wide-mlps": "Lay out a folder, and run plans without SLURM.",
+}
+HEAD = """# How to read the reference
 
-Made by `make settings` from the docstrings under the settings. In the terminal the same is
-`PROGRAM explain VERB [KEY]`, such as `pretrain explain train optimizer.lr`.
+These pages are generated from the code by `make docs`. In a terminal, `PROGRAM explain COMMAND [KEY]` prints the same text:
 
-On the command line a setting is `key=value`, and the last word of its key is enough where no other setting of the verb ends with
-it: `lr=1e-4` is `optimizer.lr=1e-4`. `epochs=20` is short for `train.duration="20 epochs"` in `train` and `tune`. A value is YAML;
-quote what the shell would read: `betas='[0.9, 0.99]'`. What a run stores has the full keys.
+```sh
+pretrain explain train optimizer.lr
+```
 
-In an editor with the YAML language server the first line of a config in `configs/pretrain/` may be
+## Settings on the command line
+
+Write a setting as `key=value`. The last word of a key is enough if no other setting of the command ends with it:
+`lr=1e-4` means `optimizer.lr=1e-4`. In `train` and `tune`, `epochs=20` is short for `train.duration="20 epochs"`.
+A value is YAML. Quote characters that the shell would change: `betas='[0.9, 0.99]'`.
+
+## Completion
+
+An editor with the YAML language server completes and checks a config that begins with this line:
 
 ```yaml
 # yaml-language-server: $schema=../schemas/train.json
 ```
 
-which completes its keys, shows what they mean and underlines mistakes; [configs/schemas/](../configs/schemas/) has a file for each
-verb that reads a config, and `pretrain explain train --json-schema` prints it. Bash completes verbs, options, keys and their words
-after `eval "$(register-python-argcomplete data_prep pretrain finetune analysis wide-mlps)"`; zsh, too, after
-`autoload -U bashcompinit; bashcompinit`.
+`make settings` writes one schema per command into `configs/schemas/`. `pretrain explain train --json-schema` prints a schema.
+Bash completes commands, options and keys after this line. Zsh first needs `autoload -U bashcompinit; bashcompinit`.
+
+```sh
+eval "$(register-python-argcomplete data_prep pretrain finetune analysis wide-mlps)"
+```
 """
 
 
@@ -46,51 +61,62 @@ def verbs_of(name: str) -> dict[str, argparse.ArgumentParser]:
     return dict(program(name, description="", add_verbs=ADD_VERBS[name]).commands)
 
 
-def settings_page() -> str:
-    """Return the text of docs/settings.md."""
-    text, seen = HEAD, dict[object, str]()
-    for name in ADD_VERBS:
-        text += f"\n## {name}\n"
-        for word, verb in verbs_of(name).items():
-            if word == "explain":
-                continue
-            schema, title = schema_of(verb), f"{name} {word}"
-            text += (
-                f"\n### {title}\n\n```sh\n"
-                + "\n".join(_examples(verb))
-                + "\n```\n"
-                + _table(options_of(verb))
-            )
-            if schema in seen:
-                text += f"\nSettings: those of `{seen[schema]}`.\n"
-            elif schema is not None:
-                seen[schema] = title
-                text += _settings(settings_of(verb), seen, title)
+def command_pages() -> dict[str, str]:
+    """Return {program: the text of its page}."""
+    seen = dict[object, str]()
+    return {name: _program_page(name, seen) for name in ADD_VERBS}
+
+
+def _program_page(name: str, seen: dict[object, str]) -> str:
+    text = f"# {name}\n\n{PURPOSES[name]}\n"
+    for word, verb in verbs_of(name).items():
+        if word == "explain":
+            continue
+        schema, title = schema_of(verb), f"{name} {word}"
+        text += f"\n## {title}\n\n{verb.description or ''}\n\n```sh\n"
+        text += "\n".join(_examples(verb)) + "\n```\n" + _table(options_of(verb))
+        if schema in seen:
+            text += f"\nSettings: the settings of {_link(seen[schema])}.\n"
+        elif schema is not None:
+            seen[schema] = title
+            text += _settings(settings_of(verb), seen, title)
     return text
 
 
+def _link(title: str) -> str:
+    return f"[`{title}`]({title.split(maxsplit=1)[0]}.md#{title.replace(' ', '-')})"
+
+
 def _examples(verb: argparse.ArgumentParser) -> list[str]:
-    """The command lines of its help."""
+    """Return the command lines of its help."""
     return [line.strip() for line in (verb.epilog or "").splitlines() if line.startswith("  ")]
 
 
 def _settings(settings: list[Explained], seen: dict[object, str], title: str) -> str:
-    """Section by section; one that an earlier verb has, word for word, is named alone."""
+    """Return one part per section. A section that an earlier command has is a link."""
     sections: dict[tuple[str, str], list[Explained]] = {}
     for each in settings:
         sections.setdefault((each.key.rpartition(".")[0], each.kind), []).append(each)
     text = ""
     for (prefix, kind), rows in sections.items():
-        name = f"`{prefix}.*`" + (f", kind {kind}" if kind else "") if prefix else "Settings"
+        name = f"`{prefix}.*`" + (f", kind {kind}" if kind else "") if prefix else "settings"
+        text += f"\n### {title}: {name}\n\n"
         before = seen.setdefault(tuple(replace(row, example="", short=()) for row in rows), title)
-        text += (
-            f"\n{name}: {'as in `' + before + '`.' if before != title else rows[0].section}".rstrip(
-                ": "
-            )
-            + "\n"
-        )
-        text += _table(rows) if before == title else ""
+        if before != title:
+            text += f"As in {_link(before)}.\n"
+            continue
+        text += rows[0].section + "\n"
+        text += "".join(_setting(row, title) for row in rows if not row.key.endswith("kind"))
     return text
+
+
+def _setting(row: Explained, title: str) -> str:
+    anchor = "-".join(filter(None, (*title.split()[1:], row.kind, row.key)))
+    facts = [f"Type: {row.type}"]
+    facts += ["Required" if row.default is None else f"Default: `{row.default}`"]
+    facts += [f"Example: `{row.example}`"] * bool(row.example)
+    lines = "\n".join(f"- {fact}" for fact in facts)
+    return f"\n#### `{row.key}` {{ #{anchor} }}\n\n{row.meaning}\n\n{lines}\n"
 
 
 def _table(rows: list[Explained]) -> str:
@@ -104,8 +130,3 @@ def _table(rows: list[Explained]) -> str:
         cells = (f"`{each.key}`", each.type, default, each.meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    (REPOSITORY / "docs/settings.md").write_text(settings_page())
-    write_schemas(REPOSITORY / "configs/schemas")

@@ -41,7 +41,7 @@ from finetune.probe.config import ProbeSettings
 from pretrain.config import PretrainSettings
 from tests.conftest import Capture
 from tests.errors import fails
-from tests.settings_page import ADD_VERBS, REPOSITORY, _examples, settings_page, verbs_of
+from tests.settings_page import ADD_VERBS, REPOSITORY, _examples, command_pages, verbs_of
 
 VERBS = {(name, word): verb for name in ADD_VERBS for word, verb in verbs_of(name).items()}
 CONFIGURED = {schema_of(verb): verb for verb in VERBS.values() if schema_of(verb) is not None}
@@ -173,8 +173,8 @@ def test_names_of_other_libraries_get_a_hint(words: str, meant: str) -> None:
     assert meant in caught.value.fix
 
 
-def test_the_page_has_every_option_and_setting() -> None:
-    page = settings_page()
+def test_the_pages_have_every_option_and_setting() -> None:
+    page = "".join(command_pages().values())
     missing = [
         each.key
         for (_, word), verb in VERBS.items()
