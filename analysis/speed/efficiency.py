@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from analysis.output import Result, mark
-from finetune.looks import GREY, looks, panels
+from finetune.looks import GREY, looks, panels, set_log_ticks
 from pretrain.engine.step import DTYPES, working_in
 from pretrain.models.build import build_model
 from pretrain.models.cost import Cost, cost_of
@@ -196,6 +196,8 @@ def draw(rows: pd.DataFrame, conditions: Conditions) -> Figure:
             axes.plot([], [], "o", color=GREY, fillstyle=fill, label=name)
         axes.plot([], [], **dashed, label=f"MACs/s of {rows.paper_label[0]}")
         axes.set(xscale="log", yscale="log", xlabel="MACs of an image (G)")
+        set_log_ticks(axes.xaxis)
+        set_log_ticks(axes.yaxis)
         axes.set_ylabel("throughput (images/s)")
         figure.legend(loc="outside upper center", ncols=2)
     return figure

@@ -53,8 +53,7 @@ from data_prep.publish import (
 )
 from data_prep.settings import Settings, printable
 from data_prep.sources import Arrangement, Source, SourceError, open_source
-from data_prep.sources.base import first_equals, move_to_val
-from data_prep.sources.folder import FolderSettings
+from data_prep.sources.base import hold_out, move_to_val
 from data_prep.workers import Pool
 
 INVENTORY_NAME = "inventory"
@@ -470,17 +469,12 @@ def _draw_images(
     left_out["excluded"] += len(excluded)
     kept = {split: rows[~np.isin(rows, excluded)] for split, rows in arrangement.splits.items()}
     arrangement = replace(arrangement, splits=kept)
-    if "val" in numbers and "val" not in arrangement.splits:
-        if "train" not in arrangement.splits:
-            problem = "the source has no val, and no train to draw it from"
-            fix = f"choose from {', '.join(arrangement.splits)}"
+    if number := numbers.get("val"):
+        if not kept.keys() & {"train", "val"}:
+            problem, fix = "the source has no val and no train", f"choose from {', '.join(kept)}"
             raise UserError("per_class", problem, fix, code="empty")
-        firsts = None
-        if isinstance(settings.source, FolderSettings):  # equal files stay in one split
-            firsts = first_equals(inventory, kept["train"], Path(settings.source.path))
-        arrangement = move_to_val(
-            inventory, arrangement, seed=seed, per_class=numbers["val"], firsts=firsts
-        )
+        root = Path(settings.source.path) if settings.source.kind == "folder" else None
+        arrangement = hold_out(inventory, arrangement, per_class=number, seed=seed, root=root)
     labels = set(arrangement.labels or range(len(inventory.classes)))
     for split, number in numbers.items():
         complete = Arrangement({"train": arrangement.splits.get(split, np.empty(0, np.int32))})
