@@ -1,6 +1,7 @@
 """Pages of the programs in docs/reference/: commands, options and settings, from parsers and docstrings."""
 
 import argparse
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,5 +129,6 @@ def _table(rows: list[Explained]) -> str:
             "must be given" if each.default is None else f"`{each.default}`" if each.default else ""
         )
         cells = (f"`{each.key}`", each.type, default, each.meaning)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        escaped = (re.sub(r"(`[^`]*`)|\|", lambda found: found[1] or r"\|", cell) for cell in cells)
+        lines.append(f"| {' | '.join(escaped)} |")
     return "\n".join(lines) + "\n"
