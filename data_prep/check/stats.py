@@ -103,7 +103,7 @@ def spread(
     return dict(zip(SPREAD, map(int, found), strict=True))
 
 
-# ---- read from the images
+# Return the percentiles `SPREAD` of values. `counts` has the frequency of each value.
 
 
 def _sizes(

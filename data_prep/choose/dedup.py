@@ -92,7 +92,7 @@ def find_duplicates(
     """Return the samples that `splits` of the dataset lose. `near` None: only equal pixels
     count."""
     if near is not None and not 0 <= near <= MAX_NEAR:
-        fix = f"choose 0 to {MAX_NEAR}: above {MAX_NEAR}, different images match"
+        fix = f"choose 0 to {MAX_NEAR}; larger distances match different images"
         raise UserError("--max-hamming", f"{near} is not valid", fix, code="bad-value")
     parts = _parts(directory, against, splits)
     if cache is not None:
