@@ -217,7 +217,7 @@ def braces(pattern: str) -> list[str]:
             code="bad-syntax",
         ) from None
     if not 0 < len(words) <= MAX_SHARDS:
-        problem = f"the pattern stands for more than {MAX_SHARDS:,} shards"
+        problem = f"the pattern expands to more than {MAX_SHARDS:,} shards"
         raise UserError(pattern, problem, "correct its range", code="bad-value")
     return words
 
