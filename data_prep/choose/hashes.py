@@ -8,8 +8,8 @@
 - `colours`: the mean colors of a 4 x 4 grid as int8, scaled to mean 0 and spread 1. They confirm
   matches of `bits`, which also match by chance or if only the color differs.
 
-Some images are `plain` and compared only by pixels: images of nearly one color, line art, text or
-digits in one ink on an even ground. Their signs are noise, or show only the ground. Without this
+`plain` images are compared only by pixels: images of nearly one color, and line art, text or digits
+in one ink on an even ground. Their signs are noise, or show only the ground. Without this
 rule 201 of 1,797 scanned digits (scikit-learn) and 956 of 2,000 rendered numbers were near
 duplicates; with it 1 and 0. Color photographs on white are compared by all three.
 """
