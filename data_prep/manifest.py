@@ -10,8 +10,8 @@
       rejected.jsonl           one line for every rejected input: key, path, reason, sha256
 
 A shard may be in another place, because `index` and `subset` copy nothing. Then `file` is a path
-relative to the dataset directory, or a URL. Samples of an unlabeled split have the label -1. All text
-is UTF-8; for other names see `printable` in settings.py.
+relative to the dataset directory, or a URL. Samples of an unlabeled split have the label -1. All
+text is UTF-8; for other names see `printable` in settings.py.
 
 Invariants: num_read = num_written + num_rejected. The manifest has its own hash, and the sha256 of
 every other file except versions.json (only `index` reads it) and the `wids` indices. Readers check
