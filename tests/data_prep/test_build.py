@@ -192,7 +192,7 @@ def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source
     before = {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
     assert len(before) == 6
     assert build(source, out, "num_workers=2") == 0
-    held = f"data_prep: out: {out} holds a dataset of"
+    held = f"data_prep: out: {out} has a dataset of"
     for change in (
         "image_size: 24, was 16",
         "seed: 1, was 0",
@@ -206,7 +206,7 @@ def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source
         f"{held} another config (classes: ['ant'], was None; seed: 3, was 0)",
     )
     write_files(source, {"ant/new.jpg": encoded(picture(seed=99))})
-    refused(build(source, out), f"{held} this config and other files")
+    refused(build(source, out), f"{held} this config but other files")
     assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == before
 
 

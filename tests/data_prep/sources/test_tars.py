@@ -172,7 +172,7 @@ def test_a_checksum_of_signed_bytes_is_one_too(tmp_path: Path) -> None:
     [
         (b"", "is cut at byte 0: no end-of-archive mark"),
         (b"short", "is cut at byte 0"),
-        (b"<html>" * 200, "is damaged at byte 0: no valid header there"),
+        (b"<html>" * 200, "is damaged at byte 0: it has no valid header at this byte"),
         (header("a", 3, b"0") + filled(b"abc"), "is cut at byte 1,024: no end-of-archive mark"),
         (header("a", 600, b"0") + filled(b"abc"), "is cut: the member at byte 0 needs 600 bytes"),
         (with_size(b"-0000001000") + bytes(BLOCK), "is damaged at byte 0: a header without a size"),
