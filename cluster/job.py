@@ -175,7 +175,7 @@ class Allocation:
 def read_setting(environment: Mapping[str, str], name: str, default: int, *, least: int = 1) -> int:
     value = environment.get(name)
     if value and (not value.isdecimal() or int(value) < least):
-        problem = f"{name}={value} is not an integer of at least {least}"
+        problem = f"{name}={value} is not a whole number of at least {least}"
         raise End(f"{problem}. Fix it in cluster/site.env, or in --export", BAD_INPUT)
     return int(value) if value else default
 
@@ -474,7 +474,7 @@ class Job:
             about = about_job(label, tries=PATIENCE)
             is_alone = about.get("Requeue") == "0"  # SLURM does not requeue it either
             if state != "RUNNING" and not (is_alone and "preempted" in self.why_stopped()):
-                why = "the job was cancelled or requeued, or a node failed"
+                why = "the job was canceled or requeued, or a node failed"
                 raise End(f"SLURM is ending this start ({state}): {why}")
             self.give_up_if_idle()
             bad = sorted({node for node, _ in self.bad_nodes()})

@@ -35,7 +35,7 @@ def show(options: argparse.Namespace) -> int:
         print(f"missing: {error}")
     if not plan.is_demo:
         print(f"on SLURM: cluster/submit {plan.path}")
-    print(f"run:      wide-mlps run {shlex.join(plan.words)}")
+    print(f"locally:  wide-mlps run {shlex.join(plan.words)}")
     return OK
 
 

@@ -275,7 +275,7 @@ def warn_of_nodes(submission: Submission, works: Sequence[Work]) -> None:
     for name, field in SPEEDS.items():
         value = os.environ.get(name)
         if value and not re.fullmatch(r"[0-9]*[1-9][0-9]*", value):
-            problem, fix = f"{value!r} is not an integer", "fix it in cluster/site.env"
+            problem, fix = f"{value!r} is not a whole number", "fix it in cluster/site.env"
             raise SettingsError(name, problem, fix, code="bad-value")
         if value:
             speeds[field] = float(value)

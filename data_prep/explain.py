@@ -240,7 +240,7 @@ def one_of(words: Iterable[str]) -> Callable[[str], str]:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an option that is an integer."""
+    """Return the type of an option that is a whole number."""
 
     def number(word: str) -> int:
         try:
@@ -249,7 +249,7 @@ def at_least(least: int) -> Callable[[str], int]:
             value = least - 1
         if value < least:
             raise argparse.ArgumentTypeError(
-                f"{word!r} is not valid. give an integer of at least {least}"
+                f"{word!r} is not valid. give a whole number of at least {least}"
             )
         return value
 

@@ -317,7 +317,7 @@ def printable(name: str) -> str:
 # ---- errors of pydantic
 
 _FIXES = {
-    **dict.fromkeys(("int_type", "int_from_float"), "give an integer"),
+    **dict.fromkeys(("int_type", "int_from_float"), "give a whole number"),
     "float_type": "give a number",
     "finite_number": "give a finite number",
     "bool_type": "give true or false",

@@ -335,7 +335,7 @@ def test_a_mistake_in_a_setting_ends_the_job(
     job: Job, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(*given.split("="))
-    with pytest.raises(End, match=f"^{given} is not an integer") as end:
+    with pytest.raises(End, match=f"^{given} is not a whole number") as end:
         Allocation.from_env(os.environ)
     assert end.value.code == jobs.BAD_INPUT
 

@@ -389,7 +389,7 @@ def a_node_that_does_not_see_the_data_is_avoided_and_two_mean_that_it_is_not_the
     )
     ended = lab.wait(everywhere, "FAILED")
     assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "1"), lab.log(everywhere)
-    assert f"on {bad_nodes(lab, everywhere)[0]} as well" in lab.log(everywhere)
+    assert f"also on {bad_nodes(lab, everywhere)[0]}" in lab.log(everywhere)
 
 
 @pytest.mark.parametrize("run", SCENARIOS, ids=lambda run: run.__name__)
