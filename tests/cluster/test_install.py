@@ -176,8 +176,8 @@ def test_plain_pillow_can_be_chosen_and_the_choice_is_kept(
         ("580.65.06", "13.0", ""),
         ("575.57.08", "13.0", "make CUDA=cu128"),
         ("525.60.13", "12.8", ""),
-        ("470.256.02", "12.6", "a newer driver: 525.60 at least"),
-        ("470.256.02", "13.0", "a newer driver: 525.60 at least"),
+        ("470.256.02", "12.6", "install driver 525.60 or newer"),
+        ("470.256.02", "13.0", "install driver 525.60 or newer"),
         ("470.256.02", "14.1", ""),  # is not known
     ],
 )

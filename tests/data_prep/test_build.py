@@ -218,7 +218,7 @@ def test_another_config_is_refused_an_unfinished_dataset_and_the_same_one_goes_o
     before = files_of(out)
     refused(
         build(source, out, "samples_per_shard=4"),
-        "holds a dataset of another config (samples_per_shard: 4, was 2)",
+        "has a dataset of another config (samples_per_shard: 4, was 2)",
     )
     assert files_of(out) == before
     assert build(source, out, "samples_per_shard=2") == 0
@@ -348,7 +348,7 @@ def test_too_many_rejects_fail_every_time_and_still_leave_the_dataset(
     assert load_manifest(out).num_written == 7
     assert build(source, out, "max_reject_fraction=0.3") == 0
     assert (
-        f"read 10 = written 7 + rejected 3; {out}/rejected.jsonl says which"
+        f"read 10 = written 7 + rejected 3; {out}/rejected.jsonl lists them"
         in capsys.readouterr().out
     )
 

@@ -336,8 +336,8 @@ def test_only_equal_pixels_and_other_splits_where_that_is_asked_for(
     monkeypatch.setattr("data_prep.commands.choosing.MANY", 0.15)  # 3 of 23 in train, 1 of 5 in val
     dedup(directory, "--split", "val", "--split", "train", out=tmp_path / "b.jsonl")
     assert [
-        line.partition(",")[0] for line in capsys.readouterr().err.splitlines() if "dropped" in line
-    ] == ["data_prep: 20.0% of val would be dropped"]
+        line.partition(". ")[0] for line in capsys.readouterr().err.splitlines() if "drops" in line
+    ] == ["data_prep: the list drops 20.0% of val"]
 
 
 @pytest.mark.processes

@@ -297,7 +297,7 @@ def test_another_config_or_other_shards_are_refused(
         ([other], "seed=0", "of this config but other files"),
     ]
     for shards, word, why in attempts:
-        refused(index(out, shards, word), f"out: {out} holds a dataset {why}")
+        refused(index(out, shards, word), f"out: {out} has a dataset {why}")
     assert files_of(out) == before
     assert build(write_classes(tmp_path / "source", {"ant": 2}), out) == 2
     write_stock(path, [])

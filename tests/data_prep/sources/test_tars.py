@@ -180,7 +180,7 @@ def test_a_checksum_of_signed_bytes_is_one_too(tmp_path: Path) -> None:
         (with_size(b"1_0") + bytes(BLOCK), "is damaged at byte 0: a header without a size"),
         (with_size(b"\xff" * 12) + bytes(BLOCK), "is damaged at byte 0: a header without a size"),
         (with_size(b"\x80" + b"\xff" * 11) + bytes(BLOCK), "is cut: the member at byte 0 needs 309,485,009,821,345,068,"),
-        (header("a", 0, b"2") + bytes(BLOCK), "holds 'a', which is a link or device (type b'2'); pack it again"),
+        (header("a", 0, b"2") + bytes(BLOCK), "contains 'a', which is a link or device (type b'2'); pack it again"),
         (header("a", 2 << 20, b"x") + bytes(5 << 20), "has a header of 2,097,152 bytes at byte 0"),
         (pax(b"what is this\n") + header("a", 0, b"0") + bytes(BLOCK), "has a damaged pax header at byte 0"),
         (pax(b"99 path=a\n") + header("a", 0, b"0") + bytes(BLOCK), "has a damaged pax header at byte 0"),
