@@ -1,5 +1,5 @@
-# The two commands of a new user are `make demo` and `make test`. Both set up .venv first if it is missing or out of date.
-# `make check` takes two minutes, for after each change. `make nightly` has the tests that take long; `make soak` draws at random.
+# New users need `make demo` and `make test`. Both first install .venv if it is missing or out of date.
+# Run `make check` (two minutes) after each change. `make nightly` runs the long tests, `make soak` the random ones.
 
 BIN := .venv/bin
 
@@ -8,13 +8,13 @@ BIN := .venv/bin
 demo: .venv/.installed
 	$(BIN)/python demo.py
 
-# prepare -> pretrain -> probe + finetune on this machine and all its GPUs; on SLURM: cluster/submit FILE.
+# Runs prepare -> pretrain -> probe + finetune on this machine and all its GPUs. On SLURM: cluster/submit FILE.
 STUDY := configs/plan/demo.yaml
 study: .venv/.installed
 	$(BIN)/python -m cluster run $(STUDY) $(ARGS)
 
-# Tests the papers' claims on real images (docs/findings.md): trains unfinished runs, writes their results table and prints the decisions.
-# `make findings CLAIM=width` runs one claim: first the learning rates, of which some diverge, then the final plan.
+# Tests the papers' claims on real images (docs/findings.md): trains unfinished runs, writes a table of results and prints the decisions.
+# `make findings CLAIM=width` runs one claim: first the learning rates (some diverge), then the final plan.
 FINDINGS := $(patsubst configs/plan/findings_%_rates.yaml,%,$(wildcard configs/plan/findings_*_rates.yaml))
 CLAIM ?= $(FINDINGS)
 findings: export OMP_NUM_THREADS ?= 1
@@ -26,12 +26,12 @@ findings: .venv/.installed $(if $(filter transfer,$(CLAIM)),transfer-data) $(if 
 	    plan=configs/plan/findings_$$claim; table=tests/analysis/points/findings_$$claim; \
 	    $(BIN)/python -m cluster run $${plan}_rates.yaml; [ $$? -ne 130 ] || exit 130; \
 	    $(BIN)/analysis collect $${plan}_rates.yaml --allow-incomplete --out $${table}_rates || exit 1; \
-	    [ -e $$plan.yaml ] || { echo "$$claim: the final plan is not yet written"; continue; }; \
+	    [ -e $$plan.yaml ] || { echo "$$claim: the final plan does not exist yet"; continue; }; \
 	    $(BIN)/python -m cluster run $$plan.yaml && $(BIN)/analysis collect $$plan.yaml --out $$table || exit 1; \
 	done
 	$(BIN)/python benchmarks/findings.py
 
-# The datasets of the claim "Test error against compute": 48,000 images and parts of them.
+# Makes the datasets of the claim "Test error against compute": 48,000 images and parts of them.
 scaling-data: .venv/.installed
 	$(BIN)/data_prep build configs/data_prep/fashion_mnist.yaml
 	$(BIN)/data_prep index configs/data_prep/index_fashion_mnist_6k.yaml \
@@ -40,7 +40,7 @@ scaling-data: .venv/.installed
 	$(BIN)/data_prep subset data/fashion-mnist-n48 --out data/fashion-mnist-n12 --fraction 0.25
 	$(BIN)/data_prep subset data/fashion-mnist-n48 --out data/fashion-mnist-n6 --fraction 0.125
 
-# The datasets of the claim "Transfer": labeled images that each seed draws, and fixed test images.
+# Makes the datasets of the claim "Transfer": labeled images that each seed draws, and fixed test images.
 transfer-data: .venv/.installed
 	$(BIN)/data_prep build configs/data_prep/clip_art.yaml
 	$(BIN)/data_prep dedup data/clip-art --out data/clip-art-duplicates.jsonl
@@ -70,24 +70,25 @@ demos: .venv/.installed
 
 test: .venv/.installed
 	$(MAKE) --no-print-directory lint arrows
-	$(MAKE) --no-print-directory -j 2 types tests # the types in the cores that pytest's processes leave while they start
+	$(MAKE) --no-print-directory -j 2 types tests # types use the cores that are idle while pytest starts
 
-# Format, lint, types, imports, and the tests without a mark.
+# Runs format, lint, types, imports, and the tests without a mark.
 check: .venv/.installed
 	$(MAKE) --no-print-directory lint types arrows
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not processes and not slow and not nightly and not soak and not stores and not benchmarks"
 
-# What takes long or needs other tools: SLURM on this machine (as root; apt-get install slurm-wlm munge slurmdbd mariadb-server), every page of docs, wheels, compilers.
+# Runs long tests and those with other tools: SLURM on this machine (as root; apt-get install slurm-wlm munge slurmdbd mariadb-server),
+# every page of docs, wheels, compilers.
 nightly: .venv/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m nightly $(ARGS)
 
-# The random tests with SOAK seeds each, from SOAK_SEED on: more kills, more mutants. pytest prints both; give them to repeat a run.
+# Runs the random tests with SOAK seeds each, from SOAK_SEED on: more kills, more mutants. pytest prints both; set them to repeat a run.
 SOAK ?= 20
 SOAK_SEED ?= $(shell date +%s)
 soak: .venv/.installed
 	SOAK=$(SOAK) SOAK_SEED=$(SOAK_SEED) $(BIN)/python -m pytest -n 2 --dist load -m soak $(ARGS)
 
-# Prints the lines of each floor beside their budgets, too.
+# Also prints the size of each package with its budget, and the violations of language rules.
 lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -111,26 +112,26 @@ tests:
 benchmarks: .venv/.installed
 	$(BIN)/python -m pytest -m benchmarks tests/test_benchmarks.py $(ARGS)
 
-# What speaks to stores other than s3, against servers that the tests start. Azure's is azurite, from npm; without npm its tests skip,
-# except under REQUIRE_STORES=1. (Its 3.37 wants node 22.)
+# Tests buckets other than s3 with local servers. Azure's server is azurite, from npm. Without npm its tests skip, but fail under
+# REQUIRE_STORES=1. (azurite 3.37 needs node 22.)
 STORES ?= .venv/stores
 stores: .venv/.installed
 	[ -x $(STORES)/node_modules/.bin/azurite-blob ] || ! command -v npm >/dev/null || \
 	    npm install --prefix $(STORES) --no-audit --no-fund --no-package-lock azurite@3.35.0
 	STORES=$(STORES) $(BIN)/python -m pytest -n 2 --dist loadfile -m stores $(ARGS)
 
-# Starts a private SLURM of four nodes on loopback, and leaves nothing behind. Root; apt-get install slurm-wlm munge.
+# Starts a private SLURM of four nodes on loopback, and removes it afterwards. Needs root and apt-get install slurm-wlm munge.
 cluster-test: .venv/.installed
 	REQUIRE_SLURM=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/slurm tests/cluster
 
-# The tests on a GPU (tests/test_cuda.py), which skip without one; and every command of benchmarks/gpu.py at small sizes on this CPU.
+# Runs the tests on a GPU (tests/test_cuda.py), which skip without one, or every command of benchmarks/gpu.py at small sizes on this CPU.
 gpu-tests: .venv/.installed
 	$(BIN)/python -m pytest -m cuda tests/test_cuda.py $(ARGS)
 
 gpu-dry-run: .venv/.installed
 	$(BIN)/python benchmarks/gpu.py --quick $(ARGS)
 
-# SkyPilot's own parser reads cluster/skypilot.yaml, in an environment of its own: it would change many packages of ours.
+# Reads cluster/skypilot.yaml with SkyPilot's own parser. SkyPilot gets its own environment, because it would change many of our packages.
 launchers: .venv/.installed
 	[ -x .venv/skypilot/bin/python ] || $(BIN)/uv venv --quiet --python $(BIN)/python .venv/skypilot
 	$(BIN)/uv pip install --quiet --python .venv/skypilot skypilot==0.14.1
@@ -162,7 +163,7 @@ format: .venv/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Resolves pyproject.toml anew; ARGS="--upgrade" or ARGS="--upgrade-package NAME" for newer versions.
+# Resolves pyproject.toml again; ARGS="--upgrade" or ARGS="--upgrade-package NAME" for newer versions.
 lock: .venv/.installed
 	sh install.sh lock $(ARGS)
 
@@ -172,7 +173,7 @@ clean-demo:
 clean-demos:
 	rm -rf $(PLANS:configs/plan/%.yaml=runs/plans/%_demo) data/demos data/demos-second data/demos-third data/demos-images data/demos-second-images data/demos-third-images
 
-# make CUDA=cu126 (any word of `uv pip install --torch-backend`) installs that build of torch, once; install.sh has the details.
+# make CUDA=cu126 (any value of `uv pip install --torch-backend`) installs that build of torch, once; see install.sh.
 ifeq ($(origin CUDA),command line)
 ifneq ($(CUDA),$(shell cat .venv/cuda 2>/dev/null))
 .PHONY: .venv/.installed

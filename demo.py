@@ -1,8 +1,7 @@
-"""`make demo`: the real commands, one after the other, from nothing to fine-tuned models. Each goes
-on where it stopped.
+"""`make demo`: the real commands, one after the other, from nothing to fine-tuned models.
 
-A stage that has finished before returns at once, so Ctrl-C and another `make demo` lose at most one
-checkpoint interval.
+Each command resumes its work. A finished stage returns at once, so Ctrl-C and another `make demo`
+lose at most one checkpoint interval.
 """
 
 import json
@@ -15,12 +14,12 @@ from pathlib import Path
 
 RUNS = Path("runs/demo")
 SCRATCH_LR = {"mlp": "8e-4", "mixer": "5e-3"}
-"""The two models, each with a learning rate for random weights: the best of two or three tried."""
+"""Learning rates for training each model from scratch: the best of two or three tried."""
 
 
 def local_ranks() -> str:
-    """Two local processes; one where there is only one GPU for them (nccl wants a GPU for each), of
-    those that CUDA_VISIBLE_DEVICES lets them see: all before a name that no GPU has."""
+    """Return the number of local processes: two, or one if only one GPU is visible (nccl needs one
+    for each). CUDA_VISIBLE_DEVICES counts only up to its first invalid name."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
@@ -45,17 +44,13 @@ def local_ranks() -> str:
 
 
 def stages() -> list[tuple[str, list[str], Path]]:
-    """(what happens, the command, the file that stands when it is done)."""
+    """Return (title, command, file that marks it as finished) of each stage."""
     found: list[tuple[str, list[str], Path]] = []
     ranks = ("--ranks", local_ranks())
     for role in ("pretrain", "transfer"):
         command = ["data_prep", "build", f"configs/data_prep/demo_{role}.yaml"]
         found.append(
-            (
-                f"write and pack the {role} pictures",
-                command,
-                Path(f"data/demo-{role}/manifest.json"),
-            )
+            (f"draw and pack the {role} images", command, Path(f"data/demo-{role}/manifest.json"))
         )
     for model in SCRATCH_LR:
         command = ["pretrain", "train", f"configs/pretrain/demo_{model}.yaml", *ranks]
@@ -68,7 +63,7 @@ def stages() -> list[tuple[str, list[str], Path]]:
         f"run_dir={RUNS}/probe-pixels",
     ]
     found.append(
-        ("linear classifier on pixels, to compare with", pixels, RUNS / "probe-pixels/result.json")
+        ("linear classifier on pixels, for comparison", pixels, RUNS / "probe-pixels/result.json")
     )
     for model, scratch_lr in SCRATCH_LR.items():
         tune = ["finetune", "tune", "configs/finetune/demo.yaml"]
@@ -78,7 +73,7 @@ def stages() -> list[tuple[str, list[str], Path]]:
             ("tune", f"fine-tune the {model}", [*tune, *ranks]),
             (
                 "scratch",
-                f"train the {model} from scratch, to compare with",
+                f"train the {model} from scratch, for comparison",
                 [*tune, *ranks, *scratch],
             ),
         ):
@@ -89,8 +84,8 @@ def stages() -> list[tuple[str, list[str], Path]]:
 
 
 def run_stage(command: list[str]) -> int:
-    """Ctrl-C reaches the stage from the terminal itself: here we only wait until it has saved and
-    left."""
+    """Return the exit code of a stage. Ctrl-C also reaches the stage from the terminal, so this
+    process only waits until the stage has saved and ended."""
     process = subprocess.Popen([sys.executable, "-m", *command])
     while True:
         try:
@@ -100,8 +95,7 @@ def run_stage(command: list[str]) -> int:
 
 
 def margins() -> list[str]:
-    """What pretraining was good for, by the results of the runs; no margin at all ends the demo as
-    a failure."""
+    """Return the benefit of pretraining for each model; the demo fails without a benefit."""
     top1 = {
         path.parent.name: json.loads(path.read_text())
         for path in sorted(RUNS.glob("*/result.json"))
@@ -120,8 +114,8 @@ def margins() -> list[str]:
         ):
             gap = 100 * (reached[f"{better}-{model}"] - reached[worse])
             lines.append(
-                f"{model}: {better} of the pretrained model beats the same {words} by {gap:.1f}"
-                " points"
+                f"{model}: {better} of the pretrained model beats the same {words} by {gap:.1f} "
+                "points"
             )
             if gap <= 0:
                 raise SystemExit(f"demo: {lines[-1]}, so transfer is broken")
@@ -138,11 +132,11 @@ def main() -> int:
         code = run_stage(command)
         print(f"({time.monotonic() - stage_s:.0f} s)", flush=True)
         if code != 0 or not done.exists():
-            print(
-                f"demo: stopped in stage {number}; `make demo` goes on from here", file=sys.stderr
-            )
+            print(f"demo: stopped in stage {number}; `make demo` resumes there", file=sys.stderr)
             return code or 130
-    print(f"\nAll stages stand ({time.monotonic() - began_s:.0f} s this time).\n", flush=True)
+    print(
+        f"\nAll stages are finished ({time.monotonic() - began_s:.0f} s this time).\n", flush=True
+    )
     code = 0
     for command in (
         [

@@ -1,20 +1,20 @@
 #!/bin/sh
-# Makes .venv and installs requirements.lock into it: exact versions, checked hashes.
+# Make .venv and install requirements.lock into it: exact versions, checked hashes.
 #
-#   sh install.sh            what `make` calls; PYTHON=/path/to/python3.11+ picks the interpreter
-#   sh install.sh torch      torch's family alone, anew: after CUDA= below has changed
-#   sh install.sh pillow     Pillow or Pillow-SIMD only: after PILLOW= below has changed
-#   sh install.sh lock       resolves pyproject.toml anew into requirements.lock
+#   sh install.sh            called by `make`; PYTHON=/path/to/python3.11+ chooses the interpreter
+#   sh install.sh torch      torch and its CUDA packages only, again: after a change of CUDA= below
+#   sh install.sh pillow     Pillow or Pillow-SIMD only: after a change of PILLOW= below
+#   sh install.sh lock       resolves pyproject.toml into requirements.lock again
 #
-# CUDA=cu126 (cu128, cpu, rocm6.4, ... : the words of `uv pip install --torch-backend`) takes torch, torchvision and what they bring
-# for the GPU from torch's own index, at the lock's versions of the two, but without hashes; all else stays as it is in the lock.
-# TORCH_INDEX=URL is a mirror of that index. The choice is kept in .venv/cuda; CUDA=lock returns to the lock's own build.
+# CUDA=cu126 installs torch, torchvision and their GPU packages from torch's own index, without hashes. torch and torchvision keep their
+# versions in the lock; all other packages stay as in the lock. Other values are cu128, cpu, rocm6.4 and so on, as for `uv pip install
+# --torch-backend`. TORCH_INDEX=URL is a mirror of that index. .venv/cuda keeps the choice; CUDA=lock returns to the lock's own build.
 #
-# Pillow-SIMD takes the place of Pillow on x86-64 (same PIL module, never both). It is built with AVX2 if the CPU has it.
-# If a compiler or the JPEG headers are missing, this script names them and takes Pillow from the same lock.
-# Pillow-SIMD resizes faster, but lacks Pillow's security fixes since 12.2 (docs/data.md). PILLOW=plain takes Pillow, PILLOW=simd
-# returns to Pillow-SIMD. The choice is kept in .venv/pil.
-# A .venv that does not run, or is of another Python than PYTHON names, is made anew; any other is mended.
+# Pillow-SIMD replaces Pillow on x86-64 (same PIL module, never both). It is built with AVX2 if the CPU has it.
+# If a compiler or the JPEG headers are missing, this script names them and installs Pillow from the same lock.
+# Pillow-SIMD resizes faster, but lacks Pillow's security fixes since 12.2 (docs/data.md). PILLOW=plain installs Pillow, PILLOW=simd
+# returns to Pillow-SIMD. .venv/pil keeps the choice.
+# A .venv that does not run, or has another Python than PYTHON, is made again; any other is updated.
 set -eu
 cd "$(dirname "$0")"
 ASKED=${PYTHON:-}
@@ -23,10 +23,10 @@ VENV=.venv
 
 say() { printf '%s\n' "install: $*" >&2; }
 
-# lock_block NAME prints one package of the lock, without its platform marker.
+# Print one package of the lock, without its platform marker: lock_block NAME.
 lock_block() { sed -n "/^$1==/,/[^\\\\]\$/p" requirements.lock | sed "1s/ ;.*\\\\/ \\\\/"; }
 
-# Of a lock: what comes from torch's own index, and all else.
+# Print the packages of a lock from torch's own index, or all others.
 FAMILY='torch|torchvision|(pytorch-)?triton[a-z-]*|cuda-[a-z-]*|nvidia-[a-z0-9-]*'
 family_in() { awk -v family="^($FAMILY)==" '/^[a-z].*==/ { is_ours = $0 ~ family } is_ours' "$1"; }
 outside_family() { awk -v family="^($FAMILY)==" '/^[a-z].*==/ { is_ours = $0 ~ family } !is_ours' "$1"; }
@@ -35,15 +35,15 @@ number_of() { "$1" -c 'import sys; print(*sys.version_info[:2])'; }
 
 make_venv() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-        { say "Python 3.11 or newer is needed; set PYTHON=/path/to/python3"; exit 1; }
+        { say "Python 3.11 or newer is required. Set PYTHON=/path/to/python3."; exit 1; }
     $VENV/bin/python -m pip --version >/dev/null 2>&1 && [ "$(number_of "${ASKED:-$VENV/bin/python}")" = "$(number_of $VENV/bin/python)" ] ||
         "$PYTHON" -m venv --clear $VENV ||
-        { say "could not make $VENV; on Debian: apt-get install python3-venv"; exit 1; }
+        { say "$VENV cannot be made. On Debian: apt-get install python3-venv"; exit 1; }
     lock_block uv > $VENV/uv.lock
     $VENV/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $VENV/uv.lock
 }
 
-# Prints what building Pillow-SIMD lacks here; nothing when it can be built.
+# Print the missing requirement of a build of Pillow-SIMD, or nothing.
 missing_for_simd() {
     command -v cc >/dev/null 2>&1 || { echo "a C compiler (Debian: apt-get install gcc libc6-dev)"; return; }
     printf '#include <stdio.h>\n#include <jpeglib.h>\n#include <zlib.h>\nint main(void){return 0;}\n' |
@@ -52,8 +52,8 @@ missing_for_simd() {
     [ -e "$include/Python.h" ] || echo "Python's headers (Debian: apt-get install python3-dev)"
 }
 
-# take_pil NAME UV_OPTIONS... installs it in the place of the other one: both own the same files. From another directory, or the override in
-# pyproject.toml, by which the lock has plain Pillow for other machines alone, would leave it out here.
+# Install one of the two in place of the other, because both own the same files: take_pil NAME UV_OPTIONS... It runs in another directory,
+# because an override in pyproject.toml (plain Pillow only for other machines) would skip Pillow.
 take_pil() {
     lock_block "$1" > $VENV/pillow.lock
     for name in pillow pillow-simd; do
@@ -73,27 +73,27 @@ install_pillow() {
     echo simd > $VENV/pil
     missing=$(missing_for_simd)
     if [ "$(uname -m)" != x86_64 ]; then
-        missing="an x86-64 CPU, which it is written for"
+        missing="an x86-64 CPU"
     elif [ -z "$missing" ]; then
-        # uv leaves CC out of its cache key: a wheel cached without AVX2 would be taken silently, so it is built anew.
+        # uv's cache key ignores CC: a cached wheel may lack AVX2, so it is built again.
         if grep -qw avx2 /proc/cpuinfo; then CC="cc -mavx2"; else CC=cc; fi
         export CC
         say "building Pillow-SIMD, a minute or two"
         take_pil pillow-simd --no-cache --no-binary pillow-simd --reinstall-package pillow-simd 2> $VENV/pillow-simd.log && return 0
         missing="a working build (see $VENV/pillow-simd.log)"
     fi
-    say "Pillow-SIMD cannot be built here; missing: $missing"
-    say "taking plain Pillow instead (slower resizing). To change that: install it, then sh install.sh"
+    say "Pillow-SIMD cannot be built. Missing: $missing"
+    say "installing plain Pillow instead (slower resizing). To change this, install the missing part, then run sh install.sh"
     take_pil pillow --reinstall-package pillow
 }
 
-# The build that is asked for, or was the last time; "lock" is the one in requirements.lock.
+# Set BUILD to the requested build, or the last one; "lock" is the build of requirements.lock.
 choose_build() {
-    case ${CUDA:-} in */*) say "CUDA=$CUDA is a path, which names no build: ignored"; CUDA= ;; esac
+    case ${CUDA:-} in */*) say "CUDA=$CUDA is a path, not a build, and is ignored"; CUDA= ;; esac
     BUILD=${CUDA:-$(cat $VENV/cuda 2>/dev/null || echo lock)}
     case $BUILD in
         lock | cpu | xpu | cu[0-9]* | rocm[0-9]*) ;;
-        *) say "CUDA=$BUILD names no build of torch; cu126, cu128, cu130, cpu, rocm6.4, ..., or lock"; exit 2 ;;
+        *) say "CUDA=$BUILD is not a build of torch. Use cu126, cu128, cu130, cpu, rocm6.4, ..., or lock."; exit 2 ;;
     esac
 }
 
@@ -102,21 +102,21 @@ install_torch() {
     if [ "$BUILD" = lock ]; then
         set -- --require-hashes
     else
-        # with the build's own mark, so that no other index can answer with another build; all else may not move
+        # with the build's own suffix, so that no other index gives another build; other packages keep their versions
         outside_family requirements.lock | sed -n '/^[a-z].*==/s/ *\\*$//p' > $VENV/constraints.lock
         sed -n "s/^\(torch==\|torchvision==\)\([^ ]*\).*/\1\2+$BUILD/p" $VENV/torch.lock > $VENV/torch.in
         say "looking for $(tr '\n' ' ' < $VENV/torch.in)"
         if [ -n "${TORCH_INDEX:-}" ]; then set -- --index "$TORCH_INDEX"; else set -- --torch-backend "$BUILD"; fi
         $VENV/bin/uv pip compile --quiet --python $VENV --no-annotate --constraints $VENV/constraints.lock "$@" $VENV/torch.in \
             --output-file $VENV/torch.all > $VENV/torch.log || {
-            say "no such build could be had (see above): CUDA= takes another, CUDA=lock the lock's own, TORCH_INDEX= a mirror"
+            say "this build is not available (see above). Set CUDA= to another build, CUDA=lock, or TORCH_INDEX= to a mirror."
             exit 1
         }
         family_in $VENV/torch.all > $VENV/torch.lock
         say "without a hash: $(tr '\n' ' ' < $VENV/torch.lock)"
     fi
     rm -f $VENV/.installed
-    if [ "$BUILD" != "$(cat $VENV/cuda 2>/dev/null || echo lock)" ]; then # each build brings packages of its own, of gigabytes
+    if [ "$BUILD" != "$(cat $VENV/cuda 2>/dev/null || echo lock)" ]; then # each build has its own packages of gigabytes
         $VENV/bin/uv pip freeze --python $VENV | grep -E "^($FAMILY)==" | cut -d= -f1 |
             xargs -r $VENV/bin/uv pip uninstall --quiet --python $VENV
     fi
@@ -127,8 +127,8 @@ install_torch() {
 install_all() {
     make_venv
     choose_build
-    say "installing $(grep -c '^[a-z].*==' requirements.lock) locked packages (the CUDA build of torch is 3 GB; it serves CPUs too)"
-    # everything but PIL first; the lock's own pillow-simd line would reuse a cached wheel, see install_pillow
+    say "installing $(grep -c '^[a-z].*==' requirements.lock) locked packages (the CUDA build of torch is 3 GB and also runs on CPUs)"
+    # everything but PIL; the pillow-simd line of the lock would reuse a cached wheel, see install_pillow
     sed '/^pillow/,/[^\\]$/d' requirements.lock > $VENV/all.lock
     outside_family $VENV/all.lock > $VENV/others.lock
     $VENV/bin/uv pip install --python $VENV --no-deps --require-hashes --compile-bytecode -r $VENV/others.lock
@@ -150,5 +150,5 @@ case ${1:-install} in
     torch) choose_build; install_torch; touch $VENV/.installed ;;
     pillow) install_pillow ;;
     lock) shift; make_lock "$@" ;;
-    *) say "unknown word: $1 (install | torch | pillow | lock)"; exit 2 ;;
+    *) say "$1 is not a command. Use install, torch, pillow or lock."; exit 2 ;;
 esac

@@ -35,6 +35,7 @@ from pretrain.data.reader import open_split
 from pretrain.models.cost import cost_of
 
 PLAN, RUNS = "configs/plan/fashion_mnist.yaml", Path("runs/plans/fashion_mnist")
+BUILD = "configs/data_prep/fashion_mnist.yaml"
 DATASET, HELD_OUT = "data/fashion-mnist", "data/fashion-mnist-val"
 RESULTS = HERE.parent / "tests/analysis/points/fashion_mnist.csv"
 SETTINGS = {
@@ -135,6 +136,8 @@ def run_all(commands: Mapping[str, Sequence[str]], kept: Path) -> dict[str, dict
         pid, status, usage = os.wait4(-1, 0)
         name, child = running.pop(pid)
         if status != 0:
+            for _, other in running.values():
+                other.terminate()
             sys.exit(f"{name} failed; its error is above")
         row = {"name": name, "minutes": (usage.ru_utime + usage.ru_stime) / 60}
         row |= json.load(child.stdout) if child.stdout else {}
@@ -150,8 +153,11 @@ def command_of(name: str, setting: float, seed: int, dataset: str, split: str) -
 
 def train() -> None:
     """Train what has no result, and write RESULTS."""
-    works = [member.work for stage in load_checked(PLAN).stages for member in stage.members]
-    ours = {Path(work.writes).name: ["-m", *work.words, "--ranks", "1"] for work in works}
+    subprocess.run([sys.executable, "-m", "data_prep", "build", BUILD], check=True)
+    (members,) = (stage.members for stage in load_checked(PLAN).stages if stage.name == "pretrain")
+    ours = {
+        Path(each.work.writes).name: ["-m", *each.work.words, "--ranks", "1"] for each in members
+    }
     peers = {
         f"{name}, seed {seed}": (name, seed)
         for name in SETTINGS

@@ -1,2 +1,2 @@
-"""What runs around a job on a SLURM cluster: checks of the site and of each node, plans of many
-runs. The jobs are `*.slurm`."""
+"""Code around jobs on a SLURM cluster: checks of the site and of each node, plans of many runs. The
+jobs are `*.slurm`."""

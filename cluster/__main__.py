@@ -1,7 +1,9 @@
-import signal  # before anything is read that takes time
+import signal  # before any slow import
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback; in a moment interrupts.py heeds it
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # no traceback: interrupts.py raises it a moment later
 
 import sys
 
@@ -9,7 +11,7 @@ from data_prep.interrupts import interruptible
 
 main = interruptible("wide-mlps", "cluster.cli")
 OF_SUBMIT = {"submit": "cluster.queue_jobs", "check": "cluster.check"}
-"""Words of the script cluster/submit -> modules."""
+"""Commands of the script cluster/submit -> modules."""
 
 if __name__ == "__main__":
     if module := OF_SUBMIT.get("".join(sys.argv[1:2])):

@@ -1,8 +1,8 @@
-"""`cluster/submit --check`: report whether jobs can run with cluster/site.env as it is.
+"""`cluster/submit --check`: report whether jobs can run with the present cluster/site.env.
 
-It checks Python, the GPUs' driver, locks of the file systems, the answer of `sbatch --test-only`
-and the time limit; of a submission also config, data and batch. It submits and changes nothing. It
-runs without installed packages, because these may be what is missing.
+The command checks Python, the GPUs' driver, file locks, the reply of `sbatch --test-only` and the
+time limit. For a submission, it also checks config, data and batch. It submits and changes nothing.
+It runs without installed packages, because these may be missing.
 """
 
 import os
@@ -22,13 +22,13 @@ LOCAL_LOCKS = ("localflock", "nolock", "local_lock=all", "local_lock=flock")
 OLDEST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 """Major version of CUDA -> the oldest driver that runs any of its minor versions (NVIDIA)."""
 BUILD = "cu128"
-"""torch's build for drivers of CUDA 12. torch no longer has one for CUDA 11."""
+"""Build of torch for drivers of CUDA 12. torch no longer has one for CUDA 11."""
 
 
 class Finding(NamedTuple):
     check: str
     verdict: str
-    """ok, warning, or FAULT, which stops or spoils jobs."""
+    """Result of a check: ok, warning, or FAULT, which stops or spoils jobs."""
     text: str
     fix: str = ""
 
@@ -48,16 +48,16 @@ def main(arguments: list[str]) -> int:
 
 
 def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Check the words of RANK_PYTHON if site.env sets them, otherwise .venv."""
+    """Check the command RANK_PYTHON if site.env sets it, otherwise .venv."""
     words = shlex.split(environment.get("RANK_PYTHON", ""))
-    is_laid_out = Path("cluster/snapshot").is_symlink()  # by `wide-mlps init`
+    is_laid_out = Path("cluster/snapshot").is_symlink()  # made by `wide-mlps init`
     problem, fix = "", "wide-mlps init ." if is_laid_out else "sh install.sh"
     if words:
         if not environment.get("SRUN_OPTIONS") and not shutil.which(words[0]):
             problem, fix = f"RANK_PYTHON: {words[0]} is not in PATH", "load its module in site.env"
         images = [word for word in words if word.endswith(".sif") and not os.access(word, os.R_OK)]
         if images:
-            problem, fix = f"{images[0]} is not readable", "docs/cluster.md shows how to make it"
+            problem, fix = f"{images[0]} is not readable", "make it as in docs/cluster.md"
     elif not os.access(".venv/bin/python", os.X_OK):
         problem = "there is no .venv, and RANK_PYTHON is not set"
     elif not is_laid_out and not Path(".venv/.installed").exists():
@@ -67,12 +67,12 @@ def check_python(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
     if problem:
         yield Finding("python", "FAULT", problem, fix)
     else:
-        text = f".venv is {os.path.realpath('.venv')}, which nodes must see, too"
+        text = f".venv is {os.path.realpath('.venv')}; every node must be able to read this path"
         yield Finding("python", "ok", shlex.join(words) if words else text)
 
 
 def _has_lock() -> bool:
-    """A checkout gives files new dates without changing them."""
+    """Return True if .venv is of this lock. A checkout changes dates without changing files."""
     stamp, lock = Path(".venv/.installed"), Path("requirements.lock")
     if not lock.exists() or stamp.stat().st_mtime >= lock.stat().st_mtime:
         return True
@@ -82,7 +82,7 @@ def _has_lock() -> bool:
 
 
 def check_driver(_: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Compare the driver, if it is known, with torch's CUDA. A container has its own torch."""
+    """Compare the driver, if known, with torch's CUDA. A container has its own torch."""
     driver, cuda = find_driver(environment), cuda_of_torch(Path(".venv"))
     if not driver or not cuda or "RANK_PYTHON" in environment:
         return
@@ -90,9 +90,9 @@ def check_driver(_: Submission, environment: Mapping[str, str]) -> Iterable[Find
     if _parts(driver) >= _parts(oldest):
         yield Finding("driver", "ok", f"{driver} runs torch's CUDA {cuda}")
         return
-    fix = f"make CUDA={BUILD}, or a newer driver"
+    fix = f"run make CUDA={BUILD}, or install a newer driver"
     if _parts(driver) < _parts(OLDEST_DRIVER[12]):
-        fix = f"a newer driver: {OLDEST_DRIVER[12]} at least, for make CUDA={BUILD}"
+        fix = f"install driver {OLDEST_DRIVER[12]} or newer, for make CUDA={BUILD}"
     problem = f"driver {driver} is older than {oldest}, which torch's CUDA {cuda} needs"
     yield Finding("driver", "FAULT", problem, fix)
 
@@ -108,7 +108,7 @@ def find_driver(
 
 
 def cuda_of_torch(venv: Path) -> str | None:
-    """Return torch's CUDA version without the seconds of an import; None without CUDA."""
+    """Return torch's CUDA version without the slow import; None without CUDA."""
     for path in venv.glob("lib/python3*/site-packages/torch/version.py"):
         if found := re.search(r"^cuda\b.*= *'([\d.]+)'", path.read_text(), flags=re.MULTILINE):
             return found[1]
@@ -120,7 +120,7 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 def check_locks(submission: Submission, _env: Mapping[str, str]) -> Iterable[Finding]:
-    """Check the mount options of the directories to which jobs write."""
+    """Check the mount options of the directories that jobs write."""
     places, found = [".", "jobs", "runs", "data"], {}
     for word in submission.arguments:
         key, _, value = word.partition("=")
@@ -141,17 +141,17 @@ def check_locks(submission: Submission, _env: Mapping[str, str]) -> Iterable[Fin
 
 
 def check_slurm(submission: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Ask sbatch about the submission, or about every job script."""
+    """Test the submission, or every job script, with sbatch."""
     missing = [name for name in ("sbatch", "srun", "scontrol", "squeue") if not shutil.which(name)]
     if missing:
-        fix = "module load slurm, or ask the site; on this machine only: wide-mlps run PLAN"
+        fix = "run module load slurm, or ask the site; to use only this machine: wide-mlps run PLAN"
         yield Finding("SLURM", "FAULT", f"{', '.join(missing)}: not in PATH", fix)
         return
     try:
         lines = slurm("scontrol", "-o", "show", "partition").splitlines()
     except SlurmError as error:
-        fix = "wait, or ask the site; SLURM_CONF must lead to its slurm.conf"
-        yield Finding("SLURM", "FAULT", f"the controller does not answer: {error}", fix)
+        fix = "wait, or ask the site; SLURM_CONF must name its slurm.conf"
+        yield Finding("SLURM", "FAULT", f"the controller does not respond: {error}", fix)
         return
     partitions = {each["PartitionName"]: each for each in map(facts, lines)}
     ours = sorted(Path("cluster").glob("*.slurm"))
@@ -170,9 +170,9 @@ def check_slurm(submission: Submission, environment: Mapping[str, str]) -> Itera
             is_taken = False
             limits = "sinfo -o '%P %l %D %c %m %G', sacctmgr show assoc user=$USER"
             fix = f"fix SBATCH_... in site.env, or the options; limits: {limits}"
-            yield Finding("submission", "FAULT", f"sbatch refuses {script.name}: {answer}", fix)
+            yield Finding("submission", "FAULT", f"sbatch rejects {script.name}: {answer}", fix)
     if is_taken:
-        text = answer if submission.script else "sbatch would take every job script"
+        text = answer if submission.script else "sbatch accepts every job script"
         yield Finding("submission", "ok", text)
     default = next((name for name, each in partitions.items() if each.get("Default") == "YES"), "")
     asked = submission.option("partition") or environment.get("SBATCH_PARTITION")
@@ -181,17 +181,17 @@ def check_slurm(submission: Submission, environment: Mapping[str, str]) -> Itera
         partition = partitions[name]
         if partition.get("State", "UP") != "UP":
             text = f"partition {name} is {partition['State']}: no job starts in it"
-            yield Finding("partition", "FAULT", text, "another partition, or wait: sinfo")
+            yield Finding("partition", "FAULT", text, "choose another partition, or wait")
         longest = partition.get("MaxTime", "UNLIMITED")
         usual = partition.get("DefaultTime", "NONE")
         limit = time or (longest if usual == "NONE" else usual)
-        text = f"{limit} for each attempt of a job; partition {name} has up to {longest}"
-        fix = "" if time else "set SBATCH_TIMELIMIT in site.env, if that is too short"
+        text = f"{limit} for each attempt of a job; partition {name} allows up to {longest}"
+        fix = "" if time else "set SBATCH_TIMELIMIT in site.env if this is too short"
         yield Finding("time limit", "ok", text, fix)
 
 
 def check_job(submission: Submission, environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Check config, data, batch and queue with the Python that jobs use."""
+    """Check config, data, batch and queue with the jobs' Python."""
     if not submission.script or not Path(submission.script).is_file():
         return
     if not os.access(".venv/bin/python", os.X_OK):
@@ -210,8 +210,8 @@ def check_job(submission: Submission, environment: Mapping[str, str]) -> Iterabl
         yield Finding("config", "FAULT", "; ".join(lines[-5:]), "fix it; nothing was submitted")
         return
     others = [line for line in lines if not line.startswith(WARNING)]
-    text = f"{' '.join(submission.arguments[:1])} is valid, its data are complete"
-    splits = f", its batch splits over {ranks} ranks" if ranks else ""
+    text = f"{' '.join(submission.arguments[:1])} is valid, and its data are complete"
+    splits = f", and its batch can be divided over {ranks} ranks" if ranks else ""
     yield Finding("config", "ok", "; ".join(others) or text + splits)
     for line in lines:
         if line.startswith(WARNING):

@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# The environment of a job: `. cluster/environment.sh SITE_ENV` reads that file. What was given before (sbatch --export=ALL,PREFLIGHT=0)
-# counts more than what it sets.
-((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || { echo "bash 4.4 or newer is needed; this is $BASH_VERSION" >&2; exit 2; }
+# Set the environment of a job: `. cluster/environment.sh SITE_ENV` reads that file. Variables that are already set override the file,
+# for example after sbatch --export=ALL,PREFLIGHT=0.
+((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || { echo "bash 4.4 or newer is required. This is $BASH_VERSION" >&2; exit 2; }
 export JOB_SETTINGS="PREFLIGHT PREFLIGHT_GPUS RANKS_PER_NODE MAX_IDLE_STARTS NODE_SCRATCH STAGE_DATA" JOB_SETTINGS_GIVEN=
-export PYTHONIOENCODING=:backslashreplace # no name and no rank's last words stop what only reports them, whatever the locale
+export PYTHONIOENCODING=:backslashreplace # text that the locale cannot show ends no program
 unset given && declare -A given
 for name in $JOB_SETTINGS; do
     [ -z "${!name+set}" ] || { given[$name]=${!name}; JOB_SETTINGS_GIVEN+=" $name"; }
 done
-set +eu # modules and activate scripts read what is not set, and end as they like
+set +eu # modules and activate scripts read unset variables, and may fail
 # shellcheck source=cluster/site.env
 [ ! -r "$1" ] || . "$1"
 for name in "${!given[@]}"; do export "$name=${given[$name]}"; done

@@ -1,10 +1,10 @@
 #!/bin/sh
-# What an image of wide-mlps is made of, for cluster/Containerfile, cluster/apptainer.def and the Pyxis command of docs/cluster.md: as root in
-# a fresh Debian with Python 3.11 or newer, with install.sh, requirements.lock, pyproject.toml and README.md in /opt/wide-mlps.
-# CUDA=cu128 takes another build of torch (docs/cluster.md).
+# Install wide-mlps into an image, for cluster/Containerfile, cluster/apptainer.def and the Pyxis command of docs/cluster.md. Run it as root
+# in a fresh Debian with Python 3.11 or newer, with install.sh, requirements.lock, pyproject.toml and README.md in /opt/wide-mlps.
+# CUDA=cu128 installs another build of torch (docs/cluster.md).
 set -eu
 
-# a compiler stays inside: Triton and torch.compile need it; the headers give Pillow-SIMD JPEG
+# Triton and torch.compile need the compiler; Pillow-SIMD needs the headers for JPEG
 apt-get update
 apt-get install -y --no-install-recommends gcc g++ libc6-dev git libjpeg62-turbo-dev zlib1g-dev
 rm -rf /var/lib/apt/lists/*

@@ -1,11 +1,9 @@
-"""`wide-mlps init DIR`: a folder from which jobs are submitted, for those who have installed a
-wheel and have no checkout.
+"""`wide-mlps init DIR`: create a folder to submit jobs from, for installations without a checkout.
 
-It has the places that a checkout has: configs/ and cluster/ with site.env and the job scripts,
-which are the user's to edit, and
-links: .venv to the environment that wide-mlps is installed in, the programs of cluster/ to their
-files there. So an upgrade of the package is seen at once, and a job has the code as it was at its
-submission: cluster/snapshot copies it from where the links lead.
+The folder has configs/ and cluster/ (site.env and the job scripts), which the user may edit. Links
+lead to the rest: .venv to the environment of wide-mlps, and the programs of cluster/ to the
+package. An upgrade of the package thus applies at once. A submitted job keeps its code, because
+cluster/snapshot copies the files behind the links.
 """
 
 import argparse
@@ -21,12 +19,12 @@ PROGRAMS = ("submit", "snapshot", "environment.sh", "rank.sh", "start.sh")
 
 
 def lay_out(options: argparse.Namespace) -> int:
-    """Typed again it adds what is missing and mends links."""
+    """Create the folder. A second call adds missing files and repairs links."""
     directory, python = Path(options.directory), Path(sys.prefix, "bin/python")
     if (directory / "pretrain").is_dir():
         raise UserError(
             str(directory),
-            "it is a checkout, which has cluster/ and configs/",
+            "it is a checkout, which already has cluster/ and configs/",
             "choose an empty folder",
             code="exists",
         )
@@ -60,7 +58,7 @@ def lay_out(options: argparse.Namespace) -> int:
         link.unlink(missing_ok=True)
         link.symlink_to(leads_to)
     for target in kept:
-        print(f"kept, as you have edited it: {target}")
+        print(f"kept your edited file: {target}")
     print(f"{directory}: {len(copies)} configs and job scripts, Python of {sys.prefix}")
     print(
         f"next: cd {directory}, describe your site in cluster/site.env, then cluster/submit --check"

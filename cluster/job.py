@@ -1,5 +1,5 @@
-"""A job from its start to its end or its next start. Every *.slurm runs this file on its first
-node, outside of containers.
+"""Run one start (attempt) of a job, up to its end or its requeue. Every *.slurm runs this file on
+its first node, outside of containers.
 
     job.py pretrain train | finetune probe | finetune tune ... CONFIG [key=value ...]
     job.py grid PLAN STAGE                                     one member of a grid
@@ -10,15 +10,15 @@ node, outside of containers.
 1. `cluster.resolve` checks the config in a second or two.
 2. `cluster.preflight` checks each node.
 3. The ranks run, with a log each.
-4. USR2 (300 s before the limit, or at preemption) and TERM are passed on to the ranks, which save
-   at a step boundary and exit.
-5. An unfinished job requeues itself without the nodes that were found bad. If SLURM does not allow
-   that, it submits a successor. It ends if the config is wrong, if it was cancelled, or if its
-   starts and those of its predecessors lead nowhere (starts.py).
+4. USR2 (300 s before the limit, or at preemption) and TERM are passed to the ranks, which save at a
+   step boundary and exit.
+5. An unfinished job requeues itself without the bad nodes. If SLURM does not allow that, it submits
+   a successor. It ends if the config is wrong, if it was canceled, or if its starts and those of
+   its predecessors make no progress (starts.py).
 
-Only exit code 2 of the first start that gets to its ranks means that the config is wrong. Any other
+Only exit code 2 of the first start with running ranks means that the config is wrong. Any other
 failure may be the node's fault, until a second node has the same failure. An error in this file
-ends a start as a failure of a rank does.
+ends a start like a failure of a rank.
 
 jobs/JOB (or jobs/ARRAY_TASK) has the logs of all ranks, starts.jsonl and bad-nodes. This file
 imports only the standard library (Python 3.9 or newer), because it must name a node whose .venv
@@ -66,7 +66,7 @@ from data_prep import console
 BAD_INPUT, NAMED_BAD, BUSY = 2, 3, 75
 """Exit codes of a wrong config, of the pre-flight, and of ranks whose run another start holds."""
 PATIENCE = 18
-"""How often SLURM is asked, ten seconds apart."""
+"""Number of requests to SLURM, ten seconds apart."""
 
 
 class End(Exception):  # noqa: N818
@@ -79,15 +79,15 @@ class End(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Allocation:
-    """What SLURM and cluster/site.env give to this start."""
+    """Values that SLURM and cluster/site.env give to this start."""
 
     script: str
     number: str
     array: str
-    """The number of the array, or of the job."""
+    """Number of the array, or of the job."""
     task: str | None
     span: tuple[int, int, int]
-    """The first and the last task of the array, and their count."""
+    """First and last task of the array, and their count."""
     restarts: int
     node: str
     nodelist: str
@@ -99,20 +99,20 @@ class Allocation:
     idle_limit: int
     preflight_s: int
     wait_s: int
-    """Seconds after the first rank's end until ranks that hang are killed."""
+    """Seconds after the first rank's end until hanging ranks are killed."""
     cache: str
     python: list[str]
-    """The words that start Python on a node under srun."""
+    """Command that starts Python on a node under srun."""
     srun_options: list[str]
     local_python: list[str]
-    """The words that start Python in this script."""
+    """Command that starts Python in this script."""
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str]) -> Allocation:
         """Read all variables; RANK_PYTHON and SRUN_OPTIONS put Python into a container.
 
-        Pyxis makes containers only in srun. With SRUN_OPTIONS this script therefore uses .venv, or
-        else a step of one task.
+        Pyxis makes containers only in srun. If SRUN_OPTIONS is set, this script therefore uses
+        .venv, or else a step of one task.
         """
         get = environment.get
         number, task = environment["SLURM_JOB_ID"], get("SLURM_ARRAY_TASK_ID")
@@ -160,14 +160,14 @@ class Allocation:
         return Path("jobs", self.label)
 
     def for_ranks(self) -> dict[str, str]:
-        """Return the variables that ranks inherit besides those of this script."""
-        # Compiled kernels on the node itself (locks on NFS stall) and in our own directory only:
-        # they are loaded as code.
+        """Return the variables that ranks inherit in addition to those of this script."""
+        # Compiled kernels: on the node itself, because locks on NFS stall, and in our own
+        # directory, because they are code.
         names = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
         names["TORCH_EXTENSIONS_DIR"] = "extensions"
         found = {name: f"{self.cache}/{directory}" for name, directory in names.items()}
         for name in ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONNOUSERSITE"):
-            for prefix in ("APPTAINERENV", "SINGULARITYENV"):  # these win over the image's own
+            for prefix in ("APPTAINERENV", "SINGULARITYENV"):  # these override the image's own
                 found[f"{prefix}_{name}"] = os.environ.get(name, "")
         return found
 
@@ -186,22 +186,22 @@ class Job:
     def __init__(self, allocation: Allocation, words: list[str]) -> None:
         self.at = allocation
         self.words = words[1:] if words[0] in ("grid", "data_prep") else words[2:]
-        """The words after the job script, for a successor."""
+        """Words after the job script, for a successor."""
         self.directory, self.num_nodes = allocation.directory, allocation.num_nodes
         self.directory.mkdir(parents=True, exist_ok=True)
         self.has_begun, self.stopped, self.began_s = False, False, time.monotonic()
         self.step: subprocess.Popen[bytes] | None = None
         self.answer: dict[str, Any] = {}
-        """What cluster.resolve says about the command."""
-        # each rank sees all GPUs, however they were asked for
+        """Reply of cluster.resolve about the command."""
+        # each rank sees all GPUs, whatever the request
         tres = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
         for name in (*tres, "SLURM_TRES_PER_TASK"):
             os.environ.pop(name, None)
         os.environ.update(allocation.for_ranks())
 
     def receive(self, number: int, _frame: object) -> None:
-        """Pass USR2 on to srun, which signals all ranks. NCCL takes USR1, and at TERM srun would
-        kill them; at preemption sites send the one or the other."""
+        """Pass USR2 on to srun, which signals all ranks. NCCL uses USR1, and at TERM srun would
+        kill them. At preemption, sites send either."""
         del number
         self.stopped = True
         if self.step is not None:
@@ -224,12 +224,13 @@ class Job:
         if code == BAD_INPUT and not has_trained(self.starts()):
             raise End("the config is not valid; not started", BAD_INPUT)
         if self.run_python("-c", "")[0] == 0:
-            # a config that was good before has not become bad: this node may see less, or the run
-            # is another's by now
+            # the config was valid in an earlier start: this node may lack a mount, or the run may
+            # now be another job's
             raise self.blame_node(
-                f"the check of the config failed there (exit code {code}, see above)", once=True
+                f"the check of the config failed on this node (exit code {code}, see above)",
+                once=True,
             )
-        raise self.blame_node(f"Python does not run there (exit code {code}, see above)")
+        raise self.blame_node(f"Python does not run on this node (exit code {code}, see above)")
 
     def run_python(self, *words: str) -> tuple[int, bytes]:
         words = (*self.at.local_python, *words)
@@ -241,11 +242,11 @@ class Job:
         return done.returncode, done.stdout
 
     def blame_node(self, reason: str, *, once: bool = False) -> End:
-        """Start again without this node. `once`: if another node has the same, the cause is the
-        config."""
+        """Start again without this node. `once`: if another node has the same fault, the cause is
+        the config."""
         others = [node for node, why in self.bad_nodes() if why == reason]
         if others and once:
-            return End(f"{reason}; on {','.join(others)} as well", BAD_INPUT)
+            return End(f"{reason}; also on {','.join(others)}", BAD_INPUT)
         self.log(f"{self.at.node} is bad: {reason}")
         with open(self.directory / "bad-nodes", "a") as names:
             names.write(f"{self.at.node}\t{reason}\n")
@@ -262,34 +263,36 @@ class Job:
     # ---- ranks
 
     def place_ranks(self, per_node: int | None = None) -> None:
-        """Settle how many ranks run, on how many CPUs each, and where they meet."""
+        """Set the number of ranks, their CPUs, and the address of their rendezvous."""
         environment = os.environ
         self.ranks = per_node or self.at.ranks_per_node or self.at.gpus or 1
         self.nodes = expand_hosts(self.at.nodelist)
         lines: list[str] = []
-        with suppress(SlurmError):  # a controller that fails over now ends no job
+        with suppress(SlurmError):  # a controller that fails over ends no job
             words = ("scontrol", "-o", "show", "node", self.at.nodelist)
             lines = slurm(*words, tries=3).splitlines()
         self.cpus = cpus_per_rank(environment, lines, ranks=self.ranks)
         environment.setdefault("OMP_NUM_THREADS", str(self.cpus))
-        # This node is the first, and rank 0's. SLURM reaches it by its NodeAddr, also if its name
+        # This node is the first, and has rank 0. SLURM reaches it by its NodeAddr, even if its name
         # does not resolve.
         first = next(
             (each for each in map(facts, lines) if each.get("NodeName") == self.nodes[0]), {}
         )
         environment["MASTER_ADDR"] = first.get("NodeAddr", self.nodes[0])
-        # Below the ephemeral ports; another for each job and each start, whose ranks may linger.
+        # Below the ephemeral ports; each job and start has another, because old ranks may linger.
         port = 10000 + (int(self.at.number) * 16 + 2 * self.at.restarts) % 20000
         environment["MASTER_PORT"] = str(free_port(port))
 
     def run_step(self, name: str, words: list[str], *, wait_s: int, cache: str) -> int:
-        """Return srun's exit code. Each task has a log; that of the first is shown in the job's.
+        """Return srun's exit code. Each task has a log; the job's log shows the first one.
 
-        --wait: seconds after the first rank's end until those that hang are killed; longer than a
-        checkpoint's last write. No --kill-on-bad-exit, which sites may have as their default: it
-        kills ranks that are about to exit with 2. --gres: with --exclusive steps get no GPU
-        unasked; each rank sees all. --export: against SBATCH_EXPORT=NONE. --distribution: the ranks
-        of a node have successive numbers.
+        - --wait: seconds after the first rank's end until hanging ranks are killed; longer than a
+          checkpoint's last write.
+        - No --kill-on-bad-exit, which may be a site's default: it kills ranks that are about to
+          exit with 2.
+        - --gres: under --exclusive, steps get no GPU without a request; each rank sees all.
+        - --export: against SBATCH_EXPORT=NONE.
+        - --distribution: the ranks of a node have successive numbers.
         """
         log = f"{self.directory}/{name}"
         ends = self.directory / "ends" / f"{name}.{self.at.restarts}"
@@ -310,9 +313,9 @@ class Job:
             try:
                 self.step = subprocess.Popen(["srun", *options, *rank, *words])
             except OSError:
-                tail.kill()  # or its `with` would wait for it
+                tail.kill()  # its `with` would wait for it
                 raise
-            while True:  # again and again: what comes while they start is lost
+            while True:  # repeated, because ranks lose signals while they start
                 if self.stopped:
                     self.step.send_signal(signal.SIGUSR2)
                 with suppress(subprocess.TimeoutExpired):
@@ -327,10 +330,10 @@ class Job:
         return code if code >= 0 else 128 - code
 
     def show_first_failure(self, ends: Path, log: str) -> None:
-        """Show which rank had the earliest bad end, and its last lines."""
+        """Show the rank with the earliest bad end, and its last lines."""
         found = [json.loads(path.read_text()) for path in ends.iterdir()]
         if not found:
-            self.log("no rank has recorded its end (see srun's lines above): was a node lost?")
+            self.log("no rank has recorded its end (see srun's lines above): a node may be lost")
             return
         first = min(found, key=lambda each: float(each["time"]))
         own_log, code = Path(f"{log}-{first['rank']:04}.log"), first["code"]
@@ -345,8 +348,8 @@ class Job:
         known = len(self.bad_nodes())
         words = ["-m", "cluster.preflight", str(self.directory), "--nodes", ",".join(self.nodes)]
         words += [f"--read={path}" for path in self.answer["reads"]]
-        # its first rank waits longer for those that do not come, to name them; without a cache it
-        # starts where that disk is bad
+        # its first rank waits longer for missing ranks, to name them; without a cache it starts
+        # even if that disk is bad
         wait_s = 8 * (self.at.preflight_s + 1)
         code = self.run_step("preflight", [*self.at.python, *words], wait_s=wait_s, cache="")
         os.environ["MASTER_PORT"] = str(free_port(int(os.environ["MASTER_PORT"]) + 1))
@@ -354,14 +357,14 @@ class Job:
             raise self.start_again("bad-node")
         self.stopped = self.stopped or was_stopped(code)
         if code and not self.stopped:
-            self.log(f"WARNING: the pre-flight could not be made ({code}); going on without it")
+            self.log(f"WARNING: the pre-flight check failed to run ({code}); continuing")
 
     def run_ranks(self, words: list[str], *, with_preflight: bool) -> int:
         """Return the exit code of the ranks, after the pre-flight."""
-        self.give_up_if_idle()  # the starts before may have ended without a word
+        self.give_up_if_idle()  # earlier starts may have ended without a record
         before = self.starts()
         if before and before[-1]["how"] == "lost":
-            self.log("the start before has left no end: was its node lost?")
+            self.log("the previous start has recorded no end: its node may be lost")
         self.begin_start()
         commit = (self.at.snapshot / "COMMIT").read_text().strip()
         ranks = f"{self.num_nodes} x {self.ranks} ranks on {self.at.nodelist}"
@@ -390,7 +393,7 @@ class Job:
         if code == BAD_INPUT and not has_trained(self.starts()[:-1]):
             self.end_start("refused")
             return BAD_INPUT
-        # as ranks exit that receive a signal, whoever sent it
+        # the exit of ranks that received a signal from anyone
         self.stopped = self.stopped or code == 0 or was_stopped(code)
         why = f"{self.why_stopped()}, " if self.stopped else ""
         self.log(f"{place} is not finished: {why}srun ended with {code}")
@@ -402,11 +405,11 @@ class Job:
         return read_starts(self.directory / "starts.jsonl")
 
     def mark(self) -> str:
-        """Return a checksum of what changes whenever a start was of use."""
+        """Return a checksum that changes if a start makes progress."""
         if not self.answer:
             return UNKNOWN
         if self.answer["work"]:  # of a build
-            walk = os.walk(self.answer["work"])  # others rename there meanwhile
+            walk = os.walk(self.answer["work"])  # other tasks rename files at the same time
             return str(sum(len(folders) + len(files) for _, folders, files in walk))
         total, run_dir = 0, Path(self.answer["writes"])
         names = [f"{above}{file}" for above in ("", "*/", "*/*/") for file in PROGRESS]
@@ -419,7 +422,7 @@ class Job:
         line = {"restart": self.at.restarts, "mark": self.mark(), "time": time.strftime("%FT%T")}
         try:
             append_start(self.directory / "starts.jsonl", line | values)
-        except OSError as error:  # or a job that cannot write would start again for ever
+        except OSError as error:  # a job that cannot write must not start for ever
             problem = f"cannot write {self.directory}/starts.jsonl ({error.strerror})"
             raise End(f"{problem}; not started again") from None
 
@@ -430,8 +433,8 @@ class Job:
     def end_start(self, how: str) -> None:
         """Record the end, unless the next start has begun.
 
-        SLURM counts on as soon as it takes the job back, so a start that is requeued still records
-        its end. A start whose node was frozen may wake up when the next has begun.
+        SLURM counts a start when it requeues the job, so a requeued start still records its end. A
+        start whose node was frozen may wake up after the next has begun.
         """
         newest = self.at.restarts
         with suppress(SlurmError):
@@ -454,8 +457,7 @@ class Job:
         with suppress(SlurmError):
             about = about_job(self.at.label)
             preempted = about.get("PreemptTime", "None")
-            # whole seconds: a preemption before this start was earlier than that, for what is
-            # requeued waits
+            # integer seconds: an earlier preemption has an older time, because a requeued job waits
             if preempted != "None" and preempted >= about.get("StartTime", ""):
                 return "it was preempted"
         return "its ranks received a signal"
@@ -463,7 +465,7 @@ class Job:
     def start_again(self, how: str) -> End:
         """Requeue the job and return the end of this start, or raise the reason why not."""
         if not self.has_begun:
-            # each start counts, or one that fails early would be repeated for ever
+            # each start counts; otherwise an early failure would be repeated for ever
             self.begin_start()
         self.end_start(how)
         label = self.at.label
@@ -472,7 +474,7 @@ class Job:
             about = about_job(label, tries=PATIENCE)
             is_alone = about.get("Requeue") == "0"  # SLURM does not requeue it either
             if state != "RUNNING" and not (is_alone and "preempted" in self.why_stopped()):
-                why = "the job was cancelled or requeued, or a node failed"
+                why = "the job was canceled or requeued, or a node failed"
                 raise End(f"SLURM is ending this start ({state}): {why}")
             self.give_up_if_idle()
             bad = sorted({node for node, _ in self.bad_nodes()})
@@ -484,11 +486,11 @@ class Job:
             self.stopped = False
             slurm("scontrol", "requeue", label, tries=PATIENCE)
         except SlurmError as error:
-            raise End(f"the job cannot be continued ({error}); submit it again to go on") from None
+            raise End(f"the job cannot be continued ({error}); submit it again to resume") from None
         if bad:
             before = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", about.get("ExcNodeList", ""))
             self.exclude(",".join(dict.fromkeys([*bad, *before])))
-        # SLURM mostly sends a signal once it has taken the job back, and kills after KillWait
+        # SLURM usually signals after the requeue, and kills after KillWait
         for _ in range(30):
             if self.stopped:
                 break
@@ -496,12 +498,12 @@ class Job:
         return End("")
 
     def submit_successor(self, about: Mapping[str, str], bad: list[str]) -> End:
-        """Let another job go on, where SLURM does not requeue this one.
+        """Submit a successor if SLURM does not requeue this job.
 
-        1. Submit the same script with the same options. It begins when this job has ended.
-        2. Give it the starts of this job, which count on, and its places (jobs/JOB/writes).
-        3. Let the jobs that wait for this one wait for it.
-        4. End with 0: what waits for a complete array waits for this task, too.
+        1. Submit the same script with the same options. It begins after this job.
+        2. Give it the starts of this job, which still count, and its places (jobs/JOB/writes).
+        3. Make jobs that wait for this one wait for it.
+        4. End with 0: jobs that wait for a complete array wait for this task, too.
         """
         at, label, noted = self.at, self.at.label, self.directory / "successor"
         if noted.exists():
@@ -534,24 +536,24 @@ class Job:
         return End("", 0)
 
     def refuse_if_too_few(self, bad: list[str], about: dict[str, str]) -> None:
-        """End a job whose nodes do not suffice: it would pend for ever."""
+        """End a job with too few good nodes: it would pend for ever."""
         wanted = expand_hosts(about["ReqNodeList"]) if "ReqNodeList" in about else []
         if wanted := sorted(set(wanted) & set(bad)):
-            problem = f"--nodelist asks for {','.join(wanted)}, which is bad"
-            raise End(f"not started again: {problem}; submit it again without")
+            problem = f"--nodelist requests {','.join(wanted)}, which is bad"
+            raise End(f"not started again: {problem}; submit it again without this node")
         partition = os.environ["SLURM_JOB_PARTITION"]
         try:
             left = set(slurm("sinfo", "-h", "-N", "-p", partition, "-o", "%N", tries=3).split())
         except SlurmError:
-            return  # it goes into the queue without the estimate
+            return  # it is queued without the estimate
         left -= set(bad)
         if len(left) < self.num_nodes:
             problem = f"without {','.join(bad)} partition {partition} has {len(left)} nodes"
             raise End(f"not started again: {problem}; submit it again with fewer --nodes")
 
     def exclude(self, nodes: str) -> None:
-        """Only a pending job's nodes can be chosen, and only now is it one: SLURM lets this process
-        go on for KillWait."""
+        """Exclude nodes from the next start. SLURM allows this only for a pending job. The job is
+        pending now, and this process may continue for KillWait."""
         for _ in range(20):
             with suppress(SlurmError):
                 slurm("scontrol", "update", f"JobId={self.at.label}", f"ExcNodeList={nodes}")
@@ -562,16 +564,16 @@ class Job:
 
 
 PROGRESS = ("checkpoints/latest", "result.json")
-"""Files of a run that a useful start changes."""
+"""Files of a run that change with progress."""
 
 
 def was_stopped(code: int) -> bool:
-    """By a signal, or as after Ctrl-C."""
+    """Return True for an exit by a signal, or as after Ctrl-C."""
     return code in (130, 138, 140, 143, -2, -10, -12, -15)
 
 
 def free_port(port: int) -> int:
-    """The first from there on that nobody listens on."""
+    """Return the first free port from `port` upwards."""
     while True:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
@@ -579,7 +581,7 @@ def free_port(port: int) -> int:
         port += 1
 
 
-# ---- what the job scripts run
+# ---- commands of the job scripts
 
 
 def run_command(job: Job, words: list[str]) -> int:
@@ -591,10 +593,10 @@ def run_command(job: Job, words: list[str]) -> int:
         job.log(f"member {words[3]} of {words[1]} {words[2]}: {' '.join(answer['words'])}")
     place = answer["writes"]
     if answer["state"] == "finished":
-        job.log(f"{place} is finished; choose another one to do it again")
+        job.log(f"{place} is finished; choose another one to repeat it")
         return 0
     if answer["state"] == "blind":
-        raise job.blame_node(f"{answer['about']} is not there", once=True)
+        raise job.blame_node(f"{answer['about']} does not exist on this node", once=True)
     if answer["needs_one_rank"]:
         job.num_nodes = 1
     job.place_ranks(per_node=1 if answer["needs_one_rank"] else None)
@@ -605,20 +607,21 @@ def run_command(job: Job, words: list[str]) -> int:
     ranks = [*at.python, "-m", *command[:3], *extra, *command[3:]]
     code, is_finished = job.run_ranks(ranks, with_preflight=True), False
     if Path(place, answer["result"]).exists():
-        # with several seeds it is finished when all of them are
+        # finished when all seeds are finished
         failed, found = job.run_python("-m", "cluster.resolve", f"--kept={at.snapshot}", *words)
         is_finished = not failed and json.loads(found)["state"] == "finished"
     return job.end(code, is_finished=is_finished)
 
 
 def draw(job: Job, words: list[str]) -> int:
-    """Draw a figure on this node. Nothing of it is kept if it is killed."""
+    """Draw a figure on this node. A killed start leaves no files."""
     kept = f"--kept={job.at.snapshot}"
     return subprocess.run([*job.at.local_python, "-m", *words, kept], check=False).returncode
 
 
 def continue_plan(job: Job, words: list[str]) -> int:
-    """Queue the next wave of a plan (queue_jobs.py), never in a container: it asks SLURM."""
+    """Queue the next wave of a plan (queue_jobs.py), outside of containers, because it calls
+    SLURM."""
     path, since, *options = words[2:]
     os.environ.update(PLAN_KEPT=str(job.at.snapshot), PLAN_SINCE=since)
     command = [".venv/bin/python", "-m", *words[:2], *options, path]
@@ -636,7 +639,7 @@ def prepare(job: Job, words: list[str]) -> int:
     answer = job.resolve(["data_prep", "build", *words])
     out = answer["writes"]
     if part != "--merge" and answer["state"] == "finished":
-        job.log(f"{out} is built already")
+        job.log(f"{out} is already built")
         return 0
     job.place_ranks(per_node=1)
     if part == "--merge":
@@ -645,7 +648,7 @@ def prepare(job: Job, words: list[str]) -> int:
     else:
         first, last, count = at.span
         if not task and (at.task is None or last - first + 1 != count):
-            raise End("give all tasks of an array, without gaps: --array=0-7", BAD_INPUT)
+            raise End("request all tasks of an array, without gaps: --array=0-7", BAD_INPUT)
         number = int(at.task or 0)
         if not part and number == first:
             submit_merge(job, words)
@@ -657,19 +660,19 @@ def prepare(job: Job, words: list[str]) -> int:
 
 
 def submit_merge(job: Job, words: list[str]) -> None:
-    """Submit the merge once, by the array's first task. A start that is killed between the two
-    lines does it twice, and the merges take turns."""
+    """Submit the merge once, from the array's first task. If a start is killed between the two
+    lines, there are two merges, which run one after the other."""
     noted = Path("jobs", job.at.array, "merge")
     if noted.exists():
         return
     options = [f"--dependency=afterok:{job.at.array}", "--kill-on-invalid-dep=yes", "--array=0"]
     script = [str(job.at.snapshot / "cluster/data_prep.slurm"), "--merge", *words]
-    try:  # for a minute each, because its own part waits as long
+    try:  # one minute each, because its own part waits as long
         options += inherited(about_job(job.at.label, tries=6))
         sbatch = ("sbatch", "--parsable", *options, *script)
         noted.write_text(slurm(*sbatch, tries=6, environment=new_job(os.environ)))
     except SlurmError as error:
-        fix = "when the parts are done: sbatch --array=0 cluster/data_prep.slurm --merge ..."
+        fix = "submit it after all parts: sbatch --array=0 cluster/data_prep.slurm --merge ..."
         job.log(f"WARNING: the merge could not be submitted ({error}); {fix}")
 
 
@@ -682,7 +685,7 @@ def main(words: list[str]) -> int:
         return end.code
     for number in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, job.receive)
-    note = os.environ.pop("STOPPED", "")  # of a signal before (start.sh)
+    note = os.environ.pop("STOPPED", "")  # of an earlier signal (start.sh)
     job.stopped = job.stopped or os.path.exists(note)  # noqa: PTH110
     try:
         try:
@@ -690,7 +693,7 @@ def main(words: list[str]) -> int:
             return others.get(words[0], run_command)(job, words)
         except End:
             raise
-        except Exception as error:  # noqa: BLE001 (whatever it is, the run can go on)
+        except Exception as error:  # noqa: BLE001 (the run can continue)
             if not isinstance(error, SlurmError):
                 traceback.print_exc()
             job.log(f"{type(error).__name__} in cluster/job.py itself: {error}")

@@ -1,6 +1,6 @@
 """`wide-mlps list` and `run`: a plan on this machine, one member after the other.
 
-Both skip finished members, so you can interrupt any run and type the same command again.
+Both skip finished members, so you can interrupt any run and repeat the same command.
 """
 
 import argparse
@@ -35,31 +35,31 @@ def show(options: argparse.Namespace) -> int:
         print(f"missing: {error}")
     if not plan.is_demo:
         print(f"on SLURM: cluster/submit {plan.path}")
-    print(f"here:     wide-mlps run {shlex.join(plan.words)}")
+    print(f"locally:  wide-mlps run {shlex.join(plan.words)}")
     return OK
 
 
 class Here:
     """Runs commands and passes signals on, so that a training can save.
 
-    Ctrl-C reaches the command from the terminal itself; other signals are sent on to it.
+    The terminal itself sends Ctrl-C to the command; this process passes other signals on.
     """
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        """Signals that are to end the complete plan."""
+        """Signals that end the complete plan."""
         self._process: subprocess.Popen[bytes] | None = None
-        keep("")  # the command says what it keeps
+        keep("")  # the command prints what it keeps
         for number in heeded_signals():
             signal.signal(number, self._receive)
 
     def run(self, words: list[str]) -> int:
-        """Return the exit code of `python -m WORDS`; that of a signal as shells have it."""
+        """Return the exit code of `python -m WORDS`; after a signal, the code that shells use."""
         if self.received:
             return INTERRUPTED
         print(f"$ {shlex.join(words)}", flush=True)
         self._process = subprocess.Popen([sys.executable, "-m", *words])
-        if self.received:  # while it was being started
+        if self.received:  # during its start
             self._process.send_signal(signal.SIGTERM)
         code = self._process.wait()
         return code if code >= 0 else 128 - code
@@ -71,7 +71,7 @@ class Here:
 
 
 def num_gpus() -> int:
-    """Return the GPUs that this process may use, without importing torch."""
+    """Return the number of GPUs that this process may use, without importing torch."""
     words, visible = ["nvidia-smi", "-L"], os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         found = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -82,8 +82,8 @@ def num_gpus() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run all members. A member that fails does not stop the others of its stage, but the stages
-    after it, because most need it."""
+    """Run all members. A failed member stops later stages, because most need it, but not the other
+    members of its stage."""
     plan = load_checked(options.file, is_demo=options.demo)
     ranks = options.ranks or num_gpus() or 1
     if missing := plan.missing():
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     print("", *in_columns(rows), sep="\n")
     if not left:
         return OK
-    why = "stopped" if here.received else "not everything succeeded"
+    why = "stopped" if here.received else "a command failed"
     fix = "Finished members are kept; run the same command again."
     print(f"wide-mlps: {why}; skipped: {left}. {fix}", file=sys.stderr)
     return INTERRUPTED if here.received else FAILED
@@ -149,7 +149,7 @@ def _run_work(work: Work, here: Here, *, ranks: int) -> int:
 
 
 def _unverified(work: Work) -> Path:
-    """Return the file that exists from the begin of a build until `data_prep verify` has passed."""
+    """Return the file that exists from the start of a build until `data_prep verify` has passed."""
     return Path("jobs/unverified") / str(Path(work.writes).absolute()).replace("/", "%")
 
 

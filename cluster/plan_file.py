@@ -1,4 +1,4 @@
-"""A plan file: a graph of datasets, pretrainings and uses of their checkpoints. No torch here.
+"""A plan file: a graph of datasets, pretrainings and uses of their checkpoints. Imports no torch.
 
     prepare: [configs/data_prep/demo_pretrain.yaml, configs/data_prep/demo_transfer.yaml]
     pretrain:
@@ -19,11 +19,11 @@
 
 A section is an entry or a list of entries. An entry is the path of a config, or a mapping. An entry
 with axes is a grid of many runs, on SLURM the tasks of one array. Member i depends only on this
-file: the first axis is the slowest, the seeds are the fastest. Dependencies are not written: an
-entry waits for those that write the datasets and checkpoints that its resolved config reads. An
-input that no entry writes must exist already.
+file: the first axis is the slowest, the seeds are the fastest. Dependencies follow from the
+configs. An entry waits for the entries that write the datasets and checkpoints of its resolved
+config. All other inputs must already exist.
 
-Long because it is one format: its settings, the members that follow from them, and all mistakes.
+Long because it is one format: its settings, their members, and all mistakes.
 """
 
 import itertools
@@ -63,8 +63,8 @@ class Entry(Settings):
     config: Annotated[tuple[str, ...], _SEVERAL] = Field(
         min_length=1, examples=["configs/probe/demo.yaml"]
     )
-    """The config that members change. Several configs are the first axis, `config`, labeled by
-    their file names."""
+    """Config that members change. Several configs are the first axis, `config`, labeled by their
+    file names."""
     overrides: tuple[str, ...] = Field((), examples=[["train.duration=2 epochs"]])
     """Settings of all members as key.path=value, as on the command line."""
     for_each: Literal["pretrain", "finetune"] | None = None
@@ -72,21 +72,22 @@ class Entry(Settings):
     knn, evaluate and export, `finetuned`. `evaluate` also takes the dataset and split of each run's
     evaluation, unless the entry sets them."""
     checkpoints: tuple[str, ...] = Field((), examples=[["50 epochs", "100 epochs"]])
-    """Use these checkpoints of each run instead of the last one. They are lengths of
-    checkpoint.milestones, and {pretrained} or {finetuned} in run_dir ends with the length."""
+    """Use these checkpoints of each run instead of the last one. Each value is a length of
+    checkpoint.milestones. {pretrained} or {finetuned} in run_dir ends with the length."""
     grid: dict[str, Any] = Field(default_factory=dict, examples=[{"optimizer.lr": [0.0001, 0.001]}])
     """Axes: a setting with a list of values, or any name with cases ({case: {setting: value, ...},
     ...})."""
     seeds: tuple[int, ...] | None = Field(None, min_length=1, examples=[[0, 1, 2]])
     """Seeds of the training (pretrain, finetune), the heads (probe) or the views (evaluate)."""
     run_dir: str | None = Field(None, examples=["runs/plans/{name}/seed-{seed}"])
-    """The run directory (or export) of each member. {name} is the name of the plan file, {AXIS} the
+    """Run directory (or export) of each member. {name} is the name of the plan file, {AXIS} the
     member's label on an axis, {seed} its seed."""
     max_concurrent: int | None = Field(None, ge=1, examples=[4])
-    """Largest number of members that run at a time, as % in sbatch's --array; null: no limit."""
+    """Largest number of members that run at the same time, as % in sbatch's --array; null: no
+    limit."""
     nodes: int | None = Field(None, ge=1, examples=[4])
-    """Complete nodes of each member on SLURM. null: one node for a single pretraining, else a part
-    of a node."""
+    """Complete nodes of each member on SLURM. null: one node for a single pretraining, otherwise a
+    part of a node."""
     gpus: int | None = Field(None, ge=0, examples=[4])
     """GPUs of each member on SLURM, all on one node, with the same fraction of its CPUs and memory.
     null: one, or none for an export."""
@@ -108,7 +109,7 @@ class Entry(Settings):
             fix = "set for_each: pretrain, or put pretrained=RUN@50epochs into the grid"
             raise UserError("checkpoints", problem, fix, code="missing-value")
         if self.nodes is not None and self.gpus is not None:
-            problem = "it excludes nodes, which books complete nodes"
+            problem = "it excludes nodes, which requests complete nodes"
             raise UserError("gpus", problem, "omit one of the two", code="conflict")
         if self.is_grid and self.run_dir is None:
             fix = "name its axes, for example runs/{name}/{seed}"
@@ -155,7 +156,7 @@ class Sections(Settings):
     figure: dict[str, Any] | None = Field(
         None, examples=[{"kind": "sweep", "x": "width", "hue": ["mixing"]}]
     )
-    """The figure of the results, drawn last. `analysis figure PLAN --check` checks it."""
+    """Figure of the results, drawn last. `analysis figure PLAN --check` checks it."""
 
 
 class PlanSettings(Sections):
@@ -180,7 +181,7 @@ class Choice:
     """One value of an axis."""
 
     label: str
-    """Its name in run directories."""
+    """Name of the value in run directories."""
     overrides: tuple[str, ...] = ()
     defaults: tuple[str, ...] = ()
     """Overrides that the entry may replace."""
@@ -191,9 +192,9 @@ class Member:
     index: int
     work: Work
     own: tuple[str, ...]
-    """The overrides in which it differs from the others."""
+    """Overrides of this member only."""
     labels: Mapping[str, str]
-    """Its label on each axis."""
+    """Label of the member on each axis."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ class Stage:
     """An entry, and on SLURM a job (for a dataset two jobs)."""
 
     name: str
-    """Its section, with a number if the section has several entries: probe, finetune/2."""
+    """Name of its section, with a number if the section has several entries: probe, finetune/2."""
     entry: Entry
     kind: Kind
     members: tuple[Member, ...]
@@ -212,7 +213,7 @@ class Stage:
 
     @property
     def num_gpus(self) -> int | None:
-        """GPUs of each member; None: as its job script needs."""
+        """Return the GPUs of each member; None: as its job script needs."""
         is_export = self.kind == "export" and self.entry.is_grid
         return 0 if self.entry.gpus is None and is_export else self.entry.gpus
 
@@ -228,7 +229,7 @@ class Stage:
 class Plan:
     path: str
     stages: tuple[Stage, ...]
-    """Each after those that it waits for."""
+    """Stages in order; each comes after those that it waits for."""
     figure: Mapping[str, Any] | None = None
     is_demo: bool = False
     source: tuple[Mapping[str, Any], ...] = ()
@@ -236,34 +237,34 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """The value of {name} in run_dir: the file's name, with `_demo` for the demo."""
+        """Value of {name} in run_dir: the file's name, with `_demo` for the demo."""
         return Path(self.path).stem + "_demo" * self.is_demo
 
     @property
     def drawn(self) -> str:
-        """The folder of its figure."""
+        """Folder of the figure."""
         return f"runs/plans/{self.name}"
 
     @property
     def words(self) -> list[str]:
-        """The words by which a command gets this plan."""
+        """Arguments that select this plan in a command."""
         return [self.path, *["--demo"] * self.is_demo]
 
     @property
     def files(self) -> list[str]:
-        """The configs of its members."""
+        """Configs of the members."""
         return sorted({work.config for stage in self.stages for work in stage.works})
 
     def after(self, stage: Stage) -> list[Stage]:
-        """Return the stages for which a stage waits: those that write its inputs, and before an
-        export those that evaluate the same checkpoint, for the model card."""
+        """Return the stages that write the inputs of a stage. An export also waits for the
+        evaluations of its checkpoint, for the model card."""
         read = [
             place_of(run_and_length(path)[0]) for work in stage.works for path in work.reads_from
         ]
         exported = {work.pretrained for work in stage.works if stage.kind == "export"} - {None}
         found = []
         for other in self.stages:
-            # an input may be in a place: RUN/checkpoints/step-..., RUN/seed-0
+            # an input may be below a place: RUN/checkpoints/step-..., RUN/seed-0
             places = [place_of(work.writes) for work in other.works]
             is_read = any(path.is_relative_to(place) for path in read for place in places)
             is_judge = other.kind != "export" and exported & {
@@ -274,8 +275,8 @@ class Plan:
         return found
 
     def missing(self) -> list[UserError]:
-        """Return an error for each input of unfinished members that is neither present nor written
-        by a stage."""
+        """Return an error for each input of unfinished members that does not exist and that no
+        stage writes."""
         written = [place_of(work.writes) for stage in self.stages for work in stage.works]
         found: dict[str, UserError] = {}
         for stage in self.stages:
@@ -293,7 +294,7 @@ class Plan:
 
 
 def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None) -> Plan:
-    """Read a plan, or its `demo:` section. With a snapshot, read all files as they were at the
+    """Read a plan, or its `demo:` section. If there is a snapshot, read the files of the
     submission."""
     try:
         complete = load_settings(PlanSettings, path=kept(path, snapshot), overrides=[])
@@ -322,7 +323,7 @@ def load_plan(path: str, *, is_demo: bool = False, snapshot: Path | None = None)
 
 
 def load_checked(path: str, snapshot: Path | None = None, *, is_demo: bool = False) -> Plan:
-    """Read a plan and check all of it; one error names every mistake."""
+    """Read a plan and check all of it; one error contains every mistake."""
     plan = load_plan(path, is_demo=is_demo, snapshot=snapshot)
     if errors := [*_problems(plan)]:
         raise in_file(path, *errors[:20])
@@ -330,7 +331,7 @@ def load_checked(path: str, snapshot: Path | None = None, *, is_demo: bool = Fal
 
 
 def check_figure(plan: Plan) -> None:
-    """Check the `figure:` by its own program, as far as it is installed on this machine."""
+    """Check the `figure:` with its own program, if that is installed on this machine."""
     if plan.figure is None:
         return
     command = [sys.executable, "-m", "analysis", "figure", *plan.words, "--check"]
@@ -367,10 +368,10 @@ def _problems(plan: Plan) -> Iterable[UserError]:
                 yield in_file(name, lost)
             place = place_of(member.work.writes)
             if place in seen:
-                fix = "choose another one for one of them"
+                fix = "choose another run_dir for one of them"
                 if stage.entry.is_grid:
                     fix = "name each axis that differs in run_dir"
-                problem = f"{seen[place]} writes {member.work.writes}, too"
+                problem = f"{seen[place]} also writes {member.work.writes}"
                 yield UserError(name, problem, fix, code="conflict")
             seen.setdefault(place, name)
 
@@ -384,7 +385,7 @@ def _unavailable(work: Work, plan: Plan) -> UserError | None:
             if place_of(run) not in map(place_of, maker.runs):
                 if place_of(run) == place_of(maker.writes):
                     problem = f"{run} will have a run for each of its repetitions"
-                    fix = "name one of them, or set for_each: finetune"
+                    fix = "choose one of them, or set for_each: finetune"
                     return UserError("pretrained", problem, fix, code="conflict")
                 continue
             if not words or parse_length(words).unit == "steps":
@@ -398,7 +399,6 @@ def _unavailable(work: Work, plan: Plan) -> UserError | None:
 
 
 # ---- members of an entry
-# ----------------------------------------------------------------------------------------------
 
 
 def _members(
@@ -442,7 +442,7 @@ def _axes(entry: Entry, kind: Kind, before: tuple[Stage, ...]) -> dict[str, list
         labels = [choice.label for choice in choices]
         if twice := next((label for label in labels if labels.count(label) > 1), None):
             problem = f"two of its values have the label {twice!r}"
-            raise SettingsError(name, problem, "write cases with own names", code="conflict")
+            raise SettingsError(name, problem, "write cases with different names", code="conflict")
     return axes
 
 

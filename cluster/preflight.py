@@ -2,15 +2,15 @@
 
 Each rank runs this module.
 
-1. Rank 0 forks a judge that touches neither GPU nor disk, so a hung driver cannot silence it.
-2. Each rank names each thing before it touches it, and then sends its findings through a TCPStore.
-   An alarm kills a rank that hangs. A rank that never starts delays nobody.
+1. Rank 0 forks a judge that uses neither GPU nor disk, so a hung driver cannot block it.
+2. Each rank names each thing before using it, and then sends its findings through a TCPStore. An
+   alarm kills a rank that hangs. A rank that never starts delays nobody.
 3. If no rank has a fault, all ranks do one all-reduce with a deadline.
 4. The judge prints a summary and writes JOB_DIR/preflight.jsonl (one line per rank) and
    JOB_DIR/bad-nodes (NODE<TAB>reason).
 
-Every wait has a limit. A fault that most nodes share has a common cause, so it blames no node.
-Exit codes of the judge: 0 no bad node, 3 bad nodes were named, 1 the check could not be made.
+Every wait has a limit. A fault of most nodes has a common cause, so it blames no node. Exit codes
+of the judge: 0 no bad node, 3 bad nodes were named, 1 the check could not be made.
 """
 
 import argparse
@@ -39,25 +39,26 @@ COMMON_FRACTION = 2 / 3
 MIN_FREE_GB = 1.0
 """Free space that the scratch directory needs: compiled kernels take some hundred MB."""
 ALL_REDUCE_TIMEOUT_S, MARGIN_S = 40.0, 15.0
-"""NCCL takes up to ten seconds to connect. The margin covers the other rank's own timeout."""
+"""Deadline of the all-reduce, and its margin. NCCL takes up to ten seconds to connect. The margin
+covers the other rank's own timeout."""
 
 Findings = dict[str, Any]
-"""rank, node, device, free_gb, gb_per_s and faults: a list of [kind, text]."""
+"""Findings of a rank: rank, node, device, free_gb, gb_per_s and faults (a list of [kind, text])."""
 Steps = Iterator[str | Findings]
-"""The name of each thing before it is touched, so a hang can be named, and last the findings."""
+"""Name of each thing before its use, so a hang can be named, and last the findings."""
 CERTAIN = ("no gpu", "gpus", "gpu error", "wrong product", "no answer", "scratch")
-"""Kinds that blame the node of a one-node job; other kinds may be settings."""
+"""Kinds that blame the node of a one-node job; other kinds may come from settings."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="preflight", description="Checks each node of a job.")
+    parser = argparse.ArgumentParser(prog="preflight", description="Check each node of a job.")
     parser.add_argument("job_dir", type=Path, metavar="JOB_DIR")
-    parser.add_argument("--nodes", default="", help="the job's nodes, comma-separated, in order")
+    parser.add_argument("--nodes", default="", help="nodes of the job, comma-separated, in order")
     parser.add_argument(
-        "--read", action="append", default=[], metavar="PATH", help="every node must see this path"
+        "--read", action="append", default=[], metavar="PATH", help="path that every node can read"
     )
     options = parser.parse_args(arguments)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings would bury the summary
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings would hide the summary
     try:
         timeout_s, world = float(os.environ.get("PREFLIGHT_TIMEOUT_S") or 60), read_world()
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -95,7 +96,7 @@ def check_rank(world: World, store: Any, read: Sequence[str], *, timeout_s: floa
 
 
 def follow(steps: Steps, findings: Findings, store: Any, *, timeout_s: float) -> None:
-    """Do the steps and add what they find. SIGALRM ends this process, even within a driver."""
+    """Do the steps and add their findings. SIGALRM ends this process, even within a driver."""
     signal.alarm(math.ceil(timeout_s))
     try:
         for step in steps:
@@ -174,19 +175,19 @@ def check_node(world: World, read: Sequence[str]) -> Steps:
             yield str(path)
             if not path.exists():
                 missing = path if path.parent.exists() else path.parent
-                text = f"{missing} is missing: is its file system mounted?"
+                text = f"{missing} does not exist: its file system may not be mounted"
                 faults.append([f"missing {path}", text])
     yield "its GPUs"
     expected, visible = expected_gpus(os.environ), torch.cuda.device_count()
     if visible < expected:
         seen = f"torch sees {visible or 'none'} of its {expected} GPUs"
-        text = f"{seen}; see nvidia-smi there (PREFLIGHT_GPUS=ignore trains on CPUs)"
+        text = f"{seen}; see nvidia-smi on the node (PREFLIGHT_GPUS=ignore trains on CPUs)"
         faults.append(["gpus" if visible else "no gpu", text])
         yield found
         return
     if not expected and visible > world.num_local_ranks:
         used = f"{visible} GPUs, of which the job uses {world.num_local_ranks}"
-        text = f"{used}: ask for GPUs (SBATCH_GPUS_PER_NODE), or set RANKS_PER_NODE"
+        text = f"{used}: request GPUs (SBATCH_GPUS_PER_NODE), or set RANKS_PER_NODE"
         faults.append(["idle gpus", text])
     device = device_of(world, visible)
     yield "its CPU" if device.type == "cpu" else f"GPU {device.index}"
@@ -196,7 +197,7 @@ def check_node(world: World, read: Sequence[str]) -> Steps:
         found["device"] = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
         wrong = wrong_product(device)
         faults += [["wrong product", wrong]] if wrong else []
-    except RuntimeError as error:  # any CUDA error, including no memory
+    except RuntimeError as error:  # any CUDA error, including out of memory
         faults.append(["gpu error", f"{device}: {str(error).strip().partition(chr(10))[0]}"])
     yield found
 
@@ -209,7 +210,7 @@ def device_of(world: World, num_gpus: int) -> "torch.device":
 
 
 def expected_gpus(environment: Mapping[str, str]) -> int:
-    """Return the GPUs that SLURM gave this process; none if PREFLIGHT_GPUS=ignore."""
+    """Return the number of GPUs that SLURM gave this process; 0 if PREFLIGHT_GPUS=ignore."""
     if environment.get("PREFLIGHT_GPUS") == "ignore":
         return 0
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -287,7 +288,7 @@ def all_reduce(world: World, *, on_gpu: bool) -> Steps:
     )
     size = (128 if on_gpu else 4) * 2**20
     message = torch.ones(size // 4, device=device)
-    distributed.all_reduce(message, async_op=True).wait(timeout)  # connects
+    distributed.all_reduce(message, async_op=True).wait(timeout)  # the first call connects
     began_s = time.perf_counter()
     distributed.all_reduce(message, async_op=True).wait(timeout)
     total = float(message.double().mean())  # also waits for the GPU
@@ -300,7 +301,7 @@ def all_reduce(world: World, *, on_gpu: bool) -> Steps:
     yield {"gb_per_s": float(f"{sent / took_s / 1e9:.3g}")}
 
 
-# ---- by the judge
+# ---- in the judge
 
 
 def judge(found: Sequence[Findings]) -> tuple[dict[str, list[str]], list[str]]:
@@ -317,7 +318,7 @@ def judge(found: Sequence[Findings]) -> tuple[dict[str, list[str]], list[str]]:
         is_common = len(same) >= COMMON_FRACTION * num_nodes and kind != "no gpu"
         if is_common and not (num_nodes == 1 and kind in CERTAIN):
             node, text = next(iter(same.items()))
-            hit = f"{len(same)} of {num_nodes} nodes have this, so no node is blamed"
+            hit = f"{len(same)} of {num_nodes} nodes have this fault, so no node is blamed"
             warnings.append(f"{hit}: {text} ({node})")
         elif kind in ("not checked", "idle gpus"):
             warnings += [f"{node}: {text}" for node, text in same.items()]

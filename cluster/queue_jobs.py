@@ -1,22 +1,23 @@
 """`cluster/submit` as Python: submit one job, or a plan as one job for each unfinished stage.
 
-1. Refuse what is wrong and what lacks an input. Skip members that are finished or in the queue.
+1. Fail if a setting is wrong or an input is missing. Skip members that are finished or in the
+   queue.
 2. Submit the stages in order, and the plan's figure after all of them. Each waits for the stages
    that write its inputs.
-3. If sbatch refuses a job because the queue is full (MaxSubmitJobs, MaxJobCount), submit a small
+3. If sbatch rejects a job because the queue is full (MaxSubmitJobs, MaxJobCount), submit a small
    job, `cluster/queue.slurm`, in place of the last members. It begins when half of the wave has
-   ended, and queues the rest by the same steps. One wave keeps the code and configs of the first.
-4. If sbatch refuses a job for another reason, cancel those before it.
+   ended, and queues the rest by the same steps. Each wave uses the code and configs of the first.
+4. If sbatch rejects a job for another reason, cancel the jobs before it.
 
-jobs/JOB/writes of all jobs since the first of a plan decides which members a later wave submits:
-each member once, also if the wave was cut off. A member that failed is only submitted again by the
-next `cluster/submit`. No second command submits a plan while its queue.slurm is in the queue.
+A later wave submits each member once, even if a wave was interrupted: it reads jobs/JOB/writes of
+all jobs since the plan's first. Only another `cluster/submit` submits a failed member again. While
+queue.slurm of a plan is in the queue, no second command submits the plan.
 
-A job that fails takes those that wait for it out of the queue (--kill-on-invalid-dep). Later waves
-skip these. Only a grid that reads the runs of another grid begins when that grid has ended, however
-its members fared.
+If a job fails, the jobs that wait for it leave the queue (--kill-on-invalid-dep). Later waves skip
+these. One case differs: a grid that reads the runs of another grid begins after that grid, even if
+members failed.
 
-Exit codes: 0 submitted, or nothing is left to do; 1 sbatch has refused it; 2 it cannot run.
+Exit codes: 0 submitted, or nothing is left to do; 1 sbatch has rejected it; 2 it cannot run.
 """
 
 import fcntl
@@ -72,7 +73,7 @@ def main(words: list[str]) -> int:
                 submit(submission, jobs)
             if jobs:
                 numbers = " and ".join(jobs)
-                text = f"Submitted batch job {numbers}, with code and config as they are now"
+                text = f"Submitted batch job {numbers} with the present code and config"
                 print(jobs[-1] if "--parsable" in words else text)
     except NothingLeft as left:
         print(f"{left}, nothing is submitted", file=sys.stderr)
@@ -81,7 +82,7 @@ def main(words: list[str]) -> int:
         return BAD_INPUT
     except QueueFullError:
         some = f" Submitted before: {', '.join(jobs)}." * bool(jobs)
-        fix = "Repeat the command when jobs of yours have ended"
+        fix = "Repeat the command after some of your jobs have ended"
         print(f"cluster/submit: the queue is full.{some} {fix}", file=sys.stderr)
         return FAILED
     except RefusedError:
@@ -119,14 +120,14 @@ class Queue:
     def __init__(self, path: str, options: Sequence[str]) -> None:
         kept = Path(os.environ["PLAN_KEPT"]) if "PLAN_KEPT" in os.environ else None
         self.since = int(os.environ.get("PLAN_SINCE", "0"))
-        """The first job of the plan, if this is not its first wave."""
+        """First job of the plan, if this is not its first wave."""
         self.plan, self.options, self.kept = load_checked(path, kept), options, kept
         plan = self.plan
         refuse_missing(Submission(tuple(options), kept=kept), plan.missing())
         if kept is None:
             check_figure(plan)
         places = [work.writes for stage in plan.stages for work in stage.works]
-        # asked before results are looked at: a member that ends meanwhile counts as queued
+        # before results are read: a member that ends meanwhile counts as queued
         self.writers = writers_of([*places, path, plan.drawn])
         own = kept and os.environ.get("SLURM_JOB_ID")
         if others := [each for each in self.writers.pop(path, []) if each.job != own]:
@@ -134,9 +135,9 @@ class Queue:
         self.begun = places_since(self.since) if self.since else set()
         self.submitted: list[str] = []
         self.jobs: dict[str, list[str]] = {}
-        """Stage -> the jobs that this wave submits for it."""
+        """Jobs of this wave by stage."""
         self.failed: set[str] = set()
-        """Stages whose members failed in an earlier wave, and those that wait for them."""
+        """Stages whose members failed in an earlier wave, and stages that wait for them."""
 
     def waits(self, stage: str) -> list[str]:
         """Return the jobs, or tasks of earlier arrays, that work on a stage."""
@@ -149,7 +150,7 @@ class Queue:
     def fill(self, *, is_dry_run: bool) -> None:
         plan = self.plan
         undone = {stage.name: stage.undone() for stage in plan.stages}
-        keep("what was queued is canceled")
+        keep("queued jobs are canceled")
         with nullcontext() if self.kept else _all_or_none(self.submitted):
             try:
                 for stage in plan.stages:
@@ -184,7 +185,8 @@ class Queue:
         if rest := self.jobs.get("rest"):
             print(f"The queue is full. Job {rest[0]} submits the rest of the plan.")
         print(
-            "Jobs that wait for a job that fails leave the queue. Then run the same command again."
+            "If a job fails, the jobs that wait for it leave the queue. Then run the same "
+            "command again."
         )
 
     def next(self, stage: Stage) -> Submission | None:
@@ -237,8 +239,8 @@ class Queue:
             self.jobs[name] = [f"<{name}>"] if is_dry_run else self.submitted[before:]
 
     def leave_rest(self) -> None:
-        """Submit the job that submits the rest. If there is no place for it, take back the last
-        members of this wave."""
+        """Submit the job that submits the rest. If it does not fit, cancel the last members of this
+        wave."""
         own = [entry for job in self.submitted for entry in entries_of(job)]
         others = [_label(each) for writers in self.writers.values() for each in writers]
         while waits := [label for label, _ in own] or others:
@@ -255,13 +257,13 @@ class Queue:
                 for label, _ in [entry for entry in own if entry[1] == place]:
                     take_back(label, place)
                 own = [entry for entry in own if entry[1] != place]
-        print("cluster/submit: the queue is full, not one more job fits. Submit it again when jobs"
-              " of yours have ended", file=sys.stderr)  # fmt: skip
+        print("cluster/submit: the queue is full, even for one job. Repeat the command after some "
+            "of your jobs have ended", file=sys.stderr)  # fmt: skip
         raise RefusedError
 
 
 def take_back(label: str, place: str) -> None:
-    """Cancel a job or a task, and forget that it was to write the place."""
+    """Cancel a job or a task, and forget its place."""
     slurm("scancel", label)
     job = label.partition("_")[0]
     left = {path: each for each, path in entries_of(job) if path != place}
@@ -287,7 +289,7 @@ def submission_of(
     for each in plan.after(stage):
         kind = "afterany" if each.entry.is_grid and stage.entry.is_grid else "afterok"
         after.setdefault(kind, []).extend(jobs.get(each.name, ()))
-    if stage.entry.max_concurrent:  # no more at a time than in one array
+    if stage.entry.max_concurrent:  # at most as many at a time as in one array
         after.setdefault("afterany", []).extend(jobs.get(stage.name, ()))
     waits = ",".join(f"{kind}:{':'.join(each)}" for kind, each in after.items() if each)
     if waits:

@@ -1,18 +1,18 @@
 #!/bin/bash
-# One rank: rank.sh ENDS CACHE WORDS... Its caches are its own, and a bad end is recorded with the time: the first one is the cause.
-# Without a CACHE ('') it touches no disk: the pre-flight must also start where that disk is what is bad.
+# Run one rank: rank.sh ENDS CACHE WORDS... Each rank has its own caches. A bad end is recorded with the time: the first one is the cause.
+# If CACHE is '', the script uses no disk, because the pre-flight must start even on a node with a bad disk.
 ends=$1 cache=$2 node=${SLURMD_NODENAME:-$(hostname)}
 shift 2
 end() {
     [ "$1" -eq 0 ] || printf '{"time": %s, "rank": %s, "node": "%s", "code": %s}\n' "$(date +%s.%N)" "$SLURM_PROCID" "$node" "$1" >"$ends/$SLURM_PROCID"
     exit "$1"
 }
-trap : USR2 TERM # they reach this shell as well as the rank, which answers them
+trap : USR2 TERM # they reach this shell and the rank, which handles them
 echo "--- start $((${SLURM_RESTART_COUNT:-0} + 1)): rank $SLURM_PROCID on $node, $(date -Is)"
 if [ -n "$cache" ]; then
-    (umask 077 && mkdir -p "$cache") || { echo "no place for compiled kernels on $node; set NODE_SCRATCH" >&2; end 1; }
+    (umask 077 && mkdir -p "$cache") || { echo "$cache cannot be made on $node, for compiled kernels. Set NODE_SCRATCH" >&2; end 1; }
     if [ ! -O "$cache" ] || [ -h "$cache" ] || [ ! -w "$cache" ]; then
-        echo "$cache on $node is no directory of ours that can be written; set NODE_SCRATCH" >&2
+        echo "$cache on $node is not a writable directory of this user. Set NODE_SCRATCH" >&2
         end 1
     fi
 fi

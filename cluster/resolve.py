@@ -1,13 +1,19 @@
 """Resolve the words of a job to its command: `python -m cluster.resolve`, for cluster/job.py.
 
-    [--starting] [--kept SNAPSHOT] PROGRAM VERB CONFIG [key=value ...]
+    [--starting] [--kept SNAPSHOT] PROGRAM COMMAND CONFIG [key=value ...]
     [--starting] [--kept SNAPSHOT] grid PLAN STAGE INDEX
 
-The answer is JSON: `words` after python -m; `writes`, `reads` and `result`, its last file;
-`can_stage` its data and `needs_one_rank`; `work`, the work directory of a build; and `state`:
-finished, unfinished, or with --starting blind (`about`: a path of another file system that is
-missing here; some nodes may lack a mount). Every file, also one that a plan names, is the one in
-SNAPSHOT. A mistake ends it with code 2 and its message.
+The output is JSON with these fields:
+
+- `words`: the words after python -m.
+- `writes`, `reads` and `result`, its last file.
+- `can_stage` (its data) and `needs_one_rank`.
+- `work`: the work directory of a build.
+- `state`: finished, unfinished, or, after --starting, blind. Then `about` is a path of another file
+  system that is missing on this node; some nodes may lack a mount.
+
+Every file is the one in SNAPSHOT, also those that a plan names. A mistake ends it with code 2 and
+its message.
 """
 
 import argparse
@@ -86,7 +92,7 @@ def describe(work: Work, *, is_starting: bool) -> dict[str, object]:
 
 
 def _file_system(path: Path) -> int:
-    """Return the device of the path, or of its nearest parent that exists."""
+    """Return the device of the path, or of its nearest existing parent."""
     path = path.absolute()
     return next(parent.stat().st_dev for parent in (path, *path.parents) if parent.exists())
 

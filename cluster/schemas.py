@@ -1,4 +1,4 @@
-"""JSON schemas for editors: which keys a config may have, and what each means.
+"""JSON schemas for editors: the keys of each config and their meaning.
 
 `wide-mlps init` writes them into configs/schemas/ of a new folder, `make` into that of a checkout.
 """

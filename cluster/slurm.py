@@ -1,10 +1,10 @@
-"""Questions to SLURM, and which of its jobs write which place. Imports only the standard library
-(Python 3.9 or newer).
+"""Requests to SLURM, and the places that its jobs write. Imports only the standard library (Python
+3.9 or newer).
 
-Two jobs for one run, or for one dataset, would only wait for each other's lock. `cluster/submit`
-notes in jobs/JOB/writes the places that a job writes, with a line for each: the array's task that
-writes it (or "-": all of the job), a tab, the complete path. Jobs that squeue does not list any
-more do not count, so nobody cleans up after them.
+Two jobs for one run or dataset would only wait for each other's lock. `cluster/submit` therefore
+records the places of a job in jobs/JOB/writes. Each line has the array's task that writes the place
+(or "-": all of the job), a tab, and the complete path. Jobs that squeue no longer lists do not
+count, so no cleanup is needed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ class SlurmError(UserError):
 
 
 def slurm(*words: str, tries: int = 1, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the output of one of SLURM's commands. A failed command is tried again after ten
-    seconds.
+    """Return the output of a SLURM command. A failed command is tried again after ten seconds.
 
-    It ignores TERM and USR2: SLURM sends these to all processes of a start as soon as it has taken
-    a requeue, also to the scontrol that waits for the answer.
+    The command ignores TERM and USR2. After a requeue, SLURM sends these to all processes of a
+    start, also to the scontrol that waits for the reply.
     """
-    # whatever the user likes to see
+    # whatever format the user prefers
     environment = {
         name: value
         for name, value in environment.items()
@@ -74,7 +73,7 @@ def _shield() -> None:
 
 
 def facts(line: str) -> dict[str, str]:
-    """Return the values of a line of `scontrol -o show`, without those that are (null)."""
+    """Return the values of a line of `scontrol -o show`, except (null)."""
     return {name: value for name, value in re.findall(r"([\w/]+)=(\S*)", line) if value != "(null)"}
 
 
@@ -89,13 +88,11 @@ def count_gpus(gres: str) -> int:
 
 
 def cpus_per_rank(environment: Mapping[str, str], node_lines: Iterable[str], *, ranks: int) -> int:
-    """Return the CPUs that each of a node's ranks may have, on the node of the job that has the
-    fewest.
+    """Return the CPUs for each of a node's ranks, on the node of the job with the fewest.
 
     SLURM gives complete cores to a step, so an uneven fraction of a node with several threads per
-    core is rounded down. With
-    --hint=nomultithread a CPU is a core; older versions of SLURM count its threads in
-    SLURM_JOB_CPUS_PER_NODE nevertheless.
+    core is rounded down. Under --hint=nomultithread a CPU is a core, but older versions of SLURM
+    count its threads in SLURM_JOB_CPUS_PER_NODE.
     """
     nodes = [
         node
@@ -140,8 +137,8 @@ def about_job(job: str, *, tries: int = 1) -> dict[str, str]:
 
 
 def inherited(about: Mapping[str, str]) -> list[str]:
-    """Return the sbatch options that give another job what this job was given, from `scontrol show
-    job`: all but its size."""
+    """Return the sbatch options that another job needs to equal this one in all but size, from
+    `scontrol show job`."""
     names = {
         "partition": "Partition",
         "account": "Account",
@@ -163,7 +160,7 @@ def inherited(about: Mapping[str, str]) -> list[str]:
 
 
 def shape(about: Mapping[str, str]) -> list[str]:
-    """Return the sbatch options that give another job the size of this one, which is running."""
+    """Return the sbatch options that another job needs to have the size of this running job."""
     options = ["--no-requeue", f"--nodes={about['NumNodes']}", f"--ntasks={about['NumTasks']}"]
     sharing = {"NO": ["--exclusive"], "YES": ["--oversubscribe"]}
     options += sharing.get(about.get("OverSubscribe", ""), [])
@@ -177,11 +174,11 @@ def shape(about: Mapping[str, str]) -> list[str]:
 
 
 def wait_for_successor(array: str, task: str | None, successor: str) -> None:
-    """Let the pending jobs that wait for a job, or for a task of an array, wait for its successor.
-    Those that wait for a complete array wait for both."""
+    """Make the pending jobs that wait for a job, or for a task of an array, wait for its successor.
+    Jobs that wait for a complete array wait for both."""
     label = array if task is None else f"{array}_{task}"
     words = ("squeue", "--noheader", "--me", "--states=PENDING", "--format=%F %E")
-    with open(Path("jobs", ".dependencies"), "w") as lock:  # tasks of an array end at once
+    with open(Path("jobs", ".dependencies"), "w") as lock:  # tasks of an array end at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
         _move_waits(slurm(*words, tries=3), array, label, successor)
 
@@ -214,7 +211,7 @@ def state_of(label: str, *, tries: int = 1) -> str:
 
 
 def expand_hosts(names: str) -> list[str]:
-    """n[1-3,5] -> n1 n2 n3 n5"""
+    """Return all names: n[1-3,5] -> n1 n2 n3 n5."""
     return slurm("scontrol", "show", "hostnames", names).split()
 
 
@@ -238,7 +235,7 @@ def new_job(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in ours}
 
 
-# ---- who writes what
+# ---- writers of places
 
 
 class Writer(NamedTuple):
@@ -262,12 +259,12 @@ def lines_of(places: Mapping[str, str]) -> str:
 def writers_of(places: Sequence[str]) -> dict[str, list[Writer]]:
     """Return the writers of each place that has any, running ones first."""
     wanted = {str(Path(place).resolve()): place for place in places}
-    # all of one's own, not -j: that is an error as soon as SLURM has forgotten one of them
+    # all jobs of the user, not -j, which fails as soon as SLURM has forgotten one of them
     lines = slurm("squeue", "--noheader", "--me", "--array", "--format=%F %K %T").splitlines()
     found: dict[str, list[Writer]] = {}
     for job, task, state in (line.split() for line in lines if len(line.split()) == 3):
         writer, noted = Writer(job, "" if task == "N/A" else task, state), list[str]()
-        # a job that is ending, which may take long after scancel, writes only its last checkpoint
+        # a job that is ending may take long after scancel, but writes only its last checkpoint
         if state != "COMPLETING":
             with suppress(OSError):
                 noted = Path("jobs", job, "writes").read_text().splitlines()
@@ -293,5 +290,5 @@ def places_since(first: int) -> set[str]:
 
 
 def jobs_of(writers: Iterable[list[Writer]]) -> list[str]:
-    """Return their numbers, each once."""
+    """Return the jobs of the writers, each once."""
     return sorted({writer.job for each in writers for writer in each}, key=int)

@@ -1,11 +1,11 @@
-"""The starts of a job in jobs/JOB/starts.jsonl, and when they have led nowhere too often. Imports
+"""The starts of a job in jobs/JOB/starts.jsonl, and the limit of starts without progress. Imports
 only the standard library.
 
 Each start has two lines: {"event": "begin", "restart", "mark", "nodes", "time"} and {"event":
 "end", "restart", "mark", "how", "seconds", "time"}. `mark` is a checksum of the run's checkpoints,
-or "unknown"; a start that does not change it led nowhere. `how`: finished, failed, refused (exit
-code 2), stopped, bad-node, or busy (another start held the run's lock, which is no failure). The
-node of a start without an end was lost.
+or "unknown"; a start that does not change it made no progress. `how`: finished, failed, refused
+(exit code 2), stopped, bad-node, or busy (another start held the run's lock, which is no failure).
+If a start has no end, its node was lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNKNOWN = "unknown"
 def append_start(path: Path, line: Mapping[str, object]) -> None:
     with open(path, "ab+") as file:
         file.seek(max(0, file.tell() - 1))
-        is_cut = file.read() not in (b"", b"\n")  # by the end of the node that wrote it
+        is_cut = file.read() not in (b"", b"\n")  # cut by the end of its node
         file.write(("\n" * is_cut + json.dumps(line) + "\n").encode())
 
 
@@ -34,7 +34,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     for line in lines:
-        with suppress(ValueError):  # a kill has cut it
+        with suppress(ValueError):  # cut by a kill
             each = json.loads(line)
             if each["event"] == "begin":
                 starts.append({"began": each["mark"], "restart": each["restart"], "how": "lost"})
@@ -44,14 +44,14 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def has_trained(starts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if one of them got as far as its ranks: it ended by them, or a later start found
-    more checkpoints."""
+    """Return True if a start had running ranks: they ended it, or a later start found more
+    checkpoints."""
     is_new = len({each["began"] for each in starts if each["began"] != UNKNOWN}) > 1
     return is_new or any(each["how"] not in ("bad-node", "busy", "lost") for each in starts)
 
 
 def give_up_reason(starts: Sequence[Mapping[str, Any]], *, mark: str, limit: int) -> str | None:
-    """Return None while the job may start again: the last starts at the present mark count."""
+    """Return None while the job may start again: only the last starts at the present mark count."""
     idle: list[str] = []
     for each in reversed(starts):
         if each["began"] not in (mark, UNKNOWN):
@@ -65,4 +65,4 @@ def give_up_reason(starts: Sequence[Mapping[str, Any]], *, mark: str, limit: int
         count += f", {failed} failed, {busy} met another start that holds the run"
     else:
         return None
-    return f"{count}; not started again; submit it again to go on"
+    return f"{count}; not started again; submit it again to resume"

@@ -1,6 +1,5 @@
-"""A submission: sbatch's options, a job script and its words, and the part of a node that it books.
-Imports only the standard library, for `cluster/submit --check`.
-"""
+"""A submission: sbatch's options, a job script, its words, and its part of a node. Imports only the
+standard library, for `cluster/submit --check`."""
 
 import argparse
 import os
@@ -12,14 +11,14 @@ from pathlib import Path
 from cluster.slurm import SlurmError, count_gpus, nodes_of
 
 WARNING = "warning: "
-"""The prefix of a line of cluster/submit that does not stop a submission."""
+"""Prefix of a line of cluster/submit that does not stop a submission."""
 GPU_OPTIONS = ("gpus-per-node", "gres", "gpus", "gpus-per-task", "gpus-per-socket")
-"""sbatch's ways to ask for GPUs."""
+"""Options of sbatch that request GPUs."""
 SHAPES = (
     *("nodes", "ntasks", "ntasks-per-node", "exclusive", "oversubscribe"),
     *("gpus", "gpus-per-task", "gpus-per-socket"),
 )
-"""Options by which a submission says itself how much of a node it takes."""
+"""Options by which a submission itself sets its part of a node."""
 SIZES = ("cpus-per-gpu", "cpus-per-task", "mem", "mem-per-cpu", "mem-per-gpu")
 FLAGS = ("exclusive", "hold", "oversubscribe", "test-only")
 OTHERS = ("array", "begin", "dependency", "partition", "time", "time-min")
@@ -28,11 +27,11 @@ SHORT |= {"hold": "H", "array": "a", "begin": "b", "dependency": "d", "partition
 NUM_CPUS = 4
 """CPUs of a member without a GPU, if its node has that many."""
 ON_PARTS = ("grid.slurm", "probe.slurm", "finetune.slurm", "knn.slurm", "evaluate.slurm")
-"""Job scripts whose runs mostly need one GPU."""
+"""Job scripts whose runs usually need one GPU."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return a parser of the options that matter here; as sbatch, it takes abbreviations."""
+    """Return a parser of the relevant options; like sbatch, it accepts abbreviations."""
     parser = argparse.ArgumentParser("cluster/submit", add_help=False)
     for name in sorted({*GPU_OPTIONS, *SHAPES, *SIZES, *FLAGS, *OTHERS}):
         short = [f"-{SHORT[name]}"] if name in SHORT else []
@@ -43,13 +42,13 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Submission:
-    """The words after cluster/submit."""
+    """Words after cluster/submit."""
 
     options: tuple[str, ...] = ()
     script: str | None = None
     arguments: tuple[str, ...] = ()
     kept: Path | None = None
-    """The snapshot of an earlier wave of a plan; None: keep code and configs as they are now."""
+    """Snapshot of an earlier wave of a plan; None: keep the present code and configs."""
 
     @property
     def name(self) -> str:
@@ -80,7 +79,7 @@ class Submission:
         return int(nodes) if nodes.isdigit() else None, per_node
 
     def gpu_request(self, environment: Mapping[str, str]) -> tuple[str, str]:
-        """Return the option that asks for GPUs, or else the site's variable by the name of the
+        """Return the option that requests GPUs, or else the site's variable by the name of the
         option, with its value."""
         given = [(name, self.option(name)) for name in GPU_OPTIONS]
         for name in GPU_OPTIONS:
@@ -91,7 +90,7 @@ class Submission:
         return "", ""
 
     def gpus_per_node(self, environment: Mapping[str, str]) -> int | None:
-        """Return the GPUs of each node that are asked for; None if only the allocation tells."""
+        """Return the requested GPUs of each node; None if only the allocation tells."""
         name, value = self.gpu_request(environment)
         if name == "gpus-per-node":
             return count_gpus(f"gpu:{value}")
@@ -108,8 +107,8 @@ def book_part_of_node(submission: Submission, *, gpus: int | None = None) -> Sub
     """Return the submission with options for a part of a node in front of its own.
 
     The part has `gpus` GPUs (None: one, if the site has any) with their fraction of the CPUs and
-    the memory. --oversubscribe takes back the script's --exclusive; SLURM never gives a GPU to two
-    jobs. RANKS_PER_NODE of site.env means that SLURM does not know of the GPUs.
+    the memory. --oversubscribe undoes the script's --exclusive; SLURM never gives a GPU to two
+    jobs. RANKS_PER_NODE of site.env means that SLURM does not know the GPUs.
     """
     environment = os.environ
     of_site = {"SBATCH_EXCLUSIVE", "RANKS_PER_NODE"} & environment.keys()
@@ -128,7 +127,7 @@ def book_part_of_node(submission: Submission, *, gpus: int | None = None) -> Sub
     num_gpus, cpus, memory_mb = part_of_node(nodes, gpus=wanted)
     options = ["--oversubscribe"]
     name, value = submission.gpu_request(environment)
-    if not asks and name:  # in the way and of the kind that the site asks for its own
+    if not asks and name:  # in the form and kind of the site's own request
         item = next((each for each in value.split(",") if each.startswith("gpu:")), f"gpu:{value}")
         kind = [word for word in item.split(":")[1:] if word and not word.isdigit()]
         words = ":".join([*["gpu"] * (name == "gres"), *kind, str(wanted)])

@@ -1,8 +1,8 @@
 """Check a submission, keep code and configs, and call sbatch.
 
-A mistake costs a second here and a wait in the queue there. A run's inputs must exist, unless the
-job is to wait (--dependency, --begin, --hold). No job in the queue may write the same place, unless
-this one waits for it (--dependency); members of a grid that are in the queue are skipped.
+A run's inputs must exist, unless the job waits (--dependency, --begin, --hold). If another job in
+the queue writes the same place, this one must wait for it (--dependency). Members of a grid that
+are in the queue are skipped.
 """
 
 import os
@@ -36,15 +36,15 @@ SPEEDS = {"GPU_TFLOPS": "teraflops", "NODE_GBIT": "gbit_per_s", "GPU_GBIT": "gbi
 
 
 class NothingLeft(Exception):  # noqa: N818
-    """All that was to be submitted is finished, or in the queue."""
+    """Everything in the submission is finished, or in the queue."""
 
 
 class RefusedError(Exception):
-    """sbatch or cluster/snapshot has refused it, in words of its own on stderr."""
+    """Rejection by sbatch or cluster/snapshot, which have printed the reason on stderr."""
 
 
 class QueueFullError(RefusedError):
-    """The user, or SLURM, has as many jobs as are allowed."""
+    """The user, or SLURM, has the maximum number of jobs."""
 
 
 FULL = re.compile("Submit\\w*Limit|temporarily unable to accept job")
@@ -57,11 +57,11 @@ class Order:
 
     submission: Submission
     writes: Mapping[str, str]
-    """place -> the task that writes it, or "-" """
+    """Task that writes each place, or "-"."""
     reads: Sequence[str] = ()
-    """Files besides the config that jobs read."""
+    """Files that jobs read, except the config."""
     grid: Stage | None = None
-    """`writes` then has the numbers of its members."""
+    """Grid of the submission; `writes` then has the numbers of its members."""
 
 
 def submit(submission: Submission, jobs: list[str]) -> None:
@@ -113,7 +113,7 @@ def submit_grid(
     while todo:
         chosen = todo[:length]
         words = [*options, f"--array={compressed(chosen)}{limit}"]
-        if limit and len(jobs) > before:  # no more at a time than in one array
+        if limit and len(jobs) > before:  # at most as many at a time as in one array
             waits = [submission.option("dependency"), f"afterany:{jobs[-1]}"]
             words.append(f"--dependency={','.join(filter(None, waits))}")
         words += [script, *submission.arguments]
@@ -148,7 +148,7 @@ def _sbatch(
         jobs.append(lines[-1].partition(";")[0] if lines else "")
         directory = Path("jobs", jobs[-1])
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "writes").write_text(lines_of(writes))  # so that nobody submits it twice
+        (directory / "writes").write_text(lines_of(writes))  # so that nobody submits it again
 
 
 # ---- checks
@@ -169,17 +169,17 @@ def examine(submission: Submission) -> Order:
         raise SettingsError(str(script), "no such file", fix, code="missing-path")
     kept = Path("cluster", script.name)
     if not kept.is_file() or not kept.samefile(script):
-        problem = "the job's snapshot would not have it"
+        problem = "the job's snapshot would not contain it"
         raise SettingsError(str(script), problem, "move it to cluster/", code="missing-path")
     first = submission.arguments[0]
     if first.startswith("-") and script.name != "data_prep.slurm":
         fix = "put options of sbatch before the script"
-        raise SettingsError(first, "it follows the script", fix, code="bad-syntax")
+        raise SettingsError(first, "it is after the script", fix, code="bad-syntax")
     if script.name == "grid.slurm":
         return examine_grid(submission)
     if script.name == "queue.slurm":
         return Order(submission, {first: ALL_TASKS}, load_checked(first, submission.kept).files)
-    if script.name == "figure.slurm":  # asks if the plan's runs are finished
+    if script.name == "figure.slurm":  # checks if the plan's runs are finished
         plan = load_checked(first, submission.kept)
         if plan.figure is None:
             field = f"{plan.path}: figure"
@@ -201,12 +201,12 @@ def examine_work(submission: Submission, kind: Kind) -> Order:
     work.check()
     if work.is_finished():
         place = COMMANDS[kind].place
-        raise NothingLeft(f"{work.writes} is finished; set another {place} to do it again")
+        raise NothingLeft(f"{work.writes} is finished; set another {place} to repeat it")
     refuse_missing(submission, work.missing())
     if writers := _writers(submission, [work.writes]).get(work.writes):
         jobs = jobs_of([writers])
-        fix = f"wait with --dependency=afterany:{':'.join(jobs)}, or scancel {' '.join(jobs)}"
-        raise SettingsError(work.writes, f"{writers[0]} writes it already", fix, code="busy")
+        fix = f"wait with --dependency=afterany:{':'.join(jobs)}, or run scancel {' '.join(jobs)}"
+        raise SettingsError(work.writes, f"{writers[0]} already writes it", fix, code="busy")
     warn_of_nodes(submission, [work])
     return Order(submission, {work.writes: ALL_TASKS})
 
@@ -234,10 +234,10 @@ def examine_grid(submission: Submission) -> Order:
     queued = compressed(member.index for member in undone if member.work.writes in writers)
     if queued:
         jobs = ", ".join(jobs_of(writers.values()))
-        print(f"{path}: members {queued} are in the queue already, in job {jobs}", file=sys.stderr)
+        print(f"{path}: members {queued} are already in the queue, in job {jobs}", file=sys.stderr)
     todo = [member for member in undone if member.work.writes not in writers]
     if not todo:
-        raise NothingLeft(f"{path}: all that is left of {name} is in the queue")
+        raise NothingLeft(f"{path}: all unfinished members of {name} are in the queue")
     warn_of_nodes(submission, [member.work for member in todo])
     writes = {member.work.writes: str(member.index) for member in todo}
     return Order(submission, writes, plan.files, stage)
@@ -257,8 +257,8 @@ def indices(array: str) -> list[int]:
 
 
 def _writers(submission: Submission, places: list[str]) -> dict[str, list[Writer]]:
-    if not submission.has("dependency"):  # which knows of others
-        with suppress(SlurmError):  # SLURM does not answer: sbatch will report it
+    if not submission.has("dependency"):  # which knows others' jobs
+        with suppress(SlurmError):  # SLURM does not respond: sbatch will report it
             return writers_of(places)
     return {}
 

@@ -1,8 +1,8 @@
-"""One command as a value: what it reads, what it writes, and how far it has come. No torch here.
+"""One command as a value: its inputs, its output and its progress. Imports no torch.
 
-A `Work` is resolved by the settings class of its own command, so mistakes are reported before
-anything starts. It is finished if its last file exists (the manifest of a dataset, the result of a
-run) and was made from its present settings. The same directory with other settings is a mistake.
+A `Work` is resolved by the settings class of its own command, so mistakes are reported before the
+start. It is finished if its last file exists (the manifest of a dataset, the result of a run) and
+was made with its present settings. Other settings for the same directory are a mistake.
 """
 
 import copy
@@ -50,17 +50,17 @@ Kind = Literal["build", "pretrain", "probe", "tune", "knn", "evaluate", "export"
 @dataclass(frozen=True)
 class Command:
     section: str
-    """The section of a plan file."""
+    """Section of a plan file."""
     words: tuple[str, str]
     schema: type[Settings]
     script: str
-    """The job script that runs it on SLURM."""
+    """Job script that runs it on SLURM."""
     seed: str = ""
-    """The setting for `seeds` of a plan file."""
+    """Setting for `seeds` of a plan file."""
     place: str = "run_dir"
-    """The setting for the directory that it writes."""
+    """Setting for the directory that it writes."""
     result: str = RESULT
-    """Its last file in that directory."""
+    """Name of its last file in that directory."""
 
     @property
     def reads_checkpoint(self) -> bool:
@@ -119,7 +119,7 @@ class Work:
             try:
                 for override in self.overrides:
                     if override.startswith("-"):
-                        fix = "put options of sbatch before the script; --nodes gives the ranks"
+                        fix = "put options of sbatch before the script; --nodes sets the ranks"
                         problem = "only key=value may follow CONFIG"
                         raise SettingsError(override, problem, fix, code="bad-syntax")
                     apply_override(tree, override, schema=schema)
@@ -136,18 +136,18 @@ class Work:
 
     @property
     def words(self) -> list[str]:
-        """The words after `python -m`."""
+        """Words after `python -m`."""
         return [*COMMANDS[self.kind].words, self.config, *self.overrides]
 
     @property
     def writes(self) -> str:
-        """The dataset, the run directory or the export."""
+        """Dataset, run directory or export that it writes."""
         return str(getattr(self.settings, COMMANDS[self.kind].place))
 
     @property
     def runs(self) -> list[str]:
-        """The runs that it leaves with checkpoints: one for each seed of a tuning. None if only the
-        dataset knows the folds."""
+        """Return its runs with checkpoints: one for each seed of a tuning. None if only the dataset
+        knows the folds."""
         if not isinstance(self.settings, TuneSettings):
             return [self.writes]
         return [] if self.settings.folds else [each.run_dir for each in repeats_of(self.settings)]
@@ -161,14 +161,14 @@ class Work:
 
     @property
     def pretrained(self) -> str | None:
-        """The run, or the checkpoint of one, that it starts from."""
+        """Run, or checkpoint of a run, that it starts from."""
         settings = self.settings
         if isinstance(settings, PretrainSettings):
             return None if list_checkpoints(Path(settings.run_dir)) else settings.start_from
         return getattr(settings, "pretrained", None)
 
     def is_finished(self) -> bool:
-        """Raise `UserError` if its place holds another's results."""
+        """Return True if it is finished; raise `UserError` if its place holds another's results."""
         settings = self.settings
         match settings:
             case BuildSettings():
@@ -191,8 +191,8 @@ class Work:
         return is_done
 
     def check(self) -> None:
-        """Raise `UserError` for mistakes that show before the start. Data that does not exist yet
-        is not looked at."""
+        """Raise `UserError` for mistakes that show before the start. Missing data are not
+        checked."""
         settings, source = self.settings, self.pretrained or ""
         if self.is_finished():
             return
@@ -216,11 +216,12 @@ class Work:
 
     @property
     def _has_data(self) -> bool:
-        """True if its datasets are on this file system."""
+        """Return True if its datasets are on this file system."""
         return all((Path(dataset) / MANIFEST_NAME).exists() for dataset in self.datasets)
 
     def slower_nodes(self, nodes: int, cluster: Cluster) -> str | None:
-        """Return a line if fewer nodes would pretrain in less time; None if the data is missing."""
+        """Return a line if fewer nodes would pretrain in less time; None if the data are
+        missing."""
         settings = self.settings
         if not isinstance(settings, PretrainSettings) or not self._has_data:
             return None
@@ -231,19 +232,19 @@ class Work:
 
     @property
     def reads(self) -> list[str]:
-        """The paths that must exist before it starts; of a dataset its manifest."""
+        """Paths that must exist before it starts; the manifest for a dataset."""
         paths = [f"{dataset}/{MANIFEST_NAME}" for dataset in self.datasets]
         paths.append(run_and_length(self.pretrained or "")[0])
         return [path for path in paths if path and "://" not in path and not is_on_hub(path)]
 
     @property
     def reads_from(self) -> tuple[str, ...]:
-        """The datasets and the run."""
+        """Datasets and the run that it reads."""
         return (*self.datasets, *([self.pretrained] if self.pretrained else []))
 
     def missing(self, written: Sequence[Path] = ()) -> list[UserError]:
-        """Return an error for each input that is neither present nor in one of the `written`
-        places. An input on a remote machine counts as present."""
+        """Return an error for each input that neither exists nor is in one of the `written` places.
+        An input on a remote machine counts as existing."""
         settings = self.settings
         if isinstance(settings, BuildSettings):
             source = getattr(settings.source, "path", None)
@@ -267,7 +268,7 @@ class Work:
         return found
 
     def state(self) -> str:
-        """Return its state in words, for a table."""
+        """Return its state as text for a table."""
         try:
             if self.is_finished():
                 return "finished"
@@ -316,12 +317,13 @@ def in_file(path: str, *errors: UserError) -> SettingsError:
 
 @lru_cache
 def _read(path: Path, _mtime_ns: int) -> dict[str, Any]:
-    """Members of a grid share few files, and reading YAML takes longest."""
+    """Return the parsed file, cached: members of a grid share few files, and parsing takes
+    longest."""
     return read_yaml(path)
 
 
 @lru_cache(maxsize=16)
 def _data_of(data: str, dataset: str) -> TrainingData:
-    """Members of a grid mostly share it."""
+    """Return the data, cached: members of a grid usually share them."""
     tree = json.loads(data) | {"dataset": dataset}
     return load_training_data(DataSettings.model_validate_json(json.dumps(tree)))

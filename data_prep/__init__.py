@@ -1,4 +1,3 @@
-"""Ground floor: image archives in, verified WebDataset shards with an index and one manifest
-out."""
+"""Make datasets: image archives in; verified WebDataset shards, an index and one manifest out."""
 
 __version__ = "0.2.0"

@@ -1,7 +1,9 @@
-import signal  # before anything is read that takes time
+import signal  # before any slow import
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback; in a moment interrupts.py heeds it
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # no traceback: interrupts.py raises it a moment later
 
 import os
 import sys
@@ -22,8 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         from data_prep.workers import start_server
 
-        with suppress(OSError, UserError):  # the build meets the error again, and reports it
-            start_server()  # workers' imports and this process's take place at once
+        with suppress(OSError, UserError):  # the build meets the error again and reports it
+            start_server()  # workers and this process import at the same time
     return _run(arguments)
 
 

@@ -1,8 +1,8 @@
 """Datasets that `data_prep fetch` downloads: addresses, checksums, and settings of their build.
 
-All addresses are untried: no server could be reached when they were written down. They are from
-torchvision 0.26, except TinyImageNet's. MD5 sums are from torchvision 0.26, too. The authors print
-the same sums for CIFAR-10 (web page) and Fashion-MNIST (README). TinyImageNet has no published sum.
+All addresses are untried, because no server could be reached. They are from torchvision 0.26,
+except TinyImageNet's. MD5 sums are from torchvision 0.26, too. The authors print the same sums for
+CIFAR-10 (web page) and Fashion-MNIST (README). TinyImageNet has no published sum.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Published:
     addresses: tuple[str, ...]
     """Web folders with the files, the official one first."""
     files: Mapping[str, str]
-    """The published MD5 of each file, or ""."""
+    """Published MD5 of each file, or ""."""
     sums_from: str
     """Source of the MD5 sums."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -30,7 +30,8 @@ class Published:
     """Folder in which a package of Debian installs the same files."""
 
     def path(self, archives: Path = ARCHIVES) -> Path:
-        """Return the downloaded file or folder; an installed one, if nothing is downloaded."""
+        """Return the downloaded file or folder. If nothing is downloaded, return the installed
+        one."""
         own = archives / (self.folder or next(iter(self.files), ""))
         if self.installed is not None and self.installed.is_dir() and not own.exists():
             return self.installed
@@ -96,4 +97,4 @@ CATALOG = {
 }
 """Datasets by name. The files of `digits` are part of scikit-learn."""
 BY_HAND = {"imagenet1k": "imagenet", "imagenet21k": "winter21_whole"}
-"""Datasets whose terms a person must accept, and their folders."""
+"""Datasets whose terms you must accept yourself, and their folders."""

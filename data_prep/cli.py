@@ -12,7 +12,7 @@ from data_prep.interrupts import keep
 def main(arguments: list[str] | None = None) -> int:
     parser = program(
         "data_prep",
-        description="Image archives in, verified WebDataset shards out.",
+        description="Make WebDataset shards with an index and checksums from image archives.",
         add_verbs=add_verbs,
     )
     options = parser.parse_args(arguments)

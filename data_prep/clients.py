@@ -1,8 +1,8 @@
-"""Web servers and buckets, one class per type: how fsspec's client is made, and what its errors
+"""Web servers and buckets, one class per type: how to create the fsspec client, and what its errors
 mean to a user.
 
-Storage options go to a client only, and only to the host that they are meant for. remote.py decides
-how often a server is asked again, so the clients' own retries are turned off as far as possible.
+Storage options go only to a client of the host that they belong to. remote.py repeats requests, so
+the clients' own retries are turned off as far as possible.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from data_prep.errors import UserError
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30, 60
 _HARMLESS = re.compile(r"download(=(true|1|yes)?)?|([^=]*=)?\$.*", re.IGNORECASE)
-"""Parts of a query that are no secret: `download`, and variables that a shell or webdataset
+"""Parts of a query that are not secret: `download`, and variables that a shell or webdataset
 expands."""
 _LIKE_A_KEY = re.compile(r"pass|pwd|secret|token|key|sig|cred|auth", re.IGNORECASE)
 _QUERY = re.compile(r"(\w+://[^\s?'\")]+)[?][^\s'\")]*|[?][^\s'\")]*=[^\s'\")]*")
 _PLACE = re.compile(r"\w+://[^\s'\"]+")
 _PLACE_IN_A_LIST = re.compile(r"[\w+.-]+://([^/]*@)?(\[[^]/]*\])?.*?(?=::|$)")
 _COMMAND = re.compile(r"pipe:", re.IGNORECASE)
-"""Anywhere in an address, because braces may assemble it."""
+"""Searched anywhere in an address, because braces may assemble the word."""
 _RECORDED = re.compile(r"pipe:[\w./+-]+ \(sha256 [0-9a-f]{32}\)")
 _ASSIGNMENT, _PROGRAM = re.compile(r"\w+=[\w./:@%+,=-]*"), re.compile(r"[\w./+-]+")
 _EXPIRED = re.compile(
@@ -60,23 +60,23 @@ class Bucket:
     package: str
     extra: str
     credentials: str
-    """Where its client finds credentials."""
+    """Sources of credentials that its client reads."""
     public: str
-    """The storage option for public data."""
+    """Storage option for public data."""
     payer: str = ""
-    """The storage option if the reader pays."""
+    """Storage option if the reader pays."""
     user_is_place: ClassVar[bool] = False
-    """True if CONTAINER@ACCOUNT is a place and no user."""
+    """True if CONTAINER@ACCOUNT is a place, not a user."""
 
     def host(self, parts: SplitResult) -> str:
-        """The server that receives the storage options."""
+        """Return the server that receives the storage options."""
         return f"{parts.scheme}://"
 
     def options(self, _url: str, storage: Mapping[str, Any], _silence_s: float) -> dict[str, Any]:
         return dict(storage)
 
     def stop_retries(self, system: Any) -> None:
-        """Turn off what the options cannot turn off."""
+        """Turn off retries that no option turns off."""
 
     def info(self, system: Any, url: str) -> dict[str, Any]:
         return dict(system.info(url))
@@ -95,7 +95,7 @@ class Web(Bucket):
 
     def options(self, url: str, storage: Mapping[str, Any], silence_s: float) -> dict[str, Any]:
         guard = {"middlewares": [_own_headers(url, storage)]} if storage else {}
-        # proxies and ~/.netrc count, as for any command
+        # use proxies and ~/.netrc, as other programs do
         own = {"timeout": _timeout(silence_s), "trust_env": True}
         return {**storage, "client_kwargs": own | storage.get("client_kwargs", {}) | guard}
 
@@ -119,7 +119,7 @@ class S3(Bucket):
 
     @contextmanager
     def _reasons(self, system: Any, url: str) -> Iterator[None]:
-        """Ask again with a GET: the reply to a HEAD names no reason."""
+        """Repeat the request as a GET: the reply to a HEAD names no reason."""
         try:
             yield
         except OSError as error:
@@ -182,12 +182,12 @@ KINDS: dict[str, Bucket] = {
     **dict.fromkeys(("az", "abfs", "abfss"), _AZURE),
     "hf": Hub("huggingface_hub", "hf", "HF_TOKEN, hf auth login", "token=false"),
 }
-"""By scheme."""
+"""Types of servers by scheme."""
 SCHEMES = "http(s)://, s3://, gs://, az:// or hf://"
 
 
 def _timeout(silence_s: float) -> Any:
-    """No limit on a large shard, one on silence."""
+    """Return no limit on a large shard, but one on silence."""
     import aiohttp
 
     return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
@@ -225,7 +225,7 @@ def renew(url: str) -> None:
     fsspec.get_filesystem_class(url.partition("://")[0]).clear_instance_cache()
 
 
-# ---- whom storage options are for
+# ---- hosts of storage options
 
 
 def host_of(url: str) -> str:
@@ -237,14 +237,13 @@ def host_of(url: str) -> str:
 
 
 def options_for(url: str, storage: Mapping[str, Any], *, hosts: Collection[str]) -> dict[str, Any]:
-    """Return the storage options if the URL is on one of the hosts that they are meant for, else
-    none."""
+    """Return the storage options if they belong to the host of the URL, else none."""
     return dict(storage) if host_of(url) in hosts else {}
 
 
 class _OwnHeaders(NamedTuple):
-    """An aiohttp middleware. A server that redirects to another host does not pass on the headers
-    of the storage options."""
+    """An aiohttp middleware that removes the headers of the storage options after a redirect to
+    another host."""
 
     host: str
     names: tuple[str, ...]
@@ -267,7 +266,7 @@ def _own_headers(url: str, options: Mapping[str, Any]) -> _OwnHeaders:
     return _OwnHeaders(host_of(url), tuple(sorted(names)))
 
 
-# ---- what may be printed and recorded
+# ---- text without secrets
 
 
 def shown(url: str) -> str:
@@ -279,7 +278,7 @@ def shown(url: str) -> str:
         return url
     has_user = "@" in parts.netloc and not (kind and kind.user_is_place and parts.password is None)
     if kind not in (None, _WEB) and "=" not in url and not has_user:
-        return url  # its ? belongs to a pattern
+        return url  # this ? belongs to a pattern
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
@@ -295,8 +294,8 @@ def _program(command: str) -> str:
 
 
 def recorded(url: str) -> str:
-    """Return the address (or a list with :: between them) for records, which hold a command's
-    program and hash only."""
+    """Return the address (or a list with :: between them) for records. A command is recorded only
+    as its program and hash."""
     return "::".join(
         f"pipe:{_program(part)} (sha256 {hashlib.sha256(part.encode()).hexdigest()[:32]})"
         if is_command(part) and not is_record(part)
@@ -306,17 +305,18 @@ def recorded(url: str) -> str:
 
 
 def is_record(command: str) -> bool:
-    """Return True for a record of a command, which cannot be run."""
+    """Return True for a record of a command. A record cannot be run."""
     return _RECORDED.fullmatch(command) is not None
 
 
 def without_secrets(url: str, *, remedy: str, field: str = "") -> str:
     """Return the address (or a list with :: between them); fail if it has a password or a query
-    that may be a key. Records hold no commands (`recorded`), so commands are not checked."""
+    that may be a key. Commands are not checked, because records do not contain them
+    (`recorded`)."""
     addresses = "::".join(part for part in url.split("::") if not is_command(part))
     for found in _PLACE_IN_A_LIST.finditer(addresses):
         if secret := _secret_in(found[0]):
-            problem = f"{shown(found[0])} holds {secret}, which would be in records"
+            problem = f"{shown(found[0])} contains {secret}, which records would show"
             raise UserError(field, problem, remedy, code="bad-value")
     return url
 
@@ -338,7 +338,7 @@ def _secret_in(place: str) -> str | None:
     return None
 
 
-# ---- what errors mean
+# ---- meaning of errors
 
 
 def refuse_hopeless(url: str, error: Exception) -> None:
@@ -350,7 +350,7 @@ def refuse_hopeless(url: str, error: Exception) -> None:
         status is None and isinstance(error, FileNotFoundError) and not names & _NO_CONNECTION
     )
     if isinstance(error, TypeError) and "unexpected keyword" in str(error):
-        raise _wrong_options(url, error) from None  # s3fs takes any option until it is used
+        raise _wrong_options(url, error) from None  # s3fs accepts any option until it is used
     if isinstance(error, ValueError) and "Invalid endpoint" in str(error):
         fix = "write it as https://HOST:PORT"
         raise UserError(
@@ -378,9 +378,9 @@ def _no_access(
 ) -> tuple[str, str] | None:
     """Return problem and fix if credentials, a fee or the clock is the cause."""
     if kind.payer and re.search("requester.?pays", facts, re.IGNORECASE):
-        return "the reader pays for access", f"agree with the storage option {kind.payer}"
+        return "the reader pays for access", f"accept the fee with the storage option {kind.payer}"
     if _SKEWED.search(facts):
-        return "the server finds that this machine's clock is wrong", "set it (timedatectl)"
+        return "the server reports that this machine's clock is wrong", "set it (timedatectl)"
     if not (is_refused(error) or names & _NO_CREDENTIALS or "Forbidden: " in facts):
         return None
     if is_refused(error) and _EXPIRED.search(facts):
@@ -388,7 +388,7 @@ def _no_access(
     payer = f", {kind.payer} if the reader pays" if kind.payer else ""
     give = f"give credentials ({kind.credentials}, or storage)"
     return (
-        "access is refused",
+        "access is denied",
         f"{give}, or the storage option {kind.public} for public data{payer}",
     )
 
@@ -403,7 +403,7 @@ def is_refused(error: Exception) -> bool:
 
 
 def words_of(error: Exception) -> str:
-    """Return the error's words without queries. fsspec raises FileNotFoundError for any fault of a
+    """Return the error's text without queries. fsspec raises FileNotFoundError for any fault of a
     web server and names the fault as its cause."""
     root = error.__cause__ or error
     return _QUERY.sub(r"\1", " ".join(str(root).split())) or type(root).__name__
@@ -416,7 +416,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status, wherever the client has put it."""
+    """Return the HTTP status from any attribute that a client uses."""
     for found in _chain(error):
         reply = getattr(found, "response", None)
         if isinstance(reply, dict):  # botocore
@@ -429,8 +429,8 @@ def _status(error: Exception) -> int | None:
 
 
 def _facts(error: Exception) -> str:
-    """Return types, codes and messages of all causes, without addresses, which may have any
-    name."""
+    """Return types, codes and messages of all causes, without addresses, because addresses may
+    contain any name."""
     told = (
         f"{type(each).__name__} {getattr(each, 'error_code', '')} {each}" for each in _chain(error)
     )

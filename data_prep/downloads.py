@@ -1,10 +1,10 @@
-"""Files of the datasets in `catalog.py`: downloaded or copied, checked, complete or absent.
+"""Download or copy the files of datasets in `catalog.py`; each is checked, and complete or absent.
 
-1. A file that is in place is checked and kept. A wrong one is an error, and stays.
-2. A download grows in FILE.MARK.part. MARK stands for the size and the version (ETag or date) that
-   the server names, so bytes of two versions are never joined.
-3. If a part exists, only the rest is requested (Range, If-Range). A server that sends the complete
-   file instead starts the part again.
+1. A file in place is checked and kept. A wrong file is an error, and stays.
+2. A download grows in FILE.MARK.part. MARK is a hash of URL, size and version (ETag or date) of the
+   server, so bytes of two versions are never joined.
+3. If a part exists, only the rest is requested (Range, If-Range). If a server sends the complete
+   file instead, the part is written again.
 4. The complete part is checked, synced and renamed. After any interruption the same command
    resumes.
 """
@@ -44,7 +44,7 @@ _PASSING = {408, 425, 429}
 
 
 def files_by_hand(name: str) -> list[str]:
-    """Return the files of a dataset of `BY_HAND`, in words."""
+    """Return a line for each file of a dataset of `BY_HAND`."""
     if name == "imagenet1k":
         sums = PUBLISHED_MD5 | {f"{DEVKIT}.tar.gz": DEVKIT_MD5}
         return [f"{file} (MD5 {md5}, from torchvision 0.26)" for file, md5 in sums.items()]
@@ -99,7 +99,7 @@ class _File:
         return kind(field, problem, fix, code=code)
 
     def _check(self, path: Path, field: Path | str, *, fix: str = "") -> str:
-        """Return the MD5 of the bytes at `path`; fail if they are not the published ones."""
+        """Return the MD5 of the file; fail if it is not the published one."""
         with doing(f"checking {self.name}"), open(path, "rb") as file:
             start = file.read(512).lstrip().lower()
             file.seek(0)
@@ -109,7 +109,7 @@ class _File:
         elif not self.md5 and not zipfile.is_zipfile(path):
             problem = "it is no complete zip archive"
         elif self.md5 not in ("", found) and not self._has_content(path):
-            problem = f"its MD5 is {found}: it is cut, damaged or another version"
+            problem = f"its MD5 is {found}: it is incomplete, damaged or another version"
         if problem:
             error = self._error(str(field), problem, code="damaged")
             error.fix = fix or error.fix
@@ -117,7 +117,7 @@ class _File:
         return found
 
     def _has_content(self, path: Path) -> bool:
-        """Return True for the published content under another compression, as Debian has it."""
+        """Return True for the published content in another compression, as in Debian."""
         variant = self.published.settings.get("source.variant", self.dataset)
         content = MNIST_FILES.get(variant, {}).get(self.name.removesuffix(".gz"))
         with suppress(OSError, EOFError, zlib.error), gzip.open(path) as file:
@@ -149,7 +149,7 @@ class _File:
     def _attempt(self, url: str) -> str:
         reply = self._open(url, {})
         size, mark = int(reply.headers["Content-Length"] or 0), reply.headers["ETag"] or "W/"
-        if mark.startswith("W/"):  # If-Range needs a strong one
+        if mark.startswith("W/"):  # If-Range needs a strong ETag
             mark = reply.headers["Last-Modified"]
         digest = hashlib.sha256(f"{url} {size} {mark}".encode()).hexdigest()
         part = self.path.with_name(f"{self.name}.{digest[:12]}.part")

@@ -21,23 +21,23 @@ Code = Literal[
     "unreadable",  # no permission, or not a file
     "exists",  # the destination exists and would be overwritten
     "busy",  # another process holds the lock
-    "changed",  # an input, config or run is not the one from which the work began
+    "changed",  # an input, config or run has changed since the work began
     "damaged",  # content is cut, corrupt or has another hash
     "unfinished",  # the dataset, run or checkpoint is not complete
     "empty",  # there is nothing to read or compute
     "unknown-format",  # the layout or file format is not recognized
     "unsupported",  # the combination, platform or feature is not supported
-    "unsafe",  # content of others that could run code or leave its folder
+    "unsafe",  # others' content could run code or leave its folder
     "mismatch",  # weights, classes, shapes or ranks do not fit each other
     "no-space",  # disk, memory or a limit of the system is too small
     "unreachable",  # a server does not answer, or answers with an error
-    "no-access",  # credentials are missing or refused
+    "no-access",  # credentials are missing or invalid
     "missing-library",  # an optional package is not installed
-    "missing-device",  # no GPU, or fewer than asked for
+    "missing-device",  # no GPU, or fewer than requested
     "too-many-faults",  # more bad samples, rejected images or skipped steps than allowed
     "not-finite",  # a loss, weight or feature is NaN or infinite
     "another-rank",  # another rank failed; its message says why
-    "scheduler",  # SLURM refused the job or cannot be asked
+    "scheduler",  # SLURM rejected the job or does not respond
 ]
 CODES: tuple[str, ...] = get_args(Code)
 
@@ -50,11 +50,11 @@ class UserError(ValueError):
     """
 
     is_final: ClassVar[bool] = False
-    """True if another attempt would fail in the same way, even after the checks (exit code 2)."""
+    """True if another attempt fails in the same way, even after the checks (exit code 2)."""
     is_passing: ClassVar[bool] = False
     """True if another attempt may succeed, even before the start (exit code 1)."""
     of_all_ranks = False
-    """True if every rank raises it at the same step, so one rank may print it for all."""
+    """True if every rank raises it at the same step: then one rank prints it for all."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class SettingsError(UserError):
 
 
 _UNDECODED = re.compile("[\udc80-\udcff]")
-"""Bytes of a file name that are not UTF-8, as Python passes them on."""
+"""Bytes of a file name that are not UTF-8, as Python represents them."""
 
 
 def readable(text: str) -> str:

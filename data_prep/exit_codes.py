@@ -1,13 +1,13 @@
-"""Exit codes of data_prep, pretrain, finetune, analysis and wide-mlps; docs/cluster.md says what a
-SLURM job does with each.
+"""Exit codes of data_prep, pretrain, finetune, analysis and wide-mlps. docs/cluster.md describes
+how a SLURM job handles each.
 
-| code | name        | meaning                                                                |
-|------|-------------|------------------------------------------------------------------------|
-| 0    | OK          | finished; outside SLURM also a run that a signal stopped after a save  |
-| 1    | FAILED      | failed, or found faults (`verify`); another attempt may succeed        |
-| 2    | BAD_INPUT   | settings, weights or data are not valid; another attempt fails too     |
-| 75   | BUSY        | another process holds the run or dataset; try again later              |
-| 130  | INTERRUPTED | Ctrl-C; in a SLURM job a run that a signal stopped after a save        |
+    | code | name        | meaning                                                                |
+    |------|-------------|------------------------------------------------------------------------|
+    | 0    | OK          | finished; outside SLURM also a run that a signal stopped after a save  |
+    | 1    | FAILED      | failed, or found faults (`verify`); another attempt may succeed        |
+    | 2    | BAD_INPUT   | settings, weights or data are not valid; another attempt fails too     |
+    | 75   | BUSY        | another process holds the run or dataset; try again later              |
+    | 130  | INTERRUPTED | Ctrl-C; in a SLURM job a run that a signal stopped after a save        |
 """
 
 import argparse
@@ -36,9 +36,9 @@ _WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirect
 def run_command(program: str, options: argparse.Namespace, *, rank: int = 0) -> int:
     """Run the chosen command of a program and return its exit code.
 
-    An error that the user can fix is printed in one line; a mistake of ours keeps its traceback.
-    Before the start every rank finds the same error, so the first rank prints it. After the start
-    (`options.started`) a rank may be alone with its error.
+    An error that the user can fix is printed in one line; a bug keeps its traceback. Before the
+    start every rank finds the same error, so only the first rank prints it. After the start
+    (`options.started`) a single rank may have an error.
     """
     try:
         return int(options.run(options))
@@ -60,7 +60,7 @@ def run_command(program: str, options: argparse.Namespace, *, rank: int = 0) -> 
 
 
 def exit_code_of(error: ValueError | OSError, *, is_started: bool = False) -> int:
-    """Return the exit code for an error. `is_started`: after all checks, when another attempt may
+    """Return the exit code for an error. `is_started`: all checks are done, so another attempt may
     succeed."""
     if isinstance(error, Busy):
         return BUSY

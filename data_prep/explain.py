@@ -1,10 +1,10 @@
 """Command lines of all programs, and `PROGRAM explain`: each option and setting of a command with
 its meaning, type, default and an example.
 
-`explain`, `--help`, completion, the settings page and the JSON schemas have one source: the
-command's parser, the settings that it names with `set_defaults(schema="module:Class")`, and the
-docstrings under their fields. The docstrings are parsed on demand, so loading a config costs
-nothing more. The examples of a command are its `epilog`, one per line.
+`explain`, `--help`, completion, the settings page and the JSON schemas have one source. It is the
+command's parser, the settings in `set_defaults(schema="module:Class")`, and the docstrings under
+their fields. Docstrings are parsed on demand, so loading a config takes no longer. The examples of
+a command are its `epilog`, one per line.
 """
 
 import argparse
@@ -50,19 +50,19 @@ class Explained:
     meaning: str
     type: str
     default: str | None
-    """None: it is required."""
+    """None for a required key."""
     example: str = ""
     short: tuple[str, ...] = ()
-    """Words of the command line that stand for the key."""
+    """Words of the command line that are short for the key."""
     words: tuple[str, ...] = ()
-    """All its values, if these are words."""
+    """All values, if they are words."""
     kind: str = ""
-    """The kind of its section, if the key does not tell."""
+    """Kind of its section, if several kinds have the key."""
     section: str = ""
-    """The meaning of its section."""
+    """Meaning of its section."""
 
     def is_meant_by(self, word: str) -> bool:
-        """Return True for one of its names, or for the name of its section."""
+        """Return True if the word is one of its names, or the name of its section."""
         names = (self.key, *self.short, *(option.lstrip("-") for option in self.key.split(", ")))
         return word in names or self.key.startswith(f"{word}.") or self.key.endswith(f".{word}")
 
@@ -81,14 +81,14 @@ class Explained:
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints each mistake on the command line as a `SettingsError` prints: with field, fix and
+    """A parser that prints each mistake on the command line like a `SettingsError`: field, fix and
     code."""
 
     def __init__(self, **facts: Any) -> None:
         super().__init__(exit_on_error=False, **facts)
         self.formatter_class = argparse.RawDescriptionHelpFormatter
         self.commands: dict[str, Parser] = {}
-        """The parsers of the commands, if this is a program's."""
+        """Parsers of the commands of a program."""
 
     def add_argument(self, *names: str, **facts: Any) -> argparse.Action:
         if "choices" in facts:
@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **facts)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Take `key.path=value` after options too, which argparse would not."""
+        """Accept `key.path=value` after options, too; argparse does not."""
         words = list(sys.argv[1:] if args is None else args)
         self._check_command(next((word for word in words if not word.startswith("-")), None))
         try:
@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
         if not self.commands and not any(word.startswith("-") for word in rest):
             if not hasattr(options, "overrides") and rest:
                 fix = f"write {self._shortest_line()}"
-                self._fail(rest[0], "is one word too many", fix, code="bad-syntax")
+                self._fail(rest[0], "is not expected", fix, code="bad-syntax")
             if rest:
                 options.overrides, rest = [*options.overrides, *rest], []
         for option in (word.partition("=")[0] for word in rest if word.startswith("-")):
@@ -127,7 +127,8 @@ class Parser(argparse.ArgumentParser):
             self._fail("VERB", f"{word!r} is not a command", fix, code="unknown-name")
 
     def error(self, message: str) -> NoReturn:
-        """Fail because a required argument is missing: argparse raises its other errors."""
+        """Fail because a required argument is missing. argparse raises its other errors
+        elsewhere."""
         fix = f"write {self._shortest_line()}; {self.prog} --help explains it"
         self._fail("arguments", message, fix, code="missing-value")
 
@@ -144,7 +145,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Verbs:
-    """The commands of a program, to which its modules add theirs."""
+    """Commands of a program; its modules add theirs."""
 
     def __init__(self, parser: Parser):
         self._subparsers = parser.add_subparsers(required=True, metavar="VERB")
@@ -178,7 +179,7 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
     explain.add_argument(
         "key",
         nargs="?",
-        help="a setting or its last word, a section, or an option (default: all of them)",
+        help="setting or its last word, section or option to explain (default: all of them)",
     )
     explain.add_argument(
         "--json-schema",
@@ -195,7 +196,7 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
         )
         listed = f"one of {', '.join(shown)}"
         show.add_argument("verb", type=one_of(shown), metavar="VERB", help=listed)
-        about = "arguments of the command: a config, key=value, options"
+        about = "arguments of the command: config, key=value, options"
         show.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGUMENT", help=about)
         show.set_defaults(run=partial(_show, shown), after_a_stop="nothing was changed")
     for word, verb in verbs.choices.items():
@@ -206,7 +207,7 @@ def program(name: str, *, description: str, add_verbs: Callable[[Verbs], None]) 
         for action in verb._actions:
             if not _names_default(action):
                 action.help = f"{action.help} (default: %(default)s)"
-    if "_ARGCOMPLETE" in os.environ:  # the shell asks
+    if "_ARGCOMPLETE" in os.environ:  # the shell requests completions
         _complete(parser, known)
     return parser
 
@@ -262,8 +263,8 @@ def _names_default(action: argparse.Action) -> bool:
 
 
 def completions(verb: argparse.ArgumentParser, prefix: str, **_: object) -> list[str]:
-    """Of a key=value that was begun: keys, full or by their last words; after = the words that it
-    may be."""
+    """Return completions of a key=value: keys, full or by their last words; after = the words that
+    are valid values."""
     known = [each for each in settings_of(verb) if ".N." not in each.key]
     found = [
         f"{key}={word}"
@@ -278,7 +279,8 @@ def completions(verb: argparse.ArgumentParser, prefix: str, **_: object) -> list
 
 
 def schema_of(verb: argparse.ArgumentParser, *, resolve: bool = True) -> Any:
-    """The class of its settings, or None; its name alone without `resolve`, which imports it."""
+    """Return the class of the command's settings, or None. Without `resolve` return only its name
+    and import nothing."""
     name = verb.get_default("schema")
     return pkgutil.resolve_name(name) if name and resolve else name
 
@@ -303,7 +305,7 @@ def options_of(verb: argparse.ArgumentParser) -> list[Explained]:
 
 
 def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
-    """Its settings in their order, those in sections and lists of sections too."""
+    """Return the settings in their order, including those in sections and lists of sections."""
     schema = schema_of(verb)
     if schema is None:
         return []
@@ -315,7 +317,7 @@ def settings_of(verb: argparse.ArgumentParser) -> list[Explained]:
     found, listed, needs = [], set[type[BaseModel]](), _needs_of(schema)
     for prefix, section in sections_of(schema, in_lists=True):
         if section in listed:
-            continue  # explained where it stood first
+            continue  # explained at its first occurrence
         listed.add(section)
         meanings, about = docstrings(section), " ".join((section.__doc__ or "").split())
         for name, field in section.model_fields.items():
@@ -372,7 +374,7 @@ def _needs_of(schema: type[BaseModel]) -> dict[str, str | None]:
 
 
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """{field: the text under it}, in the class or in one that it inherits from."""
+    """Return {field: the text under it}, in the class or in its base classes."""
     own = (each for each in reversed(section.__mro__) if issubclass(each, Settings))
     return {
         name: text
@@ -396,7 +398,7 @@ def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
 
 
 def type_of(annotation: Any, metadata: Any = ()) -> str:
-    """In words, with the bounds."""
+    """Return the type in words, with bounds."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_of(
@@ -437,7 +439,7 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def json_schema(schema: type[BaseModel]) -> str:
-    """For editors, which then complete keys and show what they mean."""
+    """Return a schema for editors, which complete keys and show their meaning."""
     made = schema.model_json_schema()
     for _, section in sections_of(schema, in_lists=True):
         properties = (made if section is schema else made["$defs"][section.__name__])["properties"]

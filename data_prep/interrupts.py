@@ -1,7 +1,7 @@
 """Ctrl-C in every command of every program. A program imports this module first.
 
 1. The first Ctrl-C prints what is kept, then raises KeyboardInterrupt in the main thread, so every
-   `finally` runs. During an import it is raised in the line after the import, because C++ that
+   `finally` runs. During an import it is raised in the line after the import, because C++ code that
    imports (torch) would abort. Training replaces the handler by its stop flag (preemption.py).
 2. The second Ctrl-C ends the process at once. Every file appears complete, so nothing is half
    written.
@@ -18,8 +18,8 @@ from data_prep import console
 
 INTERRUPTED = 130
 ANSWERED = "WIDE_MLPS_CTRL_C_ANSWERED"
-"""Set for ranks, whose launcher prints the answer: to `saves` if SIGINT waits until the rank can
-save, else to `ends`."""
+"""Variable for ranks, whose launcher prints the message: `saves` if SIGINT waits until the rank can
+save, else `ends`."""
 
 
 class _Answer:
@@ -27,12 +27,12 @@ class _Answer:
 
 
 def keep(kept: str) -> None:
-    """Set what Ctrl-C says is kept. With "" this process prints no answer."""
+    """Set the text of what Ctrl-C keeps. If it is "", this process prints no message."""
     _Answer.kept = kept
 
 
 def answer_interrupt() -> None:
-    """Say what is kept, and let a second Ctrl-C end the process. For signal handlers."""
+    """Print what is kept, and let a second Ctrl-C end the process. For signal handlers."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     is_first_rank = (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
     if _Answer.kept and is_first_rank and ANSWERED not in os.environ:
@@ -48,7 +48,7 @@ def interruptible(program: str, module: str) -> Callable[..., int]:
         console.install()
         _Answer.program = program
         before = signal.getsignal(signal.SIGINT)
-        if before is not signal.SIG_IGN:  # Ctrl-C is not for processes in a shell's background
+        if before is not signal.SIG_IGN:  # processes in a shell's background must ignore Ctrl-C
             signal.signal(signal.SIGINT, _interrupt)
         if os.environ.get(ANSWERED) == "ends":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

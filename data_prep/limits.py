@@ -13,7 +13,7 @@ _LIMITS = {
 """Error -> command of the shell, limit, unit of the command's number in bash."""
 _FIXES: dict[int, tuple[Code, str]] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("no-space", "free some space")),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), ("unreadable", "get the permission for it")),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), ("unreadable", "change its permissions")),
     errno.EROFS: ("unreadable", "choose a disk that you can write to"),
     errno.ENOENT: ("missing-path", "correct the path"),
     errno.EEXIST: ("exists", "choose another path"),
@@ -52,6 +52,6 @@ def error_of_system(error: OSError) -> UserError:
 
 
 def cause_of(error: OSError) -> str:
-    """Return the error's words, and the fix if a limit is the cause."""
+    """Return the error's text, and the fix if a limit is the cause."""
     words, remedy = error.strerror or str(error), limit_remedy(error)
     return f"{words}; {remedy}" if remedy else words

@@ -1,5 +1,5 @@
-"""A dataset whose directory is a URL: everything but its shards is copied to this machine, and the
-shards are read from the server.
+"""Read a dataset whose directory is a URL: copy everything but its shards to this machine, and read
+the shards from the server.
 
     CACHE/datasets/KEY/     KEY: hash of the URL and of the manifest
       manifest.json         written last; each shard's `file` is a URL
@@ -45,8 +45,8 @@ def local_copy(
 ) -> Path:
     """Return the directory to read. A dataset on this disk is read in place.
 
-    `storage` None: as this process opened the URL before, else without options. `cache_dir` None:
-    the user's cache.
+    `storage` None: the options with which this process opened the URL before, else none.
+    `cache_dir` None: the user's cache.
     """
     url = str(dataset).rstrip("/")
     if url.startswith("file://"):
@@ -66,10 +66,10 @@ def local_copy(
 
 
 def own_host(directory: Path) -> str:
-    """Return the server that a dataset's storage options are meant for.
+    """Return the server that receives a dataset's storage options.
 
-    A copy's server is the one of its URL, whatever hosts the manifest names. A local dataset has
-    its remote shards on one server.
+    For a copy, this is the server of its URL, whatever hosts the manifest names. For a local
+    dataset, this is the only server of its remote shards.
     """
     if (directory / HOST_NAME).is_file():
         return (directory / HOST_NAME).read_text()
@@ -78,10 +78,10 @@ def own_host(directory: Path) -> str:
     hosts = sorted({host_of(shard.file) for shard in shards})
     if len(hosts) > 1:
         problem = (
-            f"the shards of {directory} are on {len(hosts)} hosts ({', '.join(hosts[:3])}), and"
-            " options are sent to one host only"
+            f"the shards of {directory} are on {len(hosts)} hosts ({', '.join(hosts[:3])}), but "
+            "options are sent to only one host"
         )
-        fix = "index the shards of each host as a dataset of its own"
+        fix = "index the shards of each host as a separate dataset"
         raise UserError("storage", problem, fix, code="conflict")
     return "".join(hosts)
 
@@ -118,7 +118,7 @@ def _copied(url: str, cache: Path, storage: Storage) -> Path:
 
 
 def _missing(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Return the dataset's files, except its shards, that are missing or damaged -> sha256."""
+    """Return the sha256 of each missing or damaged file of the dataset, except its shards."""
     files = manifest.file_hashes(with_tars=False)
 
     def is_right(name: str) -> bool:
@@ -133,9 +133,9 @@ def _fill(url: str, directory: Path, files: dict[str, str], storage: Storage) ->
     def fetch(name: str) -> None:
         def check(data: bytes) -> None:
             if hashlib.sha256(data).hexdigest() != files[name]:
-                raise ContentError(f"{name} is not what the manifest says")
+                raise ContentError(f"{name} does not match the manifest")
 
-        # a file that a crash cuts has another hash
+        # a file that a crash has cut has another hash
         (directory / name).write_bytes(read_bytes(join(url, name), storage=storage, check=check))
 
     title = f"copying the index of {shown(url)}"
@@ -165,8 +165,8 @@ def _address(url: str, file: str) -> str:
     if "://" in file:
         return file
     if posixpath.isabs(file):
-        problem = f"its shards are on the disk of the machine that made it, such as {file}"
-        fix = "index the shards in their own place"
+        problem = f"its shards, such as {file}, are on the disk of the machine that made it"
+        fix = "index the shards in their original place"
         raise DatasetError(shown(url), problem, fix, code="unsupported")
     scheme, _, rest = url.partition("://")
     place, _, folder = rest.partition("/")

@@ -1,24 +1,24 @@
-"""The data contract: what a dataset directory holds, and how a reader may trust it.
+"""The data contract: files of a dataset directory, and their checks.
 
     DATASET/
       manifest.json            written last and atomically; without it the dataset is unfinished
       train-000000.tar         a plain WebDataset shard: KEY.ppm or KEY.jpg, then KEY.cls
       train-000000.npy         its index: int64 rows (offset, num_bytes, label) of the image members
-      train-000000.paths       where each sample came from: one JSON string a line, in the order of the index
-      train-wids.json          what the package `wids` reads its shards by; nothing here does
-      train-real.npy           an annotation of a split: a packed bit matrix, a row for each sample in the split's order
-      rejected.jsonl           one line for every input that was not written: key, path, reason, sha256
+      train-000000.paths       origins of the samples, in order: one JSON string per line
+      train-wids.json          index for the package `wids`; our programs do not read it
+      train-real.npy           an annotation of a split: packed bits, one row per sample
+      rejected.jsonl           one line for every rejected input: key, path, reason, sha256
 
-A shard may also lie elsewhere (`index` and `subset` copy nothing): `file` is then a path relative
-to the dataset directory, or a URL. The label of a sample of an unlabelled split is -1. All text is
-UTF-8: `printable` of settings.py spells names that are not.
+A shard may be in another place, because `index` and `subset` copy nothing. Then `file` is a path
+relative to the dataset directory, or a URL. Samples of an unlabeled split have the label -1. All
+text is UTF-8; for other names see `printable` in settings.py.
 
-Invariants: num_read = num_written + num_rejected. The manifest holds the sha256 of every other file
-of the dataset (but for the versions.json of an index, which only `index` reads, and for what `wids`
-reads), and its own hash; readers check each small file (all but the tars) when they open it. What
-is trained on is known by `content_hash`, wherever it lies and whatever it is called: it keys
-orders, caches and results; `pixels_hash` those that depend on what readers make of it.
-"""  # noqa: E501 (a table)
+Invariants: num_read = num_written + num_rejected. The manifest has its own hash, and the sha256 of
+every other file except versions.json (only `index` reads it) and the `wids` indices. Readers check
+each file except the tars when they open it. `content_hash` identifies the samples, whatever their
+place and name; it is the key of orders, caches and results. `pixels_hash` is the key of results
+that also depend on the readers' resizing.
+"""
 
 import hashlib
 import itertools
@@ -51,8 +51,8 @@ PICTURES = (
 )
 """Endings of images."""
 NUM_LOOKED_AT = 2000
-"""Files, before a folder counts as without images."""
-CHANGED = "it is not what the manifest says"
+"""Number of files to search before a folder counts as without images."""
+CHANGED = "it does not match the manifest"
 
 Encoding = Literal["raw", "jpeg", "keep"]
 CropPolicy = Literal["center", "squash", "longer_side", "full"]
@@ -64,14 +64,14 @@ class DatasetError(UserError):
 
 
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
-"""A name of files: a manifest of others must not lead out of its directory."""
+"""File name of one component: a manifest of others must not name files outside its directory."""
 
 
 class Shard(Settings):
     name: Word
-    """Stem of the index and of the paths in the dataset directory; unique in the dataset."""
+    """Stem of the index and the paths in the dataset directory; unique in the dataset."""
     file: str
-    """The tar: relative to the dataset directory, or a URL."""
+    """Place of the tar: relative to the dataset directory, or a URL."""
     num_samples: int
     num_bytes: int
     """Size of the tar."""
@@ -82,7 +82,8 @@ class Shard(Settings):
     @field_validator("file")
     @classmethod
     def _no_other_schemes(cls, value: str) -> str:
-        """A manifest of others may name files, web servers and buckets, but no commands."""
+        """Allow files, web servers and buckets, but no commands: others may have written the
+        manifest."""
         is_unknown = "://" in value and value.partition("://")[0] not in KINDS
         if "\0" in value or value.startswith("pipe:") or is_unknown:
             raise ValueError(f"{value!r} is neither a path nor a URL of {SCHEMES}")
@@ -124,21 +125,21 @@ class Split(Settings):
 
     @property
     def largest_class(self) -> float | None:
-        """The fraction of the labeled samples in the largest class; None if all classes are equally
+        """Fraction of the labeled samples in the largest class; None if all classes are equally
         large."""
         counts = self.class_counts
         return max(counts) / sum(counts) if len(set(counts)) > 1 else None
 
 
 def baselines(num_classes: int, largest_class: float | None) -> str:
-    """Return the accuracies of a random class and, if classes are unequal, of the largest class, in
-    words."""
+    """Return the accuracies of a random class and, if classes are unequal, of the largest class, as
+    text."""
     largest = f", largest class {100 * largest_class:.3g} %" if largest_class else ""
     return f"chance {100 / num_classes:.3g} %{largest}"
 
 
 def accuracy(top1: float, class_mean: float | None) -> str:
-    """Return top-1 in words, with its mean over classes if classes are unequal."""
+    """Return top-1 as text, with its mean over classes if classes are unequal."""
     return f"top-1 {100 * top1:.1f} %" + (
         f", class mean {100 * class_mean:.1f} %" if class_mean is not None else ""
     )
@@ -148,17 +149,17 @@ class Manifest(Settings):
     schema_version: Literal[3] = 3
     tool_version: str
     decoder: str = ""
-    """Libraries that made the pixels: others make slightly different ones."""
+    """Libraries that made the pixels; other versions make slightly different pixels."""
     name: str
     source: dict[str, Any]
     config: dict[str, Any] = Field(default_factory=dict)
-    """Settings that decide the bytes; {} for a subset."""
+    """Settings that determine the bytes; {} for a subset."""
     seed: int
     encoding: Encoding
     image_size: int
     crop: CropPolicy = "center"
     interpolation: Filter = "bicubic"
-    """How images became squares of `image_size`; with encoding keep, readers do it."""
+    """Filter of the resizing to `image_size`; with encoding keep, readers apply it."""
     classes: tuple[str, ...]
     splits: dict[Word, Split]
     channel_mean: tuple[float, float, float]
@@ -167,25 +168,25 @@ class Manifest(Settings):
     num_written: int
     num_rejected: int
     num_left_out: dict[str, int] = Field(default_factory=dict)
-    """Inputs that the config skips before anything is read, by reason (classes, excluded)."""
+    """Inputs that the config skips before reading, by reason (classes, excluded)."""
     num_held_out: int = 0
     """Inputs of the archive's `train` that became `val`."""
     max_reject_fraction: float = 1.0
-    """Fraction of inputs that may be rejected; above it `build`, `index` and `merge` fail."""
+    """Largest fraction of rejected inputs; above it `build`, `index` and `merge` fail."""
     rejected_sha256: str
     plan_hash: str
-    """Hash of the config and of the listing of the inputs: the same plan makes the same bytes."""
+    """Hash of the config and of the listing of the inputs: equal plans make equal bytes."""
 
     # not cached: model_copy would carry a hash over to another content
 
     @property
     def hash(self) -> str:
-        """Hash of the complete manifest, also of names and places."""
+        """Hash of the complete manifest, including names and places."""
         return hash_of_json(self.model_dump(mode="json"))
 
     @property
     def content_hash(self) -> str:
-        """Hash of the samples and their order only, wherever they are and whatever made them."""
+        """Hash of the samples and their order only."""
         splits = {
             name: {
                 "shards": [[shard.sha256, shard.index_sha256] for shard in split.shards],
@@ -199,7 +200,7 @@ class Manifest(Settings):
 
     @property
     def pixels_hash(self) -> str:
-        """Hash of the content and of what readers make of it."""
+        """Hash of the content and of the settings with which readers resize it."""
         reading = self.model_dump(
             mode="json",
             include={"image_size", "crop", "interpolation", "channel_mean", "channel_std"},
@@ -250,7 +251,7 @@ def load_manifest(directory: Path | str) -> Manifest:
 
 
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
-    """`path` is its place in messages."""
+    """Return the manifest. `path` is its place in messages."""
     try:
         tree = json.loads(data)
         version = tree.get("schema_version")
@@ -260,13 +261,14 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
         problem = f"it is damaged, or no manifest ({str(error).splitlines()[0]})"
         fix = "copy it again from an intact copy, or rebuild the dataset"
         raise DatasetError(str(path), problem, fix, code="damaged") from None
-    problem = f"it has schema version {version!r}, and this tool reads {SCHEMA_VERSION}"
+    problem = f"it has schema version {version!r}, but this tool reads {SCHEMA_VERSION}"
     fix = "rebuild it, or use the tool that wrote it"
     raise DatasetError(str(path), problem, fix, code="unsupported")
 
 
 def _no_dataset(place: Path) -> DatasetError:
-    """Return the error of a path that is no dataset, with the command that makes one of it."""
+    """Return the error for a path without a dataset, with the command that makes a dataset of
+    it."""
     code: Code = "unknown-format"
     if not place.exists():
         problem, code = "no such dataset directory exists", "missing-path"
@@ -278,19 +280,19 @@ def _no_dataset(place: Path) -> DatasetError:
             fix = f"run data_prep index --train {place} --out DATASET"
     elif (place / PARTS).is_dir() or (place / REJECTED_NAME).exists():
         problem, code = f"it has no {MANIFEST_NAME}, so it is unfinished", "unfinished"
-        fix = "run its data_prep build again, which continues"
+        fix = "run its data_prep build again, which resumes"
     elif (place / "config.yaml").is_file() or (place / "model.safetensors").is_file():
         problem, code = "it is a run, or its weights, and no dataset", "wrong-command"
         fix = "choose a directory that data_prep build or index has written"
     elif datasets := sorted(place.glob(f"*/{MANIFEST_NAME}")):
-        problem, fix = "it is no dataset, but it holds some", f"choose {datasets[0].parent}"
+        problem, fix = "it is no dataset, but it contains datasets", f"choose {datasets[0].parent}"
     else:
         files = itertools.islice(place.rglob("*"), NUM_LOOKED_AT)
         endings = {path.suffix.lower() for path in files}
         problem, code = f"it holds no {MANIFEST_NAME}, no shards and no images", "empty"
         fix = "choose a directory that data_prep build or index has written"
         if ".tar" in endings:
-            problem, code = "it holds shards, but they are not indexed", "unknown-format"
+            problem, code = "it contains shards that are not indexed", "unknown-format"
             fix = f"run data_prep index --train '{place}/*.tar' --out DATASET"
         elif endings.intersection(PICTURES):
             problem, code = "it is a folder of images, and no dataset yet", "unknown-format"
@@ -304,7 +306,7 @@ def save_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def wids_index(name: str, split: Split) -> bytes:
-    """Return the index with which the package `wids` reads these tars in random order."""
+    """Return the index that the package `wids` needs to read these tars in random order."""
     shards = [
         {"url": shard.file, "nsamples": shard.num_samples, "filesize": shard.num_bytes}
         for shard in split.shards
@@ -349,9 +351,10 @@ def load_annotation(directory: Path | str, split: Split, name: str) -> NDArray[n
 def load_index(
     directory: Path | str, shard: Shard, *, path: Path | None = None
 ) -> NDArray[np.int64]:
-    """Return the (num_samples, 3) index of one shard, memory-mapped. `path`: a copy to read."""
+    """Return the (num_samples, 3) index of one shard, memory-mapped. `path`: a copy to read
+    instead."""
     shape = (shard.num_samples, 3)
-    file = path.absolute() if path else shard.index_file  # not below the directory twice
+    file = path.absolute() if path else shard.index_file  # avoid the directory twice
     return _array(directory, file, shard.index_sha256, shape, INDEX_DTYPE)
 
 

@@ -1,7 +1,7 @@
-"""Images that belong to no dataset: files, folders and plain tars.
+"""Images outside any dataset: files, folders and plain tars.
 
-A folder yields every file that ends or begins like an image, sorted. A tar yields every member that
-ends like an image. Nothing is decoded, and a folder is walked lazily.
+A folder yields every file with the ending or first bytes of an image, sorted. A tar yields every
+member with the ending of an image. Nothing is decoded, and a folder is read lazily.
 """
 
 import os
@@ -50,7 +50,7 @@ class Picture(NamedTuple):
 
 def is_tar(path: Path) -> bool:
     if path.name.lower().endswith(COMPRESSED):
-        problem = "the file is compressed, so its images cannot be read one by one"
+        problem = "the file is compressed, so single images cannot be read"
         raise UserError(str(path), problem, "unpack it, or make a plain .tar", code="unsupported")
     return path.suffix.lower() == ".tar"
 
@@ -65,7 +65,7 @@ def in_tar(path: Path) -> list[Picture]:
     try:
         found = [member for member in _all_members(path) if _MEMBER.search(member.name)]
     except (TarError, OSError) as error:
-        fix = "copy it again, or leave it out"
+        fix = "copy it again, or remove it"
         raise UserError(str(path), str(error), fix, code="damaged") from None
     return [Picture(f"{path}/{name}", str(path), *place) for name, *place in found]
 

@@ -1,12 +1,12 @@
-"""Progress lines with speed and time left: a live bar on a terminal, a line now and then in a log
+"""Progress lines with speed and time left: a live bar on a terminal, occasional lines in a log
 file.
 
     packing  1,000/4,000 images  100/s  train-000001.tar  eta 30 s
     demo-mlp  step 1,200/9,000  loss 3.214  top-1 41.2 %  12,345 images/s  MFU 54 %  eta 1 h 12 min
 
 A log file gets a line every ten seconds at first, and every minute after ten minutes. Work that
-ends within a second leaves no line. A line within a line (the evaluation during a training) is a
-second bar, and is not logged.
+ends within a second leaves no line. Progress within progress (the evaluation during a training) is
+a second bar, and is not logged.
 """
 
 import sys
@@ -23,18 +23,18 @@ from rich.text import Text
 LOG_INTERVAL_S = 10.0
 SELDOM_AFTER_S, SELDOM_INTERVAL_S = 600.0, 60.0
 SPEED_S = 600.0
-"""The speed is measured over the last 1,000 advances within this time."""
+"""The speed is of the last 1,000 advances within this time."""
 SILENT_S = 1.5
-"""Time after which begun work is named."""
+"""Delay before begun work is named."""
 DRAWN_AFTER_S = 0.5
 
 _open_lines: list["ProgressLine"] = []
-"""The outermost first."""
+"""Open lines, the outermost first."""
 
 
 class ProgressLine:
-    """`advance` counts finished work; `note` is free text (file name; loss and speed). Work whose
-    unit is "step" gives its speed in its note."""
+    """A progress line. `advance` counts finished work; `note` is free text (file name; loss and
+    speed). If the unit is "step", the note has the speed."""
 
     def __init__(self, title: str, *, total: int, unit: str, start: int = 0, enabled: bool = True):
         self.title, self.total, self.unit, self.done, self.note = title, total, unit, start, ""
@@ -66,7 +66,7 @@ class ProgressLine:
             self.log_now()
 
     def log_now(self) -> None:
-        """Log a line now. A terminal's bar shows the same."""
+        """Log a line now. On a terminal the bar shows the same."""
         if self._enabled and self._display.disable:
             self._logged_s = time.monotonic()
             self._print(self.eta(self._task))
@@ -140,7 +140,7 @@ def progress(
 
 @contextmanager
 def doing(what: str, *, enabled: bool = True) -> Iterator[None]:
-    """Say what is being done, if it takes longer than a moment."""
+    """Print what is being done if it takes longer than a moment."""
     silence = threading.Timer(SILENT_S, print, [what], {"file": sys.stderr, "flush": True})
     silence.daemon = True
     if enabled:
@@ -152,7 +152,7 @@ def doing(what: str, *, enabled: bool = True) -> Iterator[None]:
 
 
 def in_words(seconds: float) -> str:
-    """45 s, 3 min 20 s, 12 min, 1 h 12 min, 2 d 3 h."""
+    """Return a duration: 45 s, 3 min 20 s, 12 min, 1 h 12 min, 2 d 3 h."""
     if seconds < 59.5:
         return f"{round(seconds)} s"
     if 599.5 <= seconds < 3570:

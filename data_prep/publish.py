@@ -8,7 +8,7 @@ The protocol:
 4. fsync the parent, so that the rename itself survives a power cut.
 
 A crash before 3 leaves only a temporary name, which `remove_leftovers` removes. Each writer has its
-own temporary name; of several writers of one path, the last one to end is published.
+own temporary name. If several writers write one path, the last one to end is published.
 """
 
 import errno
@@ -31,9 +31,9 @@ from data_prep.errors import UserError
 
 TEMPORARY_PREFIX = ".tmp-"
 REPLACED = "replaced-"
-"""After the prefix: a directory that another one is about to replace."""
+"""Name, after the prefix, of a directory that another one is about to replace."""
 HASHED_BYTES = 4 << 20
-"""Bytes of a file that are read at once to be hashed."""
+"""Number of bytes that are read at once for a hash."""
 
 
 def _temporary_of(path: Path, kind: str) -> Path:
@@ -42,8 +42,8 @@ def _temporary_of(path: Path, kind: str) -> Path:
 
 @contextmanager
 def _cleaned_up(path: Path) -> Iterator[Path]:
-    """Yield a new temporary name, and remove it after an error. A full disk does not say which it
-    is, so the error gets the name of `path`."""
+    """Yield a new temporary name, and remove it after an error. An error of a full disk names no
+    file, so it gets the name of `path`."""
     temporary = _temporary_of(path, f"{uuid4().hex[:12]}-")
     try:
         yield temporary
@@ -92,7 +92,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
                 is_done = True
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise  # else another writer's directory has appeared meanwhile
+                    raise  # otherwise another writer's directory has appeared meanwhile
         sync(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -122,7 +122,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return the spelling of a JSON value that is hashed."""
+    """Return the text of a JSON value for its hash."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -131,7 +131,7 @@ def hash_of_json(value: Any) -> str:
 
 
 def sealed(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the value with its own hash, by which a reader detects damage."""
+    """Return the value with its own hash, so a reader can detect damage."""
     return value | {"hash": hash_of_json(value)}
 
 
@@ -139,12 +139,12 @@ def unsealed(value: Any) -> dict[str, Any]:
     """Return the argument of `sealed`; raise ValueError if the hash differs."""
     content = dict(value) if isinstance(value, dict) else {}
     if content.pop("hash", None) != hash_of_json(content):
-        raise ValueError("its content is not what its own hash says")
+        raise ValueError("its content does not match its own hash")
     return content
 
 
 def remove_leftovers(*places: Path) -> None:
-    """Remove what killed writers have left. The caller knows that no writer is at work."""
+    """Remove leftovers of killed writers. The caller knows that no writer is at work."""
     for place in places:
         for leftover in place.glob(TEMPORARY_PREFIX + "*"):
             _remove(leftover)
@@ -163,7 +163,7 @@ def sha256_of(path: Path, *, after_each_piece: Callable[[], None] | None = None)
 
 
 def sync(path: Path) -> None:
-    """Let the content of a file, or the names in a directory, survive a power cut."""
+    """Make the content of a file, or the names in a directory, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -189,7 +189,7 @@ class Holder:
     pid: int = field(default_factory=os.getpid)
     job: str = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID", ""))
     cluster: str = field(default_factory=lambda: os.environ.get("SLURM_CLUSTER_NAME", ""))
-    """Several clusters may share a file system."""
+    """Name of the cluster; several clusters may share a file system."""
     restart: int = field(default_factory=lambda: int(os.environ.get("SLURM_RESTART_COUNT", "0")))
     since: str = field(default_factory=lambda: time.strftime("%F %T"))
 
@@ -207,8 +207,9 @@ LOCK = ".lock"
 
 @contextmanager
 def sole_writer(directory: Path, *, wait: bool = False, notice: str = "") -> Iterator[None]:
-    """Lock the directory against other writers, and record the holder. The kernel frees it however
-    this process ends. `notice` is printed before a wait; by default it names the holder."""
+    """Lock the directory against other writers, and record the holder. The kernel releases the lock
+    at the end of this process. `notice` is printed before a wait; by default it names the
+    holder."""
     make_directory(directory)
     with open(directory / LOCK, "a+") as file:
         _hold(file, directory, wait=wait, notice=notice)
@@ -245,7 +246,7 @@ def _hold(file: IO[str], place: Path, *, wait: bool, notice: str = "") -> None:
 
 
 def is_held(directory: Path) -> tuple[bool, Holder | None]:
-    """Return whether a process holds the directory, and which one, if it has recorded that."""
+    """Return True if a process holds the directory, and the holder if it is recorded."""
     try:
         with open(directory / LOCK) as file:
             try:

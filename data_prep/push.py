@@ -1,10 +1,10 @@
 """Copy a finished dataset to a bucket and verify it.
 
-1. Every file that the manifest names is compared with its hash and uploaded; each upload is
-   compared with the bucket's checksum.
+1. Every file of the manifest is compared with its hash and uploaded; each upload is compared with
+   the bucket's checksum.
 2. The manifest is uploaded last, so a reader never finds an unfinished dataset.
 
-After a kill, run the same command again: files that are in the bucket are uploaded again.
+After a kill, run the same command again: it uploads all files again.
 """
 
 import hashlib

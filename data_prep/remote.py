@@ -1,8 +1,8 @@
 """Read and write files on web servers and in buckets; clients.py has their types.
 
 1. A copy is complete, as far as the server gives a size, or does not exist.
-2. A fault that may pass is tried again after growing pauses. Others are reported at once, after
-   credentials that may have expired were read again.
+2. Temporary faults are tried again after growing pauses. Other faults are reported at once;
+   credentials that may have expired are read again first.
 3. An uploaded object appears complete. It is compared with the bucket's checksum, or read back.
 4. Storage options and the queries of URLs may be secrets: no message shows them.
 """
@@ -34,11 +34,11 @@ __all__ = ["MissingError", "shown"]
 
 NUM_ATTEMPTS, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.5, 30.0
 ANSWER_TIMEOUT_S = 10
-"""Longest silence after a question that needs no shard."""
+"""Longest silence after a request that needs no shard."""
 SLOW_S = 5.0
-"""A first failure that took longer is reported."""
+"""A first failure is reported if it took longer."""
 RANGE_BYTES, SLOWEST_BYTES_PER_S = 8 << 20, 64 << 10
-"""Objects are read in such ranges. A server that takes longer for one counts as silent."""
+"""Objects are read in ranges of this size. A server that takes longer for one counts as silent."""
 MARKS = (
     "md5Hash",
     "crc32c",
@@ -51,37 +51,37 @@ MARKS = (
     "mtime",
     "updated",
 )
-"""Clients' names for the mark of a content, the best first."""
+"""Clients' names for the version of a content, the best first."""
 _PART_BYTES, _MAX_PARTS = 16 << 20, 10_000
 _CHANCE = random.SystemRandom()
-"""Not one of the generators that others seed."""
+"""Separate from generators with a seed."""
 T = TypeVar("T")
 Storage = Mapping[str, Any]
 
 
 class RemoteError(UserError):
-    """A server does not deliver. The same command may succeed later."""
+    """A server does not deliver the bytes. The same command may succeed later."""
 
     is_passing = True
 
 
 class ContentError(OSError):
-    """A server delivers other bytes than it should."""
+    """A server delivers wrong bytes."""
 
 
 class StoppedError(Exception):
-    """The caller no longer wants the bytes."""
+    """The caller no longer needs the bytes."""
 
 
 class Version(NamedTuple):
-    """What a server tells of a content without sending it."""
+    """Facts of a content that a server gives without sending it."""
 
     num_bytes: int | None
     mark: str | None
 
     @property
     def stamp(self) -> str | None:
-        """None if the content must be read to be known."""
+        """Return an identity of the content, or None if only its bytes can identify it."""
         return None if self.mark is None else f"{self.num_bytes} {self.mark}"
 
 
@@ -96,7 +96,7 @@ def tried(
     stop: threading.Event | None = None,
     report: Callable[[str], None] | None = None,
 ) -> T:
-    """Return the result of `action`, which is tried again after growing, uneven pauses. `report`
+    """Return the result of `action`, which is tried again after growing, random pauses. `report`
     receives failures, except a quick first one."""
     for attempt in range(1, num_attempts + 1):
         began_s = time.monotonic()
@@ -104,7 +104,7 @@ def tried(
             return _with_fresh_credentials(url, action)
         except (UserError, StoppedError):
             raise
-        except Exception as error:  # every client has exceptions of its own
+        except Exception as error:  # every client has its own exceptions
             clients.refuse_hopeless(url, error)
             if attempt == num_attempts and isinstance(error, ContentError):
                 raise
@@ -171,8 +171,8 @@ def listing(pattern: str, *, storage: Storage) -> list[str]:
 def nameless_copy(
     url: str, directory: Path, *, storage: Storage, num_attempts: int = NUM_ATTEMPTS
 ) -> Iterator[tuple[Path, Version]]:
-    """Yield a path and the version of a copy. It has no name on disk, so it disappears however the
-    process ends."""
+    """Yield a path and the version of a copy. The copy has no name on disk, so it always disappears
+    with the process."""
     with tempfile.TemporaryFile(dir=directory) as file:
         path = Path(f"/proc/self/fd/{file.fileno()}")
         how: Any = {"storage": storage, "room": directory, "num_attempts": num_attempts}
@@ -196,10 +196,10 @@ def copy_to(
             raise error_of_system(error) from None
         num_bytes = path.stat().st_size
         if found.num_bytes is not None and num_bytes != found.num_bytes:
-            raise OSError(f"{num_bytes:,} of {found.num_bytes:,} bytes came")
+            raise OSError(f"only {num_bytes:,} of {found.num_bytes:,} bytes arrived")
         is_in_ranges = num_bytes > RANGE_BYTES and not _streams(url)
         if is_in_ranges and _version(url, storage) != found:
-            raise OSError("it changed while it was read")
+            raise OSError("it changed during reading")
         return found
 
     return tried(url, copy, num_attempts=num_attempts)
@@ -214,7 +214,7 @@ def fetch(
     silence_s: float = READ_TIMEOUT_S,
     stop: threading.Event | None = None,
 ) -> None:
-    """Make one attempt to hand all bytes of `url` to `write`, in pieces. `stop` and errors of
+    """Make one attempt to pass all bytes of `url` to `write`, in pieces. `stop` and errors of
     `write` end it at once, even if the server is silent."""
     system = client(url, storage, silence_s=silence_s)
 
@@ -234,7 +234,7 @@ def fetch(
 
 
 def _streams(url: str) -> bool:
-    """Return True for a web server, which may not serve ranges."""
+    """Return True for a web server, which may not support ranges."""
     return url.startswith(("http://", "https://"))
 
 
@@ -263,7 +263,7 @@ def _until_stopped(transfer: Coroutine[Any, Any, object], stop: threading.Event 
 
 
 class _Writer:
-    """The part of a file that fsspec looks for before it writes to one."""
+    """A file to write to, as far as fsspec uses it."""
 
     read = tell = close = None
 
@@ -274,7 +274,7 @@ class _Writer:
 def read_bytes(
     url: str, *, storage: Storage, check: Callable[[bytes], None] | None = None
 ) -> bytes:
-    """Return a small file. `check` raises ContentError if the bytes are not as they should be."""
+    """Return a small file. `check` raises ContentError if the bytes are wrong."""
 
     def read() -> bytes:
         system, kind = client(url, storage), kind_of(url)
@@ -294,7 +294,7 @@ def join(url: str, *names: str) -> str:
 
 
 def names_under(url: str, *, storage: Storage) -> list[str]:
-    """Return all objects below, sorted, relative to `url`."""
+    """Return all objects below `url`, sorted, with relative names."""
 
     def find() -> list[str]:
         system = client(url, storage)
@@ -320,7 +320,7 @@ def write_bytes(data: bytes, url: str, *, storage: Storage) -> None:
 
 
 def upload(path: Path, url: str, *, storage: Storage, stop: threading.Event | None = None) -> None:
-    """Put the file until the bucket holds the same bytes. If it cannot be asked, what is there
+    """Upload the file until the bucket has the same bytes. If the bucket does not reply, the object
     stays: it may have replaced a complete object.
 
     `stop` ends it at once; the bucket's life-cycle rule removes the parts of a large object.
@@ -342,12 +342,12 @@ def upload(path: Path, url: str, *, storage: Storage, stop: threading.Event | No
         else:
             system.put_file(str(path), url)
         is_same = checksums.match(_info(url, storage))
-        if is_same is None:  # such as s3 with keys of its own
+        if is_same is None:  # such as s3 with its own keys
             is_same = _read_back(url, checksums, storage, stop)
         if not is_same:
             with contextlib.suppress(Exception):  # the error below says more
                 client(url, storage).rm_file(url)
-            raise OSError("the bucket holds other bytes than it was given")
+            raise OSError("the bucket has other bytes than were sent")
 
     try:
         tried(url, attempt, stop=stop)
@@ -357,12 +357,12 @@ def upload(path: Path, url: str, *, storage: Storage, stop: threading.Event | No
 
 
 class _Checksums(NamedTuple):
-    """What a bucket may tell of bytes; digests are hexadecimal."""
+    """Checksums of bytes that a bucket may return; digests are hexadecimal."""
 
     num_bytes: int
     md5: str
     parts_md5: str
-    """s3's digest of an object that came in several parts."""
+    """S3's digest of an object that was uploaded in several parts."""
     sha256: str
     part_bytes: int
 
@@ -381,7 +381,7 @@ class _Checksums(NamedTuple):
         return cls(num_bytes, md5.hexdigest(), parts_md5, sha256.hexdigest(), part_bytes)
 
     def match(self, found: dict[str, Any]) -> bool | None:
-        """Compare with a bucket's facts of an object; None if they do not tell."""
+        """Compare with a bucket's facts of an object; None if it has no checksum."""
         if found.get("size") != self.num_bytes:
             return False
         told = {str(found.get("ETag", "")).strip('"'), (found.get("lfs") or {}).get("sha256", "")}

@@ -5,7 +5,7 @@ Every command line of the project reads its configuration through `load_settings
 each wrong field, its value and the fix (with the nearest valid name). A bad config must cost well
 under a second, so this module imports nothing heavy.
 
-Long because reading, overriding and explaining a config share the walk over its sections.
+Long because reading, overriding and explaining a config share the traversal of its sections.
 
 YAML is read as YAML 1.2 in the cases in which PyYAML's 1.1 surprises: `1e-3` and `010` are decimal
 numbers, `off` and `1:30` are words.
@@ -35,21 +35,22 @@ class Settings(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
     )
     short_words: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Words of the command line that stand for a setting of this section: word -> (field, form of
-    the value)."""
+    """Words of the command line that are short for a setting of this section: word -> (field, form
+    of the value)."""
     of_verb: ClassVar[str] = ""
-    """The command whose config this is."""
+    """Command of this config."""
     example_with: ClassVar[Mapping[str, str | None]] = {}
-    """Words that the example of a setting (or of all settings in a section) needs next to it, with
-    {} for this section's prefix. None: the command does not support the setting, and `explain` does
-    not list it."""
+    """Words that the example of a setting (or of all settings in a section) also needs; {} is the
+    prefix of this section. None: the command does not support the setting, and `explain` does not
+    list it."""
 
 
 S = TypeVar("S", bound=Settings)
 
 
 def load_settings(schema: type[S], *, path: str | Path | None, overrides: list[str]) -> S:
-    """The validated settings of `path` (or of the defaults) with `overrides` applied in order."""
+    """Return the validated settings of `path` (or the defaults) after `overrides`, applied in
+    order."""
     tree = read_yaml(Path(path)) if path is not None else {}
     keys = frozenset(tree)
     try:
@@ -75,11 +76,11 @@ _SIGNS: tuple[tuple[set[str], str], ...] = (
     ({"pretrained", "out"}, "finetune export"),
     ({"pretrained"}, "finetune probe, finetune knn, finetune evaluate"),
 )
-"""Keys by which one sees what a config is for; the first row that fits."""
+"""Keys that identify the command of a config; the first row that fits counts."""
 
 
 def verbs_of(keys: Set[str]) -> tuple[str, ...]:
-    """What a config with such keys at its top is for; () where they do not tell."""
+    """Return the commands that use a config with these keys at its top; () if unknown."""
     return next((tuple(verbs.split(", ")) for signs, verbs in _SIGNS if signs <= keys), ())
 
 
@@ -106,7 +107,7 @@ def validate(schema: type[S], tree: dict[str, Any]) -> S:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may run on."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -116,7 +117,7 @@ NumWorkers = Annotated[int, Field(ge=0), AfterValidator(lambda value: value or n
 
 def read_lines(field: str, file: str, *, spelled: bool = False) -> list[str]:
     """Return the lines of the text file that a setting names, without blank lines. `spelled`: write
-    a byte that is not UTF-8 as \\xe9, as a manifest writes class names."""
+    a byte that is not UTF-8 as \\xe9, as in the class names of a manifest."""
     try:
         data = Path(file).read_bytes()
         errors = "backslashreplace" if spelled and b"\0" not in data else "strict"
@@ -161,21 +162,23 @@ def parse_yaml(text: str, path: Path) -> dict[str, Any]:
         raise SettingsError(str(path), problem, fix, code="bad-syntax") from None
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        problem = f"a config is a mapping of sections, but this file holds a {type(tree).__name__}"
+        problem = (
+            f"a config is a mapping of sections, but this file contains a {type(tree).__name__}"
+        )
         raise SettingsError(str(path), problem, fix, code="bad-syntax")
     return tree
 
 
 def without_commands(text: str) -> str:
-    """Return the text as far as the first command of a stream, which may hold secrets."""
+    """Return the text before the first stream command, which may contain secrets."""
     return re.sub(r"pipe:.*", "pipe:...", text, flags=re.DOTALL | re.IGNORECASE)
 
 
 def apply_override(
     tree: dict[str, Any], override: str, *, schema: type[BaseModel] | None = None
 ) -> None:
-    """Set one `key.path=value` in `tree`; the value is read as YAML. With a `schema`, the last
-    word of a key is enough."""
+    """Set one `key.path=value` in `tree`; the value is read as YAML. If there is a `schema`, the
+    last word of a key is enough."""
     dotted, equals, text = override.partition("=")
     public = without_commands(override)
     keys = dotted.strip().split(".")
@@ -224,7 +227,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def near_path(path: Path, *, of: str = "") -> str:
     """Return a question with the most similar name next to a missing path, or "". `of`: only
-    folders that hold this file."""
+    folders that contain this file."""
     names = sorted(
         each.name for each in path.parent.glob("*") if not of or Path(f"{each}{of}").exists()
     )
@@ -233,14 +236,14 @@ def near_path(path: Path, *, of: str = "") -> str:
 
 
 def dump(settings: Settings) -> str:
-    """The resolved settings as YAML that `load_settings` reads back to an equal value."""
+    """Return the resolved settings as YAML; `load_settings` reads it back to an equal value."""
     return str(
         yaml.dump(settings.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, width=120)
     )
 
 
 def in_yaml(value: Any) -> str:
-    """In one line, as people write it on a command line, and read back as the same value."""
+    """Return one line of YAML in command-line style; it is read back as the same value."""
     plain = json.loads(json.dumps(value, default=str))
     text = yaml.dump(
         plain, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True
@@ -249,7 +252,7 @@ def in_yaml(value: Any) -> str:
 
 
 def example_of(field: FieldInfo) -> Any:
-    """The one that is written down; else another of its words; else its default."""
+    """Return the declared example, else another valid word, else the default."""
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     words = (
         get_args(field.annotation)
@@ -262,11 +265,11 @@ def example_of(field: FieldInfo) -> Any:
 
 
 NUM_NAMED = 5
-"""Of settings that differ."""
+"""Number of different settings to list."""
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{dotted key: value}: how a config is logged as parameters."""
+    """Return {dotted key: value}, the form in which a config is logged as parameters."""
     if isinstance(tree, dict):
         return {
             key: value
@@ -282,8 +285,8 @@ def differences(
     *,
     is_free: Callable[[str, Any, Any], bool] = lambda key, old, new: False,
 ) -> str:
-    """The settings in which two configs differ, with both values; "" for none. `is_free`: whether a
-    change does not count."""
+    """Return the settings in which two configs differ, with both values; "" for none. `is_free`:
+    True for a change that does not count."""
     before, now = flatten(dict(old)), flatten(dict(new))
     pairs = [(key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())]
     changes = [
@@ -300,21 +303,18 @@ def _short(text: str, most: int = 100) -> str:
 
 
 # ---- names
-# ------------------------------------------------------------------------------------------------
 
 _LIKE_AN_ESCAPE = re.compile(r"\\(?=x[0-9a-f]{2})")
 
 
 def printable(name: str) -> str:
-    """The one spelling of a name in records, lists and class names, where all is UTF-8: any other
-    byte stands as \\xe9, a backslash that would look like that as \\x5c, so that no two names are
-    spelled alike and each can be had back; the rest stays as it is.
-    """
+    """Return the only spelling of a name in records, lists and class names, which are UTF-8. Any
+    other byte becomes \\xe9. A backslash that looks like such an escape becomes \\x5c. So different
+    names have different spellings, and each can be recovered."""
     return readable(_LIKE_AN_ESCAPE.sub(r"\\x5c", name))
 
 
 # ---- errors of pydantic
-# ------------------------------------------------------------------------------------------------
 
 _FIXES = {
     **dict.fromkeys(("int_type", "int_from_float"), "give a whole number"),
@@ -333,7 +333,7 @@ _FIXES = {
     "too_short": "give at least {min_length} entries",
     "too_long": "give at most {max_length} entries",
 }
-"""Kind of pydantic's error -> fix, with the names of its context."""
+"""Fix for each kind of pydantic error, with the names of its context."""
 
 
 def _explain(schema: type[BaseModel], problems: Sequence[Any]) -> SettingsError:
@@ -374,7 +374,7 @@ def _errors_of(schema: type[BaseModel], problem: Any) -> Iterator[UserError]:
             for name, each in model.model_fields.items()
             if each.is_required()
         ]
-        field = ".".join([field, *required[:1]])  # of a section that is missing as a whole
+        field = ".".join([field, *required[:1]])  # of a missing section
         fix = f"set it in the config or as {field}=VALUE"
         yield SettingsError(field, "missing", fix, code="missing-value")
     elif kind == "union_tag_invalid":
@@ -399,8 +399,7 @@ def _not_valid(field: str, value: object, fix: str) -> SettingsError:
 
 
 def _of_validator(error: ValueError, prefix: str) -> Iterator[UserError]:
-    """Yield the errors that a validator of ours raised, whose fields are relative to its
-    section."""
+    """Yield the errors of our own validators. Their fields are relative to the section."""
     if not isinstance(error, UserError) or not (error.field or error.fix):
         field, colon, problem = str(error).partition(": ")
         is_field = bool(colon) and re.fullmatch(r"[\w.]+", field) is not None
@@ -427,11 +426,12 @@ ALIASES = {
     "learning_rate": ("lr", "lrs"),
     "batch_size": ("global_batch_size", "local_batch_size", "feature_batch_size"),
 }
-"""Names in other libraries of our settings."""
+"""Names of our settings in other libraries."""
 
 
 def _fix_of_unknown_key(keys: list[str], siblings: Collection[str], schema: type[BaseModel]) -> str:
-    """Return the keys that are meant: of the same section, or else anywhere in the config."""
+    """Return the keys that the user may mean, in the same section or else anywhere in the
+    config."""
     word, leaves = keys[-1].lower(), words_of(schema)
     aliases = ALIASES.get(word, ())
     if near := [".".join([*keys[:-1], name]) for name in aliases if name in siblings]:
@@ -455,8 +455,8 @@ def _fix_of_unknown_key(keys: list[str], siblings: Collection[str], schema: type
 def _locate(
     schema: type[BaseModel], location: tuple[Any, ...]
 ) -> tuple[list[str], list[type[BaseModel]]]:
-    """The keys that the user wrote on the way to `location` (pydantic adds the tags of unions), and
-    what is valid there."""
+    """Return the user's keys on the way to `location` (without the tags that pydantic adds for
+    unions), and the valid sections there."""
     keys: list[str] = []
     models: list[type[BaseModel]] = [schema]
     for part in location:
@@ -484,8 +484,8 @@ def tag_of(model: type[BaseModel]) -> object:
 def sections_of(
     schema: type[BaseModel], prefix: str = "", *, in_lists: bool = False
 ) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The schema and every section in it, each with what stands before its keys (in a list N for
-    the number); of a union all kinds, and what a validator accepts in their place."""
+    """Yield the schema and every section in it, each with the prefix of its keys (N for a number in
+    a list). Unions yield all kinds, including inputs of validators."""
     yield prefix, schema
     for name, field in schema.model_fields.items():
         accepted = [
@@ -506,8 +506,8 @@ def sections_of(
 
 
 def words_of(schema: type[BaseModel]) -> dict[str, dict[str, str]]:
-    """{word of the command line: {each key that it may mean: form of the value}}: the last words of
-    keys, and what sections have short words for. A setting at the top needs none."""
+    """Return {word: {key: form of the value}} of the command line: last words of keys, and short
+    words of sections. A setting at the top needs none."""
     long, short = dict[str, dict[str, str]](), dict[str, dict[str, str]]()
     for prefix, section in sections_of(schema):
         for name in section.model_fields if prefix else ():
@@ -532,11 +532,10 @@ def models_of(annotation: Any, *, in_lists: bool = True) -> list[type[BaseModel]
 
 
 # ---- YAML
-# ------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with 1.2 numbers and booleans, and with doubled keys refused."""
+    """Safe YAML with 1.2 numbers and booleans; repeated keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -547,7 +546,7 @@ class _Loader(yaml.SafeLoader):
                 )
             if keys.count(key) > 1:
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {key!r} stands twice", problem_mark=node.start_mark
+                    problem=f"the key {key!r} occurs twice", problem_mark=node.start_mark
                 )
         return super().construct_mapping(node, deep=deep)
 
@@ -572,7 +571,7 @@ _Loader.add_constructor(
     lambda _, node: int(node.value.replace("_", ""), 0 if node.value[:2] in ("0o", "0x") else 10),
 )
 _Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
-_Loader.add_constructor(  # the shell leaves key=~/x as it is
+_Loader.add_constructor(  # the shell does not expand key=~/x
     _TEXT,
     lambda _, node: (
         str(Path(node.value).expanduser()) if node.value.startswith("~/") else node.value
@@ -581,7 +580,7 @@ _Loader.add_constructor(  # the shell leaves key=~/x as it is
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would take for something else, and nothing more."""
+    """Quotes only values that `_Loader` would misread."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 

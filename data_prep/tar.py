@@ -1,13 +1,13 @@
 """Plain tars: list members (`members`, `walk`), group them by key (`runs`), read and write them.
 
-Reading needs only the headers, one after the other. tarfile of the standard library takes a
-damaged header in mid-archive for the end, and keeps all members in memory. Here a tar without an
-end-of-archive mark is an error, and nothing is kept. USTAR, GNU long names, pax paths and pax
-sizes are understood. A tar within a tar is a range of the outer file, so nothing is unpacked.
+Reading needs only the headers, one after the other. tarfile of the standard library takes a damaged
+header in mid-archive for the end, and keeps all members in memory. In this module a tar without an
+end-of-archive mark is an error, and no member is kept. USTAR, GNU long names, pax paths and pax
+sizes are supported. A tar within a tar is a range of the outer file, so nothing is unpacked.
 
-tarfile is also slow: 32 us for a header that takes 11 us here, and 23 us to write a member that
-takes 2.6 us here. Written archives have owner 0, mode 0644, time 0, no links and no extensions.
-They have the bytes that tarfile of Python 3.11 writes as USTAR.
+tarfile is also slow: 32 us per header (this module: 11 us), and 23 us to write a member (2.6 us).
+Written archives have owner 0, mode 0644, time 0, no links and no extensions. They have the bytes
+that tarfile of Python 3.11 writes as USTAR.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class TarError(ValueError):
 class Member(NamedTuple):
     name: str
     offset: int
-    """Place of its data, from the beginning of the file that holds the tar."""
+    """Offset of its data, from the beginning of the file that contains the tar."""
     num_bytes: int
 
 
@@ -54,7 +54,8 @@ def members(
 ) -> Generator[Member, None, int | None]:
     """Yield the regular files of the tar at `start` of `path`, in file order.
 
-    Returns the place of data after the end mark, such as a tar that was appended with cat, or None.
+    Returns the offset of data after the end mark, such as a tar that was appended with cat, or
+    None.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -82,11 +83,11 @@ def walk(
     beginning: int = 0,
     refuse_links: bool = True,
 ) -> Generator[Member, None, int]:
-    """Yield the regular files of the tar at `offset`; returns the place of its end mark.
+    """Yield the regular files of the tar at `offset`; returns the offset of its end mark.
 
     Errors count from the beginning. Links and devices are errors, or are skipped.
     """
-    # extended headers announce the name and size of the member that follows them
+    # extended headers contain the name and size of the next member
     name: str | None = None
     size: int | None = None
     is_announced = False
@@ -101,11 +102,11 @@ def walk(
             return offset
         kind, num_bytes = _kind_and_size(block, here)
         if kind == b"\0" and _name(block).endswith("/"):
-            kind = _FOLDER  # tars of before 1988
+            kind = _FOLDER  # tars from before 1988
         if kind in _REGULAR and size is not None:
             num_bytes = size
         elif kind == _FOLDER:
-            num_bytes = 0  # POSIX: the size of a folder reserves space, and no data follow
+            num_bytes = 0  # POSIX: the size of a folder only reserves space
         data = offset + BLOCK
         if end is not None and data + num_bytes > end:
             raise TarError(f"is cut: the member at byte {here:,} needs {num_bytes:,} bytes")
@@ -119,7 +120,7 @@ def walk(
         if kind in _REGULAR:
             yield Member(_name(block) if name is None else name, data, num_bytes)
         elif kind != _FOLDER and refuse_links:
-            problem = f"holds {_name(block)!r}, which is a link or device (type {kind!r})"
+            problem = f"contains {_name(block)!r}, which is a link or device (type {kind!r})"
             raise TarError(problem, fix="pack it again with tar --dereference")
         name, size, is_announced = None, None, False
 
@@ -172,7 +173,7 @@ def runs(found: Iterable[Member]) -> Iterator[Run]:
 
 
 def key_of(name: str) -> tuple[str, str]:
-    """Split a name at the first dot of its last part; both are empty without such a dot."""
+    """Split a name at the first dot of its last part; both parts are empty without such a dot."""
     match = _KEY.match(name)
     return (match[1], match[2]) if match else ("", "")
 
@@ -193,7 +194,7 @@ def _kind_and_size(block: bytes, offset: int) -> tuple[bytes, int]:
     if checksum != expected and checksum != expected - 256 * sum(
         byte > 127 for byte in block[:148] + block[156:]
     ):
-        raise TarError(f"is damaged at byte {offset:,}: no valid header there")
+        raise TarError(f"is damaged at byte {offset:,}: it has no valid header at this byte")
     size = _number(block[124:136])
     if size is None:
         raise TarError(f"is damaged at byte {offset:,}: a header without a size")
@@ -201,7 +202,7 @@ def _kind_and_size(block: bytes, offset: int) -> tuple[bytes, int]:
 
 
 def _number(field: bytes) -> int | None:
-    """Return a number that is never negative: a negative size would lead `walk` backwards."""
+    """Return a number, never negative: a negative size would lead `walk` backwards."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     match = _OCTAL.fullmatch(field.split(b"\0", 1)[0])
@@ -221,7 +222,7 @@ def _text(field: bytes) -> str:
 def _announced(
     kind: bytes, body: bytes, name: str | None, size: int | None, *, place: int
 ) -> tuple[str | None, int | None]:
-    """Return name and size of the next member, as an extended header changes them."""
+    """Return name and size of the next member after the changes of an extended header."""
     if kind == _LONG_NAME:
         return _text(body), size
     if kind in _PAX:
@@ -235,7 +236,7 @@ def _announced(
 def _pax(
     body: bytes, name: str | None, size: int | None, *, place: int
 ) -> tuple[str | None, int | None]:
-    """Return name and size as the pax records change them; an empty value cancels one."""
+    """Return name and size after the changes of the pax records; an empty value cancels one."""
     at = 0
     while at < len(body) and body[at] != 0:
         match = _PAX_RECORD.match(body, at)
@@ -263,9 +264,10 @@ RECORD_BYTES: Final = 20 * BLOCK
 MAX_NAME_BYTES: Final = 100
 MAX_PREFIX_BYTES: Final = 155
 MAX_MEMBER_BYTES: Final = 8**11 - 1
-"""8 GiB less one byte: larger sizes need extensions that some readers do not know."""
+"""Largest member, 8 GiB less one byte: larger sizes need extensions that some readers do not
+know."""
 HELD_BYTES: Final = 1 << 20
-"""Small members are hashed and written in pieces of at least this size."""
+"""Smallest piece to hash and write; small members are collected."""
 
 _BEFORE_SIZE: Final = b"0000644\0" + b"0000000\0" * 2
 _BEFORE_PREFIX: Final = b"0" + bytes(100) + b"ustar\x0000" + bytes(80)
@@ -276,7 +278,7 @@ _CONSTANT_SUM: Final = (
 
 
 class TarWriter:
-    """Writes a tar; `sha256` and `num_bytes` count what is still held back, too."""
+    """Writes a tar; `sha256` and `num_bytes` also count unwritten bytes."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self._digest = file, hashlib.sha256()
@@ -311,7 +313,7 @@ class TarWriter:
 
     def _write(self) -> None:
         if not self._held:
-            return  # the file may be closed by now
+            return  # the file may already be closed
         block = b"".join(self._held)
         self._digest.update(block)
         self._file.write(block)
@@ -321,7 +323,7 @@ class TarWriter:
 def header(name: str, num_bytes: int) -> bytes:
     """Return the 512 bytes before a member's data."""
     if num_bytes > MAX_MEMBER_BYTES:
-        problem = f"{name}: {num_bytes:,} bytes are more than a member may have"
+        problem = f"{name}: {num_bytes:,} bytes are too many for a member"
         raise ValueError(f"{problem} ({MAX_MEMBER_BYTES:,})")
     prefix, base = _split(name)
     size = b"%011o" % num_bytes

@@ -1,8 +1,8 @@
 """Worker processes of every command: a pool on forkserver that is replaced once if a worker dies.
 
 A single worker is this thread, so a small build starts no process. Workers end with the process
-that started them, however it ends: otherwise the workers of a killed build would write into the
-files of the build that takes its place.
+that started them. Otherwise the workers of a killed build would write into the files of the next
+build.
 """
 
 import os
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["data_prep.build.build"])
-"""Imported once, by the process that workers are forked from."""
+"""Imported once, in the process that forks the workers."""
 
 
 class Pool:
-    """Workers. A context manager: an error inside the block ends them at once."""
+    """Worker processes. A context manager: an error inside the block ends them at once."""
 
     def __init__(self, num_workers: int):
         self._num_workers, self._is_second = num_workers, False
@@ -51,8 +51,8 @@ class Pool:
         return future
 
     def map(self, function: Callable[[J], T], jobs: Sequence[J]) -> Iterator[tuple[int, T]]:
-        """Yield number and result of each job as it ends. After the first error no job begins. If
-        a worker dies, new workers do the jobs that are not finished."""
+        """Yield number and result of each job as it ends. After the first error no job begins. If a
+        worker dies, new workers repeat the unfinished jobs."""
         if self._executor is None:
             for number, job in enumerate(jobs):
                 yield number, function(job)
@@ -73,11 +73,11 @@ class Pool:
 
     def replace(self) -> None:
         """Start new workers after a worker has died; the second time, raise UserError."""
-        fix = "give more memory, or set fewer workers; what is finished is kept"
+        fix = "give more memory, or set fewer workers; finished work is kept"
         problem = "a worker process died, most likely because memory ran out"
         if self._is_second:
             raise UserError("num_workers", f"{problem}, again", fix, code="no-space") from None
-        print(f"data_prep: {problem}; its work is done again", file=sys.stderr, flush=True)
+        print(f"data_prep: {problem}; its work is repeated", file=sys.stderr, flush=True)
         self._is_second, self._executor = True, self._start()
 
     def __enter__(self) -> "Pool":
@@ -94,10 +94,10 @@ class Pool:
 
 
 def start_server() -> None:
-    """Start the process that workers are forked from, unless it runs. It imports what they need
-    while this process continues, and ends with this process."""
-    # Ctrl-C reaches that process too, and during its imports it would print a traceback. The
-    # tracker is started first, because its start unblocks signals.
+    """Start the process that forks the workers, unless it runs. It imports their modules while this
+    process continues, and ends with this process."""
+    # Ctrl-C reaches that process, too; during its imports it would print a traceback. The tracker
+    # is started first, because its start unblocks signals.
     resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -121,8 +121,8 @@ def sweep(
     sizes: Sequence[int] | None = None,
     workers: "int | Pool" = 1,
 ) -> Iterator[T]:
-    """Yield what `function` makes of every job, in their order; workers receive it pickled.
-    `sizes`: how many units each job counts in the progress line; 1 by default."""
+    """Yield the result of every job, in order; workers receive `function` pickled. `sizes`: units
+    that each job counts in the progress line; 1 by default."""
     sizes = sizes or [1] * len(jobs)
     with ExitStack() as stack:
         if isinstance(workers, int):

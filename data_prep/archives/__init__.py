@@ -1,1 +1,2 @@
-"""Parts that archive layouts share: folders, compressed tars, label tables, the inventory."""
+"""Code that several archive layouts share: folders, compressed tars, label tables, the
+inventory."""

@@ -1,8 +1,8 @@
-"""Image files below a folder: listed with size and time of change, and read only if unchanged.
+"""Image files below a folder: list them with size and time of change; read them if unchanged.
 
-Pipes and broken links are listed, too; reading them is a rejection. Among the folders of classes or
-splits they are an error. Hidden files are ignored. A link to a folder is followed, unless it leads
-to a folder that contains the link.
+Pipes and broken links are listed, too; reading one is a rejection. Among folders of classes or
+splits they are an error. Hidden files are ignored. A link to a folder is followed, unless the
+folder contains the link.
 """
 
 import os
@@ -19,11 +19,11 @@ from data_prep.manifest import PICTURES
 Row = tuple[str, int, int]
 """Path below a folder, time of change in ns, number of bytes (for `Entries.of`)."""
 NOWHERE, NOT_PLAIN, NO_IMAGE = -1, -2, -3
-"""Sizes that stand for broken links, for pipes and devices, and for files that are no images."""
+"""Sizes that mark broken links, pipes and devices, and files that are not images."""
 _WHY = {NOWHERE: "a link to nowhere", NOT_PLAIN: "a pipe or a device"}
 _UPWARD = "a link to a folder that contains it"
 ENDINGS = (*PICTURES, ".heic", ".heif", ".jp2")
-"""Endings of images, including unsupported formats: these are rejected, not left out."""
+"""Endings of images. Unsupported formats are included, so their files are rejected, not skipped."""
 _FIRST_BYTES = re.compile(
     rb"\xff\xd8\xff|\x89PNG|GIF8|BM....\0\0\0\0|II\*\0|MM\0\*|RIFF....WEBP|P[1-6]\s+[0-9#]|....ftyp(?:avi[fs]|hei[cfx]|mif1)|"
     rb"\0\0\0\x0c(?:JXL|jP)|\xff\x0a",
@@ -38,10 +38,11 @@ def walk_files(root: Path) -> Iterator[Row]:
 
 
 def walk_images(root: Path) -> Iterator[Row]:
-    """Yield every file; files that are no images, by ending and first bytes, are NO_IMAGE."""
+    """Yield every file; a file that is no image by its ending and first bytes gets the size
+    NO_IMAGE."""
     for row in walk_files(root):
         name, _, num_bytes = row
-        # the ending first: a Path per file would cost as much as the walk
+        # the ending first: a Path for each file would double the time
         is_input = num_bytes < 0 or name.lower().endswith(ENDINGS) or is_image(root / name)
         yield row if is_input else (name, 0, NO_IMAGE)
 
@@ -95,8 +96,9 @@ def refuse_loose_images(
 def folders_and_files(place: Path) -> tuple[list[str], list[str]]:
     """Return the folders and the files in `place`.
 
-    Anything else may stand for a class or a split, so it is an error. So is a link to a containing
-    folder (issue 17: `all -> .` was a class that held every image again)."""
+    Any other entry is an error because it may be a class or a split. A link to a containing folder
+    is an error, too (issue 17: through `all -> .` a class held every image again).
+    """
     above = _above(place)
     kinds = {entry.name: kind_of(entry, above) for entry in _visible(place)}
     odd = [f"{name}: {kind}" for name, kind in kinds.items() if kind not in ("folder", "file")]
@@ -104,7 +106,7 @@ def folders_and_files(place: Path) -> tuple[list[str], list[str]]:
         raise SourceError(
             "source.path",
             f"{len(odd):,} entries of {place} are neither folders nor files ({', '.join(odd[:3])})",
-            "fix or remove them: each may stand for a class or a split",
+            "fix or remove them: each may be a class or a split",
             code="unknown-format",
         )
     names = {kind: [name for name in kinds if kinds[name] == kind] for kind in ("folder", "file")}
@@ -168,7 +170,7 @@ def _status(path: "Path | os.DirEntry[str]") -> os.stat_result | None:
 
 
 def _changed_ns(status: os.stat_result) -> int:
-    """Return the time of change, at most 2262: later times do not fit into 64 bits."""
+    """Return the time of change, at most in 2262: later times do not fit into 64 bits."""
     return min(status.st_mtime_ns, (1 << 63) - 1)
 
 

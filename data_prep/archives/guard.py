@@ -1,7 +1,7 @@
-"""Checks that all archive readers share: a file exists, is intact, as published, and unchanged.
+"""Checks of all archive readers: a file exists, is intact, has its published hash, is unchanged.
 
-Parsers raise many kinds of exceptions on damaged files. Here they become a `SourceError`, so no
-archive ends in a traceback.
+Parsers raise many kinds of exceptions on damaged files. These checks turn each into a
+`SourceError`, so no archive ends in a traceback.
 """
 
 import errno
@@ -65,7 +65,7 @@ def stamp_of(paths: Sequence[Path]) -> str:
 
 
 def changed_since(paths: Sequence[Path], stamp: str) -> list[str]:
-    """Return the files that have changed since all of them had this stamp."""
+    """Return the files that no longer have this stamp."""
     before = stamp.split()
     assert len(before) == len(paths), (stamp, paths)
     return [
@@ -92,7 +92,7 @@ def changed(place: str) -> SourceError:
 
 
 def check_md5(path: Path, published: str | Mapping[str, str]) -> None:
-    """Raise SourceError unless the file is the published one, or one of several, by content."""
+    """Raise SourceError unless the MD5 of the file is the published one, or one of several."""
     with report_damage(path), open(path, "rb") as file:
         found = hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
     sums = {path.name: published} if isinstance(published, str) else published
@@ -104,6 +104,6 @@ def check_md5(path: Path, published: str | Mapping[str, str]) -> None:
 def wrong_sum(place: str, found: str, expected: str) -> SourceError:
     return damaged(
         place,
-        f"has the MD5 {found}, and {expected} is published",
+        f"has the MD5 {found}; {expected} is published",
         "download it again, or set source.md5=off if it is another version",
     )

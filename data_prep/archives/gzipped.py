@@ -1,8 +1,8 @@
-"""Files of a .tar.gz, found by the last part of their names, whatever paths and links it holds.
+"""Files of a .tar.gz, found by the last part of their names.
 
-`read_members` reads the files of a small archive into memory. `unpack_members` writes those of a
-large archive into a folder. Both check the checksum at the end of the stream, and decompress no
-more than their limit, whatever an archive claims.
+`read_members` reads files of a small archive into memory. `unpack_members` writes files of a large
+archive into a folder. Both check the checksum at the end of the stream and stop decompressing at
+their limit.
 """
 
 import gzip
@@ -33,7 +33,7 @@ def unpack_members(path: Path, wanted: Container[str], folder: Path, *, max_byte
 
 
 def unpacked_bytes(path: Path) -> int:
-    """Return the size that the end of the archive states, which is modulo 4 GiB."""
+    """Return the size that the end of the archive states, modulo 4 GiB."""
     with report_damage(path), open(path, "rb") as file:
         file.seek(-4, 2)
         return int.from_bytes(file.read(4), "little")
@@ -48,7 +48,7 @@ def _members(
             if offset + num_bytes > max_bytes:
                 raise damaged(path, f"unpacks to more than {max_bytes:,} bytes")
             with report_damage(path):
-                stream.seek(offset)  # only ever forward
+                stream.seek(offset)  # forward only
                 return stream.read(num_bytes)
 
         seen = set[str]()

@@ -36,13 +36,13 @@ _COLUMNS = {
 
 
 class Container(NamedTuple):
-    """A part of the source that is listed as a unit."""
+    """A part of the source that is listed in one step."""
 
     path: str
     """Path relative to the source's root; entries are `path/name`."""
     split: str
     label: int | None = None
-    """Label of all its entries, if known before the listing."""
+    """Label of all its entries, if known before listing."""
     offset: int = 0
     num_bytes: int = 0
     """Place within a larger file."""
@@ -56,7 +56,7 @@ class Entries:
 
     names: list[str]
     offsets: NDArray[np.int64]
-    """A number per entry that the source's `read` needs."""
+    """Number for each entry that the source's `read` needs."""
     sizes: NDArray[np.int64]
     labels: NDArray[np.int32]
 
@@ -98,7 +98,7 @@ class Outline:
     classes: tuple[str, ...]
     containers: tuple[Container, ...]
     beside: tuple[tuple[str, str], ...] = ()
-    """Name and stamp of further files that decide labels, such as annotations."""
+    """Name and stamp of further files that determine labels, such as annotations."""
 
     def differs_from(self, other: "Outline") -> set[str]:
         """Return the names of containers and files in which the outlines differ."""
@@ -107,7 +107,7 @@ class Outline:
 
 
 class Inventory:
-    """Read access to an inventory. Raises ValueError or OSError if its head is damaged."""
+    """Read access to an inventory. Raises ValueError or OSError for a damaged containers.json."""
 
     def __init__(self, directory: Path):
         head = unsealed(json.loads((directory / HEAD_NAME).read_text(encoding="utf-8")))
@@ -207,4 +207,4 @@ def _sorted_columns(
 def _map(path: Path, dtype: str) -> NDArray[Any]:
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
-    return np.asarray(np.memmap(path, dtype, mode="r"))  # a memmap's own indexing is slow
+    return np.asarray(np.memmap(path, dtype, mode="r"))  # indexing a memmap is slow

@@ -1,5 +1,5 @@
-"""A table of labels for a folder of images: CSV or Parquet, with a file, a label and, optionally, a
-split in each row."""
+"""A table of labels for a folder of images (CSV or Parquet): file, label and optional split in each
+row."""
 
 import csv
 import glob
@@ -96,7 +96,8 @@ def rows_of_files(
 ) -> Mapping[str, Row]:
     """Return the row of each image file, or raise SourceError if rows and files do not match.
 
-    A row may leave out the ending of its file."""
+    The file name in a row may lack its ending.
+    """
     by_name = {file: file for file in files}
     stems: dict[str, str | None] = {}
     for file in by_name:
@@ -159,7 +160,7 @@ def _column(
 ) -> int | None:
     wanted = (given,) if given else COLUMNS[role]
     found = [place for place, name in enumerate(names) if name in wanted or name.lower() in wanted]
-    if role == "file" and len(found) > 1:  # ids and names may both be columns
+    if role == "file" and len(found) > 1:  # one table may have both an id column and a name column
         found = [
             place for place in found if all(_is_file(folder / row[place]) for row in rows)
         ] or found

@@ -2,7 +2,7 @@
 
 Steps, under the lock of OUT:
 
-1. mark OUT as ours, then make the plan (workplan.py), unless the manifest exists already;
+1. claim OUT, then make the plan (workplan.py), unless the manifest already exists;
 2. write every shard without a record (shards.py), then compare the source with its listing;
 3. write rejected.jsonl, annotations and manifest.json, then remove the records (merge.py).
 

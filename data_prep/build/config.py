@@ -17,7 +17,7 @@ DEFAULT_SHARD = 8192
 
 
 def _first_present(given: Any) -> Any:
-    """Return the first of several sources that this machine has; without one, the last."""
+    """Return the first of several sources that this machine has, or else the last one."""
     if isinstance(given, list) and given:
         given = next(filter(_is_present, given), given[-1])
     if not isinstance(given, dict):
@@ -63,11 +63,12 @@ class BuildSettings(ImageSpec):
     you keep the default, a split of fewer than 131,072 images has up to 16 smaller shards, of 512
     images or more."""
     order: Literal["shuffled", "listed"] = "shuffled"
-    """shuffled: mix the classes in every shard (seeded). listed: keep the source's sorted order."""
+    """shuffled: mix the classes in every shard (seeded). listed: keep the sorted order of the
+    source."""
     seed: int = Field(0, ge=0)
     """Seed of the shuffled order."""
     max_reject_fraction: float = Field(0.01, ge=0, le=1)
-    """Largest fraction of rejected inputs. Above it the build fails; rejected.jsonl lists them."""
+    """Largest fraction of rejected inputs. Above it the build fails. rejected.jsonl lists them."""
     num_workers: NumWorkers = 0
     """Worker processes; 0 means one per core. They do not change the output."""
 
@@ -123,7 +124,7 @@ class BuildSettings(ImageSpec):
 
     @property
     def tables(self) -> dict[str, str]:
-        """Files that the source reads besides its archives, by setting."""
+        """Files that the source reads in addition to its archives, by setting."""
         names = ["labels"] if self.source.kind == "folder" else []
         files = {name: getattr(self.source, name, None) for name in [*names, "real"]}
         return {name: file for name, file in files.items() if file is not None}

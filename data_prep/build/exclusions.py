@@ -1,7 +1,7 @@
 """Lists of inputs to skip: `dedup` writes them, `build` and `subset` read them.
 
-A list has one JSON object per line. Only its `path` is used, the origin of the sample as in a
-shard's `.paths`. Further fields say why `dedup` listed it.
+A list has one JSON object per line. Only `path` is used: the origin of the sample, as in `.paths`
+of a shard. The other fields say why `dedup` listed the sample.
 """
 
 import json

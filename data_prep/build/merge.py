@@ -1,9 +1,9 @@
 """`data_prep merge`: make one dataset of the shards of all tasks.
 
-Before anything is written, `merge` checks that every planned shard has a record of this build, that
-its files are intact, and that the source, if it can be reached, is as it was listed. It then writes
-rejected.jsonl, annotations, the indices for `wids` and manifest.json, and removes the parts. If the
-manifest exists already, only the parts are removed.
+First, `merge` checks that every planned shard has a record of this build and intact files. If the
+source can be reached, it must match its listing. Then `merge` writes rejected.jsonl, annotations,
+the indices for `wids` and manifest.json, and removes the parts. If the manifest already exists,
+only the parts are removed.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ from data_prep.sources import Source, SourceError
 from data_prep.workers import Pool, sweep
 
 NUM_COMPARISONS = 512
-"""Approximate number of jobs that compare a source with its listing."""
+"""Approximate number of jobs in the comparison of a source with its listing."""
 NUM_NAMED = 3
 _Changes = tuple[int, tuple[str, ...]]
 """Number of changed files in one container, and the first of them."""
@@ -63,7 +63,7 @@ class TooManyRejected(UserError):  # noqa: N818
 
 
 def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest:
-    """Publish the dataset that array tasks have written. With `trust`, do not hash the shards."""
+    """Publish the dataset that array tasks have written. `trust` skips the hashes of the shards."""
     if not (directory / PARTS).is_dir() and not (directory / MANIFEST_NAME).exists():
         raise UserError(
             str(directory),
@@ -90,7 +90,7 @@ def merge(directory: Path, *, num_workers: int, trust: bool = False) -> Manifest
 
 
 def _is_reachable(settings: BuildSettings) -> bool:
-    """Return True if this machine sees the source's files. An empty folder may be a mount point."""
+    """Return True if this machine can read the source. An empty folder may be a mount point."""
     path = getattr(settings.source, "path", None) or getattr(settings.source, "images_dir", None)
     if path is None:
         return False
@@ -122,7 +122,7 @@ def refuse_changed(work: Workplan, source: Source, pool: Pool) -> None:
     found = set[_Changes]().union(*compared)  # containers of one archive report the same change
     number, what = sum(each[0] for each in found), "files"
     names = sorted(name for _, some in found for name in some)
-    if not found:  # a new class is in no listed container
+    if not found:  # no listed container has a new class
         names = sorted(inventory.outline.differs_from(outline_of(work.settings, source)))
         number, what = len(names), "folders, archives or lists of labels"
     if number:
@@ -207,7 +207,7 @@ def publish(work: Workplan, source: Source, records: list[ShardRecord]) -> Manif
 
 
 def _name_repeats(work: Workplan, records: list[ShardRecord]) -> None:
-    """Print how many images of each other split are also in `train`. Stored images are compared."""
+    """Print how many stored images of each other split are also in `train`."""
     of_split: dict[str, list[NDArray[Any]]] = {}
     for plan, record in zip(work.shards, records, strict=True):
         of_split.setdefault(plan.split, []).append(
@@ -306,7 +306,7 @@ def with_limit(directory: Path, manifest: Manifest, max_reject_fraction: float) 
 
 
 def check_reject_fraction(out: Path, manifest: Manifest) -> None:
-    """Raise TooManyRejected, every time that a command finds or makes the dataset."""
+    """Raise TooManyRejected. Each command that finds or makes the dataset calls this."""
     share, allowed = manifest.num_rejected / max(1, manifest.num_read), manifest.max_reject_fraction
     if share > allowed:
         error = TooManyRejected(

@@ -1,8 +1,8 @@
 """OUT/PARTS: the records of an unfinished dataset, and the locks of its writers.
 
 `claim` makes PARTS before anything else is written in OUT. `forget_parts` removes PARTS last, with
-begun.json as its last file. A build, a merge, an index or a planner holds the lock of OUT. Array
-tasks have locks of their own (tasks.py).
+begun.json as its last file. Builds, merges, indexes and planners hold the lock of OUT. Array tasks
+have their own locks (tasks.py).
 """
 
 import json
@@ -30,7 +30,7 @@ from data_prep.publish import (
 from data_prep.settings import S, Settings, differences
 
 BEGUN = "begun"
-"""Name of the record that says which dataset is being written."""
+"""Name of the record of the dataset that is being written."""
 AT_WORK = "at-work"
 """Directory whose lock an array task holds while it writes shards."""
 
@@ -53,8 +53,8 @@ LocalDirectory = Annotated[str, AfterValidator(refuse_url)]
 def claim(directory: Path) -> None:
     """Mark the directory as ours before anything else is written in it.
 
-    Files of others in the directory are neither deleted nor overwritten (issue 17: `parts/`,
-    `.tmp-*` and `rejected.jsonl` of users were). Array tasks may claim at the same time.
+    Files of others in it are neither deleted nor overwritten (issue 17: `parts/`, `.tmp-*` and
+    `rejected.jsonl` of users were). Several array tasks may claim the same directory at once.
     """
     make_directory(directory)
     strangers = sorted({path.name for path in directory.iterdir()} - {LOCK})
@@ -62,19 +62,19 @@ def claim(directory: Path) -> None:
         if not (directory / MANIFEST_NAME).exists():
             raise UserError(
                 "out",
-                f"{directory} holds {strangers[0]}, and no dataset was begun in it",
+                f"{directory} contains {strangers[0]}, but no dataset was begun in it",
                 "choose another directory",
                 code="exists",
             )
-        load_manifest(directory)  # or it is no manifest of ours
+        load_manifest(directory)  # not a manifest of ours, perhaps
     (directory / PARTS).mkdir(exist_ok=True)
 
 
 def of_another(directory: Path, before: Mapping[str, Any], config: Mapping[str, Any]) -> UserError:
-    changes = differences(before, config) if before else "made by another command"
-    what = f"another config ({changes})" if changes else "this config and other files"
+    changes = differences(before, config) if before else "another command"
+    what = f"another config ({changes})" if changes else "this config but other files"
     return UserError(
-        "out", f"{directory} holds a dataset of {what}", "choose another directory", code="changed"
+        "out", f"{directory} has a dataset of {what}", "choose another directory", code="changed"
     )
 
 
@@ -111,7 +111,7 @@ def refuse_tasks_at_work(directory: Path) -> None:
 
 @contextmanager
 def sole_builder(directory: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the directory against other builders and against array tasks."""
+    """Lock the directory against other builders and against array tasks."""
     with sole_writer(directory, wait=wait):
         refuse_tasks_at_work(directory)
         yield
@@ -119,22 +119,23 @@ def sole_builder(directory: Path, *, wait: bool = False) -> Iterator[None]:
 
 @contextmanager
 def own_place(directory: Path, *, wait: bool = False) -> Iterator[None]:
-    """Claim the directory, hold its lock, and remove what killed writers have left."""
+    """Claim and lock the directory, then remove leftovers of killed writers."""
     claim(directory)
     with sole_builder(directory, wait=wait):
-        (directory / PARTS).mkdir(exist_ok=True)  # the holder before may have removed it
+        (directory / PARTS).mkdir(exist_ok=True)  # the previous holder may have removed it
         remove_leftovers(directory, directory / PARTS)
         try:
             yield
         finally:
-            with suppress(OSError):  # it is empty if nothing has begun, or all is finished
+            with suppress(OSError):  # empty if nothing has begun, or if everything is finished
                 (directory / PARTS).rmdir()
 
 
 def forget_parts(directory: Path) -> None:
-    """Remove the parts of a finished dataset; a later call removes what this one cannot.
+    """Remove the parts of a finished dataset; a later call removes the rest.
 
-    Workers that were killed during the build may have left temporary files."""
+    Killed workers may have left temporary files.
+    """
     with suppress(OSError):
         remove_leftovers(directory)
     parts = directory / PARTS
@@ -150,7 +151,7 @@ def write_record(directory: Path, name: str, record: Settings) -> None:
 
 
 def read_record(directory: Path, name: str, schema: type[S]) -> S:
-    """Return the record; raise ValueError if it is not as it was written."""
+    """Return the record; raise ValueError if it was changed."""
     return schema.model_validate_json(
         json.dumps(unsealed(json.loads(record_path(directory, name).read_text(encoding="utf-8"))))
     )

@@ -39,7 +39,7 @@ class Sample:
 
 class Rejected(Settings):
     key: str
-    """Key that the sample would have had."""
+    """Key that the sample would have."""
     path: str
     reason: str
     detail: str
@@ -86,7 +86,7 @@ def write_shard(
     plan_hash: str,
     rejected: list[Rejected],
 ) -> ShardRecord:
-    """Write `samples` as the shard `name`. The iterator may append to `rejected` meanwhile."""
+    """Write `samples` as the shard `name`. The iterator may append to `rejected`."""
     channels = ChannelSums()
     rows: list[tuple[int, int, int]] = []
     paths: list[str] = []
@@ -148,8 +148,8 @@ def count_labels(labels: NDArray[np.int64]) -> dict[str, int]:
 def finished_record(
     directory: Path, name: str, *, plan_hash: str, trust: bool = False
 ) -> ShardRecord | None:
-    """Return the record of a shard that this very build has finished, if its files are intact. With
-    `trust`, only the size of the tar is compared."""
+    """Return the record of a shard of this build if its files are intact. `trust` compares only the
+    size of the tar."""
     try:
         record = read_record(directory, name, ShardRecord)
         shard = record.shard

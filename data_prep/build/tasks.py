@@ -1,15 +1,16 @@
 """`data_prep build --plan` and `--task i/n`: array tasks on machines that share OUT's file system.
 
 `--plan` makes the plan (workplan.py) under the lock of OUT. Without it task 0 makes the plan, and
-the other tasks wait for it. Any number of tasks can share a plan: task i of n writes the shards
-i, i + n, ... that have no record. Steps of a task:
+the other tasks wait for it. Any number of tasks can share a plan: task i of n writes the shards i,
+i + n, ... that have no record. Steps of a task:
 
-1. hold the lock of the task's own number, and wait for an earlier attempt that is still ending;
-2. hold OUT. If a plan of this config and source exists, take the lock that marks the task as at
-   work: `build`, `merge` and `index` fail with "busy" while such a lock is held. Otherwise task 0
-   makes the plan; any other task releases OUT and tries again, until PLAN_DEADLINE_S have passed
-   or task 0 has recorded its error in failed.json;
-3. release OUT and write the shards.
+1. lock the task's own number, and wait for an earlier attempt that is still ending;
+2. lock OUT, and look for a plan of this config and source;
+3. if there is one, take the lock that marks the task as at work. While such a lock is held,
+   `build`, `merge` and `index` fail with "busy";
+4. otherwise, task 0 makes the plan. Any other task releases OUT and repeats step 2. It fails after
+   PLAN_DEADLINE_S, or if task 0 has recorded an error in failed.json;
+5. release OUT and write the shards.
 
 A killed task releases all locks at once. You can run a task again at any time.
 """
@@ -104,13 +105,15 @@ def build_task(settings: BuildSettings, task: ArrayTask) -> int:
                     code="unfinished",
                 )
             time.sleep(POLL_S)
-        plans = work.shards[task.number :: task.total]  # tasks then end at about the same time
+        plans = work.shards[
+            task.number :: task.total
+        ]  # equal parts, so tasks end at about the same time
         write_shards(work, plans, source, pool)
     return len(plans)
 
 
 def _first_plan(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
-    """Make the plan, or record for the waiting tasks why there is none."""
+    """Make the plan, or record the error for the waiting tasks."""
     failure = settings.directory / PARTS / FAILURE
     try:
         refuse_tasks_at_work(settings.directory)

@@ -58,9 +58,9 @@ from data_prep.workers import Pool
 
 INVENTORY_NAME = "inventory"
 NUM_NAMED = 20
-"""Damaged containers that one error names."""
+"""Largest number of damaged containers in one error."""
 NUM_JOBS, LEAST_SHARD = 16, 512
-"""Shards of a small split, and the fewest samples of a shard."""
+"""Shards of a small split, and the fewest samples in a shard."""
 CANDIDATE_NAME = TEMPORARY_PREFIX + "candidate"
 
 
@@ -76,14 +76,14 @@ class ShardPlan(Settings):
 class Workplan(Settings):
     settings: BuildSettings
     config: dict[str, Any]
-    """Settings that decide the bytes (`described`)."""
+    """Settings that determine the bytes (`described`)."""
     plan_hash: str
     stamp: str
     """Stamp of the source's files. If it changes, shards are written again."""
     decoder: str
     classes: tuple[str, ...]
     labels: tuple[int, ...]
-    """Label in the dataset of each class of the inventory; -1 if the class is left out."""
+    """Label in the dataset of each class of the inventory; -1 for a skipped class."""
     num_left_out: dict[str, int]
     num_held_out: int = 0
     shards: tuple[ShardPlan, ...]
@@ -107,7 +107,8 @@ class Workplan(Settings):
         return self.directory / PARTS / f"order-{split}.npy"
 
     def under(self, settings: BuildSettings) -> "Workplan":
-        """Return the same plan for a config that differs only in settings that decide no byte."""
+        """Return the same plan for a config that differs only in settings without effect on the
+        bytes."""
         return self.model_copy(update={"settings": settings})
 
 
@@ -125,7 +126,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
     config = described(settings, source, exclusions)
     before, is_finished = load_begun(directory), (directory / MANIFEST_NAME).exists()
     if before and not is_finished and not _has_shards(before):
-        record_path(directory, BEGUN).unlink()  # nothing to keep, and nothing to mix with
+        record_path(directory, BEGUN).unlink()  # nothing to keep
         before = None
     existing = load_manifest(directory) if is_finished else before
     if existing is not None and existing.config != config:
@@ -180,7 +181,7 @@ def prepare(settings: BuildSettings, source: Source, pool: Pool) -> Workplan:
 
 
 def plan_that_fits(settings: BuildSettings, source: Source) -> Workplan | None:
-    """Return the plan in the directory if it is of this config and this source, and intact."""
+    """Return the plan in the directory if it is intact and has this config and this source."""
     begun = load_begun(settings.directory)
     if begun is None:
         return None
@@ -194,7 +195,7 @@ def plan_that_fits(settings: BuildSettings, source: Source) -> Workplan | None:
 
 
 def load_begun(directory: Path) -> Workplan | None:
-    """Return the plan in `directory`, wherever it was made."""
+    """Return the plan in `directory`, from any machine."""
     try:
         begun = read_record(directory, BEGUN, Workplan)
     except FileNotFoundError:
@@ -210,11 +211,11 @@ def load_begun(directory: Path) -> Workplan | None:
 
 
 def damaged_file(work: Workplan) -> Path | None:
-    """Return the first file of the plan, besides its record, that is not as it was written."""
+    """Return the first changed file of the plan, except its record."""
     inventory = work.inventory_directory
     try:
         found = Inventory(inventory)
-        if found.stamp != work.stamp:  # a new plan was cut off before its record was written
+        if found.stamp != work.stamp:  # a new plan was interrupted before its record was written
             return inventory / HEAD_NAME
         files = {inventory / name: digest for name, digest in found.files.items()}
     except OSError as error:
@@ -243,7 +244,8 @@ def _has_shards(work: Workplan) -> bool:
 
 
 def _check_decoder(begun: Workplan) -> None:
-    """Raise UserError if other libraries began the dataset: their pixels differ slightly."""
+    """Raise UserError if the dataset was begun with other libraries: their pixels differ
+    slightly."""
     if begun.decoder != decoder_version():
         raise UserError(
             "out",
@@ -257,7 +259,8 @@ def _check_decoder(begun: Workplan) -> None:
 def refuse_other_config(settings: BuildSettings, manifest: Manifest) -> None:
     """Raise UserError if another config made this finished dataset.
 
-    The tables of a source that no longer exists are not compared."""
+    Tables are not compared if the source no longer exists.
+    """
     gone = [
         name
         for name, file in settings.tables.items()
@@ -277,7 +280,7 @@ def refuse_other_config(settings: BuildSettings, manifest: Manifest) -> None:
 
 
 def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -> dict[str, Any]:
-    """Return the settings that decide the bytes of the dataset: no paths, no worker count."""
+    """Return the settings that determine the bytes of the dataset: no paths, no worker count."""
     others = {"out", "num_workers", "max_reject_fraction", "classes_file"}
     kept, config = settings.kept_classes, settings.model_dump(mode="json", exclude=others)
     classes = None if kept is None else sorted(kept)
@@ -295,7 +298,7 @@ def described(settings: BuildSettings, source: Source, exclusions: Exclusions) -
 def _listed(
     settings: BuildSettings, source: Source, pool: Pool, *, before: Workplan | None
 ) -> Inventory:
-    """Return the existing inventory if no container has changed, or else a new candidate."""
+    """Return the existing inventory if no container has changed, otherwise a new candidate."""
     outline = outline_of(settings, source)
     directory = settings.directory / PARTS / INVENTORY_NAME
     if before is not None and (directory / HEAD_NAME).exists():
@@ -313,7 +316,7 @@ def _listed(
 
 
 def outline_of(settings: BuildSettings, source: Source) -> Outline:
-    """Return the containers that may hold inputs that the config keeps, sorted."""
+    """Return the sorted containers that may hold inputs of the kept classes."""
     outline = source.outline()
     outline = replace(outline, classes=tuple(map(printable, outline.classes)))
     kept, containers = settings.kept_classes, outline.containers
@@ -374,7 +377,7 @@ def all_in_one(errors: list[UserError]) -> UserError:
 
 @dataclass
 class _Dropped:
-    """What a plan leaves out, and its counts so far."""
+    """Inputs that a plan skips, with counts."""
 
     labels: NDArray[np.int32]
     exclusions: Exclusions
@@ -384,7 +387,7 @@ class _Dropped:
 def _write_orders(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement, dropped: _Dropped
 ) -> tuple[dict[str, str], list[ShardPlan]]:
-    """Write the order of each split; return the sha256 of each, and all shards."""
+    """Write the order of each split; return each sha256, and all shards."""
     directory, shards, orders = settings.directory, list[ShardPlan](), dict[str, str]()
     excluded, paths = dropped.exclusions.rows(inventory), dropped.exclusions.paths
     if paths and not len(excluded):
@@ -407,7 +410,7 @@ def _write_orders(
             raise UserError(
                 "classes",
                 f"classes, per_class and exclude leave no image in the split {split}",
-                "leave out less",
+                "exclude fewer images or keep more classes",
                 code="empty",
             )
         path = directory / PARTS / f"order-{split}.npy"
@@ -425,8 +428,8 @@ def _write_orders(
 def shard_size(num_samples: int, *, most: int) -> int:
     """Return the samples per shard of a split.
 
-    A shard is one worker's job, so a small split has up to `NUM_JOBS` smaller shards. The number of
-    workers decides no byte.
+    One worker writes a shard, so a small split has up to `NUM_JOBS` smaller shards. The number of
+    workers has no effect on the bytes.
     """
     if most != DEFAULT_SHARD:
         return most
@@ -461,7 +464,7 @@ def _refuse_empty(source: Source, inventory: Inventory, arrangement: Arrangement
 def _draw_images(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement, exclusions: Exclusions
 ) -> Arrangement:
-    """Draw the images of `per_class` among those that stay, and omit classes that have too few."""
+    """Draw the images of `per_class` among the kept ones, and omit classes that have too few."""
     numbers, seed, splits = settings.per_class, settings.seed, dict[str, NDArray[np.int32]]()
     if numbers is None:
         return arrangement
@@ -489,8 +492,8 @@ def _draw_images(
 def _renumber(
     settings: BuildSettings, inventory: Inventory, arrangement: Arrangement
 ) -> tuple[NDArray[np.int32], tuple[str, ...], Counter[str]]:
-    """Return the new label of each class (-1: left out), the dataset's classes, and counts of what
-    was left out."""
+    """Return the new label of each class (-1: skipped), the dataset's classes, and counts of
+    skipped inputs."""
     kept = settings.kept_classes
     staying = set(
         range(len(inventory.classes)) if arrangement.labels is None else arrangement.labels

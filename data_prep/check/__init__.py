@@ -1,1 +1,1 @@
-"""What a finished dataset is: verified, counted, shown."""
+"""Verify, count and show a finished dataset."""

@@ -1,9 +1,9 @@
-"""`data_prep stats`: the numbers of a dataset, from its manifest and indices; pictures are opened
-only where that is asked for.
+"""`data_prep stats`: statistics of a dataset from its manifest and indices. Images are opened only
+on request.
 
-Sizes of pictures are known from the manifest unless they are kept as they came: then they are read
-off the headers (as stored, before the EXIF orientation). Recomputed channel statistics are, as
-those of `build`, of the split train (or of all, where there is none), and of the central squares.
+The manifest has the image sizes, except for encoding keep: then the headers are read (as stored,
+before the EXIF orientation). Recomputed channel statistics are of the central squares of `train`,
+as in `build`. Without `train` they are of all splits.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from data_prep.remote import Storage
 
 SPREAD = {"min": 0, "5 %": 5, "median": 50, "95 %": 95, "max": 100}
 NUM_EXTREMES = 3
-"""Of the largest and smallest classes."""
+"""Number of the largest and of the smallest classes to list."""
 
 
 def stats(
@@ -33,7 +33,7 @@ def stats(
     num_workers: int = 1,
     storage: Storage | None = None,
 ) -> dict[str, Any]:
-    """Everything as plain values, ready for JSON."""
+    """Return the statistics as plain values, ready for JSON."""
     manifest = load_manifest(directory)
     found: dict[str, Any] = {
         "dataset": str(directory),
@@ -63,7 +63,7 @@ def stats(
         )
         work = partial(_shard_totals, directory, manifest, storage or {})
         mean, std = channel_statistics(
-            list(each_shard(work, shards, title="adding up pixels", num_workers=num_workers))
+            list(each_shard(work, shards, title="summing pixels", num_workers=num_workers))
         )
         found |= {"recomputed_channel_mean": list(mean), "recomputed_channel_std": list(std)}
     return found
@@ -95,21 +95,21 @@ def _of_split(directory: Path, manifest: Manifest, split: Split) -> dict[str, An
 def spread(
     values: Sequence[int] | NDArray[np.int64], counts: Sequence[int] | None = None
 ) -> dict[str, int]:
-    """Of values that are there, each once or so often."""
+    """Return minimum, mean, maximum and so on of values. `counts` has the frequency of each
+    value."""
     found = np.percentile(
         values, list(SPREAD.values()), weights=counts or np.ones(len(values)), method="inverted_cdf"
     )
     return dict(zip(SPREAD, map(int, found), strict=True))
 
 
-# ---- what takes a look at the pictures
-# -----------------------------------------------------------------------------
+# Return the percentiles `SPREAD` of values. `counts` has the frequency of each value.
 
 
 def _sizes(
     directory: Path, manifest: Manifest, *, num_workers: int, storage: Storage
 ) -> list[dict[str, int]]:
-    """How many pictures have which size, the most frequent first."""
+    """Return the number of images of each size, the most frequent first."""
     sizes: Counter[tuple[int, int]] = Counter()
     if manifest.encoding != "keep":
         sizes[manifest.image_size, manifest.image_size] = manifest.num_written

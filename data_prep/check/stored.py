@@ -1,5 +1,5 @@
-"""Read a finished dataset shard by shard: each tar as one read-only buffer, each image of a shard,
-each shard in worker processes.
+"""Read a finished dataset: each tar as one read-only buffer, each image of a shard, each shard in
+worker processes.
 
 Nothing is written, except the temporary copy of a remote shard. Results come in the order of the
 shards, for any number of workers.
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @contextmanager
 def tar_content(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[mmap.mmap | bytes]:
-    """Yield the tar of a shard; a slice of it is a copy of that part only."""
+    """Yield the content of a shard's tar. A slice copies only that part."""
     with local_tar(directory, shard, storage=storage) as path:
         try:
             file = open(path, "rb")
@@ -38,7 +38,7 @@ def tar_content(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[
             raise DatasetError(shard.file, cause_of(error), fix, code=code) from None
         with file:
             if os.fstat(file.fileno()).st_size == 0:
-                yield b""  # nothing can be mapped
+                yield b""  # an empty file cannot be mapped
                 return
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 yield content
@@ -46,7 +46,7 @@ def tar_content(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[
 
 @contextmanager
 def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Path]:
-    """Yield a path of the tar: its own, or a copy of a remote one."""
+    """Yield a local path of the tar: the file itself, or a copy of a remote file."""
     if not shard.is_remote:
         yield directory / shard.file
         return
@@ -59,7 +59,7 @@ def local_tar(directory: Path, shard: Shard, *, storage: Storage) -> Iterator[Pa
 def each_shard(
     function: Callable[[Shard], T], shards: Sequence[Shard], *, title: str, num_workers: int
 ) -> Iterator[T]:
-    """Yield `function` of every shard, in their order."""
+    """Yield `function` of every shard, in order."""
     sizes = [shard.num_samples for shard in shards]
     return sweep(function, shards, title=title, unit="images", sizes=sizes, workers=num_workers)
 
@@ -72,7 +72,8 @@ def each_picture(
     storage: Storage,
     rows: Any = slice(None),
 ) -> Iterator[T]:
-    """Yield `function` of the stored bytes of each image, or of some rows of the index."""
+    """Yield `function` of the stored bytes of each image, or of the images in `rows` of the
+    index."""
     with tar_content(directory, shard, storage=storage) as content:
         for offset, length in load_index(directory, shard)[rows, :2].tolist():
             try:
@@ -87,7 +88,7 @@ def each_picture(
 
 
 def stored_key(content: mmap.mmap | bytes, offset: int) -> str:
-    """Return the key of the sample whose image starts at `offset`, from the header before it."""
+    """Return the key of the sample whose image starts at `offset`, from the preceding header."""
     try:
         return key_of(header_name(content[offset - BLOCK : offset]))[0]
     except TarError:

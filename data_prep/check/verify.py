@@ -1,14 +1,13 @@
-"""`data_prep verify`: read a dataset the slow way (plain tar, full decode) and compare it with its
+"""`data_prep verify`: read every tar and decode every image, then compare the dataset with its
 manifest and indices.
 
-Nothing is changed. Damage is a fault; an unknown file is a note. In worker processes each tar is
-read from its first header to its last, next to the rows of its index:
+Nothing is changed. Damage is a fault; an unknown file is a note. Worker processes read each tar
+from its first header to its last, together with the rows of its index, and check:
 
-1. the hashes of the tar, the index and the paths are those of the manifest;
-2. every row of the index points exactly at the image of a sample of its own, with the label of its
-   `.cls`;
+1. the hashes of the tar, the index and the paths match the manifest;
+2. every row of the index points at the image of its own sample and has the label of its `.cls`;
 3. a shard of `build` has no other samples, and its keys ascend; shards of others may differ;
-4. every image of the index decodes, has the size of the manifest, and a label in range.
+4. every image of the index decodes, and has the manifest's size and a label in range.
 """
 
 import hashlib
@@ -44,7 +43,7 @@ from data_prep.remote import MissingError, RemoteError, Storage
 from data_prep.tar import Run, TarError, members, runs
 
 BORROWED = ("subset", "index")
-"""Kinds of source that copy nothing: others have written their tars."""
+"""Kinds of sources that copy nothing: others have written their tars."""
 MAX_LISTED = 100
 """Faults of one shard that are listed; the others are counted."""
 
@@ -74,14 +73,14 @@ class ShardFindings:
 class Verification:
     manifest: Manifest
     faults: list[str]
-    """One line each; of a shard with very many, the first."""
+    """One line per fault; for a shard with many faults, the first ones."""
     num_faults: int
     notes: list[str]
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a worker compares a shard with."""
+    """Values that a worker compares with a shard."""
 
     directory: Path
     num_classes: int
@@ -115,7 +114,7 @@ def verify(
         faults.extend(_split_faults(expected, name, split, found))
         of_wids = directory / f"{name}-{WIDS_NAME}"
         if of_wids.exists() and of_wids.read_bytes() != wids_index(manifest.name, split):
-            faults.add(f"{of_wids.name}: lists other shards than the manifest; remove it")
+            faults.add(f"{of_wids.name}: does not list the shards of the manifest; remove it")
     notes = list(_stray_files(directory, manifest))
     return Verification(manifest, faults.listed, faults.num_faults, notes)
 
@@ -127,16 +126,16 @@ def _manifest_faults(manifest: Manifest) -> Iterator[str]:
         manifest.num_rejected,
     )
     if num_read != num_written + num_rejected:
-        yield f"manifest: {num_read} read, but {num_written} written + {num_rejected} rejected"
+        yield f"manifest: {num_read} read is not {num_written} written + {num_rejected} rejected"
     num_in_splits = sum(split.num_samples for split in manifest.splits.values())
     if num_written != num_in_splits:
-        yield f"manifest: {num_written} written, but its splits have {num_in_splits} samples"
+        yield f"manifest: {num_written} written, but {num_in_splits} samples in its splits"
     names = Counter(shard.name for split in manifest.splits.values() for shard in split.shards)
     for name, count in names.items():
         if count > 1:
             yield f"manifest: {count} shards have the name {name}"
     if len(set(manifest.classes)) != len(manifest.classes):
-        yield "manifest: the class list has a class twice"
+        yield "manifest: the class list repeats a class"
 
 
 def _split_faults(
@@ -149,7 +148,7 @@ def _split_faults(
         counts += findings.class_counts
         num_unlabelled += findings.num_unlabelled
     if tuple(counts.tolist()) != split.class_counts:
-        faults.add(f"split {name}: the class counts of the shards are not those of the manifest")
+        faults.add(f"split {name}: the class counts of its shards differ from the manifest")
     if num_unlabelled and sum(split.class_counts):
         faults.add(f"split {name}: {num_unlabelled} samples have no label, but others have one")
     for key in split.annotations:
@@ -163,7 +162,7 @@ def _stray_files(directory: Path, manifest: Manifest) -> Iterator[str]:
     known = manifest.file_hashes()
     for path in sorted(directory.iterdir()):
         if path.name.startswith(TEMPORARY_PREFIX) or path.name == PARTS:
-            yield f"{path.name}: left by a run that did not finish; delete it if none is running"
+            yield f"{path.name}: left by an unfinished run; delete it if none is running"
         elif path.suffix in (".tar", ".npy", ".paths") and path.name not in known:
             yield f"{path.name}: not in the manifest"
 
@@ -216,8 +215,8 @@ def _noting(faults: Faults, directory: Path) -> Iterator[None]:
 
 
 def stored_labels(manifest: Manifest) -> tuple[int, ...] | None:
-    """Return the content of the `.cls` of each class: a subset of some classes renumbers them, but
-    not in its tars. None: the tars have no `.cls` with numbers."""
+    """Return the content of `.cls` for each class. A subset renumbers classes, but its tars keep
+    the old numbers. None: the tars have no numeric `.cls`."""
     kind = manifest.source.get("kind")
     if kind == "subset":
         labels = manifest.source.get("labels")
@@ -243,7 +242,7 @@ def _walk(
     content: mmap.mmap | bytes,
     index: NDArray[np.int64],
 ) -> Iterator[str]:
-    """Read the tar once, next to the rows of its index; yield faults."""
+    """Read the tar once, together with the rows of its index; yield faults."""
     is_borrowed, least = expected.is_borrowed, 0 if expected.is_labeled else -1
     rows = {
         offset: (number, length, label)
@@ -256,19 +255,19 @@ def _walk(
                 continue  # belongs to no sample
             num_samples += 1
             if not is_borrowed and sample.key <= key:
-                yield f"{shard.file} {sample.key}: is not after {key}; keys ascend strictly"
+                yield f"{shard.file} {sample.key}: is not after {key}; keys must ascend"
             key, name = sample.key, f"{shard.file} {sample.key}"
             image = next((member for _, member in sample.members if member.offset in rows), None)
             if image is not None:
                 _, length, label = rows.pop(image.offset)
                 if image.num_bytes != length or not _is_label(expected, label, sample, content):
-                    yield f"{name}: the index points elsewhere"
+                    yield f"{name}: the index does not point at this image"
                 if not least <= label < expected.num_classes:
                     yield f"{name}: label {label} of {expected.num_classes} classes"
                 data = content[image.offset : image.offset + image.num_bytes]
                 yield from _image_faults(name, data, expected.size)
             elif not is_borrowed:  # only chosen samples of a borrowed tar have rows
-                yield f"{name}: the index points elsewhere"
+                yield f"{name}: the index does not point at this image"
     except (TarError, OSError) as error:
         yield f"{shard.file}: not readable after {num_samples} samples ({error})"
     else:
@@ -279,7 +278,7 @@ def _walk(
 
 
 def _is_label(expected: _Expected, label: int, sample: Run, content: mmap.mmap | bytes) -> bool:
-    """Return True if the sample's `.cls` holds this label as its tar stores it."""
+    """Return True if the sample's `.cls` contains this label."""
     in_tar = expected.in_tar
     if in_tar is None:
         return True

@@ -1,1 +1,1 @@
-"""Samples chosen from, or left out of, datasets that stand: subsets without copies, duplicates."""
+"""Choose samples of finished datasets: subsets without copies, and lists of duplicates."""

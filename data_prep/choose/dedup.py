@@ -1,14 +1,14 @@
 """`data_prep dedup`: list samples that repeat an earlier image; `build` and `subset` read the list.
 
-Samples have one order: the other datasets, then the splits that stay complete (test, val, others),
-then the splits that may lose samples, each in the order of its shards.
+Samples have one order: other datasets; complete splits (test, val, others); splits that may lose
+samples. Within each, the order of the shards applies.
 
-1. Of samples with equal pixels, the first stays.
-2. Of samples with equal perceptual hashes and similar colors, the first stays.
-3. Of the rest, a sample is dropped if it is near an earlier one that stays.
+1. Among samples with equal pixels, the first stays.
+2. Among samples with equal perceptual hashes and similar colors, the first stays.
+3. A remaining sample is dropped if it is near an earlier one that stays.
 
-So test sets stay complete, every dropped sample is like one that stays, and no two samples that
-stay are alike in the splits concerned: `dedup` finds none in a dataset built without the list.
+Test sets stay complete, and every dropped sample is like one that stays. A dataset built without
+the listed samples has no duplicates in these splits.
 """
 
 import json
@@ -37,7 +37,7 @@ PRIORITY = {"test": 0, "val": 1}
 
 @dataclass(frozen=True)
 class Part:
-    """One split of one dataset, and the place of its samples in the order."""
+    """One split of one dataset, and its positions in the order."""
 
     directory: Path
     manifest: Manifest
@@ -60,16 +60,16 @@ class Duplicates:
 
     parts: list[Part]
     positions: Ids
-    """In the order of all samples, ascending."""
+    """Positions in the order of all samples, ascending."""
     likes: Ids
-    """The earlier sample that each one is like."""
+    """Earlier sample that resembles each dropped one."""
     distances: NDArray[np.int64]
     """Bits of the perceptual hash that differ; -1 for equal pixels."""
     num_plain: int
     """Images of the dataset that are compared by pixels only (hashes.py)."""
 
     def pairs(self) -> Iterator[tuple[int, int, int, Part, Part]]:
-        """Yield position, like and distance of each dropped sample, and the parts of both."""
+        """Yield position, similar position and distance of each dropped sample, and both parts."""
         columns = (self.positions.tolist(), self.likes.tolist(), self.distances.tolist())
         for position, like, distance in zip(*columns, strict=True):
             part, other = (
@@ -89,9 +89,10 @@ def find_duplicates(
     num_workers: int = 1,
     storage: Storage | None = None,
 ) -> Duplicates:
-    """Return what `splits` of the dataset lose. `near` None: only equal pixels count."""
+    """Return the samples that `splits` of the dataset lose. `near` None: only equal pixels
+    count."""
     if near is not None and not 0 <= near <= MAX_NEAR:
-        fix = f"choose 0 to {MAX_NEAR}: above it, different images are alike"
+        fix = f"choose 0 to {MAX_NEAR}; larger distances match different images"
         raise UserError("--max-hamming", f"{near} is not valid", fix, code="bad-value")
     parts = _parts(directory, against, splits)
     if cache is not None:
@@ -117,7 +118,7 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
     wanted: list[tuple[Path, Manifest, str, bool]] = []
     for other in against:
         if other.resolve() == directory.resolve():
-            problem, fix = f"{other} is the dataset itself", "leave it out"
+            problem, fix = f"{other} is the dataset itself", "remove it"
             raise UserError("against", problem, fix, code="conflict")
         found = load_manifest(other)
         wanted += [(other, found, split, False) for split in sorted(found.splits)]
@@ -133,11 +134,11 @@ def _parts(directory: Path, against: tuple[Path, ...], splits: tuple[str, ...]) 
 
 
 def compare(hashes: Hashes, *, near: int | None, first: int) -> tuple[Ids, NDArray[np.int64]]:
-    """Return for each sample the earlier one that it is like, or -1, and in how many bits they
-    differ (-1: equal pixels)."""
+    """Return the earlier similar sample for each sample, or -1, and the number of differing bits
+    (-1: equal pixels)."""
     like, distance = np.full(len(hashes), -1, np.int64), np.full(len(hashes), -1, np.int64)
     pixels = hashes["pixels"]
-    order = np.lexsort((pixels[:, 1], pixels[:, 0]))  # stable: equal ones stay in their order
+    order = np.lexsort((pixels[:, 1], pixels[:, 0]))  # stable: equal hashes stay in their order
     starts = np.ones(len(order), np.bool_)
     starts[1:] = (pixels[order][1:] != pixels[order][:-1]).any(axis=1)
     heads = order[np.maximum.accumulate(np.where(starts, np.arange(len(order)), 0))]
@@ -157,8 +158,8 @@ def compare(hashes: Hashes, *, near: int | None, first: int) -> tuple[Ids, NDArr
 
 
 def _join_equal_bits(hashes: Hashes, left: Ids, like: Ids, distance: NDArray[np.int64]) -> Ids:
-    """Do step 2 and return the others. In rounds, so that a thousand copies of one image are not
-    compared in pairs."""
+    """Do step 2 and return the others. Rounds avoid comparing a thousand copies of one image in
+    pairs."""
     remaining, firsts = left, [np.zeros(0, np.int64)]
     while len(remaining):
         _, heads, inverse = np.unique(
@@ -202,7 +203,7 @@ def _reason(distance: int) -> str:
 
 
 def _names(found: Duplicates, storage: Storage) -> dict[int, tuple[str, str]]:
-    """Return key and path of both samples of each pair, reading every shard once."""
+    """Return key and path of both samples of each pair; read every shard once."""
     positions = np.unique(np.concatenate([found.positions, found.likes]))
     names: dict[int, tuple[str, str]] = {}
     for part in found.parts:
@@ -221,7 +222,7 @@ def _names(found: Duplicates, storage: Storage) -> dict[int, tuple[str, str]]:
 
 
 def check_out(path: Path) -> None:
-    """Fail before hours of hashing if the list cannot be written to this path."""
+    """Fail before hours of hashing if this path cannot be written."""
     code: Code = "unreadable"
     if path.suffix != ".jsonl" or path.name == REJECTED_NAME:
         problem, code = "is not valid", "bad-value"
@@ -244,7 +245,7 @@ def _is_list(path: Path) -> bool:
 
 
 def summary(found: Duplicates) -> Counter[tuple[str, str, str, str]]:
-    """Count the dropped samples by (split, the other's dataset, the other's split, reason)."""
+    """Count the dropped samples by (split, other dataset, other split, reason)."""
     return Counter(
         (part.split, other.manifest.name, other.split, _reason(distance))
         for _, _, distance, part, other in found.pairs()

@@ -1,20 +1,18 @@
-"""Three fingerprints of a picture, for finding it again: 73 bytes, so that 14 million pictures need
-1 GB.
+"""Three fingerprints that identify an image: 73 bytes, so 14 million images need 1 GB.
 
-`pixels`   128 bits of BLAKE2 over size and decoded RGB: the same picture, however it was encoded without loss (equal files
-           decode to equal pixels, so the stored bytes need no hash of their own).
-`bits`     a 64-bit perceptual hash: the signs of the 64 lowest frequencies (without the mean) of the discrete cosine transform
-           of the 32 x 32 luma. Low frequencies survive JPEG, resizing, brightness; a sign needs no
-           moving threshold.
-`colours`  the mean colours of a 4 x 4 grid, brought to mean 0 and one spread, as int8: confirms
-what the bits propose. Without it a
-           red disc is a green disc, and at 10^14 pairs chance alone makes some hashes meet.
+- `pixels`: 128 bits of BLAKE2 over size and decoded RGB. Lossless encodings of an image have equal
+  `pixels`.
+- `bits`: a 64-bit perceptual hash, from the discrete cosine transform of the 32 x 32 luma. It has
+  the signs of the 64 lowest frequencies except the mean. Low frequencies survive JPEG, resizing and
+  changes of brightness.
+- `colours`: the mean colors of a 4 x 4 grid as int8, scaled to mean 0 and spread 1. They confirm
+  matches of `bits`, which also match by chance or if only the color differs.
 
-A picture of nearly one colour has signs of noise alone, and of line art, text and digits in one ink
-on an even ground the low frequencies show the ground: such pictures are `plain`, and compared by
-pixels only. Of 1,797 scanned digits (scikit-learn's) 201 were taken for near duplicates otherwise,
-of 2,000 rendered numbers 956; with it 1 and 0. Coloured photographs on white are judged.
-"""  # noqa: E501 (a table)
+`plain` images are compared only by pixels: images of nearly one color, and line art, text or digits
+in one ink on an even ground. Their signs are noise, or show only the ground. Without this
+rule 201 of 1,797 scanned digits (scikit-learn) and 956 of 2,000 rendered numbers were near
+duplicates; with it 1 and 0. Color photographs on white are compared by all three.
+"""
 
 import hashlib
 import io
@@ -35,24 +33,24 @@ from data_prep.remote import Storage
 Hashes = NDArray[np.void]
 DTYPE = np.dtype([("pixels", "<u8", 2), ("bits", "<u8"), ("colours", "i1", 48), ("plain", "?")])
 VERSION = 2
-"""Of what is computed here; kept hashes of another version are not used."""
+"""Version of the fingerprints. Cached hashes of another version are not used."""
 NUM_BITS, SIDE, GRID = 64, 32, 4
 SAME_COLOURS = 0.95
-"""Correlation of the grids. Re-encoding (q 20), halving and a crop of 3 % stay above 0.96,
-different pictures below 0.84."""
+"""Correlation of the grids. Re-encoding (quality 20), halving and a crop of 3 % stay above 0.96,
+different images below 0.84."""
 PLAIN_SPREAD = 3.0
-"""Standard deviation, of 255 grey levels."""
+"""Standard deviation, in 255 gray levels."""
 FLAT_SHARE, FLAT_LEVELS, INK_SPREAD = 0.3, 5, 3.0
-"""Line art is a picture of which that share lies within so many neighbouring grey levels, and whose
-colours lie on one line between ground and ink: their standard deviation across it, of 255 levels,
-is less than the last."""
-_COLOUR_SCALE = 18.0  # 48 values of mean 0 and spread 1 lie within +-7
+"""Line art has two properties. At least this fraction of its pixels is within FLAT_LEVELS
+neighboring gray levels. Its colors are on one line between ground and ink: their standard deviation
+across the line is below INK_SPREAD (255 levels)."""
+_COLOUR_SCALE = 18.0  # 48 values of mean 0 and spread 1 are within +-7
 _BATCH = 256
 
 
 def shard_hashes(directory: Path, cache: Path | None, storage: Storage, shard: Shard) -> Hashes:
-    """One record for each row of the index; runs in a worker. What `cache` holds of the same bytes
-    is not computed again."""
+    """Return one record for each row of the index, in a worker. Hashes in `cache` of the same bytes
+    are reused."""
     identity = f"{VERSION}:{shard.sha256}:{shard.index_sha256}".encode()
     kept = None if cache is None else cache / f"{hashlib.sha256(identity).hexdigest()[:32]}.npy"
     if kept is not None:
@@ -74,7 +72,7 @@ def shard_hashes(directory: Path, cache: Path | None, storage: Storage, shard: S
 
 
 def picture_hashes(pictures: list[Image.Image]) -> Hashes:
-    """Of upright RGB pictures; of those that are not square, the central square counts."""
+    """Return the hashes of upright RGB images. Only the central square of an image counts."""
     hashes = np.zeros(len(pictures), DTYPE)
     small = [
         resize(picture, size=SIDE, crop="center", interpolation="bicubic") for picture in pictures
@@ -107,7 +105,7 @@ def _is_line_art(luma: NDArray[np.float64], rgb: NDArray[np.float64]) -> NDArray
 
 
 def _flat_share(luma: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The largest share of each picture that lies within `FLAT_LEVELS` grey levels."""
+    """Return the largest fraction of each image within `FLAT_LEVELS` gray levels."""
     levels = luma.reshape(len(luma), -1).astype(np.int64)
     counts = np.bincount(
         (levels + 256 * np.arange(len(luma))[:, None]).ravel(), minlength=256 * len(luma)
@@ -120,7 +118,7 @@ def _flat_share(luma: NDArray[np.float64]) -> NDArray[np.float64]:
 def same_colours(
     colours: NDArray[np.int8], a: NDArray[np.int64], b: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Whether the grids of the pictures a[i] and b[i] agree."""
+    """Return True for each pair (a[i], b[i]) whose grids agree."""
     same = np.empty(len(a), np.bool_)
     for start in range(0, len(a), 1 << 17):
         part = slice(start, start + (1 << 17))
@@ -138,7 +136,7 @@ def _pixel_hash(picture: Image.Image) -> NDArray[np.uint64]:
 def _cosine_bits(luma: NDArray[np.float64]) -> NDArray[np.uint64]:
     matrix, rows, columns = _cosines()
     spectrum = matrix @ luma @ matrix.T
-    # not > 0: where symmetry makes a coefficient zero, the sign of its rounding error differs
+    # not > 0: symmetry makes coefficients zero, and the sign of their rounding error differs
     # between machines
     signs = spectrum[:, rows, columns] > 1e-6
     packed = np.packbits(signs, axis=1, bitorder="little")
@@ -147,7 +145,7 @@ def _cosine_bits(luma: NDArray[np.float64]) -> NDArray[np.uint64]:
 
 @lru_cache
 def _cosines() -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-    """The transform, and the places of the lowest frequencies, by order."""
+    """Return the transform, and the positions of the lowest frequencies, in order."""
     k = np.arange(SIDE)
     matrix = np.cos(np.pi * (2 * k[None] + 1) * k[:, None] / (2 * SIDE))
     places = sorted(

@@ -1,13 +1,13 @@
-"""All pairs of 64-bit hashes within a Hamming distance: exact, and without comparing all with all.
+"""All pairs of 64-bit hashes within a Hamming distance: exact, without comparing all pairs.
 
-Cut into `near + agreeing` blocks, two hashes within `near` bits of each other have `agreeing`
-blocks in common, because every bit that differs spoils at most one. So for every choice of
-`agreeing` blocks the hashes are sorted by those bits, and only runs of equal ones are compared.
-More agreeing blocks mean more sorts and shorter runs: `plan` takes what costs least. The first
-table that finds a pair keeps it, so memory grows with the pairs and not with the tables.
+Hashes are cut into `near + agreeing` blocks. Two hashes within `near` bits have `agreeing` equal
+blocks, because each differing bit changes at most one block. For every choice of `agreeing` blocks
+the hashes are sorted by these blocks, and only runs of equal ones are compared. More agreeing
+blocks need more sorts but have shorter runs; `plan` takes the cheapest number. Only the first table
+that finds a pair keeps it, so memory grows with the number of pairs, not of tables.
 
-14 million hashes, near 6: 84 sorts by 21 bits each, 3 * 10^9 comparisons instead of 10^14. A table
-takes 6 to 8 s and 0.9 GB on one busy core, so all of them ten minutes.
+14 million hashes with near 6 need 84 sorts by 21 bits each, and 3 * 10^9 comparisons instead of
+10^14. A table takes 6 to 8 s and 0.9 GB on one busy core: ten minutes for all tables.
 """
 
 import itertools
@@ -22,13 +22,13 @@ Ids = NDArray[np.int64]
 NUM_BITS = 64
 MAX_NEAR = 10
 _SORT_COST, _PAIR_COST = 300.0, 30.0
-"""Nanoseconds for each hash and for each compared pair, roughly; only their ratio matters."""
+"""Approximate nanoseconds per hash and per compared pair; only their ratio matters."""
 
 
 def near_pairs(
     bits: NDArray[np.uint64], *, near: int, first: int = 0
 ) -> tuple[Ids, Ids, NDArray[np.uint8]]:
-    """(a, b, distance) of all pairs a < b with b >= `first`, sorted by b, then distance, then a."""
+    """Return (a, b, distance) of all pairs a < b with b >= `first`, sorted by b, distance and a."""
     masks = plan(len(bits), near=near)
     found: list[tuple[Ids, Ids]] = []
     with progress("comparing hashes", total=len(masks), unit="tables") as line:
@@ -44,10 +44,10 @@ def near_pairs(
 def _pairs_of_table(
     bits: NDArray[np.uint64], masks: list[np.uint64], *, near: int, first: int
 ) -> tuple[Ids, Ids]:
-    """The pairs that the last of the masks finds and no mask before it."""
+    """Return the pairs that the last mask finds and no earlier mask."""
     keys = bits & masks[-1]
     order = np.argsort(keys)
-    keys, ordered = keys[order], bits[order]  # so that what is compared lies side by side
+    keys, ordered = keys[order], bits[order]  # compared values are contiguous
     lows, highs = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     step = 1
     alive = np.flatnonzero(keys[1:] == keys[:-1])
@@ -66,7 +66,7 @@ def _pairs_of_table(
 
 
 def plan(num_hashes: int, *, near: int) -> list[np.uint64]:
-    """The bits by which to sort, one mask for each table."""
+    """Return the bits to sort by, one mask for each table."""
 
     def cost(agreeing: int) -> float:
         num_blocks = near + agreeing

@@ -1,13 +1,12 @@
-"""Which samples a subset takes: pure functions of labels, size and seed.
+"""Choose the samples of a subset: pure functions of labels, size and seed.
 
-Invariants: the classes keep their shares; exactly as many samples are chosen as were asked for;
-selections of one seed are nested (the samples of a smaller size are among those of a larger one),
-as scaling-law runs want them.
+Invariants: classes keep their fractions; the number of samples is exact; selections of one seed are
+nested, as scaling-law runs need.
 
-Both follow from one ranking, of which any prefix is a selection. Each class is put into a seeded
-order, and its sample number r of n gets the priority (r + 1/2) / n: taking the k smallest is the
-Sainte-Laguë apportionment, which rounds every class's share to the nearest whole number and, unlike
-largest remainders, never takes a seat back when the house grows.
+Both follow from one ranking: every prefix is a selection. Each class has a seeded order, and its
+sample r of n has the priority (r + 1/2) / n. Taking the k smallest is the Sainte-Laguë
+apportionment: it rounds each class to the nearest integer. Unlike largest remainders, a larger k
+never removes a sample.
 """
 
 import numpy as np
@@ -17,10 +16,10 @@ Ids = NDArray[np.int64]
 
 
 def ranking(labels: Ids, *, seed: int, keep: NDArray[np.bool_]) -> Ids:
-    """The positions in `keep`, in the order in which they are chosen.
+    """Return the positions in `keep`, in the order in which they are chosen.
 
-    The order within a class depends on the position in the split alone, so what is left out moves
-    nothing else.
+    The order within a class depends only on the position in the split, so excluded samples change
+    no other.
     """
     positions = np.flatnonzero(keep)
     ranks, sizes, classes = _ranks(labels, positions, seed=seed)
@@ -30,14 +29,14 @@ def ranking(labels: Ids, *, seed: int, keep: NDArray[np.bool_]) -> Ids:
 
 
 def per_class(labels: Ids, count: int, *, seed: int, keep: NDArray[np.bool_]) -> Ids:
-    """`count` positions of every class (all of a smaller one), of those in `keep`."""
+    """Return `count` positions of `keep` for every class, or all of a smaller class."""
     positions = np.flatnonzero(keep)
     ranks, _, _ = _ranks(labels, positions, seed=seed)
     return positions[ranks < count]
 
 
 def _ranks(labels: Ids, positions: Ids, *, seed: int) -> tuple[Ids, Ids, Ids]:
-    """Of each position: its place in the seeded order of its class, the size of that class, the
+    """Return for each position its rank in the seeded order of its class, the class size, and the
     class."""
     classes = labels[positions]
     draws = _draws(len(labels), seed=seed, stream=0)[positions]
@@ -53,7 +52,7 @@ def _ranks(labels: Ids, positions: Ids, *, seed: int) -> tuple[Ids, Ids, Ids]:
 
 
 def _draws(count: int, *, seed: int, stream: int) -> NDArray[np.uint64]:
-    """Raw words: numpy keeps these the same in all versions, which it does not promise of
+    """Return raw words, which are equal in all numpy versions; numpy does not promise this of
     permutations."""
     return np.asarray(
         np.random.Philox(np.random.SeedSequence([seed, stream])).random_raw(count), np.uint64

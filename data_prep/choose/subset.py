@@ -1,9 +1,9 @@
 """`data_prep subset`: some samples of a dataset as another dataset, without copying an image.
 
-The new directory holds a manifest and, for each shard with chosen samples, their index rows and
-paths. The tars stay in place, named relative to the new directory: move both or neither. Size and
-sha256 of a tar are of the complete file. Channel mean and standard deviation are the parent's, so
-runs on different fractions see the same inputs.
+The new directory has a manifest, and the index rows and paths of each shard with chosen samples.
+The tars stay in place, named relative to the new directory: move both or neither. Size and sha256
+of a tar are of the complete file. Channel mean and standard deviation are the parent's, so runs on
+different fractions have the same inputs.
 
 1. Choose the samples (selection.py). If the same call has finished, stop.
 2. Under the lock of the new directory, write indices, paths and annotations, then the manifest.
@@ -43,14 +43,14 @@ from data_prep.settings import Settings, nearest, read_lines
 
 
 class Selection(Settings):
-    """The request. Of `fraction`, `count` and `per_class` at most one is given; without them every
-    sample is taken that is not excluded."""
+    """Requested samples. At most one of `fraction`, `count` and `per_class` is set; without them
+    all samples that are not excluded are taken."""
 
     fraction: float | None = Field(None, gt=0, le=1)
     count: int | None = Field(None, ge=1)
     per_class: int | None = Field(None, ge=1)
     split: str = "train"
-    """The split that the size is of; other splits stay complete."""
+    """Split that the size applies to; other splits stay complete."""
     seed: int = Field(0, ge=0)
     classes_file: str | None = None
     exclude: tuple[str, ...] = ()
@@ -73,12 +73,12 @@ class Chosen:
     """The samples of one split."""
 
     positions: Ids
-    """In the parent's split, ascending."""
+    """Positions in the parent's split, ascending."""
     labels: NDArray[np.int64]
-    """Label in the subset of every sample of the parent's split; -2 for a class that it lacks."""
+    """Label in the subset of every sample of the parent's split; -2 for a missing class."""
     left_out: dict[str, int]
     excluded: frozenset[str]
-    """The listed paths that the split has."""
+    """Listed paths in the split."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Parent:
     directory: Path
     manifest: Manifest
     classes: tuple[str, ...]
-    """The classes of the subset, in the parent's order."""
+    """Classes of the subset, in the parent's order."""
     exclusions: Exclusions
 
 
@@ -159,7 +159,7 @@ def _classes(parent: Manifest, file: str | None) -> tuple[str, ...]:
 
 
 def _describe(parent: _Parent, selection: Selection) -> dict[str, object]:
-    """Return the source of the subset's manifest: its bytes depend on nothing else."""
+    """Return `source` of the subset's manifest, which determines its bytes."""
     manifest, classes = parent.manifest, parent.classes
     names = {"fraction", "count", "per_class", "split", "seed"}
     numbers = {name: number for number, name in enumerate(manifest.classes)}
@@ -196,7 +196,7 @@ def _existing(
 def _choose(parent: _Parent, name: str, selection: Selection) -> Chosen:
     split, known = parent.manifest.splits[name], parent.manifest.classes
     new_label = np.full(len(known) + 1, -2, np.int64)
-    new_label[-1] = -1  # no label stays no label
+    new_label[-1] = -1  # unlabeled stays unlabeled
     numbers = {name: number for number, name in enumerate(known)}
     new_label[[numbers[name] for name in parent.classes]] = np.arange(len(parent.classes))
     stored = [load_index(parent.directory, shard)[:, 2] for shard in split.shards]
@@ -263,7 +263,7 @@ def _write_split(parent: _Parent, out: Path, name: str, chosen: Chosen) -> Split
     labels, num_classes = chosen.labels[chosen.positions], len(parent.classes)
     num_before, annotations = len(split.class_counts), {}
     for key, annotation in split.annotations.items():
-        # with fewer classes, columns that are the parent's classes go
+        # with fewer classes, annotations with a column per class are dropped
         if num_classes == num_before or annotation.num_columns != num_before:
             bits = load_annotation(parent.directory, split, key)[chosen.positions]
             annotations[key] = write_annotation(out, f"{name}-{key}", bits)

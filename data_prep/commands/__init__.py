@@ -1,8 +1,8 @@
-"""The verbs of `data_prep`: their options, what they print and their exit codes. What they do is in
-modules of their own, imported when a verb runs, so that help and mistakes cost nothing.
+"""Commands of `data_prep`: their options, output and exit codes. Other modules do the work. They
+are imported when a command runs, so help and mistakes cost nothing.
 
-Every verb sets `run` (options -> exit code) and `after_a_stop`, what is printed after an
-interruption or a failing disk.
+Every command sets `run` (options -> exit code) and `after_a_stop`, the text to print after an
+interruption or a disk error.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from data_prep.settings import S, load_settings, num_cores
 
 
 def add_verbs(verbs: Verbs) -> None:
-    """Where every verb is registered, in the order of the help."""
+    """Register every command, in the order of the help."""
     from data_prep.commands import building, checking, choosing
 
     building.add_verbs(verbs)
@@ -36,7 +36,7 @@ def add_verb(
     schema: str | None = None,
     description: str | None = None,
 ) -> argparse.ArgumentParser:
-    """A verb with the words and options of `SHARED` that it has. `schema`: its settings, as
+    """Add a command with the options of `SHARED` that it names. `schema`: its settings, as
     module:Class."""
     parser = verbs.add_parser(name, help=help, description=description, epilog=examples)
     parser.set_defaults(run=run, after_a_stop=after_a_stop, schema=schema)
@@ -48,7 +48,7 @@ def add_verb(
 
 
 def json_options(text: str) -> dict[str, Any]:
-    """They may be secrets, and are not repeated in errors."""
+    """Parse a JSON object. Errors do not repeat it, because it may be secret."""
     try:
         options = json.loads(text)
     except ValueError:
@@ -61,31 +61,33 @@ def json_options(text: str) -> dict[str, Any]:
 
 
 def place(text: str) -> Path | str:
-    """A URL stays one: Path makes one slash of two."""
+    """Keep a URL as text: Path makes one slash of two."""
     return text if "://" in text else Path(text)
 
 
 def directory_of(options: argparse.Namespace, dataset: Path | str | None = None) -> Path:
-    """Where `dataset`, by default the verb's own, is read: of one behind a URL all but its shards
-    is copied first."""
+    """Return the local directory of `dataset` (default: the command's own). For a URL, everything
+    but the shards is copied first."""
     from data_prep.local_copy import local_copy
 
     return local_copy(dataset or options.dataset, storage=options.storage)
 
 
 _WORKERS = "processes (default: one per core)"
-_STORAGE = 'of URLs: options for fsspec, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\''
+_STORAGE = (
+    'options for fsspec to read URLs, such as \'{"anon": true}\' or \'{"endpoint_url": "..."}\''
+)
 SHARED: dict[str, dict[str, dict[str, Any]]] = {
     "dataset": {
         "dataset": {
             "type": place,
-            "help": "the directory that build, merge, index or subset wrote, or its URL",
+            "help": "dataset directory that build, merge, index or subset wrote, or its URL",
         }
     },
     "config": {
-        "config": {"nargs": "?", "help": "a YAML file with the settings"},
+        "config": {"nargs": "?", "help": "YAML file with the settings"},
         "overrides": {"nargs": "*", "default": [], "help": "key.path=value, such as image_size=64"},
-        "--out": {"metavar": "DIR", "help": "the dataset directory (short for out=DIR)"},
+        "--out": {"metavar": "DIR", "help": "dataset directory (short for out=DIR)"},
     },
     "workers": {
         "--workers": {"type": at_least(1), "default": num_cores(), "metavar": "N", "help": _WORKERS}
@@ -95,12 +97,12 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
     },
     "json": {"--json": {"action": "store_true", "help": "print the result as JSON"}},
 }
-"""Options that several verbs have, by the word that a verb asks for them with."""
+"""Options that several commands have, by group."""
 
 
 def settings_of(schema: type[S], options: argparse.Namespace, shortcuts: list[str]) -> S:
-    """From the words CONFIG and key.path=value of a verb, CONFIG being optional, and the options
-    that are short for settings."""
+    """Return the settings from the optional CONFIG, the key.path=value words, and the options that
+    are short for settings."""
     config, overrides = options.config, list(options.overrides)
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]
@@ -119,7 +121,7 @@ def counted(counts: Mapping[str, int]) -> str:
 def print_table(
     heads: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None
 ) -> None:
-    """Text stands left, numbers right, with thousands."""
+    """Print text left-aligned, and numbers right-aligned with thousands separators."""
     from rich.console import Console
     from rich.table import Table
 

@@ -20,40 +20,39 @@ from data_prep.settings import S, dump
 if TYPE_CHECKING:
     from data_prep.build.config import BuildSettings
 
-GOES_ON = "what is finished is kept, the same command goes on from there"
+GOES_ON = "finished work is kept; the same command resumes"
 REMEDIES = {
     "empty": "copy or download them again",
     "not_held": (
-        "build from the folder that they lie in, or save them anew with save_to_disk of datasets,"
-        " which takes them in"
+        "build from the folder that has them, or save them again with save_to_disk of datasets"
     ),
     "truncated": "copy or download them again",
     "damaged": "copy or download them again",
     "no_end_marker": (
         "copy or download them again, or open and save them: their pixels are complete"
     ),
-    "not_a_file": "put the files in the place of the links, or remove these",
-    "not_an_image": "remove what is no picture, or convert it to JPEG or PNG",
+    "not_a_file": "replace the links by files, or remove them",
+    "not_an_image": "remove files that are no images, or convert them to JPEG or PNG",
     "unsupported": "convert them to 8-bit RGB",
-    "too_many_pixels": "make them smaller, or raise max_pixels where memory allows it",
+    "too_many_pixels": "make them smaller, or raise max_pixels if there is enough memory",
     "too_large": "make them smaller",
-    "no_image": "image_member=ENDING names the picture's member (of KEY.image.png it is image.png)",
-    "several_images": "image_member=ENDING chooses one (of KEY.rgb.png it is rgb.png)",
-    "doubled_member": "give every sample a key of its own",
-    "interleaved": "write the members of each sample side by side (tar --sort=name)",
+    "no_image": "set image_member=ENDING to the member of the image (image.png for KEY.image.png)",
+    "several_images": "set image_member=ENDING to choose one (rgb.png for KEY.rgb.png)",
+    "doubled_member": "give every sample its own key",
+    "interleaved": "write the members of each sample next to each other (tar --sort=name)",
     "bad_label": (
-        "label=txt takes it from KEY.txt, json:FIELD from KEY.json; label=none reads pictures"
-        " without labels"
+        "set label=txt for KEY.txt, label=json:FIELD for KEY.json, or label=none for images "
+        "without labels"
     ),
-    "label_out_of_range": "labels count from 0; give classes_file a line for each",
-    "unknown_class": "add the names to classes_file, or leave it out",
+    "label_out_of_range": "count labels from 0; give classes_file a line for each",
+    "unknown_class": "add the names to classes_file, or remove classes_file",
 }
-"""What can be done about inputs that are rejected, by reason."""
+"""Fixes of rejected inputs, by reason."""
 
 
 def add_verbs(verbs: Verbs) -> None:
     _add_fetch(verbs)
-    words = "pack a source into shards + index + manifest; goes on after any interruption"
+    words = "make shards, an index and a manifest from a source; resumes after any interruption"
     examples = (
         "data_prep build --source folder --out data/mine path=photos image_size=64\ndata_prep build"
         " configs/data_prep/cifar10.yaml"
@@ -64,17 +63,17 @@ def add_verbs(verbs: Verbs) -> None:
     build.add_argument(
         "--source",
         metavar="KIND",
-        help="folder, imagenet21k, cifar, ... (short for source.kind=KIND)",
+        help="kind of source: folder, imagenet21k, cifar, ... (short for source.kind=KIND)",
     )
     build.add_argument(
         "--task",
         metavar="i/n",
-        help="only the i-th of n parts (from 0), for job arrays; then: data_prep merge",
+        help="write only part i of n (from 0), for job arrays; afterwards run data_prep merge",
     )
     build.add_argument(
         "--plan",
         action="store_true",
-        help="only make the plan that array tasks share (task 0 makes it otherwise)",
+        help="make only the plan that array tasks share (otherwise task 0 makes it)",
     )
     words = "verify the shards of array tasks, then publish the dataset"
     how = {"after_a_stop": GOES_ON, "examples": "data_prep merge data/mine"}
@@ -83,11 +82,9 @@ def add_verbs(verbs: Verbs) -> None:
     merge.add_argument(
         "--skip-verify",
         action="store_true",
-        help="check only the sizes of shards, without reading them again",
+        help="check only the sizes of shards; do not hash them again",
     )
-    words = (
-        "make a dataset of WebDataset shards of others (local, http, s3), which stay as they are"
-    )
+    words = "make a dataset of existing WebDataset shards (local, http, s3) without changing them"
     examples = "data_prep index --out data/theirs --train 'shards/{000..146}.tar' label=json:class"
     how = {
         "after_a_stop": GOES_ON,
@@ -111,12 +108,12 @@ def _add_fetch(verbs: Verbs) -> None:
     names = [*CATALOG, *BY_HAND]
     words = "; imagenet1k and imagenet21k print instructions"
     fetch.add_argument("name", choices=names, metavar="NAME", help=f"{', '.join(CATALOG)}{words}")
-    words = f"folder of archives (default: {ARCHIVES}, where the configs look)"
+    words = f"folder of archives (default: {ARCHIVES}, which the configs use)"
     fetch.add_argument("--out", type=Path, default=ARCHIVES, metavar="DIR", help=words)
     source = fetch.add_mutually_exclusive_group()
     words = "web folder with the same files, instead of the official address, which is untried"
     source.add_argument("--mirror", metavar="URL", help=words)
-    words = "file that you have downloaded, or the folder with it"
+    words = "file that you have downloaded, or its folder"
     source.add_argument("--from", dest="copy_from", type=Path, metavar="FILE", help=words)
 
 
@@ -151,7 +148,7 @@ def settings_to_build(options: argparse.Namespace) -> "BuildSettings":
 
 
 def shown(settings: S) -> S:
-    """Without what may be a secret."""
+    """Return the settings without possible secrets."""
     storage = getattr(settings, "storage", None)
     return settings.model_copy(update={"storage": dict.fromkeys(storage, "...")} if storage else {})
 
@@ -180,12 +177,11 @@ def _build(options: argparse.Namespace) -> int:
         is_next = f"after the last task: data_prep merge {settings.out}"
         if "SLURM_ARRAY_JOB_ID" in os.environ:
             is_next = (
-                "when all tasks are done the merge publishes the dataset (cluster/data_prep.slurm"
-                " has queued it)"
+                "the queued merge of cluster/data_prep.slurm publishes the dataset after all tasks"
             )
         print(
-            f"{settings.out}: task {options.task} has its {num_shards}"
-            f" shard{'s' * (num_shards != 1)}; {is_next}"
+            f"{settings.out}: task {options.task} has written its {num_shards} "
+            f"shard{'s' * (num_shards != 1)}; {is_next}"
         )
         return OK
     from data_prep.build.build import build
@@ -251,7 +247,7 @@ def _published(publish: Callable[[], Manifest], out: Path, *, as_json: bool) -> 
         f"{out}: {len(manifest.classes)} classes, {manifest.image_size} px {manifest.encoding},"
         f" {sizes}"
     )
-    where = f"; {out}/{REJECTED_NAME} says which and why" if manifest.num_rejected else ""
+    where = f"; {out}/{REJECTED_NAME} lists them with reasons" if manifest.num_rejected else ""
     print(
         f"read {manifest.num_read:,} = written {manifest.num_written:,} + rejected"
         f" {manifest.num_rejected:,}{where}"
@@ -268,9 +264,9 @@ def _published(publish: Callable[[], Manifest], out: Path, *, as_json: bool) -> 
     if manifest.num_held_out and "val_fraction" in manifest.source:
         share = f"{manifest.source['val_fraction']:g} of each class, at least one of two"
         print(
-            f"held out as val: {splits['val']:,} (source.val_fraction: {share});"
-            " source.val_fraction=0 trains on all of them"
+            f"held out as val: {splits['val']:,} (source.val_fraction: {share}); set "
+            "source.val_fraction=0 to train on all of them"
         )
     if manifest.num_left_out:
-        print(f"left out, not read: {counted(manifest.num_left_out)}")
+        print(f"skipped without reading: {counted(manifest.num_left_out)}")
     return code

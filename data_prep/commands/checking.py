@@ -1,5 +1,4 @@
-"""`data_prep verify`, `stats` and `preview`: what a finished dataset holds; none of them changes
-it."""
+"""`data_prep verify`, `stats` and `preview`: read a finished dataset without changing it."""
 
 import argparse
 import json
@@ -17,7 +16,7 @@ def add_verbs(verbs: Verbs) -> None:
     def how(verb: str) -> dict[str, str]:
         return {"after_a_stop": NOTHING_CHANGED, "examples": f"data_prep {verb} data/mine"}
 
-    words = "read everything again and hold it against the manifest"
+    words = "read everything again and compare it with the manifest"
     add_verb(
         verbs,
         "verify",
@@ -29,18 +28,22 @@ def add_verbs(verbs: Verbs) -> None:
         help=words,
         **how("verify"),
     )
-    words = "the numbers of a dataset: classes, channels, sizes, rejects"
+    words = "print classes, channel statistics, image sizes and rejects of a dataset"
     stats = add_verb(
         verbs, "stats", _stats, "dataset", "workers", "storage", "json", help=words, **how("stats")
     )
     stats.add_argument(
-        "--recompute", action="store_true", help="channel mean and std from the pictures, too"
+        "--recompute",
+        action="store_true",
+        help="compute the channel mean and std from the images, too",
     )
     words = "draw images as the model sees them, with their labels, on a contact sheet"
     shared = {"help": words, **how("preview")}
     preview = add_verb(verbs, "preview", _preview, "dataset", "storage", **shared)
     preview.add_argument("--split", default="train", help="split to draw")
-    preview.add_argument("--shard", type=at_least(0), metavar="N", help="draw only shard N, from 0")
+    preview.add_argument(
+        "--shard", type=at_least(0), metavar="N", help="draw only shard N (from 0)"
+    )
     words = "number of images"
     preview.add_argument("--count", type=at_least(1), default=64, metavar="N", help=words)
     preview.add_argument("--seed", type=at_least(0), default=0, help="seed of the random choice")
@@ -57,8 +60,8 @@ def add_verbs(verbs: Verbs) -> None:
         after_a_stop="run the same command again",
         examples="data_prep push data/mine s3://bucket/mine",
     )
-    push.add_argument("dataset", type=Path, help="the dataset directory")
-    push.add_argument("url", metavar="URL", help="the place in a bucket, such as s3://bucket/mine")
+    push.add_argument("dataset", type=Path, help="dataset directory")
+    push.add_argument("url", metavar="URL", help="URL in a bucket, such as s3://bucket/mine")
 
 
 def _push(options: argparse.Namespace) -> int:
@@ -91,10 +94,7 @@ def _verify(options: argparse.Namespace) -> int:
     if found.num_faults > MAX_PRINTED:
         print(f"... and {found.num_faults - MAX_PRINTED:,} more")
     if not found.num_faults:
-        print(
-            f"{options.dataset}: {found.manifest.num_written:,} samples, every one as the manifest"
-            " says"
-        )
+        print(f"{options.dataset}: {found.manifest.num_written:,} samples, all as in the manifest")
     for note in found.notes:
         print(f"note: {note}")
     return FAILED if found.num_faults else OK
@@ -120,7 +120,7 @@ def _stats(options: argparse.Namespace) -> int:
         f" {rejected}"
     )
     if found["left_out"]:
-        print(f"left out: {counted(found['left_out'])}")
+        print(f"skipped: {counted(found['left_out'])}")
     heads: tuple[str, ...] = ("split", "samples", "unlabelled", "shards", "pictures MB", "tars MB")
     columns = ("samples", "unlabelled", "shards")
     rows = [

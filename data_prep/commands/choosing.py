@@ -1,4 +1,4 @@
-"""`data_prep subset` and `data_prep dedup`: which samples of a dataset are to be used."""
+"""`data_prep subset` and `data_prep dedup`: choose samples of a dataset."""
 
 import argparse
 import json
@@ -13,11 +13,11 @@ from data_prep.settings import validate
 
 NEAR = 6
 MANY = 0.05
-"""Of a split: to lose more than that is worth a look."""
+"""Fraction of a split; larger losses print a warning."""
 
 
 def add_verbs(verbs: Verbs) -> None:
-    words = "some samples of a dataset as another dataset, without copying a picture"
+    words = "make another dataset of some samples without copying an image"
     examples = "data_prep subset data/mine --out data/mine-tenth --fraction 0.1"
     after_a_stop = "nothing was published; run the same command again"
     subset = add_verb(
@@ -31,31 +31,35 @@ def add_verbs(verbs: Verbs) -> None:
         after_a_stop=after_a_stop,
         examples=examples,
     )
-    subset.add_argument("--out", required=True, metavar="DIR", help="the new dataset directory")
-    subset.add_argument("--fraction", type=float, help="this share of every class, such as 0.1")
+    subset.add_argument("--out", required=True, metavar="DIR", help="new dataset directory")
+    subset.add_argument("--fraction", type=float, help="fraction of every class, such as 0.1")
     subset.add_argument(
         "--count",
         type=at_least(1),
         metavar="N",
-        help="N samples, in the proportions of the classes",
+        help="number of samples, in the proportions of the classes",
     )
     subset.add_argument(
-        "--per-class", type=at_least(1), metavar="N", help="N samples of every class"
+        "--per-class", type=at_least(1), metavar="N", help="number of samples of every class"
     )
     subset.add_argument(
-        "--split", default="train", help="the split that the size is of; others are taken whole"
+        "--split", default="train", help="split to make smaller; other splits stay complete"
     )
     subset.add_argument(
         "--seed",
         type=at_least(0),
         default=0,
-        help="with one seed, smaller subsets lie within larger ones",
+        help="seed of the choice; larger subsets of one seed contain the smaller ones",
     )
     subset.add_argument(
-        "--classes-file", metavar="FILE", help="the classes to keep, one on each line"
+        "--classes-file", metavar="FILE", help="text file with one class to keep per line"
     )
     subset.add_argument(
-        "--exclude", action="append", default=[], metavar="LIST", help="a list that dedup wrote"
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="LIST",
+        help="exclusion list that dedup wrote",
     )
     dedup = add_verb(
         verbs,
@@ -67,11 +71,11 @@ def add_verbs(verbs: Verbs) -> None:
         "json",
         help="list images that occur more than once, also across datasets",
         examples="data_prep dedup data/mine --against data/others --out duplicates.jsonl",
-        after_a_stop="no list was written; with --hashes the next run goes on from here",
+        after_a_stop="no list was written; with --hashes the next run continues",
         description=(
-            "Lists images that occur more than once: with equal pixels, or encoded again, resized"
-            " or cropped a little. Mirrored and rotated copies are not found. Line art, text in one"
-            " color and images of nearly one color are compared only by pixels."
+            "List images that occur more than once: with equal pixels, or encoded again, resized "
+            "or cropped a little. Mirrored and rotated copies are not found. Line art, text in "
+            "one color and images of nearly one color are compared only by pixels."
         ),
     )
     words = "dataset that keeps all samples; repeatable"
@@ -119,11 +123,11 @@ def _subset(options: argparse.Namespace) -> int:
         return OK
     sizes = ", ".join(f"{name} {count:,}" for name, count in splits.items())
     print(
-        f"{options.out}: {len(manifest.classes)} classes, {sizes}; the pictures stay with"
-        f" {options.dataset}"
+        f"{options.out}: {len(manifest.classes)} classes, {sizes}; the images stay in "
+        f"{options.dataset}"
     )
     if manifest.num_left_out:
-        print(f"left out: {counted(manifest.num_left_out)}")
+        print(f"skipped: {counted(manifest.num_left_out)}")
     if excluded is not None:
         print(
             f"of {excluded['listed']:,} paths to exclude, {excluded['found']:,} are in"
@@ -154,9 +158,9 @@ def _dedup(options: argparse.Namespace) -> int:
         num_lost = int(((part.start <= found.positions) & (found.positions < part.stop)).sum())
         if num_lost > MANY * (part.stop - part.start):
             print(
-                f"data_prep: {num_lost / (part.stop - part.start):.1%} of {part.split} would be"
-                " dropped, which is much: look at some pairs before you use the list (it names"
-                " both of each); a smaller --max-hamming, or --exact, drops less",
+                f"data_prep: the list drops {num_lost / (part.stop - part.start):.1%} of "
+                f"{part.split}. Look at some pairs in it before you use it. A smaller "
+                "--max-hamming, or --exact, drops less.",
                 file=sys.stderr,
             )
     if options.out is not None:
@@ -179,8 +183,8 @@ def _dedup(options: argparse.Namespace) -> int:
         print(json.dumps({"dataset": str(options.dataset), **counts, "by": rows, "out": out}))
         return OK
     print(
-        f"{options.dataset}: {len(found.positions):,} of {num_samples:,} samples show a picture"
-        " that is there already"
+        f"{options.dataset}: {len(found.positions):,} of {num_samples:,} samples repeat an "
+        "earlier image"
     )
     if rows:
         print_table(
@@ -188,12 +192,12 @@ def _dedup(options: argparse.Namespace) -> int:
         )
     if found.num_plain:
         print(
-            f"{found.num_plain:,} pictures are nearly of one colour, or line art; those were"
-            " compared pixel by pixel only"
+            f"{found.num_plain:,} images are line art or nearly of one color and were compared "
+            "only by pixels"
         )
     if options.out is not None:
         print(
-            f"{options.out}: the list; give it to build as exclude=[{options.out}], or to subset as"
-            " --exclude"
+            f"{options.out}: exclusion list; use it in build as exclude=[{options.out}], or in "
+            "subset as --exclude"
         )
     return OK

@@ -1,7 +1,7 @@
 """Pure functions from bytes to bytes: decode, convert to RGB, resize, turn upright, encode.
 
-An image that cannot be used is a Rejection. Downscaling is antialiased: PIL's bicubic or bilinear
-filter, or OpenCV's INTER_AREA, with which FFCV made the images of the public checkpoints.
+An unusable image raises Rejection. Downscaling is antialiased with PIL's bicubic or bilinear
+filter, or OpenCV's INTER_AREA, which FFCV used for the images of the public checkpoints.
 
 Drafts (`ImageSpec.draft`) save a quarter of the time of a JPEG of 400 pixels. Tests bound their
 difference from a full decode, in levels of 255. Photographs: at most 1 in the mean, 6 anywhere.
@@ -55,19 +55,19 @@ class ImageSpec(Settings):
     complete image to a square. longer_side: shrink until the longer side is `image_size` (never
     enlarge), then crop as center, as FFCV did for the public checkpoints. full: squash, and store
     the original shape in the JPEG (encoding=jpeg). Random crops then use the complete image, as in
-    timm; without them the model sees the central square."""
+    timm; otherwise the model gets the central square."""
     interpolation: Filter = "bicubic"
-    """Filter. area: OpenCV's INTER_AREA, as in FFCV; without drafts."""
+    """Filter for resizing. area is OpenCV's INTER_AREA, as in FFCV, and uses no drafts."""
     encoding: Encoding = "raw"
     """raw: binary PPM, the fastest to read. jpeg: encode again. keep: check and store the input's
-    bytes. Transparent pixels become white; with keep, when the image is read."""
+    bytes. Transparent pixels become white; with keep, each reader does this."""
     jpeg_quality: int = Field(95, ge=1, le=100)
     """JPEG quality on libjpeg's scale."""
     draft: bool = True
-    """Decode large JPEGs at 1/2, 1/4 or 1/8 before they are resized."""
+    """Decode large JPEGs at 1/2, 1/4 or 1/8 before resizing."""
     max_pixels: int = Field(PIXEL_BUDGET, ge=1, le=MAX_PIXELS)
-    """Reject larger images. If a draft is decoded, its pixels count, unless encoding=keep. Each
-    pixel takes up to 16 bytes of memory."""
+    """Reject larger images. For a draft, its decoded pixels count, unless encoding=keep. Each pixel
+    takes up to 16 bytes of memory."""
 
     @model_validator(mode="after")
     def _shape_is_stored(self) -> Self:
@@ -87,7 +87,7 @@ class EncodedImage:
 
 
 def convert(data: bytes, spec: ImageSpec) -> EncodedImage:
-    """Return the sample that an image becomes; raises Rejection."""
+    """Return the sample of an image; raises Rejection."""
     if spec.encoding == "keep":
         size_of(data, max_pixels=spec.max_pixels)  # readers decode it at full size
     may_draft = spec.draft and spec.interpolation != "area"
@@ -107,9 +107,9 @@ def square(picture: Picture | Image.Image, spec: ImageSpec) -> Image.Image:
     """Return the stored pixels, also of an image that PIL has opened; raises Rejection."""
     picture = picture if isinstance(picture, Picture) else Picture.of(picture)
     sizes = spec.image_size, spec.crop, spec.interpolation
-    if spec.interpolation == "area":  # OpenCV needs whole pixels: turned before it is cropped
+    if spec.interpolation == "area":  # turned before the crop: OpenCV needs integer pixels
         return resize(picture.upright(picture.pixels), *sizes)
-    # resized first, then turned: the central square is the same, and there is less to turn
+    # resized before the turn: the same central square with fewer pixels to turn
     return picture.upright(resize(picture.pixels, *sizes, extent=picture.extent))
 
 
@@ -122,7 +122,7 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, s
 def decode_square(
     data: bytes, out_HW3: NDArray[np.uint8], *, crop: CropPolicy, interpolation: Filter
 ) -> None:
-    """Decode an image into a square array, as training sees it; raises Rejection."""
+    """Decode an image into a square array, as in training; raises Rejection."""
     if decode_plain_into(data, out_HW3):
         return
     picture, _ = decode(data)
@@ -139,7 +139,7 @@ def resize(
 ) -> Image.Image:
     """Return a square of `size` pixels; see `ImageSpec.crop`.
 
-    `extent` is the width and height in pixels of `image` if they are not whole numbers.
+    `extent` is the width and height in pixels of `image` if they are not integers.
     """
     width, height = extent or image.size
     if image.size == (size, size) == (width, height):
@@ -171,7 +171,7 @@ def _resampled(
 
 @cache
 def _opencv() -> ModuleType:
-    """Return OpenCV, which takes as long to import as all other modules of a build together."""
+    """Return OpenCV, whose import takes as long as all other imports of a build together."""
     import cv2
 
     cv2.setNumThreads(1)

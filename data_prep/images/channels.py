@@ -1,7 +1,7 @@
 """Sums and sums of squares of the three channels over many images of one size.
 
-They are exact integers, so statistics do not depend on the order of images or shards. Images are
-gathered in one tall strip whose histogram PIL takes: a fifteenth of the cost of numpy's sums.
+The sums are exact integers, so statistics do not depend on the order of images or shards. PIL takes
+the histogram of many images in one strip: a fifteenth of the cost of numpy's sums.
 """
 
 from collections.abc import Sequence

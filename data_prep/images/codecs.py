@@ -1,11 +1,11 @@
 """Decode WebP, AVIF and JPEG XL images with imagecodecs: the same decoders on every machine.
 
-The headers are read here, so sizes are known before anything is decoded:
+This module reads the headers, so sizes are known before decoding:
 
 - WebP: RIFF, length, WEBP, chunks. The size is of the canvas in an extended file (VP8X), otherwise
   of the one frame (VP8 is lossy, VP8L lossless).
-- AVIF: boxes of one image. imagecodecs 2026.3 writes beyond its buffer for the first frame of a
-  sequence (brand avis), so sequences are not read.
+- AVIF: boxes of one image. Sequences (brand avis) are not read, because imagecodecs 2026.3 writes
+  beyond its buffer for their first frame.
 - JPEG XL: a codestream, or boxes that hold it. libjxl turns the image upright.
 """
 
@@ -35,7 +35,7 @@ class Header(NamedTuple):
     extension: str
     size: tuple[int, int]
     metadata: dict[str, bytes]
-    """By PIL's names, exif and xmp."""
+    """Metadata by PIL's names, exif and xmp."""
     bits: int = 8
 
     @classmethod

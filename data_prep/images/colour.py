@@ -1,8 +1,8 @@
 """Turn every pixel mode that Pillow opens into RGB of 8 bits, or reject the image.
 
 Transparent pixels are laid over white. The high 8 bits of deeper samples are kept. CMYK is
-multiplied out without a color profile. Integers of 32 bits and floats are rejected, because nothing
-in the file says which value is white.
+multiplied out without a color profile. Integers of 32 bits and floats are rejected, because their
+files do not define white.
 """
 
 import numpy as np
@@ -13,11 +13,11 @@ from data_prep.images.rejection import Rejection
 _TIFF_BITS, _TIFF_PHOTOMETRIC, _TIFF_WHITE_IS_ZERO = 258, 262, 0
 _LAYERED = ("RGBA", "LA", "PA", "RGBa", "La")
 MODES = ("RGB", "L", "1", "P", "CMYK", "YCbCr", "RGBX", *_LAYERED)
-"""Modes of which Pillow makes RGB."""
+"""Modes that become RGB."""
 
 
 def rawmode_of(image: Image.Image) -> str:
-    """Return how the file of an image that is opened, but not loaded, packs its pixels."""
+    """Return how the file packs its pixels, for an image that is opened but not loaded."""
     tiles = getattr(image, "tile", None)
     arguments = tiles[0][3] if tiles else ""
     first = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
@@ -25,7 +25,7 @@ def rawmode_of(image: Image.Image) -> str:
 
 
 def to_rgb(image: Image.Image, *, rawmode: str = "") -> Image.Image:
-    """Return the image as RGB. `rawmode` is from before it was loaded."""
+    """Return the image as RGB. `rawmode` is its packing before it was loaded."""
     mode, transparent = image.mode, image.info.get("transparency")
     if mode == "RGB" and transparent is None:
         return image
@@ -56,7 +56,8 @@ def unknown_levels(image: Image.Image) -> Rejection:
 
 
 def _in_8_bits(colour: int | tuple[int, ...], rawmode: str) -> int | tuple[int, ...]:
-    """A PNG names its transparent color in its own bits; Pillow compares pixels of 8 bits."""
+    """Return a transparent color in 8 bits, as in Pillow's pixels; a PNG gives it in its own
+    bits."""
     if isinstance(colour, tuple):
         return tuple(part >> 8 for part in colour) if rawmode.endswith("16B") else colour
     return colour * {"L;2": 85, "L;4": 17}.get(rawmode, 1)

@@ -1,13 +1,13 @@
 """Decode bytes into one RGB image, at full size or, if allowed, at 1/2, 1/4 or 1/8.
 
 The orientation tag of EXIF, or of XMP if there is no EXIF, is applied; all other metadata is
-dropped. Unreadable metadata leaves the image as it is stored. The first frame or page is taken. The
-true format counts, never the file's name. The size in the header is checked before anything is
-decoded. simplejpeg and imagecodecs decode JPEG (jpeg.py). imagecodecs decodes WebP, AVIF and
-JPEG XL (codecs.py) and TIFF (tiff.py). Pillow decodes PNG, PPM, GIF and BMP, and reads the headers
-of JPEG and TIFF.
-Pillow-SIMD 12.1, which takes Pillow's place on x86-64, lacks the fixes of Pillow 12.2 to 13.0;
-`check_tiles` therefore bounds what a file can make it decode.
+dropped. Unreadable metadata leaves the image as it is stored. The first frame or page is used. Only
+the true format counts, never the file's name. The size in the header is checked before decoding.
+
+simplejpeg and imagecodecs decode JPEG (jpeg.py). imagecodecs decodes WebP, AVIF and JPEG XL
+(codecs.py) and TIFF (tiff.py). Pillow decodes PNG, PPM, GIF and BMP, and reads the headers of JPEG
+and TIFF. Pillow-SIMD 12.1 replaces Pillow on x86-64 and lacks the fixes of Pillow 12.2 to 13.0.
+`check_tiles` therefore bounds the decoders that a file can start.
 """
 
 import io
@@ -37,7 +37,7 @@ from data_prep.images.rejection import Rejection, rejecting
 from data_prep.images.tiff import decode_tiff
 
 MAX_PIXELS: Final = 178_956_970
-"""Most pixels that a header may state: Pillow's own limit for a decompression bomb."""
+"""Largest number of pixels in a header: Pillow's own limit for a decompression bomb."""
 PIXEL_BUDGET: Final = 64_000_000
 """Default of `max_pixels`: up to 1 GB of memory, at 4 bytes a pixel and copies."""
 EXTENSIONS: Final = {
@@ -48,10 +48,9 @@ EXTENSIONS: Final = {
     "TIFF": "tif",
     "PPM": "ppm",
 }
-"""The formats that Pillow opens. Other formats take any bytes for an image (TGA) or start programs
-(EPS)."""
+"""Formats that Pillow opens. Its other formats accept any bytes (TGA) or start programs (EPS)."""
 PILLOW_DECODERS: Final = frozenset(("raw", "zip", "gif", "bmp_rle", "ppm", "ppm_plain"))
-"""Decoders of Pillow that a file may start: those of PNG, PPM, GIF and BMP."""
+"""Decoders of Pillow that a file may start, for PNG, PPM, GIF and BMP."""
 
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -66,12 +65,12 @@ _TURNS = {
 _FIRST_ON_ITS_SIDE = 5
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_TEXTS = (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
-warnings.filterwarnings("ignore", module=r"PIL\.")  # the cause is a rejection, or dropped metadata
+warnings.filterwarnings("ignore", module=r"PIL\.")  # the cause is a rejection or dropped metadata
 _PNG_TURNING = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0\0")
 
 
 def decoder_version() -> str:
-    """Return the versions of everything that the pixels depend on besides the bytes."""
+    """Return the versions of all libraries that affect the pixels."""
     libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
     return (
         f"Pillow {PIL.__version__}, libjpeg {libjpeg}, simplejpeg {simplejpeg.__version__} (JPEG),"
@@ -147,7 +146,7 @@ def read_picture(
 
 
 def size_of(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return width and height by the header alone; raises Rejection."""
+    """Return width and height from the header; raises Rejection."""
     frame = plain_frame(data)
     if frame is not None:
         width, height, _ = frame
@@ -170,7 +169,7 @@ def _decode_opened(data: bytes, image: Image.Image, *, max_pixels: int) -> Pictu
 
 
 def check_tiles(image: Image.Image) -> None:
-    """Reject an image that would start another decoder of Pillow, or places pixels outside of it.
+    """Reject an image that would start another decoder of Pillow or places pixels outside itself.
 
     Pillow checks the places, too, but before 12.2 its sums overflow.
     """
@@ -191,7 +190,7 @@ def _check_size(width: int, height: int, *, max_pixels: int = MAX_PIXELS) -> Non
     if width * height > MAX_PIXELS:
         raise Rejection(
             "too_many_pixels",
-            f"{width} x {height}; {MAX_PIXELS:,} pixels are the most; make it smaller",
+            f"{width} x {height}; the limit is {MAX_PIXELS:,} pixels; make it smaller",
         )
     if width * height > max_pixels:
         raise Rejection(
@@ -201,7 +200,7 @@ def _check_size(width: int, height: int, *, max_pixels: int = MAX_PIXELS) -> Non
 
 
 def _without_text(data: bytes) -> bytes:
-    """Return a PNG without its texts and color profile, which Pillow refuses above 1 MiB.
+    """Return a PNG without its texts and color profile, which Pillow rejects above 1 MiB.
 
     A text that may hold the orientation stays. Nothing is unpacked.
     """
@@ -230,17 +229,19 @@ def _open(data: bytes) -> Image.Image:
         try:
             return Image.open(io.BytesIO(data), formats=tuple(EXTENSIONS))
         except Image.UnidentifiedImageError:
-            unknown = f"no format that is read here begins with {data[:16]!r}"
+            unknown = f"a format that begins with {data[:16]!r} is not supported"
             raise Rejection(
                 "not_an_image",
-                unknown if data[4:8] != b"ftyp" else "HEIC, AVIF sequences and videos are not read",
+                unknown
+                if data[4:8] != b"ftyp"
+                else "HEIC, AVIF sequences and videos are not supported",
             ) from None
 
 
 def _orientation(image: Image.Image) -> int:
     """Return 1 to 8. The image must be loaded: a PNG may hold its metadata after the pixels."""
     if image.format == "JPEG" and "exif" not in image.info and "xmp" not in image.info:
-        return 1  # the common case, in less time
+        return 1  # fast for the common case
     try:
         value = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # noqa: BLE001 (damaged metadata raises anything)

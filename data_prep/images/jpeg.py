@@ -1,22 +1,25 @@
 """Decode JPEGs by libjpeg-turbo, whose warnings count as damage.
 
-Pillow needs a third more time, and swallows libjpeg's warnings. Here libjpeg-turbo decodes into the
-four bytes a pixel that PIL computes with. Of 800 images with 20 bytes scrambled, baseline to
-progressive CMYK, 544 are rejected (by Pillow 60), of 800 with a bit flipped 174 (9), of 800 that
-were cut all (all); of 4,800 with harmless changes none.
+Pillow needs a third more time and hides libjpeg's warnings. libjpeg-turbo decodes directly into
+PIL's four bytes per pixel. Files rejected in a test of 800 images each, baseline to progressive
+CMYK, with Pillow's number in parentheses:
+
+- 20 bytes scrambled: 544 (60)
+- one bit flipped: 174 (9)
+- cut: all (all)
+- harmless changes (4,800 images): none
 
 A JPEG that ends before its end marker is `truncated`, or `no_end_marker` if all pixels are there.
-Any other fault of the pixels is `damaged`, in the decoder's words: a bad Huffman code, an
-unsupported or misplaced marker in a scan, stray bytes within or after entropy-coded data. Harmless:
-stray bytes between header segments, 0x00 or 0xFF before the end, variants of the Adobe and JFIF
-segments, all metadata. A decoder reports only its first warning, so a JPEG with a harmless one is
-decoded again without its cause. imagecodecs decodes JPEGs of rare subsampling; it reports no
-warnings, so their markers are checked. Pillow decodes no JPEG.
+Any other fault of the pixels is `damaged`, in the decoder's words. Examples are a bad Huffman code,
+an unsupported or misplaced marker in a scan, and stray bytes within or after entropy-coded data.
+Harmless are stray bytes between header segments, 0x00 or 0xFF before the end, variants of the Adobe
+and JFIF segments, and all metadata. A decoder reports only its first warning, so a JPEG with a
+harmless one is decoded again without its cause. imagecodecs decodes JPEGs of rare subsampling; it
+reports no warnings, so their markers are checked. Pillow decodes no JPEG.
 
-A JPEG of `crop=full` states its original shape by the density in its first segment, as pixels that
-are not square do.
+A JPEG of `crop=full` stores its original shape as a pixel density in its first segment.
 
-Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 if either side stays at least `DRAFT_MARGINS` times
+Drafts: a JPEG may be decoded at 1/2, 1/4 or 1/8 if both sides stay at least `DRAFT_MARGINS` times
 the later size. `images/__init__.py` states the effect.
 """
 
@@ -33,7 +36,8 @@ from PIL import Image
 from data_prep.images.rejection import Rejection
 
 DRAFT_MARGINS: Final = {8: 6, 4: 4, 2: 2}
-"""1/4 and 1/8 save little more than 1/2, and alias fine stripes more: they need larger margins."""
+"""Smallest ratio of a draft to the later size. 1/4 and 1/8 save little more than 1/2 and alias fine
+stripes more, so they need larger margins."""
 
 _START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN = 0xD8, 0xD9, 0xDA
 _APP0, _APP1, _APP14, _COMMENT = 0xE0, 0xE1, 0xEE, 0xFE
@@ -41,9 +45,10 @@ _END: Final = b"\xff\xd9"
 _RESTARTS: Final = range(0xD0, 0xD8)
 _PROGRESSIVE: Final = 0xC2
 _FRAMES: Final = frozenset((0xC0, 0xC1, _PROGRESSIVE))
-"""Baseline, extended, progressive; the other frames are arithmetic, lossless or hierarchical."""
+"""Baseline, extended, progressive; other frames are arithmetic, lossless or hierarchical."""
 _SKIPPED: Final = frozenset((0xC4, 0xDB, 0xDD, _APP0, *range(0xE2, 0xF0), _COMMENT))
-"""Tables, restart interval, application data and comments: libjpeg reads those that matter."""
+"""Tables, restart interval, application data and comments, which libjpeg itself reads if
+necessary."""
 _METADATA: Final = frozenset((*range(_APP0, 0xF0), _COMMENT)) - {_APP0, _APP14}
 _CHANNELS: Final = (1, 3)
 _DENSITY_AT: Final = 14
@@ -77,7 +82,8 @@ def draft_scale(width: int, height: int, smallest_side: int | None) -> int:
 
 
 def decode_jpeg(data: bytes, frame: Frame, *, scale: int) -> Image.Image | None:
-    """Return an image of PIL's mode RGBX or CMYK, or None if TurboJPEG cannot; raises Rejection."""
+    """Return an image of PIL's mode RGBX or CMYK, or None if TurboJPEG does not support it; raises
+    Rejection."""
     height, width = -(-frame.height // scale), -(-frame.width // scale)
     mode = "CMYK" if frame.num_channels == 4 else "RGBX"
     pixels_HW4 = _decoded(
@@ -91,7 +97,8 @@ def decode_jpeg(data: bytes, frame: Frame, *, scale: int) -> Image.Image | None:
 
 
 def decode_rare_jpeg(data: bytes, frame: Frame) -> Image.Image:
-    """Return a JPEG whose subsampling TurboJPEG does not know, at full size; raises `Rejection`."""
+    """Return a JPEG whose subsampling TurboJPEG does not support, at full size; raises
+    `Rejection`."""
     import imagecodecs
 
     check_markers(data)
@@ -113,7 +120,9 @@ def _image_of(
         raise Rejection(
             "damaged", f"{frame.width} x {frame.height} in the header, {pixels_HWC.shape} decoded"
         )
-    raw_mode = "CMYK;I" if mode == "CMYK" else mode  # files hold CMYK as Adobe writes it, inverted
+    raw_mode = (
+        "CMYK;I" if mode == "CMYK" else mode
+    )  # files contain CMYK as Adobe writes it, inverted
     return Image.frombuffer(mode, size, pixels_HWC, "raw", raw_mode, 0, 1)
 
 
@@ -151,10 +160,10 @@ def plain_frame(data: bytes) -> Frame | None:
 
 
 def encode_jpeg(image: Image.Image, *, quality: int, aspect: float = 1.0) -> bytes:
-    """Encode an image; `aspect` is the width / height that it had before it was squashed."""
+    """Encode an image; `aspect` is its width / height before it was squashed."""
     buffer, options = io.BytesIO(), dict[str, Any]()
     if aspect != 1.0:
-        # dots an inch: a wide image that was squashed has fewer of them across
+        # dots per inch: fewer across for a wide image that was squashed
         across, down = min(1.0, 1 / aspect), min(1.0, aspect)
         options["dpi"] = max(1, _MAX_DENSITY * across), max(1, _MAX_DENSITY * down)
     image.save(buffer, "JPEG", quality=quality, subsampling=0, **options)
@@ -162,7 +171,8 @@ def encode_jpeg(image: Image.Image, *, quality: int, aspect: float = 1.0) -> byt
 
 
 def aspects_of(content: NDArray[np.uint8], starts_B: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the aspects that `encode_jpeg` has written, of JPEGs that start there in `content`."""
+    """Return the aspects that `encode_jpeg` has written, for the JPEGs at these starts in
+    `content`."""
     bytes_B4 = content[starts_B[:, None] + np.arange(_DENSITY_AT, _DENSITY_AT + 4)]
     across_B, down_B = bytes_B4.view(">u2").astype(np.float64).T
     return np.asarray(down_B / np.maximum(across_B, 1))
@@ -176,7 +186,7 @@ def check_markers(data: bytes) -> None:
             return
         if marker in _RESTARTS:
             if not is_scan or marker != _RESTARTS[num_restarts % 8]:
-                raise Rejection("damaged", f"marker 0x{marker:02x} out of its turn")
+                raise Rejection("damaged", f"marker 0x{marker:02x} is misplaced")
             num_restarts += 1
         else:
             num_restarts, is_scan = 0, marker == _START_OF_SCAN
@@ -200,7 +210,7 @@ def _decoded(
         and int(extraneous[2], 16) == _END_OF_IMAGE
         and _is_padded(data, int(extraneous[1]))
     ):
-        # the first warning came with the last marker: there is no other
+        # no other warning: the first one came with the last marker
         return _decoded(data, num_channels, is_tidied=True, **options | {"strict": False})
     if not is_tidied and (
         extraneous is not None or any(known in words for known in _OF_THE_HEADER)
@@ -210,15 +220,14 @@ def _decoded(
         raise Rejection("damaged", words)
     if _is_one_scan(data, num_channels) and not data.endswith(
         b"\0"
-    ):  # zeros: a download whose room was reserved
+    ):  # zeros: reserved space of an unfinished download
         try:
             _decoded(data + _END, num_channels, is_tidied=is_tidied, **options)
         except Rejection:
             pass
         else:
             raise Rejection(
-                "no_end_marker",
-                "all pixels are there, but the file ends before its end marker, FF D9",
+                "no_end_marker", "all pixels are present, but the end marker FF D9 is missing"
             )
     raise Rejection("truncated", "Premature end of JPEG file")
 
@@ -263,14 +272,16 @@ def _tidied(data: bytes, num_channels: int) -> bytes:
     for marker, start, end in _segments(data):
         segment = bytearray(data[start:end])
         if segment[4:9] == b"JFIF\0" and len(segment) > 9:
-            segment[9] = 1  # of any other version it warns
+            segment[9] = 1  # libjpeg warns about any other version
         elif marker == _APP14 and segment[4:9] == b"Adobe" and len(segment) > 15 and segment[15]:
             segment[15] = (
                 1 if num_channels == 3 else 2
-            )  # any other transform is taken for YCbCr, or for YCCK
+            )  # any other transform counts as YCbCr or YCCK
         if marker == _START_OF_SCAN:
             if any(part[1] == 0xC0 or part[1] == 0xC1 for part in parts):
-                segment[-3:] = (  # all that a sequential scan may have; some encoders write zeros
+                segment[
+                    -3:
+                ] = (  # the only valid values of a sequential scan; some encoders write zeros
                     b"\x00\x3f\x00"
                 )
             return b"".join([*parts, segment, data[end:]])
@@ -280,7 +291,7 @@ def _tidied(data: bytes, num_channels: int) -> bytes:
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield (marker, its place, end of its segment), skipping stray bytes as libjpeg does."""
+    """Yield (marker, position, end of its segment), skipping stray bytes as libjpeg does."""
     at = 2
     while (found := _MARKER.search(data, at)) is not None:
         marker, at = found[1][0], found.end()

@@ -1,7 +1,7 @@
 """Draw names in any script with the fonts of the system.
 
 DejaVu Sans comes with matplotlib (Latin, Greek, Cyrillic, Arabic, Hebrew). Debian's
-`fonts-noto-cjk` has Chinese, Japanese and Korean. A letter without a font is written as its number.
+`fonts-noto-cjk` has Chinese, Japanese and Korean. A letter without a font is drawn as its number.
 """
 
 import unicodedata
@@ -23,14 +23,14 @@ def families(texts: Iterable[str]) -> list[str]:
 
 
 def legible(text: str) -> str:
-    """Return the text with letters that no font has as numbers."""
+    """Return the text with numbers for letters that no font has."""
     return "".join(
         each if _family_of(each) else each.encode("unicode_escape").decode() for each in text
     )
 
 
 def short(text: str, *, length: int) -> str:
-    """Return the text without its middle: names often begin alike, and end alike."""
+    """Return the text without its middle, because names often differ only there."""
     half = length // 2
     if len(text) <= length:
         return text

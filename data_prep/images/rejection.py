@@ -1,6 +1,6 @@
-"""Rejections: the only error of an input that does not become a sample, besides machine errors.
+"""Rejections: the only error of an input that does not become a sample, except machine errors.
 
-The text of a rejection is a function of the input's bytes: rejected.jsonl is the same in every run.
+The text of a rejection depends only on the input's bytes: rejected.jsonl is the same in every run.
 """
 
 import re
@@ -13,7 +13,7 @@ from data_prep.errors import UserError
 
 MAX_DETAIL_CHARACTERS = 200
 _EARLY_END = re.compile("truncated|not enough image data|NEED_MORE_INPUT", re.IGNORECASE)
-"""Decoders' words for a file that ends early."""
+"""Words of decoders for a file that ends early."""
 
 
 class Rejection(Exception):  # noqa: N818 (a rejection is an expected outcome, not an error)
@@ -42,19 +42,19 @@ def rejecting(reason: str) -> Iterator[None]:
     try:
         yield
     except (Rejection, MemoryError, ImportError):
-        raise  # memory and missing libraries are faults of the machine
+        raise  # missing memory and libraries are faults of the machine
     except Image.DecompressionBombError as error:
         raise Rejection("too_many_pixels", _words(error)) from None
     except Exception as error:  # noqa: BLE001
         if isinstance(error, OSError) and "out of memory" in str(error):  # Pillow's words
             raise MemoryError from None
-        # damage makes Pillow raise anything (struct.error, TypeError)
+        # damage makes Pillow raise any exception (struct.error, TypeError)
         words = _words(error)
         raise Rejection("truncated" if _EARLY_END.search(words) else reason, words) from None
 
 
 def _words(error: Exception) -> str:
-    """Return the message without memory addresses, with the kind of an unusual error."""
+    """Return the message without memory addresses, with the type of an unusual error."""
     message = re.sub(r"<[^<>]* at 0x[0-9a-f]+>|0x[0-9a-f]{6,}", "", str(error)).strip()
     known = (
         isinstance(error, (OSError, SyntaxError, ValueError, Image.DecompressionBombError))

@@ -1,4 +1,4 @@
-"""A sheet of labelled images, each enlarged by a whole number without smoothing."""
+"""A sheet of labeled images, each enlarged by an integer factor without smoothing."""
 
 import io
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from data_prep.images.lettering import Letters, families, short
 from data_prep.publish import write_atomic
 
 CELL = 112
-"""Least side of an enlarged image, in pixels."""
+"""Smallest side of an enlarged image, in pixels."""
 GAP, MARGIN, HEAD, LABEL, LINE = 14, 24, 62, 20, 16
 _PNG = b"\x89PNG\r\n\x1a\n"
 INK, QUIET, PAPER = (28, 28, 30), (112, 112, 118), (255, 255, 255)
@@ -74,7 +74,7 @@ def draw_sheet(cells: list[LabelledPicture], *, title: str, facts: str) -> Image
 
 
 def shortened(text: str, font: Letters, *, width: float) -> str:
-    """Return the text without as much of its middle as does not fit."""
+    """Return the text without the part of its middle that does not fit."""
     if font.getlength(text) <= width:
         return text
     cut = (short(text, length=length) for length in range(len(text), 2, -1))

@@ -1,6 +1,6 @@
 """Decode TIFF images with the libtiff in imagecodecs: the same decoder on every machine.
 
-Pillow reads the header, which says what the samples mean. libtiff unpacks the samples.
+Pillow reads the header, which defines the samples. libtiff unpacks the samples.
 """
 
 from operator import add
@@ -20,9 +20,10 @@ _GREY: Final = ("1", "L", "I;16", "I;16B")
 
 
 def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
-    """Return the first page, whose header Pillow has read, as it is stored.
+    """Return the first page as it is stored; Pillow has read its header.
 
-    Raises Rejection, or what libtiff complains of."""
+    Raises Rejection, or libtiff's own error.
+    """
     import imagecodecs
 
     tags, mode = image.tag_v2, "L" if image.mode in _GREY else image.mode
@@ -39,19 +40,19 @@ def decode_tiff(data: bytes, image: TiffImageFile) -> Image.Image:
         if count not in (1, 3, 4):
             problem = f"a TIFF of JPEGs with {count} channels; convert it to JPEG or PNG"
             raise Rejection("unsupported", problem)
-        # libtiff makes grey or RGB of these; it fails if its own size is not that of this buffer
+        # libtiff makes gray or RGB of these; it fails if this buffer does not have libtiff's size
         rgba = np.zeros((size[1], size[0], 4), np.uint8)
         rgb = np.atleast_3d(imagecodecs.tiff_decode(data, out=rgba))
         if rgb.shape[1::-1] != size:
             raise Rejection("damaged", f"{size} in the header, {rgb.shape} decoded")
-        orientation = tags.get(274, 1)  # libtiff applies the flips of these, but no transposition
+        orientation = tags.get(274, 1)  # libtiff applies their flips, but no transposition
         rgb = rgb[:, ::-1] if orientation in (2, 3, 6, 7) else rgb
         rgb = rgb[::-1] if orientation in (3, 4, 7, 8) else rgb
         mode = {1: "L", 3: "RGB"}.get(rgb.shape[2], "RGBa")
         return Image.frombytes(mode, size, rgb.tobytes())
     if mode not in MODES:
         raise unknown_levels(image)
-    # an array of this size bounds the memory, whatever another directory of the file says
+    # an array of this size limits the memory, whatever another directory of the file says
     kind = bool if bits == 1 else np.uint8 if bits <= 8 else np.uint16
     is_separate = count > 1 and tags.get(Tiff.PLANAR_CONFIGURATION) == _SEPARATE
     shape = [size[1], size[0], count] if count > 1 else [size[1], size[0]]

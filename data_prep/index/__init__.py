@@ -1,1 +1,1 @@
-"""What `data_prep index` is made of: which shards, how they are fetched, what is in them."""
+"""Make an index of shards of others: list shards, fetch them, read their samples."""

@@ -34,30 +34,30 @@ class IndexSettings(Settings):
     """Shards of each split: local paths or URLs (http, s3 and others), with {000..146}, {a,b} and,
     except for http, *."""
     out: LocalDirectory = Field(examples=["data/theirs"])
-    """The dataset directory, on a local disk. The shards stay in their places."""
+    """The dataset directory, on a local disk. The shards stay in place."""
     name: str | None = Field(None, examples=["their-pictures"])
     """Dataset name in manifests and reports (default: the last part of `out`)."""
     storage: dict[str, Any] = Field(default_factory=dict, examples=[{"anon": True}])
     """Options for fsspec, such as {anon: true} or {endpoint_url: ...} for s3, {params: {key: ...}}
-    for http; written nowhere."""
+    for http. They are never written to disk."""
     num_attempts: int = Field(NUM_ATTEMPTS, ge=1)
     """Number of attempts to read from a server, with growing pauses."""
     image_size: int = Field(64, ge=8, le=1024)
     """Width and height, in pixels, to which readers resize the images by default."""
     crop: Literal["center", "squash", "longer_side"] = "center"
     """center: the central square, resized; both ends of the longer side are lost. squash: the
-    complete image, resized to a square.
-    longer_side: as in `build`. Transparent pixels become white."""
+    complete image, resized to a square. longer_side: as in `build`. Transparent pixels become
+    white."""
     interpolation: Filter = "bicubic"
-    """area: OpenCV's INTER_AREA."""
+    """Filter for resizing; area is OpenCV's INTER_AREA."""
     label: str = "cls"
-    """cls: the integer in KEY.cls; txt: an integer or a class name in KEY.txt; json:FIELD.SUBFIELD:
-    in KEY.json; none: no label."""
+    """Source of the label. cls: the integer in KEY.cls. txt: an integer or a class name in KEY.txt.
+    json:FIELD.SUBFIELD: the same in KEY.json. none: no label."""
     classes_file: str | None = Field(None, examples=["classes.txt"])
-    """A text file with one class name per line, class 0 first. Default: the numbers, or the
-    sorted names of the labels."""
+    """Text file with one class name per line, class 0 first. Default: the numbers, or the sorted
+    names of the labels."""
     image_member: str | None = Field(None, examples=["rgb.png"])
-    """The ending of the image's member, if a sample has several images."""
+    """Ending of the image's member, if a sample has several images."""
     check: Literal["decode", "header"] = "decode"
     """decode: decode every image. header: read only its header, and take the channel statistics
     from a seeded sample."""
@@ -110,7 +110,7 @@ class IndexSettings(Settings):
         names = tuple(read_lines("classes_file", self.classes_file))
         twice = next((name for name, count in Counter(names).items() if count > 1), None)
         if twice is not None or not names:
-            what = "has no class names" if twice is None else f"has {twice!r} twice"
+            what = "has no class names" if twice is None else f"contains {twice!r} twice"
             raise SettingsError(
                 "classes_file",
                 f"{self.classes_file} {what}",

@@ -3,16 +3,16 @@
 Steps, under the lock of OUT, after OUT was marked as ours (`claim`):
 
 1. expand the patterns to a list of shards; fail if OUT has an index of another list or config;
-2. ask for the version of every shard (size and time of change, or the server's version), so that
+2. request the version of every shard (size and time of change, or the server's version), so that
    missing shards are found at once;
 3. if the manifest exists, check that shards of another version still have the same content;
 4. read every shard without a record of its version (samples.py). A remote shard is copied into
    OUT/PARTS without a name. This writes OUT/PARTS/NAME.npy, OUT/NAME.paths and then the record;
-5. number the classes: words are numbered by their sorted set. Write OUT/NAME.npy of every shard,
+5. number the classes: words get their rank in sorted order. Write OUT/NAME.npy of every shard,
    rejected.jsonl, versions.json and manifest.json, then remove the parts.
 
 Shards are named SPLIT-NUMBER in sorted order. The plan's hash depends on config and contents, not
-on places: shards on disk, behind http or in s3 make the same dataset, except for `file`.
+on places. Shards on disk, behind http or in s3 make the same dataset, except for `file`.
 """
 
 import json
@@ -57,7 +57,7 @@ VERSIONS_NAME = "versions.json"
 
 
 class StockRecord(Settings):
-    """Facts of a shard before the classes are known; its labels are numbered as in samples.py."""
+    """Facts of a shard before the classes are known. samples.py defines its labels."""
 
     plan_hash: str
     stamp: str | None
@@ -118,7 +118,7 @@ def _plan(settings: IndexSettings, shards: list[StockShard]) -> IndexPlan:
 
 
 def described(settings: IndexSettings) -> dict[str, Any]:
-    """Return the settings by which the shards were read."""
+    """Return the settings that determine how shards are read."""
     included = {"label", "image_member", "check"}
     return {"kind": "index", **settings.model_dump(mode="json", include=included)}
 
@@ -131,7 +131,7 @@ def finished_plan_hash(plan: IndexPlan, shards: list[StockShard], stored: list[S
     return hash_of_json([dict(plan.config), contents])
 
 
-# ---- whose directory
+# ---- owner of the directory
 
 
 def _refuse_another(plan: IndexPlan, shards: list[StockShard], manifest: Manifest) -> None:
@@ -289,7 +289,7 @@ def publish(plan: IndexPlan, shards: list[StockShard], found: list[StockRecord])
         place, at = cut[0]
         _report(
             f"{len(cut):,} of {len(shards):,} shards have data after their end mark ({place} at "
-            f"byte {at:,}), as cat makes them. Nothing after the mark was read; write one tar"
+            f"byte {at:,}), as cat makes them. These data were not read; write one tar"
         )
     return manifest
 
@@ -307,7 +307,7 @@ def _refuse_empty_or_mixed(
             raise UserError(
                 f"splits.{split}",
                 "the shards hold no samples",
-                "a sample is KEY.jpg with KEY.cls or KEY.json",
+                "name images KEY.jpg, and labels KEY.cls or KEY.json",
                 code="empty",
             )
     with_words = next((shard.place for shard, part in pairs if part.names), None)

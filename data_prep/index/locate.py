@@ -2,9 +2,8 @@
 
     a/{000..146}.tar, a/*.tar, https://host/{train,val}-{0..9}.tar, s3://bucket/*.tar
 
-Braces are expanded as the shell does it, before anything is looked up. `*`, `?` and `[...]` need a
-place that can list its files, so not a web server. Names are sorted: the same files give the same
-dataset.
+Braces are expanded as in a shell, before any look-up. `*`, `?` and `[...]` need a place that can
+list its files; web servers cannot. Names are sorted: the same files give the same dataset.
 """
 
 import contextlib
@@ -48,7 +47,7 @@ class StockShard:
     place: str
     """A local path or a URL, as given."""
     file: str
-    """The place for the manifest: relative to the dataset directory, or a URL."""
+    """Place of the shard in the manifest: relative to the dataset directory, or a URL."""
     title: str
     """Name in the paths of samples, with as many folders as needed to be unique."""
 
@@ -71,8 +70,8 @@ def list_shards(settings: IndexSettings) -> list[StockShard]:
     if count > 1:
         raise UserError(
             "splits",
-            f"{twice} is named {count} times",
-            "name every shard once, in one split",
+            f"{twice} occurs {count} times",
+            "list every shard once, in one split",
             code="conflict",
         )
     for _, _, place in places:
@@ -80,7 +79,7 @@ def list_shards(settings: IndexSettings) -> list[StockShard]:
             raise UserError(
                 "splits",
                 f"{place} has a name that is not UTF-8",
-                "rename it, or name a link to it",
+                "rename it, or make a link with another name",
                 code="unsupported",
             )
     directory = settings.directory
@@ -143,7 +142,7 @@ def opened(
     if version_of(shard, settings) != before:
         raise UserError(
             shard.place,
-            "the file changes while it is read",
+            "the file changes during reading",
             "index it when it is complete",
             code="changed",
         )
@@ -152,14 +151,13 @@ def opened(
 def _file(place: str, directory: Path) -> str:
     if "://" in place:
         return place
-    # the last part may be a link and stays one; a relative path counts from where the directory
-    # really is
+    # keep a link in the last part; a relative path starts at the true directory
     real = Path(place).parent.resolve() / Path(place).name
     return os.path.relpath(real, directory.resolve())
 
 
 def _titles(places: list[str]) -> list[str]:
-    """Return the last parts of the paths, as few as make them unique."""
+    """Return the shortest last parts of the paths that are unique."""
     parts = [
         (urlsplit(place).path if "://" in place else str(Path(place).resolve())).split("/")
         for place in places
@@ -172,7 +170,6 @@ def _titles(places: list[str]) -> list[str]:
 
 
 # ---- patterns
-# --------------------------------------------------------------------------------------------------
 
 
 def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
@@ -192,13 +189,13 @@ def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
     file, count = Counter(found).most_common(1)[0]
     if count > 1:
         raise UserError(
-            pattern, f"the pattern names {file} twice", "name every shard once", code="conflict"
+            pattern, f"the pattern contains {file} twice", "list every shard once", code="conflict"
         )
     for file in found:
         if urlsplit(file).path.lower().endswith(COMPRESSED):
             raise UserError(
                 file,
-                "the file is compressed, so its images cannot be reached one by one",
+                "the file is compressed, so single images cannot be read",
                 "decompress it to a plain .tar",
                 code="unsupported",
             )
@@ -206,7 +203,7 @@ def expand(pattern: str, *, storage: dict[str, Any]) -> list[str]:
 
 
 def braces(pattern: str) -> list[str]:
-    """Return every word that the braces of `pattern` stand for, as webdataset expands them."""
+    """Return every word that the braces of `pattern` expand to, as in webdataset."""
     sizes = [abs(int(last) - int(first)) for first, last in _RANGE.findall(pattern)]
     words: list[str] = []
     try:
@@ -220,7 +217,7 @@ def braces(pattern: str) -> list[str]:
             code="bad-syntax",
         ) from None
     if not 0 < len(words) <= MAX_SHARDS:
-        problem = f"the pattern stands for more than {MAX_SHARDS:,} shards"
+        problem = f"the pattern expands to more than {MAX_SHARDS:,} shards"
         raise UserError(pattern, problem, "correct its range", code="bad-value")
     return words
 
@@ -229,7 +226,7 @@ def _local(path: str) -> list[str]:
     if Path(path).is_file():
         return [path]
     if Path(path).is_dir():
-        name_shards = f"name its shards, for example {path.rstrip('/')}/*.tar"
+        name_shards = f"use a pattern for its shards, for example {path.rstrip('/')}/*.tar"
         raise UserError(path, "this is a folder", name_shards, code="bad-value")
     found = [name for name in glob.glob(path, recursive=True) if Path(name).is_file()]  # noqa: PTH207 (** and absolute patterns)
     if not found:
@@ -250,7 +247,7 @@ def _listed(url: str, storage: dict[str, Any]) -> list[str]:
             raise UserError(
                 url,
                 "a web server does not list its files",
-                "name them, for example shard-{000..146}.tar",
+                "list them, for example shard-{000..146}.tar",
                 code="unsupported",
             )
         return [url]

@@ -1,9 +1,10 @@
 """Read a stock WebDataset shard: gather members into samples, then check every sample.
 
 One pass over the headers gathers members by webdataset's rule: the key is the name up to the first
-dot of its last part. A second pass gives every sample a row of the index, or a reason why it has
-none. Members are bytes: images are decoded, labels are digits or JSON, and nothing else is opened
-(webdataset would unpickle `.pyd`). Invariant: every key is a row or a line of `rejected`.
+dot of its last part. A second pass gives every sample a row of the index, or a reason for
+rejection. Members are bytes: images are decoded, labels are digits or JSON, and other members are
+not opened (webdataset would unpickle `.pyd`). Invariant: every key is a row or a line of
+`rejected`.
 """
 
 import hashlib
@@ -62,7 +63,7 @@ _MAGIC = {
 
 @dataclass(frozen=True)
 class IndexPlan:
-    """What a worker needs besides the shard. Picklable."""
+    """Facts of the index for a worker. Picklable."""
 
     settings: IndexSettings
     names: tuple[str, ...] | None
@@ -88,7 +89,7 @@ class StockSample:
     key: str
     members: list[tuple[str, Member]] = field(default_factory=list)
     num_runs: int = 0
-    """More than 1 if other keys are between its members; webdataset then sees several samples."""
+    """Number of places of its members. If it is above 1, webdataset finds several samples."""
 
 
 class IndexRow(NamedTuple):
@@ -104,13 +105,13 @@ class Contents:
     rejected: list[Rejected] = field(default_factory=list)
     num_without_key: int = 0
     goes_on_at: int | None = None
-    """Place of data after the end mark, which is not read."""
+    """Place of unread data after the end mark."""
     names: dict[str, int] = field(default_factory=dict)
     """Labels that are words, numbered in the order of the shard, as in `rows`."""
     has_numbers: bool = False
     channels: ChannelSums = field(default_factory=ChannelSums)
     raw_size: int | None = None
-    """Size of the images if all are raw, of one size, and placed as in our shards."""
+    """Size of the images if all are raw, equal in size, and placed as in our shards."""
 
     def number(self, label: int | str) -> int:
         if isinstance(label, str):
@@ -159,7 +160,7 @@ def gather(path: Path, found: Contents) -> list[StockSample]:
         head = file.read(8)
     kind = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
     if kind is not None:
-        problem = f"is compressed ({kind}), so its images cannot be reached one by one"
+        problem = f"is compressed ({kind}), so single images cannot be read"
         raise TarError(problem, fix="decompress it to a plain .tar")
     samples: dict[str, StockSample] = {}
 
@@ -181,18 +182,19 @@ def _picture(sample: StockSample, plan: IndexPlan) -> Member:
     double = next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None)
     if double is not None:
         raise Rejection(
-            "doubled_member", f"two members end in .{printable(double)}: two samples of one key?"
+            "doubled_member",
+            f"two members end in .{printable(double)}; the key may belong to two samples",
         )
     if sample.num_runs > 1:
         raise Rejection(
-            "interleaved", f"its members stand in {sample.num_runs} places with others between them"
+            "interleaved", f"its members are in {sample.num_runs} places with others between them"
         )
     pictures = _pictures(sample, plan)
     listed = " ".join(f".{printable(suffix)}" for suffix in sorted(suffixes))
     if len(pictures) > 1:
-        raise Rejection("several_images", f"{len(pictures)} members of {listed} are pictures"[:200])
+        raise Rejection("several_images", f"{len(pictures)} members of {listed} are images"[:200])
     if not pictures:
-        raise Rejection("no_image", f"no picture among {listed}"[:200])
+        raise Rejection("no_image", f"no image among {listed}"[:200])
     if pictures[0].num_bytes > MAX_PICTURE_BYTES:
         raise Rejection("too_large", f"{pictures[0].num_bytes:,} bytes")
     return pictures[0]
@@ -219,7 +221,7 @@ def _label(descriptor: int, sample: StockSample, plan: IndexPlan) -> int | str:
 
 
 def _where_else(descriptor: int, sample: StockSample) -> str:
-    """Say which members may hold the label, and the setting that reads it."""
+    """Return the members that may hold the label, and the setting that reads it."""
     small = {
         suffix: _read(descriptor, member)
         for suffix, member in sample.members
@@ -235,7 +237,7 @@ def _where_else(descriptor: int, sample: StockSample) -> str:
     if "txt" in small:
         return f"found .txt ({small['txt'][:40].decode(errors='replace').strip()}): label=txt"
     suffixes = " ".join(f".{printable(suffix)}" for suffix, _ in sample.members)
-    return f"found {suffixes}; label=none reads pictures without labels"[:200]
+    return f"found {suffixes}; label=none reads images without labels"[:200]
 
 
 def _look(data: bytes, plan: IndexPlan, found: Contents, *, decoded: bool) -> int | None:
@@ -313,7 +315,7 @@ def label_of(data: bytes, kind: str, *, classes: dict[str, int] | None) -> int |
     if isinstance(value, str):
         name = value.encode(
             "utf-8", "backslashreplace"
-        ).decode()  # JSON may hold halves of characters
+        ).decode()  # JSON may contain half of a surrogate pair
         if classes is not None and name not in classes:
             raise Rejection("unknown_class", f"{name[:100]!r} is not in classes_file")
         return name if classes is None else classes[name]

@@ -1,9 +1,9 @@
 """The interface of an archive layout: a `Source`.
 
-A source is a list of containers (a folder, a tar, a file of records). Each lists its own entries,
-so many processes can list and read. `build` sorts containers and entries. A seed and the name of
-the class draw the images that are held out for validation, so they depend only on the inputs of
-that class, and on equal inputs elsewhere.
+A source is a list of containers (a folder, a tar, a file of records). Each container lists its own
+entries, so processes can work in parallel. `build` sorts containers and entries. Images for
+validation are drawn with a seed and the name of their class. They depend only on the inputs of that
+class, and on equal inputs in other classes.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from data_prep.settings import Settings
 UNLABELLED = -1
 NUM_END_BYTES = 4096
 Inode = tuple[int, int]
-"""Device and number of a file, which its links share."""
+"""Device and number of a file; all links to a file have the same."""
 _MD5 = "published: files must have the published MD5; off: only their structure is checked."
 Md5Policy = Annotated[Literal["published", "off"], Field(description=_MD5)]
 
@@ -39,7 +39,7 @@ class Arrangement:
     labels: tuple[int, ...] | None = None
     """Labels of the classes that stay; None keeps all."""
     left_out: dict[str, int] | None = None
-    """Number of inputs that were left out, by reason."""
+    """Number of skipped inputs, by reason."""
     num_held_out: int = 0
     """Number of images of `train` that became `val`."""
 
@@ -48,17 +48,17 @@ class Source(ABC):
     """Picklable: every worker process of a build reads through its own copy."""
 
     by_settings: ClassVar[dict[type[Settings], type["Source"]]] = {}
-    """The layouts, by their settings section."""
+    """Layouts by their settings section."""
     settings: Settings
     num_workers = 1
-    """Processes of a source that makes its images first."""
+    """Number of processes for a source that draws its own images."""
     work_directory: Path | None = None
     """Folder for unpacked archives; the build removes it at the end."""
     annotated_split: str | None = None
-    """Split whose samples have annotations besides their labels."""
+    """Split whose samples have annotations in addition to labels."""
 
     def __init_subclass__(cls, *, of: type[Settings] | None = None) -> None:
-        """Add a layout. `of`: its settings section; None for a class that layouts share."""
+        """Register a layout. `of`: its settings section; None for a class that layouts share."""
         if of is not None:
             cls.by_settings[of] = cls
 
@@ -83,7 +83,7 @@ class Source(ABC):
         """Return the bytes of one image; raises SourceError if the archive has changed."""
 
     def files(self) -> Sequence[Path]:
-        """Return the files of every container if its stamp is of all of them."""
+        """Return the files of all containers, if one stamp is of all of them."""
         return ()
 
     def changed(self, container: Container, listed: Iterable[Entry]) -> list[str]:  # noqa: ARG002
@@ -99,7 +99,8 @@ class Source(ABC):
     ) -> dict[str, NDArray[np.bool_]]:
         """Return matrices (samples, columns) of bits, such as folds.
 
-        `labels` has the label in the dataset of each class of the layout, -1 if it is left out.
+        `labels` has the label in the dataset of each class of the layout, or -1 for a skipped
+        class.
         """
         raise NotImplementedError
 
@@ -121,12 +122,12 @@ def move_to_val(
     per_class: int = 0,
     firsts: NDArray[np.int64] | None = None,
 ) -> Arrangement:
-    """Move a number of images, or a share, of every class of `train` to `val`.
+    """Move a number of images, or a fraction, of every class of `train` to `val`.
 
-    The images of a class are drawn by its name, whatever the other classes are. A share is at least
-    one image of two, and none of one. Unlabeled images stay in `train`. `firsts` has the position
-    in `train` of the first image equal to each image: only first images are counted and drawn, and
-    equal images follow the first one.
+    The images of a class are drawn by its name, independent of other classes. A fraction is at
+    least one image of two, and none of one. Unlabeled images stay in `train`. `firsts` has the
+    position in `train` of the first image equal to each image: only first images are counted and
+    drawn, and equal images follow the first one.
     """
     train = arrangement.splits["train"]
     labels, held = inventory.labels[train], np.zeros(len(train), np.bool_)
@@ -155,7 +156,8 @@ def hold_out(
     per_class: int = 0,
     root: Path | None = None,
 ) -> Arrangement:
-    """Move a number of images, or a share, of each class of `train` to `val` if there is no `val`.
+    """Move a number or a fraction of the images of each class of `train` to `val` if there is no
+    `val`.
 
     `root` is the folder of the inputs if they are files. Equal files then stay in one split.
     """
@@ -171,10 +173,11 @@ def hold_out(
 
 
 def first_equals(inventory: Inventory, rows: NDArray[np.int32], root: Path) -> NDArray[np.int64]:
-    """For each of `rows`, files below `root`, return the position of the first row of equal bytes.
+    """Return for each of `rows` the position of the first row of equal bytes. Inputs are files
+    below `root`.
 
     1. Read the ends of all files that share their size.
-    2. Read all bytes of files that share their ends, too: of several links only one.
+    2. Read all bytes of files that also share their ends. Links to one file are read once.
     """
     sizes, firsts = inventory.sizes[rows], np.arange(len(rows))
     _, groups, counts = np.unique(sizes, return_inverse=True, return_counts=True)
@@ -200,8 +203,8 @@ def _fingerprints(
 ) -> Iterator[tuple[Inode, bytes]]:
     """Yield the inode of each path, and a digest of its size and its last bytes, or all bytes.
 
-    A file that cannot be read equals no other: the build reports it later. Threads would be slower:
-    on a local disk they take five times as long.
+    An unreadable file equals no other: the build reports it later. Threads would be slower: on a
+    local disk they take five times as long.
     """
     with progress("comparing files", total=len(paths), unit="files") as line:
         for path in paths:

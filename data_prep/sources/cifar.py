@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100, python version: the .tar.gz as downloaded, or its folder.
 
-The names of the files show which of the two it is. No pickle can import or call anything.
+The names of the files identify the dataset. No pickle can import or call anything.
 """
 
 import io
@@ -38,11 +38,11 @@ Kind = Literal["fine", "coarse"]
 
 class Version(NamedTuple):
     batches: dict[str, str]
-    """The split of each file of records."""
+    """Split of each file of records."""
     meta: str
-    """The file of the class names."""
+    """File of the class names."""
     keys: dict[Kind, tuple[str, str]]
-    """(key of the class names, key of the labels) of each kind of label."""
+    """(key of the class names, key of the labels) for each kind of label."""
 
 
 _VERSIONS: Final = {
@@ -88,7 +88,7 @@ class CifarSource(RecordSource, of=CifarSettings):
         name, version = self._version()
         if self.settings.labels not in version.keys:
             problem = f"{self.path} is {name}, which has no {self.settings.labels} labels"
-            raise SourceError("source.labels", problem, "leave it out", code="conflict")
+            raise SourceError("source.labels", problem, "remove it", code="conflict")
         names_key, labels_key = version.keys[self.settings.labels]
         with report_damage(self.path / version.meta):
             names = _unpickle(self.read_file(version.meta))[names_key]
@@ -104,7 +104,7 @@ class CifarSource(RecordSource, of=CifarSettings):
         return Records(classes, batches)
 
     def _version(self) -> tuple[str, Version]:
-        """Return the version that most files belong to, with its name."""
+        """Return the version of most files, with its name."""
         missing = {
             name: [
                 file for file in (*each.batches, each.meta) if not (self.folder / file).is_file()
@@ -122,7 +122,7 @@ class CifarSource(RecordSource, of=CifarSettings):
 def _unpickle(data: bytes) -> dict[str, Any]:
     for opcode, argument, _ in pickletools.genops(data):  # raises ValueError for wrong lengths
         if "PUT" in opcode.name and int(argument or 0) > len(data):
-            raise ValueError("a place of more than its length")  # pickle would reserve the memory
+            raise ValueError("an offset beyond its length")  # pickle would reserve the memory
     value = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     if not isinstance(value, dict):
         raise ValueError("no dict")

@@ -1,9 +1,9 @@
-"""Any dataset object in the manner of torchvision: `len(d)`, and `d[i]` is (image, label).
+"""Any dataset object with torchvision's interface: `len(d)`, and `d[i]` is (image, label).
 
-The image is a PIL image, an array or a tensor (uint8, or floats from 0 to 1; channels first or
-last), and is stored without loss. `d.classes` names the classes. `d.targets` or `d.labels` saves
-the listing from fetching every image, and is checked against `d[i]`. Every process makes its own
-object.
+The image is a PIL image, an array or a tensor, and is stored without loss. Arrays and tensors have
+uint8 or floats from 0 to 1, and channels first or last. `d.classes` names the classes. Listing
+fetches every image unless the object has `d.targets` or `d.labels`; these are checked against
+`d[i]`. Every process makes its own object.
 
 The same index must give the same image every time, without random transforms. The manifest has the
 factory and a hash of its arguments, which may be paths of this machine.
@@ -32,7 +32,7 @@ from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Source
 
 CHUNK: Final = 4096
-"""Items of a container. As many processes as there are containers can list."""
+"""Items in a container. At most one process per container can list."""
 
 
 class DatasetSettings(Settings):
@@ -75,7 +75,7 @@ class DatasetSource(Source, of=DatasetSettings):
         return Outline(classes=self._classes(), containers=tuple(containers))
 
     def entries(self, container: Container) -> Entries:
-        """Return the items. Sizes are 0, because they are not known before an image is fetched."""
+        """Return the items. Sizes are 0, because only fetching an image shows its size."""
         split, first = container.split, container.offset
         places = range(first, first + container.num_bytes)
         labels = (self._targets(split) or [])[places.start : places.stop]
@@ -91,7 +91,7 @@ class DatasetSource(Source, of=DatasetSettings):
         split = entry.container.split
         image, label = _item(self._object(split), split, entry.offset)
         if label != entry.label:
-            problem = f"item {entry.offset} has the label {label}, and {entry.label} in its targets"
+            problem = f"item {entry.offset} has the label {label}, but {entry.label} in its targets"
             fix = "make targets and labels the same, with no target_transform"
             raise _mistake(split, problem, fix, code="mismatch")
         with _calling(split, f"the image of item {entry.offset} cannot be used"):
@@ -134,7 +134,7 @@ class DatasetSource(Source, of=DatasetSettings):
         return tuple(map(str, range(max(counts))))
 
     def _targets(self, split: str) -> list[int] | None:
-        """Return all labels if the object has them at hand."""
+        """Return all labels if the object has a list of them."""
         made = self._object(split)
         found = getattr(made, "targets", None)
         found = getattr(made, "labels", None) if found is None else found
@@ -143,7 +143,7 @@ class DatasetSource(Source, of=DatasetSettings):
         with _calling(split, "the object's targets cannot be read"):
             array = np.asarray(found)
         if array.ndim != 1 or array.dtype.kind not in "iu" or len(array) != self._len(split):
-            return None  # not one label for each image
+            return None  # fewer or more labels than images
         return [int(label) for label in array.tolist()]
 
 
@@ -151,7 +151,7 @@ class DatasetSource(Source, of=DatasetSettings):
 def _made(factory: str, split: str, arguments: str) -> Any:
     try:
         make = pkgutil.resolve_name(factory)
-    except (ImportError, AttributeError, ValueError) as error:  # ValueError: not such a name
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: no split has this name
         problem = f"{factory} cannot be imported ({error})"
         fix = "write module:callable, with the module's folder on PYTHONPATH"
         raise SourceError("source.factory", problem, fix, code="unknown-name") from None
@@ -167,7 +167,7 @@ def _item(made: Any, split: str, place: int) -> tuple[Any, int]:
 
 @contextmanager
 def _calling(split: str, what: str) -> Iterator[None]:
-    """Turn exceptions of the code of others into one SourceError."""
+    """Turn exceptions of others' code into one SourceError."""
     try:
         yield
     except (SourceError, MemoryError):

@@ -1,7 +1,7 @@
-"""scikit-learn's digits: 1,797 gray images of 8 x 8 pixels, which its package contains.
+"""Digits of scikit-learn: 1,797 gray images of 8 x 8 pixels, which are part of its package.
 
-The split is the one of scikit-learn's own example: the first half, 898 images, is `train`; the
-second half, with 86 to 92 images of each class, is `test`. Levels from 0 to 16 become 0 to 255.
+Splits are as in an example of scikit-learn. The first half, 898 images, is `train`. The second
+half, with 86 to 92 images of each class, is `test`. Levels from 0 to 16 become 0 to 255.
 """
 
 from importlib.util import find_spec

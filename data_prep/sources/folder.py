@@ -1,8 +1,8 @@
-"""A folder of classes, with or without split folders above the classes; a class may have folders of
-its own. Or a folder without classes and a table of labels (archives/labels.py), which is one
+"""A folder of classes, with or without split folders above the classes; a class may have
+subfolders. Or a folder without classes and a table of labels (archives/labels.py), which is one
 container.
 
-Files that neither end nor begin like an image are left out, and counted by their ending.
+Files without the ending or first bytes of an image are skipped and counted by their ending.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container
 
 SPLIT_NAMES = ("train", "val", "test")
 NUM_ENDINGS = 5
-"""Most common endings of left-out files, which are counted one by one."""
+"""Number of most common endings that are counted separately."""
 
 
 class FolderSettings(Settings):
@@ -68,7 +68,7 @@ class FolderSource(Source, of=FolderSettings):
 
     def outline(self) -> Outline:
         if not self.path.is_dir():
-            problem, fix = f"{self.path} is no folder", "give the folder that holds the classes"
+            problem, fix = f"{self.path} is not a folder", "give the folder that holds the classes"
             raise SourceError("source.path", problem, fix, code="missing-path")
         if self.settings.labels is not None:
             file, classes = Path(self.settings.labels), class_names(self._table())
@@ -79,7 +79,9 @@ class FolderSource(Source, of=FolderSettings):
         splits = [name for name in SPLIT_NAMES if name in top]
         others = [name for name in top if name not in splits]
         if splits and others:
-            problem = f"{self.path} holds the split {splits[0]}/ and {others[0]}/, which is none"
+            problem = (
+                f"{self.path} contains the split {splits[0]}/ and {others[0]}/, which is no split"
+            )
             raise SourceError("source.path", problem, "rename or move it", code="unknown-format")
         prefixes = {name: f"{name}/" for name in splits} or {"train": ""}
         names = {
@@ -88,7 +90,7 @@ class FolderSource(Source, of=FolderSettings):
         }
         for split, found in names.items():
             if not found:
-                problem = f"{self.path / prefixes[split]} holds no class folders"
+                problem = f"{self.path / prefixes[split]} contains no class folders"
                 fix = "give PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
                 raise SourceError("source.path", problem, fix, code="unknown-format")
         classes = tuple(sorted({name for found in names.values() for name in found}))

@@ -1,8 +1,8 @@
 """Datasets that Hugging Face's package `datasets` has saved: a folder of `save_to_disk` (Arrow), or
-Parquet files, as the hub has them. pyarrow reads both, without network and without copies.
+Parquet files, as on the hub. pyarrow reads both, without network and without copies.
 
-Arrow is mapped. An image of a Parquet file needs its complete row group to be decompressed: save a
-large dataset to disk first, or build it with order=listed.
+Arrow files are memory-mapped. To read one image of a Parquet file, its complete row group must be
+decompressed. Save a large dataset to disk first, or build it with order=listed.
 """
 
 import json
@@ -30,7 +30,7 @@ from data_prep.settings import Settings
 from data_prep.sources.base import UNLABELLED, Arrangement, Source, by_container, hold_out
 
 NUM_HELD, NUM_SCHEMAS = 8, 4096
-"""Row groups and schemas of files that a process keeps."""
+"""Number of row groups, and of schemas of files, that a process keeps."""
 MOST_CLASSES = 1 << 20
 Role = Literal["image", "label"]
 _SPLIT = re.compile(r"(train|val|dev|test)(?:ing|idation|id)?(?![a-z])", re.IGNORECASE)
@@ -38,7 +38,7 @@ _SPLIT = re.compile(r"(train|val|dev|test)(?:ing|idation|id)?(?![a-z])", re.IGNO
 
 class HuggingFaceSettings(Settings):
     """A dataset of Hugging Face's `datasets`, saved by save_to_disk, or its Parquet files. Nothing
-    is fetched."""
+    is downloaded."""
 
     kind: Literal["huggingface"]
     path: str = Field(examples=["downloads/beans"])
@@ -56,7 +56,7 @@ class HuggingFaceSettings(Settings):
 class HuggingFaceSource(Source, of=HuggingFaceSettings):
     settings: HuggingFaceSettings
     _classes: tuple[str, ...] = ()
-    """Set by `outline`."""
+    """Class names, set by `outline`."""
 
     def outline(self) -> Outline:
         containers, columns = [], list[tuple[Path, str, str]]()
@@ -73,7 +73,7 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
         return Outline(classes=self._classes, containers=tuple(containers))
 
     def entries(self, container: Container) -> Entries:
-        """Return the rows. Sizes are 0, because they are not known before an image is read."""
+        """Return the rows. Sizes are 0, because only reading an image shows its size."""
         numbers: dict[Any, int] = {name: number for number, name in enumerate(self._classes)}
         numbers[None] = UNLABELLED
         file, column = self._column(container, "label")
@@ -96,7 +96,7 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
             value = column[entry.offset].as_py()
         if isinstance(value, dict):
             if value.get("bytes") is None and value.get("path"):
-                problem = f"{value['path']} is named, and its bytes are not in the file"
+                problem = f"refers to {value['path']}, but the file does not contain its bytes"
                 raise Rejection("not_held", problem[:MAX_DETAIL_CHARACTERS])
             value = value.get("bytes")
         return value or b""
@@ -134,7 +134,7 @@ class HuggingFaceSource(Source, of=HuggingFaceSettings):
                 splits = (_split_of(match[0]) for word in words if (match := _SPLIT.match(word)))
                 found.setdefault(next(splits, "train"), []).append(file)
         if not found:
-            problem = f"{self.path} is no folder of save_to_disk nor of Parquet files"
+            problem = f"{self.path} has neither files of save_to_disk nor Parquet files"
             raise SourceError("source.path", problem, "use save_to_disk", code="unknown-format")
         return found
 
@@ -165,7 +165,7 @@ def _class_names(columns: tuple[tuple[Path, str, str], ...]) -> tuple[str, ...]:
         for file, stamp, column in columns
     }
     if len(named) > 1:
-        fix = "build a dataset of the files of each"
+        fix = "build one dataset of the files of each"
         raise SourceError("source.path", "its files have different classes", fix, code="mismatch")
     if names := named.pop():
         return names
@@ -219,7 +219,7 @@ def _schema(file: Path, stamp: str) -> Any:  # noqa: ARG001 (a changed file is r
 
 
 def _features(schema: Any) -> dict[str, Any]:
-    """Return what `datasets` has written about the columns, or {}."""
+    """Return the metadata of `datasets` about the columns, or {}."""
     written = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features: dict[str, Any] = written.get("info", {}).get("features") or {}
     return {name: feature for name, feature in features.items() if isinstance(feature, dict)}

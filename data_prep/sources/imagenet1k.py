@@ -1,11 +1,11 @@
 """ImageNet-1k (ILSVRC 2012): the folder with its archives, or with the folders that they unpack to.
 
     ILSVRC2012_img_train.tar      or  train/  (synset tars or synset folders)
-    ILSVRC2012_img_val.tar        or  val/    (synset folders, or the 50,000 images side by side)
+    ILSVRC2012_img_val.tar        or  val/    (synset folders, or the 50,000 images in one folder)
     ILSVRC2012_devkit_t12.tar.gz  or  ILSVRC2012_devkit_t12/   if val is not in synset folders
 
-Labels are the places of the sorted wnids. With `real` (real.json, from "Are we done with
-ImageNet?") the split val gets the annotation `real`: a bit for each class that is right.
+Labels are the positions of the sorted wnids. If `real` is set (real.json, from "Are we done with
+ImageNet?"), the split val gets the annotation `real`: a bit for each right class.
 """
 
 import hashlib
@@ -101,7 +101,9 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
                 _refuse_difference("val", synsets, "train", classes)
                 containers += with_labels(synsets, classes)
             elif kit is None:
-                problem = f"{path} has no synset folders, and {DEVKIT}.tar.gz has its labels"
+                problem = (
+                    f"{path} has no synset folders, so {DEVKIT}.tar.gz is needed for its labels"
+                )
                 fix = f"download it into {self.root}"
                 raise SourceError("source.path", problem, fix, code="missing-path")
             else:
@@ -123,7 +125,7 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
         return Entries.of(rows, label=[self._val_labels[number - 1] for number in numbers])
 
     def arrange(self, inventory: Inventory) -> Arrangement:
-        """Return the splits; an error if val lacks images whose labels are known."""
+        """Return the splits; fail if val lacks images of known labels."""
         arrangement = by_container(inventory)
         labels = {part.label for part in inventory.containers if part.split == "val"}
         is_complete = None in labels or len(labels) == len(inventory.classes)
@@ -132,7 +134,7 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
             wanted = max(wanted, len(self._real_labels()))
         found = len(arrangement.splits.get("val", ()))
         if labels and found < wanted:
-            problem = f"val has {found:,} images, and labels of {wanted:,} are known"
+            problem = f"val has {found:,} images, but labels of {wanted:,} are known"
             raise SourceError("source.path", problem, "complete the archive", code="mismatch")
         return arrangement
 
@@ -143,7 +145,9 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
             return {}
         real, numbers = self._real_labels(), [_val_number(locator) for locator in locators]
         if max(numbers, default=0) > len(real):
-            problem = f"{self.settings.real} has {len(real)} lists, none for {max(numbers)}"
+            problem = (
+                f"{self.settings.real} has {len(real)} lists, but none for image {max(numbers)}"
+            )
             fix = "download real.json again"
             raise SourceError("source.real", problem, fix, code="mismatch")
         bits = np.zeros((len(locators), max(NUM_CLASSES, len(labels))), np.bool_)
@@ -159,30 +163,30 @@ class ImageNet1kSource(SynsetSource, of=ImageNet1kSettings):
             if not all(
                 type(label) is int and 0 <= label < NUM_CLASSES for row in real for label in row
             ):
-                raise ValueError("no list of label lists, one for each validation image")
+                raise ValueError("it is no list of label lists, one for each validation image")
         return list(real)
 
     def _real_file(self) -> Path:
         file = Path(self.settings.real or "")
         if not file.is_file():
-            problem, fix = f"{file} does not exist", "leave it out, or download real.json"
+            problem, fix = f"{file} does not exist", "remove it, or download real.json"
             raise SourceError("source.real", problem, fix, code="missing-path")
         return file
 
     def _place(self, tar: str, folder: str) -> str:
-        """Return the form of a split that exists."""
+        """Return the existing form of a split."""
         path = self._present(tar, folder)
         if path is None:
-            problem = f"{self.root} holds neither {tar} nor {folder}/"
-            fix = "download it, or set source.splits to what is there"
+            problem = f"{self.root} contains neither {tar} nor {folder}/"
+            fix = "download it, or set source.splits to the existing splits"
             raise SourceError("source.path", problem, fix, code="missing-path")
         if path.is_file() and self.settings.md5 == "all":
-            refuse_gzip(path)  # before all of it is read for its sum
+            refuse_gzip(path)  # before reading all of it for its MD5
             check_md5(path, PUBLISHED_MD5[tar])
         return path.name
 
     def _present(self, archive: str, folder: str) -> Path | None:
-        """Return the file, or else the folder. A broken link is no part that was left out."""
+        """Return the file, or else the folder. A broken link is an error, not a missing part."""
         packed, unpacked = self.root / archive, self.root / folder
         for path in (packed, unpacked):
             if os.path.lexists(path) and kind_of(path) not in ("folder", "file"):
@@ -212,18 +216,18 @@ def _val_number(name: str) -> int:
 
 class Devkit(NamedTuple):
     wnids: tuple[str, ...]
-    """The classes, sorted; the place of a class is its label."""
+    """Sorted classes; the position of a class is its label."""
     val_labels: tuple[int, ...]
     """Labels of ILSVRC2012_val_00000001.JPEG and so on."""
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files that are read of the development kit, an archive or a folder."""
+    """Return the files of the development kit that are read, from an archive or a folder."""
     return [path / "data" / _META, path / "data" / _TRUTH] if path.is_dir() else [path]
 
 
 def load_devkit(path: Path, *, must_be_published: bool) -> Devkit:
-    from scipy.io import loadmat  # half a second that no other source should pay
+    from scipy.io import loadmat  # other sources avoid this half second
 
     if path.is_file() and must_be_published:
         check_md5(path, DEVKIT_MD5)

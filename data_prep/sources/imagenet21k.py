@@ -1,8 +1,9 @@
-"""ImageNet-21k as it is downloaded (fall11 or winter21), raw or with the processing of Ridnik et
-al.: classes with more than 500 images stay, and 50 images of each are held out for validation.
+"""ImageNet-21k as it is downloaded (fall11 or winter21), raw or processed as by Ridnik et al. Their
+processing keeps classes with more than 500 images and makes 50 images of each `val`.
 
-The published processing holds out the 50 files that a directory lists first. Here a seed draws them
-for each class from its own files. The manifest has the seed, and `val-*.paths` names the files.
+The published processing holds out the first 50 files in the order of a directory. This program
+draws them with a seed from the files of each class. The manifest has the seed, and `val-*.paths`
+names the files.
 """
 
 from typing import Any, Literal
@@ -38,8 +39,8 @@ class ImageNet21kSettings(Settings):
     def _some_are_left_to_train_on(self) -> "ImageNet21kSettings":
         if self.processing == "ridnik" and self.min_images < self.val_per_class:
             raise ValueError(
-                f"source.min_images: {self.min_images} is less than val_per_class,"
-                f" {self.val_per_class}; a class could lose all its images to validation"
+                f"source.min_images: {self.min_images} is less than val_per_class, "
+                f"{self.val_per_class}, so a class could lose all its images to validation"
             )
         return self
 

@@ -1,7 +1,7 @@
 """MNIST and datasets in its layout: a folder of four idx files, compressed as downloaded or not.
 
-Grey images stay grey here (PGM); decoding makes them RGB. MD5 sums are of the unpacked files of
-MNIST and Fashion-MNIST, and of the .gz files of KMNIST. EMNIST has none.
+Gray images stay gray in shards (PGM); decoding makes them RGB. MD5 sums are of the unpacked files
+of MNIST and Fashion-MNIST, and of the .gz files of KMNIST. EMNIST has none.
 """
 
 import gzip
@@ -21,7 +21,7 @@ from data_prep.sources.records import Batch, Records, RecordSource
 
 _UINT8: Final = 0x08
 _STEMS: Final = {"train": ("train",), "test": ("t10k", "test")}
-"""Beginnings of the file names of a split; EMNIST says test."""
+"""Beginnings of the file names of a split; EMNIST uses test."""
 
 _CLASSES: Final = {
     "mnist": tuple("0123456789"),
@@ -97,7 +97,8 @@ class MnistSource(RecordSource, of=MnistSettings):
         return Records(classes or tuple(map(str, range(1 + highest))), batches)
 
     def check_sums(self, files: list[Path]) -> None:
-        """Check each file as it is, or unpacked; name the variant if it is a file of another."""
+        """Check each file as it is, or unpacked; name the variant if the file is of another
+        variant."""
         published = MNIST_FILES.get(self.settings.variant, {})
         for path in files:
             name = path.name.removeprefix(self.settings.prefix)
@@ -112,7 +113,7 @@ class MnistSource(RecordSource, of=MnistSettings):
                     raise wrong_sum(str(path), found, published[key])
 
     def _pairs(self) -> dict[str, tuple[str, str]]:
-        """Return the names of the files of images and labels of each split."""
+        """Return the names of the image and label files of each split."""
         return {
             split: (self._find(split, "images-idx3"), self._find(split, "labels-idx1"))
             for split in _STEMS

@@ -32,7 +32,7 @@ from data_prep.publish import hash_of_json
 from data_prep.sources.base import UNLABELLED, Source
 
 MAX_BYTES: Final = 1 << 28
-"""Most bytes that an archive may unpack to, unless its source has another limit."""
+"""Largest size that an archive may unpack to, unless its source has another limit."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Batch:
 
     split: str
     pixels: NDArray[np.uint8]
-    """(records, 3, height, width) in color, (records, height, width) in grey."""
+    """(records, 3, height, width) in color, (records, height, width) in gray."""
     labels: NDArray[np.int64]
 
 
@@ -49,21 +49,21 @@ class Batch:
 class Records:
     classes: tuple[str, ...]
     batches: dict[str, Batch]
-    """By the name of the file that has the pixels."""
+    """Records by the name of the file that has the pixels."""
 
 
 class RecordSource(Source):
     archives: ClassVar[Mapping[str, str]] = {}
     """Published .tar.gz files and their MD5 sums."""
     sums: ClassVar[Mapping[str, str]] = {}
-    """MD5 sums of the files that they unpack to."""
+    """MD5 sums of the unpacked files."""
 
     max_bytes: ClassVar[int] = MAX_BYTES
-    """Most bytes that the archive may unpack to."""
+    """Largest size that the archive may unpack to."""
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """Return the names of all files in `folder` that are needed."""
+        """Return the names of all required files in `folder`."""
 
     @abstractmethod
     def load(self) -> Records:
@@ -71,7 +71,7 @@ class RecordSource(Source):
 
     @property
     def folder(self) -> Path:
-        """The folder with the files; of a .tar.gz, after `outline` has unpacked it."""
+        """Folder with the files. A .tar.gz has one after `outline` has unpacked it."""
         if self.path.is_dir():
             return self.path
         assert self.work_directory is not None
@@ -136,7 +136,7 @@ class RecordSource(Source):
         if free < num_bytes:
             raise SourceError(
                 "source.path",
-                f"{self.path} unpacks to {num_bytes:,} bytes in {place}, and {free:,} are free",
+                f"{self.path} needs {num_bytes:,} bytes in {place}, but only {free:,} are free",
                 "free some space, or unpack it elsewhere and give the folder",
                 code="no-space",
             )
@@ -153,11 +153,11 @@ def _loaded(
     source.work_directory = work_directory
     records = source.load()
     if stamp_of(source.files()) != stamp:
-        problem, fix = f"{source.path} changes while it is read", "wait until it is complete"
+        problem, fix = f"{source.path} changes during reading", "wait until it is complete"
         raise SourceError("source.path", problem, fix, code="changed")
     num_classes = len(records.classes)
     if not num_classes or len(set(records.classes)) < num_classes:
-        raise damaged(source.path, "names no classes, or one twice")
+        raise damaged(source.path, "it names no classes, or one twice")
     for name, batch in records.batches.items():
         labels, num_images = batch.labels, len(batch.pixels)
         if num_images != len(labels) or not num_images:

@@ -64,7 +64,9 @@ class Stl10Source(RecordSource, of=Stl10Settings):
             with report_damage(self.path / name):
                 num_images, rest = divmod((self.folder / name).stat().st_size, _STRIDE)
                 if rest or not num_images:
-                    raise ValueError(f"no number of images of {_STRIDE:,} bytes")
+                    raise ValueError(
+                        f"the size is no multiple of {_STRIDE:,} bytes, the size of an image"
+                    )
                 shape = (num_images, 3, _SIDE, _SIDE)
                 pixels = np.memmap(self.folder / name, np.uint8, mode="r", shape=shape)
             labels = np.full(num_images, UNLABELLED)
@@ -96,7 +98,7 @@ class Stl10Source(RecordSource, of=Stl10Settings):
             lines = self.read_file(_FOLDS).splitlines()
             folds = [[int(word) for word in line.split()] for line in lines]
             if len(folds) != _NUM_FOLDS or not all(folds):
-                raise ValueError(f"{len(folds)} lines, {_NUM_FOLDS} folds are published")
+                raise ValueError(f"{len(folds)} lines, but {_NUM_FOLDS} folds are published")
             for number, fold in enumerate(folds):
                 bits[np.array(fold, np.uint32), number] = True
         return bits

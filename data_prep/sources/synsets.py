@@ -1,8 +1,8 @@
-"""Find and read the images of synsets: a tar of a tar per synset (as ImageNet is downloaded), a
-folder of such tars, or a folder of folders. A synset is named by its wnid: n and eight digits.
+"""Find and read the images of synsets. A synset is named by its wnid: n and eight digits.
 
-Synsets are sorted by wnid and images by name, so all forms give the same samples. Nothing is
-unpacked: an image is a range of bytes of the outermost file.
+Three forms are read: a tar of one tar per synset (as ImageNet is downloaded), a folder of such
+tars, or a folder of folders. Synsets are sorted by wnid and images by name, so all forms give the
+same samples. Nothing is unpacked: an image is a range of bytes of the outermost file.
 """
 
 import os
@@ -29,7 +29,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class SynsetSource(Source):
-    """Each container is a folder, a tar, or a tar in a tar, below `root`. Only tars have stamps."""
+    """A source of synset containers below `root`: folders, tars, or tars in a tar. Only tars have
+    stamps."""
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
@@ -40,7 +41,7 @@ class SynsetSource(Source):
         return Entries.of(self.rows(container), label=container.label)
 
     def rows(self, container: Container) -> list[tuple[str, int, int]]:
-        """Return (name, place or time of change, bytes) of each image."""
+        """Return (name, offset or time of change, bytes) of each image."""
         place = self.root / container.path
         if not container.stamp:
             return list(walk_files(place))
@@ -88,7 +89,7 @@ def find_synsets(root: Path, place: str, *, split: str) -> dict[str, Container]:
         raise SourceError("source.path", problem, fix, code="unknown-format")
     alone = sorted(folders.keys() - packed.keys())
     if packed and alone:
-        problem = f"{path} holds synset tars, and {alone[0]} only as a folder"
+        problem = f"{path} contains synset tars, but {alone[0]} only as a folder"
         raise SourceError("source.path", problem, "keep one form of them", code="unknown-format")
     return packed or folders
 
@@ -126,7 +127,7 @@ def _visible(
 def refuse_gzip(file: Path) -> None:
     with open(file, "rb") as stream:
         if stream.read(2) == _GZIP_MAGIC:
-            problem = f"{file} is compressed, so its images cannot be read one by one"
+            problem = f"{file} is compressed, so single images cannot be read"
             fix = f"unpack it once (tar xzf {file.name}) and give the folder of synset tars"
             raise SourceError("source.path", problem, fix, code="unsupported")
 
@@ -140,7 +141,7 @@ def _wnid(name: str, place: Path) -> str:
 
 
 def _file_of(root: Path, container: Container) -> Path:
-    """Return the file of a container, which may be called FILE/MEMBER."""
+    """Return the file of a container that may be named FILE/MEMBER."""
     place = root / container.path
     for path in (place, *place.parents):
         if path.is_file():

@@ -1,8 +1,8 @@
 """A procedural archive: draws JPEG files into a folder of classes, which `FolderSource` reads.
 
 Image number i of a class is a function of (seed, class, split, i), so any count is a prefix of the
-same data. The sets "a" and "b" share no class: of all combinations of shape, color and quadrant,
-"a" has the ones of even parity and "b" the ones of odd parity, so both have every attribute.
+same data. The sets "a" and "b" share no class but have every attribute. "a" has the combinations of
+shape, color and quadrant with even parity, "b" those with odd parity.
 
 `begun.json` (the settings) is written first. A class folder is drawn under a temporary name and
 then renamed, so an interrupted run resumes with the missing classes. Images are not synced: after a
@@ -51,7 +51,8 @@ class Look(NamedTuple):
 
 
 def class_set(name: str, *, num_classes: int) -> tuple[Look, ...]:
-    """Return the first looks of a set, in a fixed mixed order so that few classes differ in all."""
+    """Return the first looks of a set, in a fixed mixed order, so few classes differ in all
+    attributes."""
     combinations = itertools.product(enumerate(SHAPES), enumerate(COLOURS), enumerate(QUADRANTS))
     parity = {"a": 0, "b": 1}[name]
     looks = [Look(s, c, q) for (i, s), (j, c), (k, q) in combinations if (i + j + k) % 2 == parity]
@@ -118,9 +119,9 @@ class SyntheticSource(FolderSource, of=SyntheticSettings):
         }
         problem = ""
         if strangers and not begun.exists():
-            problem = f"{self.path} holds {min(strangers)}, and no images of this tool"
+            problem = f"{self.path} contains {min(strangers)}, but no images of this tool"
         elif begun.exists() and json.loads(begun.read_text()) != self.describe():
-            problem = f"{self.path} holds images of other settings"
+            problem = f"{self.path} contains images of other settings"
         if problem:
             fix = "choose another folder"
             raise SourceError("source.images_dir", problem, fix, code="exists")
@@ -156,16 +157,14 @@ class SyntheticSource(FolderSource, of=SyntheticSettings):
         temporary.rename(folder)
 
 
-# ---- one image
-#
-# Shape, color and quadrant of the main object name the class. Nuisance: clouds in the background,
-# the object's size, rotation, exact place and brightness, smaller objects anywhere, a soft shadow,
-# pixel noise. No single attribute names a class, and the contrast of object against background
-# changes its sign, so no linear function of the pixels can do well.
+# ---- one image  Shape, color and quadrant of the main object name the class. Nuisance: clouds in
+# the background, smaller objects, a soft shadow, pixel noise, and the object's size, rotation,
+# exact place and brightness. No single attribute names a class, and the contrast of object against
+# background changes its sign, so no linear function of the pixels can do well.
 
 
 def draw(look: Look, *, size: int, generator: np.random.Generator) -> NDArray[np.uint8]:
-    """Return a (size, size, 3) image of `look`; `generator` decides everything else."""
+    """Return a (size, size, 3) image of `look`; `generator` determines everything else."""
     x, y = _axes(size)
     canvas = _clouds(x, y, generator)
     for _ in range(generator.integers(1, 3)):
@@ -220,7 +219,7 @@ def _paint(
 
 
 def _distance(shape: str, u: Pixels, v: Pixels) -> Pixels:
-    """Return the signed distance (negative inside) from the edge of the unit shape, roughly."""
+    """Return the approximate signed distance (negative inside) from the edge of the unit shape."""
     a, b = np.abs(u), np.abs(v)
     match shape:
         case "disc":

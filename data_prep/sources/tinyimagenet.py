@@ -1,13 +1,13 @@
 """TinyImageNet-200: tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to.
 
     wnids.txt                               the 200 classes; labels are their sorted order
-    train/WNID/images/*.JPEG                the boxes next to the images are not read
+    train/WNID/images/*.JPEG                the box files of each WNID are not read
     val/images/*.JPEG, val_annotations.txt  one flat folder; only the text file has the labels
-    test/images/*.JPEG                      never labelled
+    test/images/*.JPEG                      never labeled
 
-A zip is not unpacked. Its members have CRCs, which are checked. An image without annotation, an
-annotation without image, a class folder that wnids.txt does not name, and an image in any other
-folder are errors. Other files are counted as left out.
+A zip is not unpacked. The CRCs of its members are checked. Errors are an image without annotation,
+an annotation without image, a class folder that wnids.txt does not name, and an image in any other
+folder. Other files are skipped and counted.
 """
 
 import re
@@ -46,7 +46,7 @@ class TinyImageNetSettings(Settings):
 
     kind: Literal["tinyimagenet"]
     path: str = Field(examples=["downloads/tiny-imagenet-200.zip"])
-    """tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to."""
+    """The zip tiny-imagenet-200.zip as downloaded, or the folder that it unpacks to."""
     unlabelled_test: bool = False
     """Add the 10,000 test images, published without labels, as the split `test`."""
 
@@ -139,13 +139,15 @@ class TinyImageNetSource(Source, of=TinyImageNetSettings):
         return tuple(sorted(names))
 
     def _val_labels(self) -> dict[str, int]:
-        """Return the label of each validation image; the four numbers of a line are a box."""
+        """Return the label of each validation image. The other four numbers of a line are a box."""
         labels = {name: label for label, name in enumerate(self._wnids())}
         found: dict[str, int] = {}
         for line in self._lines(_ANNOTATIONS):
             name, wnid, *_ = f"{line}\t".split("\t")
             if wnid not in labels or name in found:
-                problem = "again" if name in found else f"with the class {wnid!r} of no folder"
+                problem = (
+                    "again" if name in found else f"with the class {wnid!r}, which has no folder"
+                )
                 raise damaged(self.path / _ANNOTATIONS, f"names {name} {problem}")
             found[name] = labels[wnid]
         return found
@@ -167,7 +169,7 @@ def _by_folder(rows: Iterable[Row]) -> tuple[dict[str, list[Row]], list[str]]:
 
 
 class _Zip:
-    """The members of a zip below TOP. Hidden files are left out, and no name occurs twice."""
+    """Members of a zip below TOP. Hidden files are skipped, and no name occurs twice."""
 
     def __init__(self, path: Path):
         self.members = dict[str, zipfile.ZipInfo]()

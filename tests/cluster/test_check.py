@@ -74,7 +74,7 @@ def test_file_systems_with_node_local_locks_are_reported(
 @pytest.mark.parametrize(
     ("words", "check", "verdict", "found", "remedy"),
     [
-        ([], "submission", "ok", "would take every job script", ""),
+        ([], "submission", "ok", "accepts every job script", ""),
         (["cluster/pretrain.slurm", MLP], "submission", "ok", "on nodes n1 in partition low", ""),
         ([], "time limit", "ok", "00:30:00 for each attempt", "SBATCH_TIMELIMIT"),
         (["-t6:00:00"], "time limit", "ok", "6:00:00 for each", ""),
@@ -158,7 +158,7 @@ def test_the_given_job_is_checked_as_it_will_be(slurm: Path, shapes: Path) -> No
     job = ("cluster/pretrain.slurm", MLP)
     whole = (*job, "train.global_batch_size=32", f"data.dataset={shapes}")
     for words, verdict, found in (
-        (("--nodes=2", "--gpus-per-node=1", *whole), "ok", "splits over 2 ranks"),
+        (("--nodes=2", "--gpus-per-node=1", *whole), "ok", "can be divided over 2 ranks"),
         (("--nodes=3", *whole), "FAULT", "[conflict]"),
         ((*job, "train.duratoin=3"), "FAULT", "[unknown-key]"),
         (job, "FAULT", "[unfinished]"),

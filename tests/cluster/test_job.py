@@ -101,7 +101,7 @@ def test_a_job_runs_what_was_kept_and_no_signal_is_lost(tmp_path: Path) -> None:
     assert sorted(path.name for path in (root / "jobs").iterdir()) == ["77", "snapshots"]
     shutil.rmtree(root / "jobs/snapshots")
     done = run(root, "bash", str(submitted), "mine.yaml", SLURM_JOB_ID="77")
-    words = r"jobs/\S+ is gone; submit the job again, from the repository root\n"
+    words = r"jobs/\S+ does not exist. Submit the job again, from the repository root\n"
     assert done.returncode == 2 and re.fullmatch(words, done.stderr), done
 
 
@@ -232,7 +232,7 @@ def test_a_job_with_too_few_nodes_left_ends(job: Job, num_nodes: int, is_enough:
 
 def test_a_node_that_was_asked_for_and_is_bad_ends_the_job(job: Job) -> None:
     stand_in(Path(), "scontrol", "printf 'n2\\nn3\\n'")
-    with pytest.raises(End, match="--nodelist asks for n2"):
+    with pytest.raises(End, match="--nodelist requests n2"):
         job.refuse_if_too_few(["n2"], {"ReqNodeList": "n[2-3]"})
 
 

@@ -167,7 +167,7 @@ def test_as_many_gpus_are_visible_as_slurm_gave_and_what_is_read_is_there(
     )
     assert first["faults"][0] == [
         f"missing {paths[1]}",
-        f"{tmp_path}/in21k is missing: is its file system mounted?",
+        f"{tmp_path}/in21k does not exist: its file system may not be mounted",
     ]
 
 

@@ -193,7 +193,7 @@ def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source
     before = {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
     assert len(before) == 6
     assert build(source, out, "num_workers=2") == 0
-    held = f"data_prep: out: {out} holds a dataset of"
+    held = f"data_prep: out: {out} has a dataset of"
     for change in (
         "image_size: 24, was 16",
         "seed: 1, was 0",
@@ -207,7 +207,7 @@ def test_a_second_build_leaves_every_file_untouched_and_another_config_or_source
         f"{held} another config (classes: ['ant'], was None; seed: 3, was 0)",
     )
     write_files(source, {"ant/new.jpg": encoded(picture(seed=99))})
-    refused(build(source, out), f"{held} this config and other files")
+    refused(build(source, out), f"{held} this config but other files")
     assert {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")} == before
 
 
@@ -219,7 +219,7 @@ def test_another_config_is_refused_an_unfinished_dataset_and_the_same_one_goes_o
     before = files_of(out)
     refused(
         build(source, out, "samples_per_shard=4"),
-        "holds a dataset of another config (samples_per_shard: 4, was 2)",
+        "has a dataset of another config (samples_per_shard: 4, was 2)",
     )
     assert files_of(out) == before
     assert build(source, out, "samples_per_shard=2") == 0
@@ -349,7 +349,7 @@ def test_too_many_rejects_fail_every_time_and_still_leave_the_dataset(
     assert load_manifest(out).num_written == 7
     assert build(source, out, "max_reject_fraction=0.3") == 0
     assert (
-        f"read 10 = written 7 + rejected 3; {out}/rejected.jsonl says which"
+        f"read 10 = written 7 + rejected 3; {out}/rejected.jsonl lists them"
         in capsys.readouterr().out
     )
 

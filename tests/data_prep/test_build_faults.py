@@ -235,7 +235,7 @@ def test_a_full_disk_is_one_line_and_the_build_goes_on_when_there_is_room(
     said = capfd.readouterr().err
     assert (
         said.splitlines()[-1].endswith(
-            "No space left on device; what is finished is kept, the same command goes on from there"
+            "No space left on device; finished work is kept; the same command resumes"
         )
         or "No space left on device" in said.splitlines()[-1]
     )

@@ -245,10 +245,7 @@ def test_doubles_are_listed_the_first_stays_and_evaluation_is_whole(
     directory = pack(source, tmp_path / "animals")
     before = files_of(directory)
     lines = dedup(directory, out=tmp_path / "list.jsonl")
-    assert (
-        "13.0% of train would be dropped, which is much: look at some pairs"
-        in capsys.readouterr().err
-    )
+    assert "the list drops 13.0% of train. Look at some pairs" in capsys.readouterr().err
     found = [
         (line["path"], line["reason"], line["of"]["split"], line["of"]["path"]) for line in lines
     ]
@@ -339,8 +336,8 @@ def test_only_equal_pixels_and_other_splits_where_that_is_asked_for(
     monkeypatch.setattr("data_prep.commands.choosing.MANY", 0.15)  # 3 of 23 in train, 1 of 5 in val
     dedup(directory, "--split", "val", "--split", "train", out=tmp_path / "b.jsonl")
     assert [
-        line.partition(",")[0] for line in capsys.readouterr().err.splitlines() if "dropped" in line
-    ] == ["data_prep: 20.0% of val would be dropped"]
+        line.partition(". ")[0] for line in capsys.readouterr().err.splitlines() if "drops" in line
+    ] == ["data_prep: the list drops 20.0% of val"]
 
 
 @pytest.mark.processes
@@ -391,7 +388,7 @@ def test_the_summary_counts_what_the_list_holds(
         "count": 1,
     } in said["by"]
     assert main(["dedup", str(directory), "--workers", "1"]) == 0
-    assert "3 of 23 samples show a picture that is there already" in capsys.readouterr().out
+    assert "3 of 23 samples repeat an earlier image" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

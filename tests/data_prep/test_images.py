@@ -261,11 +261,11 @@ SMALL_JPEG = encoded(Image.new("RGB", (16, 16)))
         (b"", "empty"),
         (
             b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
-            "not_an_image: HEIC, AVIF sequences and videos are not read",
+            "not_an_image: HEIC, AVIF sequences and videos are not supported",
         ),
         (
             b"<html>404 Not Found</html>",
-            "not_an_image: no format that is read here begins with b'<html>404 Not Fo'",
+            "not_an_image: a format that begins with b'<html>404 Not Fo' is not supported",
         ),
         (bytes(1000), "not_an_image"),
         (
@@ -316,7 +316,7 @@ def test_the_pixel_cap_is_judged_by_the_header_alone(monkeypatch: pytest.MonkeyP
     ):
         decode(more, max_pixels=100)
     monkeypatch.setattr("data_prep.images.decoding.MAX_PIXELS", 100)
-    with pytest.raises(Rejection, match="too_many_pixels: 11 x 10; 100 pixels are the most"):
+    with pytest.raises(Rejection, match="too_many_pixels: 11 x 10; the limit is 100 pixels"):
         decode(more)
 
 

@@ -137,7 +137,7 @@ FOREIGN = [
     ({"json": b'{"n": 3, "name": "ant"}'}, "found .json with keys n, name: label=json:n"),
     ({"json": b'{"n": 3}', "txt": b"ant\n"}, "found .txt (ant): label=txt"),
     ({"json": b"[", "txt": b"ant"}, "found .txt (ant): label=txt"),
-    ({}, "found .jpg; label=none reads pictures without labels"),
+    ({}, "found .jpg; label=none reads images without labels"),
 ]
 
 
@@ -293,11 +293,11 @@ def test_another_config_or_other_shards_are_refused(
     attempts = [
         ([path], "crop=squash", "of another config (crop: squash, was center)"),
         ([path], "name=other", "of another config (name: other, was stock)"),
-        ([path, other], "seed=0", "of this config and other files"),
-        ([other], "seed=0", "of this config and other files"),
+        ([path, other], "seed=0", "of this config but other files"),
+        ([other], "seed=0", "of this config but other files"),
     ]
     for shards, word, why in attempts:
-        refused(index(out, shards, word), f"out: {out} holds a dataset {why}")
+        refused(index(out, shards, word), f"out: {out} has a dataset {why}")
     assert files_of(out) == before
     assert build(write_classes(tmp_path / "source", {"ant": 2}), out) == 2
     write_stock(path, [])
@@ -305,5 +305,5 @@ def test_another_config_or_other_shards_are_refused(
     refused(index(broken, path), "splits.train: ", "[empty]")
     refused(
         index(broken, path, "crop=squash"),
-        "holds a dataset of another config (crop: squash, was center)",
+        "has a dataset of another config (crop: squash, was center)",
     )

@@ -58,8 +58,8 @@ def test_a_mistake_in_a_pattern_is_one_line(tmp_path: Path, pattern: str, code: 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--val", "SHARD"], "data_prep: splits: SHARD is named 2 times"),
-        (["--train", "SHARD"], "data_prep: splits: SHARD is named 2 times"),
+        (["--val", "SHARD"], "data_prep: splits: SHARD occurs 2 times"),
+        (["--train", "SHARD"], "data_prep: splits: SHARD occurs 2 times"),
         (["label=jpg"], ("data_prep: label: 'jpg' is not valid")),
         (["label=json:.a"], ("data_prep: label: 'json:.a' is not valid")),
         (["splits.te-st=SHARD"], "data_prep: splits: 'te-st' is not a valid name"),

@@ -412,11 +412,17 @@ def test_more_tasks_than_shards_leave_some_with_nothing_to_do(
 ) -> None:
     assert task(source, tmp_path / "animals", "8/9") == 0
     said = capsys.readouterr().out
-    assert "task 8/9 has its 0 shards" in said and "after the last task: data_prep merge" in said
+    assert (
+        "task 8/9 has written its 0 shards" in said
+        and "after the last task: data_prep merge" in said
+    )
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     assert task(source, tmp_path / "animals", "0/9") == 0
     said = capsys.readouterr().out
-    assert "task 0/9 has its 1 shard; when all tasks are done the merge publishes" in said
+    assert (
+        "task 0/9 has written its 1 shard; the queued merge of cluster/data_prep.slurm publishes"
+        in said
+    )
 
 
 @pytest.mark.processes

@@ -48,8 +48,7 @@ def test_a_good_dataset_has_no_faults(
     capsys.readouterr()
     assert verify_command(directory) == 0
     assert (
-        capsys.readouterr().out
-        == f"{directory}: {num_samples} samples, every one as the manifest says\n"
+        capsys.readouterr().out == f"{directory}: {num_samples} samples, all as in the manifest\n"
     )
     assert verify_command(directory, "--json") == 0
     nothing = {"num_faults": 0, "faults": [], "notes": []}
@@ -94,7 +93,7 @@ def test_a_changed_or_missing_index_or_list_of_rejects_is_found(dataset: Path) -
     for name in gone:
         (dataset / name).unlink()
     faults = verify(dataset).faults
-    assert "train-000002.npy: it is not what the manifest says" in faults
+    assert "train-000002.npy: it does not match the manifest" in faults
     assert all(
         any(fault.startswith(f"{name}: No such file") for fault in faults) for name in gone
     ), faults
@@ -108,8 +107,8 @@ def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes
     replace_index(dataset, index, shard=2)
     faults = verify(dataset).faults
     assert faults == [
-        "train-000002.tar train-000002-000003: the index points elsewhere",
-        "split train: the class counts of the shards are not those of the manifest",
+        "train-000002.tar train-000002-000003: the index does not point at this image",
+        "split train: the class counts of its shards differ from the manifest",
     ]
 
 
@@ -123,13 +122,10 @@ def test_a_label_that_differs_between_shard_and_index_is_found_though_the_hashes
         ),
         (
             {"splits.val.class_counts.0": 1},
-            "split val: the class counts of the shards are not those of the manifest",
+            "split val: the class counts of its shards differ from the manifest",
         ),
-        ({"num_read": 1}, "manifest: 313 read, but 312 written + 0 rejected"),
-        (
-            {"num_read": 1, "num_written": 1},
-            "manifest: 313 written, but its splits have 312 samples",
-        ),
+        ({"num_read": 1}, "manifest: 313 read is not 312 written + 0 rejected"),
+        ({"num_read": 1, "num_written": 1}, "manifest: 313 written, but 312 samples in its splits"),
         ({"num_read": 1, "num_rejected": 1}, "rejected.jsonl: "),
         ({"image_size": 1}, "(16, 16) pixels, (17, 17) expected"),
         ({"splits.train.shards.1.name": "train-000000"}, "manifest: 2 shards "),
@@ -266,7 +262,7 @@ def test_a_dataset_that_cannot_be_written_to_can_be_verified(dataset: Path) -> N
         (b"{", "no manifest"),
         (b"[]", "no manifest"),
         (b"\xff{}", "no manifest"),
-        (b'{"schema_version": 3}', "its content is not what its own hash says"),
+        (b'{"schema_version": 3}', "its content does not match its own hash"),
         (b'{"schema_version": 2}', "[unsupported]"),
     ],
 )

@@ -54,8 +54,8 @@ def test_samples_in_another_order_are_found(dataset: Path) -> None:
     forge(dataset, 1, tar=swapped)
     faults = verify(dataset).faults
     assert (
-        "train-000001.tar train-000001-000001: is not after train-000001-000002; keys ascend"
-        " strictly" in faults
+        "train-000001.tar train-000001-000001: is not after train-000001-000002; keys must"
+        " ascend" in faults
     )
 
 
@@ -74,7 +74,7 @@ def test_a_sample_too_many_is_found(dataset: Path) -> None:
     )
     faults = verify(dataset).faults
     assert faults == [
-        "train-000001.tar train-000001-000099: the index points elsewhere",
+        "train-000001.tar train-000001-000099: the index does not point at this image",
         "train-000001.tar: 65 samples, 64 expected",
     ]
 
@@ -87,8 +87,8 @@ def test_index_rows_that_go_backwards_or_point_elsewhere_are_found(dataset: Path
     rows[5, 0] += 512
     replace_index(dataset, rows, shard=1)
     assert verify(dataset).faults == [
-        "train-000001.tar train-000001-000003: the index points elsewhere",
-        "train-000001.tar train-000001-000005: the index points elsewhere",
+        "train-000001.tar train-000001-000003: the index does not point at this image",
+        "train-000001.tar train-000001-000005: the index does not point at this image",
         "train-000001.tar: row 5 of train-000001.npy points at no image",
     ]
 
@@ -208,7 +208,9 @@ def test_labels_of_indexed_shards_are_held_against_their_cls(tmp_path: Path, wor
     change_manifest(
         tmp_path / "out", lambda manifest: manifest["splits"]["train"].update(class_counts=counts)
     )
-    assert verify(tmp_path / "out").faults == ["../in/a.tar 0: the index points elsewhere"]
+    assert verify(tmp_path / "out").faults == [
+        "../in/a.tar 0: the index does not point at this image"
+    ]
 
 
 def test_labels_that_come_from_json_are_not_held_against_a_cls(tmp_path: Path) -> None:

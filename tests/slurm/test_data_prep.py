@@ -48,9 +48,7 @@ def test_an_array_writes_what_one_process_writes(slurm: Cluster) -> None:
         f"afterok:{array}_*(unfulfilled)",
     )  # the former when it is met
     slurm.wait(merge, "COMPLETED")
-    assert "288 samples, every one as the manifest says" in slurm.log(f"{merge}_0"), slurm.log(
-        f"{merge}_0"
-    )
+    assert "288 samples, all as in the manifest" in slurm.log(f"{merge}_0"), slurm.log(f"{merge}_0")
     alone = slurm.root / "data/alone"
     config = str(slurm.root / CONFIG)
     images = f"source.images_dir={slurm.root}/data/parts-images"
@@ -63,7 +61,7 @@ def test_an_array_writes_what_one_process_writes(slurm: Cluster) -> None:
     assert (slurm.root / "data/parts/manifest.json").exists()
     again = slurm.sbatch("--array=0", "--cpus-per-task=1", SCRIPT, *words("parts"))
     slurm.wait(again, "COMPLETED")
-    assert "data/parts is built already" in slurm.log(f"{again}_0")
+    assert "data/parts is already built" in slurm.log(f"{again}_0")
 
 
 def test_a_merge_whose_part_is_gone_goes_too_and_the_array_can_be_submitted_again(

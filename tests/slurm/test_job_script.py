@@ -346,8 +346,8 @@ def a_check_that_goes_wrong_everywhere_is_the_configs_fault(lab: Cluster) -> Non
     ended = lab.wait(job, "FAILED")
     assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "1"), lab.log(job)
     said = (
-        "the check of the config failed there (exit code 1, see above); on"
-        f" {bad_nodes(lab, job)[0]} as well"
+        "the check of the config failed on this node (exit code 1, see above); also on"
+        f" {bad_nodes(lab, job)[0]}"
     )
     assert said in lab.log(job), lab.log(job)
 
@@ -382,10 +382,14 @@ def a_node_that_does_not_see_the_data_is_avoided_and_two_mean_that_it_is_not_the
     assert (ended["JobState"], [ended["ExcNodeList"]]) == ("COMPLETED", bad_nodes(lab, once)), (
         lab.log(once)
     )
-    assert (lab.root / "jobs" / once / "bad-nodes").read_text().endswith("\t/data/x is not there\n")
+    assert (
+        (lab.root / "jobs" / once / "bad-nodes")
+        .read_text()
+        .endswith("\t/data/x does not exist on this node\n")
+    )
     ended = lab.wait(everywhere, "FAILED")
     assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "1"), lab.log(everywhere)
-    assert f"on {bad_nodes(lab, everywhere)[0]} as well" in lab.log(everywhere)
+    assert f"also on {bad_nodes(lab, everywhere)[0]}" in lab.log(everywhere)
 
 
 @pytest.mark.parametrize("run", SCENARIOS, ids=lambda run: run.__name__)
@@ -404,7 +408,7 @@ def test_edited_code_is_refused_where_nothing_was_kept(lab: Cluster) -> None:
         lab("scontrol", "release", job)
         lab.wait(job, "FAILED")
         assert (
-            "changed after the job was submitted: pretrain/edited.py; submit it again"
+            "changed after the job was submitted: pretrain/edited.py. Submit it again"
             in lab.log(job)
         )
     finally:

@@ -15,7 +15,7 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_again(slurm: Cluster, confi
     job = first.stdout.strip()
     again = slurm.submit("--parsable", SCRIPT, config, "run_dir=runs/../runs/twice")
     assert again.returncode == 2 and again.stdout == ""
-    assert f"job {job} (PENDING) writes it already" in again.stderr, again.stderr
+    assert f"job {job} (PENDING) already writes it" in again.stderr, again.stderr
     assert f"--dependency=afterany:{job}" in again.stderr
     others = [
         slurm.submit("--parsable", "--hold", SCRIPT, config, "run_dir=runs/other"),

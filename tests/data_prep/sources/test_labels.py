@@ -78,7 +78,7 @@ def test_the_tables_own_splits_count_and_another_table_is_another_dataset(
     csv(table, head="file;label;split", rows=[row.replace("valid", "test") for row in rows])
     refused(
         build(flat, tmp_path / "out", f"source.labels={table}", "source.val_fraction=0.5"),
-        "holds a dataset of another config",
+        "has a dataset of another config",
     )
 
 
@@ -178,7 +178,9 @@ def test_a_tenth_is_held_out_by_default_and_the_build_says_so(
     assert main([*words, str(tmp_path / "out")]) == 0
     splits = load_manifest(tmp_path / "out").splits
     said = capsys.readouterr().out
-    assert "left out, not read: .txt files 23, .xml files 23, files without an ending 1\n" in said
+    assert (
+        "skipped without reading: .txt files 23, .xml files 23, files without an ending 1\n" in said
+    )
     val = splits["val"].class_counts
     assert (
         val[0] == 2

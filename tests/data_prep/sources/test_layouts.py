@@ -108,7 +108,7 @@ DAMAGES: list[tuple[Layout, str, bytes | None, str]] = [
     (STL10, "class_names.txt", b"", "names no classes"),
     (STL10, "class_names.txt", b"a\na\n", "or one twice"),
     (STL10, "class_names.txt", b"\xff\n", "class_names.txt"),
-    (STL10, "fold_indices.txt", b"0 1\n" * 9, "9 lines, 10 folds are published"),
+    (STL10, "fold_indices.txt", b"0 1\n" * 9, "9 lines, but 10 folds are published"),
     (STL10, "fold_indices.txt", b"0 12\n" * 10, "fold_indices.txt"),
     (STL10, "fold_indices.txt", b"0 one\n" * 10, "fold_indices.txt"),
     (TINY, "val/images/val_3.JPEG", None, "val_3.JPEG"),

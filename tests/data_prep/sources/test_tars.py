@@ -172,7 +172,7 @@ def test_a_checksum_of_signed_bytes_is_one_too(tmp_path: Path) -> None:
     [
         (b"", "is cut at byte 0: no end-of-archive mark"),
         (b"short", "is cut at byte 0"),
-        (b"<html>" * 200, "is damaged at byte 0: no valid header there"),
+        (b"<html>" * 200, "is damaged at byte 0: it has no valid header at this byte"),
         (header("a", 3, b"0") + filled(b"abc"), "is cut at byte 1,024: no end-of-archive mark"),
         (header("a", 600, b"0") + filled(b"abc"), "is cut: the member at byte 0 needs 600 bytes"),
         (with_size(b"-0000001000") + bytes(BLOCK), "is damaged at byte 0: a header without a size"),
@@ -180,7 +180,7 @@ def test_a_checksum_of_signed_bytes_is_one_too(tmp_path: Path) -> None:
         (with_size(b"1_0") + bytes(BLOCK), "is damaged at byte 0: a header without a size"),
         (with_size(b"\xff" * 12) + bytes(BLOCK), "is damaged at byte 0: a header without a size"),
         (with_size(b"\x80" + b"\xff" * 11) + bytes(BLOCK), "is cut: the member at byte 0 needs 309,485,009,821,345,068,"),
-        (header("a", 0, b"2") + bytes(BLOCK), "holds 'a', which is a link or device (type b'2'); pack it again"),
+        (header("a", 0, b"2") + bytes(BLOCK), "contains 'a', which is a link or device (type b'2'); pack it again"),
         (header("a", 2 << 20, b"x") + bytes(5 << 20), "has a header of 2,097,152 bytes at byte 0"),
         (pax(b"what is this\n") + header("a", 0, b"0") + bytes(BLOCK), "has a damaged pax header at byte 0"),
         (pax(b"99 path=a\n") + header("a", 0, b"0") + bytes(BLOCK), "has a damaged pax header at byte 0"),
