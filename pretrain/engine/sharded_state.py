@@ -81,8 +81,8 @@ class ShardedState:
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of a skipped step. With offload and fp32 accumulation, DeepSpeed
-        0.19.8 would add to gradients that are not finite."""
+        """Drop the gradients of a skipped step. DeepSpeed 0.19.8, with offload and fp32
+        accumulation, would add to gradients that are not finite."""
         if self.stage in (1, 2):
             self._optimizer.averaged_gradients.update(
                 dict.fromkeys(self._optimizer.averaged_gradients)

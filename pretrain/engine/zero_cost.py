@@ -4,14 +4,14 @@ P parameters on N ranks; w bytes per weight in the forward pass: 4 in fp32, 2 in
 Stage 0 keeps fp32 weights in any precision. The optimizer keeps K values per weight (Lion and SGD
 1, AdamW 2), in fp32, as the master weights and the average are.
 
-    stage  weights  master   optimizer  gradients               sent in a step of A micro-batches
-    0      4 P      -        4 K P      4 P                     2 r 4 P
-    1      w P      4 P / N  4 K P / N  w P / N, or the sum *   2 r w P + r w P
-    2      w P      4 P / N  4 K P / N  4 P / N                 2 r w P A + r w P
-    3      w P / N  4 P / N  4 K P / N  4 P / N                 at most 3 r w P A
+    stage  weights  master  optimizer  gradients             sent in a step of A micro-batches
+    0      4 P      -       4 K P      4 P                   2 r 4 P
+    1      w P      4 P/N   4 K P/N    w P/N, or the sum *   2 r w P + r w P
+    2      w P      4 P/N   4 K P/N    4 P/N                 2 r w P A + r w P
+    3      w P/N    4 P/N   4 K P/N    4 P/N                 at most 3 r w P A
 
-* The sum over micro-batches is in fp32. It takes 4 P + 4 P / N in bf16 and 8 P in fp32, or 4 P on
-  one rank. fp16 and offload have 4 P + 4 P / N without accumulation, too.
+* The sum over micro-batches is in fp32. It takes 4 P + 4 P/N in bf16 and 8 P in fp32, or 4 P on
+  one rank. fp16 and offload have 4 P + 4 P/N without accumulation, too.
 
 r = (N - 1) / N is the fraction that a ring sends. Stage 1 reduces once a step, stages 2 and 3 with
 each micro-batch. Stage 2 reduces by an all-reduce. Stage 3 gathers the weights twice and scatters

@@ -1,8 +1,8 @@
 """Images of a run: the model's input, and the filters of its first layer. Drawing takes
 milliseconds.
 
-A neuron of the first layer is a filter over the complete image in an MLP, and over one patch in a
-Mixer or a SW-MLP. Scaling MLPs shows that an MLP's filters become local. Other models have no such
+A neuron of the first layer is a filter: in an MLP over the complete image, in a Mixer or SW-MLP
+over one patch. Scaling MLPs shows that an MLP's filters become local. Other models have no such
 layer.
 """
 
