@@ -120,7 +120,7 @@ def _common(data: Data, *, name: str, epochs: int, warmup: float, most: int) -> 
         "batch": batch,  # a power of two; about eight batches an epoch for few images
         "steps": -(-count // batch),
         "every": every,
-        "and_best": ", and the best" * (judged == "val"),
+        "and_best": " and the best" * (judged == "val"),
     }
     found |= {"keep_best": False} if judged not in (None, "val") else {}
     found |= {"train_split": data.train} if data.train != "train" else {}
