@@ -356,7 +356,7 @@ class AugmentSettings(Settings):
     mixup_pairing: MixupPairing = "adjacent"
     """Partners of mixed images. adjacent: mix images 1 and 2, 3 and 4, and so on, with one lambda
     per pair. ffcv: mix each image with the previous image of the global batch, with one lambda per
-    batch, as in FFCV and the code of Scaling MLPs."""
+    batch (FFCV and the code of Scaling MLPs)."""
     mix_probability: float = Field(1.0, ge=0, le=1)
     """Probability that a pair (or batch) is mixed."""
     switch_probability: float = Field(0.5, ge=0, le=1)

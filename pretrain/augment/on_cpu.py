@@ -64,8 +64,8 @@ def crop_mix_normalise(
     area: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the boxes as (B, 3, size, size), mixed as w[i] x[i] + (1 - w[i]) x[i ^ 1], then
-    normalized as (x - mean) * scale.
+    """Return the boxes as (B, 3, size, size). Pairs are mixed as w[i] x[i] + (1 - w[i]) x[i ^ 1],
+    then normalized as (x - mean) * scale.
 
     Images are uint8 and square. `weights` None: no mixing. `dtype` is float32, or bfloat16 rounded
     to nearest even. `out`: memory for the result.
@@ -159,8 +159,8 @@ def _most_taps(ratio: float) -> int:
 
 
 def _words(images_BHWC: Tensor, *, spare: int) -> tuple[Words, Words, int]:
-    """Return 8-byte words that begin at each byte of the images, the same for a padded copy of the
-    last images, and the number of copied images.
+    """Return 8-byte words that begin at each byte of the images, and of a padded copy of the last
+    images. Also return the number of copied images.
 
     A load may read `spare` bytes after its image. These bytes are multiplied by zero.
     """

@@ -52,8 +52,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, place: Path | str, *, verify: bool = True) -> "Checkpoint":
-        """Open a place that a user names: a checkpoint, a folder of weights, a run (its newest
-        complete checkpoint), RUN@50epochs, or a name on the hub.
+        """Open a checkpoint, a folder of weights, a run (its newest complete checkpoint),
+        RUN@50epochs, or a name on the hub.
 
         `verify`: check the hashes of a checkpoint or folder; one process of a node must do that.
         The checkpoints of a run are always verified, so all processes fall back to the same

@@ -34,7 +34,7 @@ def mixer_names(depth: int) -> dict[str, str]:
 def to_timm(weights: Mapping[str, Tensor], spec: MixerSpec) -> dict[str, Tensor]:
     """Return a Mixer's weights by timm's names, scaled to compute the same with timm's epsilon.
 
-    (s x) / sqrt(s^2 var + eps) = x / sqrt(var + eps / s^2), so all terms that are added to the
+    (s x) / sqrt(s^2 var + eps) = x / sqrt(var + eps / s^2). All terms that are added to the
     residual stream are multiplied by s.
     """
     scale = math.sqrt(TIMM_NORM_EPS / spec.norm_eps)

@@ -155,10 +155,10 @@ class Plan:
         """Return compute + network time that is not hidden.
 
         Stages 1 and 2 reduce gradients in k buckets during the backward pass (two thirds of the
-        compute; stage 1 in the last micro-batch, stage 2 in each), and stage 3 fetches weights
+        compute). Stage 1 does so in the last micro-batch, stage 2 in each. Stage 3 fetches weights
         during both passes. A reduction r during compute b hides min(b, r) (1 - 1/k), because the
-        last bucket comes after it. Stage 0 reduces after the backward pass, and stages 1 and 2
-        gather weights after the update.
+        last bucket comes after it. Stage 0 reduces after the backward pass. Stages 1 and 2 gather
+        weights after the update.
         """
         cluster, training = self.cluster, self.training(self.stage, num_nodes)
         gbit_per_s = cluster.gbit_per_s_inside

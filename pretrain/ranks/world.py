@@ -151,8 +151,8 @@ def _cores_per_rank(environment: MutableMapping[str, str]) -> int:
 
 
 def _tasks_of_this_node(environment: MutableMapping[str, str]) -> int:
-    """Return the number of tasks from the step's list of nodes, or the job's list if it has equally
-    many tasks; "4(x3),2" is 4, 4, 4, 2."""
+    """Return the number of tasks of this node, from the first complete list: the step's, then the
+    job's. "4(x3),2" is 4, 4, 4, 2."""
     num_tasks, node = int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_NODEID", "0"))
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         parts = [_TASKS.fullmatch(part) for part in environment.get(name, "").split(",")]

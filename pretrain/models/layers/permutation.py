@@ -114,7 +114,7 @@ def random_permutation(size: int, *, generator: torch.Generator | None = None) -
 def generator_beside_weights() -> torch.Generator:
     """Return a generator seeded by torch's generator, whose state does not change.
 
-    An RP model has the same weights as the normal model of the same seed, and a block has the same
+    An RP model has the same weights as the normal model of the same seed. A block has the same
     permutation in every model that permutes it.
     """
     with torch.random.fork_rng(devices=[]):
